@@ -1,0 +1,3 @@
+from imagenet_fast.cli import main
+
+main()

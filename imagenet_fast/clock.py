@@ -1,0 +1,52 @@
+"""Time, defined before it is measured.
+
+*Run time* starts when the data set is first touched and never stops. *Training time* starts with the first
+step and leaves out evaluations. *Time to accuracy* is the run time at the end of the first evaluation that
+meets the target, that evaluation included.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass
+class Pause:
+    """How long a pause took, once it is over."""
+
+    seconds: float = 0.0
+
+
+class Clock:
+    """Both times of a run, in seconds. It starts when it is made."""
+
+    def __init__(self) -> None:
+        self._begun = time.perf_counter()
+        self._training_begun: float | None = None
+        self._paused = 0.0
+
+    def run_s(self) -> float:
+        return time.perf_counter() - self._begun
+
+    def train_s(self) -> float:
+        if self._training_begun is None:
+            return 0.0
+        return time.perf_counter() - self._training_begun - self._paused
+
+    def begin_training(self) -> None:
+        """The first step starts now."""
+        self._training_begun = time.perf_counter()
+
+    @contextmanager
+    def pause(self) -> Iterator[Pause]:
+        """What happens inside is run time, but not training time."""
+        pause = Pause()
+        begun = time.perf_counter()
+        try:
+            yield pause
+        finally:
+            pause.seconds = time.perf_counter() - begun
+            self._paused += pause.seconds

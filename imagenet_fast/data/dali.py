@@ -1,0 +1,121 @@
+"""NVIDIA DALI: reads, decodes, crops and normalises off the training thread; decodes on the GPU where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from imagenet_fast import recipe
+from imagenet_fast.data.imagefolder import ImageFolder
+from imagenet_fast.data.order import Order, TrainOrder
+from imagenet_fast.errors import UserError
+
+if TYPE_CHECKING:
+    from nvidia.dali import Pipeline
+
+
+class DaliLoader:
+    """Batches in ``order``, without end: images fp32 [n, 3, S, S] in channels_last memory, labels int64 [n].
+
+    DALI's own reader would shuffle and shard; the order is given to it instead, so that the same images make
+    up a batch on any number of ranks and a validation shard needs no padding.
+    """
+
+    def __init__(
+        self,
+        folder: ImageFolder,
+        order: Order,
+        data: recipe.ImageData,
+        device: torch.device,
+        seed: int,
+        threads: int,
+    ) -> None:
+        try:
+            from nvidia.dali import Pipeline
+            from nvidia.dali.plugin.pytorch import feed_ndarray
+        except ImportError:
+            raise UserError(
+                "data.loader is 'dali', but DALI is not installed; `pip install nvidia-dali-cuda130` (Linux), "
+                "or --set data.loader=folder"
+            ) from None
+        self._feed = feed_ndarray
+        self._device = device
+        augment = isinstance(order, TrainOrder) and data.augment
+        largest = order.batching.micro_batch if isinstance(order, TrainOrder) else order.batch
+        self._pipeline = Pipeline(
+            batch_size=largest,
+            num_threads=threads,
+            device_id=device.index if device.type == "cuda" else None,
+            seed=seed,
+            prefetch_queue_depth=2,
+        )
+        _define(self._pipeline, _samples(folder, order), data, augment, device.type == "cuda")
+        self._pipeline.build()
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            images, labels = self._pipeline.run()
+            yield (
+                self._to_torch(images, torch.float32).permute(0, 3, 1, 2),
+                self._to_torch(labels, torch.int64),
+            )
+
+    def _to_torch(self, batch: Any, dtype: torch.dtype) -> Tensor:
+        """Copy out of DALI's buffer, which the next run overwrites."""
+        dense = batch.as_tensor()
+        tensor = torch.empty(dense.shape(), dtype=dtype, device=self._device if _on_gpu(dense) else "cpu")
+        stream = torch.cuda.current_stream(self._device) if tensor.is_cuda else None
+        self._feed(dense, tensor, cuda_stream=stream)
+        return tensor.to(self._device, non_blocking=True)
+
+
+def _on_gpu(dense: Any) -> bool:
+    return "GPU" in type(dense).__name__
+
+
+def _samples(folder: ImageFolder, order: Order) -> Iterator[tuple[list[Any], Any]]:
+    """What DALI is asked for next: file names as bytes, and labels."""
+    for indices in order:
+        names = [np.frombuffer(folder.paths[i].encode(), dtype=np.uint8) for i in indices]
+        yield names, folder.labels[indices]
+
+
+def _define(
+    pipeline: Pipeline,
+    samples: Iterator[tuple[list[Any], Any]],
+    data: recipe.ImageData,
+    augment: bool,
+    gpu: bool,
+) -> None:
+    """The graph: file -> pixels -> crop -> resize -> flip and normalise."""
+    from nvidia.dali import fn, types
+
+    size = [data.image_size, data.image_size]
+    decode = {"device": "mixed" if gpu else "cpu", "output_type": types.RGB, "adjust_orientation": False}
+    resize = {"interp_type": types.INTERP_TRIANGULAR}  # with its antialiasing, PIL's bilinear
+    with pipeline:
+        names, labels = fn.external_source(source=samples, num_outputs=2)
+        encoded = fn.io.file.read(names)
+        if augment:
+            images = fn.decoders.image_random_crop(
+                encoded, random_area=list(data.crop_area), random_aspect_ratio=[3 / 4, 4 / 3], **decode
+            )
+            images = fn.resize(images, size=size, **resize)
+            mirror = fn.random.coin_flip() if data.flip else 0
+        else:
+            images = fn.resize(fn.decoders.image(encoded, **decode), resize_shorter=data.resize, **resize)
+            mirror = 0
+        images = fn.crop_mirror_normalize(
+            images,
+            crop=size,
+            mirror=mirror,
+            mean=[255 * value for value in data.mean],
+            std=[255 * value for value in data.std],
+            output_layout="HWC",
+            dtype=types.FLOAT,
+        )
+        pipeline.set_outputs(images, labels)

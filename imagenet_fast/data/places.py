@@ -1,0 +1,60 @@
+"""Where a recipe's pictures lie, and putting there what can be made on the spot."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from imagenet_fast.errors import UserError
+
+
+def cache_folder() -> Path:
+    """``$IMAGENET_FAST_CACHE``, or ``imagenet-fast`` in the user's cache directory."""
+    if own := os.environ.get("IMAGENET_FAST_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "imagenet-fast"
+
+
+def locate(dataset: Literal["imagenet", "cifar10", "digits"], given: Path | None) -> Path:
+    """The folder to train from: ``given``, or the data set's own place. Digits are made there if need be.
+
+    Raises UserError saying how to get the data set.
+    """
+    if given is not None:
+        return given
+    place = cache_folder() / dataset
+    if place.is_dir():
+        return place
+    match dataset:
+        case "digits":
+            from imagenet_fast.data.digits import make_digits
+
+            make_digits(place)
+            return place
+        case "cifar10":
+            raise UserError(
+                f"CIFAR-10 is not in {place} yet; run `imagenet-fast data fetch cifar10` once, or give --data DIR"
+            )
+        case "imagenet":
+            raise UserError(
+                "this recipe trains on ImageNet; say where it lies with --data DIR (train/<class>/*, val/<class>/*)"
+            )
+
+
+@contextmanager
+def appearing_whole(place: Path) -> Iterator[Path]:
+    """A folder to fill that becomes ``place`` only when the block ends well; otherwise nothing is left behind."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
+    try:
+        yield partial
+        partial.chmod(0o755)
+        if not place.exists():  # another process may have been quicker
+            partial.rename(place)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

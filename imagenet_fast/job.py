@@ -1,0 +1,50 @@
+"""One training run as the command line asked for it, checked before anything is started."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from imagenet_fast.batching import Batching, explain, scale_batch, split_batch
+from imagenet_fast.data.imagefolder import check_folders
+from imagenet_fast.data.places import locate
+from imagenet_fast.errors import UserError
+from imagenet_fast.recipe import Recipe, SyntheticData
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank trains, and where rank 0 writes about it."""
+
+    name: str
+    recipe: Recipe
+    batching: Batching
+    data: Path | None
+    folder: Path
+
+    @property
+    def lines(self) -> list[str]:
+        """What the user should know before it starts."""
+        return [explain(self.recipe, self.batching)]
+
+
+def plan_job(name: str, recipe: Recipe, data: Path | None, folder: Path, ranks: int, scale: bool) -> Job:
+    """Check everything that can be checked without torch. Raises UserError with the first thing wrong."""
+    batching = scale_batch(recipe, ranks) if scale else split_batch(recipe, ranks)
+    root = None
+    if not isinstance(recipe.data, SyntheticData):
+        root = locate(recipe.data.dataset, data)
+        check_folders(root)
+    _check_writable(folder)
+    return Job(name, recipe, batching, root, folder)
+
+
+def _check_writable(folder: Path) -> None:
+    if (folder / "events.jsonl").exists():
+        raise UserError(f"{folder} already holds a run; give another --out, or remove it")
+    nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise UserError(
+            f"the run cannot be written to {folder}, since {nearest} is not a writable directory; give another --out"
+        )

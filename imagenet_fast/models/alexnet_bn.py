@@ -1,0 +1,50 @@
+"""AlexNet with batch norm instead of local response normalisation, the network of the large-batch papers.
+
+Layer for layer NVIDIA's Caffe model ``alexnet_bn``, by LARS' co-authors: grouped convolutions, pooling before
+the norm, norms without scale and shift, and the initialisation it was trained from.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+class AlexNetBN(nn.Module):
+    """Images [N, 3, H, W], 227 x 227 in the papers, to logits [N, classes].
+
+    ``pool5_norm`` adds the norm after the last pooling that Jia et al. (arXiv 1807.11205) train with.
+    """
+
+    def __init__(self, classes: int, dropout: float, pool5_norm: bool) -> None:
+        super().__init__()
+        pool5 = [nn.MaxPool2d(3, 2), *([_norm(256)] if pool5_norm else [])]
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 96, 11, stride=4), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2), _norm(96),
+            nn.Conv2d(96, 256, 5, padding=2, groups=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2), _norm(256),
+            nn.Conv2d(256, 384, 3, padding=1), nn.ReLU(inplace=True), _norm(384),
+            nn.Conv2d(384, 384, 3, padding=1, groups=2), nn.ReLU(inplace=True), _norm(384),
+            nn.Conv2d(384, 256, 3, padding=1, groups=2), nn.ReLU(inplace=True), *pool5,
+        )  # fmt: skip
+        self.avgpool = nn.AdaptiveAvgPool2d(6)  # the identity at 227 pixels
+        self.classifier = nn.Sequential(
+            nn.Linear(256 * 6 * 6, 4096), nn.ReLU(inplace=True), nn.Dropout(dropout),
+            nn.Linear(4096, 4096), nn.ReLU(inplace=True), nn.Dropout(dropout),
+            nn.Linear(4096, classes),
+        )  # fmt: skip
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                assert module.bias is not None
+                nn.init.normal_(module.weight, std=0.01)
+                nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Linear):
+                hidden = module.out_features == 4096
+                nn.init.normal_(module.weight, std=0.005 if hidden else 0.01)
+                nn.init.constant_(module.bias, 0.1 if hidden else 0.0)
+
+    def forward(self, images: Tensor) -> Tensor:
+        out: Tensor = self.classifier(self.avgpool(self.features(images)).flatten(1))
+        return out
+
+
+def _norm(channels: int) -> nn.BatchNorm2d:
+    return nn.BatchNorm2d(channels, eps=1e-4, momentum=0.1, affine=False)

@@ -1,0 +1,57 @@
+"""Mixed precision: the autocast region and the loss scale."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import assert_never
+
+import torch
+from torch import Tensor
+
+from imagenet_fast import recipe
+from imagenet_fast.optim import gradients
+
+
+def autocast(precision: recipe.Precision, device: torch.device) -> torch.autocast:
+    """The context that forward and loss run in; weights and gradients stay fp32."""
+    match precision:
+        case recipe.Full():
+            return torch.autocast(device.type, enabled=False)
+        case recipe.BFloat16():
+            return torch.autocast(device.type, torch.bfloat16)
+        case recipe.Float16():
+            return torch.autocast(device.type, torch.float16)
+        case _:
+            assert_never(precision)
+
+
+class LossScale:
+    """Keeps small fp16 gradients from vanishing: the loss is multiplied by it, the gradients divided.
+
+    ``unscale`` looks at gradients after they have been averaged. A non-finite value on any rank has by then
+    reached every rank, so all find the same and skip the same step, and nothing is read back by the host: the
+    verdict stays on the device, where the optimiser consumes it. A dynamic scale starts at 2^16, halves at a
+    non-finite gradient and doubles after 2000 steps without one (Micikevicius et al., arXiv 1710.03740).
+    """
+
+    def __init__(self, precision: recipe.Precision, device: torch.device) -> None:
+        fp16 = isinstance(precision, recipe.Float16)
+        fixed = precision.loss_scale if isinstance(precision, recipe.Float16) else 1.0
+        self._active = fp16
+        self._dynamic = fp16 and not fixed
+        self.scale = torch.full((), fixed or 2.0**16, device=device)
+        self._found_inf = torch.zeros((), device=device)
+        self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
+
+    def __call__(self, loss: Tensor) -> Tensor:
+        return loss * self.scale if self._active else loss
+
+    def unscale(self, params: Sequence[Tensor]) -> Tensor | None:
+        """Divide the gradients by the scale. Returns 1 on the device where one is not finite, else 0."""
+        if not self._active:
+            return None
+        self._found_inf.zero_()
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients(params), self._found_inf, self.scale.reciprocal())
+        if self._dynamic:
+            torch._amp_update_scale_(self.scale, self._good_steps, self._found_inf, 2.0, 0.5, 2000)
+        return self._found_inf

@@ -1,0 +1,166 @@
+"""What a person sees: a live panel on a terminal, plain lines elsewhere, and a summary at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from imagenet_fast.record.event import Event
+
+
+class ConsoleSink:
+    """Follows one run on ``console``."""
+
+    def __init__(self, folder: Path, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
+        self._folder = folder
+        self._latest: dict[str, Any] = {}
+        self._evaluations: list[tuple[float, float]] = []  # run seconds, top-1
+        self._begun: tuple[int, float] | None = None  # step and run seconds of the first training event
+        self._live: Live | None = None
+
+    def write(self, event: Event) -> None:
+        self._latest |= event.tagged() | {"step": event.step, "run_s": event.run_s}
+        match event.name:
+            case "run":
+                for line in event.values["lines"]:
+                    self._console.print(line, markup=False, soft_wrap=True)
+                if self._console.is_terminal:
+                    self._live = Live(console=self._console, auto_refresh=False)
+                    self._live.start()
+            case "train":
+                if self._begun is None:
+                    self._begun = (event.step, event.run_s)
+                if self._live is None:
+                    self._print(self._training_line())
+            case "eval":
+                self._evaluations.append((event.run_s, event.values["top1"]))
+                self._print(self._evaluation_line(event.values))
+            case "end":
+                self.close()
+                self._print_summary(event.values)
+        if self._live is not None:
+            self._live.update(self._panel(), refresh=True)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, soft_wrap=True)
+
+    def _training_line(self) -> str:
+        v = self._latest
+        return (
+            f"epoch {v['train/epoch']}/{v['run/epochs']}  step {v['step']}/{v['run/steps']}  "
+            f"loss {v['train/loss']:.4f}  lr {v['train/lr']:.4g}  {v['speed/images_per_s']:.0f} img/s  data wait {v['data/wait_pct']:.1f} %  "
+            f"exposed sync {v['sync/exposed_ms']:.1f} ms  sent {v['sync/sent_MB']:.2f} MB/step"
+        )
+
+    def _evaluation_line(self, values: dict[str, Any]) -> str:
+        target = self._latest.get("run/target_top1")
+        aim = f", target {target:g} %" if target is not None else ""
+        return (
+            f"epoch {values['epoch']}/{self._latest['run/epochs']}  top-1 {values['top1']:.2f} %  "
+            f"top-5 {values['top5']:.2f} %  (best {self._best():.2f} %{aim})  "
+            f"{values['images']} images in {values['eval_s']:.1f} s, run {_clock(self._latest['run_s'])}"
+        )
+
+    def _panel(self) -> Panel:
+        v = self._latest
+        target = v.get("run/target_top1")
+        rows = Table.grid(padding=(0, 3))
+        rows.add_row(
+            _pair("epoch", f"{v.get('train/epoch', 0)}/{v['run/epochs']}"),
+            _pair("step", f"{v['step']}/{v['run/steps']}"),
+            _pair("img/s", _number(v.get("speed/images_per_s"), ".0f")),
+            _pair("run", _clock(v["run_s"])),
+        )
+        rows.add_row(
+            _pair("loss", _number(v.get("train/loss"), ".4f")),
+            _pair("lr", _number(v.get("train/lr"), ".4g")),
+            _pair("data wait", _number(v.get("data/wait_pct"), ".1f", " %")),
+            _pair("ETA end", _clock(self._seconds_to_end())),
+        )
+        rows.add_row(
+            _pair("best top-1", _number(self._best(), ".2f", " %")),
+            _pair("target", _number(target, "g", " %")),
+            _pair("exposed sync", _number(v.get("sync/exposed_ms"), ".1f", " ms")),
+            _pair("ETA target", _clock(self._seconds_to_target())),
+        )
+        rows.add_row(_pair("sent", _number(v.get("sync/sent_MB"), ".2f", " MB/step")))
+        bar = ProgressBar(total=v["run/steps"], completed=v["step"])
+        body = Table.grid(expand=True)
+        body.add_row(bar)
+        body.add_row(rows)
+        return Panel(body, title=f"{v['run/recipe']} · {v['run/sync']} · {v['run/world_size']} rank(s)", expand=False)
+
+    def _best(self) -> float | None:
+        return max((top1 for _, top1 in self._evaluations), default=None)
+
+    def _seconds_to_end(self) -> float | None:
+        if self._begun is None or self._latest["step"] == self._begun[0]:
+            return None
+        pace = (self._latest["run_s"] - self._begun[1]) / (self._latest["step"] - self._begun[0])
+        return float(pace * (self._latest["run/steps"] - self._latest["step"]))
+
+    def _seconds_to_target(self) -> float | None:
+        """Where the line through the last two evaluations meets the target; None where it does not before the end."""
+        target, end = self._latest.get("run/target_top1"), self._seconds_to_end()
+        if target is None or end is None or len(self._evaluations) < 2:
+            return None
+        (t0, top0), (t1, top1) = self._evaluations[-2:]
+        if top1 <= top0:
+            return None
+        left = t1 + (target - top1) * (t1 - t0) / (top1 - top0) - self._latest["run_s"]
+        return max(left, 0.0) if left <= end else None
+
+    def _print_summary(self, outcome: dict[str, Any]) -> None:
+        table = Table(title=_verdict(outcome), title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+        reached = outcome["time_to_accuracy_s"]
+        table.add_row("time to accuracy", f"{reached:.1f} s" if reached is not None else "not reached")
+        table.add_row("training only", f"{outcome['train_s']:.1f} s")
+        table.add_row("speed", f"{outcome['images_per_s']:.0f} img/s")
+        table.add_row("top-1 / top-5", f"{_number(outcome['top1'], '.2f')} / {_number(outcome['top5'], '.2f')} %")
+        table.add_row("sent", f"{outcome['sent_bytes_per_step'] / 1e6:.2f} MB a step and rank")
+        table.add_row("run", str(self._folder))
+        table.add_row("look at it", f"tensorboard --logdir {self._folder}")
+        self._console.print(table, soft_wrap=True)
+
+
+def _verdict(outcome: dict[str, Any]) -> str:
+    target = outcome["target_top1"]
+    match outcome["status"]:
+        case "reached":
+            return f"Target reached: top-1 {outcome['top1']:.2f} % of {target:g} % after {outcome['epochs']} epochs."
+        case "finished" if target is not None:
+            return f"Trained to the end without reaching {target:g} % top-1 (last {_number(outcome['top1'], '.2f')} %)."
+        case "finished":
+            return "Trained to the end; the recipe has no target."
+        case "interrupted":
+            return f"Interrupted in step {outcome['steps']}."
+        case _:
+            return f"Failed in step {outcome['steps']}: {outcome['message']}"
+
+
+def _pair(label: str, value: str) -> str:
+    return f"[dim]{label}[/dim] {value}"
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return "–" if value is None else f"{value:{form}}{unit}"
+
+
+def _clock(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

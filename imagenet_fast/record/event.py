@@ -1,0 +1,49 @@
+"""Events and their fan-out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from imagenet_fast.clock import Clock
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something measured. Value ``v`` of event ``name`` has the tag ``name/v``, which carries its unit."""
+
+    name: str
+    step: int
+    run_s: float
+    values: dict[str, Any]
+
+    def tagged(self) -> dict[str, Any]:
+        return {f"{self.name}/{key}": value for key, value in self.values.items()}
+
+
+class Sink(Protocol):
+    """Somewhere events go."""
+
+    def write(self, event: Event) -> None: ...
+    def close(self) -> None: ...
+
+
+class Record:
+    """Stamps values with the run's time and hands them to every sink; without sinks (on all ranks but 0) to none.
+
+    >>> record("train", step, loss=2.3, lr=0.1)
+    """
+
+    def __init__(self, clock: Clock, sinks: Sequence[Sink] = ()) -> None:
+        self._clock = clock
+        self._sinks = sinks
+
+    def __call__(self, name: str, step: int, **values: Any) -> None:
+        event = Event(name, step, self._clock.run_s(), values)
+        for sink in self._sinks:
+            sink.write(event)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()

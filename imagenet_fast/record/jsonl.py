@@ -1,0 +1,34 @@
+"""events.jsonl: the truth about a run, one event a line, readable while it is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from imagenet_fast.record.event import Event
+
+
+class JsonLines:
+    """Appends to ``events.jsonl``; a line is flushed as soon as it is written."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = (folder / "events.jsonl").open("a", buffering=1)
+
+    def write(self, event: Event) -> None:
+        line = {"event": event.name, "step": event.step, "run_s": round(event.run_s, 4), **event.values}
+        self._file.write(json.dumps(line) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """The events of a run; a last line that was cut off in the writing is left out."""
+    events = []
+    for line in (folder / "events.jsonl").read_text().splitlines():
+        try:
+            events.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return events

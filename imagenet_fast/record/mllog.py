@@ -1,0 +1,101 @@
+"""mllog.txt: the run in MLPerf's log format, so that its tools can read it. No compliance is claimed."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+from imagenet_fast.batching import Batching
+from imagenet_fast.recipe import Lars, Polynomial, Recipe
+from imagenet_fast.record.event import Event
+
+Kind = Literal["INTERVAL_START", "INTERVAL_END", "POINT_IN_TIME"]
+
+
+class MLLog:
+    """Writes one ``:::MLLOG`` line a key, in the order MLPerf's training rules (4.0) expect them."""
+
+    def __init__(self, folder: Path, recipe: Recipe, batching: Batching) -> None:
+        self._file = (folder / "mllog.txt").open("a", buffering=1)
+        self._recipe = recipe
+        self._batching = batching
+        self._epoch: int | None = None
+        self._line("INTERVAL_START", "init_start")
+
+    def write(self, event: Event) -> None:
+        values = event.values
+        match event.name:
+            case "run":
+                self._begin(values["train_images"], values["val_images"], values["steps_per_epoch"])
+            case "epoch":
+                self._end_epoch()
+                self._epoch = values["epoch"]
+                self._line("INTERVAL_START", "epoch_start", epoch_num=self._epoch)
+            case "eval":
+                self._end_epoch()
+                epoch = {"epoch_num": values["epoch"]}
+                self._line("INTERVAL_START", "eval_start", **epoch)
+                self._line("POINT_IN_TIME", "eval_accuracy", values["top1"] / 100, **epoch)
+                self._line("INTERVAL_END", "eval_stop", **epoch)
+            case "end":
+                self._end_epoch()
+                status = "success" if values["status"] == "reached" else "aborted"
+                self._line("INTERVAL_END", "run_stop", status=status)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _end_epoch(self) -> None:
+        if self._epoch is not None:
+            self._line("INTERVAL_END", "epoch_stop", epoch_num=self._epoch)
+            self._epoch = None
+
+    def _begin(self, train_images: int, val_images: int, steps_per_epoch: int) -> None:
+        recipe, optim, schedule = self._recipe, self._recipe.optim, self._recipe.schedule
+        name = recipe.model.kind
+        points: dict[str, Any] = {
+            "cache_clear": True,
+            "submission_benchmark": "resnet" if name == "resnet50" else name,
+            "submission_division": "open",
+            "submission_org": "unsubmitted",
+            "submission_platform": "unsubmitted",
+            "submission_status": "research",
+            "seed": recipe.seed,
+            "global_batch_size": self._batching.global_batch,
+            "gradient_accumulation_steps": self._batching.accumulation,
+            "train_samples": train_images,
+            "eval_samples": val_images,
+            "opt_name": optim.kind,
+        }
+        if isinstance(optim, Lars):
+            points |= {
+                "lars_epsilon": optim.epsilon,
+                "lars_opt_base_learning_rate": optim.lr * self._batching.lr_factor,
+                "lars_opt_learning_rate_warmup_epochs": schedule.warmup_epochs,
+                "lars_opt_momentum": optim.momentum,
+                "lars_opt_weight_decay": optim.weight_decay,
+            }
+            if isinstance(schedule, Polynomial):
+                decay = (recipe.epochs - schedule.warmup_epochs) * steps_per_epoch
+                points |= {
+                    "lars_opt_end_learning_rate": schedule.end_lr,
+                    "lars_opt_learning_rate_decay_poly_power": schedule.power,
+                    "lars_opt_learning_rate_decay_steps": round(decay),
+                }
+        for key, value in points.items():
+            self._line("POINT_IN_TIME", key, value)
+        self._line("INTERVAL_END", "init_stop")
+        self._line("INTERVAL_START", "run_start")
+
+    def _line(self, kind: Kind, key: str, value: Any = None, **metadata: Any) -> None:
+        entry = {
+            "namespace": "",
+            "time_ms": int(time.time() * 1000),
+            "event_type": kind,
+            "key": key,
+            "value": value,
+            "metadata": {"file": "imagenet_fast/train.py", "lineno": 0, **metadata},
+        }
+        self._file.write(f":::MLLOG {json.dumps(entry)}\n")

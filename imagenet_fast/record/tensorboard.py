@@ -1,0 +1,43 @@
+"""TensorBoard: scalars under their tags, and the recipe as hyper-parameters of the same run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
+
+from imagenet_fast.recipe import Recipe
+from imagenet_fast.record.event import Event
+
+_SCALARS = {"train", "speed", "sync", "data", "eval"}
+
+
+class TensorBoard:
+    """Writes to ``tb/`` in the run directory."""
+
+    def __init__(self, folder: Path, recipe: Recipe) -> None:
+        self._writer = SummaryWriter(str(folder / "tb"), flush_secs=10)
+        # SummaryWriter.add_hparams would open a second, stray run; its three summaries belong in this one.
+        flat = dict(_flatten(recipe.model_dump(exclude_none=True)))
+        for summary in hparams(flat, {"eval/top1": 0.0}):
+            self._writer._get_file_writer().add_summary(summary)
+
+    def write(self, event: Event) -> None:
+        if event.name in _SCALARS:
+            for tag, value in event.tagged().items():
+                self._writer.add_scalar(tag, value, event.step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _flatten(table: dict[str, Any], prefix: str = "") -> list[tuple[str, str | float | int | bool]]:
+    flat: list[tuple[str, str | float | int | bool]] = []
+    for key, value in table.items():
+        if isinstance(value, dict):
+            flat += _flatten(value, f"{prefix}{key}.")
+        else:
+            flat.append((prefix + key, value if isinstance(value, str | float | int | bool) else str(value)))
+    return flat

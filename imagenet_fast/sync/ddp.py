@@ -1,0 +1,59 @@
+"""torch's DistributedDataParallel, as the peer that the engines are compared with."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from imagenet_fast.sync.collectives import ring_bytes
+from imagenet_fast.sync.engine import Stopwatch, SyncStats
+
+
+class DdpPeer:
+    """DDP with its own buckets and overlap, behind the same four calls as a :class:`GradientPool`.
+
+    It waits inside ``backward``, where nothing of ours can see it, so its exposed time reads zero.
+    Batch-norm buffers are left alone: they are averaged before each evaluation instead.
+    """
+
+    def __init__(self, model: nn.Module, wire: torch.dtype, bucket_cap_mb: float) -> None:
+        device = next(model.parameters()).device
+        self.module = DistributedDataParallel(
+            model,
+            device_ids=[device] if device.type == "cuda" else None,
+            bucket_cap_mb=bucket_cap_mb,
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,
+        )
+        match wire:
+            case torch.bfloat16:
+                self._reduce = default_hooks.bf16_compress_hook
+            case torch.float16:
+                self._reduce = default_hooks.fp16_compress_hook
+            case _:
+                self._reduce = default_hooks.allreduce_hook
+        self._wire = wire
+        self._device = device
+        self._stats = SyncStats(Stopwatch(device))
+        self.module.register_comm_hook(None, self._send)
+
+    def zero_grad(self) -> None:
+        self.module.zero_grad(set_to_none=True)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.module.no_sync()
+
+    def finish(self) -> SyncStats:
+        stats, self._stats = self._stats, SyncStats(Stopwatch(self._device))
+        return stats
+
+    def _send(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        self._stats.launches += 1
+        self._stats.sent_bytes += ring_bytes(bucket.buffer().numel() * self._wire.itemsize, dist.get_world_size())
+        return self._reduce(dist.distributed_c10d._get_default_group(), bucket)

@@ -1,0 +1,98 @@
+"""The ranks: who we are, joining and leaving the process group, and seeds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from imagenet_fast.errors import UserError
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all of them."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank writes the record."""
+        return self.rank == 0
+
+
+@contextmanager
+def join(timeout: timedelta = timedelta(minutes=10)) -> Iterator[World]:
+    """Join the process group torchrun's environment describes: NCCL where there are GPUs, else gloo.
+
+    Raises UserError where the rendezvous port is taken.
+    """
+    rank, size, local_rank, local_size = (int(os.environ[key]) for key in TORCHRUN)
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = True
+        torch.set_float32_matmul_precision("high")
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        device = torch.device("cpu")
+        backend = "gloo"
+    try:
+        dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
+    except dist.DistNetworkError as error:
+        raise UserError(
+            f"rank {rank} cannot use {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} ({error}); "
+            "is the port in use? choose another with --rdzv-endpoint HOST:PORT"
+        ) from None
+    try:
+        yield World(rank, size, local_rank, local_size, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def same_everywhere(model: nn.Module) -> None:
+    """Give every rank the weights and buffers of rank 0."""
+    tensors = [*model.parameters(), *model.buffers()]
+    for dtype in {t.dtype for t in tensors}:
+        alike = [t.detach() for t in tensors if t.dtype == dtype]
+        flat = torch.cat([t.reshape(-1) for t in alike])
+        dist.broadcast(flat, src=0)
+        _scatter(flat, alike)
+
+
+def average_batch_norms(model: nn.Module) -> None:
+    """Replace the running statistics of every rank by their mean over ranks.
+
+    Each rank normalises by the images it saw, so the running means and variances drift apart; an evaluation
+    or a save must come from one model.
+    """
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    running = [t for m in norms for t in (m.running_mean, m.running_var) if t is not None]
+    if running:
+        flat = torch.cat(running)
+        dist.all_reduce(flat)
+        _scatter(flat.div_(dist.get_world_size()), running)
+
+
+def total(*values: float, device: torch.device) -> list[float]:
+    """The sum of each value over all ranks, added in float64."""
+    sums = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(sums)
+    return [float(value) for value in sums]
+
+
+def _scatter(flat: Tensor, tensors: list[Tensor]) -> None:
+    for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(piece.view(tensor.shape))
