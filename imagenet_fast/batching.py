@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import count
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe import Recipe
@@ -26,23 +27,30 @@ class Batching:
 def split_batch(recipe: Recipe, ranks: int) -> Batching:
     """Keep the recipe's global batch on ``ranks`` ranks by accumulating gradients.
 
-    The micro-batch is the recipe's own, or the largest smaller one that divides. Raises UserError with the
-    nearest global batches where it cannot be divided without a remainder or without tiny micro-batches.
+    The micro-batch is the recipe's own, or a smaller one that divides. Raises UserError with the nearest
+    global batches where there is none worth having.
     """
     micro = _micro_batch(recipe)
-    share, rest = divmod(recipe.global_batch, ranks)
-    if rest == 0:
-        fewest = math.ceil(share / micro)
-        for accumulation in range(fewest, min(2 * fewest, share) + 1):
-            if share % accumulation == 0:
-                return Batching(ranks, share // accumulation, accumulation)
-    step = ranks * min(micro, max(1, recipe.global_batch // ranks))
-    below = recipe.global_batch // step * step
-    near = [str(batch) for batch in (below, below + step) if batch > 0]
+    batch = recipe.global_batch
+    if (found := _split(batch, ranks, micro)) is not None:
+        return found
+    below = next((b for b in range(batch - 1, 0, -1) if _split(b, ranks, micro)), None)
+    above = next(b for b in count(batch + 1) if _split(b, ranks, micro))
+    near = f"is {above}" if below is None else f"are {below} and {above}"
     raise UserError(
-        f"global_batch {recipe.global_batch} does not divide over {ranks} ranks in micro-batches of at most {micro}; "
-        f"the nearest that do are {' and '.join(near)}: --set global_batch={near[-1]}, or choose another --nproc"
+        f"global_batch {batch} does not divide over {ranks} ranks in micro-batches of at most {micro}; "
+        f"the nearest that do {near}: --set global_batch={above}, or choose another --nproc"
     )
+
+
+def _split(batch: int, ranks: int, micro: int) -> Batching | None:
+    """The split with the fewest accumulation steps, if it needs at most twice as many as a perfect one."""
+    share, rest = divmod(batch, ranks)
+    if rest or not share:
+        return None
+    fewest = math.ceil(share / micro)
+    steps = next((a for a in range(fewest, min(2 * fewest, share) + 1) if share % a == 0), None)
+    return Batching(ranks, share // steps, steps) if steps else None
 
 
 def scale_batch(recipe: Recipe, ranks: int) -> Batching:
@@ -78,6 +86,7 @@ def _micro_batch(recipe: Recipe) -> int:
         below = recipe.global_batch - rest
         raise UserError(
             f"global_batch {recipe.global_batch} does not divide over the recipe's {recipe.ranks} ranks; "
-            f"the nearest that do are {below} and {below + recipe.ranks}: --set global_batch={below + recipe.ranks}, or set micro_batch"
+            f"the nearest that do are {below} and {below + recipe.ranks}: "
+            f"--set global_batch={below + recipe.ranks}, or set micro_batch"
         )
     return micro

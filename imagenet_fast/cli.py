@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -112,11 +115,51 @@ def fetch(
 
 
 @bench_app.command("step")
-def bench_step() -> None:
-    """Placeholder."""
+def bench_step(
+    model: Annotated[str, typer.Option(help="alexnet, alexnet_bn, resnet18 or resnet50.")] = "resnet18",
+    image_size: Annotated[int, typer.Option(min=16)] = 64,
+    batch: Annotated[int, typer.Option(min=1)] = 128,
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
+    sync: Annotated[str, typer.Option(help="Engines to time beside the plain loop, comma-separated.")] = "lazy",
+    compiled: Annotated[bool, typer.Option("--compile", help="torch.compile both, block by block.")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 10,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each loop in a round.")] = 5,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the rows there too.")] = None,
+) -> None:
+    """Time our training step beside a plain PyTorch loop, interleaved, on one rank and synthetic data."""
+    from imagenet_fast.bench import step as bench
+
+    variants = [bench.step_recipe(model, image_size, batch, precision, compiled, name) for name in sync.split(",")]
+    _show(bench.bench_step(variants[0], variants, rounds, steps), bench.step_table, json_file)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the runs' curves there.")] = None,
+) -> None:
+    """Time-to-accuracy of past runs, as a table and as a picture."""
+    from rich.console import Console
+
+    from imagenet_fast import report as reporting
+
+    past = [reporting.read_run(folder) for folder in runs]
+    Console().print(reporting.report_table(past))
+    if png is not None:
+        reporting.draw(past, png)
+        print(f"drawn to {png}")
 
 
 @app.command()
 def version() -> None:
     """Print the version."""
     print(f"imagenet-fast {__version__}")
+
+
+def _show(rows: list[Any], table: Callable[[list[Any]], Any], json_file: Path | None) -> None:
+    """Print dataclass rows as a table, and write them as JSON where asked."""
+    from rich.console import Console
+
+    Console().print(table(rows))
+    if json_file is not None:
+        json_file.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")

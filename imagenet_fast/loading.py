@@ -60,11 +60,16 @@ def load_recipe(path: Path, sync: str | None = None, overrides: Sequence[str] = 
         tables["sync"] = {"kind": sync} | ({"wire": old["wire"]} if "wire" in old else {})
     for override in overrides:
         _override(tables, override)
+    return parse_recipe(path.name, tables)
+
+
+def parse_recipe(source: str, tables: dict[str, Any]) -> Recipe:
+    """Validate a recipe's tables. Raises UserError naming ``source`` and the first key that is wrong."""
     try:
         # By way of JSON, since strict mode takes a JSON array, but not a Python list, for a tuple.
         return Recipe.model_validate_json(json.dumps(tables))
     except ValidationError as error:
-        raise UserError(f"{path.name}: {_explain(error.errors()[0])}") from None
+        raise UserError(f"{source}: {_explain(error.errors()[0])}") from None
 
 
 def describe(path: Path) -> str:

@@ -60,7 +60,8 @@ class ConsoleSink:
         v = self._latest
         return (
             f"epoch {v['train/epoch']}/{v['run/epochs']}  step {v['step']}/{v['run/steps']}  "
-            f"loss {v['train/loss']:.4f}  lr {v['train/lr']:.4g}  {v['speed/images_per_s']:.0f} img/s  data wait {v['data/wait_pct']:.1f} %  "
+            f"loss {v['train/loss']:.4f}  lr {v['train/lr']:.4g}  {v['speed/images_per_s']:.0f} img/s  "
+            f"data wait {v['data/wait_pct']:.1f} %  "
             f"exposed sync {v['sync/exposed_ms']:.1f} ms  sent {v['sync/sent_MB']:.2f} MB/step"
         )
 

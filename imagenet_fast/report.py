@@ -1,0 +1,89 @@
+"""Past runs compared: a table and a picture, from what they recorded and nothing else (no torch needed)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from imagenet_fast.errors import UserError
+from imagenet_fast.record.jsonl import read_events
+from imagenet_fast.record.outcome import Outcome, read_outcome
+
+
+@dataclass(frozen=True)
+class PastRun:
+    folder: Path
+    outcome: Outcome | None
+    events: list[dict[str, Any]]
+
+    @property
+    def label(self) -> str:
+        begun = next((e for e in self.events if e["event"] == "run"), None)
+        return f"{begun['recipe']}, {begun['sync']}, {begun['world_size']} ranks" if begun else self.folder.name
+
+    def curve(self, event: str, value: str) -> tuple[list[float], list[float]]:
+        """Run minutes and values."""
+        points = [e for e in self.events if e["event"] == event]
+        return [p["run_s"] / 60 for p in points], [p[value] for p in points]
+
+
+def read_run(folder: Path) -> PastRun:
+    """A run directory's record. Raises UserError where there is none."""
+    if not (folder / "events.jsonl").is_file():
+        raise UserError(f"{folder} is not a run directory (it has no events.jsonl); give one that `train` made")
+    return PastRun(folder, read_outcome(folder), read_events(folder))
+
+
+def report_table(runs: list[PastRun]) -> Table:
+    """One row a run."""
+    table = Table("run", "status", "top-1", "target", "time to accuracy", "training", "img/s", "MB a step")
+    for run in runs:
+        o = run.outcome
+        if o is None:
+            table.add_row(run.label, "not ended", *[""] * 6)
+            continue
+        table.add_row(
+            run.label,
+            o.status,
+            _or_dash(o.top1, ".2f", " %"),
+            _or_dash(o.target_top1, "g", " %"),
+            _or_dash(o.time_to_accuracy_s, ".1f", " s"),
+            f"{o.train_s:.1f} s",
+            f"{o.images_per_s:.0f}",
+            f"{o.sent_bytes_per_step / 1e6:.2f}",
+        )
+    return table
+
+
+def draw(runs: list[PastRun], png: Path) -> None:
+    """Validation accuracy and training loss over run time, one line a run."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("drawing needs matplotlib, which is not installed; `pip install matplotlib`") from None
+    figure = Figure(figsize=(10, 4), dpi=120, layout="constrained")
+    accuracy, loss = figure.subplots(1, 2)
+    for run in runs:
+        (line,) = accuracy.plot(*run.curve("eval", "top1"), marker="o", markersize=4, label=run.label)
+        loss.plot(*run.curve("train", "loss"), color=line.get_color(), linewidth=1)
+        target = run.outcome.target_top1 if run.outcome else None
+        if target is not None:
+            accuracy.axhline(target, color=line.get_color(), linestyle=":", linewidth=1)
+            accuracy.annotate(
+                f"target {target:g} %", (0, target), xytext=(2, 3), textcoords="offset points", fontsize=8
+            )
+    accuracy.set(title="Validation", xlabel="run time (minutes)", ylabel="top-1 (%)")
+    loss.set(title="Training", xlabel="run time (minutes)", ylabel="loss")
+    for axes in (accuracy, loss):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xlim(left=0)
+    accuracy.legend(loc="lower right", frameon=False, fontsize=8)
+    figure.savefig(png)
+
+
+def _or_dash(value: float | None, form: str, unit: str) -> str:
+    return "–" if value is None else f"{value:{form}}{unit}"

@@ -1,0 +1,71 @@
+"""One optimiser step: accumulate, synchronise, update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from imagenet_fast.batching import Batching
+from imagenet_fast.meter import Meter
+from imagenet_fast.models import compile_blocks
+from imagenet_fast.optim import MomentumSGD, build_optimizer
+from imagenet_fast.precision import LossScale, autocast
+from imagenet_fast.recipe import Recipe
+from imagenet_fast.sync import GradientSync, attach
+from imagenet_fast.world import World
+
+
+class TrainingStep:
+    """Calling it takes one step from the next global batch, at a given rate."""
+
+    def __init__(
+        self,
+        forward: nn.Module,
+        sync: GradientSync,
+        optimizer: MomentumSGD,
+        criterion: nn.Module,
+        cast: torch.autocast,
+        scale: LossScale,
+        accumulation: int,
+        meter: Meter,
+    ) -> None:
+        self._forward = forward
+        self._sync = sync
+        self._optimizer = optimizer
+        self._criterion = criterion
+        self._scale = scale
+        self._accumulation = accumulation
+        self.cast = cast
+        self.meter = meter
+
+    def __call__(self, batches: Iterator[tuple[Tensor, Tensor]], lr: float) -> None:
+        self._sync.zero_grad()
+        for left in reversed(range(self._accumulation)):
+            images, labels = self.meter.fetch(batches)
+            with self._sync.no_sync() if left else nullcontext():
+                with self.cast:
+                    loss = self._criterion(self._forward(images), labels) / self._accumulation
+                self._scale(loss).backward()
+            self.meter.add_loss(loss)
+        self.meter.add_step(self._sync.finish())
+        self._optimizer.step(lr, found_inf=self._scale.unscale(self._optimizer.params))
+
+
+def build_step(recipe: Recipe, batching: Batching, model: nn.Module, world: World) -> TrainingStep:
+    """Give ``model`` the engine, optimiser and precision that a recipe names."""
+    if recipe.compile:
+        compile_blocks(model)
+    forward, sync = attach(model, recipe.sync)
+    return TrainingStep(
+        forward,
+        sync,
+        build_optimizer(recipe.optim, model),
+        nn.CrossEntropyLoss(label_smoothing=recipe.label_smoothing),
+        autocast(recipe.precision, world.device),
+        LossScale(recipe.precision, world.device),
+        batching.accumulation,
+        Meter(world, batching.global_batch),
+    )

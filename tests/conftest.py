@@ -1,0 +1,57 @@
+"""What every test starts from: one thread, two tables of recipe, a small data set of pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from imagenet_fast.loading import parse_recipe
+from imagenet_fast.recipe import Recipe
+
+torch.set_num_threads(1)
+
+
+def tables(**changes: Any) -> dict[str, Any]:
+    """A small valid recipe as TOML would give it; ``optim__lr=1`` changes one key of a table."""
+    recipe: dict[str, Any] = {
+        "ranks": 2,
+        "global_batch": 16,
+        "epochs": 2,
+        "log_every": 1,
+        "model": {"kind": "resnet18"},
+        "data": {"loader": "synthetic", "image_size": 32, "classes": 10, "train_images": 64, "val_images": 21},
+        "precision": {"kind": "fp32"},
+        "optim": {"kind": "sgd", "lr": 0.1, "weight_decay": 1e-4},
+        "schedule": {"kind": "cosine"},
+        "sync": {"kind": "lazy", "wire": "fp32", "threshold_mb": 1},
+    }
+    for key, value in changes.items():
+        *folder, leaf = key.split("__")
+        (recipe[folder[0]] if folder else recipe)[leaf] = value
+    return recipe
+
+
+@pytest.fixture
+def make_recipe() -> Callable[..., Recipe]:
+    return lambda **changes: parse_recipe("test", tables(**changes))
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Smooth random JPEGs of several shapes: 3 classes, 40 images to train on and 7 to validate."""
+    root = tmp_path_factory.mktemp("pictures")
+    random = np.random.default_rng(0)
+    for split, count in (("train", 40), ("val", 7)):
+        for number in range(count):
+            folder = root / split / f"class{number % 3}"
+            folder.mkdir(parents=True, exist_ok=True)
+            blobs = Image.fromarray(random.integers(0, 256, (6, 6, 3), dtype=np.uint8))
+            width, height = random.integers(70, 140, 2)
+            blobs.resize((width, height), Image.Resampling.BICUBIC).save(folder / f"{number:03}.jpg", quality=95)
+    return root

@@ -1,0 +1,98 @@
+"""Recipes: what is read, what is refused, and in which words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from imagenet_fast.errors import UserError
+from imagenet_fast.loading import describe, find_recipe, load_recipe, parse_recipe, recipe_names, to_toml
+from imagenet_fast.recipe import AllReduceSync, LazySync, Recipe, Sgd
+from tests.conftest import tables
+
+SHIPPED = [
+    "alexnet-1gpu", "alexnet-512gpu", "alexnet-8gpu", "cifar10-resnet18", "demo",
+    "resnet50-1gpu", "resnet50-512gpu", "resnet50-8gpu", "smoke",
+]  # fmt: skip
+
+
+def test_the_promised_recipes_are_shipped_and_each_says_what_it_is():
+    assert recipe_names() == SHIPPED
+    for name in SHIPPED:
+        assert len(describe(find_recipe(name))) > 40, name
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_recipe_survives_being_written_out_in_full(name: str, tmp_path: Path):
+    recipe = load_recipe(find_recipe(name))
+    copy = tmp_path / "copy.toml"
+    copy.write_text(to_toml(recipe))
+    assert load_recipe(copy) == recipe
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"optim__lrr": 1}, "unknown key optim.lrr; did you mean optim.lr?"),
+        ({"epoch": 1}, "unknown key epoch; did you mean epochs?"),
+        ({"data__xyzzy": 1}, "unknown key data.xyzzy; the keys here are loader, image_size"),
+        ({"optim__lr": "fast"}, 'optim.lr is "fast": input should be a valid number'),
+        ({"global_batch": 1.5}, "global_batch is 1.5: input should be a valid integer"),
+        ({"optim__lr": -1}, "optim.lr is -1: input should be greater than 0"),
+        ({"epochs": True}, "epochs is true: input should be a valid integer"),
+        ({"sync__kind": "rng"}, "sync.kind is 'rng'; it must be one of 'allreduce', 'ddp', 'lazy'"),
+        ({"model__kind": "vgg"}, "model.kind is 'vgg'; it must be one of 'alexnet', 'alexnet_bn', 'resnet18', 'resnet50'"),
+        ({"data__loader": "tf"}, "data.loader is 'tf'; it must be one of 'dali', 'folder', 'synthetic'"),
+        ({"optim": {"lr": 1.0}}, "optim.kind is missing"),
+        ({"optim": {"kind": "sgd", "lr": 1.0}}, "optim.weight_decay is missing; add it"),
+        ({"schedule__warmup_epochs": 9}, "schedule.warmup_epochs (9.0) exceeds epochs (2)"),
+    ],
+)
+def test_a_wrong_recipe_is_met_with_the_key_and_the_fix(change: dict[str, object], sentence: str):
+    with pytest.raises(UserError) as error:
+        parse_recipe("my.toml", tables(**change))
+    assert str(error.value).startswith("my.toml: ")
+    assert sentence in str(error.value)
+
+
+def test_set_overrides_any_key_in_tomls_own_notation():
+    recipe = load_recipe(
+        find_recipe("demo"),
+        overrides=["epochs=3", "data.crop_area=[0.5, 0.9]", "data.flip=true", "sync={kind='allreduce', wire='fp16'}"],
+    )
+    assert (recipe.epochs, recipe.data.crop_area, recipe.data.flip) == (3, (0.5, 0.9), True)
+    assert recipe.sync == AllReduceSync(wire="fp16")
+
+
+def test_sync_replaces_the_engine_and_keeps_the_wire():
+    assert load_recipe(find_recipe("demo"), sync="allreduce").sync == AllReduceSync(wire="bf16")
+    assert load_recipe(find_recipe("demo"), sync="lazy").sync == LazySync(wire="bf16", threshold_mb=16)
+
+
+@pytest.mark.parametrize("override", ["epochs", "=3", "epochs.more=3"])
+def test_a_malformed_override_says_how_to_write_it(override: str):
+    with pytest.raises(UserError, match=r"--set"):
+        load_recipe(find_recipe("demo"), overrides=[override])
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_ones():
+    with pytest.raises(UserError, match=r"no recipe 'dmeo'; did you mean demo"):
+        find_recipe("dmeo")
+    with pytest.raises(UserError, match=r"no recipe file .*nowhere\.toml"):
+        find_recipe("nowhere.toml")
+
+
+def test_a_file_that_is_not_toml_is_named(tmp_path: Path):
+    broken = tmp_path / "broken.toml"
+    broken.write_text("ranks = = 2")
+    with pytest.raises(UserError, match=r"broken\.toml cannot be read as TOML"):
+        load_recipe(broken)
+
+
+def test_tables_are_frozen():
+    recipe = parse_recipe("test", tables())
+    assert isinstance(recipe, Recipe)
+    assert isinstance(recipe.optim, Sgd)
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.optim.lr = 3.0  # type: ignore[misc]
