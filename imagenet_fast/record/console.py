@@ -124,16 +124,19 @@ class ConsoleSink:
         return max(left, 0.0) if left <= end else None
 
     def _print_summary(self, outcome: dict[str, Any]) -> None:
-        table = Table(title=_verdict(outcome), title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
         reached = outcome["time_to_accuracy_s"]
-        table.add_row("time to accuracy", f"{reached:.1f} s" if reached is not None else "not reached")
-        table.add_row("training only", f"{outcome['train_s']:.1f} s")
-        table.add_row("speed", f"{outcome['images_per_s']:.0f} img/s")
-        table.add_row("top-1 / top-5", f"{_number(outcome['top1'], '.2f')} / {_number(outcome['top5'], '.2f')} %")
-        table.add_row("sent", f"{outcome['sent_bytes_per_step'] / 1e6:.2f} MB a step and rank")
-        table.add_row("run", str(self._folder))
-        table.add_row("look at it", f"tensorboard --logdir {self._folder}")
-        self._console.print(table, soft_wrap=True)
+        rows = {
+            "time to accuracy": _number(reached, ".1f", " s") if reached is not None else "not reached",
+            "training only": f"{outcome['train_s']:.1f} s",
+            "speed": f"{outcome['images_per_s']:.0f} img/s",
+            "top-1 / top-5": f"{_number(outcome['top1'], '.2f')} / {_number(outcome['top5'], '.2f')} %",
+            "sent": f"{outcome['sent_bytes_per_step'] / 1e6:.2f} MB a step and rank",
+            "run": str(self._folder),
+            "look at it": f"tensorboard --logdir {self._folder}",
+        }
+        self._print(_verdict(outcome))
+        for label, value in rows.items():
+            self._print(f"  {label:<17} {value}")
 
 
 def _verdict(outcome: dict[str, Any]) -> str:

@@ -1,7 +1,8 @@
 """torch's DistributedDataParallel, as the peer that the engines are compared with."""
 
-from __future__ import annotations
+# No `from __future__ import annotations` here: DDP compares the annotations of a communication hook with types.
 
+import inspect
 from contextlib import AbstractContextManager
 
 import torch
@@ -13,6 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from imagenet_fast.sync.collectives import ring_bytes
 from imagenet_fast.sync.engine import Stopwatch, SyncStats
+
+# Renamed in torch 2.13.
+_BUFFER_SWITCH = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in inspect.signature(DistributedDataParallel).parameters
+)
 
 
 class DdpPeer:
@@ -29,7 +37,7 @@ class DdpPeer:
             device_ids=[device] if device.type == "cuda" else None,
             bucket_cap_mb=bucket_cap_mb,
             gradient_as_bucket_view=True,
-            broadcast_buffers=False,
+            **{_BUFFER_SWITCH: False},
         )
         match wire:
             case torch.bfloat16:

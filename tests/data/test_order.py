@@ -1,0 +1,55 @@
+"""One global order, whatever the number of ranks."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from imagenet_fast.batching import Batching
+from imagenet_fast.data.order import EvalOrder, TrainOrder
+
+IMAGES, GLOBAL = 101, 24
+
+
+def steps(ranks: int, micro_batch: int, count: int) -> list[list[tuple[int, ...]]]:
+    """The micro-batches of the first steps, over all ranks."""
+    batching = Batching(ranks, micro_batch, GLOBAL // ranks // micro_batch)
+    orders = [iter(TrainOrder(IMAGES, batching, rank, seed=3)) for rank in range(ranks)]
+    return [
+        sorted(tuple(m) for order in orders for m in islice(order, batching.accumulation)) for _ in range(count)
+    ]
+
+
+def test_the_same_micro_batches_make_up_a_step_on_any_number_of_ranks():
+    alone = steps(1, 4, 9)
+    for ranks in (2, 3, 6):
+        assert steps(ranks, 4, 9) == alone
+
+
+def test_an_epoch_shows_no_image_twice_and_the_next_one_is_another():
+    first_two = steps(2, 4, 2 * (IMAGES // GLOBAL))
+    epochs = [[i for step in half for micro in step for i in micro] for half in (first_two[:4], first_two[4:])]
+    for epoch in epochs:
+        assert len(set(epoch)) == len(epoch) == IMAGES // GLOBAL * GLOBAL
+    assert epochs[0] != epochs[1]
+    assert set(epochs[0]) != set(epochs[1]), "what is left out changes from epoch to epoch"
+
+
+def test_another_seed_is_another_order():
+    batching = Batching(1, 8, 1)
+    orders = [next(iter(TrainOrder(IMAGES, batching, 0, seed))) for seed in (1, 2)]
+    assert not np.array_equal(*orders)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 120])
+@pytest.mark.parametrize("batch", [1, 8, 200])
+def test_an_evaluation_shows_every_image_once(ranks: int, batch: int):
+    seen: list[int] = []
+    for rank in range(ranks):
+        order = EvalOrder(IMAGES, batch, ranks, rank)
+        batches = list(islice(iter(order), order.batches))
+        assert all(0 < len(indices) <= batch for indices in batches)
+        seen += [int(i) for indices in batches for i in indices]
+    assert seen == list(range(IMAGES))

@@ -1,0 +1,33 @@
+"""The CLI as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+COMMAND = [sys.executable, "-m", "imagenet_fast"]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """As a terminal has it: nothing of the test's own ranks or threads."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")}
+    return clean | more
+
+
+def imagenet_fast(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, check=False, timeout=240, env=environment(**more)
+    )
+
+
+def outcome_of(run: Path) -> dict[str, Any]:
+    outcome: dict[str, Any] = json.loads((run / "outcome.json").read_text())
+    return outcome
+
+
+def events_of(run: Path, name: str) -> list[dict[str, Any]]:
+    return [e for e in map(json.loads, (run / "events.jsonl").read_text().splitlines()) if e["event"] == name]

@@ -1,0 +1,184 @@
+"""`imagenet-fast train`, from the command line to what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torchvision.models import resnet18
+
+from tests.e2e.command import COMMAND, environment, events_of, imagenet_fast, outcome_of
+
+SMOKE = ("train", "--recipe", "smoke")
+
+
+@pytest.fixture(scope="module")
+def smoke_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    run = tmp_path_factory.mktemp("runs") / "smoke"
+    done = imagenet_fast(*SMOKE, "--out", str(run), "--seed", "5")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    return run, done.stdout
+
+
+def test_it_launches_its_own_ranks_and_says_how_it_went(smoke_run: tuple[Path, str]):
+    run, printed = smoke_run
+    assert "recipe written for 2 ranks: 2 ranks, micro-batch 16, 1 accumulation step\n" in printed
+    assert "Trained to the end; the recipe has no target." in printed
+    assert f"tensorboard --logdir {run}" in printed
+    outcome = outcome_of(run)
+    assert outcome["status"] == "finished"
+    assert (outcome["world_size"], outcome["global_batch"], outcome["epochs"], outcome["steps"]) == (2, 32, 2, 16)
+    assert outcome["sent_bytes_per_step"] == pytest.approx(2 * 11_181_642, rel=1e-3)  # bf16, two ranks
+    assert 0 < outcome["train_s"] < outcome["run_s"]
+
+
+def test_the_run_directory_is_complete(smoke_run: tuple[Path, str]):
+    run, _ = smoke_run
+    assert {p.name for p in run.iterdir()} == {
+        "recipe.toml", "environment.json", "events.jsonl", "mllog.txt", "tb", "checkpoints", "outcome.json"
+    }  # fmt: skip
+    assert "seed = 5\n" in (run / "recipe.toml").read_text()
+    assert json.loads((run / "environment.json").read_text())["packages"]["torch"].startswith("2.")
+    evaluations = events_of(run, "eval")
+    assert [e["images"] for e in evaluations] == [63, 63]
+    assert len(events_of(run, "train")) == 4
+    weights = load_file(run / "checkpoints" / "final.safetensors")
+    resnet18(num_classes=10).load_state_dict(weights)
+
+
+def test_the_same_seed_gives_the_same_run_to_the_digit(smoke_run: tuple[Path, str], tmp_path: Path):
+    run, _ = smoke_run
+    again = imagenet_fast(*SMOKE, "--out", str(tmp_path / "again"), "--seed", "5")
+    assert again.returncode == 0
+    for name, values in (("train", ("loss", "lr")), ("eval", ("top1", "top5"))):
+        assert [[e[v] for v in values] for e in events_of(run, name)] == [
+            [e[v] for v in values] for e in events_of(tmp_path / "again", name)
+        ]
+    first, second = (load_file(r / "checkpoints" / "final.safetensors") for r in (run, tmp_path / "again"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_under_torchrun_it_joins_and_short_of_the_target_it_exits_with_3(tmp_path: Path):
+    run = tmp_path / "run"
+    options = ("--out", str(run), "--set", "target_top1=99.9", "--set", "epochs=1", "--set", "schedule.warmup_epochs=0")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--module", "--")
+    done = subprocess.run(
+        [*torchrun, "imagenet_fast", *SMOKE, *options],
+        capture_output=True, text=True, check=False, timeout=240, env=environment(),
+    )  # fmt: skip
+    assert done.returncode == 1, "torchrun flattens every exit code to 1"
+    assert "exitcode  : 3" in done.stderr
+    assert "recipe written for 2 ranks: 1 rank, micro-batch 16, 2 accumulation steps" in done.stdout
+    assert "Trained to the end without reaching 99.9 % top-1" in done.stdout
+    assert outcome_of(run)["status"] == "finished"
+
+
+def test_its_own_launcher_keeps_the_exit_code(tmp_path: Path):
+    options = ("--set", "target_top1=99.9", "--set", "epochs=1", "--set", "schedule.warmup_epochs=0", "--nproc", "1")
+    done = imagenet_fast(*SMOKE, *options, "--scale-batch", "--out", str(tmp_path / "run"))
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "batch 32 -> 16, lr 1 -> 0.7071 (square-root scaling)" in done.stdout
+    reached = imagenet_fast(*SMOKE, "--nproc", "1", "--set", "target_top1=0.1", "--out", str(tmp_path / "reached"))
+    assert reached.returncode == 0
+    outcome = outcome_of(tmp_path / "reached")
+    assert outcome["status"] == "reached"
+    assert 0 < outcome["time_to_accuracy_s"] <= outcome["run_s"]
+
+
+@pytest.mark.parametrize("stop", ["the terminal", "a signal to the launcher"])
+def test_ctrl_c_ends_every_rank_within_five_seconds(stop: str, tmp_path: Path):
+    run = tmp_path / "run"
+    process = subprocess.Popen(
+        [*COMMAND, *SMOKE, "--out", str(run), "--set", "epochs=1000"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment(),
+    )  # fmt: skip
+    _wait_for(lambda: (run / "events.jsonl").exists() and len(events_of(run, "train")) > 1)
+    begun = time.monotonic()
+    if stop == "the terminal":
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.send_signal(signal.SIGINT)
+    printed, errors = process.communicate(timeout=20)
+    assert time.monotonic() - begun < 5
+    assert process.returncode == 1
+    assert "Interrupted in step" in printed
+    assert "Traceback" not in errors
+    outcome = outcome_of(run)
+    assert outcome["status"] == "interrupted"
+    assert outcome["steps"] > 0
+    assert events_of(run, "end")
+    survivors = subprocess.run(["pgrep", "-f", str(run)], capture_output=True, text=True, check=False).stdout
+    assert survivors == ""
+
+
+def test_a_rank_that_dies_leaves_a_readable_run(tmp_path: Path):
+    run = tmp_path / "run"
+    process = subprocess.Popen(
+        [*COMMAND, *SMOKE, "--out", str(run), "--set", "epochs=1000"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+    )  # fmt: skip
+    _wait_for(lambda: (run / "events.jsonl").exists() and len(events_of(run, "train")) > 1)
+    ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout.split()
+    os.kill(int(ranks[-1]), signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert outcome_of(run)["status"] == "failed"
+
+
+def _wait_for(condition: object, timeout_s: float = 90.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+USAGE = [
+    (("--recipe", "dmeo"), "no recipe 'dmeo'; did you mean demo?"),
+    (("--recipe", "smoke", "--set", "optim.lrr=1"), "unknown key optim.lrr; did you mean optim.lr?"),
+    (("--recipe", "smoke", "--set", "epochs=many"), 'epochs is "many"'),
+    (("--recipe", "smoke", "--sync", "rng"), "sync.kind is 'rng'; it must be one of 'allreduce', 'ddp', 'lazy'"),
+    (("--recipe", "resnet50-1gpu"), "--data DIR"),
+    (("--recipe", "resnet50-1gpu", "--data", "/nowhere"), "there is no data directory /nowhere"),
+    (("--recipe", "smoke", "--nproc", "3"), "does not divide over 3 ranks"),
+    (("--recipe", "smoke", "--out", "/proc/run"), "cannot be written"),
+    (("--recipe", "smoke", "--nodes", "2"), "needs --rdzv-endpoint"),
+    (("--recipe", "smoke", "--set", "data.train_images=8"), "fewer than one global batch"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), USAGE, ids=[sentence for _, sentence in USAGE])
+def test_bad_input_is_met_with_one_sentence_and_exit_code_2(arguments: tuple[str, ...], sentence: str, tmp_path: Path):
+    out = () if "--out" in arguments else ("--out", str(tmp_path / "run"))
+    done = imagenet_fast("train", *arguments, *out)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.startswith("error: ")
+    assert sentence in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_second_run_into_the_same_directory_is_refused(smoke_run: tuple[Path, str]):
+    done = imagenet_fast(*SMOKE, "--out", str(smoke_run[0]))
+    assert done.returncode == 2
+    assert "already holds a run" in done.stderr
+
+
+def test_a_port_in_use_is_named(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        begun = time.monotonic()
+        done = imagenet_fast(*SMOKE, "--rdzv-endpoint", f"127.0.0.1:{port}", "--out", str(tmp_path / "run"))
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert f"127.0.0.1:{port}" in done.stderr
+    assert "port" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert time.monotonic() - begun < 120
