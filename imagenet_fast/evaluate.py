@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from imagenet_fast.data import Dataset
+from imagenet_fast.data.dataset import Dataset
 from imagenet_fast.world import World, total
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +44,9 @@ def _check_writable(folder: Path) -> None:
     if (folder / "events.jsonl").exists():
         raise UserError(f"{folder} already holds a run; give another --out, or remove it")
     nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+    try:
+        tempfile.TemporaryFile(dir=nearest).close()  # root may write almost anywhere, but not everywhere it is told
+    except OSError as error:
         raise UserError(
-            f"the run cannot be written to {folder}, since {nearest} is not a writable directory; give another --out"
-        )
+            f"the run cannot be written to {folder} ({nearest}: {error.strerror}); give another --out"
+        ) from None

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
 from types import FrameType
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.world import TORCHRUN
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+"""What torchrun tells a process of its place, in its environment."""
 
 GRACE_S = 3.0
 """How long a rank may take to end after a signal before it is made to."""
@@ -42,13 +49,17 @@ def launch(arguments: Sequence[str], ranks: int, nodes: int, endpoint: str | Non
     meet. Returns the exit code of the rank that failed first, or 0. Raises UserError where the nodes cannot
     meet, and KeyboardInterrupt when told to stop.
     """
-    os.environ.setdefault("LOGLEVEL", "CRITICAL")  # of torchrun's own account of a failure; read at import
     from torch.distributed import DistNetworkError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.run import get_args_parser, run
 
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):  # torchrun's own account of an end, which we give instead
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    if endpoint:
+        _check_endpoint(endpoint)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     where = (
         ["--rdzv-endpoint", endpoint] if endpoint else ["--rdzv-endpoint", "localhost:0", "--local-addr", "127.0.0.1"]
@@ -70,6 +81,37 @@ def launch(arguments: Sequence[str], ranks: int, nodes: int, endpoint: str | Non
             "unreachable? give every node the same free --rdzv-endpoint HOST:PORT"
         ) from None
     return 0
+
+
+def _check_endpoint(endpoint: str) -> None:
+    """Refuse a port on this machine that something other than a rendezvous listens on; torchrun would hang."""
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdecimal():
+        raise UserError(f"--rdzv-endpoint {endpoint} is not HOST:PORT; write for example node0:29400")
+    try:
+        socket.create_server((host, int(port))).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE and not _is_rendezvous(host, int(port)):
+            raise UserError(
+                f"port {port} on {host} is in use by another program; give every node another --rdzv-endpoint HOST:PORT"
+            ) from None
+        # Otherwise another launcher on this machine was first, or the address is another machine's.
+
+
+def _is_rendezvous(host: str, port: int, patience_s: float = 5.0) -> bool:
+    """Whether a TCPStore answers there. A thread asks, since its client waits for ever on a silent listener."""
+    from torch.distributed import DistError
+    from torch._C._distributed_c10d import TCPStore
+
+    answered = threading.Event()
+
+    def ask() -> None:
+        with suppress(DistError):
+            TCPStore(host, port, is_master=False, timeout=timedelta(seconds=patience_s))
+            answered.set()
+
+    threading.Thread(target=ask, daemon=True).start()
+    return answered.wait(patience_s)
 
 
 def end_on_signals() -> None:

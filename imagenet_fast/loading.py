@@ -40,7 +40,7 @@ def find_recipe(name: str) -> Path:
     names = recipe_names()
     if name in names:
         return recipe_folder() / f"{name}.toml"
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     raise UserError(
         f"there is no recipe '{name}'; " + (_did_you_mean(near) if near else f"there are {', '.join(names)}")
     )

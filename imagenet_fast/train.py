@@ -8,7 +8,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from imagenet_fast.checkpoint import save_weights
 from imagenet_fast.clock import Clock
-from imagenet_fast.data import open_dataset
+from imagenet_fast.data.dataset import open_dataset
 from imagenet_fast.evaluate import evaluate
 from imagenet_fast.job import Job
 from imagenet_fast.models import build_model

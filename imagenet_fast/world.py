@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.errors import UserError
-
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+from imagenet_fast.launch import TORCHRUN
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def join(timeout: timedelta = timedelta(minutes=10)) -> Iterator[World]:
 def same_everywhere(model: nn.Module) -> None:
     """Give every rank the weights and buffers of rank 0."""
     tensors = [*model.parameters(), *model.buffers()]
-    for dtype in {t.dtype for t in tensors}:
+    for dtype in dict.fromkeys(t.dtype for t in tensors):  # not a set, whose order differs between ranks
         alike = [t.detach() for t in tensors if t.dtype == dtype]
         flat = torch.cat([t.reshape(-1) for t in alike])
         dist.broadcast(flat, src=0)

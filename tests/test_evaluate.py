@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from imagenet_fast.batching import Batching
-from imagenet_fast.data import open_dataset
+from imagenet_fast.data.dataset import open_dataset
 from imagenet_fast.evaluate import Accuracy, evaluate
 from imagenet_fast.recipe import SyntheticData
 from imagenet_fast.world import World, average_batch_norms

@@ -47,7 +47,9 @@ def reference(lars: bool, clip: bool = False, epsilon: float = 0.0, steps: int =
             ratio, decay = 1.0, WD if i < 2 else 0.0
             if lars and i < 2:
                 w, g = weights[i].norm(), grad.norm()
-                ratio = min(1.0, float((1 - MU) * ETA * w / g) / rate(step)) if clip else ETA * w / (g + WD * w + epsilon)
+                ratio = (
+                    min(1.0, float((1 - MU) * ETA * w / g) / rate(step)) if clip else ETA * w / (g + WD * w + epsilon)
+                )
             velocity[i] = MU * velocity[i] + ratio * (grad + decay * weights[i])
             weights[i] = weights[i] - rate(step) * velocity[i]
     return weights

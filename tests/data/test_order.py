@@ -17,9 +17,7 @@ def steps(ranks: int, micro_batch: int, count: int) -> list[list[tuple[int, ...]
     """The micro-batches of the first steps, over all ranks."""
     batching = Batching(ranks, micro_batch, GLOBAL // ranks // micro_batch)
     orders = [iter(TrainOrder(IMAGES, batching, rank, seed=3)) for rank in range(ranks)]
-    return [
-        sorted(tuple(m) for order in orders for m in islice(order, batching.accumulation)) for _ in range(count)
-    ]
+    return [sorted(tuple(m) for order in orders for m in islice(order, batching.accumulation)) for _ in range(count)]
 
 
 def test_the_same_micro_batches_make_up_a_step_on_any_number_of_ranks():

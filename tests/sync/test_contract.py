@@ -69,7 +69,7 @@ def _every_engine() -> list[list[float]]:
                     assert param.grad is not None
                     tolerance = 0.0 if integers else TOLERANCE[settings.wire]
                     torch.testing.assert_close(
-                        param.grad.double(), mean, rtol=tolerance, atol=tolerance, msg=lambda m: f"{settings}: {m}"
+                        param.grad.double(), mean, rtol=tolerance, atol=tolerance, msg=f"{settings}, step {step}"
                     )
                     seen.append(param.grad.flatten().tolist())
         assert model.frozen.grad is None

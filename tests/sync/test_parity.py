@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from imagenet_fast.recipe import AllReduceSync, DdpSync, LazySync, Sgd
 from imagenet_fast.optim import build_optimizer
+from imagenet_fast.recipe import AllReduceSync, DdpSync, LazySync, Sgd
 from imagenet_fast.sync import attach
 from tests.ranks import run
 
