@@ -100,8 +100,8 @@ def _check_endpoint(endpoint: str) -> None:
 
 def _is_rendezvous(host: str, port: int, patience_s: float = 5.0) -> bool:
     """Whether a TCPStore answers there. A thread asks, since its client waits for ever on a silent listener."""
-    from torch.distributed import DistError
     from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import DistError
 
     answered = threading.Event()
 

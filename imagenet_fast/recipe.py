@@ -58,7 +58,7 @@ class ImageData(Table):
 
     dataset: Literal["imagenet", "cifar10", "digits"]
     """Where the pictures come from when no ``--data`` is given."""
-    loader: Literal["dali", "folder"] = "dali"
+    loader: Literal["dali", "folder"]
     image_size: PositiveInt
     resize: PositiveInt
     """Validation: the shorter side, before the centre crop of ``image_size``."""

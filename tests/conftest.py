@@ -44,10 +44,14 @@ def make_recipe() -> Callable[..., Recipe]:
 
 @pytest.fixture(scope="session")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Smooth random JPEGs of several shapes: 3 classes, 40 images to train on and 7 to validate."""
-    root = tmp_path_factory.mktemp("pictures")
+    """3 classes, 40 pictures to train on and 7 to validate."""
+    return make_pictures(tmp_path_factory.mktemp("pictures"), train=40, val=7)
+
+
+def make_pictures(root: Path, train: int, val: int) -> Path:
+    """Smooth random JPEGs of several shapes."""
     random = np.random.default_rng(0)
-    for split, count in (("train", 40), ("val", 7)):
+    for split, count in (("train", train), ("val", val)):
         for number in range(count):
             folder = root / split / f"class{number % 3}"
             folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,79 @@
+"""Every shipped recipe, planned at the world size it was written for, on torch's fake process group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from imagenet_fast.batching import Batching, split_batch
+from imagenet_fast.data.order import TrainOrder
+from imagenet_fast.loading import find_recipe, load_recipe, recipe_names
+from imagenet_fast.recipe import Recipe
+from imagenet_fast.schedule import learning_rate
+from imagenet_fast.step import build_step
+from imagenet_fast.train import initial_model
+from imagenet_fast.world import World
+
+IMAGES = {"imagenet": 1_281_167, "cifar10": 50_000, "digits": 1_433}
+CLASSES = {"imagenet": 1000, "cifar10": 10, "digits": 10}
+
+
+@pytest.fixture(params=recipe_names())
+def planned(request: pytest.FixtureRequest) -> Iterator[tuple[Recipe, World]]:
+    recipe = load_recipe(find_recipe(request.param))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=recipe.ranks)
+    yield recipe, World(0, recipe.ranks, 0, min(8, recipe.ranks), torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+def test_a_recipe_can_be_trained_at_its_full_size(planned: tuple[Recipe, World]):
+    recipe, world = planned
+    dataset = getattr(recipe.data, "dataset", None)
+    images = IMAGES[dataset] if dataset else recipe.data.train_images
+    classes = CLASSES[dataset] if dataset else recipe.data.classes
+
+    batching = split_batch(recipe, recipe.ranks)
+    assert batching.global_batch == recipe.global_batch
+    assert batching.accumulation == (2 if recipe.micro_batch else 1)
+    order = TrainOrder(images, batching, rank=recipe.ranks - 1, seed=recipe.seed)
+    assert len(next(iter(order))) == batching.micro_batch
+    steps_per_epoch = order.steps_per_epoch
+    assert steps_per_epoch == images // recipe.global_batch
+
+    steps = steps_per_epoch * recipe.epochs
+    rates = [learning_rate(recipe.schedule, recipe.optim.lr, s, steps_per_epoch, recipe.epochs) for s in range(steps)]
+    assert max(rates) == pytest.approx(recipe.optim.lr, rel=0.01)
+    assert rates[-1] < 0.05 * max(rates)
+    assert all(math.isfinite(rate) and rate > 0 for rate in rates)
+
+    model = initial_model(recipe, classes, world)
+    before = [p.detach().clone() for p in model.parameters()]
+    take_step = build_step(recipe, Batching(recipe.ranks, 2, batching.accumulation), model, world)
+    pixels = torch.randn(2, recipe.data.image_size, recipe.data.image_size, 3).permute(0, 3, 1, 2)
+    take_step(iter([(pixels, torch.tensor([1, 2]))] * batching.accumulation), lr=0.01)
+
+    after = list(model.parameters())
+    assert all(p.isfinite().all() for p in after)
+    changed = [not torch.equal(old, new) for old, new in zip(before, after, strict=True)]
+    idle = 16 if getattr(recipe.model, "zero_init_last_gamma", False) else 0  # norms behind a gamma of zero
+    assert sum(changed) == len(changed) - idle
+    wire = sum(p.numel() for p in after) * (4 if recipe.sync.wire == "fp32" else 2)
+    share = 2 * (recipe.ranks - 1) / recipe.ranks
+    assert take_step.meter.sent_bytes == pytest.approx(share * wire, rel=2e-3)  # padding to 64-byte lines included
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("alexnet-1gpu", 61_100_840), ("alexnet-512gpu", 60_965_224), ("resnet50-8gpu", 25_557_032)],
+)
+def test_models_have_their_published_size(name: str, parameters: int):
+    from imagenet_fast.models import build_model
+
+    with torch.device("meta"):
+        model = build_model(load_recipe(find_recipe(name)).model, 1000)
+    assert sum(p.numel() for p in model.parameters()) == parameters
