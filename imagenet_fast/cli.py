@@ -16,7 +16,7 @@ from imagenet_fast import __version__
 from imagenet_fast.errors import UserError
 
 app = typer.Typer(
-    help="Train ImageNet fast, with a swappable gradient-sync engine.",
+    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -27,6 +27,13 @@ bench_app = typer.Typer(help="Measure what this machine can do.", no_args_is_hel
 app.add_typer(recipes_app, name="recipes")
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"imagenet-fast {__version__}")
+        raise typer.Exit
+
 
 RecipeOption = Annotated[
     str, typer.Option("--recipe", metavar="NAME|PATH", help="A shipped recipe's name, or a TOML file.")
@@ -45,6 +52,15 @@ def main() -> None:
         if os.environ.get("RANK", "0") == "0":  # every rank finds the same
             print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train ImageNet fast, with a swappable gradient-sync engine."""
 
 
 @app.command()
@@ -148,12 +164,6 @@ def report(
     if png is not None:
         reporting.draw(past, png)
         print(f"drawn to {png}")
-
-
-@app.command()
-def version() -> None:
-    """Print the version."""
-    print(f"imagenet-fast {__version__}")
 
 
 def _show(rows: list[Any], table: Callable[[list[Any]], Any], json_file: Path | None) -> None:

@@ -37,6 +37,16 @@ def descend(optimizer: MomentumSGD, steps: int = 8) -> None:
         optimizer.step(rate(step))
 
 
+def descend_with(theirs: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
+    """The same with an optimiser of somebody else's."""
+    for step in range(8):
+        for param, grad in zip(params, gradients_of(step), strict=True):
+            param.grad = grad.clone()
+        for group in theirs.param_groups:
+            group["lr"] = rate(step)
+        theirs.step()
+
+
 def reference(lars: bool, clip: bool = False, epsilon: float = 0.0, steps: int = 8) -> list[Tensor]:
     """The update written out in float64."""
     decayed, plain = problem()
@@ -69,12 +79,7 @@ def test_sgd_follows_the_float64_reference_and_torch():
         [{"params": decayed, "weight_decay": WD}, {"params": plain, "weight_decay": 0.0}],
         lr=1.0, momentum=MU, nesterov=True,
     )  # fmt: skip
-    for step in range(8):
-        for param, grad in zip([*decayed, *plain], gradients_of(step), strict=True):
-            param.grad = grad.clone()
-        for group in theirs.param_groups:
-            group["lr"] = rate(step)
-        theirs.step()
+    descend_with(theirs, [*decayed, *plain])
     nesterov = MomentumSGD(*problem(), momentum=MU, nesterov=True, weight_decay=WD)
     descend(nesterov)
     for own, their in zip(nesterov.params, [*decayed, *plain], strict=True):
@@ -92,12 +97,7 @@ def test_lars_agrees_with_timm_on_random_problems(seed: int):
         [{"params": decayed, "weight_decay": WD}, {"params": plain, "weight_decay": 0.0}],
         lr=1.0, momentum=MU, trust_coeff=ETA, eps=0.0,
     )  # fmt: skip
-    for step in range(8):
-        for param, grad in zip([*decayed, *plain], gradients_of(step), strict=True):
-            param.grad = grad.clone()
-        for group in theirs.param_groups:
-            group["lr"] = rate(step)
-        theirs.step()
+    descend_with(theirs, [*decayed, *plain])
     ours = LARS(*problem(seed), momentum=MU, weight_decay=WD, trust_coefficient=ETA, epsilon=0.0, clip=False)
     descend(ours)
     for own, their in zip(ours.params, [*decayed, *plain], strict=True):

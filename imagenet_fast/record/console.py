@@ -101,7 +101,7 @@ class ConsoleSink:
         body = Table.grid(expand=True)
         body.add_row(bar)
         body.add_row(rows)
-        return Panel(body, title=f"{v['run/recipe']} · {v['run/sync']} · {v['run/world_size']} rank(s)", expand=False)
+        return Panel(body, title=f"{v['run/recipe']} · {v['run/sync']} · {v['run/world_size']} ranks", expand=False)
 
     def _best(self) -> float | None:
         return max((top1 for _, top1 in self._evaluations), default=None)

@@ -61,7 +61,7 @@ def _losses(engines: Sequence[str], pictures: Path, folder: Path) -> dict[str, l
             tables(
                 ranks=4, global_batch=64, epochs=STEPS // 2, label_smoothing=0.1,
                 model={"kind": "resnet18", "zero_init_last_gamma": True},
-                data={"dataset": "digits", "loader": "dali", "image_size": 32, "resize": 32, "augment": False, "workers": 1},
+                data={"dataset": "digits", "loader": "dali", "image_size": 32, "resize": 32, "augment": False},
                 optim={"kind": "lars", "lr": 0.3, "weight_decay": 5e-5},
                 schedule={"kind": "polynomial", "warmup_epochs": 1},
                 sync={"kind": engine, "wire": "fp32"},

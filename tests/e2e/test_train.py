@@ -95,6 +95,18 @@ def test_its_own_launcher_keeps_the_exit_code(tmp_path: Path):
     assert 0 < outcome["time_to_accuracy_s"] <= outcome["run_s"]
 
 
+def test_it_trains_on_a_folder_of_pictures_with_either_loader(pictures: Path, tmp_path: Path):
+    small = ("--set", "global_batch=16", "--set", "micro_batch=8", "--set", "epochs=2", "--set", "target_top1=0.1")
+    for loader in ("dali", "folder"):
+        run = tmp_path / loader
+        options = ("--data", str(pictures), "--set", f"data.loader={loader}", "--sync", "allreduce", "--out", str(run))
+        done = imagenet_fast("train", "--recipe", "demo", *small, *options)
+        assert done.returncode in (0, 3), done.stdout + done.stderr
+        assert done.stderr == ""
+        assert next(e["images"] for e in events_of(run, "eval")) == 7
+        assert outcome_of(run)["sync"] == "allreduce"
+
+
 @pytest.mark.parametrize("stop", ["the terminal", "a signal to the launcher"])
 def test_ctrl_c_ends_every_rank_within_five_seconds(stop: str, tmp_path: Path):
     run = tmp_path / "run"

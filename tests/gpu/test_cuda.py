@@ -1,0 +1,78 @@
+"""The same promises on a GPU with NCCL. Run with `pytest tests/gpu` where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from imagenet_fast.batching import Batching, split_batch
+from imagenet_fast.data.dataset import open_dataset
+from imagenet_fast.loading import parse_recipe
+from imagenet_fast.recipe import ImageData
+from imagenet_fast.step import build_step
+from imagenet_fast.train import initial_model
+from imagenet_fast.world import World
+from tests.conftest import tables
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU on this machine"),
+]
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=HashStore(), rank=0, world_size=1, device_id=device)
+    yield World(0, 1, 0, 1, device)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("sync", ["lazy", "allreduce", "ddp"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("optim", ["sgd", "lars"])
+def test_a_step_trains_and_reports(world: World, sync: str, precision: str, optim: str):
+    recipe = parse_recipe(
+        "test",
+        tables(
+            ranks=1, sync={"kind": sync}, precision={"kind": precision},
+            optim={"kind": optim, "lr": 0.05 if optim == "sgd" else 2.0, "weight_decay": 5e-5},
+        ),
+    )  # fmt: skip
+    model = initial_model(recipe, 10, world)
+    take_step = build_step(recipe, split_batch(recipe, 1), model, world)
+    generator = torch.Generator("cuda").manual_seed(0)
+    images = torch.randn(16, 3, 64, 64, device=world.device, generator=generator)
+    labels = torch.arange(16, device=world.device) % 10
+
+    def loss() -> float:
+        with torch.no_grad():
+            return float(torch.nn.functional.cross_entropy(model(images), labels))
+
+    before = loss()
+    for _ in range(20):
+        take_step(iter([(images, labels)]), recipe.optim.lr)
+    assert loss() < 0.7 * before
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_dali_decodes_on_the_gpu_what_it_decodes_on_the_cpu(world: World, pictures: Path):
+    pytest.importorskip("nvidia.dali", reason="DALI is too large to travel to a lent GPU")
+    table = {"dataset": "digits", "loader": "dali", "image_size": 48, "resize": 56, "augment": False, "workers": 1}
+    data = parse_recipe("test", tables(data=table)).data
+    assert isinstance(data, ImageData)
+    batches = []
+    for device in (world.device, torch.device("cpu")):
+        dataset = open_dataset(data, pictures, Batching(1, 8, 1), 0, 1, device, seed=1)
+        batches.append(list(islice(dataset.train, 5)))
+    for (ours, labels), (reference, reference_labels) in zip(*batches, strict=True):
+        assert ours.device == labels.device == world.device
+        assert torch.equal(labels.cpu(), reference_labels)
+        assert (ours.cpu() - reference).abs().mean() < 0.08
