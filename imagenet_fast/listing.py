@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from rich.table import Column, Table
+from rich.table import Table
 
 from imagenet_fast.loading import load_recipe, recipe_folder, recipe_names
+from imagenet_fast.recipe import Recipe
+from imagenet_fast.tables import compact_table
 
 
 def recipe_table() -> Table:
-    """One row a recipe: what it trains, on how many ranks, how, and to which accuracy. Fits 80 columns."""
-    text = ("recipe", "model", "optimiser", "engine")
-    names = ("recipe", "model", "ranks", "batch", "epochs", "optimiser", "engine", "target")
-    columns = [Column(name, justify="left" if name in text else "right", no_wrap=True) for name in names]
-    table = Table(*columns, box=None, padding=(0, 2, 0, 0))
-    for name in recipe_names():
-        recipe = load_recipe(recipe_folder() / f"{name}.toml")
-        target = f"{recipe.target_top1:g} %" if recipe.target_top1 is not None else "–"
-        numbers = (str(recipe.ranks), str(recipe.global_batch), str(recipe.epochs))
-        table.add_row(name, recipe.model.kind, *numbers, recipe.optim.kind, recipe.sync.kind, target)
-    return table
+    """One row a recipe: what it trains, on how many ranks, how, and to which accuracy."""
+    recipes = {name: load_recipe(recipe_folder() / f"{name}.toml") for name in recipe_names()}
+    return compact_table(
+        ("recipe", "model", "optimiser", "engine"),
+        ("ranks", "batch", "epochs", "target"),
+        (_row(name, recipe) for name, recipe in recipes.items()),
+    )
+
+
+def _row(name: str, recipe: Recipe) -> tuple[str, ...]:
+    target = f"{recipe.target_top1:g} %" if recipe.target_top1 is not None else "–"
+    numbers = (str(recipe.ranks), str(recipe.global_batch), str(recipe.epochs))
+    return name, recipe.model.kind, recipe.optim.kind, recipe.sync.kind, *numbers, target

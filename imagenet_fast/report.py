@@ -11,6 +11,7 @@ from rich.table import Table
 from imagenet_fast.errors import UserError
 from imagenet_fast.record.jsonl import read_events
 from imagenet_fast.record.outcome import Outcome, read_outcome
+from imagenet_fast.tables import compact_table
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class PastRun:
     @property
     def label(self) -> str:
         begun = next((e for e in self.events if e["event"] == "run"), None)
-        return f"{begun['recipe']}, {begun['sync']}, {begun['world_size']} ranks" if begun else self.folder.name
+        return f"{begun['recipe']} {begun['sync']} x{begun['world_size']}" if begun else self.folder.name
 
     def curve(self, event: str, value: str) -> tuple[list[float], list[float]]:
         """Run minutes and values."""
@@ -38,24 +39,18 @@ def read_run(folder: Path) -> PastRun:
 
 
 def report_table(runs: list[PastRun]) -> Table:
-    """One row a run."""
-    table = Table("run", "status", "top-1", "target", "time to accuracy", "training", "img/s", "MB a step")
-    for run in runs:
-        o = run.outcome
-        if o is None:
-            table.add_row(run.label, "not ended", *[""] * 6)
-            continue
-        table.add_row(
-            run.label,
-            o.status,
-            _or_dash(o.top1, ".2f", " %"),
-            _or_dash(o.target_top1, "g", " %"),
-            _or_dash(o.time_to_accuracy_s, ".1f", " s"),
-            f"{o.train_s:.1f} s",
-            f"{o.images_per_s:.0f}",
-            f"{o.sent_bytes_per_step / 1e6:.2f}",
-        )
-    return table
+    """One row a run: top-1 in percent, seconds to the target and of training alone."""
+    return compact_table(("run", "status"), ("top-1 %", "to target s", "train s", "img/s", "MB/step"), map(_row, runs))
+
+
+def _row(run: PastRun) -> tuple[str, ...]:
+    o = run.outcome
+    if o is None:
+        return run.label, "not ended"
+    top1 = "–" if o.top1 is None else f"{o.top1:.2f}"
+    reached = "–" if o.time_to_accuracy_s is None else f"{o.time_to_accuracy_s:.1f}"
+    sent = f"{o.sent_bytes_per_step / 1e6:.2f}"
+    return run.label, o.status, top1, reached, f"{o.train_s:.1f}", f"{o.images_per_s:.0f}", sent
 
 
 def draw(runs: list[PastRun], png: Path) -> None:
@@ -83,7 +78,3 @@ def draw(runs: list[PastRun], png: Path) -> None:
         axes.set_xlim(left=0)
     accuracy.legend(loc="lower right", frameon=False, fontsize=8)
     figure.savefig(png)
-
-
-def _or_dash(value: float | None, form: str, unit: str) -> str:
-    return "–" if value is None else f"{value:{form}}{unit}"

@@ -59,4 +59,7 @@ def test_scaling_shrinks_the_batch_and_the_rate_and_says_so():
     assert explain(sgd, scale_batch(sgd, 2)).endswith("batch 256 -> 128, lr 0.01 -> 0.005 (linear scaling)")
     lars = load_recipe(find_recipe("resnet50-8gpu"))
     assert scale_batch(lars, 2).lr_factor == pytest.approx(0.5)
+    demo = load_recipe(find_recipe("demo"))
+    assert scale_batch(demo, 1) == Batching(1, 16, 2, lr_factor=0.5**0.5)
+    assert scale_batch(demo, 2) == split_batch(demo, 2)
     assert explain(lars, scale_batch(lars, 2)).endswith("batch 3200 -> 800, lr 11 -> 5.5 (square-root scaling)")

@@ -146,7 +146,7 @@ def test_a_report_needs_only_what_was_recorded(tmp_path: Path):
     pretend_run(Record(Clock(), [JsonLines(tmp_path)]), result)
     result.write(tmp_path)
     run = read_run(tmp_path)
-    assert run.label == "resnet50-8gpu, lazy, 8 ranks"
+    assert run.label == "resnet50-8gpu lazy x8"
     console = Console(file=io.StringIO(), width=120)
     console.print(report_table([run]))
     draw([run], tmp_path / "curve.png")

@@ -27,6 +27,7 @@ from imagenet_fast.precision import autocast
 from imagenet_fast.recipe import Recipe, Sgd, SyntheticData
 from imagenet_fast.record import Record
 from imagenet_fast.step import build_step
+from imagenet_fast.tables import compact_table
 from imagenet_fast.train import initial_model
 from imagenet_fast.world import World
 
@@ -92,17 +93,16 @@ def bench_step(recipe: Recipe, engines: list[Recipe], rounds: int, steps: int) -
 
 
 def step_table(times: list[StepTime]) -> Table:
-    table = Table("loop", "ms a step", "fastest", "slowest", "img/s", "beside plain")
-    for t in times:
-        table.add_row(
-            t.loop,
-            f"{1e3 * t.step_s:.1f}",
-            f"{1e3 * t.step_s_min:.1f}",
-            f"{1e3 * t.step_s_max:.1f}",
-            f"{t.images_per_s:.0f}",
-            f"{100 * (t.ratio_to_plain - 1):+.2f} %",
-        )
-    return table
+    """One row a loop."""
+    return compact_table(
+        ("loop",),
+        ("ms a step", "fastest", "slowest", "img/s", "beside plain"),
+        (
+            (t.loop, *(f"{1e3 * s:.1f}" for s in (t.step_s, t.step_s_min, t.step_s_max)), f"{t.images_per_s:.0f}",
+             f"{100 * (t.ratio_to_plain - 1):+.2f} %")
+            for t in times
+        ),
+    )  # fmt: skip
 
 
 def _alone() -> World:

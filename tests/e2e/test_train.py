@@ -32,7 +32,7 @@ def smoke_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_it_launches_its_own_ranks_and_says_how_it_went(smoke_run: tuple[Path, str]):
     run, printed = smoke_run
-    assert "recipe written for 2 ranks: 2 ranks, micro-batch 16, 1 accumulation step\n" in printed
+    assert "recipe written for 2 ranks: 2 ranks, micro-batch 8, 2 accumulation steps\n" in printed
     assert "Trained to the end; the recipe has no target." in printed
     assert f"tensorboard --logdir {run}" in printed
     outcome = outcome_of(run)
@@ -78,7 +78,7 @@ def test_under_torchrun_it_joins_and_short_of_the_target_it_exits_with_3(tmp_pat
     )  # fmt: skip
     assert done.returncode == 1, "torchrun flattens every exit code to 1"
     assert "exitcode  : 3" in done.stderr
-    assert "recipe written for 2 ranks: 1 rank, micro-batch 16, 2 accumulation steps" in done.stdout
+    assert "recipe written for 2 ranks: 1 rank, micro-batch 8, 4 accumulation steps" in done.stdout
     assert "Trained to the end without reaching 99.9 % top-1" in done.stdout
     assert outcome_of(run)["status"] == "finished"
 

@@ -1,0 +1,17 @@
+"""Tables for a terminal of 80 columns: no frame, nothing cut off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.table import Column, Table
+
+
+def compact_table(text: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Columns headed ``text``, left-aligned, then ``numbers``, right-aligned."""
+    columns = [Column(name, no_wrap=True) for name in text]
+    columns += [Column(name, justify="right", no_wrap=True) for name in numbers]
+    table = Table(*columns, box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    return table
