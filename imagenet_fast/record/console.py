@@ -32,7 +32,7 @@ class ConsoleSink:
                 for line in event.values["lines"]:
                     self._console.print(line, markup=False, soft_wrap=True)
                 if self._console.is_terminal:
-                    self._live = Live(console=self._console, auto_refresh=False)
+                    self._live = Live(console=self._console, auto_refresh=False, transient=True)
                     self._live.start()
             case "train":
                 if self._begun is None:
@@ -101,7 +101,8 @@ class ConsoleSink:
         body = Table.grid(expand=True)
         body.add_row(bar)
         body.add_row(rows)
-        return Panel(body, title=f"{v['run/recipe']} · {v['run/sync']} · {v['run/world_size']} ranks", expand=False)
+        title = f"{v['run/recipe']} · {v['run/sync']} · {v['run/world_size']} ranks"
+        return Panel(body, title=title, width=min(96, self._console.width - 4))  # leaves room for a terminal's ^C
 
     def _best(self) -> float | None:
         return max((top1 for _, top1 in self._evaluations), default=None)

@@ -184,6 +184,22 @@ def test_a_second_run_into_the_same_directory_is_refused(smoke_run: tuple[Path, 
     assert "already holds a run" in done.stderr
 
 
+def test_two_launchers_meet_as_two_nodes(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    nodes = [
+        subprocess.Popen(
+            [*COMMAND, *SMOKE, "--nproc", "1", "--nodes", "2", "--rdzv-endpoint", endpoint, "--out", str(tmp_path / name)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+        )
+        for name in ("a", "b")
+    ]  # fmt: skip
+    ended = [(*node.communicate(timeout=120), node.returncode) for node in nodes]
+    assert [code for *_, code in ended] == [0, 0], ended
+    (run,) = tmp_path.iterdir()  # only the node of rank 0 writes
+    assert outcome_of(run)["world_size"] == 2
+
+
 def test_a_port_in_use_is_named(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
