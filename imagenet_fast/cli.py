@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -49,9 +49,17 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":  # every rank finds the same
-            print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        _refuse(str(error))
+    except (OSError, UnicodeDecodeError) as error:
+        if "RANK" in os.environ:  # in the middle of a run the place matters
+            raise
+        _refuse(f"{error}; check the path")
+
+
+def _refuse(sentence: str) -> NoReturn:
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank of a node finds the same
+        print(f"error: {sentence}", file=sys.stderr)
+    raise SystemExit(2) from None
 
 
 @app.callback()

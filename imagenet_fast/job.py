@@ -6,7 +6,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from imagenet_fast.batching import Batching, explain, scale_batch, split_batch
+from imagenet_fast.batching import Batching, explain, scale_recipe, split_batch
 from imagenet_fast.data.imagefolder import check_folders
 from imagenet_fast.data.places import locate
 from imagenet_fast.errors import UserError
@@ -22,31 +22,29 @@ class Job:
     batching: Batching
     data: Path | None
     folder: Path
-
-    @property
-    def lines(self) -> list[str]:
-        """What the user should know before it starts."""
-        return [explain(self.recipe, self.batching)]
+    note: str = ""
+    """What became of the recipe's batch."""
 
 
-def plan_job(name: str, recipe: Recipe, data: Path | None, folder: Path, ranks: int, scale: bool) -> Job:
+def plan_job(name: str, written: Recipe, data: Path | None, folder: Path, ranks: int, scale: bool) -> Job:
     """Check everything that can be checked without torch. Raises UserError with the first thing wrong."""
-    batching = scale_batch(recipe, ranks) if scale else split_batch(recipe, ranks)
+    recipe = scale_recipe(written, ranks) if scale else written
+    batching = split_batch(recipe, ranks)
     root = None
     if not isinstance(recipe.data, SyntheticData):
         root = locate(recipe.data.dataset, data)
         check_folders(root)
-    _check_writable(folder)
-    return Job(name, recipe, batching, root, folder)
+    return Job(name, recipe, batching, root, folder, explain(written, recipe, batching))
 
 
-def _check_writable(folder: Path) -> None:
-    if (folder / "events.jsonl").exists():
-        raise UserError(f"{folder} already holds a run; give another --out, or remove it")
-    nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+def check_writable(folder: Path) -> None:
+    """Raise UserError where a run cannot be put into ``folder``."""
     try:
+        if (folder / "events.jsonl").exists():
+            raise UserError(f"{folder} already holds a run; give another --out, or remove it")
+        nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
         tempfile.TemporaryFile(dir=nearest).close()  # root may write almost anywhere, but not everywhere it is told
     except OSError as error:
         raise UserError(
-            f"the run cannot be written to {folder} ({nearest}: {error.strerror}); give another --out"
+            f"the run cannot be written to {folder} ({error.strerror}: {error.filename}); give another --out"
         ) from None

@@ -86,7 +86,7 @@ def launch(arguments: Sequence[str], ranks: int, nodes: int, endpoint: str | Non
 def _check_endpoint(endpoint: str) -> None:
     """Refuse a port on this machine that something other than a rendezvous listens on; torchrun would hang."""
     host, _, port = endpoint.rpartition(":")
-    if not host or not port.isdecimal():
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise UserError(f"--rdzv-endpoint {endpoint} is not HOST:PORT; write for example node0:29400")
     try:
         socket.create_server((host, int(port))).close()

@@ -56,8 +56,8 @@ def load_recipe(path: Path, sync: str | None = None, overrides: Sequence[str] = 
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{path} cannot be read as TOML ({error}); correct it there") from None
     if sync is not None:
-        old = tables.get("sync", {})
-        tables["sync"] = {"kind": sync} | ({"wire": old["wire"]} if "wire" in old else {})
+        old = tables.get("sync")
+        tables["sync"] = {"kind": sync} | ({"wire": old["wire"]} if isinstance(old, dict) and "wire" in old else {})
     for override in overrides:
         _override(tables, override)
     return parse_recipe(path.name, tables)
@@ -67,19 +67,9 @@ def parse_recipe(source: str, tables: dict[str, Any]) -> Recipe:
     """Validate a recipe's tables. Raises UserError naming ``source`` and the first key that is wrong."""
     try:
         # By way of JSON, since strict mode takes a JSON array, but not a Python list, for a tuple.
-        return Recipe.model_validate_json(json.dumps(tables))
+        return Recipe.model_validate_json(json.dumps(tables, default=str))
     except ValidationError as error:
         raise UserError(f"{source}: {_explain(error.errors()[0])}") from None
-
-
-def describe(path: Path) -> str:
-    """A recipe's header comment."""
-    lines: list[str] = []
-    for line in path.read_text().splitlines():
-        if not line.startswith("#"):
-            break
-        lines.append(line.removeprefix("#").strip())
-    return "\n".join(lines)
 
 
 def to_toml(recipe: Recipe) -> str:

@@ -54,10 +54,11 @@ class Meter:
         seconds = time.perf_counter() - self._begun
         record("data", step, wait_pct=100 * self._waited / seconds)
         record("speed", step, images_per_s=steps * self._global_batch / seconds)
+        exposed = [s.exposed.seconds() for s in self._steps if s.exposed is not None]
         record(
             "sync",
             step,
-            exposed_ms=1e3 * sum(s.exposed.seconds() for s in self._steps) / steps,
+            **({"exposed_ms": 1e3 * sum(exposed) / steps} if exposed else {}),
             sent_MB=sum(s.sent_bytes for s in self._steps) / steps / 1e6,
             launches=sum(s.launches for s in self._steps) / steps,
         )

@@ -1,4 +1,4 @@
-"""SGD and LARS over lists of tensors: a few multi-tensor kernels a step, whatever the number of layers."""
+"""SGD and LARS over lists of tensors, updated together by torch's multi-tensor operations."""
 
 from __future__ import annotations
 
@@ -58,10 +58,6 @@ class MomentumSGD:
 
     def state_dict(self) -> dict[str, Any]:
         return {"velocity": list(self._velocity.values())}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for own, saved in zip(self._velocity.values(), state["velocity"], strict=True):
-            own.copy_(saved)
 
 
 class LARS(MomentumSGD):

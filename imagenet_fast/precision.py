@@ -32,13 +32,14 @@ class LossScale:
     reached every rank, so all find the same and skip the same step, and nothing is read back by the host: the
     verdict stays on the device, where the optimiser consumes it. A dynamic scale starts at 2^16, halves at a
     non-finite gradient and doubles after 2000 steps without one (Micikevicius et al., arXiv 1710.03740).
+
+    Other precisions have a scale of 1, and are looked at only when an fp16 wire could overflow.
     """
 
-    def __init__(self, precision: recipe.Precision, device: torch.device) -> None:
-        fp16 = isinstance(precision, recipe.Float16)
+    def __init__(self, precision: recipe.Precision, wire: recipe.Wire, device: torch.device) -> None:
         fixed = precision.loss_scale if isinstance(precision, recipe.Float16) else 1.0
-        self._active = fp16
-        self._dynamic = fp16 and not fixed
+        self._active = isinstance(precision, recipe.Float16) or wire == "fp16"
+        self._dynamic = not fixed
         self.scale = torch.full((), fixed or 2.0**16, device=device)
         self._found_inf = torch.zeros((), device=device)
         self._good_steps = torch.zeros((), dtype=torch.int32, device=device)

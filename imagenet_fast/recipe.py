@@ -25,7 +25,7 @@ Wire = Literal["fp32", "bf16", "fp16"]
 class Table(BaseModel):
     """One table of a recipe: unknown keys are errors, values are not coerced across types, and are frozen."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class AlexNet(Table):
@@ -185,7 +185,7 @@ class LazySync(Table):
 
     kind: Literal["lazy"] = "lazy"
     wire: Wire = "bf16"
-    threshold_mb: NonNegativeFloat = 16.0
+    threshold_mb: Annotated[float, Field(ge=0, allow_inf_nan=True)] = 16.0
 
 
 class DdpSync(Table):
@@ -214,7 +214,7 @@ class Recipe(Table):
     """Epochs between evaluations; the last epoch is always evaluated."""
     log_every: PositiveInt = 10
     """Steps between log lines."""
-    seed: int = 1
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 1
     label_smoothing: Fraction = 0.0
     ema_decay: Fraction = 0.0
     """Evaluate and save a moving average of the weights with this decay a step; 0 turns it off."""
@@ -232,4 +232,9 @@ class Recipe(Table):
     def _consistent(self) -> Recipe:
         if self.schedule.warmup_epochs > self.epochs:
             raise ValueError(f"schedule.warmup_epochs ({self.schedule.warmup_epochs}) exceeds epochs ({self.epochs})")
+        smallest = {"alexnet": 63, "alexnet_bn": 67}.get(self.model.kind, 32)
+        if self.data.image_size < smallest:
+            raise ValueError(
+                f"data.image_size ({self.data.image_size}) is too small for {self.model.kind}, which needs {smallest}"
+            )
         return self

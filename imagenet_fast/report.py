@@ -55,6 +55,8 @@ def _row(run: PastRun) -> tuple[str, ...]:
 
 def draw(runs: list[PastRun], png: Path) -> None:
     """Validation accuracy and training loss over run time, one line a run."""
+    if png.suffix != ".png":
+        raise UserError(f"--png {png} does not end in .png; it is the one kind of picture drawn")
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.job import Job, plan_job
+from imagenet_fast.job import Job, check_writable, plan_job
 from imagenet_fast.launch import LAUNCHED, end_on_signals, launch, local_ranks, under_torchrun
 from imagenet_fast.loading import find_recipe, load_recipe
 from imagenet_fast.record.outcome import Outcome, read_outcome
@@ -41,6 +41,7 @@ def train_here_or_launch(
     ranks = local_ranks(nproc)
     folder = (out or _new_folder(path.stem, recipe.sync.kind)).absolute()
     job = plan_job(path.stem, recipe, data, folder, ranks * nodes, scale)
+    check_writable(folder)
     return _launch(job, arguments, ranks, nodes, endpoint)
 
 
@@ -68,21 +69,29 @@ def _launch(job: Job, arguments: Sequence[str], ranks: int, nodes: int, endpoint
 
 def _train_as_rank(job: Job) -> int:
     from imagenet_fast.clock import Clock
+    from imagenet_fast.data.dataset import open_dataset
     from imagenet_fast.record.opening import open_record
     from imagenet_fast.train import train
-    from imagenet_fast.world import join
+    from imagenet_fast.world import join, report_failure, reported_failure
 
+    if os.environ["RANK"] == "0":
+        check_writable(job.folder)
     end_on_signals()
     outcome = _beginning(job)
     with join() as world:
         clock = Clock()
+        dataset = open_dataset(
+            job.recipe.data, job.data, job.batching, world.rank, world.local_size, world.device, job.recipe.seed
+        )
         record = open_record(job, world, clock)
         try:
-            train(job, world, clock, record, outcome)
+            train(job, dataset, world, clock, record, outcome)
         except KeyboardInterrupt:
-            outcome.status = "interrupted"
+            outcome.message = reported_failure()  # another rank's, after which torchrun has stopped this one
+            outcome.status = "failed" if outcome.message else "interrupted"
         except Exception as error:
             outcome.message = f"rank {world.rank}: {type(error).__name__}: {error}"
+            report_failure(outcome.message)
             raise
         finally:
             outcome.run_s = clock.run_s()

@@ -65,7 +65,7 @@ def build_step(recipe: Recipe, batching: Batching, model: nn.Module, world: Worl
         build_optimizer(recipe.optim, model),
         nn.CrossEntropyLoss(label_smoothing=recipe.label_smoothing),
         autocast(recipe.precision, world.device),
-        LossScale(recipe.precision, world.device),
+        LossScale(recipe.precision, recipe.sync.wire, world.device),
         batching.accumulation,
         Meter(world, batching.global_batch),
     )

@@ -8,7 +8,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from imagenet_fast.checkpoint import save_weights
 from imagenet_fast.clock import Clock
-from imagenet_fast.data.dataset import open_dataset
+from imagenet_fast.data.dataset import Dataset
 from imagenet_fast.evaluate import evaluate
 from imagenet_fast.job import Job
 from imagenet_fast.models import build_model
@@ -19,31 +19,29 @@ from imagenet_fast.step import build_step
 from imagenet_fast.world import World, average_batch_norms, same_everywhere
 
 
-def train(job: Job, world: World, clock: Clock, record: Record, outcome: Outcome) -> None:
+def train(job: Job, dataset: Dataset, world: World, clock: Clock, record: Record, outcome: Outcome) -> None:
     """Train ``job`` until its target or its last epoch; ``outcome`` is kept up to date all the way."""
     recipe, batching = job.recipe, job.batching
-    dataset = open_dataset(recipe.data, job.data, batching, world.rank, world.local_size, world.device, recipe.seed)
     model = initial_model(recipe, dataset.classes, world)
     average = _moving_average(model, recipe.ema_decay) if recipe.ema_decay else None
     judged = average.module if average is not None else model  # what is evaluated and saved
     take_step = build_step(recipe, batching, model, world)
     meter = take_step.meter
-    peak_lr = recipe.optim.lr * batching.lr_factor
     steps_per_epoch = dataset.train_order.steps_per_epoch
     record(
         "run", 0, recipe=job.name, sync=recipe.sync.kind, world_size=world.size, global_batch=batching.global_batch,
         epochs=recipe.epochs, steps_per_epoch=steps_per_epoch, steps=recipe.epochs * steps_per_epoch,
         target_top1=recipe.target_top1, train_images=dataset.train_order.images,
-        val_images=dataset.val_order.images, lines=job.lines,
+        val_images=dataset.val_order.images, note=job.note,
     )  # fmt: skip
 
     clock.begin_training()
+    meter.restart()
     step = 0
     for epoch in range(1, recipe.epochs + 1):
         record("epoch", step, epoch=epoch)
-        meter.restart()
         for _ in range(steps_per_epoch):
-            lr = learning_rate(recipe.schedule, peak_lr, step, steps_per_epoch, recipe.epochs)
+            lr = learning_rate(recipe.schedule, recipe.optim.lr, step, steps_per_epoch, recipe.epochs)
             take_step(dataset.train, lr)
             if average is not None:
                 average.update_parameters(model)
@@ -54,9 +52,11 @@ def train(job: Job, world: World, clock: Clock, record: Record, outcome: Outcome
 
         if epoch % recipe.eval_every == 0 or epoch == recipe.epochs:
             meter.report(record, step, epoch, lr)
+            outcome.advance(epoch, step, clock.train_s(), meter.sent_bytes)
             with clock.pause() as evaluation:
                 average_batch_norms(judged)
                 accuracy = evaluate(judged, dataset, take_step.cast, world)
+            meter.restart()
             outcome.judge(accuracy.top1, accuracy.top5, clock.run_s())
             record(
                 "eval", step, epoch=epoch, top1=accuracy.top1, top5=accuracy.top5, images=accuracy.images,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -39,15 +39,7 @@ def join(timeout: timedelta = timedelta(minutes=10)) -> Iterator[World]:
     Raises UserError where the rendezvous port is taken.
     """
     rank, size, local_rank, local_size = (int(os.environ[key]) for key in TORCHRUN)
-    if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-        torch.backends.cudnn.benchmark = True
-        torch.set_float32_matmul_precision("high")
-        backend = "cpu:gloo,cuda:nccl"
-    else:
-        device = torch.device("cpu")
-        backend = "gloo"
+    device, backend = prepare_device(local_rank)
     try:
         dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
     except dist.DistNetworkError as error:
@@ -55,10 +47,19 @@ def join(timeout: timedelta = timedelta(minutes=10)) -> Iterator[World]:
             f"rank {rank} cannot use {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} ({error}); "
             "is the port in use? choose another with --rdzv-endpoint HOST:PORT"
         ) from None
-    try:
-        yield World(rank, size, local_rank, local_size, device)
-    finally:
-        dist.destroy_process_group()
+    yield World(rank, size, local_rank, local_size, device)
+    dist.destroy_process_group()  # not after an error: it would wait for collectives that never end
+
+
+def prepare_device(local_rank: int) -> tuple[torch.device, str]:
+    """This rank's GPU, set up for speed, and the backends for it; the CPU and gloo where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu"), "gloo"
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    torch.backends.cudnn.benchmark = True
+    torch.set_float32_matmul_precision("high")
+    return device, "cpu:gloo,cuda:nccl"
 
 
 def same_everywhere(model: nn.Module) -> None:
@@ -83,6 +84,21 @@ def average_batch_norms(model: nn.Module) -> None:
         flat = torch.cat(running)
         dist.all_reduce(flat)
         _scatter(flat.div_(dist.get_world_size()), running)
+
+
+def report_failure(message: str) -> None:
+    """Leave for the other ranks why this one ends, in the store they met at; the first message stays."""
+    with suppress(dist.DistError):
+        dist.distributed_c10d._get_default_store().compare_set("failure", "", message)
+
+
+def reported_failure() -> str:
+    """What :func:`report_failure` left, or nothing."""
+    with suppress(dist.DistError):
+        store = dist.distributed_c10d._get_default_store()
+        if store.check(["failure"]):
+            return store.get("failure").decode()
+    return ""
 
 
 def total(*values: float, device: torch.device) -> list[float]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from imagenet_fast.batching import Batching, explain, scale_batch, split_batch
+from imagenet_fast.batching import explain, scale_recipe, split_batch
 from imagenet_fast.errors import UserError
 from imagenet_fast.loading import find_recipe, load_recipe
 from imagenet_fast.recipe import Recipe
@@ -49,17 +49,25 @@ def test_what_does_not_divide_is_told_with_its_neighbours(make_recipe: Callable[
 
 def test_the_line_about_accumulation():
     recipe = load_recipe(find_recipe("alexnet-512gpu"))
-    line = explain(recipe, split_batch(recipe, 1))
+    line = explain(recipe, recipe, split_batch(recipe, 1))
     assert line == "recipe written for 512 ranks: 1 rank, micro-batch 128, 512 accumulation steps"
 
 
-def test_scaling_shrinks_the_batch_and_the_rate_and_says_so():
-    sgd = load_recipe(find_recipe("alexnet-1gpu"), overrides=["ranks=4"])
-    assert scale_batch(sgd, 2) == Batching(2, 64, 1, lr_factor=0.5)
-    assert explain(sgd, scale_batch(sgd, 2)).endswith("batch 256 -> 128, lr 0.01 -> 0.005 (linear scaling)")
-    lars = load_recipe(find_recipe("resnet50-8gpu"))
-    assert scale_batch(lars, 2).lr_factor == pytest.approx(0.5)
-    demo = load_recipe(find_recipe("demo"))
-    assert scale_batch(demo, 1) == Batching(1, 16, 2, lr_factor=0.5**0.5)
-    assert scale_batch(demo, 2) == split_batch(demo, 2)
-    assert explain(lars, scale_batch(lars, 2)).endswith("batch 3200 -> 800, lr 11 -> 5.5 (square-root scaling)")
+@pytest.mark.parametrize(
+    ("name", "ranks", "factor", "says"),
+    [
+        ("alexnet-512gpu", 128, 0.5, "batch 65536 -> 16384, lr 32 -> 16 (square-root scaling)"),
+        ("cifar10-resnet18", 1, 0.5, "batch 256 -> 128, lr 0.4 -> 0.2 (linear scaling)"),
+        ("demo", 2, 1.0, "2 accumulation steps"),
+    ],
+)
+def test_scaling_keeps_a_ranks_share_and_scales_every_rate(name: str, ranks: int, factor: float, says: str):
+    written = load_recipe(find_recipe(name))
+    scaled = scale_recipe(written, ranks)
+    assert scaled.global_batch / ranks == written.global_batch / written.ranks
+    assert scaled.optim.lr == pytest.approx(factor * written.optim.lr)
+    assert scaled.schedule.start_lr == pytest.approx(factor * written.schedule.start_lr)
+    assert scaled.schedule.end_lr == pytest.approx(factor * written.schedule.end_lr)
+    batching = split_batch(scaled, ranks)
+    assert batching.micro_batch == split_batch(written, written.ranks).micro_batch
+    assert explain(written, scaled, batching).endswith(says)

@@ -29,7 +29,7 @@ def _overflow_on_rank_1() -> tuple[float, float, bool, list[float]]:
     nn.init.ones_(model.weight)
     forward, sync = attach(model, LazySync(wire="fp16", threshold_mb=0))
     optimizer = MomentumSGD(list(model.parameters()), [], momentum=0.0, nesterov=False, weight_decay=0.0)
-    scale = LossScale(Float16(kind="fp16"), CPU)
+    scale = LossScale(Float16(kind="fp16"), "fp16", CPU)
 
     sync.zero_grad()
     bad = torch.full((1, 4), 1e6 if dist.get_rank() == 1 else 1.0)
@@ -49,7 +49,7 @@ def _overflow_on_rank_1() -> tuple[float, float, bool, list[float]]:
 
 def test_a_static_scale_stays_and_bf16_has_none():
     weight = nn.Parameter(torch.ones(3))
-    fixed = LossScale(Float16(kind="fp16", loss_scale=1000.0), CPU)
+    fixed = LossScale(Float16(kind="fp16", loss_scale=1000.0), "bf16", CPU)
     (fixed(weight.sum())).backward()
     found = fixed.unscale([weight])
     assert found is not None
@@ -57,4 +57,12 @@ def test_a_static_scale_stays_and_bf16_has_none():
     assert weight.grad is not None
     torch.testing.assert_close(weight.grad, torch.ones(3))
     assert fixed.scale == 1000
-    assert LossScale(BFloat16(kind="bf16"), CPU).unscale([weight]) is None
+    assert LossScale(BFloat16(kind="bf16"), "bf16", CPU).unscale([weight]) is None
+
+
+def test_an_fp16_wire_is_watched_in_any_precision():
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.tensor([1.0, torch.inf, 1.0])
+    found = LossScale(BFloat16(kind="bf16"), "fp16", CPU).unscale([weight])
+    assert found is not None
+    assert found.item() == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.loading import describe, find_recipe, load_recipe, parse_recipe, recipe_names, to_toml
+from imagenet_fast.loading import find_recipe, load_recipe, parse_recipe, recipe_names, to_toml
 from imagenet_fast.recipe import AllReduceSync, LazySync, Recipe, Sgd
 from tests.conftest import tables
 
@@ -20,7 +20,7 @@ SHIPPED = [
 def test_the_promised_recipes_are_shipped_and_each_says_what_it_is():
     assert recipe_names() == SHIPPED
     for name in SHIPPED:
-        assert len(describe(find_recipe(name))) > 40, name
+        assert find_recipe(name).read_text().startswith("# "), name
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -49,6 +49,10 @@ def test_a_shipped_recipe_survives_being_written_out_in_full(name: str, tmp_path
         ({"data__loader": "tf"}, "data.loader is 'tf'; it must be one of 'dali', 'folder', 'synthetic'"),
         ({"optim": {"lr": 1.0}}, "optim.kind is missing"),
         ({"optim": {"kind": "sgd", "lr": 1.0}}, "optim.weight_decay is missing; add it"),
+        ({"optim__lr": float("inf")}, "optim.lr is Infinity: input should be a finite number"),
+        ({"seed": -1}, "seed is -1: input should be greater than or equal to 0"),
+        ({"sync": 3}, "sync is 3: "),
+        ({"model": {"kind": "alexnet"}}, "data.image_size (32) is too small for alexnet, which needs 63"),
         ({"schedule__warmup_epochs": 9}, "schedule.warmup_epochs (9.0) exceeds epochs (2)"),
     ],
 )

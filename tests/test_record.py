@@ -34,7 +34,7 @@ def pretend_run(record: Record, result: Outcome) -> None:
     """The events of a two-epoch run, as train.py sends them."""
     record(
         "run", 0, recipe="resnet50-8gpu", sync="lazy", world_size=8, global_batch=3200, epochs=37, steps_per_epoch=400,
-        steps=14800, target_top1=75.9, train_images=1281167, val_images=50000, lines=["recipe written for 8 ranks"],
+        steps=14800, target_top1=75.9, train_images=1281167, val_images=50000, note="recipe written for 8 ranks",
     )  # fmt: skip
     for epoch, top1 in ((1, 50.0), (2, 76.0)):
         step = 400 * epoch

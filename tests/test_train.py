@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from imagenet_fast.batching import split_batch
 from imagenet_fast.clock import Clock
+from imagenet_fast.data.dataset import open_dataset
 from imagenet_fast.job import Job
 from imagenet_fast.loading import parse_recipe
 from imagenet_fast.record import Outcome, Record
@@ -40,5 +41,6 @@ def _train_with_and_without(folder: Path) -> None:
         job = Job("test", recipe, split_batch(recipe, 1), None, folder / name)
         outcome = Outcome("failed", "test", "lazy", 1, 16)
         clock = Clock()
-        train(job, world, clock, Record(clock), outcome)
+        dataset = open_dataset(recipe.data, None, job.batching, 0, 1, world.device, recipe.seed)
+        train(job, dataset, world, clock, Record(clock), outcome)
         assert (outcome.status, outcome.steps) == ("finished", epochs)

@@ -29,7 +29,7 @@ from imagenet_fast.record import Record
 from imagenet_fast.step import build_step
 from imagenet_fast.tables import compact_table
 from imagenet_fast.train import initial_model
-from imagenet_fast.world import World
+from imagenet_fast.world import World, prepare_device
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 
@@ -106,8 +106,7 @@ def step_table(times: list[StepTime]) -> Table:
 
 
 def _alone() -> World:
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    device, backend = prepare_device(0)
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     return World(0, 1, 0, 1, device)
 

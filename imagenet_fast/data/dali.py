@@ -58,7 +58,7 @@ class DaliLoader:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         while True:
-            images, labels = self._pipeline.run()
+            images, labels = self._pipeline.run(*self._stream())
             yield (
                 self._to_torch(images, torch.float32).permute(0, 3, 1, 2),
                 self._to_torch(labels, torch.int64),
@@ -68,9 +68,12 @@ class DaliLoader:
         """Copy out of DALI's buffer, which the next run overwrites."""
         dense = batch.as_tensor()
         tensor = torch.empty(dense.shape(), dtype=dtype, device=self._device if _on_gpu(dense) else "cpu")
-        stream = torch.cuda.current_stream(self._device) if tensor.is_cuda else None
-        self._feed(dense, tensor, cuda_stream=stream)
+        self._feed(dense, tensor, *(self._stream() if tensor.is_cuda else ()))
         return tensor.to(self._device, non_blocking=True)
+
+    def _stream(self) -> tuple[torch.cuda.Stream, ...]:
+        """Where DALI's output is put in order, so that the host does not wait for it; nowhere on a CPU."""
+        return (torch.cuda.current_stream(self._device),) if self._device.type == "cuda" else ()
 
 
 def _on_gpu(dense: Any) -> bool:

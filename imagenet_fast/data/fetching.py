@@ -9,16 +9,20 @@ from rich.progress import Progress
 
 from imagenet_fast.data.cifar10 import IMAGES, fetch_cifar10
 from imagenet_fast.data.digits import make_digits
+from imagenet_fast.data.imagefolder import check_folders
 from imagenet_fast.data.places import cache_folder
 from imagenet_fast.errors import UserError
 
 
 def fetch_dataset(name: str, out: Path | None, archive: Path | None) -> Path:
-    """Fetch ``name`` into ``out`` or the cache directory, unless it is already there. Returns where it lies."""
+    """Fetch ``name`` into ``out`` or the cache directory, unless it is already there. Returns where it lies.
+
+    Raises UserError for an unknown name, and where something else lies in its place.
+    """
     place = out or cache_folder() / name
-    if place.exists():
-        return place
     match name:
+        case "digits" | "cifar10" if place.exists():
+            check_folders(place)
         case "digits":
             make_digits(place)
         case "cifar10":

@@ -54,7 +54,10 @@ def appearing_whole(place: Path) -> Iterator[Path]:
     try:
         yield partial
         partial.chmod(0o755)
-        if not place.exists():  # another process may have been quicker
+        try:
             partial.rename(place)
+        except OSError:
+            if not place.is_dir():  # otherwise another process was quicker
+                raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)

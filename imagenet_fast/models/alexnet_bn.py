@@ -37,7 +37,7 @@ class AlexNetBN(nn.Module):
                 nn.init.normal_(module.weight, std=0.01)
                 nn.init.zeros_(module.bias)
             elif isinstance(module, nn.Linear):
-                hidden = module.out_features == 4096
+                hidden = module is not self.classifier[-1]
                 nn.init.normal_(module.weight, std=0.005 if hidden else 0.01)
                 nn.init.constant_(module.bias, 0.1 if hidden else 0.0)
 

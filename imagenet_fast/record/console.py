@@ -29,8 +29,7 @@ class ConsoleSink:
         self._latest |= event.tagged() | {"step": event.step, "run_s": event.run_s}
         match event.name:
             case "run":
-                for line in event.values["lines"]:
-                    self._console.print(line, markup=False, soft_wrap=True)
+                self._print(event.values["note"])
                 if self._console.is_terminal:
                     self._live = Live(console=self._console, auto_refresh=False, transient=True)
                     self._live.start()
@@ -62,7 +61,7 @@ class ConsoleSink:
             f"epoch {v['train/epoch']}/{v['run/epochs']}  step {v['step']}/{v['run/steps']}  "
             f"loss {v['train/loss']:.4f}  lr {v['train/lr']:.4g}  {v['speed/images_per_s']:.0f} img/s  "
             f"data wait {v['data/wait_pct']:.1f} %  "
-            f"exposed sync {v['sync/exposed_ms']:.1f} ms  sent {v['sync/sent_MB']:.2f} MB/step"
+            f"exposed sync {_number(v.get('sync/exposed_ms'), '.1f', ' ms')}  sent {v['sync/sent_MB']:.2f} MB/step"
         )
 
     def _evaluation_line(self, values: dict[str, Any]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import torch
 
 from imagenet_fast.sync.collectives import native, wire_buffer
@@ -20,11 +22,18 @@ class AllReduce(SyncEngine):
         """Nothing leaves before the end of backward."""
 
     def finish(self) -> SyncStats:
-        stats = SyncStats(Stopwatch(self._pool.buffer.device))
-        with stats.exposed:
-            for span in self._pool.spans:
-                part = slice(span.start, span.stop)
+        exposed = Stopwatch(self._pool.buffer.device)
+        stats = SyncStats(exposed)
+        with exposed:
+            for _, spans in groupby(self._pool.spans, key=_layer):
+                first, *others = spans
+                part = slice(first.start, (others or [first])[-1].stop)
                 transfer = native(self._pool.buffer[part], self._wire[part])
                 transfer.wait()
                 stats.add(transfer)
         return stats
+
+
+def _layer(span: Span) -> str:
+    """The module a parameter belongs to, whose weight and bias lie side by side in the pool."""
+    return span.name.rpartition(".")[0]

@@ -23,30 +23,29 @@ class Transfer:
         if self.work is None:
             return
         self.work.wait()
-        if self.divisor > 1:
-            torch.div(self.wire, self.divisor, out=self.tensor)
-        elif self.wire.dtype != self.tensor.dtype:
+        if self.wire.dtype != self.tensor.dtype:
             self.tensor.copy_(self.wire)
+        if self.divisor > 1:
+            self.tensor.div_(self.divisor)
 
 
 def native(tensor: Tensor, wire: Tensor) -> Transfer:
     """Start the backend's own all-reduce (gloo's or NCCL's) of a 1-D tensor, in place, to the mean.
 
     ``wire`` is what travels: ``tensor`` itself, or as many elements of a 16-bit dtype, which must stay
-    untouched until ``wait``. fp16 is divided by the number of ranks before the sum, since the sum of a few
-    large gradients overflows it; bf16 and fp32 after, which rounds once less. One rank has no wire: nothing
-    is sent and nothing is rounded.
+    untouched until ``wait``. Values are divided by the number of ranks on their way into 16 bits, while they
+    are still fp32: in fp16 the sum of a few large gradients would overflow. Values that travel as they are
+    are divided after the sum, which rounds an exact sum once. One rank has no wire: nothing is sent and
+    nothing is rounded.
     """
     ranks = dist.get_world_size()
     if ranks == 1:
         return Transfer(None, tensor, wire, 1, 0)
-    divide_first = wire.dtype == torch.float16
-    if divide_first:
+    cast = wire.dtype != tensor.dtype
+    if cast:
         torch.mul(tensor, 1 / ranks, out=wire)
-    elif wire.dtype != tensor.dtype:
-        wire.copy_(tensor)
     work = dist.all_reduce(wire, async_op=True)
-    return Transfer(work, tensor, wire, 1 if divide_first else ranks, ring_bytes(wire.nbytes, ranks))
+    return Transfer(work, tensor, wire, 1 if cast else ranks, ring_bytes(wire.nbytes, ranks))
 
 
 def ring_bytes(message: int, ranks: int) -> int:

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from imagenet_fast.sync.collectives import ring_bytes
-from imagenet_fast.sync.engine import Stopwatch, SyncStats
+from imagenet_fast.sync.engine import SyncStats
 
 # Renamed in torch 2.13.
 _BUFFER_SWITCH = next(
@@ -26,7 +26,7 @@ _BUFFER_SWITCH = next(
 class DdpPeer:
     """DDP with its own buckets and overlap, behind the same four calls as a :class:`GradientPool`.
 
-    It waits inside ``backward``, where nothing of ours can see it, so its exposed time reads zero.
+    It waits inside ``backward``, where nothing of ours can see it, so its exposed time is not known.
     Batch-norm buffers are left alone: they are averaged before each evaluation instead.
     """
 
@@ -47,8 +47,7 @@ class DdpPeer:
             case _:
                 self._reduce = default_hooks.allreduce_hook
         self._wire = wire
-        self._device = device
-        self._stats = SyncStats(Stopwatch(device))
+        self._stats = SyncStats(None)
         self.module.register_comm_hook(None, self._send)
 
     def zero_grad(self) -> None:
@@ -58,7 +57,7 @@ class DdpPeer:
         return self.module.no_sync()
 
     def finish(self) -> SyncStats:
-        stats, self._stats = self._stats, SyncStats(Stopwatch(self._device))
+        stats, self._stats = self._stats, SyncStats(None)
         return stats
 
     def _send(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:

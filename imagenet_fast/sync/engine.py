@@ -56,8 +56,8 @@ class Stopwatch:
 class SyncStats:
     """What one step's synchronisation cost this rank."""
 
-    exposed: Stopwatch
-    """Time the step stood still for communication."""
+    exposed: Stopwatch | None
+    """Time the step stood still for communication; None where it cannot be told."""
     sent_bytes: int = 0
     """Bytes this rank put on the wire, by the collective's own arithmetic."""
     launches: int = 0

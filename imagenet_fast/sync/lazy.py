@@ -33,8 +33,9 @@ class Lazy(SyncEngine):
             self._launch()
 
     def finish(self) -> SyncStats:
-        stats = SyncStats(Stopwatch(self._pool.buffer.device))
-        with stats.exposed:
+        exposed = Stopwatch(self._pool.buffer.device)
+        stats = SyncStats(exposed)
+        with exposed:
             if self._end > self._begin:
                 self._launch()
             for transfer in self._transfers:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from imagenet_fast.batching import split_batch
 from imagenet_fast.clock import Clock
+from imagenet_fast.data.dataset import open_dataset
 from imagenet_fast.job import Job
 from imagenet_fast.loading import parse_recipe
 from imagenet_fast.record import Event, Outcome, Record
@@ -69,12 +70,8 @@ def _losses(engines: Sequence[str], pictures: Path, folder: Path) -> dict[str, l
         )  # fmt: skip
         losses, clock = Losses(), Clock()
         outcome = Outcome("failed", "test", engine, ranks, 32)
-        train(
-            Job("test", recipe, split_batch(recipe, ranks), pictures, folder),
-            world,
-            clock,
-            Record(clock, [losses]),
-            outcome,
-        )
+        job = Job("test", recipe, split_batch(recipe, ranks), pictures, folder)
+        dataset = open_dataset(recipe.data, pictures, job.batching, rank, ranks, world.device, recipe.seed)
+        train(job, dataset, world, clock, Record(clock, [losses]), outcome)
         by_engine[engine] = losses.seen
     return by_engine

@@ -88,6 +88,7 @@ def test_its_own_launcher_keeps_the_exit_code(tmp_path: Path):
     done = imagenet_fast(*SMOKE, *options, "--scale-batch", "--out", str(tmp_path / "run"))
     assert done.returncode == 3, done.stdout + done.stderr
     assert "batch 32 -> 16, lr 1 -> 0.7071 (square-root scaling)" in done.stdout
+    assert "global_batch = 16\n" in (tmp_path / "run" / "recipe.toml").read_text()
     reached = imagenet_fast(*SMOKE, "--nproc", "1", "--set", "target_top1=0.1", "--out", str(tmp_path / "reached"))
     assert reached.returncode == 0
     outcome = outcome_of(tmp_path / "reached")
@@ -165,6 +166,7 @@ USAGE = [
     (("--recipe", "smoke", "--out", "/proc/run"), "cannot be written"),
     (("--recipe", "smoke", "--nodes", "2"), "needs --rdzv-endpoint"),
     (("--recipe", "smoke", "--set", "data.train_images=8"), "fewer than one global batch"),
+    (("--recipe", "smoke", "--rdzv-endpoint", "localhost:99999"), "is not HOST:PORT"),
 ]
 
 
@@ -176,6 +178,7 @@ def test_bad_input_is_met_with_one_sentence_and_exit_code_2(arguments: tuple[str
     assert done.stderr.startswith("error: ")
     assert sentence in done.stderr
     assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists(), "the directory is still free for a second try"
 
 
 def test_a_second_run_into_the_same_directory_is_refused(smoke_run: tuple[Path, str]):
@@ -187,9 +190,10 @@ def test_a_second_run_into_the_same_directory_is_refused(smoke_run: tuple[Path, 
 def test_two_launchers_meet_as_two_nodes(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    two_nodes = ("--nproc", "1", "--nodes", "2", "--rdzv-endpoint", endpoint)
     nodes = [
         subprocess.Popen(
-            [*COMMAND, *SMOKE, "--nproc", "1", "--nodes", "2", "--rdzv-endpoint", endpoint, "--out", str(tmp_path / name)],
+            [*COMMAND, *SMOKE, *two_nodes, "--out", str(tmp_path / name)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
         )
         for name in ("a", "b")
