@@ -194,7 +194,7 @@ def test_two_launchers_meet_as_two_nodes(tmp_path: Path):
     nodes = [
         subprocess.Popen(
             [*COMMAND, *SMOKE, *two_nodes, "--out", str(tmp_path / name)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(OMP_NUM_THREADS="1"),
         )
         for name in ("a", "b")
     ]  # fmt: skip
