@@ -146,8 +146,8 @@ def bench_step(
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
     sync: Annotated[str, typer.Option(help="Engines to time beside the plain loop, comma-separated.")] = "lazy",
     compiled: Annotated[bool, typer.Option("--compile", help="torch.compile both, block by block.")] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 10,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each loop in a round.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 60,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each loop in a round.")] = 2,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the rows there too.")] = None,
 ) -> None:
     """Time our training step beside a plain PyTorch loop, interleaved, on one rank and synthetic data."""

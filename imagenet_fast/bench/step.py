@@ -1,6 +1,7 @@
 """What our training step costs beside a plain PyTorch loop: same model, precision, optimiser and data, one process.
 
-Blocks of steps are timed in turn, so that both meet the same noise; the medians over blocks are compared.
+Blocks of steps are timed in turn, so that both meet the same noise. Each block is compared with the plain loop's of
+the same round, and the median of these ratios is reported: a machine that slows down slows both.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class StepTime:
     step_s_max: float
     images_per_s: float
     ratio_to_plain: float
+    """The median over rounds."""
 
 
 def step_recipe(model: str, image_size: int, batch: int, precision: str, compiled: bool, sync: str = "lazy") -> Recipe:
@@ -84,12 +86,14 @@ def bench_step(recipe: Recipe, engines: list[Recipe], rounds: int, steps: int) -
                 blocks[name].append(_seconds(loops[name], steps, world.device) / steps)
     finally:
         dist.destroy_process_group()
-    plain = median(blocks["plain PyTorch"])
-    batch = recipe.global_batch
+    plain = blocks["plain PyTorch"]
     return [
-        StepTime(name, median(times), min(times), max(times), batch / median(times), median(times) / plain)
+        StepTime(
+            name, median(times), min(times), max(times), recipe.global_batch / median(times),
+            median(ours / theirs for ours, theirs in zip(times, plain, strict=True)),
+        )
         for name, times in blocks.items()
-    ]
+    ]  # fmt: skip
 
 
 def step_table(times: list[StepTime]) -> Table:
