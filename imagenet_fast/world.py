@@ -1,4 +1,4 @@
-"""The ranks: who we are, joining and leaving the process group, and seeds."""
+"""The ranks: who we are, joining and leaving the process group, and what they agree on."""
 
 from __future__ import annotations
 

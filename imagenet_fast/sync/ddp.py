@@ -24,7 +24,7 @@ _BUFFER_SWITCH = next(
 
 
 class DdpPeer:
-    """DDP with its own buckets and overlap, behind the same four calls as a :class:`GradientPool`.
+    """DDP with its own buckets and overlap, behind the same three calls as a :class:`GradientPool`.
 
     It waits inside ``backward``, where nothing of ours can see it, so its exposed time is not known.
     Batch-norm buffers are left alone: they are averaged before each evaluation instead.

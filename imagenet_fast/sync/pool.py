@@ -6,7 +6,7 @@ tensors into one message (GradientFlow's lazy all-reduce, arXiv 1902.06855) cost
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -99,9 +99,8 @@ class GradientPool:
         for span, view in zip(self.spans, self._views, strict=True):
             if span.param.grad is None:
                 span.param.grad = view.zero_()
-        while self._front < len(self.spans):
-            self._engine.push(self.spans[self._front])
-            self._front += 1
+        self._ready = [True] * len(self.spans)
+        self._advance(self._engine)
         self._front = 0
         self._ready = [False] * len(self.spans)
         return self._engine.finish()
@@ -113,11 +112,11 @@ class GradientPool:
             view.copy_(param.grad)
             param.grad = view
         if self._sync and self._engine is not None:
-            self._advance(span, self._engine.push)
+            self._ready[span.index] = True
+            self._advance(self._engine)
 
-    def _advance(self, span: Span, push: Callable[[Span], None]) -> None:
+    def _advance(self, engine: SyncEngine) -> None:
         """Move the frontier past every leading span that is ready, handing each to the engine."""
-        self._ready[span.index] = True
         while self._front < len(self.spans) and self._ready[self._front]:
-            push(self.spans[self._front])
+            engine.push(self.spans[self._front])
             self._front += 1

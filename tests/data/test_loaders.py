@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
 
@@ -32,8 +32,8 @@ def opened(root: Path, loader: str, seed: int = 1, **changes: object) -> Dataset
     return open_dataset(picture_data(loader, **changes), root, ALONE, 0, 1, CPU, seed)
 
 
-def collect(batches: object, count: int) -> tuple[Tensor, Tensor]:
-    taken = list(islice(batches, count))  # type: ignore[call-overload]
+def collect(batches: Iterable[tuple[Tensor, Tensor]], count: int) -> tuple[Tensor, Tensor]:
+    taken = list(islice(batches, count))
     return torch.cat([images for images, _ in taken]), torch.cat([labels for _, labels in taken])
 
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -148,9 +149,9 @@ def test_a_rank_that_dies_leaves_a_readable_run(tmp_path: Path):
     assert outcome_of(run)["status"] == "failed"
 
 
-def _wait_for(condition: object, timeout_s: float = 90.0) -> None:
+def _wait_for(condition: Callable[[], bool], timeout_s: float = 90.0) -> None:
     deadline = time.monotonic() + timeout_s
-    while not condition():  # type: ignore[operator]
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
