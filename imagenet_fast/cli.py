@@ -157,6 +157,64 @@ def bench_step(
     _show(bench.bench_step(variants[0], variants, rounds, steps), bench.step_table, json_file)
 
 
+@bench_app.command("sync")
+def bench_sync(
+    model: Annotated[
+        str, typer.Option("--model", metavar="NAME|FILE", help="Layer profile: alexnet, resnet50, ... or a .json file.")
+    ] = "alexnet",
+    hosts: Annotated[int, typer.Option(min=1, help="Ranks, each a host of its own where --rate is given.")] = 4,
+    rate: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Each host's link, as 250mbit (Linux, root). Default: loopback.")
+    ] = None,
+    scale: Annotated[int, typer.Option(min=1, help="Send this fraction (1/N) of each gradient.")] = 1,
+    compute: Annotated[
+        float | None, typer.Option(min=0, help="Seconds a replayed step computes. Default: the profile's.")
+    ] = None,
+    sync: Annotated[
+        str, typer.Option(metavar="A,B", help="Engines; NAME:WIRE for a wire dtype of its own.")
+    ] = "ddp:fp32,ddp,allreduce,ring,lazy,hybrid,dear,sparse",
+    wire: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
+    overrides: Annotated[
+        list[str], typer.Option("--set", metavar="ENGINE.KEY=VALUE", help="An engine's key; repeatable.")
+    ] = [],  # noqa: B006
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each engine in a round.")] = 2,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the rows there too.")] = None,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw them there.")] = None,
+) -> None:
+    """Replay a model's layer profile against every engine over a network of one's own, beside DDP and the limits."""
+    from imagenet_fast.bench import sync as bench
+    from imagenet_fast.bench.profile import load_profile
+    from imagenet_fast.loading import parse_engines
+
+    profile = load_profile(model)
+    if compute is not None:
+        profile = profile.lasting(compute)
+    rows = bench.bench_sync(profile, parse_engines(sync, wire, overrides), hosts, rate, scale, rounds, steps)
+    _show(rows, bench.sync_table, json_file)
+
+
+@bench_app.command("profile")
+def bench_profile(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The JSON file to write.")],
+    model: Annotated[str, typer.Option(help="alexnet, alexnet_bn, resnet18 or resnet50.")] = "alexnet",
+    image_size: Annotated[int, typer.Option(min=16)] = 224,
+    batch: Annotated[int, typer.Option(min=1)] = 64,
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
+    steps: Annotated[int, typer.Option(min=1)] = 10,
+) -> None:
+    """Record how long each layer of a model computes here, for `bench sync`."""
+    from imagenet_fast.bench.profile import save_profile
+    from imagenet_fast.bench.recording import record_profile
+    from imagenet_fast.bench.step import step_recipe
+    from imagenet_fast.world import prepare_device
+
+    recipe = step_recipe(model, image_size, batch, precision, compiled=False)
+    profile = record_profile(recipe, prepare_device(0)[0], steps)
+    save_profile(profile, file)
+    print(f"{len(profile.layers)} layers, {profile.compute_s:.3f} s a step: {file}")
+
+
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.recipe import Recipe
+from imagenet_fast.recipe import Recipe, Sync, Table
 
 
 def recipe_folder() -> Path:
@@ -70,6 +70,29 @@ def parse_recipe(source: str, tables: dict[str, Any]) -> Recipe:
         return Recipe.model_validate_json(json.dumps(tables, default=str))
     except ValidationError as error:
         raise UserError(f"{source}: {_explain(error.errors()[0])}") from None
+
+
+class _OnlySync(Table):
+    sync: Sync
+
+
+def parse_engines(text: str, wire: str, overrides: Sequence[str] = ()) -> list[Sync]:
+    """Engines named like ``ddp:fp32,lazy``: ``wire`` where none is given, then ENGINE.KEY=VALUE overrides.
+
+    Raises UserError as :func:`parse_recipe` does.
+    """
+    changes: dict[str, Any] = {}
+    for override in overrides:
+        _override(changes, override)
+    engines = []
+    for name in text.split(","):
+        kind, _, own_wire = name.strip().partition(":")
+        table = {"kind": kind, "wire": own_wire or wire, **changes.get(kind, {})}
+        try:
+            engines.append(_OnlySync.model_validate_json(json.dumps({"sync": table})).sync)
+        except ValidationError as error:
+            raise UserError(f"--sync {name}: {_explain(error.errors()[0])}") from None
+    return engines
 
 
 def to_toml(recipe: Recipe) -> str:

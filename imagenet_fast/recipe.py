@@ -20,6 +20,7 @@ from pydantic import (
 Percent = Annotated[float, Field(gt=0, le=100)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Wire = Literal["fp32", "bf16", "fp16"]
+Collective = Literal["native", "ring", "butterfly", "pairwise", "hierarchical", "torus2d", "parameter_server"]
 
 
 class Table(BaseModel):
@@ -173,19 +174,72 @@ class Cosine(Warmup):
 Schedule = Annotated[Polynomial | Step | Cosine, Field(discriminator="kind")]
 
 
+Bytes = Annotated[float, Field(ge=0, allow_inf_nan=True)]
+"""MiB on the wire; ``inf`` for no limit."""
+
+
 class AllReduceSync(Table):
     """One all-reduce a layer after backward: the naive system."""
 
     kind: Literal["allreduce"] = "allreduce"
     wire: Wire = "fp32"
+    collective: Collective = "native"
+
+
+class RingSync(Table):
+    """A ring all-reduce a bucket of ``bucket_mb``, overlapped with backward."""
+
+    kind: Literal["ring"] = "ring"
+    wire: Wire = "bf16"
+    bucket_mb: Bytes = 4.0
 
 
 class LazySync(Table):
-    """Fused in the pool until ``threshold_mb`` (MiB on the wire), overlapped with backward."""
+    """Fused in the pool until ``threshold_mb``, overlapped with backward (GradientFlow, arXiv 1902.06855)."""
 
     kind: Literal["lazy"] = "lazy"
     wire: Wire = "bf16"
-    threshold_mb: Annotated[float, Field(ge=0, allow_inf_nan=True)] = 16.0
+    threshold_mb: Bytes = 16.0
+    collective: Collective = "native"
+
+
+class SparseSync(Table):
+    """Coarse-grained sparse communication (GradientFlow): all but ``sparsity`` of the pool's chunks stay behind.
+
+    Everything is sent during ``dense_epochs``; over ``ramp_epochs`` the share that stays grows to ``sparsity``.
+    """
+
+    kind: Literal["sparse"] = "sparse"
+    wire: Wire = "bf16"
+    sparsity: Fraction = 0.875
+    chunk: PositiveInt = 32768
+    """Elements."""
+    dense_epochs: NonNegativeFloat = 1.0
+    ramp_epochs: NonNegativeFloat = 1.0
+    threshold_mb: Bytes = 1.0
+    collective: Collective = "pairwise"
+
+
+class HybridSync(Table):
+    """Butterfly for small layers, ring for large ones, overlapped with backward and the next forward.
+
+    ``policy`` tells small from large: ``by-type`` (convolutions and norms; fully connected), right for AlexNet, or
+    ``by-size`` (whichever the measured network makes faster), right for ResNet-50.
+    """
+
+    kind: Literal["hybrid"] = "hybrid"
+    wire: Wire = "bf16"
+    policy: Literal["by-type", "by-size"] = "by-type"
+    fuse_mb: Bytes = 1.0
+    """Neighbouring layers of one kind leave together from here on."""
+
+
+class DearSync(Table):
+    """Reduce-scatter during backward, all-gather during the next forward (arXiv 2302.12445)."""
+
+    kind: Literal["dear"] = "dear"
+    wire: Wire = "bf16"
+    bucket_mb: Bytes = 1.0
 
 
 class DdpSync(Table):
@@ -194,9 +248,13 @@ class DdpSync(Table):
     kind: Literal["ddp"] = "ddp"
     wire: Wire = "fp32"
     bucket_cap_mb: PositiveFloat = 25.0
+    powersgd_rank: Annotated[int, Field(ge=0)] = 0
+    """torch's PowerSGD hook with approximations of this rank; 0 turns it off."""
 
 
-Sync = Annotated[AllReduceSync | DdpSync | LazySync, Field(discriminator="kind")]
+Sync = Annotated[
+    AllReduceSync | RingSync | LazySync | SparseSync | HybridSync | DearSync | DdpSync, Field(discriminator="kind")
+]
 
 
 class Recipe(Table):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -51,14 +52,23 @@ class TrainingStep:
                 self._scale(loss).backward()
             self.meter.add_loss(loss)
         self.meter.add_step(self._sync.finish())
-        self._optimizer.step(lr, found_inf=self._scale.unscale(self._optimizer.params))
+        self._sync.update(partial(self._update, lr))
+
+    def settle(self) -> None:
+        """Bring every weight up to date, where the engine leaves that to the next forward."""
+        self._sync.settle()
+
+    def _update(self, lr: float, params: list[nn.Parameter]) -> None:
+        self._optimizer.step(lr, params, self._scale.unscale(params), self._sync.sent)
 
 
-def build_step(recipe: Recipe, batching: Batching, model: nn.Module, world: World) -> TrainingStep:
+def build_step(
+    recipe: Recipe, batching: Batching, model: nn.Module, world: World, steps_per_epoch: int
+) -> TrainingStep:
     """Give ``model`` the engine, optimiser and precision that a recipe names."""
     if recipe.compile:
         compile_blocks(model)
-    forward, sync = attach(model, recipe.sync)
+    forward, sync = attach(model, recipe.sync, steps_per_epoch)
     return TrainingStep(
         forward,
         sync,

@@ -25,9 +25,9 @@ def train(job: Job, dataset: Dataset, world: World, clock: Clock, record: Record
     model = initial_model(recipe, dataset.classes, world)
     average = _moving_average(model, recipe.ema_decay) if recipe.ema_decay else None
     judged = average.module if average is not None else model  # what is evaluated and saved
-    take_step = build_step(recipe, batching, model, world)
-    meter = take_step.meter
     steps_per_epoch = dataset.train_order.steps_per_epoch
+    take_step = build_step(recipe, batching, model, world, steps_per_epoch)
+    meter = take_step.meter
     record(
         "run", 0, recipe=job.name, sync=recipe.sync.kind, world_size=world.size, global_batch=batching.global_batch,
         epochs=recipe.epochs, steps_per_epoch=steps_per_epoch, steps=recipe.epochs * steps_per_epoch,
@@ -44,6 +44,7 @@ def train(job: Job, dataset: Dataset, world: World, clock: Clock, record: Record
             lr = learning_rate(recipe.schedule, recipe.optim.lr, step, steps_per_epoch, recipe.epochs)
             take_step(dataset.train, lr)
             if average is not None:
+                take_step.settle()
                 average.update_parameters(model)
             step += 1
             if step % recipe.log_every == 0:
@@ -53,6 +54,7 @@ def train(job: Job, dataset: Dataset, world: World, clock: Clock, record: Record
         if epoch % recipe.eval_every == 0 or epoch == recipe.epochs:
             meter.report(record, step, epoch, lr)
             outcome.advance(epoch, step, clock.train_s(), meter.sent_bytes)
+            take_step.settle()
             with clock.pause() as evaluation:
                 average_batch_norms(judged)
                 accuracy = evaluate(judged, dataset, take_step.cast, world)

@@ -123,7 +123,7 @@ def _batches(recipe: Recipe, device: torch.device) -> Batches:
 
 def _ours(recipe: Recipe, world: World) -> Callable[[int], None]:
     assert isinstance(recipe.data, SyntheticData)
-    take_step = build_step(recipe, split_batch(recipe, 1), initial_model(recipe, recipe.data.classes, world), world)
+    take_step = build_step(recipe, split_batch(recipe, 1), initial_model(recipe, recipe.data.classes, world), world, 64)
     batches = _batches(recipe, world.device)
     record = Record(Clock())
     done = 0

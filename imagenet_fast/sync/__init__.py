@@ -1,12 +1,12 @@
 """Gradient synchronisation: the pool, the engines, and the calls a training loop makes of them.
 
-pool = GradientPool(model.named_parameters())
+pool = GradientPool(model)
 pool.attach(build_engine(LazySync(wire="bf16"), pool))
 for images, labels in batches:
     pool.zero_grad()
     loss(model(images), labels).backward()   # gradients leave while backward goes on
     pool.finish()                            # from here every rank holds the mean
-    optimizer.step()
+    pool.update(lambda params: optimizer.step())
 """
 
 from __future__ import annotations
@@ -17,23 +17,46 @@ from typing import Protocol, assert_never
 import torch
 from torch import nn
 
-from imagenet_fast.recipe import AllReduceSync, DdpSync, LazySync, Wire
+from imagenet_fast.recipe import (
+    AllReduceSync,
+    DdpSync,
+    DearSync,
+    HybridSync,
+    LazySync,
+    RingSync,
+    SparseSync,
+    Wire,
+)
 from imagenet_fast.sync.allreduce import AllReduce
 from imagenet_fast.sync.ddp import DdpPeer
+from imagenet_fast.sync.dear import Dear
+from imagenet_fast.sync.deferral import Update
 from imagenet_fast.sync.engine import SyncEngine, SyncStats
+from imagenet_fast.sync.hybrid import Hybrid, by_type
 from imagenet_fast.sync.lazy import Lazy
-from imagenet_fast.sync.pool import GradientPool, Span
+from imagenet_fast.sync.pool import GradientPool
+from imagenet_fast.sync.span import Span
+from imagenet_fast.sync.sparse import Sparse
 
 __all__ = [
+    "AllReduceSync",
+    "DdpSync",
+    "DearSync",
+    "EngineSettings",
     "GradientPool",
     "GradientSync",
+    "HybridSync",
     "LazySync",
+    "RingSync",
     "Span",
+    "SparseSync",
     "SyncEngine",
     "SyncStats",
     "attach",
     "build_engine",
 ]
+
+EngineSettings = AllReduceSync | RingSync | LazySync | SparseSync | HybridSync | DearSync
 
 MiB = 2**20
 
@@ -41,29 +64,47 @@ MiB = 2**20
 class GradientSync(Protocol):
     """What the training loop asks of a synchroniser: a pool with its engine, or torch's DDP."""
 
+    @property
+    def sent(self) -> dict[nn.Parameter, list[slice]] | None: ...
     def zero_grad(self) -> None: ...
     def no_sync(self) -> AbstractContextManager[None]: ...
     def finish(self) -> SyncStats: ...
+    def update(self, apply: Update) -> None: ...
+    def settle(self) -> None: ...
 
 
-def build_engine(settings: AllReduceSync | LazySync, pool: GradientPool) -> SyncEngine:
+def build_engine(settings: EngineSettings, pool: GradientPool, steps_per_epoch: int = 1) -> SyncEngine:
     """The engine a recipe's ``[sync]`` table names, over ``pool``. Needs torch.distributed to be up."""
+    wire = wire_dtype(settings.wire)
     match settings:
         case AllReduceSync():
-            return AllReduce(pool, wire_dtype(settings.wire))
+            return AllReduce(pool, wire, settings.collective)
+        case RingSync():
+            return Lazy(pool, wire, settings.bucket_mb * MiB, "ring")
         case LazySync():
-            return Lazy(pool, wire_dtype(settings.wire), settings.threshold_mb * MiB)
+            return Lazy(pool, wire, settings.threshold_mb * MiB, settings.collective)
+        case SparseSync():
+            return Sparse(
+                pool, wire, settings.sparsity, settings.chunk, round(settings.dense_epochs * steps_per_epoch),
+                round(settings.ramp_epochs * steps_per_epoch), settings.threshold_mb * MiB, settings.collective,
+            )  # fmt: skip
+        case HybridSync():
+            return Hybrid(pool, wire, by_type, settings.fuse_mb * MiB)
+        case DearSync():
+            return Dear(pool, wire, settings.bucket_mb * MiB)
         case _:
             assert_never(settings)
 
 
-def attach(model: nn.Module, settings: AllReduceSync | DdpSync | LazySync) -> tuple[nn.Module, GradientSync]:
+def attach(
+    model: nn.Module, settings: EngineSettings | DdpSync, steps_per_epoch: int = 1
+) -> tuple[nn.Module, GradientSync]:
     """Give ``model`` a synchroniser. Returns the module to call in forward, and the synchroniser."""
     if isinstance(settings, DdpSync):
-        peer = DdpPeer(model, wire_dtype(settings.wire), settings.bucket_cap_mb)
+        peer = DdpPeer(model, wire_dtype(settings.wire), settings.bucket_cap_mb, settings.powersgd_rank)
         return peer.module, peer
-    pool = GradientPool(model.named_parameters())
-    pool.attach(build_engine(settings, pool))
+    pool = GradientPool(model)
+    pool.attach(build_engine(settings, pool, steps_per_epoch))
     return model, pool
 
 

@@ -6,17 +6,22 @@ from itertools import groupby
 
 import torch
 
-from imagenet_fast.sync.collectives import native, wire_buffer
+from imagenet_fast.recipe import Collective
+from imagenet_fast.sync.collectives import all_reduce
 from imagenet_fast.sync.engine import Stopwatch, SyncEngine, SyncStats
-from imagenet_fast.sync.pool import GradientPool, Span
+from imagenet_fast.sync.lane import Lane
+from imagenet_fast.sync.pool import GradientPool
+from imagenet_fast.sync.span import Span
 
 
 class AllReduce(SyncEngine):
     """No fusion and no overlap: the floor that the other engines are measured from."""
 
-    def __init__(self, pool: GradientPool, wire: torch.dtype) -> None:
+    def __init__(self, pool: GradientPool, wire: torch.dtype, collective: Collective) -> None:
         self._pool = pool
-        self._wire = wire_buffer(pool.buffer, wire)
+        self._wire = wire
+        self._collective = collective
+        self._lane = Lane(pool.buffer.device)
 
     def push(self, span: Span) -> None:
         """Nothing leaves before the end of backward."""
@@ -25,15 +30,10 @@ class AllReduce(SyncEngine):
         exposed = Stopwatch(self._pool.buffer.device)
         stats = SyncStats(exposed)
         with exposed:
-            for _, spans in groupby(self._pool.spans, key=_layer):
+            for _, spans in groupby(self._pool.spans, key=lambda span: span.layer):
                 first, *others = spans
-                part = slice(first.start, (others or [first])[-1].stop)
-                transfer = native(self._pool.buffer[part], self._wire[part])
+                layer = self._pool.buffer[first.start : (others or [first])[-1].stop]
+                transfer = all_reduce(layer, self._wire, self._collective, self._lane)
                 transfer.wait()
                 stats.add(transfer)
         return stats
-
-
-def _layer(span: Span) -> str:
-    """The module a parameter belongs to, whose weight and bias lie side by side in the pool."""
-    return span.name.rpartition(".")[0]

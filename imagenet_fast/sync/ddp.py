@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from imagenet_fast.sync.collectives import ring_bytes
+from imagenet_fast.sync.deferral import Update
 from imagenet_fast.sync.engine import SyncStats
 
 # Renamed in torch 2.13.
@@ -22,6 +24,8 @@ _BUFFER_SWITCH = next(
     if name in inspect.signature(DistributedDataParallel).parameters
 )
 
+_POWERSGD_BEGINS = 10  # steps; DDP rebuilds its buckets after the first, and the hook's memory is a bucket's
+
 
 class DdpPeer:
     """DDP with its own buckets and overlap, behind the same three calls as a :class:`GradientPool`.
@@ -30,7 +34,7 @@ class DdpPeer:
     Batch-norm buffers are left alone: they are averaged before each evaluation instead.
     """
 
-    def __init__(self, model: nn.Module, wire: torch.dtype, bucket_cap_mb: float) -> None:
+    def __init__(self, model: nn.Module, wire: torch.dtype, bucket_cap_mb: float, powersgd_rank: int = 0) -> None:
         device = next(model.parameters()).device
         self.module = DistributedDataParallel(
             model,
@@ -48,7 +52,15 @@ class DdpPeer:
                 self._reduce = default_hooks.allreduce_hook
         self._wire = wire
         self._stats = SyncStats(None)
-        self.module.register_comm_hook(None, self._send)
+        if powersgd_rank:
+            self._powersgd = PowerSGDState(None, powersgd_rank, start_powerSGD_iter=_POWERSGD_BEGINS)
+            self.module.register_comm_hook(self._powersgd, self._send_compressed)
+        else:
+            self.module.register_comm_hook(None, self._send)
+
+    @property
+    def sent(self) -> None:
+        """All of everything."""
 
     def zero_grad(self) -> None:
         self.module.zero_grad(set_to_none=True)
@@ -60,7 +72,26 @@ class DdpPeer:
         stats, self._stats = self._stats, SyncStats(None)
         return stats
 
+    def update(self, apply: Update) -> None:
+        apply([p for p in self.module.parameters() if p.requires_grad])
+
+    def settle(self) -> None:
+        """Nothing is ever put off."""
+
     def _send(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        self._stats.launches += 1
-        self._stats.sent_bytes += ring_bytes(bucket.buffer().numel() * self._wire.itemsize, dist.get_world_size())
+        self._count(bucket.buffer().numel() * self._wire.itemsize)
         return self._reduce(dist.distributed_c10d._get_default_group(), bucket)
+
+    def _send_compressed(self, state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        if state.iter < state.start_powerSGD_iter:
+            self._count(bucket.buffer().nbytes)
+            return powerSGD_hook(state, bucket)
+        before = state.total_numel_after_compression
+        outcome = powerSGD_hook(state, bucket)
+        self._count((state.total_numel_after_compression - before) * bucket.buffer().element_size())
+        return outcome
+
+    def _count(self, message: int) -> None:
+        self._stats.launches += 1
+        self._stats.sent_bytes += ring_bytes(message, dist.get_world_size())
+        self._stats.received_bytes = self._stats.sent_bytes

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from imagenet_fast.sync.collectives import Transfer
-from imagenet_fast.sync.pool import Span
+from imagenet_fast.sync.lane import Transfer
+from imagenet_fast.sync.span import Span
 
 
 class Stopwatch:
@@ -59,13 +59,17 @@ class SyncStats:
     exposed: Stopwatch | None
     """Time the step stood still for communication; None where it cannot be told."""
     sent_bytes: int = 0
-    """Bytes this rank put on the wire, by the collective's own arithmetic."""
+    """Bytes this rank put on the wire: counted message by message, or by arithmetic for a backend's collective."""
+    received_bytes: int = 0
     launches: int = 0
     """Collectives started."""
 
     def add(self, transfer: Transfer) -> None:
-        self.sent_bytes += transfer.sent_bytes
+        """Count a transfer that has ended."""
         self.launches += 1
+        for part in transfer.traffic:
+            self.sent_bytes += part.sent_bytes
+            self.received_bytes += part.received_bytes
 
 
 class SyncEngine(Protocol):
@@ -75,6 +79,22 @@ class SyncEngine(Protocol):
     does after :meth:`wait`. An exact engine's values are the mean over ranks. Engines derive from this class,
     so one that defers and remembers nothing writes only ``push`` and ``finish``.
     """
+
+    defers: bool = False
+    """Whether gradients may still be on their way after ``finish``, until ``wait``."""
+
+    keeps: bool = False
+    """Whether gradients that were not sent stay in the pool, and the next step's are added to them."""
+
+    @property
+    def sent(self) -> list[slice]:
+        """For an engine that keeps: the parts of the pool that the last ``finish`` made equal on all ranks, in order.
+        ``zero_grad`` empties them."""
+        return []
+
+    def begin(self) -> None:
+        """Before the first gradient of a step comes into the pool."""
+        return
 
     def push(self, span: Span) -> None:
         """In backward: this span's local gradient is final. Called in pool order, once a step."""

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import torch
 
-from imagenet_fast.sync.collectives import Transfer, native, wire_buffer
+from imagenet_fast.recipe import Collective
+from imagenet_fast.sync.collectives import all_reduce
 from imagenet_fast.sync.engine import Stopwatch, SyncEngine, SyncStats
-from imagenet_fast.sync.pool import GradientPool, Span
+from imagenet_fast.sync.lane import Lane, Transfer
+from imagenet_fast.sync.pool import GradientPool
+from imagenet_fast.sync.span import Span
 
 
 class Lazy(SyncEngine):
@@ -20,16 +23,18 @@ class Lazy(SyncEngine):
     A threshold of 0 sends every tensor by itself, an infinite one sends everything at the end of backward.
     """
 
-    def __init__(self, pool: GradientPool, wire: torch.dtype, threshold: float) -> None:
+    def __init__(self, pool: GradientPool, wire: torch.dtype, threshold: float, collective: Collective) -> None:
         self._pool = pool
-        self._wire = wire_buffer(pool.buffer, wire)
+        self._wire = wire
         self._threshold = threshold
+        self._collective = collective
+        self._lane = Lane(pool.buffer.device)
         self._begin = self._end = 0  # elements ready and not yet sent
         self._transfers: list[Transfer] = []
 
     def push(self, span: Span) -> None:
         self._end = span.stop
-        if (self._end - self._begin) * self._wire.element_size() >= self._threshold:
+        if (self._end - self._begin) * self._wire.itemsize >= self._threshold:
             self._launch()
 
     def finish(self) -> SyncStats:
@@ -46,6 +51,6 @@ class Lazy(SyncEngine):
         return stats
 
     def _launch(self) -> None:
-        run = slice(self._begin, self._end)
-        self._transfers.append(native(self._pool.buffer[run], self._wire[run]))
+        run = self._pool.buffer[self._begin : self._end]
+        self._transfers.append(all_reduce(run, self._wire, self._collective, self._lane))
         self._begin = self._end

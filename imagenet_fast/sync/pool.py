@@ -6,34 +6,22 @@ tensors into one message (GradientFlow's lazy all-reduce, arXiv 1902.06855) cost
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from imagenet_fast.sync.engine import SyncEngine, SyncStats
+from imagenet_fast.sync.deferral import Deferral, Update
+from imagenet_fast.sync.engine import SyncEngine, SyncStats
+from imagenet_fast.sync.span import Span
 
 _LINE = 16  # elements: spans start on 64-byte lines in fp32, so vectorised kernels keep their fast path
 
 
-@dataclass(frozen=True, eq=False)
-class Span:
-    """One parameter's place in the pool: elements ``start`` to ``stop``, padding to the next span included."""
-
-    index: int
-    name: str
-    param: nn.Parameter
-    start: int
-    stop: int
-
-
 class GradientPool:
-    """One flat buffer holding the gradient of every trainable parameter, last layer first.
+    """One flat buffer holding the gradient of every trainable parameter of ``model``, last layer first.
 
     During backward a hook moves each finished gradient into its place and makes ``p.grad`` a view of it,
     with the parameter's own strides (channels_last survives). Autograd hands over a fresh tensor and we copy
@@ -44,8 +32,8 @@ class GradientPool:
     every rank, although hooks fire in an order of their own.
     """
 
-    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
+    def __init__(self, model: nn.Module) -> None:
+        trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         if not trainable:
             raise ValueError("the model has no trainable parameter")
         kinds = {(p.dtype, p.device) for _, p in trainable}
@@ -57,7 +45,8 @@ class GradientPool:
         offset = 0
         for index, (name, param) in enumerate(reversed(trainable)):
             stop = offset + -(-param.numel() // _LINE) * _LINE
-            self.spans.append(Span(index, name, param, offset, stop))
+            owner = model.get_submodule(name.rpartition(".")[0])
+            self.spans.append(Span(index, name, param, owner, offset, stop))
             offset = stop
         first = self.spans[0].param
         self.buffer = torch.zeros(offset, dtype=first.dtype, device=first.device)
@@ -66,19 +55,28 @@ class GradientPool:
             self._views.append(self.buffer.as_strided(p.size(), p.stride(), span.start))
             p.register_post_accumulate_grad_hook(partial(self._collect, span))
 
+        self._model = model
         self._engine: SyncEngine | None = None
+        self._deferral: Deferral | None = None
         self._sync = True
+        self._begun = False
         self._ready = [False] * len(self.spans)
         self._front = 0  # spans before this one have been handed to the engine
 
     def attach(self, engine: SyncEngine) -> None:
         """Send the spans of every later backward to ``engine``."""
         self._engine = engine
+        if engine.defers:
+            self._deferral = Deferral(self._model, engine, self.spans)
 
     def zero_grad(self) -> None:
-        """Start a step: forget the gradients of the last one. Touches no memory."""
+        """Start a step: forget the gradients of the last one, except those still to be applied. Touches no memory."""
         for span in self.spans:
-            span.param.grad = None
+            if self._deferral is None or not self._deferral.waits(span):
+                span.param.grad = None
+        if self._engine is not None and self._engine.keeps:
+            for part in self._engine.sent:
+                self.buffer[part].zero_()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -96,24 +94,80 @@ class GradientPool:
         stalls the frontier nor makes ranks disagree.
         """
         assert self._engine is not None, "attach an engine before the first step"
+        self.settle()  # what this step's forward did not reach
+        self._begin()
         for span, view in zip(self.spans, self._views, strict=True):
             if span.param.grad is None:
-                span.param.grad = view.zero_()
+                span.param.grad = view if self._engine.keeps else view.zero_()
         self._ready = [True] * len(self.spans)
         self._advance(self._engine)
         self._front = 0
+        self._begun = False
         self._ready = [False] * len(self.spans)
         return self._engine.finish()
 
+    def update(self, apply: Update) -> None:
+        """Have ``apply`` update the parameters it is given: all of them now, or each before it is read again.
+
+        ``apply`` captures what belongs to this step, above all the learning rate.
+        """
+        if self._deferral is None:
+            apply([span.param for span in self.spans])
+        else:
+            self._deferral.update(apply)
+
+    @property
+    def sent(self) -> dict[nn.Parameter, list[slice]] | None:
+        """What of each parameter the last step has synchronised and may be updated: elements in the order they lie in
+        memory. None: all of everything."""
+        assert self._engine is not None
+        if not self._engine.keeps or self._engine.sent == [slice(0, self.buffer.numel())]:
+            return None
+        inside: dict[nn.Parameter, list[slice]] = {}
+        spans = iter(self.spans)
+        span = next(spans)
+        for part in self._engine.sent:
+            while span.stop <= part.start:
+                span = next(spans)
+            while True:
+                begin = max(part.start, span.start) - span.start
+                end = min(part.stop - span.start, span.param.numel())
+                if begin < end:
+                    inside.setdefault(span.param, []).append(slice(begin, end))
+                if span.stop >= part.stop:
+                    break
+                span = next(spans)
+        return inside
+
+    def settle(self) -> None:
+        """Carry out every update that an engine has put off. Forwards and ``state_dict`` of the model do it unasked;
+        whoever reads parameters in another way calls this first."""
+        if self._deferral is not None:
+            self._deferral.settle()
+
     def _collect(self, span: Span, param: nn.Parameter) -> None:
+        if self._deferral is not None and self._deferral.waits(span):
+            raise RuntimeError(
+                f"{span.name} was read before its update: not by the forward of its own module or of one above, as "
+                "in the first step; call pool.settle() before such a forward"
+            )
+        self._begin()
         view = self._views[span.index]
         if param.grad is not view:
             assert param.grad is not None
-            view.copy_(param.grad)
+            if self._engine is not None and self._engine.keeps:
+                view.add_(param.grad)
+            else:
+                view.copy_(param.grad)
             param.grad = view
         if self._sync and self._engine is not None:
             self._ready[span.index] = True
             self._advance(self._engine)
+
+    def _begin(self) -> None:
+        if not self._begun and self._engine is not None:
+            self._engine.begin()
+            self._begun = True
 
     def _advance(self, engine: SyncEngine) -> None:
         """Move the frontier past every leading span that is ready, handing each to the engine."""

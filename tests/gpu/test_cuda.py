@@ -47,7 +47,7 @@ def test_a_step_trains_and_reports(world: World, sync: str, precision: str, opti
         ),
     )  # fmt: skip
     model = initial_model(recipe, 10, world)
-    take_step = build_step(recipe, split_batch(recipe, 1), model, world)
+    take_step = build_step(recipe, split_batch(recipe, 1), model, world, steps_per_epoch=4)
     generator = torch.Generator("cuda").manual_seed(0)
     images = torch.randn(16, 3, 64, 64, device=world.device, generator=generator)
     labels = torch.arange(16, device=world.device) % 10

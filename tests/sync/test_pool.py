@@ -34,7 +34,7 @@ def network() -> nn.Sequential:
 
 
 def pooled(model: nn.Module) -> tuple[GradientPool, Listener]:
-    pool, listener = GradientPool(model.named_parameters()), Listener()
+    pool, listener = GradientPool(model), Listener()
     pool.attach(listener)
     return pool, listener
 
@@ -105,9 +105,9 @@ def test_an_unreached_parameter_is_pushed_as_zeros():
 
 def test_mixed_dtypes_and_nothing_to_train_are_refused():
     with pytest.raises(ValueError, match="share a dtype"):
-        GradientPool([("a", nn.Parameter(torch.ones(1))), ("b", nn.Parameter(torch.ones(1, dtype=torch.float16)))])
+        GradientPool(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).half()))
     with pytest.raises(ValueError, match="no trainable parameter"):
-        GradientPool([])
+        GradientPool(nn.ReLU())
 
 
 def test_a_paused_clock_counts_run_time_only():

@@ -1,0 +1,63 @@
+"""Ranks for a measurement: one a host of a shaped network, or all on the loopback interface."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+from torch.multiprocessing.spawn import start_processes
+
+from imagenet_fast.bench.network import INTERFACE, Host, enter
+
+_TIMEOUT = timedelta(minutes=5)
+
+
+def run_on(hosts: list[Host] | int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """``function(*arguments)`` on a gloo rank a host, with one thread each; what they returned, by rank.
+
+    Raises torch's ProcessRaisedException with the traceback of the first rank that failed.
+    """
+    count = hosts if isinstance(hosts, int) else len(hosts)
+    multiprocessing.set_forkserver_preload(["imagenet_fast.bench.sync"])  # torch is imported once, not by each rank
+    with tempfile.TemporaryDirectory() as folder:
+        context = start_processes(
+            _rank, (count, hosts, folder, function, arguments), nprocs=count, join=False, daemon=True,
+            start_method="forkserver",
+        )  # fmt: skip
+        assert context is not None
+        try:
+            while not context.join():
+                pass
+        finally:
+            for process in context.processes:
+                process.kill()
+        return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(count)]
+
+
+def _rank(
+    rank: int,
+    count: int,
+    hosts: list[Host] | int,
+    folder: str,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    if not isinstance(hosts, int):
+        enter(hosts[rank])
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+    dist.init_process_group(
+        "gloo", store=FileStore(f"{folder}/store", count), rank=rank, world_size=count, timeout=_TIMEOUT
+    )
+    (Path(folder) / str(rank)).write_bytes(pickle.dumps(function(*arguments)))
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,63 @@
+"""A model that only takes time: each layer sleeps as long as it was recorded to compute, and has gradients at once.
+
+Any engine, and DDP, runs on it unmodified, and the processor is left to communication.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from imagenet_fast.bench.profile import Profile
+
+Gradients = list[list[Tensor]]
+"""By layer, of each of its parameters."""
+
+
+def gradients_of(profile: Profile) -> Gradients:
+    """Random gradients of the profile's shapes, which all replays of it may share."""
+    torch.manual_seed(0)
+    return [[1e-3 * torch.randn(shape) for shape in layer.shapes] for layer in profile.layers]
+
+
+def replay(profile: Profile, gradients: Gradients) -> nn.Sequential:
+    """The model of a profile. It takes and returns any tensor that requires a gradient."""
+    return nn.Sequential(
+        *(
+            Replayed(layer.forward_ms / 1e3, layer.backward_ms / 1e3, own)
+            for layer, own in zip(profile.layers, gradients, strict=True)
+        )
+    )
+
+
+class Replayed(nn.Module):
+    """A layer: parameters of its shapes, and its times in seconds."""
+
+    def __init__(self, forward_s: float, backward_s: float, gradients: list[Tensor]) -> None:
+        super().__init__()
+        for number, gradient in enumerate(gradients):
+            self.register_parameter(f"param{number}", nn.Parameter(torch.zeros_like(gradient)))
+        self._forward_s, self._backward_s, self._gradients = forward_s, backward_s, gradients
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _Sleep.apply(x, self._forward_s, self._backward_s, self._gradients, *self.parameters())
+        return out
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, forward_s: float, backward_s: float, gradients: list[Tensor], *params: Tensor
+    ) -> Tensor:
+        ctx.backward_s, ctx.gradients = backward_s, gradients
+        time.sleep(forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        time.sleep(ctx.backward_s)
+        # Aliases: autograd then takes them over without a copy, as it does with gradients fresh from a kernel.
+        return grad, None, None, None, *(gradient.detach() for gradient in ctx.gradients)

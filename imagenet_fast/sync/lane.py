@@ -1,0 +1,176 @@
+"""Transfers under way: who carries them on a CPU and on a GPU, and what it is to wait for one."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Messages = Iterable[tuple[int, Tensor]]
+"""Whom a message goes to or comes from, and its values, contiguous."""
+
+_WORKERS = 4  # transfers of one lane under way at once on a CPU: enough that one waits while another adds
+_lanes = itertools.count()
+
+
+class PeerLost(RuntimeError):
+    """A rank that closed its connection, or did not answer in time."""
+
+    def __init__(self, rank: int, cause: Exception) -> None:
+        fate = "did not answer in time" if "imed out" in str(cause) else "closed its connection"
+        super().__init__(f"rank {rank} {fate} during an all-reduce; its own log says why")
+        self.rank = rank
+
+
+@dataclass
+class Traffic:
+    """What transfers cost this rank: bytes on the wire, and when they were under way (seconds, host's clock)."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    begun: float = 0.0
+    ended: float = 0.0
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A collective under way: after ``wait`` its tensor holds the same values on every rank.
+
+    On a GPU ``wait`` makes the current stream wait, not the host.
+    """
+
+    wait: Callable[[], None]
+    traffic: Sequence[Traffic] = ()
+    """Of each of its parts."""
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks that take part in a transfer, seen by one of them, which is number ``rank`` of ``size``."""
+
+    ranks: Sequence[int]
+    group: dist.ProcessGroup | None
+    tag: int
+    traffic: Traffic
+
+    @property
+    def rank(self) -> int:
+        return self.ranks.index(dist.get_rank())
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def among(self, members: Sequence[int]) -> Peers:
+        """Some of these peers, by their numbers here; this rank must be one of them."""
+        return Peers([self.ranks[member] for member in members], self.group, self.tag, self.traffic)
+
+    def exchange(self, sends: Messages, receives: Messages) -> None:
+        """Send and receive at once, and wait for all of it. Empty messages are left out on both sides."""
+        operations = []
+        for operation, messages in ((dist.irecv, receives), (dist.isend, sends)):
+            for peer, tensor in messages:
+                if tensor.numel():
+                    operations.append(dist.P2POp(operation, tensor, self.ranks[peer], self.group, self.tag))
+                    if operation is dist.isend:
+                        self.traffic.sent_bytes += tensor.nbytes
+                    else:
+                        self.traffic.received_bytes += tensor.nbytes
+        if not operations:
+            return
+        works = dist.batch_isend_irecv(operations)
+        for number, work in enumerate(works):
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise PeerLost(operations[min(number, len(operations) - 1)].peer, error) from error
+
+
+class Lane:
+    """Transfers made of point-to-point messages, started in the same order on every rank.
+
+    On a CPU a wait blocks its thread, so a few threads carry a transfer each, the oldest first: while one waits for
+    the wire another adds. Since every rank begins them in one order, the oldest is under way everywhere, and so
+    no two ranks can wait for each other. On a GPU nothing blocks: the caller queues the whole transfer on a
+    stream of this lane's.
+
+    A lane with ``own`` connections (a process group of its own) does not queue behind the messages of others.
+    """
+
+    def __init__(self, device: torch.device, own: bool = False, node: int | None = None) -> None:
+        self.node = node or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        """Neighbouring ranks that share a machine; torchrun's number unless given."""
+        self.group = _new_group() if own else None
+        self.ranks = range(dist.get_world_size())
+        self._tags = itertools.count((next(_lanes) % 2**11) << 20)
+        self._stream = torch.cuda.Stream(device, priority=-1 if own else 0) if device.type == "cuda" else None
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._idle = True
+
+    def start(self, carry: Callable[[Peers], None]) -> Transfer:
+        """Begin a transfer: ``carry`` exchanges messages with the peers it is given until all is done."""
+        traffic = Traffic()
+        peers = Peers(self.ranks, self.group, next(self._tags), traffic)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                carry(peers)
+                done = self._stream.record_event()
+            return Transfer(lambda: torch.cuda.current_stream().wait_event(done), [traffic])
+
+        outcome: Future[None] = Future()
+
+        def task() -> None:
+            traffic.begun = time.perf_counter()
+            try:
+                carry(peers)
+            except BaseException as error:
+                outcome.set_exception(error)
+            else:
+                traffic.ended = time.perf_counter()
+                outcome.set_result(None)
+
+        if self._idle:
+            self._idle = False
+            for _ in range(_WORKERS):
+                threading.Thread(target=_work, args=(self._queue,), daemon=True).start()
+            weakref.finalize(self, _dismiss, self._queue)
+        self._queue.put(task)
+        return Transfer(outcome.result, [traffic])
+
+
+def together(transfers: Sequence[Transfer]) -> Transfer:
+    """Several transfers as one."""
+
+    def wait() -> None:
+        for transfer in transfers:
+            transfer.wait()
+
+    return Transfer(wait, [traffic for transfer in transfers for traffic in transfer.traffic])
+
+
+def _new_group() -> dist.ProcessGroup:
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup), "every rank is a member"
+    return group
+
+
+def _work(queue: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (task := queue.get()) is not None:
+        task()
+        del task
+
+
+def _dismiss(queue: SimpleQueue[Callable[[], None] | None]) -> None:
+    for _ in range(_WORKERS):
+        queue.put(None)

@@ -1,0 +1,25 @@
+"""A parameter's place in the pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """Elements ``start`` to ``stop`` of the pool, padding to the next span included."""
+
+    index: int
+    name: str
+    param: nn.Parameter
+    module: nn.Module
+    """The module that owns the parameter, the first one where several do."""
+    start: int
+    stop: int
+
+    @property
+    def layer(self) -> str:
+        """The name of its module, whose other parameters lie beside it."""
+        return self.name.rpartition(".")[0]

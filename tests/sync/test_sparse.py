@@ -1,0 +1,182 @@
+"""Sparse communication loses nothing, starves nothing, and is dense training where everything is sent."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from imagenet_fast.optim import build_optimizer
+from imagenet_fast.recipe import Sgd
+from imagenet_fast.sync import GradientPool, LazySync, SparseSync, build_engine
+from imagenet_fast.sync.sparse import Sparse
+from tests.ranks import run
+
+SGD = Sgd(kind="sgd", lr=0.1, weight_decay=1e-3)
+CHUNK = 64
+
+
+def settings(**changes: object) -> SparseSync:
+    return SparseSync(**{"chunk": CHUNK, "dense_epochs": 0, "ramp_epochs": 0, "wire": "fp32", **changes})  # type: ignore[arg-type]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 30), nn.ReLU(), nn.Linear(30, 10))
+    return model.to(memory_format=torch.channels_last)
+
+
+class Given(nn.Module):
+    """A parameter whose gradient is what ``forward`` is given."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size))
+
+    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
+        return (self.weight * gradient).sum()
+
+
+def pooled(model: nn.Module, chosen: SparseSync | LazySync) -> tuple[GradientPool, Sparse]:
+    pool = GradientPool(model)
+    engine = build_engine(chosen, pool)
+    pool.attach(engine)
+    return pool, engine  # type: ignore[return-value]
+
+
+def test_nothing_is_lost_and_all_ranks_send_the_same_chunks():
+    run(3, _conserves)
+
+
+def _conserves() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    size = 20 * CHUNK + 37
+    model = Given(size)
+    pool, engine = pooled(model, settings(sparsity=0.8))
+    generator = torch.Generator().manual_seed(rank)
+    produced, applied = torch.zeros(size), torch.zeros(size)
+    for _ in range(30):
+        gradient = world * torch.randint(-8, 9, (size,), generator=generator).float()
+        produced += gradient
+        pool.zero_grad()
+        model(gradient).backward()
+        pool.finish()
+        assert pool.sent is not None
+        for part in pool.sent[model.weight]:
+            assert model.weight.grad is not None
+            applied[part] += model.weight.grad[part]
+        sent = [None] * world
+        dist.all_gather_object(sent, engine.sent)
+        assert all(parts == sent[0] for parts in sent)
+        assert sum(p.stop - p.start for p in engine.sent) <= math.ceil(0.2 * 21) * CHUNK
+    residual = engine.state_dict()["residual"][:size].clone()
+    dist.all_reduce(produced)
+    dist.all_reduce(residual)
+    assert torch.equal(applied * world + residual, produced)
+
+
+def test_no_chunk_starves():
+    run(2, _waits)
+
+
+def _waits() -> None:
+    chunks = 23
+    model = Given(chunks * CHUNK)
+    pool, engine = pooled(model, settings(sparsity=0.85))
+    gradient = torch.ones(chunks, CHUNK)
+    gradient[:5] = 1e6  # would win every time
+    last_sent = [0] * chunks
+    for step in range(1, 60):
+        pool.zero_grad()
+        model(gradient.flatten()).backward()
+        pool.finish()
+        for part in engine.sent:
+            for chunk in range(part.start // CHUNK, part.stop // CHUNK):
+                last_sent[chunk] = step
+        turn = math.ceil(chunks / math.ceil(0.15 * chunks))
+        assert all(step - last <= 3 * turn for last in last_sent), last_sent
+
+
+@pytest.mark.parametrize("collective", ["pairwise", "ring"])
+def test_sparsity_zero_is_dense_training_to_the_bit(collective: str):
+    run(2, _dense_twice, collective)
+
+
+def _dense_twice(collective: str) -> None:
+    dense, sparse = (
+        _trained(chosen, 10)
+        for chosen in (
+            LazySync(wire="bf16", collective=collective, threshold_mb=math.inf),
+            settings(sparsity=0.0, wire="bf16", collective=collective, threshold_mb=math.inf),
+        )
+    )
+    assert all(torch.equal(dense[key], sparse[key]) for key in dense)
+
+
+def _trained(chosen: SparseSync | LazySync, steps: int) -> dict[str, torch.Tensor]:
+    model = network()
+    pool, _ = pooled(model, chosen)
+    _train(model, pool, build_optimizer(SGD, model), range(steps))
+    return model.state_dict()
+
+
+def _train(model: nn.Module, pool: GradientPool, optimizer: object, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        images = torch.randn(16, 3, 8, 8, generator=generator)
+        pool.zero_grad()
+        loss = F.cross_entropy(model(images), images[:, 0].flatten(1)[:, :10].argmax(1))
+        loss.backward()
+        pool.finish()
+        pool.update(lambda params: optimizer.step(0.03, params, sent=pool.sent))  # type: ignore[attr-defined]
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_state_dict_continues_to_the_bit():
+    run(2, _continues)
+
+
+def _continues() -> None:
+    chosen = settings(sparsity=0.75, dense_epochs=2, ramp_epochs=2)
+    model = network()
+    pool, engine = pooled(model, chosen)
+    optimizer = build_optimizer(SGD, model)
+    _train(model, pool, optimizer, range(7))
+    other = copy.deepcopy(network())
+    other.load_state_dict(model.state_dict())
+    other_pool, other_engine = pooled(other, chosen)
+    other_engine.load_state_dict(engine.state_dict())
+    other_optimizer = build_optimizer(SGD, other)
+    for mine, theirs in zip(other_optimizer.params, optimizer.params, strict=True):
+        other_optimizer._velocity[mine].copy_(optimizer._velocity[theirs])
+    assert _train(model, pool, optimizer, range(7, 12)) == _train(other, other_pool, other_optimizer, range(7, 12))
+
+
+def test_it_learns_and_sends_less_once_it_is_sparse():
+    for losses, dense_bytes, sparse_bytes in run(2, _learns):
+        assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
+        assert sparse_bytes < 0.3 * dense_bytes
+
+
+def _learns() -> tuple[list[float], int, int]:
+    model = network()
+    pool, _ = pooled(model, settings(sparsity=0.75, dense_epochs=10, ramp_epochs=5))
+    counts = []
+    finish = pool.finish
+
+    def counting() -> object:
+        stats = finish()
+        counts.append(stats.sent_bytes)
+        return stats
+
+    pool.finish = counting  # type: ignore[assignment]
+    losses = _train(model, pool, build_optimizer(SGD, model), range(250))
+    assert counts[0] > counts[12] > counts[-1], "it ramps"
+    return losses, counts[0], counts[-1]
