@@ -216,7 +216,7 @@ class SparseSync(Table):
     """Elements."""
     dense_epochs: NonNegativeFloat = 1.0
     ramp_epochs: NonNegativeFloat = 1.0
-    threshold_mb: Bytes = 1.0
+    threshold_mb: Bytes = 0.25
     collective: Collective = "pairwise"
 
 

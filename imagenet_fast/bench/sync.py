@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from statistics import mean, median
+from statistics import fmean, median
 from typing import assert_never
 
 import torch
@@ -38,6 +38,9 @@ from imagenet_fast.recipe import (
 )
 from imagenet_fast.sync import SyncStats, attach, wire_dtype
 from imagenet_fast.tables import compact_table
+
+
+_LEARNING_STEPS = 6  # until an engine that plans has its plan
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ def bench_sync(
 
         def over_hosts(field: str) -> float:
             return median(
-                mean(getattr(of_host[settings][turn], field) for of_host in by_rank) for turn in range(rounds)
+                fmean(getattr(of_host[settings][turn], field) for of_host in by_rank) for turn in range(rounds)
             )
 
         return EngineTime(
@@ -189,6 +192,7 @@ def _compute_block(profile: Profile, gradients: Gradients, steps: int) -> _Block
 
 
 def _raw_block(message: Tensor) -> _Block:
+    dist.all_reduce(message)  # so that connections are as busy as between steps: TCP slows down where it was idle
     begun = time.perf_counter()
     dist.all_reduce(message)
     return _Block(time.perf_counter() - begun)
@@ -224,4 +228,7 @@ def _engine_block(
             sum(s.launches for s in stats) / every,
         )
 
+    for _ in range(_LEARNING_STEPS if isinstance(settings, HybridSync | DearSync) else 1):
+        step()
+    sync.settle()
     return block

@@ -29,10 +29,10 @@ from imagenet_fast.recipe import (
 )
 from imagenet_fast.sync.allreduce import AllReduce
 from imagenet_fast.sync.ddp import DdpPeer
-from imagenet_fast.sync.dear import Dear
+from imagenet_fast.sync.dear import dear
 from imagenet_fast.sync.deferral import Update
 from imagenet_fast.sync.engine import SyncEngine, SyncStats
-from imagenet_fast.sync.hybrid import Hybrid, by_type
+from imagenet_fast.sync.hybrid import by_type, hybrid
 from imagenet_fast.sync.lazy import Lazy
 from imagenet_fast.sync.pool import GradientPool
 from imagenet_fast.sync.span import Span
@@ -89,9 +89,9 @@ def build_engine(settings: EngineSettings, pool: GradientPool, steps_per_epoch: 
                 round(settings.ramp_epochs * steps_per_epoch), settings.threshold_mb * MiB, settings.collective,
             )  # fmt: skip
         case HybridSync():
-            return Hybrid(pool, wire, by_type, settings.fuse_mb * MiB)
+            return hybrid(pool, wire, by_type, settings.fuse_mb * MiB)
         case DearSync():
-            return Dear(pool, wire, settings.bucket_mb * MiB)
+            return dear(pool, wire, settings.bucket_mb * MiB)
         case _:
             assert_never(settings)
 

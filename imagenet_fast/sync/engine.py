@@ -12,44 +12,48 @@ import torch
 from imagenet_fast.sync.lane import Transfer
 from imagenet_fast.sync.span import Span
 
+Mark = float | torch.cuda.Event
+"""A moment, on the clock of the device that has to wait: on a GPU the host runs ahead, and waits only order streams."""
+
+
+def mark(device: torch.device) -> Mark:
+    """Now, as the current stream gets there."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(begin: Mark, end: Mark) -> float:
+    """Waits for the GPU to pass ``end``."""
+    if isinstance(begin, torch.cuda.Event):
+        assert isinstance(end, torch.cuda.Event)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+    assert not isinstance(end, torch.cuda.Event)
+    return end - begin
+
 
 class Stopwatch:
-    """Seconds spent inside ``with`` blocks, in the time of the device that has to wait.
-
-    On a GPU a wait only orders streams, so the host's clock would read zero: two events on the current
-    stream are read instead, and only when :meth:`seconds` is called.
-    """
+    """Seconds spent inside ``with`` blocks, in the time of the device that has to wait."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._begun = 0.0
-        self._seconds = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._device = device
+        self._blocks: list[list[Mark]] = []
 
     def __enter__(self) -> Stopwatch:
-        if self._on_gpu:
-            pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-            pair[0].record()
-            self._events.append(pair)
-        else:
-            self._begun = time.perf_counter()
+        self._blocks.append([mark(self._device)])
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._on_gpu:
-            self._events[-1][1].record()
-        else:
-            self._seconds += time.perf_counter() - self._begun
+        self._blocks[-1].append(mark(self._device))
 
     def seconds(self) -> float:
         """The total so far. Waits for the GPU to pass the last block."""
-        for begin, end in self._events:
-            end.synchronize()
-            self._seconds += begin.elapsed_time(end) / 1e3
-        self._events.clear()
-        return self._seconds
+        return sum(seconds_between(begin, end) for begin, end in self._blocks)
 
 
 @dataclass

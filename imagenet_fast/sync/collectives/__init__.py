@@ -19,7 +19,7 @@ from imagenet_fast.sync.lane import Lane, Peers, Transfer, together
 
 __all__ = ["SEGMENT_BYTES", "all_reduce", "ring_bytes", "wire_for"]
 
-SEGMENT_BYTES = 2**20
+SEGMENT_BYTES = 2**19
 """A long message travels in pieces of this size on the wire, so that one is added up while the next is under way."""
 
 
