@@ -172,7 +172,7 @@ def bench_sync(
     ] = None,
     sync: Annotated[
         str, typer.Option(metavar="A,B", help="Engines; NAME:WIRE for a wire dtype of its own.")
-    ] = "ddp:fp32,ddp,allreduce,ring,lazy,hybrid,dear,sparse",
+    ] = "ddp:fp32,ddp,allreduce,ring,lazy,hybrid,dear,sparse,auto",
     wire: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
     overrides: Annotated[
         list[str], typer.Option("--set", metavar="ENGINE.KEY=VALUE", help="An engine's key; repeatable.")
@@ -186,12 +186,18 @@ def bench_sync(
     from imagenet_fast.bench import sync as bench
     from imagenet_fast.bench.profile import load_profile
     from imagenet_fast.loading import parse_engines
+    from imagenet_fast.picture import new_figure
 
     profile = load_profile(model)
     if compute is not None:
         profile = profile.lasting(compute)
-    rows = bench.bench_sync(profile, parse_engines(sync, wire, overrides), hosts, rate, scale, rounds, steps)
+    engines = parse_engines(sync, wire, overrides)
+    figure = new_figure(png, 9, 0.4 * len(engines) + 2) if png is not None else None
+    rows = bench.bench_sync(profile, engines, hosts, rate, scale, rounds, steps)
     _show(rows, bench.sync_table, json_file)
+    if figure is not None:
+        bench.draw(rows, figure)
+        figure.savefig(png)
 
 
 @bench_app.command("profile")

@@ -191,7 +191,7 @@ class RingSync(Table):
 
     kind: Literal["ring"] = "ring"
     wire: Wire = "bf16"
-    bucket_mb: Bytes = 4.0
+    bucket_mb: Bytes = 1.0
 
 
 class LazySync(Table):
@@ -199,8 +199,9 @@ class LazySync(Table):
 
     kind: Literal["lazy"] = "lazy"
     wire: Wire = "bf16"
-    threshold_mb: Bytes = 16.0
-    collective: Collective = "native"
+    threshold_mb: Bytes | Literal["auto"] = "auto"
+    """``auto``: what is best for the network and the model, both measured in the first steps."""
+    collective: Collective = "pairwise"
 
 
 class SparseSync(Table):
@@ -242,18 +243,29 @@ class DearSync(Table):
     bucket_mb: Bytes = 1.0
 
 
+class AutoSync(Table):
+    """Measures the network and the first steps, and takes the exact engine that the cost model finds fastest."""
+
+    kind: Literal["auto"] = "auto"
+    wire: Wire = "bf16"
+    defer: bool = True
+    """Whether it may be one that overlaps the next forward."""
+
+
 class DdpSync(Table):
-    """torch's DistributedDataParallel, the peer to compare with. ``bucket_cap_mb`` is torch's (MiB)."""
+    """torch's DistributedDataParallel, the peer to compare with."""
 
     kind: Literal["ddp"] = "ddp"
     wire: Wire = "fp32"
-    bucket_cap_mb: PositiveFloat = 25.0
+    bucket_cap_mb: PositiveFloat | None = None
+    """MiB; absent: torch's default, a first bucket of 1 and others of 25."""
     powersgd_rank: Annotated[int, Field(ge=0)] = 0
     """torch's PowerSGD hook with approximations of this rank; 0 turns it off."""
 
 
 Sync = Annotated[
-    AllReduceSync | RingSync | LazySync | SparseSync | HybridSync | DearSync | DdpSync, Field(discriminator="kind")
+    AllReduceSync | RingSync | LazySync | SparseSync | HybridSync | DearSync | AutoSync | DdpSync,
+    Field(discriminator="kind"),
 ]
 
 

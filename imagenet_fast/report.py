@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from imagenet_fast.errors import UserError
+from imagenet_fast.picture import new_figure
 from imagenet_fast.record.jsonl import read_events
 from imagenet_fast.record.outcome import Outcome, read_outcome
 from imagenet_fast.tables import compact_table
@@ -55,13 +56,7 @@ def _row(run: PastRun) -> tuple[str, ...]:
 
 def draw(runs: list[PastRun], png: Path) -> None:
     """Validation accuracy and training loss over run time, one line a run."""
-    if png.suffix != ".png":
-        raise UserError(f"--png {png} does not end in .png; it is the one kind of picture drawn")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("drawing needs matplotlib, which is not installed; `pip install matplotlib`") from None
-    figure = Figure(figsize=(10, 4), dpi=120, layout="constrained")
+    figure = new_figure(png, 10, 4)
     accuracy, loss = figure.subplots(1, 2)
     for run in runs:
         (line,) = accuracy.plot(*run.curve("eval", "top1"), marker="o", markersize=4, label=run.label)

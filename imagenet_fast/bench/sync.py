@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, median
-from typing import assert_never
+from typing import Any, assert_never
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from imagenet_fast.bench.profile import Profile
 from imagenet_fast.bench.replay import Gradients, gradients_of, replay
 from imagenet_fast.recipe import (
     AllReduceSync,
+    AutoSync,
     DdpSync,
     DearSync,
     HybridSync,
@@ -37,8 +38,8 @@ from imagenet_fast.recipe import (
     Wire,
 )
 from imagenet_fast.sync import SyncStats, attach, wire_dtype
+from imagenet_fast.sync.prediction import Prediction
 from imagenet_fast.tables import compact_table
-
 
 _LEARNING_STEPS = 6  # until an engine that plans has its plan
 
@@ -73,6 +74,8 @@ class EngineTime:
     """How many times faster than DDP with the same wire dtype."""
     ratio_to_limit: float
     """How many times the limit it takes."""
+    predicted_s: float | None
+    """What ``auto`` thought that a step would take, where it took part."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,10 @@ class _Block:
     sent_bytes: float = 0
     kernel_bytes: float = 0
     launches: float = 0
+
+
+_Blocks = dict[Sync | Wire | None, list[_Block]]
+"""Of every engine, of a raw all-reduce by wire dtype, and of compute alone (None)."""
 
 
 def bench_sync(
@@ -96,9 +103,15 @@ def bench_sync(
     engines = engines + [ddp for wire in wires if (ddp := DdpSync(wire=wire)) not in engines]
     small = profile.shrunk(scale)
     with shaped_network(hosts, parse_rate(rate)) if rate is not None else nullcontext(hosts) as network:
-        by_rank: list[dict[Sync | Wire | None, list[_Block]]] = run_on(
+        measured: list[tuple[_Blocks, tuple[Prediction, ...]]] = run_on(
             network, _measure, small, engines, wires, rate is not None, rounds, steps
         )
+    by_rank = [blocks for blocks, _ in measured]
+    decision = measured[0][1]
+    chosen: dict[str, float | None] = {p.engine: p.step_s for p in decision}
+    chosen["auto"] = next((p.step_s for p in decision if p.chosen), None)
+    modelled = {settings.wire for settings in engines if isinstance(settings, AutoSync)}
+    predicted = {settings: chosen.get(settings.kind) for settings in engines if settings.wire in modelled}
     seconds = {
         key: [max(of_host[key][turn].step_s for of_host in by_rank) for turn in range(rounds)] for key in by_rank[0]
     }
@@ -119,7 +132,7 @@ def bench_sync(
             settings.kind, wire, hosts, rate, scale, profile.model, median(times), min(times), max(times), compute,
             median(times) - compute, raw, limit, round(over_hosts("sent_bytes")),
             round(over_hosts("kernel_bytes")) if rate is not None else None, over_hosts("launches"),
-            ddp_s[wire] / median(times), median(times) / limit,
+            ddp_s[wire] / median(times), median(times) / limit, predicted.get(settings),
         )  # fmt: skip
 
     return [row(settings) for settings in engines]
@@ -138,48 +151,77 @@ def limit_s(settings: Sync, compute_s: float, forward_share: float, raw_s: float
             return forward + max(compute_s - forward, raw_s)
         case SparseSync():
             return forward + max(compute_s - forward, (1 - settings.sparsity) * raw_s)
-        case HybridSync() | DearSync():
+        case HybridSync() | DearSync() | AutoSync():
             return max(compute_s, raw_s)
         case _:
             assert_never(settings)
 
 
 def sync_table(times: list[EngineTime]) -> Table:
-    """One row an engine, below what compute and the wire take alone."""
-    return compact_table(
-        ("engine", "wire"),
-        ("s a step", "spread", "exposed", "sent MB", "kernel MB", "launches", "x DDP", "x limit"),
+    """One row an engine."""
+    first = times[0]
+    table = compact_table(
+        ("engine",),
+        ("s a step", "spread", "MB", "kernel", "x DDP", "x limit", "predicted"),
         (
             (
-                t.engine, t.wire, f"{t.step_s:.3f}", f"{t.step_s_min:.2f}-{t.step_s_max:.2f}", f"{t.exposed_s:.3f}",
-                f"{t.sent_bytes / 1e6:.1f}", "-" if t.kernel_bytes is None else f"{t.kernel_bytes / 1e6:.1f}",
-                f"{t.launches:.0f}", f"{t.ratio_to_ddp:.2f}", f"{t.ratio_to_limit:.3f}",
+                t.engine if t.wire == first.wire else f"{t.engine} {t.wire}", f"{t.step_s:.3f}",
+                f"±{(t.step_s_max - t.step_s_min) / 2:.3f}", f"{t.sent_bytes / 1e6:.1f}",
+                "-" if t.kernel_bytes is None else f"{t.kernel_bytes / 1e6:.1f}", f"{t.ratio_to_ddp:.2f}",
+                f"{t.ratio_to_limit:.3f}", "-" if t.predicted_s is None else f"{t.predicted_s:.3f}",
             )
             for t in times
         ),
     )  # fmt: skip
+    link = "the loopback interface" if first.rate is None else first.rate
+    table.title = (
+        f"{first.model} / {first.scale}, {first.hosts} hosts, {link}, {first.wire} on the wire: "
+        f"compute {first.compute_s:.3f} s, a raw all-reduce {first.raw_s:.3f} s"
+    )
+    return table
+
+
+def draw(times: list[EngineTime], figure: Any) -> None:
+    """A bar an engine: compute, what is exposed beyond it, and a mark at the limit."""
+    axes = figure.subplots()
+    names = [t.engine if t.wire == times[0].wire else f"{t.engine}, {t.wire}" for t in times]
+    axes.barh(names, [t.compute_s for t in times], color="#4c72b0", label="compute")
+    exposed = [max(0.0, t.exposed_s) for t in times]
+    axes.barh(names, exposed, left=[t.compute_s for t in times], color="#dd8452", label="exposed communication")
+    for row, t in enumerate(times):
+        axes.plot([t.limit_s] * 2, [row - 0.4, row + 0.4], color="black", label=None if row else "limit of its kind")
+        axes.annotate(f"{t.step_s:.2f} s", (t.step_s, row), xytext=(4, 0), textcoords="offset points", va="center")
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set(xlabel="seconds a step")
+    axes.set_title(sync_table(times).title, fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, -0.35), ncols=3, frameon=False)
 
 
 def _measure(
     profile: Profile, engines: list[Sync], wires: list[Wire], counted: bool, rounds: int, steps: int
-) -> dict[Sync | Wire | None, list[_Block]]:
-    """On each rank: blocks of every engine, of a raw all-reduce by wire dtype, and of compute alone (None)."""
+) -> tuple[_Blocks, tuple[Prediction, ...]]:
+    """On each rank: the blocks, and what an engine that chooses chose from."""
     gradients = gradients_of(profile)
     measurements: dict[Sync | Wire | None, Callable[[], _Block]] = {
-        None: lambda: _compute_block(profile, gradients, steps)
+        None: partial(_compute_block, profile, gradients, steps)
     }
     for wire in wires:
         message = torch.zeros(profile.elements, dtype=wire_dtype(wire))
         measurements[wire] = partial(_raw_block, message)
+    decision: tuple[Prediction, ...] = ()
     for settings in engines:
-        measurements[settings] = _engine_block(profile, gradients, settings, counted, steps)
-    blocks: dict[Sync | Wire | None, list[_Block]] = defaultdict(list)
+        loop = _Loop(profile, gradients, settings, counted)
+        decision = loop.learn() or decision
+        measurements[settings] = partial(loop.block, steps)
+    blocks: _Blocks = defaultdict(list)
     for turn in range(rounds):
         order = list(measurements)
         for key in order[turn % len(order) :] + order[: turn % len(order)]:
             dist.barrier()
             blocks[key].append(measurements[key]())
-    return dict(blocks)
+    return dict(blocks), decision
 
 
 def _compute_block(profile: Profile, gradients: Gradients, steps: int) -> _Block:
@@ -192,43 +234,49 @@ def _compute_block(profile: Profile, gradients: Gradients, steps: int) -> _Block
 
 
 def _raw_block(message: Tensor) -> _Block:
-    dist.all_reduce(message)  # so that connections are as busy as between steps: TCP slows down where it was idle
-    begun = time.perf_counter()
-    dist.all_reduce(message)
-    return _Block(time.perf_counter() - begun)
-
-
-def _engine_block(
-    profile: Profile, gradients: Gradients, settings: Sync, counted: bool, steps: int
-) -> Callable[[], _Block]:
-    forward, sync = attach(replay(profile, gradients), settings)
-    x = torch.zeros(1, requires_grad=True)
-
-    def step() -> SyncStats:
-        sync.zero_grad()
-        forward(x).backward()
-        stats = sync.finish()
-        sync.update(lambda params: None)
-        return stats
-
-    def block() -> _Block:
-        before = sent_bytes() if counted else 0
-        stats = [step()]
-        begun = time.perf_counter()
-        stats += [step() for _ in range(steps)]
-        seconds = time.perf_counter() - begun
-        sync.settle()
+    """The fastest of three: the limit should not be the one that meets with the noise."""
+    seconds = []
+    for _ in range(3):
         dist.barrier()
-        kernel = sent_bytes() - before if counted else 0
-        every = steps + 1
+        begun = time.perf_counter()
+        dist.all_reduce(message)
+        seconds.append(time.perf_counter() - begun)
+    return _Block(min(seconds))
+
+
+class _Loop:
+    """A training loop of one engine over replayed layers, with an update that costs nothing."""
+
+    def __init__(self, profile: Profile, gradients: Gradients, settings: Sync, counted: bool) -> None:
+        self._forward, self._sync = attach(replay(profile, gradients), settings)
+        self._x = torch.zeros(1, requires_grad=True)
+        self._learns = isinstance(settings, LazySync | HybridSync | DearSync | AutoSync)
+        self._counted = counted
+
+    def learn(self) -> tuple[Prediction, ...]:
+        """Steps until an engine that plans has its plan, and DDP its buckets."""
+        stats = [self._step() for _ in range(_LEARNING_STEPS if self._learns else 2)]
+        self._sync.settle()
+        return next((s.decision for s in stats if s.decision), ())
+
+    def block(self, steps: int) -> _Block:
+        before = sent_bytes() if self._counted else 0
+        stats = [self._step()]
+        begun = time.perf_counter()
+        stats += [self._step() for _ in range(steps)]
+        seconds = time.perf_counter() - begun
+        self._sync.settle()
+        dist.barrier()
         return _Block(
             seconds / steps,
-            sum(s.sent_bytes for s in stats) / every,
-            kernel / every,
-            sum(s.launches for s in stats) / every,
+            fmean(s.sent_bytes for s in stats),
+            (sent_bytes() - before) / len(stats) if self._counted else 0,
+            fmean(s.launches for s in stats),
         )
 
-    for _ in range(_LEARNING_STEPS if isinstance(settings, HybridSync | DearSync) else 1):
-        step()
-    sync.settle()
-    return block
+    def _step(self) -> SyncStats:
+        self._sync.zero_grad()
+        self._forward(self._x).backward()
+        stats = self._sync.finish()
+        self._sync.update(lambda params: None)
+        return stats

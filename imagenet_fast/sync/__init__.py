@@ -12,6 +12,7 @@ for images, labels in batches:
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Protocol, assert_never
 
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 
 from imagenet_fast.recipe import (
     AllReduceSync,
+    AutoSync,
     DdpSync,
     DearSync,
     HybridSync,
@@ -28,6 +30,7 @@ from imagenet_fast.recipe import (
     Wire,
 )
 from imagenet_fast.sync.allreduce import AllReduce
+from imagenet_fast.sync.auto import Auto
 from imagenet_fast.sync.ddp import DdpPeer
 from imagenet_fast.sync.dear import dear
 from imagenet_fast.sync.deferral import Update
@@ -40,6 +43,7 @@ from imagenet_fast.sync.sparse import Sparse
 
 __all__ = [
     "AllReduceSync",
+    "AutoSync",
     "DdpSync",
     "DearSync",
     "EngineSettings",
@@ -56,7 +60,7 @@ __all__ = [
     "build_engine",
 ]
 
-EngineSettings = AllReduceSync | RingSync | LazySync | SparseSync | HybridSync | DearSync
+EngineSettings = AllReduceSync | RingSync | LazySync | SparseSync | HybridSync | DearSync | AutoSync
 
 MiB = 2**20
 
@@ -82,7 +86,8 @@ def build_engine(settings: EngineSettings, pool: GradientPool, steps_per_epoch: 
         case RingSync():
             return Lazy(pool, wire, settings.bucket_mb * MiB, "ring")
         case LazySync():
-            return Lazy(pool, wire, settings.threshold_mb * MiB, settings.collective)
+            threshold = None if settings.threshold_mb == "auto" else settings.threshold_mb * MiB
+            return Lazy(pool, wire, threshold, settings.collective)
         case SparseSync():
             return Sparse(
                 pool, wire, settings.sparsity, settings.chunk, round(settings.dense_epochs * steps_per_epoch),
@@ -92,6 +97,8 @@ def build_engine(settings: EngineSettings, pool: GradientPool, steps_per_epoch: 
             return hybrid(pool, wire, by_type, settings.fuse_mb * MiB)
         case DearSync():
             return dear(pool, wire, settings.bucket_mb * MiB)
+        case AutoSync():
+            return Auto(pool, settings.wire, wire, settings.defer, partial(build_engine, pool=pool))
         case _:
             assert_never(settings)
 

@@ -34,7 +34,9 @@ class DdpPeer:
     Batch-norm buffers are left alone: they are averaged before each evaluation instead.
     """
 
-    def __init__(self, model: nn.Module, wire: torch.dtype, bucket_cap_mb: float, powersgd_rank: int = 0) -> None:
+    def __init__(
+        self, model: nn.Module, wire: torch.dtype, bucket_cap_mb: float | None, powersgd_rank: int = 0
+    ) -> None:
         device = next(model.parameters()).device
         self.module = DistributedDataParallel(
             model,

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from imagenet_fast.sync.collectives import SEGMENT_BYTES, wire_for
+from imagenet_fast.sync.collectives import wire_for
 from imagenet_fast.sync.collectives.pairwise import pairwise_gather, pairwise_scatter
 from imagenet_fast.sync.collectives.rounding import split
 from imagenet_fast.sync.deferred import Deferred, Stage
@@ -35,7 +35,7 @@ def dear(pool: GradientPool, wire: torch.dtype, bucket: float) -> Deferred:
 
     def stages(values: Tensor, last: Span) -> Iterator[tuple[Tensor, Sequence[Stage]]]:
         lane = urgent if last is pool.spans[-1] else bulk
-        for piece in values.split(SEGMENT_BYTES // wire.itemsize):
+        for piece in values.split(lane.segment_bytes // wire.itemsize):
             halves = _Halves(piece, wire, lane)
             yield piece, [Stage(0.5, halves.scatter), Stage(0.5, halves.gather)]
 

@@ -42,6 +42,9 @@ class Deferral:
 
     def update(self, apply: Update) -> None:
         """Put ``apply`` off for every parameter that a forward hook will reach."""
+        if not self._called:  # there has been no forward yet to learn from
+            apply([span.param for span in self._spans])
+            return
         if self._read_by is None:
             self._read_by = self._find_readers()
             reached = {span for spans in self._read_by.values() for span in spans}

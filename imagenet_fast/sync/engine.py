@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
@@ -10,29 +9,9 @@ from typing import Any, Protocol
 import torch
 
 from imagenet_fast.sync.lane import Transfer
+from imagenet_fast.sync.marks import Mark, mark, seconds_between
+from imagenet_fast.sync.prediction import Prediction
 from imagenet_fast.sync.span import Span
-
-Mark = float | torch.cuda.Event
-"""A moment, on the clock of the device that has to wait: on a GPU the host runs ahead, and waits only order streams."""
-
-
-def mark(device: torch.device) -> Mark:
-    """Now, as the current stream gets there."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def seconds_between(begin: Mark, end: Mark) -> float:
-    """Waits for the GPU to pass ``end``."""
-    if isinstance(begin, torch.cuda.Event):
-        assert isinstance(end, torch.cuda.Event)
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
-    assert not isinstance(end, torch.cuda.Event)
-    return end - begin
 
 
 class Stopwatch:
@@ -67,6 +46,8 @@ class SyncStats:
     received_bytes: int = 0
     launches: int = 0
     """Collectives started."""
+    decision: tuple[Prediction, ...] = ()
+    """In the step after which ``auto`` has chosen: what it chose from."""
 
     def add(self, transfer: Transfer) -> None:
         """Count a transfer that has ended."""

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from imagenet_fast.recipe import Collective
-from imagenet_fast.sync.collectives import SEGMENT_BYTES, all_reduce, wire_for
+from imagenet_fast.sync.collectives import all_reduce, wire_for
+from imagenet_fast.sync.collectives.butterfly import butterfly_bytes
 from imagenet_fast.sync.deferred import Deferred, Stage
 from imagenet_fast.sync.lane import Lane
 from imagenet_fast.sync.link import measure_link
@@ -35,9 +36,9 @@ def hybrid(pool: GradientPool, wire: torch.dtype, policy: Policy, fuse: float) -
 
     def stages(values: Tensor, last: Span) -> Iterator[tuple[Tensor, Sequence[Stage]]]:
         collective = policy(last)
-        lane = urgent if collective == "butterfly" else bulk
-        for piece in values.split(SEGMENT_BYTES // wire.itemsize):
-            yield piece, [Stage(1.0, partial(all_reduce, piece, wire, collective, lane))]
+        lane, cost = (urgent, butterfly_bytes(len(bulk.ranks))) if collective == "butterfly" else (bulk, 1.0)
+        for piece in values.split(lane.segment_bytes // wire.itemsize):
+            yield piece, [Stage(cost, partial(all_reduce, piece, wire, collective, lane))]
 
     return Deferred(
         pool, wire_for(pool.buffer, wire, bulk), fuse, policy, stages, partial(measure_link, "ring", wire, bulk, device)

@@ -112,6 +112,9 @@ class Lane:
         """Neighbouring ranks that share a machine; torchrun's number unless given."""
         self.group = _new_group() if own else None
         self.ranks = range(dist.get_world_size())
+        self.segment_bytes = max(2**19, 2**16 * len(self.ranks)) * (8 if device.type == "cuda" else 1)
+        """A long message travels in pieces of this size, so that one is added up while the next is under way; every
+        rank's share of a piece still outweighs a message's latency."""
         self._tags = itertools.count((next(_lanes) % 2**11) << 20)
         self._stream = torch.cuda.Stream(device, priority=-1 if own else 0) if device.type == "cuda" else None
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()

@@ -10,34 +10,43 @@ from __future__ import annotations
 import torch
 
 from imagenet_fast.recipe import Collective
-from imagenet_fast.sync.collectives import all_reduce
+from imagenet_fast.sync.collectives import all_reduce, wire_for
 from imagenet_fast.sync.engine import Stopwatch, SyncEngine, SyncStats
 from imagenet_fast.sync.lane import Lane, Transfer
+from imagenet_fast.sync.link import measure_link
 from imagenet_fast.sync.pool import GradientPool
+from imagenet_fast.sync.prediction import THRESHOLDS, best_threshold
 from imagenet_fast.sync.span import Span
+from imagenet_fast.sync.timetable import Timetable
 
 
 class Lazy(SyncEngine):
     """Fused until ``threshold`` bytes on the wire, overlapped with backward.
 
-    A threshold of 0 sends every tensor by itself, an infinite one sends everything at the end of backward.
+    A threshold of 0 sends every tensor by itself, an infinite one sends everything at the end of backward. None: the
+    best for the network and for the course of a step, both of which are measured in the first steps.
     """
 
-    def __init__(self, pool: GradientPool, wire: torch.dtype, threshold: float, collective: Collective) -> None:
+    def __init__(self, pool: GradientPool, wire: torch.dtype, threshold: float | None, collective: Collective) -> None:
         self._pool = pool
-        self._wire = wire
-        self._threshold = threshold
         self._collective = collective
         self._lane = Lane(pool.buffer.device)
+        self._wire = wire_for(pool.buffer, wire, self._lane)
+        self._timetable = None if threshold is not None else Timetable(pool.model, pool.spans, pool.buffer.device)
+        self._threshold = THRESHOLDS[0] if threshold is None else threshold
         self._begin = self._end = 0  # elements ready and not yet sent
         self._transfers: list[Transfer] = []
 
     def push(self, span: Span) -> None:
+        if self._timetable is not None:
+            self._timetable.push()
         self._end = span.stop
         if (self._end - self._begin) * self._wire.itemsize >= self._threshold:
             self._launch()
 
     def finish(self) -> SyncStats:
+        if self._timetable is not None:
+            self._timetable.finish()
         exposed = Stopwatch(self._pool.buffer.device)
         stats = SyncStats(exposed)
         with exposed:
@@ -48,9 +57,17 @@ class Lazy(SyncEngine):
                 stats.add(transfer)
         self._transfers.clear()
         self._begin = self._end = 0
+        if self._timetable is not None and self._timetable.complete:
+            self._choose_threshold(self._timetable)
         return stats
 
     def _launch(self) -> None:
         run = self._pool.buffer[self._begin : self._end]
         self._transfers.append(all_reduce(run, self._wire, self._collective, self._lane))
         self._begin = self._end
+
+    def _choose_threshold(self, timetable: Timetable) -> None:
+        link = measure_link(self._collective, self._wire, self._lane, self._pool.buffer.device)
+        messages = [float((span.stop - span.start) * self._wire.itemsize) for span in self._pool.spans]
+        self._threshold = best_threshold(messages, timetable.timing(), link)
+        self._timetable = None

@@ -1,4 +1,4 @@
-"""What the network costs: a latency and a time a byte, fitted to two measured sizes, the same on every rank."""
+"""What the network costs: a latency and a time a byte, measured, the same on every rank."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from imagenet_fast.recipe import Collective
 from imagenet_fast.sync.collectives import all_reduce
 from imagenet_fast.sync.lane import Lane
 
-_SMALL, _LARGE = 2**13, 2**21  # bytes
-_REPEATS = 3
+_TINY, _SHORT, _LONG = 2**13, 2**20, 2**22  # bytes; of the difference between two, what a link can burst drops out
+_REPEATS = 4
 
 
 @dataclass(frozen=True)
@@ -29,22 +29,22 @@ class Link:
 
 
 def measure_link(collective: Collective, wire: torch.dtype, lane: Lane, device: torch.device) -> Link:
-    """Time two sizes of ``collective``, the median of three; rank 0's result, so that all ranks decide alike.
+    """Time three sizes of ``collective``, medians of four; rank 0's result, so that all ranks decide alike.
 
     Every rank must call it, with nothing else under way.
     """
-    times = []
-    for size in (_SMALL, _LARGE):
-        values = torch.zeros(size // wire.itemsize, device=device)
-        times.append(median(_seconds(values, wire, collective, lane) for _ in range(_REPEATS + 1)))
-    s_per_byte = max(0.0, times[1] - times[0]) / (_LARGE - _SMALL)
-    fit = torch.tensor([max(0.0, times[0] - _SMALL * s_per_byte), s_per_byte], dtype=torch.float64, device=device)
+    latency_s, short_s, long_s = (
+        median(_seconds(size // wire.itemsize, wire, collective, lane, device) for _ in range(_REPEATS))
+        for size in (_TINY, _SHORT, _LONG)
+    )
+    s_per_byte = max(0.0, long_s - short_s) / (_LONG - _SHORT)
+    fit = torch.tensor([latency_s, s_per_byte], dtype=torch.float64, device=device)
     dist.broadcast(fit, src=0)
-    latency_s, s_per_byte = fit.tolist()
-    return Link(latency_s, s_per_byte)
+    return Link(*fit.tolist())
 
 
-def _seconds(values: torch.Tensor, wire: torch.dtype, collective: Collective, lane: Lane) -> float:
+def _seconds(elements: int, wire: torch.dtype, collective: Collective, lane: Lane, device: torch.device) -> float:
+    values = torch.zeros(elements, device=device)
     dist.barrier()
     begun = time.perf_counter()
     all_reduce(values, wire, collective, lane).wait()

@@ -55,7 +55,7 @@ class GradientPool:
             self._views.append(self.buffer.as_strided(p.size(), p.stride(), span.start))
             p.register_post_accumulate_grad_hook(partial(self._collect, span))
 
-        self._model = model
+        self.model = model
         self._engine: SyncEngine | None = None
         self._deferral: Deferral | None = None
         self._sync = True
@@ -67,7 +67,7 @@ class GradientPool:
         """Send the spans of every later backward to ``engine``."""
         self._engine = engine
         if engine.defers:
-            self._deferral = Deferral(self._model, engine, self.spans)
+            self._deferral = Deferral(self.model, engine, self.spans)
 
     def zero_grad(self) -> None:
         """Start a step: forget the gradients of the last one, except those still to be applied. Touches no memory."""

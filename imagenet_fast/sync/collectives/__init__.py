@@ -17,10 +17,7 @@ from imagenet_fast.sync.collectives.ring import ring
 from imagenet_fast.sync.collectives.server import parameter_server
 from imagenet_fast.sync.lane import Lane, Peers, Transfer, together
 
-__all__ = ["SEGMENT_BYTES", "all_reduce", "ring_bytes", "wire_for"]
-
-SEGMENT_BYTES = 2**19
-"""A long message travels in pieces of this size on the wire, so that one is added up while the next is under way."""
+__all__ = ["all_reduce", "ring_bytes", "wire_for"]
 
 
 def all_reduce(tensor: Tensor, wire: torch.dtype, collective: Collective, lane: Lane) -> Transfer:
@@ -36,7 +33,7 @@ def all_reduce(tensor: Tensor, wire: torch.dtype, collective: Collective, lane: 
     wire = wire_for(tensor, wire, lane)
     if collective == "native":
         return native(tensor, wire, lane)
-    pieces = tensor.split(SEGMENT_BYTES // wire.itemsize)
+    pieces = tensor.split(lane.segment_bytes // wire.itemsize)
     return together([lane.start(partial(_average, piece, wire, collective, lane.node)) for piece in pieces])
 
 

@@ -45,6 +45,12 @@ def butterfly(tensor: Tensor, wire: torch.dtype, peers: Peers) -> None:
         peers.exchange([(peers.rank - 1, message)], [])
 
 
+def butterfly_bytes(ranks: int) -> float:
+    """What the busiest rank sends of a long message, in units of what it would send in a ring: 1 for a power of two."""
+    core = 2 ** (ranks.bit_length() - 1)
+    return 1.0 if core == ranks else (1 + 2 * (core - 1) / core) / (2 * (ranks - 1) / ranks)
+
+
 def _double(tensor: Tensor, wire: torch.dtype, peers: Peers) -> None:
     """Both partners add the same two rounded values, so all ranks hold the same bits at the end."""
     distance = 1

@@ -1,0 +1,29 @@
+"""Moments on the clock of the device that has to wait."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+Mark = float | torch.cuda.Event
+"""A moment, on the clock of the device that has to wait: on a GPU the host runs ahead, and waits only order streams."""
+
+
+def mark(device: torch.device) -> Mark:
+    """Now, as the current stream gets there."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(begin: Mark, end: Mark) -> float:
+    """Waits for the GPU to pass ``end``."""
+    if isinstance(begin, torch.cuda.Event):
+        assert isinstance(end, torch.cuda.Event)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+    assert not isinstance(end, torch.cuda.Event)
+    return end - begin

@@ -1,0 +1,99 @@
+"""When layers are read in forward and have their gradients in backward, learned from a few steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from imagenet_fast.sync.marks import Mark, mark, seconds_between
+from imagenet_fast.sync.span import Span
+
+_WARM_STEPS, _TIMED_STEPS = 2, 3
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A step's course by span, in pool order; seconds, the same on every rank."""
+
+    needed: tuple[float, ...]
+    """From the beginning of forward until a span's layer is called."""
+    forward_s: float
+    ready: tuple[float, ...]
+    """From the beginning of backward until a span is pushed."""
+    backward_s: float
+
+    @property
+    def compute_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+class Timetable:
+    """Watches ``model`` until it has seen enough steps: call it at every push and at the end of every backward."""
+
+    def __init__(self, model: nn.Module, spans: Iterable[Span], device: torch.device) -> None:
+        self._spans = list(spans)
+        self._device = device
+        self._steps = 0
+        self._called: dict[nn.Module, Mark] = {}
+        self._turned: Mark | None = None  # from forward to backward
+        self._pushed: list[Mark] = []
+        self._rows: list[list[float]] = []
+        owners = dict.fromkeys([model, *(span.module for span in self._spans)])
+        self._hooks = [module.register_forward_pre_hook(partial(self._call)) for module in owners]
+        self._hooks.append(model.register_forward_hook(self._turn))
+        self._model = model
+
+    @property
+    def complete(self) -> bool:
+        """Whether enough steps have been seen, the same on every rank."""
+        return self._steps == _WARM_STEPS + _TIMED_STEPS
+
+    def push(self) -> None:
+        """The next span in pool order is ready."""
+        if not self.complete:
+            self._pushed.append(mark(self._device))
+
+    def finish(self) -> None:
+        """Backward is over."""
+        if self.complete:
+            return
+        end = mark(self._device)
+        if self._steps >= _WARM_STEPS:
+            first = self._pushed[0]
+            begin, turn = self._called.get(self._model, first), self._turned or first
+            moments = [
+                *(seconds_between(begin, self._called.get(span.module, begin)) for span in self._spans),
+                seconds_between(begin, turn),
+                *(seconds_between(turn, pushed) for pushed in self._pushed),
+                seconds_between(turn, end),
+            ]
+            self._rows.append(moments)
+        self._steps += 1
+        self._called.clear()
+        self._pushed.clear()
+
+    def timing(self) -> Timing:
+        """The median of what this rank saw, averaged over the ranks. Every rank must call it, once it is complete."""
+        for hook in self._hooks:
+            hook.remove()
+        rows = torch.tensor(self._rows, dtype=torch.float64, device=self._device)
+        mean = rows.median(0).values
+        dist.all_reduce(mean)
+        moments = (mean / dist.get_world_size()).tolist()
+        count = len(self._spans)
+        return Timing(
+            tuple(moments[:count]), moments[count], tuple(moments[count + 1 : 2 * count + 1]), moments[2 * count + 1]
+        )
+
+    def _call(self, module: nn.Module, inputs: object) -> None:
+        if module is self._model:  # of several micro-steps the last one counts
+            self._called.clear()
+        self._called.setdefault(module, mark(self._device))
+
+    def _turn(self, module: nn.Module, inputs: object, output: object) -> None:
+        self._turned = mark(self._device)
