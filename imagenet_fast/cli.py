@@ -90,6 +90,9 @@ def train(
         bool,
         typer.Option("--scale-batch", help="Shrink the batch to the ranks there are, and scale the learning rate."),
     ] = False,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Write trace.json, a timeline of steps 11 to 15 for ui.perfetto.dev.")
+    ] = False,
 ) -> None:
     """Train a recipe to its target accuracy.
 
@@ -100,7 +103,7 @@ def train(
 
     code = train_here_or_launch(
         recipe, sys.argv[1:], data=data, overrides=overrides, sync=sync, nproc=nproc, nodes=nodes,
-        endpoint=rdzv_endpoint, out=out, seed=seed, scale=scale_batch,
+        endpoint=rdzv_endpoint, out=out, seed=seed, scale=scale_batch, trace=trace,
     )  # fmt: skip
     raise typer.Exit(code)
 
@@ -219,6 +222,48 @@ def bench_profile(
     profile = record_profile(recipe, prepare_device(0)[0], steps)
     save_profile(profile, file)
     print(f"{len(profile.layers)} layers, {profile.compute_s:.3f} s a step: {file}")
+
+
+@app.command()
+def compare(
+    recipe: RecipeOption,
+    sync: Annotated[str, typer.Option(metavar="A,B", help="Engines, one run each.")] = "ddp,ring,lazy,hybrid,sparse",
+    seeds: Annotated[
+        str | None, typer.Option(metavar="1,2", help="A run for each of these, too. Default: the recipe's seed.")
+    ] = None,
+    data: Annotated[Path | None, typer.Option(metavar="DIR", help="Holds train/<class>/* and val/<class>/*.")] = None,
+    overrides: Annotated[
+        list[str],
+        typer.Option("--set", metavar="KEY=VALUE", help="As in train; ENGINE.KEY=VALUE for that engine alone."),
+    ] = [],  # noqa: B006
+    hosts: Annotated[int | None, typer.Option(min=1, help="Ranks. Default: one a GPU, else 2.")] = None,
+    rate: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Give each rank a host and a link of its own, as 250mbit.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Of all runs. Default: runs/<time>-<recipe>-compare.")
+    ] = None,
+) -> None:
+    """Train a recipe once an engine, with the same seed, and compare time and steps to accuracy.
+
+    The curves are drawn to compare.png, and `tensorboard --logdir DIR` shows every run.
+    """
+    from rich.console import Console
+
+    from imagenet_fast import report as reporting
+    from imagenet_fast.compare import compare as train_all
+    from imagenet_fast.compare import contestants, whole_numbers
+    from imagenet_fast.run import new_folder
+
+    folder = out or new_folder(Path(recipe).stem, "compare")
+    runs = contestants(sync.split(","), whole_numbers(seeds), overrides)
+    past = train_all(recipe, runs, data=data, hosts=hosts, rate=rate, folder=folder)
+    print()
+    Console().print(reporting.report_table(past))
+    print(f"in TensorBoard: tensorboard --logdir {folder}")
+    png = folder / "compare.png"
+    reporting.draw(past, png)
+    print(f"drawn to {png}")
 
 
 @app.command()

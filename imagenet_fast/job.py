@@ -24,9 +24,13 @@ class Job:
     folder: Path
     note: str = ""
     """What became of the recipe's batch."""
+    trace: bool = False
+    """Whether to write a timeline of a few steps."""
 
 
-def plan_job(name: str, written: Recipe, data: Path | None, folder: Path, ranks: int, scale: bool) -> Job:
+def plan_job(
+    name: str, written: Recipe, data: Path | None, folder: Path, ranks: int, scale: bool, trace: bool = False
+) -> Job:
     """Check everything that can be checked without torch. Raises UserError with the first thing wrong."""
     recipe = scale_recipe(written, ranks) if scale else written
     batching = split_batch(recipe, ranks)
@@ -34,7 +38,7 @@ def plan_job(name: str, written: Recipe, data: Path | None, folder: Path, ranks:
     if not isinstance(recipe.data, SyntheticData):
         root = locate(recipe.data.dataset, data)
         check_folders(root)
-    return Job(name, recipe, batching, root, folder, explain(written, recipe, batching))
+    return Job(name, recipe, batching, root, folder, explain(written, recipe, batching), trace)
 
 
 def check_writable(folder: Path) -> None:

@@ -42,12 +42,12 @@ def local_ranks(asked: int | None) -> int:
     return asked or gpus or 2
 
 
-def launch(arguments: Sequence[str], ranks: int, nodes: int, endpoint: str | None) -> int:
+def launch(arguments: Sequence[str], ranks: int, nodes: int, endpoint: str | None) -> tuple[int, str]:
     """Run ``imagenet-fast ARGUMENTS`` on ``ranks`` local ranks until all have ended.
 
     With several ``nodes`` the same command runs on each of them, and ``endpoint`` (HOST:PORT) is where they
-    meet. Returns the exit code of the rank that failed first, or 0. Raises UserError where the nodes cannot
-    meet, and KeyboardInterrupt when told to stop.
+    meet. Returns the exit code of the rank that failed first and what became of it, or 0 and nothing. Raises
+    UserError where the nodes cannot meet, and KeyboardInterrupt when told to stop.
     """
     from torch.distributed import DistNetworkError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -72,7 +72,10 @@ def launch(arguments: Sequence[str], ranks: int, nodes: int, endpoint: str | Non
     try:
         run(torchrun)
     except ChildFailedError as error:
-        return error.get_first_failure()[1].exitcode
+        rank, failure = error.get_first_failure()
+        code = failure.exitcode
+        fate = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return code, f"rank {rank} {fate}"
     except SignalException:
         raise KeyboardInterrupt from None
     except (RendezvousError, DistNetworkError) as error:
@@ -80,7 +83,7 @@ def launch(arguments: Sequence[str], ranks: int, nodes: int, endpoint: str | Non
             f"no rendezvous at {endpoint} ({_first_line(error)}); is the port in use by another program, or the host "
             "unreachable? give every node the same free --rdzv-endpoint HOST:PORT"
         ) from None
-    return 0
+    return 0, ""
 
 
 def _check_endpoint(endpoint: str) -> None:

@@ -72,6 +72,11 @@ def parse_recipe(source: str, tables: dict[str, Any]) -> Recipe:
         raise UserError(f"{source}: {_explain(error.errors()[0])}") from None
 
 
+def engine_names() -> list[str]:
+    """What ``sync.kind`` can be."""
+    return [get_args(member.model_fields["kind"].annotation)[0] for member in get_args(get_args(Sync)[0])]
+
+
 class _OnlySync(Table):
     sync: Sync
 

@@ -62,5 +62,11 @@ class Meter:
             sent_MB=sum(s.sent_bytes for s in self._steps) / steps / 1e6,
             launches=sum(s.launches for s in self._steps) / steps,
         )
+        for decision in (s.decision for s in self._steps if s.decision):
+            record(
+                "choice", step, engine=next(p.engine for p in decision if p.chosen),
+                predicted_ms={p.engine: 1e3 * p.step_s for p in decision},
+                exact={p.engine: p.exact for p in decision},
+            )  # fmt: skip
         record("train", step, epoch=epoch, loss=loss / self._world.size / steps, lr=lr)
         self.restart()

@@ -286,6 +286,8 @@ class Recipe(Table):
     """Steps between log lines."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1
     label_smoothing: Fraction = 0.0
+    clip_norm: NonNegativeFloat = 0.0
+    """Gradients are scaled down together where their global L2 norm exceeds it; 0 turns it off."""
     ema_decay: Fraction = 0.0
     """Evaluate and save a moving average of the weights with this decay a step; 0 turns it off."""
     channels_last: bool = True
@@ -307,4 +309,25 @@ class Recipe(Table):
             raise ValueError(
                 f"data.image_size ({self.data.image_size}) is too small for {self.model.kind}, which needs {smallest}"
             )
+        self._check_sync()
         return self
+
+    def _check_sync(self) -> None:
+        """Refuse what needs all gradients at once where an engine updates layers one by one, or leaves some behind."""
+        sync, precision = self.sync, self.precision
+        defers = isinstance(sync, HybridSync | DearSync) or (isinstance(sync, AutoSync) and sync.defer)
+        name = f"sync.kind '{sync.kind}'" + (" with sync.defer" if isinstance(sync, AutoSync) else "")
+        if defers:
+            why = f"{name} updates a layer before the gradients of all others have come, so it cannot"
+            if self.clip_norm:
+                raise ValueError(f"{why} clip their global norm (clip_norm {self.clip_norm})")
+            if isinstance(precision, Float16) and not precision.loss_scale:
+                raise ValueError(f"{why} skip a whole step for a dynamic loss scale (precision.loss_scale 0)")
+            if self.compile:
+                raise ValueError(f"{name} waits for single layers, so it cannot do with compiled blocks (compile true)")
+        if isinstance(sync, SparseSync):
+            why = f"{name} adds up gradients over steps, so it cannot"
+            if self.clip_norm:
+                raise ValueError(f"{why} clip the norm of one (clip_norm {self.clip_norm})")
+            if isinstance(precision, Float16):
+                raise ValueError(f"{why} drop one that overflows (precision.kind 'fp16')")

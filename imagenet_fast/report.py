@@ -20,9 +20,13 @@ class PastRun:
     folder: Path
     outcome: Outcome | None
     events: list[dict[str, Any]]
+    name: str = ""
+    """Instead of its recipe's and its engine's."""
 
     @property
     def label(self) -> str:
+        if self.name:
+            return self.name
         begun = next((e for e in self.events if e["event"] == "run"), None)
         return f"{begun['recipe']} {begun['sync']} x{begun['world_size']}" if begun else self.folder.name
 
@@ -41,7 +45,9 @@ def read_run(folder: Path) -> PastRun:
 
 def report_table(runs: list[PastRun]) -> Table:
     """One row a run: top-1 in percent, seconds to the target and of training alone."""
-    return compact_table(("run", "status"), ("top-1 %", "to target s", "train s", "img/s", "MB/step"), map(_row, runs))
+    return compact_table(
+        ("run", "status"), ("top-1 %", "to target s", "steps", "train s", "img/s", "MB/step"), map(_row, runs)
+    )
 
 
 def _row(run: PastRun) -> tuple[str, ...]:
@@ -51,7 +57,7 @@ def _row(run: PastRun) -> tuple[str, ...]:
     top1 = "–" if o.top1 is None else f"{o.top1:.2f}"
     reached = "–" if o.time_to_accuracy_s is None else f"{o.time_to_accuracy_s:.1f}"
     sent = f"{o.sent_bytes_per_step / 1e6:.2f}"
-    return run.label, o.status, top1, reached, f"{o.train_s:.1f}", f"{o.images_per_s:.0f}", sent
+    return run.label, o.status, top1, reached, str(o.steps), f"{o.train_s:.1f}", f"{o.images_per_s:.0f}", sent
 
 
 def draw(runs: list[PastRun], png: Path) -> None:

@@ -27,20 +27,21 @@ def train_here_or_launch(
     out: Path | None,
     seed: int | None,
     scale: bool,
+    trace: bool,
 ) -> int:
     """Under torchrun be one rank; otherwise check the job and run ``imagenet-fast ARGUMENTS`` on every rank."""
     path = find_recipe(name)
     recipe = load_recipe(path, sync, [*overrides, *([f"seed={seed}"] if seed is not None else [])])
     if under_torchrun():
         folder = (
-            Path(os.environ[LAUNCHED]) if LAUNCHED in os.environ else out or _new_folder(path.stem, recipe.sync.kind)
+            Path(os.environ[LAUNCHED]) if LAUNCHED in os.environ else out or new_folder(path.stem, recipe.sync.kind)
         )
-        return _train_as_rank(plan_job(path.stem, recipe, data, folder, int(os.environ["WORLD_SIZE"]), scale))
+        return _train_as_rank(plan_job(path.stem, recipe, data, folder, int(os.environ["WORLD_SIZE"]), scale, trace))
     if nodes > 1 and endpoint is None:
         raise UserError(f"--nodes {nodes} needs --rdzv-endpoint HOST:PORT, the same on every node")
     ranks = local_ranks(nproc)
-    folder = (out or _new_folder(path.stem, recipe.sync.kind)).absolute()
-    job = plan_job(path.stem, recipe, data, folder, ranks * nodes, scale)
+    folder = (out or new_folder(path.stem, recipe.sync.kind)).absolute()
+    job = plan_job(path.stem, recipe, data, folder, ranks * nodes, scale, trace)
     check_writable(folder)
     return _launch(job, arguments, ranks, nodes, endpoint)
 
@@ -48,9 +49,9 @@ def train_here_or_launch(
 def _launch(job: Job, arguments: Sequence[str], ranks: int, nodes: int, endpoint: str | None) -> int:
     os.environ[LAUNCHED] = str(job.folder)
     interrupted = False
-    code = 0
+    code, fate = 0, ""
     try:
-        code = launch(arguments, ranks, nodes, endpoint)
+        code, fate = launch(arguments, ranks, nodes, endpoint)
     except KeyboardInterrupt:
         interrupted = True
     if not job.folder.exists():  # rank 0 is on another node, or never came so far
@@ -61,7 +62,7 @@ def _launch(job: Job, arguments: Sequence[str], ranks: int, nodes: int, endpoint
         outcome.write(job.folder)
     elif code and not interrupted:
         outcome.status = "failed"
-        outcome.message = outcome.message or f"a rank ended with exit code {code}"
+        outcome.message = outcome.message or fate
         outcome.write(job.folder)
         print(f"failed: {outcome.message}; what there is of the run lies in {job.folder}")
     return code if code == 2 else outcome.exit_code
@@ -72,7 +73,7 @@ def _train_as_rank(job: Job) -> int:
     from imagenet_fast.data.dataset import open_dataset
     from imagenet_fast.record.opening import open_record
     from imagenet_fast.train import train
-    from imagenet_fast.world import join, report_failure, reported_failure
+    from imagenet_fast.world import broken_connection, join, lost_ranks, report_failure, reported_failure
 
     if os.environ["RANK"] == "0":
         check_writable(job.folder)
@@ -90,7 +91,11 @@ def _train_as_rank(job: Job) -> int:
             outcome.message = reported_failure()  # another rank's, after which torchrun has stopped this one
             outcome.status = "failed" if outcome.message else "interrupted"
         except Exception as error:
-            outcome.message = f"rank {world.rank}: {type(error).__name__}: {error}"
+            lost = lost_ranks() if broken_connection(error) else []
+            if lost:
+                outcome.message = f"{_ranks(lost)} ended or stopped answering; its own output says why"
+            else:
+                outcome.message = f"rank {world.rank}: {type(error).__name__}: {error}"
             report_failure(outcome.message)
             raise
         finally:
@@ -114,5 +119,10 @@ def _beginning(job: Job) -> Outcome:
     )
 
 
-def _new_folder(recipe: str, sync: str) -> Path:
+def _ranks(numbers: list[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def new_folder(recipe: str, sync: str) -> Path:
+    """Where a run goes that was given no directory."""
     return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{recipe}-{sync}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from imagenet_fast.optim import MomentumSGD, build_optimizer
 from imagenet_fast.precision import LossScale, autocast
 from imagenet_fast.recipe import Recipe
 from imagenet_fast.sync import GradientSync, attach
+from imagenet_fast.sync.trace import TracedSteps
 from imagenet_fast.world import World
 
 
@@ -30,15 +32,19 @@ class TrainingStep:
         criterion: nn.Module,
         cast: torch.autocast,
         scale: LossScale,
+        clip_norm: float,
         accumulation: int,
         meter: Meter,
+        trace: TracedSteps | None,
     ) -> None:
         self._forward = forward
         self._sync = sync
         self._optimizer = optimizer
         self._criterion = criterion
         self._scale = scale
+        self._clip_norm = clip_norm
         self._accumulation = accumulation
+        self._trace = trace
         self.cast = cast
         self.meter = meter
 
@@ -51,7 +57,10 @@ class TrainingStep:
                     loss = self._criterion(self._forward(images), labels) / self._accumulation
                 self._scale(loss).backward()
             self.meter.add_loss(loss)
-        self.meter.add_step(self._sync.finish())
+        stats = self._sync.finish()
+        self.meter.add_step(stats)
+        if self._trace is not None:
+            self._trace.end_step(stats)
         self._sync.update(partial(self._update, lr))
 
     def settle(self) -> None:
@@ -59,13 +68,16 @@ class TrainingStep:
         self._sync.settle()
 
     def _update(self, lr: float, params: list[nn.Parameter]) -> None:
-        self._optimizer.step(lr, params, self._scale.unscale(params), self._sync.sent)
+        found_inf = self._scale.unscale(params)
+        if self._clip_norm:
+            nn.utils.clip_grad_norm_(params, self._clip_norm)
+        self._optimizer.step(lr, params, found_inf, self._sync.sent)
 
 
 def build_step(
-    recipe: Recipe, batching: Batching, model: nn.Module, world: World, steps_per_epoch: int
+    recipe: Recipe, batching: Batching, model: nn.Module, world: World, steps_per_epoch: int, trace: Path | None = None
 ) -> TrainingStep:
-    """Give ``model`` the engine, optimiser and precision that a recipe names."""
+    """Give ``model`` the engine, optimiser and precision that a recipe names; ``trace`` a few steps to that file."""
     if recipe.compile:
         compile_blocks(model)
     forward, sync = attach(model, recipe.sync, steps_per_epoch)
@@ -76,6 +88,8 @@ def build_step(
         nn.CrossEntropyLoss(label_smoothing=recipe.label_smoothing),
         autocast(recipe.precision, world.device),
         LossScale(recipe.precision, recipe.sync.wire, world.device),
+        recipe.clip_norm,
         batching.accumulation,
         Meter(world, batching.global_batch),
+        TracedSteps(model, world.device, trace) if trace is not None else None,
     )

@@ -26,7 +26,8 @@ def train(job: Job, dataset: Dataset, world: World, clock: Clock, record: Record
     average = _moving_average(model, recipe.ema_decay) if recipe.ema_decay else None
     judged = average.module if average is not None else model  # what is evaluated and saved
     steps_per_epoch = dataset.train_order.steps_per_epoch
-    take_step = build_step(recipe, batching, model, world, steps_per_epoch)
+    trace = job.folder / "trace.json" if job.trace and world.leads else None
+    take_step = build_step(recipe, batching, model, world, steps_per_epoch, trace)
     meter = take_step.meter
     record(
         "run", 0, recipe=job.name, sync=recipe.sync.kind, world_size=world.size, global_batch=batching.global_batch,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch import TORCHRUN
+from imagenet_fast.sync.lane import PeerLost
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,30 @@ def reported_failure() -> str:
         if store.check(["failure"]):
             return store.get("failure").decode()
     return ""
+
+
+def lost_ranks(patience_s: float = 5.0) -> list[int]:
+    """After a collective has failed: the ranks that do not say within ``patience_s`` that they live.
+
+    Every rank that is left must ask. Which connection broke first says little, since a rank that gives up breaks its
+    own; so all meet once more at the store. Nobody is lost where the store itself cannot be reached.
+    """
+    with suppress(dist.DistError):
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"lives/{dist.get_rank()}", "")
+        deadline = time.monotonic() + patience_s
+        while True:
+            lost = [rank for rank in range(dist.get_world_size()) if not store.check([f"lives/{rank}"])]
+            if not lost or time.monotonic() > deadline:
+                return lost
+            time.sleep(0.05)
+    return []
+
+
+def broken_connection(error: BaseException) -> bool:
+    """Whether an error is a backend's, or our own collectives', about another rank."""
+    backend = any(name in str(error) for name in ("gloo", "Gloo", "NCCL", "Connection"))
+    return isinstance(error, PeerLost | dist.DistError) or (isinstance(error, RuntimeError) and backend)
 
 
 def total(*values: float, device: torch.device) -> list[float]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from statistics import fmean, median
+from statistics import fmean, median, mode
 from typing import Any, assert_never
 
 import torch
@@ -159,13 +159,13 @@ def limit_s(settings: Sync, compute_s: float, forward_share: float, raw_s: float
 
 def sync_table(times: list[EngineTime]) -> Table:
     """One row an engine."""
-    first = times[0]
+    main = next(t for t in times if t.wire == mode(other.wire for other in times))
     table = compact_table(
         ("engine",),
         ("s a step", "spread", "MB", "kernel", "x DDP", "x limit", "predicted"),
         (
             (
-                t.engine if t.wire == first.wire else f"{t.engine} {t.wire}", f"{t.step_s:.3f}",
+                t.engine if t.wire == main.wire else f"{t.engine} {t.wire}", f"{t.step_s:.3f}",
                 f"±{(t.step_s_max - t.step_s_min) / 2:.3f}", f"{t.sent_bytes / 1e6:.1f}",
                 "-" if t.kernel_bytes is None else f"{t.kernel_bytes / 1e6:.1f}", f"{t.ratio_to_ddp:.2f}",
                 f"{t.ratio_to_limit:.3f}", "-" if t.predicted_s is None else f"{t.predicted_s:.3f}",
@@ -173,10 +173,11 @@ def sync_table(times: list[EngineTime]) -> Table:
             for t in times
         ),
     )  # fmt: skip
-    link = "the loopback interface" if first.rate is None else first.rate
+    link = "loopback" if main.rate is None else main.rate
+    scale = f"1/{main.scale} of {main.model}" if main.scale > 1 else main.model
     table.title = (
-        f"{first.model} / {first.scale}, {first.hosts} hosts, {link}, {first.wire} on the wire: "
-        f"compute {first.compute_s:.3f} s, a raw all-reduce {first.raw_s:.3f} s"
+        f"{scale}, {main.hosts} hosts, {link}, {main.wire}: "
+        f"compute {main.compute_s:.3f} s, raw all-reduce {main.raw_s:.3f} s"
     )
     return table
 
@@ -184,19 +185,21 @@ def sync_table(times: list[EngineTime]) -> Table:
 def draw(times: list[EngineTime], figure: Any) -> None:
     """A bar an engine: compute, what is exposed beyond it, and a mark at the limit."""
     axes = figure.subplots()
-    names = [t.engine if t.wire == times[0].wire else f"{t.engine}, {t.wire}" for t in times]
+    common = mode(t.wire for t in times)
+    names = [t.engine if t.wire == common else f"{t.engine}, {t.wire}" for t in times]
     axes.barh(names, [t.compute_s for t in times], color="#4c72b0", label="compute")
     exposed = [max(0.0, t.exposed_s) for t in times]
     axes.barh(names, exposed, left=[t.compute_s for t in times], color="#dd8452", label="exposed communication")
     for row, t in enumerate(times):
         axes.plot([t.limit_s] * 2, [row - 0.4, row + 0.4], color="black", label=None if row else "limit of its kind")
-        axes.annotate(f"{t.step_s:.2f} s", (t.step_s, row), xytext=(4, 0), textcoords="offset points", va="center")
+        beyond = (max(t.step_s, t.limit_s), row)
+        axes.annotate(f"{t.step_s:.2f} s", beyond, xytext=(4, 0), textcoords="offset points", va="center")
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set(xlabel="seconds a step")
     axes.set_title(sync_table(times).title, fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, -0.35), ncols=3, frameon=False)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
 
 
 def _measure(

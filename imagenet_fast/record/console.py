@@ -12,6 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from imagenet_fast.record.event import Event
+from imagenet_fast.tables import compact_table
 
 
 class ConsoleSink:
@@ -38,6 +39,8 @@ class ConsoleSink:
                     self._begun = (event.step, event.run_s)
                 if self._live is None:
                     self._print(self._training_line())
+            case "choice":
+                self._console.print(_choice_table(event.values))
             case "eval":
                 self._evaluations.append((event.run_s, event.values["top1"]))
                 self._print(self._evaluation_line(event.values))
@@ -152,6 +155,15 @@ def _verdict(outcome: dict[str, Any]) -> str:
             return f"Interrupted in step {outcome['steps']}."
         case _:
             return f"Failed in step {outcome['steps']}: {outcome['message']}"
+
+
+def _choice_table(values: dict[str, Any]) -> Table:
+    """What ``auto`` chose from, the fastest first."""
+    rows = [
+        (engine, f"{ms:.1f}", "taken" if engine == values["engine"] else "" if values["exact"][engine] else "not exact")
+        for engine, ms in sorted(values["predicted_ms"].items(), key=lambda item: item[1])
+    ]
+    return compact_table(("engine",), ("predicted ms a step", ""), rows)
 
 
 def _pair(label: str, value: str) -> str:

@@ -29,11 +29,11 @@ class AllReduce(SyncEngine):
     def finish(self) -> SyncStats:
         exposed = Stopwatch(self._pool.buffer.device)
         stats = SyncStats(exposed)
-        with exposed:
-            for _, spans in groupby(self._pool.spans, key=lambda span: span.layer):
-                first, *others = spans
-                layer = self._pool.buffer[first.start : (others or [first])[-1].stop]
-                transfer = all_reduce(layer, self._wire, self._collective, self._lane)
+        for layer, spans in groupby(self._pool.spans, key=lambda span: span.layer):
+            first, *others = spans
+            gradients = self._pool.buffer[first.start : (others or [first])[-1].stop]
+            with exposed(layer):
+                transfer = all_reduce(gradients, self._wire, self._collective, self._lane)
                 transfer.wait()
-                stats.add(transfer)
+            stats.add(layer, transfer)
         return stats

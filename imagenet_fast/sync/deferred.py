@@ -14,7 +14,7 @@ from imagenet_fast.sync.link import Link
 from imagenet_fast.sync.pool import GradientPool
 from imagenet_fast.sync.prediction import deferred_step
 from imagenet_fast.sync.releases import Task, plan_releases
-from imagenet_fast.sync.span import Span
+from imagenet_fast.sync.span import Span, label_of
 from imagenet_fast.sync.timetable import Timetable, Timing
 
 
@@ -88,14 +88,14 @@ class Deferred(SyncEngine):
         return stats
 
     def wait(self, span: Span) -> None:
-        arriving = [self._travelling.pop(n) for n in self._numbers[span] if n in self._travelling]
-        if not arriving:  # it came with another span
+        numbers = [n for n in self._numbers[span] if n in self._travelling]
+        if not numbers:  # it came with another span
             return
-        transfer = together(arriving)
+        transfer, label = together([self._travelling.pop(n) for n in numbers]), label_of(self._carried[numbers[0]])
         assert self._stats.exposed is not None
-        with self._stats.exposed:
+        with self._stats.exposed(label):
             transfer.wait()
-        self._stats.add(transfer)
+        self._stats.add(label, transfer)
 
     def plan(self, timing: Timing, link: Link) -> None:
         """From now on begin every transfer when it is best begun."""

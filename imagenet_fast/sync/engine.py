@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -15,24 +16,24 @@ from imagenet_fast.sync.span import Span
 
 
 class Stopwatch:
-    """Seconds spent inside ``with`` blocks, in the time of the device that has to wait."""
+    """Seconds spent inside ``with stopwatch(label):`` blocks, in the time of the device that has to wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._blocks: list[list[Mark]] = []
+        self.blocks: list[tuple[str, Mark, Mark]] = []
+        """What was waited for, from when to when."""
 
-    def __enter__(self) -> Stopwatch:
-        self._blocks.append([mark(self._device)])
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._blocks[-1].append(mark(self._device))
+    @contextmanager
+    def __call__(self, label: str) -> Iterator[None]:
+        begun = mark(self._device)
+        try:
+            yield
+        finally:
+            self.blocks.append((label, begun, mark(self._device)))
 
     def seconds(self) -> float:
         """The total so far. Waits for the GPU to pass the last block."""
-        return sum(seconds_between(begin, end) for begin, end in self._blocks)
+        return sum(seconds_between(begin, end) for _, begin, end in self.blocks)
 
 
 @dataclass
@@ -41,20 +42,28 @@ class SyncStats:
 
     exposed: Stopwatch | None
     """Time the step stood still for communication; None where it cannot be told."""
-    sent_bytes: int = 0
-    """Bytes this rank put on the wire: counted message by message, or by arithmetic for a backend's collective."""
-    received_bytes: int = 0
-    launches: int = 0
-    """Collectives started."""
+    transfers: list[tuple[str, Transfer]] = field(default_factory=list)
+    """What was sent, by the layers it was for. A deferring engine counts it in the step that waits for it."""
     decision: tuple[Prediction, ...] = ()
     """In the step after which ``auto`` has chosen: what it chose from."""
 
-    def add(self, transfer: Transfer) -> None:
+    def add(self, label: str, transfer: Transfer) -> None:
         """Count a transfer that has ended."""
-        self.launches += 1
-        for part in transfer.traffic:
-            self.sent_bytes += part.sent_bytes
-            self.received_bytes += part.received_bytes
+        self.transfers.append((label, transfer))
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes this rank put on the wire: counted message by message, or by arithmetic for a backend's collective."""
+        return sum(part.sent_bytes for _, transfer in self.transfers for part in transfer.traffic)
+
+    @property
+    def received_bytes(self) -> int:
+        return sum(part.received_bytes for _, transfer in self.transfers for part in transfer.traffic)
+
+    @property
+    def launches(self) -> int:
+        """Collectives started."""
+        return len(self.transfers)
 
 
 class SyncEngine(Protocol):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -15,6 +14,8 @@ from queue import SimpleQueue
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from imagenet_fast.sync.marks import Mark, mark
 
 Messages = Iterable[tuple[int, Tensor]]
 """Whom a message goes to or comes from, and its values, contiguous."""
@@ -34,12 +35,12 @@ class PeerLost(RuntimeError):
 
 @dataclass
 class Traffic:
-    """What transfers cost this rank: bytes on the wire, and when they were under way (seconds, host's clock)."""
+    """What a part of a transfer cost this rank: bytes on the wire, and from when to when it was under way."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
-    begun: float = 0.0
-    ended: float = 0.0
+    begun: Mark | None = None
+    ended: Mark | None = None
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ class Lane:
         """A long message travels in pieces of this size, so that one is added up while the next is under way; every
         rank's share of a piece still outweighs a message's latency."""
         self._tags = itertools.count((next(_lanes) % 2**11) << 20)
+        self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1 if own else 0) if device.type == "cuda" else None
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._idle = True
@@ -127,20 +129,22 @@ class Lane:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
+                traffic.begun = mark(self._device)
                 carry(peers)
-                done = self._stream.record_event()
+                done = traffic.ended = mark(self._device)
+                assert isinstance(done, torch.cuda.Event)
             return Transfer(lambda: torch.cuda.current_stream().wait_event(done), [traffic])
 
         outcome: Future[None] = Future()
 
         def task() -> None:
-            traffic.begun = time.perf_counter()
+            traffic.begun = mark(self._device)
             try:
                 carry(peers)
             except BaseException as error:
                 outcome.set_exception(error)
             else:
-                traffic.ended = time.perf_counter()
+                traffic.ended = mark(self._device)
                 outcome.set_result(None)
 
         if self._idle:

@@ -16,7 +16,7 @@ from imagenet_fast.sync.lane import Lane, Transfer
 from imagenet_fast.sync.link import measure_link
 from imagenet_fast.sync.pool import GradientPool
 from imagenet_fast.sync.prediction import THRESHOLDS, best_threshold
-from imagenet_fast.sync.span import Span
+from imagenet_fast.sync.span import Span, label_of
 from imagenet_fast.sync.timetable import Timetable
 
 
@@ -34,14 +34,14 @@ class Lazy(SyncEngine):
         self._wire = wire_for(pool.buffer, wire, self._lane)
         self._timetable = None if threshold is not None else Timetable(pool.model, pool.spans, pool.buffer.device)
         self._threshold = THRESHOLDS[0] if threshold is None else threshold
-        self._begin = self._end = 0  # elements ready and not yet sent
-        self._transfers: list[Transfer] = []
+        self._ready: list[Span] = []  # and not yet sent
+        self._transfers: list[tuple[str, Transfer]] = []
 
     def push(self, span: Span) -> None:
         if self._timetable is not None:
             self._timetable.push()
-        self._end = span.stop
-        if (self._end - self._begin) * self._wire.itemsize >= self._threshold:
+        self._ready.append(span)
+        if (span.stop - self._ready[0].start) * self._wire.itemsize >= self._threshold:
             self._launch()
 
     def finish(self) -> SyncStats:
@@ -49,22 +49,22 @@ class Lazy(SyncEngine):
             self._timetable.finish()
         exposed = Stopwatch(self._pool.buffer.device)
         stats = SyncStats(exposed)
-        with exposed:
-            if self._end > self._begin:
-                self._launch()
-            for transfer in self._transfers:
+        if self._ready:
+            self._launch()
+        for label, transfer in self._transfers:
+            with exposed(label):
                 transfer.wait()
-                stats.add(transfer)
+            stats.add(label, transfer)
         self._transfers.clear()
-        self._begin = self._end = 0
         if self._timetable is not None and self._timetable.complete:
             self._choose_threshold(self._timetable)
         return stats
 
     def _launch(self) -> None:
-        run = self._pool.buffer[self._begin : self._end]
-        self._transfers.append(all_reduce(run, self._wire, self._collective, self._lane))
-        self._begin = self._end
+        gradients = self._pool.buffer[self._ready[0].start : self._ready[-1].stop]
+        transfer = all_reduce(gradients, self._wire, self._collective, self._lane)
+        self._transfers.append((label_of(self._ready), transfer))
+        self._ready.clear()
 
     def _choose_threshold(self, timetable: Timetable) -> None:
         link = measure_link(self._collective, self._wire, self._lane, self._pool.buffer.device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -29,12 +28,12 @@ class Link:
 
 
 def measure_link(collective: Collective, wire: torch.dtype, lane: Lane, device: torch.device) -> Link:
-    """Time three sizes of ``collective``, medians of four; rank 0's result, so that all ranks decide alike.
+    """Time three sizes of ``collective``, the fastest of four; rank 0's result, so that all ranks decide alike.
 
     Every rank must call it, with nothing else under way.
     """
     latency_s, short_s, long_s = (
-        median(_seconds(size // wire.itemsize, wire, collective, lane, device) for _ in range(_REPEATS))
+        min(_seconds(size // wire.itemsize, wire, collective, lane, device) for _ in range(_REPEATS))
         for size in (_TINY, _SHORT, _LONG)
     )
     s_per_byte = max(0.0, long_s - short_s) / (_LONG - _SHORT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -23,3 +24,9 @@ class Span:
     def layer(self) -> str:
         """The name of its module, whose other parameters lie beside it."""
         return self.name.rpartition(".")[0]
+
+
+def label_of(spans: Sequence[Span]) -> str:
+    """The layers of neighbouring spans, for a person."""
+    first, last = spans[0].layer, spans[-1].layer
+    return first if first == last else f"{first} to {last}"

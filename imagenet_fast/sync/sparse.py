@@ -85,21 +85,22 @@ class Sparse(SyncEngine):
     def finish(self) -> SyncStats:
         exposed = Stopwatch(self._pool.buffer.device)
         stats = SyncStats(exposed)
-        with exposed:
-            if self._packed > self._next:
-                self._launch()
-            for parts, message, transfer in self._messages:
+        if self._packed > self._next:
+            self._launch()
+        for parts, message, transfer in self._messages:
+            label = f"{len(parts)} runs of chunks"
+            with exposed(label):
                 transfer.wait()
-                stats.add(transfer)
-                if len(parts) > 1:
-                    torch._foreach_copy_([self._pool.buffer[p] for p in parts], _unpacked(message, parts))
+            stats.add(label, transfer)
+            if len(parts) > 1:
+                torch._foreach_copy_([self._pool.buffer[p] for p in parts], _unpacked(message, parts))
         self._messages.clear()
         self._next = self._packed = 0
         self._ages += 1
         self._ages[self._selected] = 0
         self._step += 1
         if self._agreed is not None:
-            stats.add(self._agreed)
+            stats.add("the chunks' norms", self._agreed)
             self._agreed = None
         if self._density(self._step) < 1:
             self._agree()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from imagenet_fast.sync.lane import Lane, Traffic, Transfer
+from imagenet_fast.sync.marks import mark
 
 
 def native(tensor: Tensor, wire: torch.dtype, lane: Lane) -> Transfer:
@@ -21,13 +20,13 @@ def native(tensor: Tensor, wire: torch.dtype, lane: Lane) -> Transfer:
     ranks = len(lane.ranks)
     message = tensor if wire == tensor.dtype else torch.mul(tensor, 1 / ranks).to(wire)
     sent = ring_bytes(message.nbytes, ranks)
-    traffic = Traffic(sent, sent, time.perf_counter())
+    traffic = Traffic(sent, sent, mark(tensor.device))
     work = dist.all_reduce(message, group=lane.group, async_op=True)
     assert work is not None
 
     def land(outcome: torch.futures.Future[list[Tensor]]) -> None:
         outcome.value()  # raises what the backend raised
-        traffic.ended = time.perf_counter()
+        traffic.ended = mark(tensor.device)
         if message is tensor:
             tensor.div_(ranks)
         else:

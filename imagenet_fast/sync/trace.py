@@ -1,0 +1,104 @@
+"""A timeline of steps for Perfetto (ui.perfetto.dev): what is computed, sent and waited for, by layer."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from imagenet_fast.sync.engine import SyncStats
+from imagenet_fast.sync.marks import Mark, mark, seconds_between
+
+TRACKS = ("compute", "wait", "wire")
+
+
+class Trace:
+    """Watches ``model``, to which a synchroniser has been attached before, from when it is made."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._device = device
+        self._begun = mark(device)
+        self._events: list[tuple[str, str, Mark, Mark, dict[str, int]]] = []
+        self._entered: dict[str, Mark] = {}
+        self._last = self._begun  # where the backward of the layer above ended
+        self._hooks = [model.register_forward_hook(self._turn)]
+        for name, module in model.named_modules():
+            params = [p for p in module.parameters(recurse=False) if p.requires_grad]
+            if params:
+                self._hooks.append(module.register_forward_pre_hook(partial(self._enter, name)))
+                self._hooks.append(module.register_forward_hook(partial(self._leave, name)))
+                self._hooks += [p.register_post_accumulate_grad_hook(partial(self._graded, name)) for p in params]
+
+    def add_step(self, stats: SyncStats) -> None:
+        """A step has ended."""
+        if stats.exposed is not None:
+            self._events += [
+                ("wait", f"wait for {label}", begin, end, {}) for label, begin, end in stats.exposed.blocks
+            ]
+        for label, transfer in stats.transfers:
+            for part in transfer.traffic:
+                if part.begun is not None and part.ended is not None:
+                    counts = {"sent_bytes": part.sent_bytes, "received_bytes": part.received_bytes}
+                    self._events.append(("wire", label, part.begun, part.ended, counts))
+
+    def write(self, path: Path) -> None:
+        """Stop watching, and write Chrome's trace event format, which Perfetto reads."""
+        for hook in self._hooks:
+            hook.remove()
+        events: list[dict[str, object]] = []
+        lanes: list[float] = []  # by row of the wire: when its last transfer ended
+        for track, name, begin, end, counts in sorted(self._events, key=lambda e: seconds_between(self._begun, e[2])):
+            start, stop = (1e6 * seconds_between(self._begun, moment) for moment in (begin, end))
+            row = TRACKS.index(track)
+            if track == "wire":  # transfers overlap; each goes to the first row that is free
+                free = next((n for n, busy in enumerate(lanes) if busy <= start), len(lanes))
+                lanes[free : free + 1] = [stop]
+                row += free
+            events.append(
+                {"ph": "X", "pid": 0, "tid": row, "name": name, "cat": track, "ts": start, "dur": stop - start}
+                | {"args": counts}
+            )
+        for row, track in enumerate([*TRACKS, *["wire"] * (len(lanes) - 1)]):
+            events.append({"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": track}})
+        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+    def _enter(self, name: str, module: nn.Module, inputs: object) -> None:
+        self._entered[name] = mark(self._device)
+
+    def _leave(self, name: str, module: nn.Module, inputs: object, output: object) -> None:
+        self._events.append(("compute", f"forward {name}", self._entered[name], mark(self._device), {}))
+
+    def _turn(self, module: nn.Module, inputs: object, output: object) -> None:
+        self._last = mark(self._device)
+
+    def _graded(self, name: str, param: nn.Parameter) -> None:
+        now = mark(self._device)
+        self._events.append(("compute", f"backward {name}", self._last, now, {}))
+        self._last = now
+
+
+class TracedSteps:
+    """Traces ``count`` steps from step ``first`` on, when engines have made their plans, into the file ``path``."""
+
+    def __init__(self, model: nn.Module, device: torch.device, path: Path, first: int = 10, count: int = 5) -> None:
+        self._model = model
+        self._device = device
+        self._path = path
+        self._first = first
+        self._count = count
+        self._ended = 0
+        self._trace: Trace | None = None
+
+    def end_step(self, stats: SyncStats) -> None:
+        """Call it after every step, once its gradients have been synchronised."""
+        self._ended += 1
+        if self._trace is not None:
+            self._trace.add_step(stats)
+        if self._ended == self._first:
+            self._trace = Trace(self._model, self._device)
+        elif self._trace is not None and self._ended == self._first + self._count:
+            self._trace.write(self._path)
+            self._trace = None
