@@ -73,7 +73,7 @@ def _train_as_rank(job: Job) -> int:
     from imagenet_fast.data.dataset import open_dataset
     from imagenet_fast.record.opening import open_record
     from imagenet_fast.train import train
-    from imagenet_fast.world import broken_connection, join, lost_ranks, report_failure, reported_failure
+    from imagenet_fast.world import join, report_failure, reported_failure
 
     if os.environ["RANK"] == "0":
         check_writable(job.folder)
@@ -91,12 +91,7 @@ def _train_as_rank(job: Job) -> int:
             outcome.message = reported_failure()  # another rank's, after which torchrun has stopped this one
             outcome.status = "failed" if outcome.message else "interrupted"
         except Exception as error:
-            lost = lost_ranks() if broken_connection(error) else []
-            if lost:
-                outcome.message = f"{_ranks(lost)} ended or stopped answering; its own output says why"
-            else:
-                outcome.message = f"rank {world.rank}: {type(error).__name__}: {error}"
-            report_failure(outcome.message)
+            outcome.message = report_failure(error)
             raise
         finally:
             outcome.run_s = clock.run_s()
@@ -117,10 +112,6 @@ def _beginning(job: Job) -> Outcome:
         job.batching.global_batch,
         job.recipe.target_top1,
     )
-
-
-def _ranks(numbers: list[int]) -> str:
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def new_folder(recipe: str, sync: str) -> Path:

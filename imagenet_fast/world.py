@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,10 +13,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import Store
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch import TORCHRUN
 from imagenet_fast.sync.lane import PeerLost
+
+_ROLL_CALL_S = 0.5  # between two looks whether somebody calls the roll
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ def join(timeout: timedelta = timedelta(minutes=10)) -> Iterator[World]:
             f"rank {rank} cannot use {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} ({error}); "
             "is the port in use? choose another with --rdzv-endpoint HOST:PORT"
         ) from None
+    answer_roll_call()
     yield World(rank, size, local_rank, local_size, device)
     dist.destroy_process_group()  # not after an error: it would wait for collectives that never end
 
@@ -88,10 +93,34 @@ def average_batch_norms(model: nn.Module) -> None:
         _scatter(flat.div_(dist.get_world_size()), running)
 
 
-def report_failure(message: str) -> None:
-    """Leave for the other ranks why this one ends, in the store they met at; the first message stays."""
+def answer_roll_call() -> None:
+    """From now on have a thread answer when another rank asks who is left; this one may be stuck in a collective."""
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+
+    def listen() -> None:
+        with suppress(dist.DistError):
+            while not store.check(["roll-call"]):
+                time.sleep(_ROLL_CALL_S)
+            store.set(f"here/{rank}", "")
+
+    threading.Thread(target=listen, daemon=True).start()
+
+
+def report_failure(error: Exception) -> str:
+    """Why this rank ends, in a sentence, left for the other ranks in the store they met at; the first one stays.
+
+    Where the error is a broken connection, the sentence names the ranks that were lost.
+    """
+    rank = dist.get_rank()
+    message = f"rank {rank}: {type(error).__name__}: {error}"
     with suppress(dist.DistError):
-        dist.distributed_c10d._get_default_store().compare_set("failure", "", message)
+        store = dist.distributed_c10d._get_default_store()
+        if _is_broken_connection(error):
+            lost = _lost_ranks(store, rank, dist.get_world_size())
+            if lost:
+                message = f"rank {', '.join(map(str, lost))} ended or stopped answering; its own output says why"
+        store.compare_set("failure", "", message)
+    return message
 
 
 def reported_failure() -> str:
@@ -103,35 +132,29 @@ def reported_failure() -> str:
     return ""
 
 
-def lost_ranks(patience_s: float = 5.0) -> list[int]:
-    """After a collective has failed: the ranks that do not say within ``patience_s`` that they live.
-
-    Every rank that is left must ask. Which connection broke first says little, since a rank that gives up breaks its
-    own; so all meet once more at the store. Nobody is lost where the store itself cannot be reached.
-    """
-    with suppress(dist.DistError):
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"lives/{dist.get_rank()}", "")
-        deadline = time.monotonic() + patience_s
-        while True:
-            lost = [rank for rank in range(dist.get_world_size()) if not store.check([f"lives/{rank}"])]
-            if not lost or time.monotonic() > deadline:
-                return lost
-            time.sleep(0.05)
-    return []
-
-
-def broken_connection(error: BaseException) -> bool:
-    """Whether an error is a backend's, or our own collectives', about another rank."""
-    backend = any(name in str(error) for name in ("gloo", "Gloo", "NCCL", "Connection"))
-    return isinstance(error, PeerLost | dist.DistError) or (isinstance(error, RuntimeError) and backend)
-
-
 def total(*values: float, device: torch.device) -> list[float]:
     """The sum of each value over all ranks, added in float64."""
     sums = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(sums)
     return [float(value) for value in sums]
+
+
+def _is_broken_connection(error: Exception) -> bool:
+    """Whether a backend, or a collective of ours, could not reach another rank."""
+    backend = any(name in str(error) for name in ("gloo", "Gloo", "NCCL", "Connection"))
+    return isinstance(error, PeerLost | dist.DistError) or (isinstance(error, RuntimeError) and backend)
+
+
+def _lost_ranks(store: Store, rank: int, size: int) -> list[int]:
+    """The ranks that do not answer a roll call. Which connection broke first says little: giving up breaks more."""
+    store.set("roll-call", "")
+    store.set(f"here/{rank}", "")
+    deadline = time.monotonic() + 4 * _ROLL_CALL_S
+    while True:
+        lost = [other for other in range(size) if not store.check([f"here/{other}"])]
+        if not lost or time.monotonic() > deadline:
+            return lost
+        time.sleep(0.05)
 
 
 def _scatter(flat: Tensor, tensors: list[Tensor]) -> None:
