@@ -201,7 +201,8 @@ class LazySync(Table):
     wire: Wire = "bf16"
     threshold_mb: Bytes | Literal["auto"] = "auto"
     """``auto``: what is best for the network and the model, both measured in the first steps."""
-    collective: Collective = "pairwise"
+    collective: Collective | Literal["auto"] = "auto"
+    """``auto``: pairwise for 16 bits between up to 16 CPU ranks, else native."""
 
 
 class SparseSync(Table):
@@ -218,7 +219,7 @@ class SparseSync(Table):
     dense_epochs: NonNegativeFloat = 1.0
     ramp_epochs: NonNegativeFloat = 1.0
     threshold_mb: Bytes = 0.25
-    collective: Collective = "pairwise"
+    collective: Collective | Literal["auto"] = "auto"
 
 
 class HybridSync(Table):

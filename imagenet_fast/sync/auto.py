@@ -17,6 +17,7 @@ from imagenet_fast.recipe import (
     SparseSync,
     Wire,
 )
+from imagenet_fast.sync.collectives import usual_collective
 from imagenet_fast.sync.deferred import Deferred
 from imagenet_fast.sync.engine import SyncEngine, SyncStats
 from imagenet_fast.sync.lane import Lane
@@ -43,7 +44,8 @@ class Auto(SyncEngine):
         self._defer = defer
         self._build = build
         self._lane = Lane(pool.buffer.device)
-        self._meanwhile = Lazy(pool, dtype, _MiB, "pairwise")
+        self._usual = usual_collective(pool.buffer, dtype)
+        self._meanwhile = Lazy(pool, dtype, _MiB, self._usual)
         self._timetable = Timetable(pool.model, pool.spans, pool.buffer.device)
 
     def push(self, span: Span) -> None:
@@ -60,16 +62,17 @@ class Auto(SyncEngine):
     def _decide(self, timing: Timing) -> tuple[Prediction, ...]:
         collectives: tuple[Collective, ...] = ("native", "ring", "pairwise")
         links = {c: measure_link(c, self._dtype, self._lane, self._pool.buffer.device) for c in collectives}
+        usual = links[self._usual]
         spans, itemsize = self._pool.spans, self._dtype.itemsize
         messages = [float((span.stop - span.start) * itemsize) for span in spans]
-        threshold = best_threshold(messages, timing, links["pairwise"])
+        threshold = best_threshold(messages, timing, usual)
         ring, sparse = RingSync(wire=self._wire), SparseSync()
         lazy = LazySync(wire=self._wire, threshold_mb=threshold / _MiB)
         engines: dict[Candidate, SyncEngine] = {}
         seconds: dict[Candidate, float] = {
             AllReduceSync(wire=self._wire): layerwise_step(spans, itemsize, timing, links["native"]),
             ring: fused_step(messages, timing, ring.bucket_mb * _MiB, links["ring"]),
-            lazy: fused_step(messages, timing, threshold, links["pairwise"]),
+            lazy: fused_step(messages, timing, threshold, usual),
         }
         for settings in (HybridSync(wire=self._wire), DearSync(wire=self._wire)) if self._defer else ():
             engine = engines[settings] = self._build(settings)
@@ -84,6 +87,6 @@ class Auto(SyncEngine):
         narrowing = itemsize / self._pool.buffer.element_size()
         return (
             *(Prediction(settings.kind, step_s, True, settings is best) for settings, step_s in seconds.items()),
-            Prediction("sparse", fused_step(sent, timing, sparse.threshold_mb * _MiB, links["pairwise"]), False, False),
+            Prediction("sparse", fused_step(sent, timing, sparse.threshold_mb * _MiB, usual), False, False),
             Prediction(DdpSync().kind, bucketed_step(gradients, timing, narrowing, links["native"]), True, False),
         )

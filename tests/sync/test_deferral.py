@@ -20,6 +20,7 @@ from tests.ranks import run
 DEFERRING: tuple[HybridSync | DearSync, ...] = (
     HybridSync(wire="bf16", fuse_mb=0.001),
     HybridSync(wire="fp32", fuse_mb=0),
+    HybridSync(wire="fp32", policy="by-size", fuse_mb=0.001),
     DearSync(wire="bf16", bucket_mb=0.001),
 )
 SGD = Sgd(kind="sgd", lr=0.1, weight_decay=1e-3)

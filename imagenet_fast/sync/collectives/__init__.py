@@ -6,6 +6,7 @@ from functools import partial
 from typing import assert_never
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from imagenet_fast.recipe import Collective
@@ -17,7 +18,7 @@ from imagenet_fast.sync.collectives.ring import ring
 from imagenet_fast.sync.collectives.server import parameter_server
 from imagenet_fast.sync.lane import Lane, Peers, Transfer, together
 
-__all__ = ["all_reduce", "ring_bytes", "wire_for"]
+__all__ = ["all_reduce", "ring_bytes", "usual_collective", "wire_for"]
 
 
 def all_reduce(tensor: Tensor, wire: torch.dtype, collective: Collective, lane: Lane) -> Transfer:
@@ -40,6 +41,16 @@ def all_reduce(tensor: Tensor, wire: torch.dtype, collective: Collective, lane: 
 def wire_for(tensor: Tensor, wire: torch.dtype, lane: Lane) -> torch.dtype:
     """What the values of ``tensor`` travel as: never wider than they are, and unrounded where they go nowhere."""
     return wire if wire.itemsize < tensor.element_size() and len(lane.ranks) > 1 else tensor.dtype
+
+
+def usual_collective(tensor: Tensor, wire: torch.dtype) -> Collective:
+    """What to take where nobody has chosen: pairwise for 16 bits, since it rounds once, wherever it is as fast.
+
+    That is so between up to 16 CPU ranks (`bench sync`, docs/benchmarks.md). Its messages are an all-reduce's divided
+    by the ranks, so with many they are too short, and on GPUs it has not been measured yet.
+    """
+    short = wire.itemsize < tensor.element_size()
+    return "pairwise" if short and not tensor.is_cuda and dist.get_world_size() <= 16 else "native"
 
 
 def _average(tensor: Tensor, wire: torch.dtype, collective: Collective, node: int, peers: Peers) -> None:

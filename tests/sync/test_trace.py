@@ -1,0 +1,48 @@
+"""The timeline shows compute, wire and waits of every layer, in a format that Perfetto reads."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from imagenet_fast.sync import HybridSync, LazySync, attach
+from imagenet_fast.sync.trace import TracedSteps
+from tests.ranks import run
+
+
+def test_compute_communication_and_waits_of_every_layer_are_there(tmp_path: Path):
+    run(2, _trace, tmp_path)
+    for kind in ("lazy", "hybrid"):
+        events = json.loads((tmp_path / f"{kind}.json").read_text())["traceEvents"]
+        names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+        assert set(names.values()) == {"compute", "wait", "wire"}
+        spans = [event for event in events if event["ph"] == "X"]
+        by_track = {track: [e for e in spans if names[e["tid"]] == track] for track in ("compute", "wait", "wire")}
+        for layer in ("0", "2"):
+            for phase in ("forward", "backward"):
+                assert sum(e["name"] == f"{phase} {layer}" for e in by_track["compute"]) >= 3, (kind, phase, layer)
+        assert by_track["wait"]
+        assert {e["name"] for e in by_track["wire"]} & {"0", "2", "2 to 0"}
+        assert all(e["args"]["sent_bytes"] > 0 for e in by_track["wire"])
+        assert all(e["ts"] >= 0 or e["cat"] != "compute" for e in spans)
+        assert all(e["dur"] >= 0 for e in spans)
+        for tid in names:  # nothing overlaps on one row of the wire
+            row = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if e["tid"] == tid and e["cat"] == "wire")
+            assert all(end <= begin + 1e-3 for (_, end), (begin, _) in pairwise(row))
+
+
+def _trace(folder: Path) -> None:
+    for settings in (LazySync(), HybridSync()):
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(288, 10))
+        _, sync = attach(model, settings)
+        path = folder / f"{settings.kind}.json"
+        traced = TracedSteps(model, torch.device("cpu"), path, first=2, count=4)
+        for _ in range(7):
+            sync.zero_grad()
+            model(torch.ones(1, 3, 8, 8)).sum().backward()
+            traced.end_step(sync.finish())
+            sync.update(lambda params: None)
