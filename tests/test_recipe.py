@@ -41,7 +41,7 @@ def test_a_shipped_recipe_survives_being_written_out_in_full(name: str, tmp_path
         ({"global_batch": 1.5}, "global_batch is 1.5: input should be a valid integer"),
         ({"optim__lr": -1}, "optim.lr is -1: input should be greater than 0"),
         ({"epochs": True}, "epochs is true: input should be a valid integer"),
-        ({"sync__kind": "rng"}, "sync.kind is 'rng'; it must be one of 'allreduce', 'ddp', 'lazy'"),
+        ({"sync__kind": "rng"}, "sync.kind is 'rng'; it must be one of 'allreduce', 'ring', 'lazy'"),
         (
             {"model__kind": "vgg"},
             "model.kind is 'vgg'; it must be one of 'alexnet', 'alexnet_bn', 'resnet18', 'resnet50'",
@@ -74,7 +74,7 @@ def test_set_overrides_any_key_in_tomls_own_notation():
 
 def test_sync_replaces_the_engine_and_keeps_the_wire():
     assert load_recipe(find_recipe("demo"), sync="allreduce").sync == AllReduceSync(wire="bf16")
-    assert load_recipe(find_recipe("demo"), sync="lazy").sync == LazySync(wire="bf16", threshold_mb=16)
+    assert load_recipe(find_recipe("demo"), sync="lazy").sync == LazySync(wire="bf16")
 
 
 @pytest.mark.parametrize("override", ["epochs", "=3", "epochs.more=3"])

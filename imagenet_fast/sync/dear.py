@@ -53,8 +53,18 @@ class _Halves:
         self._lane = lane
 
     def scatter(self) -> Transfer:
-        self._parts = split(self._piece.float(), len(self._lane.ranks))
-        self._scattered = self._lane.start(partial(pairwise_scatter, self._parts, self._wire))
+        values = self._piece.float()  # itself, where it is fp32
+        self._parts = split(values, len(self._lane.ranks))
+
+        def carry(peers: Peers) -> None:
+            rounded = self._wire.itemsize < values.element_size()
+            if rounded:
+                values.div_(peers.size)  # a sum of fp16 values could overflow
+            pairwise_scatter(self._parts, self._wire, peers)
+            if not rounded:
+                self._parts[peers.rank].div_(peers.size)
+
+        self._scattered = self._lane.start(carry)
         return self._scattered
 
     def gather(self) -> Transfer:

@@ -160,7 +160,7 @@ USAGE = [
     (("--recipe", "dmeo"), "no recipe 'dmeo'; did you mean demo?"),
     (("--recipe", "smoke", "--set", "optim.lrr=1"), "unknown key optim.lrr; did you mean optim.lr?"),
     (("--recipe", "smoke", "--set", "epochs=many"), 'epochs is "many"'),
-    (("--recipe", "smoke", "--sync", "rng"), "sync.kind is 'rng'; it must be one of 'allreduce', 'ddp', 'lazy'"),
+    (("--recipe", "smoke", "--sync", "rng"), "sync.kind is 'rng'; it must be one of 'allreduce', 'ring', 'lazy'"),
     (("--recipe", "resnet50-1gpu"), "--data DIR"),
     (("--recipe", "resnet50-1gpu", "--data", "/nowhere"), "there is no data directory /nowhere"),
     (("--recipe", "smoke", "--nproc", "3"), "does not divide over 3 ranks"),

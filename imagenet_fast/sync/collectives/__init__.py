@@ -56,8 +56,8 @@ def usual_collective(tensor: Tensor, wire: torch.dtype) -> Collective:
 def _average(tensor: Tensor, wire: torch.dtype, collective: Collective, node: int, peers: Peers) -> None:
     values = tensor.float()  # itself, where it is fp32
     rounded = wire.itemsize < values.element_size()
-    if rounded and collective != "pairwise":
-        values.div_(peers.size)  # a partial sum of fp16 values could overflow
+    if rounded:
+        values.div_(peers.size)  # a sum of fp16 values could overflow
     match collective:
         case "pairwise":
             pairwise(values, wire, peers)
@@ -75,7 +75,7 @@ def _average(tensor: Tensor, wire: torch.dtype, collective: Collective, node: in
             raise AssertionError("a backend takes its tensors whole")
         case _:
             assert_never(collective)
-    if not rounded and collective != "pairwise":
+    if not rounded:
         values.div_(peers.size)
     if values is not tensor:
         tensor.copy_(values)

@@ -14,23 +14,22 @@ from imagenet_fast.sync.lane import Peers
 
 
 def pairwise(tensor: Tensor, wire: torch.dtype, peers: Peers) -> None:
-    """Leave the mean over ``peers`` in ``tensor``."""
+    """Leave the sum over ``peers`` in ``tensor``, rounded to the wire dtype."""
     parts = split(tensor, peers.size)
     pairwise_scatter(parts, wire, peers)
     pairwise_gather(parts, wire, peers)
 
 
 def pairwise_scatter(parts: list[Tensor], wire: torch.dtype, peers: Peers) -> None:
-    """Leave the mean of part r on rank r; the other parts keep this rank's values. Adds in the order of ranks, so
+    """Leave the sum of part r on rank r; the other parts keep this rank's values. Adds in the order of ranks, so
     where an element lies makes no difference to its sum."""
     own = parts[peers.rank]
     arrivals = {peer: room(own, wire) for peer in _others(peers)}
     peers.exchange([(peer, parts[peer].to(wire)) for peer in _others(peers)], arrivals.items())
-    mine = own.clone()
+    mine = own.to(wire) if wire != own.dtype else own.clone()  # rounded like the others'
     own.zero_()
     for peer in range(peers.size):
         own += mine if peer == peers.rank else arrivals[peer]
-    own /= peers.size
 
 
 def pairwise_gather(parts: list[Tensor], wire: torch.dtype, peers: Peers) -> None:
