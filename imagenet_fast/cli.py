@@ -184,6 +184,9 @@ def bench_sync(
     steps: Annotated[int, typer.Option(min=1, help="Steps of each engine in a round.")] = 2,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the rows there too.")] = None,
     png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw them there.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write a timeline of each engine there, for ui.perfetto.dev.")
+    ] = None,
 ) -> None:
     """Replay a model's layer profile against every engine over a network of one's own, beside DDP and the limits."""
     from imagenet_fast.bench import sync as bench
@@ -196,7 +199,9 @@ def bench_sync(
         profile = profile.lasting(compute)
     engines = parse_engines(sync, wire, overrides)
     figure = new_figure(png, 9, 0.4 * len(engines) + 2) if png is not None else None
-    rows = bench.bench_sync(profile, engines, hosts, rate, scale, rounds, steps)
+    if trace is not None:
+        trace.mkdir(parents=True, exist_ok=True)
+    rows = bench.bench_sync(profile, engines, hosts, rate, scale, rounds, steps, trace)
     _show(rows, bench.sync_table, json_file)
     if figure is not None:
         bench.draw(rows, figure)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from imagenet_fast.bench.network import INTERFACE, Host, enter, parse_rate, shaped_network
+from imagenet_fast.bench.network import INTERFACE, Host, end_with_parent, enter, parse_rate, shaped_network
 from imagenet_fast.errors import UserError
 from imagenet_fast.job import check_writable, plan_job
 from imagenet_fast.launch import GRACE_S, local_ranks
@@ -117,8 +117,13 @@ def _on_hosts(arguments: list[str], network: list[Host]) -> int:
         meeting = {"MASTER_ADDR": network[0].address, "MASTER_PORT": str(_PORT), "GLOO_SOCKET_IFNAME": INTERFACE}
         threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // len(network)))}
         environment = threads | dict(os.environ) | place | meeting
-        processes.append(subprocess.Popen(arguments, env=environment, preexec_fn=partial(enter, host)))
+        processes.append(subprocess.Popen(arguments, env=environment, preexec_fn=partial(_move_to, host)))
     return _wait(processes)
+
+
+def _move_to(host: Host) -> None:
+    end_with_parent()
+    enter(host)
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> int:

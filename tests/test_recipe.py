@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.loading import find_recipe, load_recipe, parse_recipe, recipe_names, to_toml
-from imagenet_fast.recipe import AllReduceSync, LazySync, Recipe, Sgd
+from imagenet_fast.loading import find_recipe, load_recipe, parse_engines, parse_recipe, recipe_names, to_toml
+from imagenet_fast.recipe import AllReduceSync, DdpSync, LazySync, Recipe, Sgd
 from tests.conftest import tables
 
 SHIPPED = [
@@ -54,6 +54,14 @@ def test_a_shipped_recipe_survives_being_written_out_in_full(name: str, tmp_path
         ({"sync": 3}, "sync is 3: "),
         ({"model": {"kind": "alexnet"}}, "data.image_size (32) is too small for alexnet, which needs 63"),
         ({"schedule__warmup_epochs": 9}, "schedule.warmup_epochs (9.0) exceeds epochs (2)"),
+        ({"sync": {"kind": "hybrid"}, "clip_norm": 1.0}, "sync.kind 'hybrid' updates a layer before the gradients of"),
+        (
+            {"sync": {"kind": "dear"}, "precision": {"kind": "fp16"}},
+            "for a dynamic loss scale (precision.loss_scale 0)",
+        ),
+        ({"sync": {"kind": "auto"}, "compile": True}, "sync.kind 'auto' with sync.defer waits for single layers"),
+        ({"sync": {"kind": "sparse"}, "clip_norm": 1.0}, "it cannot clip the norm of one (clip_norm 1.0)"),
+        ({"sync": {"kind": "sparse"}, "precision": {"kind": "fp16"}}, "it cannot drop one that overflows"),
     ],
 )
 def test_a_wrong_recipe_is_met_with_the_key_and_the_fix(change: dict[str, object], sentence: str):
@@ -61,6 +69,24 @@ def test_a_wrong_recipe_is_met_with_the_key_and_the_fix(change: dict[str, object
         parse_recipe("my.toml", tables(**change))
     assert str(error.value).startswith("my.toml: ")
     assert sentence in str(error.value)
+
+
+def test_engines_take_what_their_kind_can_do():
+    for sync, change in (
+        ({"kind": "hybrid"}, {"precision": {"kind": "fp16", "loss_scale": 128.0}}),
+        ({"kind": "auto", "defer": False}, {"clip_norm": 1.0, "compile": True}),
+        ({"kind": "lazy"}, {"clip_norm": 1.0, "precision": {"kind": "fp16"}}),
+    ):
+        assert parse_recipe("my.toml", tables(sync=sync, **change)).sync.kind == sync["kind"]
+
+
+def test_engines_of_a_benchmark_take_a_wire_and_keys_of_their_own():
+    lazy, ddp = parse_engines("lazy,ddp:fp32", "fp16", ["lazy.threshold_mb=2"])
+    assert lazy == LazySync(wire="fp16", threshold_mb=2)
+    assert ddp == DdpSync(wire="fp32")
+    for text, sentence in (("lazy:int8", "sync.wire is"), ("rng", "sync.kind is 'rng'")):
+        with pytest.raises(UserError, match=sentence):
+            parse_engines(text, "bf16")
 
 
 def test_set_overrides_any_key_in_tomls_own_notation():

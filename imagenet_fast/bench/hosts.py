@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 from torch.multiprocessing.spawn import start_processes
 
-from imagenet_fast.bench.network import INTERFACE, Host, enter
+from imagenet_fast.bench.network import INTERFACE, Host, end_with_parent, enter
 
 _TIMEOUT = timedelta(minutes=5)
 
@@ -51,6 +51,7 @@ def _rank(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
+    end_with_parent()
     torch.set_num_threads(1)
     if not isinstance(hosts, int):
         enter(hosts[rank])

@@ -11,6 +11,7 @@ import ctypes
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from typing import TypeVar
 from imagenet_fast.errors import UserError
 
 _CLONE_NEWNET = 0x40000000
+_PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 Result = TypeVar("Result")
 
@@ -60,6 +62,12 @@ def enter(host: Host) -> None:
         _set_namespace(descriptor)
     finally:
         os.close(descriptor)
+
+
+def end_with_parent() -> None:
+    """Have the kernel end this process when the one that started it has ended, however that was."""
+    if hasattr(_libc, "prctl"):
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def sent_bytes() -> int:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import fmean, median, mode
 from typing import Any, assert_never
 
@@ -39,6 +40,7 @@ from imagenet_fast.recipe import (
 )
 from imagenet_fast.sync import SyncStats, attach, wire_dtype
 from imagenet_fast.sync.prediction import Prediction
+from imagenet_fast.sync.trace import Trace
 from imagenet_fast.tables import compact_table
 
 _LEARNING_STEPS = 6  # until an engine that plans has its plan
@@ -93,18 +95,26 @@ _Blocks = dict[Sync | Wire | None, list[_Block]]
 
 
 def bench_sync(
-    profile: Profile, engines: list[Sync], hosts: int, rate: str | None, scale: int, rounds: int, steps: int
+    profile: Profile,
+    engines: list[Sync],
+    hosts: int,
+    rate: str | None,
+    scale: int,
+    rounds: int,
+    steps: int,
+    traces: Path | None = None,
 ) -> list[EngineTime]:
     """Replay ``profile``, with a ``scale``-th of its gradients, on ``hosts`` linked at ``rate`` (None: loopback).
 
-    DDP is run with each wire dtype there is. Raises UserError where the network cannot be made.
+    DDP is run with each wire dtype there is. Rank 0 writes a timeline of every engine into the directory ``traces``.
+    Raises UserError where the network cannot be made.
     """
     wires = list(dict.fromkeys(settings.wire for settings in engines))
     engines = engines + [ddp for wire in wires if (ddp := DdpSync(wire=wire)) not in engines]
     small = profile.shrunk(scale)
     with shaped_network(hosts, parse_rate(rate)) if rate is not None else nullcontext(hosts) as network:
         measured: list[tuple[_Blocks, tuple[Prediction, ...]]] = run_on(
-            network, _measure, small, engines, wires, rate is not None, rounds, steps
+            network, _measure, small, engines, wires, rate is not None, rounds, steps, traces
         )
     by_rank = [blocks for blocks, _ in measured]
     decision = measured[0][1]
@@ -203,7 +213,13 @@ def draw(times: list[EngineTime], figure: Any) -> None:
 
 
 def _measure(
-    profile: Profile, engines: list[Sync], wires: list[Wire], counted: bool, rounds: int, steps: int
+    profile: Profile,
+    engines: list[Sync],
+    wires: list[Wire],
+    counted: bool,
+    rounds: int,
+    steps: int,
+    traces: Path | None,
 ) -> tuple[_Blocks, tuple[Prediction, ...]]:
     """On each rank: the blocks, and what an engine that chooses chose from."""
     gradients = gradients_of(profile)
@@ -218,6 +234,8 @@ def _measure(
         loop = _Loop(profile, gradients, settings, counted)
         decision = loop.learn() or decision
         measurements[settings] = partial(loop.block, steps)
+        if traces is not None:
+            loop.trace(traces / f"{settings.kind}-{settings.wire}.json")
     blocks: _Blocks = defaultdict(list)
     for turn in range(rounds):
         order = list(measurements)
@@ -251,7 +269,8 @@ class _Loop:
     """A training loop of one engine over replayed layers, with an update that costs nothing."""
 
     def __init__(self, profile: Profile, gradients: Gradients, settings: Sync, counted: bool) -> None:
-        self._forward, self._sync = attach(replay(profile, gradients), settings)
+        self._model = replay(profile, gradients)
+        self._forward, self._sync = attach(self._model, settings)
         self._x = torch.zeros(1, requires_grad=True)
         self._learns = isinstance(settings, LazySync | HybridSync | DearSync | AutoSync)
         self._counted = counted
@@ -261,6 +280,16 @@ class _Loop:
         stats = [self._step() for _ in range(_LEARNING_STEPS if self._learns else 2)]
         self._sync.settle()
         return next((s.decision for s in stats if s.decision), ())
+
+    def trace(self, path: Path) -> None:
+        """Three steps, of which rank 0 writes a timeline."""
+        self._step()
+        trace = Trace(self._model, torch.device("cpu"))
+        for _ in range(3):
+            trace.add_step(self._step())
+        self._sync.settle()
+        if dist.get_rank() == 0:
+            trace.write(path)
 
     def block(self, steps: int) -> _Block:
         before = sent_bytes() if self._counted else 0

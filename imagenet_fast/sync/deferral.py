@@ -16,7 +16,7 @@ from torch import nn
 from imagenet_fast.sync.engine import SyncEngine
 from imagenet_fast.sync.span import Span
 
-Update = Callable[[list[nn.Parameter]], None]
+Update = Callable[[list[nn.Parameter]], object]
 """Applies the gradients of some parameters, and needs no others to do so."""
 
 

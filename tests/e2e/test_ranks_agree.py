@@ -20,7 +20,7 @@ from imagenet_fast.world import World
 from tests.conftest import make_pictures, tables
 from tests.ranks import run
 
-ENGINES = ("ddp", "allreduce", "lazy")
+ENGINES = ("ddp", "hybrid")
 STEPS = 20
 
 

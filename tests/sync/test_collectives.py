@@ -15,7 +15,7 @@ from imagenet_fast.sync.collectives import all_reduce, ring_bytes
 from imagenet_fast.sync.lane import Lane, PeerLost
 from tests.ranks import run
 
-LENGTHS = (0, 1, 3, 7, 1000, 4097, 600_001)  # the last one is more than two segments
+LENGTHS = (0, 1, 3, 7, 4097, 270_001)  # the last one is more than one segment, in 16 bits too
 COLLECTIVES = get_args(Collective)
 WIRES = {torch.float32: 2e-6, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def _every_collective() -> list[str]:
     fingerprints = []
     for collective in COLLECTIVES:
         for wire, tolerance in WIRES.items():
-            for integers in (True, False):
+            for integers in (True, False) if wire == torch.bfloat16 else (True,):
                 tensors = [values(rank, n, world, integers) for n in LENGTHS]
                 transfers = [all_reduce(t, wire, collective, lane) for t in tensors]  # all under way at once
                 for tensor, transfer, length in zip(tensors, transfers, LENGTHS, strict=True):

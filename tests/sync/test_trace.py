@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from imagenet_fast.sync import HybridSync, LazySync, attach
@@ -39,7 +40,7 @@ def _trace(folder: Path) -> None:
     for settings in (LazySync(), HybridSync()):
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(288, 10))
         _, sync = attach(model, settings)
-        path = folder / f"{settings.kind}.json"
+        path = folder / f"{settings.kind}{dist.get_rank() or ''}.json"
         traced = TracedSteps(model, torch.device("cpu"), path, first=2, count=4)
         for _ in range(7):
             sync.zero_grad()

@@ -1,0 +1,134 @@
+"""The network of one's own and the benchmark on it, small and fast; it needs root, as CI has."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from imagenet_fast.bench.network import parse_rate, shaped_network
+from imagenet_fast.bench.profile import Layer, Profile, load_profile, save_profile
+from imagenet_fast.errors import UserError
+from tests.e2e.command import imagenet_fast
+
+SMALL = Profile(
+    "small",
+    "made up for a test",
+    (
+        Layer("conv", "Conv2d", ((16, 3, 3, 3), (16,)), 20.0, 40.0),
+        Layer("hidden", "Linear", ((400, 1000), (400,)), 5.0, 10.0),
+        Layer("last", "Linear", ((100, 400), (100,)), 2.0, 4.0),
+    ),
+)
+
+
+def namespaces() -> set[str]:
+    """The network namespaces that some process of this machine is in or holds open."""
+    found = set()
+    for link in [*Path("/proc").glob("[0-9]*/ns/net"), *Path("/proc").glob("[0-9]*/fd/*")]:
+        try:
+            target = str(link.readlink())
+        except OSError:
+            continue
+        if target.startswith("net:"):
+            found.add(target)
+    return found
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
+    folder = tmp_path_factory.mktemp("bench")
+    save_profile(SMALL, folder / "small.json")
+    done = imagenet_fast(
+        "bench", "sync", "--model", str(folder / "small.json"), "--hosts", "3", "--rate", "400mbit", "--rounds", "2",
+        "--sync", "ddp:fp32,allreduce,ring,lazy,hybrid,dear,sparse,auto", "--set", "sparse.dense_epochs=0",
+        "--set", "sparse.ramp_epochs=0", "--set", "sparse.chunk=4096",
+        "--json", str(folder / "rows.json"), "--png", str(folder / "rows.png"), "--trace", str(folder / "trace"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "3 hosts, 400mbit, bf16" in done.stdout
+    assert all(len(line) <= 80 for line in done.stdout.splitlines()), done.stdout
+    assert (folder / "rows.png").stat().st_size > 10_000
+    assert json.loads((folder / "trace" / "hybrid-bf16.json").read_text())["traceEvents"]
+    table: list[dict[str, object]] = json.loads((folder / "rows.json").read_text())
+    return table
+
+
+def test_there_is_a_row_an_engine_with_every_figure(rows: list[dict[str, object]]):
+    engines = [(row["engine"], row["wire"]) for row in rows]
+    assert engines == [
+        ("ddp", "fp32"), ("allreduce", "bf16"), ("ring", "bf16"), ("lazy", "bf16"), ("hybrid", "bf16"),
+        ("dear", "bf16"), ("sparse", "bf16"), ("auto", "bf16"), ("ddp", "bf16"),
+    ]  # fmt: skip
+    asked = {
+        "engine", "wire", "hosts", "rate", "scale", "model", "step_s", "step_s_min", "step_s_max", "compute_s",
+        "exposed_s", "raw_s", "sent_bytes", "kernel_bytes", "launches", "ratio_to_ddp", "ratio_to_limit",
+    }  # fmt: skip
+    for row in rows:
+        assert asked <= set(row)
+        assert 0 < row["step_s_min"] <= row["step_s"] <= row["step_s_max"]
+        assert row["compute_s"] >= SMALL.compute_s
+        assert row["launches"] >= 1
+
+
+def test_the_kernel_counts_what_the_engines_count(rows: list[dict[str, object]]):
+    for row in rows:
+        if row["sent_bytes"] > 1e5:  # beside which acknowledgements and barriers weigh little
+            assert row["kernel_bytes"] == pytest.approx(row["sent_bytes"], rel=0.1), row["engine"]
+
+
+def test_nothing_is_left_of_a_network(rows: list[dict[str, object]]):
+    before = namespaces()
+    with shaped_network(3, parse_rate("1gbit")) as hosts:
+        assert len(namespaces() - before) == 4
+        assert len({host.address for host in hosts}) == 3
+    assert namespaces() == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_two_run_at_once_and_an_end_by_force_leaves_nothing(number: signal.Signals, tmp_path: Path):
+    before = namespaces()
+    save_profile(SMALL, tmp_path / "small.json")
+    command = [sys.executable, "-m", "imagenet_fast", "bench", "sync", "--model", str(tmp_path / "small.json")]
+    command += ["--hosts", "2", "--rate", "100mbit", "--rounds", "999"]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
+    deadline = time.monotonic() + 30
+    while len(namespaces() - before) < 6 and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert len(namespaces() - before) == 6
+    for process in both:
+        process.send_signal(number)
+    for process in both:
+        _, errors = process.communicate(timeout=20)
+        assert b"Traceback" not in errors
+    deadline = time.monotonic() + 10
+    while namespaces() - before and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert namespaces() <= before
+
+
+def test_profiles_are_read_as_they_were_written(tmp_path: Path):
+    save_profile(SMALL, tmp_path / "small.json")
+    assert load_profile(str(tmp_path / "small.json")) == SMALL
+    assert SMALL.lasting(2.0).compute_s == pytest.approx(2.0)
+    assert SMALL.shrunk(4).layers[1].shapes == ((100, 1000), (100,))
+    for name in ("alexnet", "resnet50", "alexnet-512", "resnet50-512"):
+        assert load_profile(name).elements == {"alexnet": 61_100_840, "resnet50": 25_557_032}[name.split("-")[0]]
+    with pytest.raises(UserError, match="there are alexnet"):
+        load_profile("vgg")
+    (tmp_path / "bad.json").write_text('{"model": "x"}')
+    with pytest.raises(UserError, match="is not a layer profile"):
+        load_profile(str(tmp_path / "bad.json"))
+
+
+def test_rates_are_as_tc_writes_them():
+    assert parse_rate("250mbit") == 250_000_000
+    assert parse_rate("1.5gbit") == 1_500_000_000
+    for wrong in ("250", "fast", "0mbit", "-1gbit"):
+        with pytest.raises(UserError, match="such as 250mbit"):
+            parse_rate(wrong)
