@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -44,7 +43,7 @@ class Timetable:
         self._pushed: list[Mark] = []
         self._rows: list[list[float]] = []
         owners = dict.fromkeys([model, *(span.module for span in self._spans)])
-        self._hooks = [module.register_forward_pre_hook(partial(self._call)) for module in owners]
+        self._hooks = [module.register_forward_pre_hook(self._call) for module in owners]
         self._hooks.append(model.register_forward_hook(self._turn))
         self._model = model
 
