@@ -20,7 +20,7 @@ from imagenet_fast.world import World
 from tests.conftest import make_pictures, tables
 from tests.ranks import run
 
-ENGINES = ("ddp", "hybrid")
+ENGINES = ("hybrid",)
 STEPS = 20
 
 

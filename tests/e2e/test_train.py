@@ -25,7 +25,7 @@ SMOKE = ("train", "--recipe", "smoke")
 @pytest.fixture(scope="module")
 def smoke_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     run = tmp_path_factory.mktemp("runs") / "smoke"
-    done = imagenet_fast(*SMOKE, "--out", str(run), "--seed", "5")
+    done = imagenet_fast(*SMOKE, "--out", str(run), "--seed", "5", "--trace")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     return run, done.stdout
@@ -46,9 +46,11 @@ def test_it_launches_its_own_ranks_and_says_how_it_went(smoke_run: tuple[Path, s
 def test_the_run_directory_is_complete(smoke_run: tuple[Path, str]):
     run, _ = smoke_run
     assert {p.name for p in run.iterdir()} == {
-        "recipe.toml", "environment.json", "events.jsonl", "mllog.txt", "tb", "checkpoints", "outcome.json"
+        "recipe.toml", "environment.json", "events.jsonl", "mllog.txt", "tb", "checkpoints", "outcome.json",
+        "trace.json",
     }  # fmt: skip
     assert "seed = 5\n" in (run / "recipe.toml").read_text()
+    assert len(json.loads((run / "trace.json").read_text())["traceEvents"]) > 5 * 2 * 41  # steps, phases, layers
     assert json.loads((run / "environment.json").read_text())["packages"]["torch"].startswith("2.")
     evaluations = events_of(run, "eval")
     assert [e["images"] for e in evaluations] == [63, 63]

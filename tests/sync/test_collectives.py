@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from functools import cache
 from typing import get_args
 
 import pytest
@@ -21,11 +22,18 @@ WIRES = {torch.float32: 2e-6, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 CPU = torch.device("cpu")
 
 
+@cache
 def values(rank: int, length: int, world: int, integers: bool) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * length + rank)
     if integers:  # whose mean over the ranks is an integer that 16 bits hold
         return world * torch.randint(-8, 8, (length,), generator=generator).float()
     return torch.randn(length, generator=generator)
+
+
+@cache
+def mean_of(length: int, world: int, integers: bool) -> torch.Tensor:
+    """Over the ranks, in float64."""
+    return torch.stack([values(rank, length, world, integers) for rank in range(world)]).double().mean(0)
 
 
 @pytest.mark.parametrize("world", range(1, 9))
@@ -41,11 +49,11 @@ def _every_collective() -> list[str]:
     for collective in COLLECTIVES:
         for wire, tolerance in WIRES.items():
             for integers in (True, False) if wire == torch.bfloat16 else (True,):
-                tensors = [values(rank, n, world, integers) for n in LENGTHS]
+                tensors = [values(rank, n, world, integers).clone() for n in LENGTHS]
                 transfers = [all_reduce(t, wire, collective, lane) for t in tensors]  # all under way at once
                 for tensor, transfer, length in zip(tensors, transfers, LENGTHS, strict=True):
                     transfer.wait()
-                    mean = sum(values(r, length, world, integers).double() for r in range(world)) / world
+                    mean = mean_of(length, world, integers)
                     case = f"{collective} {wire} {length}"
                     if integers:
                         assert torch.equal(tensor.double(), mean), case
@@ -85,7 +93,7 @@ def test_butterfly_and_pairwise_add_alike_wherever_an_element_lies():
 def _fused_and_apart() -> None:
     lane = Lane(CPU)
     for collective, wire in (("butterfly", torch.float32), *(("pairwise", wire) for wire in WIRES)):
-        fused = values(dist.get_rank(), 90_000, 3, False)
+        fused = values(dist.get_rank(), 90_000, 3, False).clone()
         apart = [t.clone() for t in fused.split([7, 40_000, 1, 49_992])]
         all_reduce(fused, wire, collective, lane).wait()
         for tensor in apart:

@@ -36,8 +36,8 @@ ENGINES: list[Settings] = [
     *(LazySync(wire="bf16", collective=collective) for collective in get_args(Collective)),
     *(LazySync(wire=wire, threshold_mb=mb) for wire in WIRES for mb in (0.0, 0.0005, math.inf)),
     *(RingSync(wire=wire, bucket_mb=0.0005) for wire in WIRES),
-    *(HybridSync(wire=wire, fuse_mb=mb) for wire in WIRES for mb in (0.0, 0.0005, math.inf)),
-    *(DearSync(wire=wire, bucket_mb=mb) for wire in WIRES for mb in (0.0, 0.0005, math.inf)),
+    *(HybridSync(wire=wire, fuse_mb=mb) for wire, mb in zip(WIRES, (0.0, 0.0005, math.inf), strict=True)),
+    *(DearSync(wire=wire, bucket_mb=mb) for wire, mb in zip(WIRES, (0.0, 0.0005, math.inf), strict=True)),
     *(SparseSync(wire=wire, sparsity=0.0, chunk=64) for wire in WIRES),
 ]
 SIZES = [(1,), (3, 5), (17,), (128, 3), (2, 3, 3, 3), (1,)]

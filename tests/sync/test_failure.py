@@ -20,7 +20,6 @@ from imagenet_fast.world import answer_roll_call, report_failure
 
 ENGINES: tuple[EngineSettings, ...] = (
     LazySync(collective="native"),
-    LazySync(collective="hierarchical"),
     RingSync(),
     HybridSync(),
     DearSync(),
