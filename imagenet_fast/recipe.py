@@ -202,7 +202,7 @@ class LazySync(Table):
     threshold_mb: Bytes | Literal["auto"] = "auto"
     """``auto``: what is best for the network and the model, both measured in the first steps."""
     collective: Collective | Literal["auto"] = "auto"
-    """``auto``: pairwise for 16 bits between up to 16 CPU ranks, else native."""
+    """``auto``: pairwise for 16 bits between up to 16 CPU ranks on several machines, else native."""
 
 
 class SparseSync(Table):

@@ -38,6 +38,7 @@ from imagenet_fast.sync.dear import dear
 from imagenet_fast.sync.deferral import Update
 from imagenet_fast.sync.engine import SyncEngine, SyncStats
 from imagenet_fast.sync.hybrid import hybrid
+from imagenet_fast.sync.lane import Lane
 from imagenet_fast.sync.lazy import Lazy
 from imagenet_fast.sync.pool import GradientPool
 from imagenet_fast.sync.span import Span
@@ -84,7 +85,11 @@ def build_engine(settings: EngineSettings, pool: GradientPool, steps_per_epoch: 
     wire = wire_dtype(settings.wire)
 
     def collective(settings: LazySync | SparseSync) -> Collective:
-        return usual_collective(pool.buffer, wire) if settings.collective == "auto" else settings.collective
+        return (
+            usual_collective(pool.buffer, wire, Lane(pool.buffer.device))
+            if settings.collective == "auto"
+            else settings.collective
+        )
 
     match settings:
         case AllReduceSync():

@@ -44,7 +44,7 @@ class Auto(SyncEngine):
         self._defer = defer
         self._build = build
         self._lane = Lane(pool.buffer.device)
-        self._usual = usual_collective(pool.buffer, dtype)
+        self._usual = usual_collective(pool.buffer, dtype, self._lane)
         self._meanwhile = Lazy(pool, dtype, _MiB, self._usual)
         self._timetable = Timetable(pool.model, pool.spans, pool.buffer.device)
 

@@ -45,7 +45,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
     folder = tmp_path_factory.mktemp("bench")
     save_profile(SMALL, folder / "small.json")
     done = imagenet_fast(
-        "bench", "sync", "--model", str(folder / "small.json"), "--hosts", "3", "--rate", "400mbit", "--rounds", "2", "--steps", "1",
+        "bench", "sync", "--model", str(folder / "small.json"), "--hosts", "3", "--rate", "400mbit", "--rounds", "2",
+        "--steps", "1",
         "--sync", "ddp:fp32,allreduce,ring,lazy,hybrid,dear,sparse,auto", "--set", "sparse.dense_epochs=0",
         "--set", "sparse.ramp_epochs=0", "--set", "sparse.chunk=4096",
         "--json", str(folder / "rows.json"), "--png", str(folder / "rows.png"), "--trace", str(folder / "trace"),

@@ -6,7 +6,6 @@ from functools import partial
 from typing import assert_never
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from imagenet_fast.recipe import Collective
@@ -43,14 +42,15 @@ def wire_for(tensor: Tensor, wire: torch.dtype, lane: Lane) -> torch.dtype:
     return wire if wire.itemsize < tensor.element_size() and len(lane.ranks) > 1 else tensor.dtype
 
 
-def usual_collective(tensor: Tensor, wire: torch.dtype) -> Collective:
+def usual_collective(tensor: Tensor, wire: torch.dtype, lane: Lane) -> Collective:
     """What to take where nobody has chosen: pairwise for 16 bits, since it rounds once, wherever it is as fast.
 
-    That is so between up to 16 CPU ranks (`bench sync`, docs/benchmarks.md). Its messages are an all-reduce's divided
-    by the ranks, so with many they are too short, and on GPUs it has not been measured yet.
+    That is so between up to 16 CPU ranks on several machines (`bench sync`, docs/benchmarks.md). With more of them its
+    messages become short; on one machine its threads cost more than the wire does; on GPUs it has not been measured.
     """
+    ranks = len(lane.ranks)
     short = wire.itemsize < tensor.element_size()
-    return "pairwise" if short and not tensor.is_cuda and dist.get_world_size() <= 16 else "native"
+    return "pairwise" if short and not tensor.is_cuda and lane.node < ranks <= 16 else "native"
 
 
 def _average(tensor: Tensor, wire: torch.dtype, collective: Collective, node: int, peers: Peers) -> None:
