@@ -21,7 +21,6 @@ from torch import nn
 from imagenet_fast.recipe import (
     AllReduceSync,
     AutoSync,
-    Collective,
     DdpSync,
     DearSync,
     HybridSync,
@@ -32,13 +31,11 @@ from imagenet_fast.recipe import (
 )
 from imagenet_fast.sync.allreduce import AllReduce
 from imagenet_fast.sync.auto import Auto
-from imagenet_fast.sync.collectives import usual_collective
 from imagenet_fast.sync.ddp import DdpPeer
 from imagenet_fast.sync.dear import dear
 from imagenet_fast.sync.deferral import Update
 from imagenet_fast.sync.engine import SyncEngine, SyncStats
 from imagenet_fast.sync.hybrid import hybrid
-from imagenet_fast.sync.lane import Lane
 from imagenet_fast.sync.lazy import Lazy
 from imagenet_fast.sync.pool import GradientPool
 from imagenet_fast.sync.span import Span
@@ -83,14 +80,6 @@ class GradientSync(Protocol):
 def build_engine(settings: EngineSettings, pool: GradientPool, steps_per_epoch: int = 1) -> SyncEngine:
     """The engine a recipe's ``[sync]`` table names, over ``pool``. Needs torch.distributed to be up."""
     wire = wire_dtype(settings.wire)
-
-    def collective(settings: LazySync | SparseSync) -> Collective:
-        return (
-            usual_collective(pool.buffer, wire, Lane(pool.buffer.device))
-            if settings.collective == "auto"
-            else settings.collective
-        )
-
     match settings:
         case AllReduceSync():
             return AllReduce(pool, wire, settings.collective)
@@ -98,11 +87,12 @@ def build_engine(settings: EngineSettings, pool: GradientPool, steps_per_epoch: 
             return Lazy(pool, wire, settings.bucket_mb * MiB, "ring")
         case LazySync():
             threshold = None if settings.threshold_mb == "auto" else settings.threshold_mb * MiB
-            return Lazy(pool, wire, threshold, collective(settings))
+            return Lazy(pool, wire, threshold, None if settings.collective == "auto" else settings.collective)
         case SparseSync():
             return Sparse(
                 pool, wire, settings.sparsity, settings.chunk, round(settings.dense_epochs * steps_per_epoch),
-                round(settings.ramp_epochs * steps_per_epoch), settings.threshold_mb * MiB, collective(settings),
+                round(settings.ramp_epochs * steps_per_epoch), settings.threshold_mb * MiB,
+                None if settings.collective == "auto" else settings.collective,
             )  # fmt: skip
         case HybridSync():
             return hybrid(pool, wire, settings.policy, settings.fuse_mb * MiB)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from imagenet_fast.recipe import Collective
-from imagenet_fast.sync.collectives import all_reduce, wire_for
+from imagenet_fast.sync.collectives import all_reduce, usual_collective, wire_for
 from imagenet_fast.sync.engine import Stopwatch, SyncEngine, SyncStats
 from imagenet_fast.sync.lane import Lane, Transfer
 from imagenet_fast.sync.link import measure_link
@@ -24,13 +24,16 @@ class Lazy(SyncEngine):
     """Fused until ``threshold`` bytes on the wire, overlapped with backward.
 
     A threshold of 0 sends every tensor by itself, an infinite one sends everything at the end of backward. None: the
-    best for the network and for the course of a step, both of which are measured in the first steps.
+    best for the network and for the course of a step, both of which are measured in the first steps. No collective: the
+    usual one.
     """
 
-    def __init__(self, pool: GradientPool, wire: torch.dtype, threshold: float | None, collective: Collective) -> None:
+    def __init__(
+        self, pool: GradientPool, wire: torch.dtype, threshold: float | None, collective: Collective | None
+    ) -> None:
         self._pool = pool
-        self._collective = collective
         self._lane = Lane(pool.buffer.device)
+        self._collective = collective or usual_collective(pool.buffer, wire, self._lane)
         self._wire = wire_for(pool.buffer, wire, self._lane)
         self._timetable = None if threshold is not None else Timetable(pool.model, pool.spans, pool.buffer.device)
         self._threshold = THRESHOLDS[0] if threshold is None else threshold

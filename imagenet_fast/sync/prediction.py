@@ -37,36 +37,23 @@ def layerwise_step(spans: Sequence[Span], itemsize: int, timing: Timing, link: L
     return timing.compute_s + sum(link.seconds(elements * itemsize) for elements in layers)
 
 
-def fused_step(messages: Sequence[float], timing: Timing, threshold: float, link: Link) -> float:
+def fused_step(
+    messages: Sequence[float], timing: Timing, threshold: float, link: Link, first: float | None = None
+) -> float:
     """Seconds of a step in which neighbouring gradients (bytes on the wire, in pool order) leave during backward.
 
-    They leave together as soon as they come to ``threshold`` bytes; what is left leaves after backward.
+    They leave together as soon as they come to ``threshold`` bytes, the first time to ``first``; what is left leaves
+    after backward.
     """
     free = growing = 0.0
+    enough = threshold if first is None else first
     for ready, message in zip(timing.ready, messages, strict=True):
         growing += message
-        if growing >= threshold:
+        if growing >= enough:
             free = max(free, ready) + link.seconds(growing)
-            growing = 0.0
+            growing, enough = 0.0, threshold
     if growing:
         free = max(free, timing.backward_s) + link.seconds(growing)
-    return timing.forward_s + max(free, timing.backward_s)
-
-
-def bucketed_step(gradients: Sequence[float], timing: Timing, narrowing: float, link: Link) -> float:
-    """Seconds of a step of DDP, which closes a bucket at 1 MiB of gradients (bytes, in pool order), the others at 25.
-
-    They travel ``narrowing`` times as wide.
-    """
-    free = growing = 0.0
-    cap = 2**20
-    for ready, gradient in zip(timing.ready, gradients, strict=True):
-        growing += gradient
-        if growing >= cap:
-            free = max(free, ready) + link.seconds(growing * narrowing)
-            growing, cap = 0.0, 25 * 2**20
-    if growing:
-        free = max(free, timing.backward_s) + link.seconds(growing * narrowing)
     return timing.forward_s + max(free, timing.backward_s)
 
 

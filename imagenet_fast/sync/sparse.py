@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from imagenet_fast.recipe import Collective
-from imagenet_fast.sync.collectives import all_reduce
+from imagenet_fast.sync.collectives import all_reduce, usual_collective
 from imagenet_fast.sync.collectives.butterfly import butterfly
 from imagenet_fast.sync.engine import Stopwatch, SyncEngine, SyncStats
 from imagenet_fast.sync.lane import Lane, Peers, Transfer
@@ -34,7 +34,7 @@ class Sparse(SyncEngine):
 
     def __init__(
         self, pool: GradientPool, wire: torch.dtype, sparsity: float, chunk: int, dense_steps: int, ramp_steps: int,
-        threshold: float, collective: Collective,
+        threshold: float, collective: Collective | None,
     ) -> None:  # fmt: skip
         self._pool = pool
         self._wire = wire
@@ -43,8 +43,8 @@ class Sparse(SyncEngine):
         self._dense_steps = dense_steps
         self._ramp_steps = ramp_steps
         self._threshold = threshold
-        self._collective = collective
         self._lane = Lane(pool.buffer.device)
+        self._collective = collective or usual_collective(pool.buffer, wire, self._lane)
         self._chunks = -(-pool.buffer.numel() // chunk)
         self._step = 0
         self._scores = torch.zeros(self._chunks, device=pool.buffer.device)
