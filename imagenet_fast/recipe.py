@@ -216,7 +216,8 @@ class SparseSync(Table):
     sparsity: Fraction = 0.875
     chunk: PositiveInt = 32768
     """Elements."""
-    dense_epochs: NonNegativeFloat = 1.0
+    dense_epochs: NonNegativeFloat | None = None
+    """Unset: while the recipe's learning rate warms up."""
     ramp_epochs: NonNegativeFloat = 1.0
     threshold_mb: Bytes = 0.25
     collective: Collective | Literal["auto"] = "auto"
@@ -311,6 +312,9 @@ class Recipe(Table):
                 f"data.image_size ({self.data.image_size}) is too small for {self.model.kind}, which needs {smallest}"
             )
         self._check_sync()
+        if isinstance(self.sync, SparseSync) and self.sync.dense_epochs is None:
+            dense_epochs = self.schedule.warmup_epochs
+            return self.model_copy(update={"sync": self.sync.model_copy(update={"dense_epochs": dense_epochs})})
         return self
 
     def _check_sync(self) -> None:

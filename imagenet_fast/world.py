@@ -53,8 +53,8 @@ def join(timeout: timedelta = timedelta(minutes=10)) -> Iterator[World]:
             f"rank {rank} cannot use {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} ({error}); "
             "is the port in use? choose another with --rdzv-endpoint HOST:PORT"
         ) from None
-    answer_roll_call()
-    yield World(rank, size, local_rank, local_size, device)
+    with answering_roll_calls():
+        yield World(rank, size, local_rank, local_size, device)
     dist.destroy_process_group()  # not after an error: it would wait for collectives that never end
 
 
@@ -93,17 +93,29 @@ def average_batch_norms(model: nn.Module) -> None:
         _scatter(flat.div_(dist.get_world_size()), running)
 
 
-def answer_roll_call() -> None:
-    """From now on have a thread answer when another rank asks who is left; this one may be stuck in a collective."""
+@contextmanager
+def answering_roll_calls() -> Iterator[None]:
+    """Have a thread answer when another rank asks who is left; this one may be stuck in a collective.
+
+    The thread ends with the block: one that comes back from the store while Python ends would abort the process.
+    """
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    leaving = threading.Event()
 
     def listen() -> None:
         with suppress(dist.DistError):
-            while not store.check(["roll-call"]):
-                time.sleep(_ROLL_CALL_S)
-            store.set(f"here/{rank}", "")
+            while not leaving.wait(_ROLL_CALL_S):
+                if store.check(["roll-call"]):
+                    store.set(f"here/{rank}", "")
+                    return
 
-    threading.Thread(target=listen, daemon=True).start()
+    thread = threading.Thread(target=listen, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        leaving.set()
+        thread.join(2 * _ROLL_CALL_S)  # no longer: the store may be gone, and slow to say so
 
 
 def report_failure(error: Exception) -> str:

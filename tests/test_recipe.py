@@ -8,7 +8,7 @@ import pytest
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.loading import find_recipe, load_recipe, parse_engines, parse_recipe, recipe_names, to_toml
-from imagenet_fast.recipe import AllReduceSync, DdpSync, LazySync, Recipe, Sgd
+from imagenet_fast.recipe import AllReduceSync, DdpSync, LazySync, Recipe, Sgd, SparseSync
 from tests.conftest import tables
 
 SHIPPED = [
@@ -101,6 +101,12 @@ def test_set_overrides_any_key_in_tomls_own_notation():
 def test_sync_replaces_the_engine_and_keeps_the_wire():
     assert load_recipe(find_recipe("demo"), sync="allreduce").sync == AllReduceSync(wire="bf16")
     assert load_recipe(find_recipe("demo"), sync="lazy").sync == LazySync(wire="bf16")
+
+
+def test_sparse_sends_everything_while_the_rate_warms_up_unless_told_otherwise():
+    demo = find_recipe("demo")
+    assert load_recipe(demo, sync="sparse").sync == SparseSync(dense_epochs=load_recipe(demo).schedule.warmup_epochs)
+    assert load_recipe(demo, sync="sparse", overrides=["sync.dense_epochs=0"]).sync == SparseSync(dense_epochs=0)
 
 
 @pytest.mark.parametrize("override", ["epochs", "=3", "epochs.more=3"])

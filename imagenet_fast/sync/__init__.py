@@ -90,7 +90,7 @@ def build_engine(settings: EngineSettings, pool: GradientPool, steps_per_epoch: 
             return Lazy(pool, wire, threshold, None if settings.collective == "auto" else settings.collective)
         case SparseSync():
             return Sparse(
-                pool, wire, settings.sparsity, settings.chunk, round(settings.dense_epochs * steps_per_epoch),
+                pool, wire, settings.sparsity, settings.chunk, round((settings.dense_epochs or 0.0) * steps_per_epoch),
                 round(settings.ramp_epochs * steps_per_epoch), settings.threshold_mb * MiB,
                 None if settings.collective == "auto" else settings.collective,
             )  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from imagenet_fast.sync.collectives import wire_for
 from imagenet_fast.sync.collectives.pairwise import pairwise_gather, pairwise_scatter
-from imagenet_fast.sync.collectives.rounding import split
+from imagenet_fast.sync.collectives.rounding import divide_after, divide_before, split
 from imagenet_fast.sync.deferred import Deferred, Stage
 from imagenet_fast.sync.lane import Lane, Peers, Transfer
 from imagenet_fast.sync.link import measure_link
@@ -57,12 +57,9 @@ class _Halves:
         self._parts = split(values, len(self._lane.ranks))
 
         def carry(peers: Peers) -> None:
-            rounded = self._wire.itemsize < values.element_size()
-            if rounded:
-                values.div_(peers.size)  # a sum of fp16 values could overflow
+            divide_before(values, self._wire, peers.size)
             pairwise_scatter(self._parts, self._wire, peers)
-            if not rounded:
-                self._parts[peers.rank].div_(peers.size)
+            divide_after(self._parts[peers.rank], self._wire, peers.size)
 
         self._scattered = self._lane.start(carry)
         return self._scattered

@@ -20,9 +20,9 @@ SMALL = Profile(
     "small",
     "made up for a test",
     (
-        Layer("conv", "Conv2d", ((16, 3, 3, 3), (16,)), 20.0, 40.0),
-        Layer("hidden", "Linear", ((400, 1000), (400,)), 5.0, 10.0),
-        Layer("last", "Linear", ((100, 400), (100,)), 2.0, 4.0),
+        Layer("conv", "Conv2d", ((16, 3, 3, 3), (16,)), 6.0, 12.0),
+        Layer("hidden", "Linear", ((400, 1000), (400,)), 2.0, 4.0),
+        Layer("last", "Linear", ((100, 400), (100,)), 1.0, 2.0),
     ),
 )
 
@@ -45,14 +45,14 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
     folder = tmp_path_factory.mktemp("bench")
     save_profile(SMALL, folder / "small.json")
     done = imagenet_fast(
-        "bench", "sync", "--model", str(folder / "small.json"), "--hosts", "3", "--rate", "400mbit", "--rounds", "2",
+        "bench", "sync", "--model", str(folder / "small.json"), "--hosts", "3", "--rate", "1gbit", "--rounds", "2",
         "--steps", "1",
         "--sync", "ddp:fp32,allreduce,ring,lazy,hybrid,dear,sparse,auto", "--set", "sparse.dense_epochs=0",
         "--set", "sparse.ramp_epochs=0", "--set", "sparse.chunk=4096",
         "--json", str(folder / "rows.json"), "--png", str(folder / "rows.png"), "--trace", str(folder / "trace"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "3 hosts, 400mbit, bf16" in done.stdout
+    assert "3 hosts, 1gbit, bf16" in done.stdout
     assert all(len(line) <= 80 for line in done.stdout.splitlines()), done.stdout
     assert (folder / "rows.png").stat().st_size > 10_000
     assert json.loads((folder / "trace" / "hybrid-bf16.json").read_text())["traceEvents"]

@@ -21,7 +21,7 @@ from tests.conftest import make_pictures, tables
 from tests.ranks import run
 
 ENGINES = ("hybrid",)
-STEPS = 20
+STEPS = 16
 
 
 def test_one_and_four_ranks_agree_in_the_loss_of_every_step(tmp_path: Path):

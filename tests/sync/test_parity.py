@@ -35,7 +35,7 @@ EXACT: tuple[EngineSettings, ...] = (
 )
 
 
-def convnet() -> nn.Module:
+def convnet() -> nn.Sequential:
     """No batch norm, whose statistics are a rank's own by design."""
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -111,6 +111,27 @@ def _short_wires() -> dict[str, list[float]]:
         for kind in (DdpSync, AllReduceSync, LazySync, HybridSync, DearSync)
     ]
     return {repr(settings): trained(convnet(), settings, 20) for settings in engines}
+
+
+def test_powersgd_sends_less_after_its_dense_beginning_and_keeps_the_ranks_alike():
+    (sent, weights), (_, others) = run(2, _powersgd)
+    assert sent[-1] < sent[0] / 5
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    assert not torch.equal(weights["0.weight"], convnet()[0].weight)
+
+
+def _powersgd() -> tuple[list[int], dict[str, torch.Tensor]]:
+    model = convnet()
+    forward, sync = attach(model, DdpSync(wire="fp32", powersgd_rank=1))
+    optimizer = build_optimizer(SGD, model)
+    sent = []
+    for step in range(14):
+        images, labels = (t.chunk(2)[dist.get_rank()] for t in batch(step))
+        sync.zero_grad()
+        F.cross_entropy(forward(images), labels).backward()
+        sent.append(sync.finish().sent_bytes)
+        sync.update(partial(optimizer.step, SGD.lr))
+    return sent, model.state_dict()
 
 
 class Layer(nn.Linear):

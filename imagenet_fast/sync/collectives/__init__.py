@@ -14,6 +14,7 @@ from imagenet_fast.sync.collectives.native import native, ring_bytes
 from imagenet_fast.sync.collectives.nested import hierarchical, torus2d
 from imagenet_fast.sync.collectives.pairwise import pairwise
 from imagenet_fast.sync.collectives.ring import ring
+from imagenet_fast.sync.collectives.rounding import divide_after, divide_before
 from imagenet_fast.sync.collectives.server import parameter_server
 from imagenet_fast.sync.lane import Lane, Peers, Transfer, together
 
@@ -55,9 +56,7 @@ def usual_collective(tensor: Tensor, wire: torch.dtype, lane: Lane) -> Collectiv
 
 def _average(tensor: Tensor, wire: torch.dtype, collective: Collective, node: int, peers: Peers) -> None:
     values = tensor.float()  # itself, where it is fp32
-    rounded = wire.itemsize < values.element_size()
-    if rounded:
-        values.div_(peers.size)  # a sum of fp16 values could overflow
+    divide_before(values, wire, peers.size)
     match collective:
         case "pairwise":
             pairwise(values, wire, peers)
@@ -75,7 +74,6 @@ def _average(tensor: Tensor, wire: torch.dtype, collective: Collective, node: in
             raise AssertionError("a backend takes its tensors whole")
         case _:
             assert_never(collective)
-    if not rounded:
-        values.div_(peers.size)
+    divide_after(values, wire, peers.size)
     if values is not tensor:
         tensor.copy_(values)

@@ -37,3 +37,15 @@ def land(tensor: Tensor, message: Tensor) -> None:
     """Take over what arrived at :func:`landing`."""
     if message is not tensor:
         tensor.copy_(message)
+
+
+def divide_before(tensor: Tensor, wire: torch.dtype, ranks: int) -> None:
+    """Make the sum that follows a mean, where values are rounded on their way: a sum of fp16 values could overflow."""
+    if wire.itemsize < tensor.element_size():
+        tensor.div_(ranks)
+
+
+def divide_after(tensor: Tensor, wire: torch.dtype, ranks: int) -> None:
+    """Make a sum the mean, where :func:`divide_before` did not: an exact sum is rounded once."""
+    if wire.itemsize >= tensor.element_size():
+        tensor.div_(ranks)
