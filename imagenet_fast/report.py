@@ -67,12 +67,9 @@ def draw(runs: list[PastRun], png: Path) -> None:
     for run in runs:
         (line,) = accuracy.plot(*run.curve("eval", "top1"), marker="o", markersize=4, label=run.label)
         loss.plot(*run.curve("train", "loss"), color=line.get_color(), linewidth=1)
-        target = run.outcome.target_top1 if run.outcome else None
-        if target is not None:
-            accuracy.axhline(target, color=line.get_color(), linestyle=":", linewidth=1)
-            accuracy.annotate(
-                f"target {target:g} %", (0, target), xytext=(2, 3), textcoords="offset points", fontsize=8
-            )
+    for target in {run.outcome.target_top1 for run in runs if run.outcome} - {None}:
+        accuracy.axhline(target, color="black", linestyle=":", linewidth=1)
+        accuracy.annotate(f"target {target:g} %", (0, target), xytext=(2, 3), textcoords="offset points", fontsize=8)
     accuracy.set(title="Validation", xlabel="run time (minutes)", ylabel="top-1 (%)")
     loss.set(title="Training", xlabel="run time (minutes)", ylabel="loss")
     for axes in (accuracy, loss):
