@@ -217,7 +217,7 @@ class SparseSync(Table):
     chunk: PositiveInt = 32768
     """Elements."""
     dense_epochs: NonNegativeFloat | None = None
-    """Unset: while the recipe's learning rate warms up."""
+    """Unset: while the recipe's learning rate warms up; without a recipe, not at all."""
     ramp_epochs: NonNegativeFloat = 1.0
     threshold_mb: Bytes = 0.25
     collective: Collective | Literal["auto"] = "auto"

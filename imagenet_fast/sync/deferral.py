@@ -9,7 +9,6 @@ of updating at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 
 from torch import nn
 
@@ -37,7 +36,7 @@ class Deferral:
         self._unreached: list[Span] = []
         self._model = model
         for module in model.modules():
-            module.register_forward_pre_hook(partial(self._before_forward))
+            module.register_forward_pre_hook(self._before_forward)
         model.register_state_dict_pre_hook(lambda *_: self.settle())
 
     def update(self, apply: Update) -> None:
