@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import threading
 from collections.abc import Iterator
+from multiprocessing.context import ForkServerContext
 
 import torch
 from PIL import Image
@@ -34,7 +38,8 @@ class FolderLoader:
             batch_sampler=order,  # type: ignore[arg-type]  # endless, which torch's Sampler type does not foresee
             num_workers=workers,
             pin_memory=device.type == "cuda",
-            multiprocessing_context="spawn",  # a fork would inherit the process group's threads half-way
+            multiprocessing_context=_fork_server(),
+            worker_init_fn=_end_with_the_rank,
             generator=torch.Generator().manual_seed(seed),
         )
 
@@ -42,6 +47,26 @@ class FolderLoader:
         for images, labels in self._batches:
             images = images.to(self._device, non_blocking=True, memory_format=torch.channels_last)
             yield images, labels.to(self._device, non_blocking=True)
+
+
+def _fork_server() -> ForkServerContext:
+    """torch is imported once a rank, for seconds, not once a worker; a fork of the rank itself would inherit the
+    process group's threads half-way."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+def _end_with_the_rank(worker: int) -> None:
+    """A killed rank takes its workers with it: torch has them watch only the process they were forked from."""
+    rank = multiprocessing.parent_process()
+    assert rank is not None
+
+    def watch() -> None:
+        rank.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 class _Pictures(Dataset[tuple[Tensor, Tensor]]):

@@ -1,4 +1,4 @@
-"""The CLI as a user starts it."""
+"""The CLI as a user starts it, and in this process where only its words matter."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from imagenet_fast.cli import main
 
 COMMAND = [sys.executable, "-m", "imagenet_fast"]
 
@@ -22,6 +26,18 @@ def imagenet_fast(*arguments: str, **more: str) -> subprocess.CompletedProcess[s
     return subprocess.run(
         [*COMMAND, *arguments], capture_output=True, text=True, check=False, timeout=240, env=environment(**more)
     )
+
+
+def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one sentence on stderr with which the command line is refused, at exit code 2."""
+    monkeypatch.setattr(sys, "argv", ["imagenet-fast", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    printed = capsys.readouterr().err
+    assert end.value.code == 2
+    assert printed.startswith("error: ")
+    assert printed.count("\n") == 1
+    return printed
 
 
 def outcome_of(run: Path) -> dict[str, Any]:

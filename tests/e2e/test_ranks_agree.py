@@ -21,7 +21,7 @@ from tests.conftest import make_pictures, tables
 from tests.ranks import run
 
 ENGINES = ("hybrid",)
-STEPS = 16
+STEPS = 10
 
 
 def test_one_and_four_ranks_agree_in_the_loss_of_every_step(tmp_path: Path):
@@ -63,7 +63,7 @@ def _losses(engines: Sequence[str], pictures: Path, folder: Path) -> dict[str, l
                 ranks=4, global_batch=64, epochs=STEPS // 2, label_smoothing=0.1,
                 model={"kind": "resnet18", "zero_init_last_gamma": True},
                 data={"dataset": "digits", "loader": "dali", "image_size": 32, "resize": 32, "augment": False},
-                optim={"kind": "lars", "lr": 0.3, "weight_decay": 5e-5},
+                optim={"kind": "lars", "lr": 0.6, "weight_decay": 5e-5},
                 schedule={"kind": "polynomial", "warmup_epochs": 1},
                 sync={"kind": engine, "wire": "fp32"},
             ),
