@@ -30,7 +30,7 @@ def test_one_and_four_ranks_agree_in_the_loss_of_every_step(tmp_path: Path):
     What is left is the order of additions, which training a network amplifies, and on pictures with flat areas
     (ties in max-pooling) quickly: hence smooth pictures.
     """
-    pictures = make_pictures(tmp_path / "pictures", train=160, val=7)
+    pictures = make_pictures(tmp_path / "pictures", train=80, val=7)
     (alone,) = run(1, _losses, ["lazy"], pictures, tmp_path / "one")
     together, *_ = run(4, _losses, ENGINES, pictures, tmp_path / "four")
     expected = alone["lazy"]
@@ -60,7 +60,7 @@ def _losses(engines: Sequence[str], pictures: Path, folder: Path) -> dict[str, l
         recipe = parse_recipe(
             "test",
             tables(
-                ranks=4, global_batch=64, epochs=STEPS // 2, label_smoothing=0.1,
+                ranks=4, global_batch=32, epochs=STEPS // 2, label_smoothing=0.1,
                 model={"kind": "resnet18", "zero_init_last_gamma": True},
                 data={"dataset": "digits", "loader": "dali", "image_size": 32, "resize": 32, "augment": False},
                 optim={"kind": "lars", "lr": 0.6, "weight_decay": 5e-5},

@@ -93,20 +93,16 @@ def test_under_torchrun_it_joins_and_short_of_the_target_it_exits_with_3(tmp_pat
     assert outcome_of(run)["status"] == "finished"
 
 
-def test_its_own_launcher_keeps_the_exit_code(tmp_path: Path):
-    options = (*ONE_STEP, "--nproc", "1", "--set", "target_top1=99.9", "--scale-batch", "--out", str(tmp_path / "run"))
-    done = imagenet_fast(*SMOKE, *options)
-    assert done.returncode == 3, done.stdout + done.stderr
-    assert "batch 32 -> 16, lr 1 -> 0.7071 (square-root scaling)" in done.stdout
-    assert "global_batch = 16\n" in (tmp_path / "run" / "recipe.toml").read_text()
-
-
-def test_it_trains_on_a_folder_of_pictures(pictures: Path, tmp_path: Path):
+def test_on_a_folder_of_pictures_with_fewer_ranks_than_the_recipes_its_own_launcher_keeps_the_exit_code(
+    pictures: Path, tmp_path: Path
+):
     run = tmp_path / "run"
-    options = (*ONE_EPOCH, "--sync", "allreduce", "--out", str(run))
-    done = imagenet_fast("train", "--recipe", "demo", *on(pictures), *options)
+    options = (*on(pictures), *ONE_EPOCH, "--sync", "allreduce", "--nproc", "1", "--scale-batch", "--out", str(run))
+    done = imagenet_fast("train", "--recipe", "demo", *options)
     assert done.returncode == 3, done.stdout + done.stderr
     assert done.stderr == ""
+    assert "batch 16 -> 8, lr 1 -> 0.7071 (square-root scaling)" in done.stdout
+    assert "global_batch = 8\n" in (run / "recipe.toml").read_text()
     assert next(e["images"] for e in events_of(run, "eval")) == 7
     assert outcome_of(run)["sync"] == "allreduce"
 
