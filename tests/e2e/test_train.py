@@ -111,7 +111,7 @@ def test_on_a_folder_of_pictures_with_fewer_ranks_than_the_recipes_its_own_launc
 def test_ctrl_c_ends_every_rank_within_five_seconds(stop: str, tmp_path: Path):
     run = tmp_path / "run"
     process = subprocess.Popen(
-        [*COMMAND, *SMOKE, "--out", str(run), "--set", "epochs=1000"],
+        [*COMMAND, *SMOKE, "--out", str(run), "--set", "epochs=1000", "--set", "log_every=1"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment(),
     )  # fmt: skip
     _wait_for(lambda: (run / "events.jsonl").exists() and len(events_of(run, "train")) > 1)
