@@ -106,11 +106,13 @@ def bench_sync(
 ) -> list[EngineTime]:
     """Replay ``profile``, with a ``scale``-th of its gradients, on ``hosts`` linked at ``rate`` (None: loopback).
 
-    DDP is run with each wire dtype there is. Rank 0 writes a timeline of every engine into the directory ``traces``.
-    Raises UserError where the network cannot be made.
+    DDP is run with each wire dtype there is, with torch's defaults where it was not asked for. Rank 0 writes a
+    timeline of every engine into the directory ``traces``. Raises UserError where the network cannot be made.
     """
     wires = list(dict.fromkeys(settings.wire for settings in engines))
-    engines = engines + [ddp for wire in wires if (ddp := DdpSync(wire=wire)) not in engines]
+    asked = {settings.wire: settings for settings in engines if isinstance(settings, DdpSync)}
+    peers = {wire: asked.get(wire, DdpSync(wire=wire)) for wire in wires}
+    engines = engines + [peer for peer in peers.values() if peer not in engines]
     small = profile.shrunk(scale)
     with shaped_network(hosts, parse_rate(rate)) if rate is not None else nullcontext(hosts) as network:
         measured: list[tuple[_Blocks, tuple[Prediction, ...]]] = run_on(
@@ -126,7 +128,7 @@ def bench_sync(
         key: [max(of_host[key][turn].step_s for of_host in by_rank) for turn in range(rounds)] for key in by_rank[0]
     }
     compute = median(seconds[None])
-    ddp_s = {wire: median(seconds[DdpSync(wire=wire)]) for wire in wires}
+    ddp_s = {wire: median(seconds[peer]) for wire, peer in peers.items()}
 
     def row(settings: Sync) -> EngineTime:
         times, wire = seconds[settings], settings.wire
