@@ -35,6 +35,20 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
+def _in_a_directory(parameter: typer.CallbackParam, file: Path | None) -> Path | None:
+    """Refuse a file that could not be written, before anything is measured for it."""
+    if file is not None and not file.absolute().parent.is_dir():
+        raise UserError(f"{parameter.opts[0]} {file}: there is no directory {file.parent}; make it, or choose another")
+    return file
+
+
+JsonOption = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", callback=_in_a_directory, help="Write the rows there too."),
+]
+PngOption = Annotated[
+    Path | None, typer.Option("--png", metavar="FILE", callback=_in_a_directory, help="Draw them there.")
+]
 RecipeOption = Annotated[
     str, typer.Option("--recipe", metavar="NAME|PATH", help="A shipped recipe's name, or a TOML file.")
 ]
@@ -151,7 +165,7 @@ def bench_step(
     compiled: Annotated[bool, typer.Option("--compile", help="torch.compile both, block by block.")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 60,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each loop in a round.")] = 2,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the rows there too.")] = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Time our training step beside a plain PyTorch loop, interleaved, on one rank and synthetic data."""
     from imagenet_fast.bench import step as bench
@@ -182,8 +196,8 @@ def bench_sync(
     ] = [],  # noqa: B006
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each engine in a round.")] = 2,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the rows there too.")] = None,
-    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw them there.")] = None,
+    json_file: JsonOption = None,
+    png: PngOption = None,
     trace: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write a timeline of each engine there, for ui.perfetto.dev.")
     ] = None,
@@ -210,7 +224,7 @@ def bench_sync(
 
 @bench_app.command("profile")
 def bench_profile(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The JSON file to write.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", callback=_in_a_directory, help="The JSON file to write.")],
     model: Annotated[str, typer.Option(help="alexnet, alexnet_bn, resnet18 or resnet50.")] = "alexnet",
     image_size: Annotated[int, typer.Option(min=16)] = 224,
     batch: Annotated[int, typer.Option(min=1)] = 64,
@@ -274,7 +288,7 @@ def compare(
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
-    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the runs' curves there.")] = None,
+    png: PngOption = None,
 ) -> None:
     """Time-to-accuracy of past runs, as a table and as a picture."""
     from rich.console import Console

@@ -46,12 +46,21 @@ class Contestant:
 
 
 def contestants(engines: Sequence[str], seeds: Sequence[int | None], overrides: Sequence[str]) -> list[Contestant]:
-    """Every engine with every seed. ``ENGINE.KEY=VALUE`` among the overrides is for that engine alone."""
-    return [
+    """Every engine with every seed. ``ENGINE.KEY=VALUE`` among the overrides is for that engine alone.
+
+    Raises UserError where such an engine is not among them, or two runs are the same.
+    """
+    for override in overrides:
+        if (table := override.partition(".")[0]) in set(engine_names()) - set(engines):
+            raise UserError(f"--set {override} is for {table}, which is not in --sync {','.join(engines)}; correct one")
+    runs = [
         Contestant(engine, seed, tuple(_for(engine, override) for override in overrides if _concerns(engine, override)))
         for engine in engines
         for seed in seeds or [None]
     ]
+    if twice := [run.label for run in runs if runs.count(run) > 1]:
+        raise UserError(f"{twice[0]} would be run twice; name an engine or a seed once")
+    return runs
 
 
 def whole_numbers(text: str | None) -> list[int]:

@@ -86,17 +86,23 @@ def parse_engines(text: str, wire: str, overrides: Sequence[str] = ()) -> list[S
 
     Raises UserError as :func:`parse_recipe` does.
     """
+    names = [name.strip().partition(":") for name in text.split(",")]
     changes: dict[str, Any] = {}
     for override in overrides:
+        table, dot, _ = override.partition("=")[0].partition(".")
+        if not dot or table not in (kind for kind, _, _ in names):
+            raise UserError(f"--set {override} is not ENGINE.KEY=VALUE with an engine of --sync {text}; correct one")
         _override(changes, override)
-    engines = []
-    for name in text.split(","):
-        kind, _, own_wire = name.strip().partition(":")
-        table = {"kind": kind, "wire": own_wire or wire, **changes.get(kind, {})}
+    engines: list[Sync] = []
+    for kind, _, own_wire in names:
+        settings = {"kind": kind, "wire": own_wire or wire, **changes.get(kind, {})}
         try:
-            engines.append(_OnlySync.model_validate_json(json.dumps({"sync": table})).sync)
+            engine = _OnlySync.model_validate_json(json.dumps({"sync": settings})).sync
         except ValidationError as error:
-            raise UserError(f"--sync {name}: {_explain(error.errors()[0])}") from None
+            raise UserError(f"--sync {text}: {_explain(error.errors()[0])}") from None
+        if engine in engines:
+            raise UserError(f"--sync {text} names {kind} twice; leave one out")
+        engines.append(engine)
     return engines
 
 

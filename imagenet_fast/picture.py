@@ -12,8 +12,6 @@ def new_figure(png: Path, width: float, height: float) -> Any:
     """An empty matplotlib figure (inches) to be saved as ``png``. Raises UserError where that cannot be."""
     if png.suffix != ".png":
         raise UserError(f"--png {png} does not end in .png; it is the one kind of picture drawn")
-    if not png.absolute().parent.is_dir():
-        raise UserError(f"--png {png}: there is no directory {png.parent}; make it, or choose another")
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -84,9 +84,15 @@ def test_engines_of_a_benchmark_take_a_wire_and_keys_of_their_own():
     lazy, ddp = parse_engines("lazy,ddp:fp32", "fp16", ["lazy.threshold_mb=2"])
     assert lazy == LazySync(wire="fp16", threshold_mb=2)
     assert ddp == DdpSync(wire="fp32")
-    for text, sentence in (("lazy:int8", "sync.wire is"), ("rng", "sync.kind is 'rng'")):
+    for text, overrides, sentence in (
+        ("lazy:int8", [], "sync.wire is"),
+        ("rng", [], "sync.kind is 'rng'"),
+        ("lazy,ring,lazy", [], "names lazy twice"),
+        ("lazy", ["ring.bucket_mb=2"], "is not ENGINE.KEY=VALUE with an engine of --sync lazy"),
+        ("lazy", ["lazy=2"], "is not ENGINE.KEY=VALUE"),
+    ):
         with pytest.raises(UserError, match=sentence):
-            parse_engines(text, "bf16")
+            parse_engines(text, "bf16", overrides)
 
 
 def test_set_overrides_any_key_in_tomls_own_notation():

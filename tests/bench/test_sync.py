@@ -14,7 +14,7 @@ import pytest
 from imagenet_fast.bench.network import parse_rate, shaped_network
 from imagenet_fast.bench.profile import Layer, Profile, load_profile, save_profile
 from imagenet_fast.errors import UserError
-from tests.e2e.command import imagenet_fast
+from tests.e2e.command import imagenet_fast, refusal
 
 SMALL = Profile(
     "small",
@@ -125,6 +125,14 @@ def test_profiles_are_read_as_they_were_written(tmp_path: Path):
     (tmp_path / "bad.json").write_text('{"model": "x"}')
     with pytest.raises(UserError, match="is not a layer profile"):
         load_profile(str(tmp_path / "bad.json"))
+
+
+def test_a_file_that_could_not_be_written_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for option in ("--json", "--png"):
+        said = refusal(monkeypatch, capsys, "bench", "sync", option, "/nowhere/rows")
+        assert f"{option} /nowhere/rows: there is no directory /nowhere" in said
 
 
 def test_rates_are_as_tc_writes_them():

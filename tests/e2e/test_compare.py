@@ -35,6 +35,8 @@ def test_engines_are_compared_over_a_network_of_ones_own(tmp_path: Path):
         (("--sync", "lazy", "--rate", "fast"), "such as 250mbit"),
         (("--sync", "lazy", "--seeds", "one"), "not a list of whole numbers"),
         (("--sync", "lazy", "--set", "sync.colective=ring"), "unknown key sync.colective"),
+        (("--sync", "lazy", "--set", "ring.bucket_mb=1"), "is for ring, which is not in --sync lazy"),
+        (("--sync", "lazy,ring,lazy"), "lazy would be run twice"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_trained(
