@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import tempfile
@@ -16,7 +15,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 from torch.multiprocessing.spawn import start_processes
 
-from imagenet_fast.bench.network import INTERFACE, Host, end_with_parent, enter
+from imagenet_fast.bench.network import INTERFACE, Host, enter
+from imagenet_fast.forking import end_with_starter, start_fork_server
 
 _TIMEOUT = timedelta(minutes=5)
 
@@ -27,7 +27,7 @@ def run_on(hosts: list[Host] | int, function: Callable[..., Any], *arguments: An
     Raises torch's ProcessRaisedException with the traceback of the first rank that failed.
     """
     count = hosts if isinstance(hosts, int) else len(hosts)
-    multiprocessing.set_forkserver_preload(["imagenet_fast.bench.sync"])  # torch is imported once, not by each rank
+    start_fork_server("imagenet_fast.bench.sync")
     with tempfile.TemporaryDirectory() as folder:
         context = start_processes(
             _rank, (count, hosts, folder, function, arguments), nprocs=count, join=False, daemon=True,
@@ -51,7 +51,7 @@ def _rank(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    end_with_parent()
+    end_with_starter()
     torch.set_num_threads(1)
     if not isinstance(hosts, int):
         enter(hosts[rank])

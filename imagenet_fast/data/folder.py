@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import threading
 from collections.abc import Iterator
-from multiprocessing.context import ForkServerContext
 
 import torch
 from PIL import Image
@@ -17,6 +13,7 @@ from torchvision.transforms import v2
 from imagenet_fast import recipe
 from imagenet_fast.data.imagefolder import ImageFolder
 from imagenet_fast.data.order import Order, TrainOrder
+from imagenet_fast.forking import end_with_starter, start_fork_server
 
 
 class FolderLoader:
@@ -31,6 +28,7 @@ class FolderLoader:
         seed: int,
         workers: int,
     ) -> None:
+        start_fork_server(__name__)
         augment = isinstance(order, TrainOrder) and data.augment
         self._device = device
         self._batches: DataLoader[tuple[Tensor, Tensor]] = DataLoader(
@@ -38,8 +36,8 @@ class FolderLoader:
             batch_sampler=order,  # type: ignore[arg-type]  # endless, which torch's Sampler type does not foresee
             num_workers=workers,
             pin_memory=device.type == "cuda",
-            multiprocessing_context=_fork_server(),
-            worker_init_fn=_end_with_the_rank,
+            multiprocessing_context="forkserver",  # a fork of the rank would inherit its threads half-way
+            worker_init_fn=_end_with_rank,
             generator=torch.Generator().manual_seed(seed),
         )
 
@@ -49,24 +47,8 @@ class FolderLoader:
             yield images, labels.to(self._device, non_blocking=True)
 
 
-def _fork_server() -> ForkServerContext:
-    """torch is imported once a rank, for seconds, not once a worker; a fork of the rank itself would inherit the
-    process group's threads half-way."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return context
-
-
-def _end_with_the_rank(worker: int) -> None:
-    """A killed rank takes its workers with it: torch has them watch only the process they were forked from."""
-    rank = multiprocessing.parent_process()
-    assert rank is not None
-
-    def watch() -> None:
-        rank.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+def _end_with_rank(worker: int) -> None:
+    end_with_starter()
 
 
 class _Pictures(Dataset[tuple[Tensor, Tensor]]):

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,3 +49,10 @@ def outcome_of(run: Path) -> dict[str, Any]:
 
 def events_of(run: Path, name: str) -> list[dict[str, Any]]:
     return [e for e in map(json.loads, (run / "events.jsonl").read_text().splitlines()) if e["event"] == name]
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 90.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

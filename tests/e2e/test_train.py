@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torchvision.models import resnet18
 
-from tests.e2e.command import COMMAND, environment, events_of, imagenet_fast, outcome_of, refusal
+from tests.e2e.command import COMMAND, environment, events_of, imagenet_fast, outcome_of, refusal, wait_for
 
 SMOKE = ("train", "--recipe", "smoke")
 ONE_EPOCH = ("--set", "epochs=1", "--set", "schedule.warmup_epochs=0")
@@ -114,7 +113,7 @@ def test_ctrl_c_ends_every_rank_within_five_seconds(stop: str, tmp_path: Path):
         [*COMMAND, *SMOKE, "--out", str(run), "--set", "epochs=1000", "--set", "log_every=1"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment(),
     )  # fmt: skip
-    _wait_for(lambda: (run / "events.jsonl").exists() and len(events_of(run, "train")) > 1)
+    wait_for(lambda: (run / "events.jsonl").exists() and len(events_of(run, "train")) > 1)
     begun = time.monotonic()
     if stop == "the terminal":
         os.killpg(process.pid, signal.SIGINT)
@@ -140,26 +139,19 @@ def test_a_rank_that_dies_takes_its_workers_with_it_and_leaves_a_readable_run(pi
         [*COMMAND, "train", "--recipe", "demo", *on(pictures), *options],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
     )  # fmt: skip
-    _wait_for(lambda: (run / "events.jsonl").exists() and events_of(run, "eval"))
+    wait_for(lambda: (run / "events.jsonl").exists() and events_of(run, "eval"))
     rank = _processes("-P", process.pid)[-1]
     assert len(_processes("-s", rank)) >= 3, "itself, the fork server, a worker"
     os.kill(rank, signal.SIGKILL)
     process.communicate(timeout=60)
     assert process.returncode == 1
     assert outcome_of(run)["status"] == "failed"
-    _wait_for(lambda: not _processes("-s", rank), timeout_s=5)
+    wait_for(lambda: not _processes("-s", rank), timeout_s=5)
 
 
 def _processes(relation: str, of: int) -> list[int]:
     found = subprocess.run(["pgrep", relation, str(of)], capture_output=True, text=True, check=False)
     return [int(pid) for pid in found.stdout.split()]
-
-
-def _wait_for(condition: Callable[[], bool], timeout_s: float = 90.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 USAGE = [
