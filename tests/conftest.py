@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from imagenet_fast.cli import main
 from imagenet_fast.loading import parse_recipe
 from imagenet_fast.recipe import Recipe
 
@@ -35,6 +37,23 @@ def tables(**changes: Any) -> dict[str, Any]:
         *folder, leaf = key.split("__")
         (recipe[folder[0]] if folder else recipe)[leaf] = value
     return recipe
+
+
+@pytest.fixture
+def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs the command line in this process; the one sentence on stderr with which it is refused, at exit code 2."""
+
+    def refused(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["imagenet-fast", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        printed = capsys.readouterr().err
+        assert end.value.code == 2
+        assert printed.startswith("error: ")
+        assert printed.count("\n") == 1
+        return printed
+
+    return refused
 
 
 @pytest.fixture

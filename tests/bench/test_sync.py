@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 from imagenet_fast.bench.network import parse_rate, shaped_network
 from imagenet_fast.bench.profile import Layer, Profile, load_profile, save_profile
 from imagenet_fast.errors import UserError
-from tests.e2e.command import imagenet_fast, refusal, wait_for
+from tests.e2e.command import imagenet_fast, wait_for
 
 SMALL = Profile(
     "small",
@@ -122,11 +123,9 @@ def test_profiles_are_read_as_they_were_written(tmp_path: Path):
         load_profile(str(tmp_path / "bad.json"))
 
 
-def test_a_file_that_could_not_be_written_is_refused_before_anything_is_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_file_that_could_not_be_written_is_refused_before_anything_is_measured(refusal: Callable[..., str]):
     for option in ("--json", "--png"):
-        said = refusal(monkeypatch, capsys, "bench", "sync", option, "/nowhere/rows")
+        said = refusal("bench", "sync", option, "/nowhere/rows")
         assert f"{option} /nowhere/rows: there is no directory /nowhere" in said
 
 

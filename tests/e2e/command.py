@@ -1,4 +1,4 @@
-"""The CLI as a user starts it, and in this process where only its words matter."""
+"""The CLI as a user starts it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
-
-from imagenet_fast.cli import main
 
 COMMAND = [sys.executable, "-m", "imagenet_fast"]
 
@@ -28,18 +24,6 @@ def imagenet_fast(*arguments: str, **more: str) -> subprocess.CompletedProcess[s
     return subprocess.run(
         [*COMMAND, *arguments], capture_output=True, text=True, check=False, timeout=240, env=environment(**more)
     )
-
-
-def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one sentence on stderr with which the command line is refused, at exit code 2."""
-    monkeypatch.setattr(sys, "argv", ["imagenet-fast", *arguments])
-    with pytest.raises(SystemExit) as end:
-        main()
-    printed = capsys.readouterr().err
-    assert end.value.code == 2
-    assert printed.startswith("error: ")
-    assert printed.count("\n") == 1
-    return printed
 
 
 def outcome_of(run: Path) -> dict[str, Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import imagenet_fast, refusal
+from tests.e2e.command import imagenet_fast
 
 
 def test_engines_are_compared_over_a_network_of_ones_own(tmp_path: Path):
@@ -43,9 +44,8 @@ def test_what_is_wrong_is_said_before_anything_is_trained(
     arguments: tuple[str, ...],
     sentence: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    refusal: Callable[..., str],
 ):
     runs = tmp_path / "runs"
-    assert sentence in refusal(monkeypatch, capsys, "compare", "--recipe", "smoke", "--out", str(runs), *arguments)
+    assert sentence in refusal("compare", "--recipe", "smoke", "--out", str(runs), *arguments)
     assert not runs.exists()

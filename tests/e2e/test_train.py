@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torchvision.models import resnet18
 
-from tests.e2e.command import COMMAND, environment, events_of, imagenet_fast, outcome_of, refusal, wait_for
+from tests.e2e.command import COMMAND, environment, events_of, imagenet_fast, outcome_of, wait_for
 
 SMOKE = ("train", "--recipe", "smoke")
 ONE_EPOCH = ("--set", "epochs=1", "--set", "schedule.warmup_epochs=0")
@@ -173,11 +174,10 @@ def test_bad_input_is_met_with_one_sentence_and_exit_code_2(
     arguments: tuple[str, ...],
     sentence: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    refusal: Callable[..., str],
 ):
     out = () if "--out" in arguments else ("--out", str(tmp_path / "run"))
-    assert sentence in refusal(monkeypatch, capsys, "train", *arguments, *out)
+    assert sentence in refusal("train", *arguments, *out)
     assert not (tmp_path / "run").exists(), "the directory is still free for a second try"
 
 
@@ -188,10 +188,8 @@ def test_what_only_the_ranks_can_see_is_met_with_one_sentence_too(tmp_path: Path
     assert not (tmp_path / "run").exists()
 
 
-def test_a_second_run_into_the_same_directory_is_refused(
-    smoke_run: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    assert "already holds a run" in refusal(monkeypatch, capsys, *SMOKE, "--out", str(smoke_run[0]))
+def test_a_second_run_into_the_same_directory_is_refused(smoke_run: tuple[Path, str], refusal: Callable[..., str]):
+    assert "already holds a run" in refusal(*SMOKE, "--out", str(smoke_run[0]))
 
 
 def test_two_launchers_meet_as_two_nodes_and_reach_the_target(tmp_path: Path):
