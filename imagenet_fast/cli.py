@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
 from imagenet_fast import __version__
-from imagenet_fast.errors import UserError
+from imagenet_fast.errors import UserError, refuse
 
 app = typer.Typer(
     add_completion=False,
@@ -63,17 +62,11 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        _refuse(str(error))
+        refuse(str(error))
     except (OSError, UnicodeDecodeError) as error:
         if "RANK" in os.environ:  # in the middle of a run the place matters
             raise
-        _refuse(f"{error}; check the path")
-
-
-def _refuse(sentence: str) -> NoReturn:
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank of a node finds the same
-        print(f"error: {sentence}", file=sys.stderr)
-    raise SystemExit(2) from None
+        refuse(f"{error}; check the path")
 
 
 @app.callback()
@@ -95,7 +88,12 @@ def train(
     ] = None,
     nproc: Annotated[int | None, typer.Option(min=1, help="Ranks on this machine. Default: one a GPU, else 2.")] = None,
     nodes: Annotated[int, typer.Option(min=1, help="Machines; run the same command on each.")] = 1,
-    rdzv_endpoint: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where several nodes meet.")] = None,
+    rdzv_endpoint: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where several nodes meet: a free port of one of them.")
+    ] = None,
+    join_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", min=1, help="How long nodes and ranks wait for each other at the start.")
+    ] = 300,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Run directory. Default: runs/<time>-<recipe>-<sync>.")
     ] = None,
@@ -113,13 +111,24 @@ def train(
     Exit codes: 0 target reached (or none set), 1 error or interrupted, 2 usage, 3 trained to the end without
     reaching the target.
     """
-    from imagenet_fast.run import train_here_or_launch
+    from imagenet_fast.launch.planning import plan_job
+    from imagenet_fast.ranks.place import own_place
+    from imagenet_fast.recipe.reading import find_recipe, load_recipe
 
-    code = train_here_or_launch(
-        recipe, sys.argv[1:], data=data, overrides=overrides, sync=sync, nproc=nproc, nodes=nodes,
-        endpoint=rdzv_endpoint, out=out, seed=seed, scale=scale_batch, trace=trace,
-    )  # fmt: skip
-    raise typer.Exit(code)
+    path = find_recipe(recipe)
+    written = load_recipe(path, sync, [*overrides, *([f"seed={seed}"] if seed is not None else [])])
+    if (place := own_place()) is not None:  # a torchrun or an srun of the user's has started us: we are a rank
+        from imagenet_fast.launch.rank import train_as_rank
+
+        job = plan_job(path.stem, written, place.size, data=data, folder=out, scale=scale_batch, trace=trace)
+        raise typer.Exit(train_as_rank(job, place, join_timeout).exit_code)
+
+    from imagenet_fast.launch.launcher import launch
+    from imagenet_fast.launch.nodes import plan_nodes
+
+    cluster = plan_nodes(nproc, nodes, rdzv_endpoint, join_timeout)
+    job = plan_job(path.stem, written, cluster.ranks, data=data, folder=out, scale=scale_batch, trace=trace)
+    raise typer.Exit(launch(job, cluster))
 
 
 @recipes_app.callback()
@@ -128,7 +137,7 @@ def list_recipes(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         from rich.console import Console
 
-        from imagenet_fast.listing import recipe_table
+        from imagenet_fast.record.recipe_table import recipe_table
 
         Console().print(recipe_table())
 
@@ -136,7 +145,7 @@ def list_recipes(context: typer.Context) -> None:
 @recipes_app.command("show")
 def show_recipe(name: Annotated[str, typer.Argument(metavar="NAME|PATH")]) -> None:
     """Print one recipe."""
-    from imagenet_fast.loading import find_recipe
+    from imagenet_fast.recipe.reading import find_recipe
 
     print(find_recipe(name).read_text(), end="")
 
@@ -168,10 +177,12 @@ def bench_step(
     json_file: JsonOption = None,
 ) -> None:
     """Time our training step beside a plain PyTorch loop, interleaved, on one rank and synthetic data."""
-    from imagenet_fast.bench import step as bench
 
-    variants = [bench.step_recipe(model, image_size, batch, precision, compiled, name) for name in sync.split(",")]
-    _show(bench.bench_step(variants[0], variants, rounds, steps), bench.step_table, json_file)
+    from imagenet_fast.bench.overhead import bench_step as measure
+    from imagenet_fast.bench.overhead import step_recipe, step_table
+
+    variants = [step_recipe(model, image_size, batch, precision, compiled, name) for name in sync.split(",")]
+    _show(measure(variants[0], variants, rounds, steps), step_table, json_file)
 
 
 @bench_app.command("sync")
@@ -203,10 +214,11 @@ def bench_sync(
     ] = None,
 ) -> None:
     """Replay a model's layer profile against every engine over a network of one's own, beside DDP and the limits."""
-    from imagenet_fast.bench import sync as bench
+    from imagenet_fast.bench.engines import bench_sync as measure
+    from imagenet_fast.bench.engines import draw_bars, sync_table
     from imagenet_fast.bench.profile import load_profile
-    from imagenet_fast.loading import parse_engines
-    from imagenet_fast.picture import new_figure
+    from imagenet_fast.recipe.reading import parse_engines
+    from imagenet_fast.record.pictures import new_figure
 
     profile = load_profile(model)
     if compute is not None:
@@ -215,10 +227,10 @@ def bench_sync(
     figure = new_figure(png, 9, 0.4 * len(engines) + 2) if png is not None else None
     if trace is not None:
         trace.mkdir(parents=True, exist_ok=True)
-    rows = bench.bench_sync(profile, engines, hosts, rate, scale, rounds, steps, trace)
-    _show(rows, bench.sync_table, json_file)
+    rows = measure(profile, engines, hosts, rate, scale, rounds, steps, trace)
+    _show(rows, sync_table, json_file)
     if figure is not None:
-        bench.draw(rows, figure)
+        draw_bars(rows, figure)
         figure.savefig(png)
 
 
@@ -232,10 +244,10 @@ def bench_profile(
     steps: Annotated[int, typer.Option(min=1)] = 10,
 ) -> None:
     """Record how long each layer of a model computes here, for `bench sync`."""
+    from imagenet_fast.bench.overhead import step_recipe
     from imagenet_fast.bench.profile import save_profile
     from imagenet_fast.bench.recording import record_profile
-    from imagenet_fast.bench.step import step_recipe
-    from imagenet_fast.world import prepare_device
+    from imagenet_fast.ranks.world import prepare_device
 
     recipe = step_recipe(model, image_size, batch, precision, compiled=False)
     profile = record_profile(recipe, prepare_device(0)[0], steps)
@@ -269,19 +281,19 @@ def compare(
     """
     from rich.console import Console
 
-    from imagenet_fast import report as reporting
-    from imagenet_fast.compare import compare as train_all
-    from imagenet_fast.compare import contestants, whole_numbers
-    from imagenet_fast.run import new_folder
+    from imagenet_fast.bench.compare import compare as train_all
+    from imagenet_fast.bench.compare import contestants, whole_numbers
+    from imagenet_fast.launch.planning import new_folder
+    from imagenet_fast.record.past_runs import draw_curves, report_table
 
     folder = out or new_folder(Path(recipe).stem, "compare")
     runs = contestants(sync.split(","), whole_numbers(seeds), overrides)
     past = train_all(recipe, runs, data=data, hosts=hosts, rate=rate, folder=folder)
     print()
-    Console().print(reporting.report_table(past))
+    Console().print(report_table(past))
     print(f"in TensorBoard: tensorboard --logdir {folder}")
     png = folder / "compare.png"
-    reporting.draw(past, png)
+    draw_curves(past, png)
     print(f"drawn to {png}")
 
 
@@ -293,12 +305,12 @@ def report(
     """Time-to-accuracy of past runs, as a table and as a picture."""
     from rich.console import Console
 
-    from imagenet_fast import report as reporting
+    from imagenet_fast.record.past_runs import draw_curves, read_run, report_table
 
-    past = [reporting.read_run(folder) for folder in runs]
-    Console().print(reporting.report_table(past))
+    past = [read_run(folder) for folder in runs]
+    Console().print(report_table(past))
     if png is not None:
-        reporting.draw(past, png)
+        draw_curves(past, png)
         print(f"drawn to {png}")
 
 

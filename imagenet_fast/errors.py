@@ -1,8 +1,21 @@
 """The one exception whose message is meant for the person at the terminal."""
 
+from __future__ import annotations
+
+import os
+import sys
+from typing import NoReturn
+
 
 class UserError(Exception):
     """Something the user can put right. The message is one sentence naming the path or key, then the fix.
 
     The CLI prints it without a traceback and exits with code 2.
     """
+
+
+def refuse(sentence: str) -> NoReturn:
+    """Say so on stderr, once a node, since every rank of it finds the same; then exit with code 2."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"error: {sentence}", file=sys.stderr)
+    raise SystemExit(2) from None

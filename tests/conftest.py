@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 
 from imagenet_fast.cli import main
-from imagenet_fast.loading import parse_recipe
-from imagenet_fast.recipe import Recipe
+from imagenet_fast.recipe.reading import parse_recipe
+from imagenet_fast.recipe.schema import Recipe
 
 torch.set_num_threads(1)
 

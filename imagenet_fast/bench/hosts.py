@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import FileStore
 from torch.multiprocessing.spawn import start_processes
 
 from imagenet_fast.bench.network import INTERFACE, Host, enter
-from imagenet_fast.forking import end_with_starter, start_fork_server
+from imagenet_fast.ranks.forking import end_with_starter, start_fork_server
 
 _TIMEOUT = timedelta(minutes=5)
 
@@ -27,7 +27,7 @@ def run_on(hosts: list[Host] | int, function: Callable[..., Any], *arguments: An
     Raises torch's ProcessRaisedException with the traceback of the first rank that failed.
     """
     count = hosts if isinstance(hosts, int) else len(hosts)
-    start_fork_server("imagenet_fast.bench.sync")
+    start_fork_server("imagenet_fast.bench.engines")
     with tempfile.TemporaryDirectory() as folder:
         context = start_processes(
             _rank, (count, hosts, folder, function, arguments), nprocs=count, join=False, daemon=True,

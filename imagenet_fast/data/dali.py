@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from imagenet_fast import recipe
 from imagenet_fast.data.imagefolder import ImageFolder
 from imagenet_fast.data.order import Order, TrainOrder
 from imagenet_fast.errors import UserError
+from imagenet_fast.recipe import schema
 
 if TYPE_CHECKING:
     from nvidia.dali import Pipeline
@@ -29,7 +29,7 @@ class DaliLoader:
         self,
         folder: ImageFolder,
         order: Order,
-        data: recipe.ImageData,
+        data: schema.ImageData,
         device: torch.device,
         seed: int,
         threads: int,
@@ -90,7 +90,7 @@ def _samples(folder: ImageFolder, order: Order) -> Iterator[tuple[list[Any], Any
 def _define(
     pipeline: Pipeline,
     samples: Iterator[tuple[list[Any], Any]],
-    data: recipe.ImageData,
+    data: schema.ImageData,
     augment: bool,
     gpu: bool,
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -12,14 +11,15 @@ from typing import Protocol, assert_never
 import torch
 from torch import Tensor
 
-from imagenet_fast import recipe
-from imagenet_fast.batching import Batching
 from imagenet_fast.data.dali import DaliLoader
 from imagenet_fast.data.folder import FolderLoader
 from imagenet_fast.data.imagefolder import scan
 from imagenet_fast.data.order import EvalOrder, TrainOrder
 from imagenet_fast.data.synthetic import SyntheticLoader
 from imagenet_fast.errors import UserError
+from imagenet_fast.ranks.cores import usable_cores
+from imagenet_fast.recipe import schema
+from imagenet_fast.recipe.batching import Batching
 
 Batch = tuple[Tensor, Tensor]
 
@@ -48,7 +48,7 @@ class Dataset:
 
 
 def open_dataset(
-    data: recipe.Data,
+    data: schema.Data,
     root: Path | None,
     batching: Batching,
     rank: int,
@@ -61,9 +61,9 @@ def open_dataset(
     Raises UserError where the pictures cannot be trained on, or not with this batch.
     """
     match data:
-        case recipe.SyntheticData():
+        case schema.SyntheticData():
             sizes, classes = (data.train_images, data.val_images), data.classes
-        case recipe.ImageData():
+        case schema.ImageData():
             assert root is not None
             train_folder, val_folder = scan(root)
             sizes, classes = (len(train_folder), len(val_folder)), len(train_folder.classes)
@@ -77,12 +77,12 @@ def open_dataset(
             f"--set global_batch={sizes[0]} or less, or give more images"
         )
     match data:
-        case recipe.SyntheticData():
+        case schema.SyntheticData():
             train: Loader = SyntheticLoader(train_order, data, device, seed)
             val: Loader = SyntheticLoader(val_order, data, device, seed)
-        case recipe.ImageData():
+        case schema.ImageData():
             load = DaliLoader if data.loader == "dali" else FolderLoader
-            workers = min(data.workers, max(1, (os.cpu_count() or 1) // local_ranks))
+            workers = min(data.workers, max(1, usable_cores() // local_ranks))
             train = load(train_folder, train_order, data, device, seed + rank, workers)
             val = load(val_folder, val_order, data, device, seed + rank, workers)
     return Dataset(classes, train_order, val_order, iter(train), iter(val))

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
-from imagenet_fast import recipe
 from imagenet_fast.data.imagefolder import ImageFolder
 from imagenet_fast.data.order import Order, TrainOrder
-from imagenet_fast.forking import end_with_starter, start_fork_server
+from imagenet_fast.ranks.forking import end_with_starter, start_fork_server
+from imagenet_fast.recipe import schema
 
 
 class FolderLoader:
@@ -23,7 +23,7 @@ class FolderLoader:
         self,
         folder: ImageFolder,
         order: Order,
-        data: recipe.ImageData,
+        data: schema.ImageData,
         device: torch.device,
         seed: int,
         workers: int,
@@ -61,7 +61,7 @@ class _Pictures(Dataset[tuple[Tensor, Tensor]]):
             return self._transform(picture.convert("RGB")), torch.tensor(self._folder.labels[index])
 
 
-def _transform(data: recipe.ImageData, augment: bool) -> v2.Compose:
+def _transform(data: schema.ImageData, augment: bool) -> v2.Compose:
     crop: list[v2.Transform]
     if augment:
         crop = [

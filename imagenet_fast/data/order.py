@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from imagenet_fast.batching import Batching
+from imagenet_fast.recipe.batching import Batching
 
 Indices = NDArray[np.int64]
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+from imagenet_fast.data.digits import make_digits
 from imagenet_fast.errors import UserError
 
 
@@ -32,8 +29,6 @@ def locate(dataset: Literal["imagenet", "cifar10", "digits"], given: Path | None
         return place
     match dataset:
         case "digits":
-            from imagenet_fast.data.digits import make_digits
-
             make_digits(place)
             return place
         case "cifar10":
@@ -44,20 +39,3 @@ def locate(dataset: Literal["imagenet", "cifar10", "digits"], given: Path | None
             raise UserError(
                 "this recipe trains on ImageNet; say where it lies with --data DIR (train/<class>/*, val/<class>/*)"
             )
-
-
-@contextmanager
-def appearing_whole(place: Path) -> Iterator[Path]:
-    """A folder to fill that becomes ``place`` only when the block ends well; otherwise nothing is left behind."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
-    try:
-        yield partial
-        partial.chmod(0o755)
-        try:
-            partial.rename(place)
-        except OSError:
-            if not place.is_dir():  # otherwise another process was quicker
-                raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from imagenet_fast import recipe
 from imagenet_fast.data.order import Order
+from imagenet_fast.recipe import schema
 
 _BANK = 256  # different pictures; image i is picture i modulo this
 
@@ -16,7 +16,7 @@ _BANK = 256  # different pictures; image i is picture i modulo this
 class SyntheticLoader:
     """Batches in ``order``, without end, as the other loaders give them. Image i has label i mod classes."""
 
-    def __init__(self, order: Order, data: recipe.SyntheticData, device: torch.device, seed: int) -> None:
+    def __init__(self, order: Order, data: schema.SyntheticData, device: torch.device, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         shape = (_BANK, data.image_size, data.image_size, 3)
         self._pictures = torch.randn(shape, generator=generator).to(device).permute(0, 3, 1, 2)

@@ -8,19 +8,19 @@ from torch import nn
 from torchvision.models import alexnet, resnet18, resnet50
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
-from imagenet_fast import recipe
 from imagenet_fast.models.alexnet_bn import AlexNetBN
+from imagenet_fast.recipe import schema
 
 
-def build_model(model: recipe.Model, classes: int) -> nn.Module:
+def build_model(model: schema.Model, classes: int) -> nn.Module:
     """The model a recipe names, with fresh weights from torch's global generator, on the default device."""
     network: nn.Module
     match model:
-        case recipe.AlexNet():
+        case schema.AlexNet():
             network = alexnet(num_classes=classes, dropout=model.dropout)
-        case recipe.AlexNetBN():
+        case schema.AlexNetBN():
             network = AlexNetBN(classes, model.dropout, model.pool5_norm)
-        case recipe.ResNet():
+        case schema.ResNet():
             build = resnet18 if model.kind == "resnet18" else resnet50
             network = build(num_classes=classes, zero_init_residual=model.zero_init_last_gamma)
         case _:

@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from imagenet_fast.record.event import Event
-from imagenet_fast.tables import compact_table
+from imagenet_fast.record.tables import compact_table
 
 
 class ConsoleSink:

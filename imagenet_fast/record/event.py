@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
-
-from imagenet_fast.clock import Clock
 
 
 @dataclass(frozen=True)
@@ -35,12 +33,12 @@ class Record:
     >>> record("train", step, loss=2.3, lr=0.1)
     """
 
-    def __init__(self, clock: Clock, sinks: Sequence[Sink] = ()) -> None:
-        self._clock = clock
+    def __init__(self, run_s: Callable[[], float], sinks: Sequence[Sink] = ()) -> None:
+        self._run_s = run_s
         self._sinks = sinks
 
     def __call__(self, name: str, step: int, **values: Any) -> None:
-        event = Event(name, step, self._clock.run_s(), values)
+        event = Event(name, step, self._run_s(), values)
         for sink in self._sinks:
             sink.write(event)
 

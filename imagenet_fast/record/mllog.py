@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from imagenet_fast.batching import Batching
-from imagenet_fast.recipe import Lars, Polynomial, Recipe
+from imagenet_fast.recipe.batching import Batching
+from imagenet_fast.recipe.schema import Lars, Polynomial, Recipe
 from imagenet_fast.record.event import Event
 
 Kind = Literal["INTERVAL_START", "INTERVAL_END", "POINT_IN_TIME"]
@@ -97,6 +97,6 @@ class MLLog:
             "event_type": kind,
             "key": key,
             "value": value,
-            "metadata": {"file": "imagenet_fast/train.py", "lineno": 0, **metadata},
+            "metadata": {"file": "imagenet_fast/training/loop.py", "lineno": 0, **metadata},
         }
         self._file.write(f":::MLLOG {json.dumps(entry)}\n")

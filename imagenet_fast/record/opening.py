@@ -5,32 +5,33 @@ from __future__ import annotations
 import json
 import os
 import platform
-import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
 from imagenet_fast import __version__
-from imagenet_fast.clock import Clock
-from imagenet_fast.job import Job
-from imagenet_fast.loading import to_toml
+from imagenet_fast.ranks.cores import usable_cores
+from imagenet_fast.ranks.world import World
+from imagenet_fast.recipe.job import Job
+from imagenet_fast.recipe.reading import to_toml
 from imagenet_fast.record.console import ConsoleSink
 from imagenet_fast.record.event import Record
 from imagenet_fast.record.jsonl import JsonLines
 from imagenet_fast.record.mllog import MLLog
 from imagenet_fast.record.tensorboard import TensorBoard
-from imagenet_fast.world import World
 
 
-def open_record(job: Job, world: World, clock: Clock) -> Record:
+def open_record(job: Job, world: World, run_s: Callable[[], float]) -> Record:
     """On rank 0 make the run directory, say in it what is run and where, and open every sink; elsewhere nothing."""
     if not world.leads:
-        return Record(clock)
+        return Record(run_s)
     job.folder.mkdir(parents=True, exist_ok=True)
+    job.write(job.folder / "job.json")
     (job.folder / "recipe.toml").write_text(to_toml(job.recipe))
-    (job.folder / "environment.json").write_text(json.dumps(environment(world), indent=2) + "\n")
+    (job.folder / "environment.json").write_text(json.dumps(environment(job, world), indent=2) + "\n")
     return Record(
-        clock,
+        run_s,
         [
             JsonLines(job.folder),
             MLLog(job.folder, job.recipe, job.batching),
@@ -40,18 +41,18 @@ def open_record(job: Job, world: World, clock: Clock) -> Record:
     )
 
 
-def environment(world: World) -> dict[str, object]:
+def environment(job: Job, world: World) -> dict[str, object]:
     """What else a result depends on: versions, machine, and the variables that steer torch and NCCL."""
     packages = ("torch", "torchvision", "nvidia-dali-cuda130", "numpy")
     steering = ("OMP_", "NCCL_", "GLOO_", "TORCH_", "CUDA_", "MASTER_")
     return {
         "imagenet_fast": __version__,
-        "command": sys.argv,
+        "command": job.command,
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in packages},
         "host": platform.node(),
         "system": platform.platform(),
-        "cores": os.cpu_count(),
+        "cores": usable_cores(),
         "ranks": world.size,
         "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu",
         "variables": {key: value for key, value in os.environ.items() if key.startswith(steering)},

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from imagenet_fast.recipe.job import Job
+
 Status = Literal["reached", "finished", "failed", "interrupted"]
 
 
@@ -31,6 +33,14 @@ class Outcome:
     images_per_s: float = 0.0
     sent_bytes_per_step: float = 0.0
     message: str = ""
+
+    @classmethod
+    def beginning(cls, job: Job) -> Outcome:
+        """Of a run in which nothing has happened yet."""
+        batching = job.batching
+        return cls(
+            "failed", job.name, job.recipe.sync.kind, batching.ranks, batching.global_batch, job.recipe.target_top1
+        )
 
     def advance(self, epoch: int, step: int, train_s: float, sent_bytes: int) -> None:
         """Step ``step``, in epoch ``epoch``, is done."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
-from imagenet_fast.recipe import Recipe
+from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.record.event import Event
 
 _SCALARS = {"train", "speed", "sync", "data", "eval"}

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from imagenet_fast.ranks.roll_call import PeerLost
 from imagenet_fast.sync.marks import Mark, mark
 
 Messages = Iterable[tuple[int, Tensor]]
@@ -22,15 +23,6 @@ Messages = Iterable[tuple[int, Tensor]]
 
 _WORKERS = 4  # transfers of one lane under way at once on a CPU: enough that one waits while another adds
 _lanes = itertools.count()
-
-
-class PeerLost(RuntimeError):
-    """A rank that closed its connection, or did not answer in time."""
-
-    def __init__(self, rank: int, cause: Exception) -> None:
-        fate = "did not answer in time" if "imed out" in str(cause) else "closed its connection"
-        super().__init__(f"rank {rank} {fate} during an all-reduce; its own log says why")
-        self.rank = rank
 
 
 @dataclass

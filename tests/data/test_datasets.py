@@ -13,8 +13,9 @@ import pytest
 from PIL import Image
 
 from imagenet_fast.data import cifar10
+from imagenet_fast.data.appearing import appearing_whole
 from imagenet_fast.data.imagefolder import scan
-from imagenet_fast.data.places import appearing_whole, locate
+from imagenet_fast.data.places import locate
 from imagenet_fast.errors import UserError
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from imagenet_fast.batching import Batching
 from imagenet_fast.data.dataset import Dataset, open_dataset
 from imagenet_fast.errors import UserError
-from imagenet_fast.loading import parse_recipe
-from imagenet_fast.recipe import ImageData, SyntheticData
+from imagenet_fast.recipe.batching import Batching
+from imagenet_fast.recipe.reading import parse_recipe
+from imagenet_fast.recipe.schema import ImageData, SyntheticData
 from tests.conftest import tables
 
 ALONE = Batching(ranks=1, micro_batch=8, accumulation=1)

@@ -9,16 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from imagenet_fast.batching import split_batch
-from imagenet_fast.clock import Clock
 from imagenet_fast.data.dataset import open_dataset
-from imagenet_fast.job import Job
-from imagenet_fast.loading import parse_recipe
+from imagenet_fast.ranks.world import World
+from imagenet_fast.recipe.batching import split_batch
+from imagenet_fast.recipe.job import Job
+from imagenet_fast.recipe.reading import parse_recipe
 from imagenet_fast.record import Event, Outcome, Record
-from imagenet_fast.train import train
-from imagenet_fast.world import World
+from imagenet_fast.training.clock import Clock
+from imagenet_fast.training.loop import train
 from tests.conftest import make_pictures, tables
-from tests.ranks import run
+from tests.spawning import run
 
 ENGINES = ("hybrid",)
 STEPS = 10
@@ -72,6 +72,6 @@ def _losses(engines: Sequence[str], pictures: Path, folder: Path) -> dict[str, l
         outcome = Outcome("failed", "test", engine, ranks, 32)
         job = Job("test", recipe, split_batch(recipe, ranks), pictures, folder)
         dataset = open_dataset(recipe.data, pictures, job.batching, rank, ranks, world.device, recipe.seed)
-        train(job, dataset, world, clock, Record(clock, [losses]), outcome)
+        train(job, dataset, world, clock, Record(clock.run_s, [losses]), outcome)
         by_engine[engine] = losses.seen
     return by_engine

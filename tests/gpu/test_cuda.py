@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from imagenet_fast.batching import Batching, split_batch
 from imagenet_fast.data.dataset import open_dataset
-from imagenet_fast.loading import parse_recipe
-from imagenet_fast.recipe import ImageData
-from imagenet_fast.step import build_step
-from imagenet_fast.train import initial_model
-from imagenet_fast.world import World
+from imagenet_fast.ranks.world import World
+from imagenet_fast.recipe.batching import Batching, split_batch
+from imagenet_fast.recipe.reading import parse_recipe
+from imagenet_fast.recipe.schema import ImageData
+from imagenet_fast.training.loop import initial_model
+from imagenet_fast.training.step import build_step
 from tests.conftest import tables
 
 pytestmark = [

@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from imagenet_fast.recipe import Collective
+from imagenet_fast.ranks.roll_call import PeerLost
+from imagenet_fast.recipe.schema import Collective
 from imagenet_fast.sync.collectives import all_reduce, ring_bytes
-from imagenet_fast.sync.lane import Lane, PeerLost
-from tests.ranks import run
+from imagenet_fast.sync.lane import Lane
+from tests.spawning import run
 
 LENGTHS = (0, 1, 3, 7, 4097, 270_001)  # the last one is more than one segment, in 16 bits too
 COLLECTIVES = get_args(Collective)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from imagenet_fast.recipe import Collective
+from imagenet_fast.recipe.schema import Collective
 from imagenet_fast.sync import (
     AllReduceSync,
     DdpSync,
@@ -25,7 +25,7 @@ from imagenet_fast.sync import (
     attach,
     build_engine,
 )
-from tests.ranks import run
+from tests.spawning import run
 
 Settings = AllReduceSync | DdpSync | RingSync | LazySync | HybridSync | DearSync | SparseSync
 

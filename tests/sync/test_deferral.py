@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from imagenet_fast.optim import build_optimizer
-from imagenet_fast.recipe import Lars, Optim, Sgd
+from imagenet_fast.recipe.schema import Lars, Optim, Sgd
 from imagenet_fast.sync import DearSync, GradientPool, HybridSync, build_engine
 from imagenet_fast.sync.link import Link
-from tests.ranks import run
+from imagenet_fast.training.optimizers import build_optimizer
+from tests.spawning import run
 
 DEFERRING: tuple[HybridSync | DearSync, ...] = (
     HybridSync(wire="bf16", fuse_mb=0.001),

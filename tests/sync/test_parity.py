@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from imagenet_fast.optim import build_optimizer
-from imagenet_fast.recipe import Sgd
+from imagenet_fast.recipe.schema import Sgd
 from imagenet_fast.sync import (
     AllReduceSync,
     DdpSync,
@@ -22,7 +21,8 @@ from imagenet_fast.sync import (
     RingSync,
     attach,
 )
-from tests.ranks import run
+from imagenet_fast.training.optimizers import build_optimizer
+from tests.spawning import run
 
 BATCH = 24
 SGD = Sgd(kind="sgd", lr=0.02, weight_decay=1e-4)

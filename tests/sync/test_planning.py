@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from imagenet_fast.optim import build_optimizer
-from imagenet_fast.recipe import Sgd
+from imagenet_fast.recipe.schema import Sgd
 from imagenet_fast.sync import AutoSync, LazySync, attach
 from imagenet_fast.sync.link import Link
 from imagenet_fast.sync.prediction import THRESHOLDS, best_threshold, deferred_step, fused_step
 from imagenet_fast.sync.releases import Task, plan_releases
 from imagenet_fast.sync.timetable import Timing
-from tests.ranks import run
+from imagenet_fast.training.optimizers import build_optimizer
+from tests.spawning import run
 
 # Five layers in pool order, last one first: two large ones whose gradients come early, three small ones.
 TIMING = Timing((0.8, 0.7, 0.4, 0.2, 0.0), 1.0, (0.1, 0.3, 0.8, 1.4, 2.0), 2.0)

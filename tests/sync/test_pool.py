@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from imagenet_fast.clock import Clock
 from imagenet_fast.sync import GradientPool, Span, SyncEngine, SyncStats
 from imagenet_fast.sync.engine import Stopwatch
+from imagenet_fast.training.clock import Clock
 
 
 class Listener(SyncEngine):

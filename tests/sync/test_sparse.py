@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from imagenet_fast.optim import build_optimizer
-from imagenet_fast.recipe import Sgd
+from imagenet_fast.recipe.schema import Sgd
 from imagenet_fast.sync import GradientPool, LazySync, SparseSync, build_engine
 from imagenet_fast.sync.sparse import Sparse
-from tests.ranks import run
+from imagenet_fast.training.optimizers import build_optimizer
+from tests.spawning import run
 
 SGD = Sgd(kind="sgd", lr=0.1, weight_decay=1e-3)
 CHUNK = 64

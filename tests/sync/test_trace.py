@@ -12,7 +12,7 @@ from torch import nn
 
 from imagenet_fast.sync import HybridSync, LazySync, attach
 from imagenet_fast.sync.trace import TracedSteps
-from tests.ranks import run
+from tests.spawning import run
 
 
 def test_compute_communication_and_waits_of_every_layer_are_there(tmp_path: Path):

@@ -1,0 +1,316 @@
+"""How near each engine comes to what the wire and the compute allow, on a network of one's own.
+
+A layer profile is replayed against every engine in turn, several rounds of it, so that all meet the same noise. A
+block is a step to get going, the measured steps, and a settling that is not timed; in between, what one step leaves
+to the next forward is counted there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median, mode
+from typing import Any, assert_never
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+from torch import Tensor
+
+from imagenet_fast.bench.hosts import run_on
+from imagenet_fast.bench.network import parse_rate, sent_bytes, shaped_network
+from imagenet_fast.bench.profile import Profile
+from imagenet_fast.bench.replay import Gradients, gradients_of, replay
+from imagenet_fast.recipe.schema import (
+    AllReduceSync,
+    AutoSync,
+    DdpSync,
+    DearSync,
+    HybridSync,
+    LazySync,
+    RingSync,
+    SparseSync,
+    Sync,
+    Wire,
+)
+from imagenet_fast.record.tables import compact_table
+from imagenet_fast.sync import SyncStats, attach, wire_dtype
+from imagenet_fast.sync.prediction import Prediction
+from imagenet_fast.sync.trace import Trace
+
+_LEARNING_STEPS = 6  # until an engine that plans has its plan
+
+
+@dataclass(frozen=True)
+class EngineTime:
+    """One engine's steps: medians over the rounds, seconds and bytes a step of one host (their mean)."""
+
+    engine: str
+    wire: Wire
+    hosts: int
+    rate: str | None
+    scale: int
+    model: str
+    step_s: float
+    step_s_min: float
+    step_s_max: float
+    compute_s: float
+    """A step of the same model without any synchronisation."""
+    exposed_s: float
+    """What the step lasts longer than that."""
+    raw_s: float
+    """One all-reduce of the backend's of as many elements of the wire dtype, with nothing else going on."""
+    limit_s: float
+    """The least such an engine could take, from compute and raw."""
+    sent_bytes: int
+    """By the engine's own count."""
+    kernel_bytes: int | None
+    """By the counters of the hosts' interfaces; None on the loopback interface, which all ranks share."""
+    launches: float
+    ratio_to_ddp: float
+    """How many times faster than DDP with the same wire dtype."""
+    ratio_to_limit: float
+    """How many times the limit it takes."""
+    predicted_s: float | None
+    """What ``auto`` thought that a step would take, where it took part."""
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Means over the steps of one block, on one rank."""
+
+    step_s: float
+    sent_bytes: float = 0
+    kernel_bytes: float = 0
+    launches: float = 0
+
+
+_Blocks = dict[Sync | Wire | None, list[_Block]]
+"""Of every engine, of a raw all-reduce by wire dtype, and of compute alone (None)."""
+
+
+def bench_sync(
+    profile: Profile,
+    engines: list[Sync],
+    hosts: int,
+    rate: str | None,
+    scale: int,
+    rounds: int,
+    steps: int,
+    traces: Path | None = None,
+) -> list[EngineTime]:
+    """Replay ``profile``, with a ``scale``-th of its gradients, on ``hosts`` linked at ``rate`` (None: loopback).
+
+    DDP is run with each wire dtype there is, with torch's defaults where it was not asked for. Rank 0 writes a
+    timeline of every engine into the directory ``traces``. Raises UserError where the network cannot be made.
+    """
+    wires = list(dict.fromkeys(settings.wire for settings in engines))
+    asked = {settings.wire: settings for settings in engines if isinstance(settings, DdpSync)}
+    peers = {wire: asked.get(wire, DdpSync(wire=wire)) for wire in wires}
+    engines = engines + [peer for peer in peers.values() if peer not in engines]
+    small = profile.shrunk(scale)
+    with shaped_network(hosts, parse_rate(rate)) if rate is not None else nullcontext(hosts) as network:
+        measured: list[tuple[_Blocks, tuple[Prediction, ...]]] = run_on(
+            network, _measure, small, engines, wires, rate is not None, rounds, steps, traces
+        )
+    by_rank = [blocks for blocks, _ in measured]
+    decision = measured[0][1]
+    chosen: dict[str, float | None] = {p.engine: p.step_s for p in decision}
+    chosen["auto"] = next((p.step_s for p in decision if p.chosen), None)
+    modelled = {settings.wire for settings in engines if isinstance(settings, AutoSync)}
+    predicted = {settings: chosen.get(settings.kind) for settings in engines if settings.wire in modelled}
+    seconds = {
+        key: [max(of_host[key][turn].step_s for of_host in by_rank) for turn in range(rounds)] for key in by_rank[0]
+    }
+    compute = median(seconds[None])
+    ddp_s = {wire: median(seconds[peer]) for wire, peer in peers.items()}
+
+    def row(settings: Sync) -> EngineTime:
+        times, wire = seconds[settings], settings.wire
+        raw = median(seconds[wire])
+        limit = limit_s(settings, compute, profile.forward_s / profile.compute_s, raw)
+
+        def over_hosts(field: str) -> float:
+            return median(
+                fmean(getattr(of_host[settings][turn], field) for of_host in by_rank) for turn in range(rounds)
+            )
+
+        return EngineTime(
+            settings.kind, wire, hosts, rate, scale, profile.model, median(times), min(times), max(times), compute,
+            median(times) - compute, raw, limit, round(over_hosts("sent_bytes")),
+            round(over_hosts("kernel_bytes")) if rate is not None else None, over_hosts("launches"),
+            ddp_s[wire] / median(times), median(times) / limit, predicted.get(settings),
+        )  # fmt: skip
+
+    return [row(settings) for settings in engines]
+
+
+def limit_s(settings: Sync, compute_s: float, forward_share: float, raw_s: float) -> float:
+    """The least a step can take: all that an engine of this kind may overlap, perfectly overlapped.
+
+    ``raw_s`` is one undisturbed all-reduce of all gradients.
+    """
+    forward = forward_share * compute_s
+    match settings:
+        case AllReduceSync():
+            return compute_s + raw_s
+        case DdpSync() | RingSync() | LazySync():
+            return forward + max(compute_s - forward, raw_s)
+        case SparseSync():
+            return forward + max(compute_s - forward, (1 - settings.sparsity) * raw_s)
+        case HybridSync() | DearSync() | AutoSync():
+            return max(compute_s, raw_s)
+        case _:
+            assert_never(settings)
+
+
+def sync_table(times: list[EngineTime]) -> Table:
+    """One row an engine."""
+    main = next(t for t in times if t.wire == mode(other.wire for other in times))
+    table = compact_table(
+        ("engine",),
+        ("s a step", "spread", "MB", "kernel", "x DDP", "x limit", "predicted"),
+        (
+            (
+                t.engine if t.wire == main.wire else f"{t.engine} {t.wire}", f"{t.step_s:.3f}",
+                f"±{(t.step_s_max - t.step_s_min) / 2:.3f}", f"{t.sent_bytes / 1e6:.1f}",
+                "-" if t.kernel_bytes is None else f"{t.kernel_bytes / 1e6:.1f}", f"{t.ratio_to_ddp:.2f}",
+                f"{t.ratio_to_limit:.3f}", "-" if t.predicted_s is None else f"{t.predicted_s:.3f}",
+            )
+            for t in times
+        ),
+    )  # fmt: skip
+    link = "loopback" if main.rate is None else main.rate
+    scale = f"1/{main.scale} of {main.model}" if main.scale > 1 else main.model
+    table.title = (
+        f"{scale}, {main.hosts} hosts, {link}, {main.wire}: "
+        f"compute {main.compute_s:.3f} s, raw all-reduce {main.raw_s:.3f} s"
+    )
+    return table
+
+
+def draw_bars(times: list[EngineTime], figure: Any) -> None:
+    """A bar an engine: compute, what is exposed beyond it, and a mark at the limit."""
+    axes = figure.subplots()
+    common = mode(t.wire for t in times)
+    names = [t.engine if t.wire == common else f"{t.engine}, {t.wire}" for t in times]
+    axes.barh(names, [t.compute_s for t in times], color="#4c72b0", label="compute")
+    exposed = [max(0.0, t.exposed_s) for t in times]
+    axes.barh(names, exposed, left=[t.compute_s for t in times], color="#dd8452", label="exposed communication")
+    for row, t in enumerate(times):
+        axes.plot([t.limit_s] * 2, [row - 0.4, row + 0.4], color="black", label=None if row else "limit of its kind")
+        beyond = (max(t.step_s, t.limit_s), row)
+        axes.annotate(f"{t.step_s:.2f} s", beyond, xytext=(4, 0), textcoords="offset points", va="center")
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set(xlabel="seconds a step")
+    axes.set_title(sync_table(times).title, fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+
+
+def _measure(
+    profile: Profile,
+    engines: list[Sync],
+    wires: list[Wire],
+    counted: bool,
+    rounds: int,
+    steps: int,
+    traces: Path | None,
+) -> tuple[_Blocks, tuple[Prediction, ...]]:
+    """On each rank: the blocks, and what an engine that chooses chose from."""
+    gradients = gradients_of(profile)
+    measurements: dict[Sync | Wire | None, Callable[[], _Block]] = {
+        None: partial(_compute_block, profile, gradients, steps)
+    }
+    for wire in wires:
+        message = torch.zeros(profile.elements, dtype=wire_dtype(wire))
+        measurements[wire] = partial(_raw_block, message)
+    decision: tuple[Prediction, ...] = ()
+    for settings in engines:
+        loop = _Loop(profile, gradients, settings, counted)
+        decision = loop.learn() or decision
+        measurements[settings] = partial(loop.block, steps)
+        if traces is not None:
+            loop.trace(traces / f"{settings.kind}-{settings.wire}.json")
+    blocks: _Blocks = defaultdict(list)
+    for turn in range(rounds):
+        order = list(measurements)
+        for key in order[turn % len(order) :] + order[: turn % len(order)]:
+            dist.barrier()
+            blocks[key].append(measurements[key]())
+    return dict(blocks), decision
+
+
+def _compute_block(profile: Profile, gradients: Gradients, steps: int) -> _Block:
+    model, x = replay(profile, gradients), torch.zeros(1, requires_grad=True)
+    begun = time.perf_counter()
+    for _ in range(steps):
+        model.zero_grad()
+        model(x).backward()
+    return _Block((time.perf_counter() - begun) / steps)
+
+
+def _raw_block(message: Tensor) -> _Block:
+    """The fastest of three: the limit should not be the one that meets with the noise."""
+    seconds = []
+    for _ in range(3):
+        dist.barrier()
+        begun = time.perf_counter()
+        dist.all_reduce(message)
+        seconds.append(time.perf_counter() - begun)
+    return _Block(min(seconds))
+
+
+class _Loop:
+    """A training loop of one engine over replayed layers, with an update that costs nothing."""
+
+    def __init__(self, profile: Profile, gradients: Gradients, settings: Sync, counted: bool) -> None:
+        self._model = replay(profile, gradients)
+        self._forward, self._sync = attach(self._model, settings)
+        self._x = torch.zeros(1, requires_grad=True)
+        self._learns = isinstance(settings, LazySync | HybridSync | DearSync | AutoSync)
+        self._counted = counted
+
+    def learn(self) -> tuple[Prediction, ...]:
+        """Steps until an engine that plans has its plan, and DDP its buckets."""
+        stats = [self._step() for _ in range(_LEARNING_STEPS if self._learns else 2)]
+        self._sync.settle()
+        return next((s.decision for s in stats if s.decision), ())
+
+    def trace(self, path: Path) -> None:
+        """Three steps, of which rank 0 writes a timeline."""
+        self._step()
+        trace = Trace(self._model, torch.device("cpu"))
+        for _ in range(3):
+            trace.add_step(self._step())
+        self._sync.settle()
+        if dist.get_rank() == 0:
+            trace.write(path)
+
+    def block(self, steps: int) -> _Block:
+        before = sent_bytes() if self._counted else 0
+        stats = [self._step()]
+        begun = time.perf_counter()
+        stats += [self._step() for _ in range(steps)]
+        seconds = time.perf_counter() - begun
+        self._sync.settle()
+        dist.barrier()
+        return _Block(
+            seconds / steps,
+            fmean(s.sent_bytes for s in stats),
+            (sent_bytes() - before) / len(stats) if self._counted else 0,
+            fmean(s.launches for s in stats),
+        )
+
+    def _step(self) -> SyncStats:
+        self._sync.zero_grad()
+        self._forward(self._x).backward()
+        stats = self._sync.finish()
+        self._sync.update(lambda params: None)
+        return stats

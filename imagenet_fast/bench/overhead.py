@@ -1,0 +1,185 @@
+"""What our training step costs beside a plain PyTorch loop: same model, precision, optimiser and data, one process.
+
+Blocks of steps are timed in turn, so that both meet the same noise. Each block is compared with the plain loop's of
+the same round, and the median of these ratios is reported: a machine that slows down slows both.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+
+from imagenet_fast.data.order import TrainOrder
+from imagenet_fast.data.synthetic import SyntheticLoader
+from imagenet_fast.models import compile_blocks
+from imagenet_fast.ranks.world import World, prepare_device
+from imagenet_fast.recipe.batching import split_batch
+from imagenet_fast.recipe.reading import parse_recipe
+from imagenet_fast.recipe.schema import Recipe, Sgd, SyntheticData
+from imagenet_fast.record import Record
+from imagenet_fast.record.tables import compact_table
+from imagenet_fast.training.clock import Clock
+from imagenet_fast.training.loop import initial_model
+from imagenet_fast.training.optimizers import split_parameters
+from imagenet_fast.training.precision import autocast
+from imagenet_fast.training.step import build_step
+
+Batches = Iterator[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds a step of one loop: the median, fastest and slowest of its blocks."""
+
+    loop: str
+    step_s: float
+    step_s_min: float
+    step_s_max: float
+    images_per_s: float
+    ratio_to_plain: float
+    """The median over rounds."""
+
+
+def step_recipe(model: str, image_size: int, batch: int, precision: str, compiled: bool, sync: str = "lazy") -> Recipe:
+    """A recipe of synthetic pictures, trained by SGD with momentum. Raises UserError where a name is unknown."""
+    return parse_recipe(
+        "bench step",
+        {
+            "ranks": 1, "global_batch": batch, "epochs": 1, "log_every": 10, "compile": compiled,
+            "model": {"kind": model},
+            "data": {
+                "loader": "synthetic", "image_size": image_size, "classes": 1000,
+                "train_images": 64 * batch, "val_images": batch,
+            },
+            "precision": {"kind": precision},
+            "optim": {"kind": "sgd", "lr": 0.01, "weight_decay": 5e-5},
+            "schedule": {"kind": "cosine"},
+            "sync": {"kind": sync},
+        },
+    )  # fmt: skip
+
+
+def bench_step(recipe: Recipe, engines: list[Recipe], rounds: int, steps: int) -> list[StepTime]:
+    """Time ``steps`` steps of each loop in each of ``rounds`` rounds, on one rank.
+
+    ``engines`` are the recipe with different ``[sync]`` tables; the plain loop reads the rest of ``recipe``.
+    """
+    world = _alone()
+    try:
+        loops = {"plain PyTorch": _plain(recipe, world)}
+        for variant in engines:
+            loops[f"ours, {variant.sync.kind}"] = _ours(variant, world)
+        blocks: dict[str, list[float]] = {name: [] for name in loops}
+        for take in loops.values():
+            take(2)  # warm-up
+        for turn in range(rounds):
+            order = list(loops) if turn % 2 else list(reversed(loops))
+            for name in order:
+                blocks[name].append(_seconds(loops[name], steps, world.device) / steps)
+    finally:
+        dist.destroy_process_group()
+    plain = blocks["plain PyTorch"]
+    return [
+        StepTime(
+            name, median(times), min(times), max(times), recipe.global_batch / median(times),
+            median(ours / theirs for ours, theirs in zip(times, plain, strict=True)),
+        )
+        for name, times in blocks.items()
+    ]  # fmt: skip
+
+
+def step_table(times: list[StepTime]) -> Table:
+    """One row a loop."""
+    return compact_table(
+        ("loop",),
+        ("ms a step", "fastest", "slowest", "img/s", "beside plain"),
+        (
+            (t.loop, *(f"{1e3 * s:.1f}" for s in (t.step_s, t.step_s_min, t.step_s_max)), f"{t.images_per_s:.0f}",
+             f"{100 * (t.ratio_to_plain - 1):+.2f} %")
+            for t in times
+        ),
+    )  # fmt: skip
+
+
+def _alone() -> World:
+    device, backend = prepare_device(0)
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    return World(0, 1, 0, 1, device)
+
+
+def _batches(recipe: Recipe, device: torch.device) -> Batches:
+    assert isinstance(recipe.data, SyntheticData)
+    order = TrainOrder(recipe.data.train_images, split_batch(recipe, 1), 0, recipe.seed)
+    return iter(SyntheticLoader(order, recipe.data, device, recipe.seed))
+
+
+def _ours(recipe: Recipe, world: World) -> Callable[[int], None]:
+    assert isinstance(recipe.data, SyntheticData)
+    take_step = build_step(recipe, split_batch(recipe, 1), initial_model(recipe, recipe.data.classes, world), world, 64)
+    batches = _batches(recipe, world.device)
+    record = Record(Clock().run_s)
+    done = 0
+
+    def take(steps: int) -> None:
+        nonlocal done
+        for _ in range(steps):
+            take_step(batches, recipe.optim.lr)
+            done += 1
+            if done % recipe.log_every == 0:
+                take_step.meter.report(record, done, 1, recipe.optim.lr)
+
+    return take
+
+
+def _plain(recipe: Recipe, world: World) -> Callable[[int], None]:
+    """What one would write by hand: forward, backward, ``torch.optim.SGD`` in its fused form, a loss every log line."""
+    assert isinstance(recipe.data, SyntheticData)
+    assert isinstance(recipe.optim, Sgd)
+    model = initial_model(recipe, recipe.data.classes, world)
+    if recipe.compile:
+        compile_blocks(model)
+    decayed, plain = split_parameters(model)
+    groups = [{"params": decayed, "weight_decay": recipe.optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.SGD(
+        groups, lr=recipe.optim.lr, momentum=recipe.optim.momentum, nesterov=recipe.optim.nesterov, fused=True
+    )
+    criterion = nn.CrossEntropyLoss(label_smoothing=recipe.label_smoothing)
+    cast = autocast(recipe.precision, world.device)
+    batches = _batches(recipe, world.device)
+    done = 0
+
+    def take(steps: int) -> None:
+        nonlocal done
+        for _ in range(steps):
+            images, labels = next(batches)
+            with cast:
+                loss = criterion(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            done += 1
+            if done % recipe.log_every == 0:
+                loss.item()
+
+    return take
+
+
+def _seconds(take: Callable[[int], None], steps: int, device: torch.device) -> float:
+    _settle(device)
+    begun = time.perf_counter()
+    take(steps)
+    _settle(device)
+    return time.perf_counter() - begun
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,1 @@
+"""From a command to ranks, and how they ended."""

@@ -1,0 +1,48 @@
+"""A training run on this node and others: the job handed to ranks of our own, and how they ended."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from imagenet_fast.launch.nodes import Nodes
+from imagenet_fast.launch.planning import check_writable
+from imagenet_fast.launch.torchrun import run_ranks
+from imagenet_fast.recipe.job import Job
+from imagenet_fast.record.outcome import Outcome, read_outcome
+
+
+def launch(job: Job, nodes: Nodes) -> int:
+    """Train ``job`` on this node's ranks, and on those of the other ``nodes``; the command's exit code.
+
+    The job lies in a folder of this launcher's own, not in the run directory: which node is the first, and so has
+    that directory, shows only when all have met, and nodes that share it would write over each other's.
+
+    Raises UserError where the run cannot be written or the nodes cannot meet.
+    """
+    check_writable(job.folder)
+    interrupted = False
+    code, fate = 0, ""
+    with tempfile.TemporaryDirectory(prefix="imagenet-fast-") as handover:
+        job.write(Path(handover) / "job.json")
+        try:
+            code, fate = run_ranks(Path(handover) / "job.json", nodes)
+        except KeyboardInterrupt:
+            interrupted = True
+        left = read_outcome(Path(handover))
+    has_run = (job.folder / "job.json").exists()  # rank 0 is here, and came so far
+    outcome = left or (read_outcome(job.folder) if has_run else None)
+    if outcome is None and not has_run:
+        if fate and code != 2:  # 2: the rank has said itself what is wrong
+            print(f"failed: {fate}")
+        return 1 if interrupted else code
+    outcome = outcome or Outcome.beginning(job)
+    if interrupted and outcome.status == "failed":
+        outcome.status = "interrupted"
+    elif code and not interrupted:
+        outcome.status = "failed"
+        outcome.message = outcome.message or fate
+        print(f"failed: {outcome.message}" + (f"; what there is of the run lies in {job.folder}" if has_run else ""))
+    if has_run:
+        outcome.write(job.folder)
+    return code if code == 2 else outcome.exit_code

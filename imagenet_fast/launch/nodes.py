@@ -1,0 +1,171 @@
+"""Several nodes that train together: where they meet, and what becomes of one that does not come."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from imagenet_fast.errors import UserError
+from imagenet_fast.ranks.routes import Endpoint, await_listener, is_here, parse_endpoint
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+_LOOK_S = 0.1  # between two looks who has come
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """How many nodes train, with how many ranks each, and where and how long they wait for one another."""
+
+    ranks_each: int
+    count: int = 1
+    endpoint: Endpoint | None = None
+    patience_s: float = 300.0
+
+    @property
+    def ranks(self) -> int:
+        return self.count * self.ranks_each
+
+
+def plan_nodes(nproc: int | None, count: int, endpoint: str | None, patience_s: float) -> Nodes:
+    """What the command line asks for, with ``nproc`` ranks a node or the usual number. Raises UserError."""
+    if count > 1 and endpoint is None:
+        raise UserError(f"--nodes {count} needs --rdzv-endpoint HOST:PORT, the same on every node")
+    meeting_place = parse_endpoint(endpoint) if endpoint is not None else None
+    return Nodes(local_ranks(nproc), count, meeting_place, patience_s)
+
+
+def local_ranks(asked: int | None) -> int:
+    """As many as asked; else one a GPU, and two on a machine without. Raises UserError beyond one a GPU."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if asked is not None and gpus and asked > gpus:
+        raise UserError(f"--nproc {asked} is more than this machine's {gpus} GPU(s); use at most {gpus}")
+    return asked or gpus or 2
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """All nodes have come; this one has ``number``, and number 0 holds the store that ``endpoint`` leads to."""
+
+    number: int
+    name: str
+    """Of this meeting and no other."""
+    store: TCPStore
+
+
+@contextmanager
+def meeting(endpoint: Endpoint, count: int, patience_s: float) -> Iterator[Meeting]:
+    """Meet ``count`` nodes at ``endpoint``, which is an address of one of them; that one becomes number 0.
+
+    torchrun's own rendezvous finds out who holds the store by comparing host names, numbers nodes as it likes, and
+    says of a missing one only that time is up. Raises UserError where a node is missing or too many, or the endpoint
+    cannot be had; the others are told.
+    """
+    from torch.distributed import DistError
+
+    deadline = time.monotonic() + patience_s
+    held = _hold(endpoint) if is_here(endpoint.host) else None
+    try:
+        store = held or _visit(endpoint, deadline)
+        number, name = _arrive(store, held is not None, endpoint, count, deadline, patience_s)
+    except DistError:
+        raise UserError(
+            f"the node at {endpoint} has ended before all {count} nodes had come; its own output says why"
+        ) from None
+    yield Meeting(number, name, store)
+
+
+def _arrive(
+    store: TCPStore, holds: bool, endpoint: Endpoint, count: int, deadline: float, patience_s: float
+) -> tuple[int, str]:
+    """Take a number, and wait until all have come."""
+    from torch._C._distributed_c10d import PrefixStore
+
+    books = PrefixStore("imagenet-fast", store)
+    if holds:
+        books.set("count", str(count))
+        books.set("name", uuid.uuid4().hex)
+        number = books.add("arrived", 1) - 1
+        books.set("open", "")
+    else:
+        while not books.check(["open"]):
+            if time.monotonic() > deadline:
+                raise UserError(f"nodes of another program meet at {endpoint}; give every node another --rdzv-endpoint")
+            time.sleep(_LOOK_S)
+        if (theirs := books.get("count").decode()) != str(count):
+            raise UserError(f"this node was told --nodes {count}, the one at {endpoint} --nodes {theirs}; correct one")
+        number = books.add("arrived", 1) - 1
+    if number >= count:
+        raise UserError(
+            f"{count} node(s) have already met at {endpoint}: this one is too many, or belongs to another run, which "
+            "needs another --rdzv-endpoint"
+        )
+    with _telling_others(books):
+        books.set(f"host/{number}", socket.gethostname())
+        while (come := books.add("arrived", 0)) < count:
+            if books.check(["left"]):
+                raise UserError(f"{books.get('left').decode()} before all {count} nodes had come; see its own output")
+            if time.monotonic() > deadline:
+                names = ", ".join(books.get(f"host/{other}").decode() for other in range(come))
+                raise UserError(
+                    f"{come} of {count} nodes came to {endpoint} within {patience_s:g} s ({names}); start the same "
+                    "command on the others, or wait longer with --join-timeout"
+                )
+            time.sleep(_LOOK_S)
+    return number, books.get("name").decode()
+
+
+@contextmanager
+def _telling_others(books: PrefixStore) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):
+            books.set("left", f"{socket.gethostname()} left the meeting")
+            time.sleep(5 * _LOOK_S)  # the store may end with this process: the others look first
+        raise
+
+
+def _hold(endpoint: Endpoint) -> TCPStore | None:
+    """The store that all nodes meet in; None where the port is taken, by another launcher on this machine it may be."""
+    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import DistNetworkError
+
+    try:
+        # Several tenants: torchrun opens the same one again, for which then no second port is needed.
+        return TCPStore(endpoint.host, endpoint.port, is_master=True, wait_for_workers=False, multi_tenant=True)
+    except DistNetworkError:
+        return None
+
+
+def _visit(endpoint: Endpoint, deadline: float) -> TCPStore:
+    """The store that another launcher holds. A thread asks: torch's client waits for ever on a silent listener."""
+    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import DistError
+
+    await_listener(endpoint, deadline)
+    patience_s = max(1.0, min(5.0, deadline - time.monotonic()))
+    answered: list[TCPStore] = []
+
+    def ask() -> None:
+        with suppress(DistError):
+            limit = timedelta(seconds=patience_s)
+            answered.append(TCPStore(endpoint.host, endpoint.port, is_master=False, timeout=limit))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(patience_s)
+    if not answered:
+        where = f"port {endpoint.port} on {endpoint.host} is in use by another program"
+        raise UserError(f"{where}; give every node another --rdzv-endpoint HOST:PORT")
+    return answered[0]

@@ -1,0 +1,43 @@
+"""What all ranks hold alike: initial weights, batch-norm statistics, sums."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def same_everywhere(model: nn.Module) -> None:
+    """Give every rank the weights and buffers of rank 0."""
+    tensors = [*model.parameters(), *model.buffers()]
+    for dtype in dict.fromkeys(t.dtype for t in tensors):  # not a set, whose order differs between ranks
+        alike = [t.detach() for t in tensors if t.dtype == dtype]
+        flat = torch.cat([t.reshape(-1) for t in alike])
+        dist.broadcast(flat, src=0)
+        _scatter(flat, alike)
+
+
+def average_batch_norms(model: nn.Module) -> None:
+    """Replace the running statistics of every rank by their mean over ranks.
+
+    Each rank normalises by the images it saw, so the running means and variances drift apart; an evaluation
+    or a save must come from one model.
+    """
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    running = [t for m in norms for t in (m.running_mean, m.running_var) if t is not None]
+    if running:
+        flat = torch.cat(running)
+        dist.all_reduce(flat)
+        _scatter(flat.div_(dist.get_world_size()), running)
+
+
+def total(*values: float, device: torch.device) -> list[float]:
+    """The sum of each value over all ranks, added in float64."""
+    sums = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(sums)
+    return [float(value) for value in sums]
+
+
+def _scatter(flat: Tensor, tensors: list[Tensor]) -> None:
+    for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(piece.view(tensor.shape))

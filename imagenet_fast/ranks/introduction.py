@@ -1,0 +1,148 @@
+"""Ranks that meet for the first time: have all come, was each told the same, and by which interface do they talk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from imagenet_fast.errors import UserError
+from imagenet_fast.ranks.place import Place
+from imagenet_fast.ranks.routes import Endpoint, await_listener, is_here, route_to
+
+_LOOK_S = 0.05  # between two looks who has come
+_LISTED = 5  # of the keys in which jobs differ
+
+
+def introduce(place: Place, agreed: Mapping[str, Any], patience: timedelta) -> Store:
+    """The store at ``MASTER_ADDR:MASTER_PORT``, once every rank has come there and all bring the same ``agreed``.
+
+    Between machines it also settles which interface gloo and NCCL use, unless the user has: the one that leads to the
+    others. By themselves they would take the address of the host's name, which Debian maps to the loopback interface.
+
+    Raises UserError, on every rank that has come, where one is missing or they disagree.
+    """
+    deadline = time.monotonic() + patience.total_seconds()
+    store = _open_store(place, patience, deadline)
+    books = PrefixStore("introduction", store)
+    master = os.environ["MASTER_ADDR"]
+    route = route_to(master) if place.spans_machines else None
+    text = json.dumps(agreed, sort_keys=True)
+    card = {
+        "host": socket.gethostname(),
+        "address": route.address if route else None,
+        "job": hashlib.sha256(text.encode()).hexdigest(),
+    }
+    try:
+        if place.leads_node:
+            books.set(f"job/{card['job']}", text)
+        books.set(f"card/{place.rank}", json.dumps(card))
+        if place.leads:
+            books.set("verdict", json.dumps(_judge(books, place.size, deadline, patience)))
+        verdict = json.loads(_await(books, "verdict", deadline + 5).decode())
+    except (dist.DistError, TimeoutError):
+        raise UserError(
+            f"rank 0 at {master} ended before all {place.size} ranks had come together; its own output says why"
+        ) from None
+    if verdict["refusal"]:
+        time.sleep(10 * _LOOK_S if place.leads else 0)  # the store may end with this process: the others read first
+        raise UserError(verdict["refusal"])
+    if place.spans_machines and route is None and verdict["elsewhere"]:  # the master's own machine
+        route = route_to(verdict["elsewhere"])
+    if route is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", route.interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={route.interface}")  # without "=", eth1 means eth10 too
+    return store
+
+
+def _open_store(place: Place, patience: timedelta, deadline: float) -> Store:
+    missing = [key for key in ("MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
+    if missing:
+        raise UserError(f"the environment has RANK but not {' and '.join(missing)}; start the ranks with torchrun")
+    master = Endpoint(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    holds = place.leads and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if not holds:
+        await_listener(master, deadline)
+    try:
+        store: Store = next(rendezvous("env://", timeout=patience))[0]
+    except dist.DistNetworkError as error:
+        reason = "is the port in use, or the address another machine's?"
+        if holds and not is_here(master.host):
+            reason = f"{master.host} is no address of this machine, which has rank 0"
+        raise UserError(
+            f"rank {place.rank} cannot meet the others at {master} ({_first_line(error)}); {reason} choose another "
+            "MASTER_ADDR and MASTER_PORT"
+        ) from None
+    except dist.DistError as error:
+        waited = f"{patience.total_seconds():g} s ({_first_line(error)})"
+        raise UserError(
+            f"not all {place.size} ranks came to {master} within {waited}; see what the others say, or wait longer "
+            "with --join-timeout"
+        ) from None
+    return store
+
+
+def _judge(books: Store, size: int, deadline: float, patience: timedelta) -> dict[str, str]:
+    """On rank 0: whether all have come and agree, and an address of a machine other than rank 0's."""
+    missing = list(range(size))
+    while missing := [rank for rank in missing if not books.check([f"card/{rank}"])]:
+        if time.monotonic() > deadline:
+            who = f"rank {_ranges(missing)} of {size} did not come within {patience.total_seconds():g} s"
+            return {"refusal": f"{who}; see what its node says, or wait longer with --join-timeout", "elsewhere": ""}
+        time.sleep(_LOOK_S)
+    cards = [json.loads(books.get(f"card/{rank}").decode()) for rank in range(size)]
+    elsewhere = next((card["address"] for card in cards if card["address"]), "")
+    other = next((rank for rank in range(size) if cards[rank]["job"] != cards[0]["job"]), None)
+    if other is None:
+        return {"refusal": "", "elsewhere": elsewhere}
+    ours, theirs = (dict(_flat(json.loads(books.get(f"job/{cards[rank]['job']}").decode()))) for rank in (0, other))
+    keys = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
+    listed = ", ".join(f"{key} is {_said(ours, key)} and {_said(theirs, key)}" for key in keys[:_LISTED])
+    more = f" and {len(keys) - _LISTED} more" if len(keys) > _LISTED else ""
+    where = f"rank 0 ({cards[0]['host']}) and rank {other} ({cards[other]['host']})"
+    sentence = f"{where} were told different things: {listed}{more}; give every node the same command"
+    return {"refusal": sentence, "elsewhere": elsewhere}
+
+
+def _await(store: Store, key: str, deadline: float) -> bytes:
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(_LOOK_S)
+    return store.get(key)
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _said(flat: Mapping[str, Any], key: str) -> str:
+    return json.dumps(flat[key]) if key in flat else "unset"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """1, 2, 3, 7 as 1-3, 7."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

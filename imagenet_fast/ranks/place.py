@@ -1,0 +1,57 @@
+"""Which of all ranks this process is, by the environment that torchrun sets."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from imagenet_fast.errors import UserError
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+"""What torchrun tells a process of its place, in its environment."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One process among ``size``, of which ``local_size`` share its machine."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    @property
+    def spans_machines(self) -> bool:
+        return self.size > self.local_size
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank writes the record."""
+        return self.rank == 0
+
+    @property
+    def leads_node(self) -> bool:
+        """Whether this rank speaks for its machine."""
+        return self.local_rank == 0
+
+
+def own_place() -> Place | None:
+    """Where the environment places this process; None where nothing has started it as a rank of several.
+
+    Raises UserError where only some of the variables are set, as by a pod's ``WORLD_SIZE``: trained by itself, each of
+    its processes would hold the whole batch.
+    """
+    found = {key: os.environ[key] for key in TORCHRUN if key in os.environ}
+    if len(found) == len(TORCHRUN):
+        try:
+            return Place(*(int(found[key]) for key in TORCHRUN))
+        except ValueError:
+            given = ", ".join(f"{key}={value}" for key, value in found.items())
+            raise UserError(f"the environment says {given}, which are not all whole numbers; correct them") from None
+    if found and any(value not in ("0", "1", "") for value in found.values()):
+        there, missing = " and ".join(found), ", ".join(key for key in TORCHRUN if key not in found)
+        raise UserError(
+            f"the environment has {there} but not {missing}, so this process cannot know its rank; start it with "
+            f"torchrun (or srun), or unset {there} to have it start ranks of its own"
+        )
+    return None

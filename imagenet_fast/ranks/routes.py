@@ -1,0 +1,125 @@
+"""Where another machine is found, and by which interface and address this one is found there."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import time
+from dataclasses import dataclass
+
+import psutil
+
+from imagenet_fast.errors import UserError
+
+_PAUSE_S = 0.2  # between two attempts to reach a host
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A port of a host, by name, IPv4 or IPv6 address."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Route:
+    """How this machine reaches another: the address it is seen under, and the interface that has it."""
+
+    address: str
+    interface: str
+
+
+def parse_endpoint(text: str) -> Endpoint:
+    """HOST:PORT, an IPv6 address in brackets. Raises UserError."""
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
+    bare = ":" in host and not text.startswith("[")
+    if not host or bare or not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 2**16:
+        raise UserError(
+            f"--rdzv-endpoint {text} is not HOST:PORT; write for example node0:29400, 10.0.0.1:29400 or [fd00::1]:29400"
+        )
+    return Endpoint(host, int(port))
+
+
+def is_here(host: str) -> bool:
+    """Whether ``host`` is this machine, by any of its addresses; one that cannot be resolved is not."""
+    try:
+        found = {_plain(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    own = _own_addresses()
+    return any(_is_own(address, own) for address in found)
+
+
+def route_to(host: str) -> Route | None:
+    """The way to ``host``; None where it is this machine itself, or no way leads there."""
+    try:
+        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    except OSError:
+        return None
+    own = _own_addresses()
+    for family, kind, protocol, _, address in found:
+        if _is_own(_plain(address[0]), own):
+            continue
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)  # sends nothing: it asks the routing table
+                source = _plain(probe.getsockname()[0])
+        except OSError:
+            continue
+        if source in own:
+            return Route(source, own[source])
+    return None
+
+
+def await_listener(endpoint: Endpoint, deadline: float) -> None:
+    """Return once something accepts connections there; ``deadline`` is of ``time.monotonic``.
+
+    Raises UserError with what stands in the way.
+    """
+    begun = time.monotonic()
+    while True:
+        try:
+            left = max(0.1, min(5.0, deadline - time.monotonic()))
+            socket.create_connection((endpoint.host, endpoint.port), timeout=left).close()
+            return
+        except socket.gaierror:
+            reason = f"the name {endpoint.host} cannot be resolved here; give an address, or add it to /etc/hosts"
+        except OSError as error:
+            reason = f"{_cause(error)}; start the same command on that host, or check firewall and address"
+        if time.monotonic() + _PAUSE_S > deadline:
+            waited = time.monotonic() - begun
+            raise UserError(f"no node could be reached at {endpoint} within {waited:.0f} s: {reason}")
+        time.sleep(_PAUSE_S)
+
+
+def _cause(error: OSError) -> str:
+    if isinstance(error, TimeoutError):
+        return "it does not answer"
+    return (error.strerror or str(error)).lower()
+
+
+def _own_addresses() -> dict[str, str]:
+    """Of this machine, with the interface of each."""
+    return {
+        _plain(entry.address): interface
+        for interface, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
+    }
+
+
+def _is_own(address: str, own: dict[str, str]) -> bool:
+    """Debian gives a host's name an address, 127.0.1.1, that no interface has."""
+    return address in own or ipaddress.ip_address(address).is_loopback
+
+
+def _plain(address: object) -> str:
+    """Without a scope, and an IPv4 address as such even where IPv6 carries it."""
+    found = ipaddress.ip_address(str(address).partition("%")[0])
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return str(mapped or found)

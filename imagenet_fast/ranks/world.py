@@ -1,0 +1,54 @@
+"""Joining the process group and leaving it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from imagenet_fast.ranks.introduction import introduce
+from imagenet_fast.ranks.place import Place
+from imagenet_fast.ranks.roll_call import answering_roll_calls
+
+
+@dataclass(frozen=True)
+class World(Place):
+    """This process among all of them, and what it computes on."""
+
+    device: torch.device
+
+
+@contextmanager
+def join(
+    place: Place, agreed: Mapping[str, Any], patience: timedelta, timeout: timedelta = timedelta(minutes=10)
+) -> Iterator[World]:
+    """Join the process group that torchrun's environment describes: NCCL where there are GPUs, else gloo.
+
+    The others are waited for with ``patience``, and every collective later on until ``timeout``. Raises UserError
+    where the ranks do not come together, or disagree in what should be ``agreed`` among them.
+    """
+    device, backend = prepare_device(place.local_rank)
+    store = introduce(place, agreed, patience)
+    dist.init_process_group(
+        backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )  # fmt: skip
+    with answering_roll_calls():
+        yield World(place.rank, place.size, place.local_rank, place.local_size, device)
+    dist.destroy_process_group()  # not after an error: it would wait for collectives that never end
+
+
+def prepare_device(local_rank: int) -> tuple[torch.device, str]:
+    """This rank's GPU, set up for speed, and the backends for it; the CPU and gloo where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu"), "gloo"
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    torch.backends.cudnn.benchmark = True
+    torch.set_float32_matmul_precision("high")
+    return device, "cpu:gloo,cuda:nccl"

@@ -1,0 +1,108 @@
+"""How a recipe's global batch is split over the ranks there are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import count
+
+from imagenet_fast.errors import UserError
+from imagenet_fast.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Batching:
+    """One optimiser step sees ``global_batch = ranks * accumulation * micro_batch`` images."""
+
+    ranks: int
+    micro_batch: int
+    accumulation: int
+
+    @property
+    def global_batch(self) -> int:
+        return self.ranks * self.accumulation * self.micro_batch
+
+
+def split_batch(recipe: Recipe, ranks: int) -> Batching:
+    """Keep the recipe's global batch on ``ranks`` ranks by accumulating gradients.
+
+    The micro-batch is the recipe's own, or a smaller one that divides. Raises UserError with the nearest
+    global batches where there is none worth having.
+    """
+    return _split_or_refuse(recipe.global_batch, ranks, recipe.micro_batch or _share(recipe))
+
+
+def scale_recipe(recipe: Recipe, ranks: int) -> Recipe:
+    """The recipe for ``ranks`` ranks: each keeps its share of the batch, and the learning rates follow.
+
+    SGD's rates follow the batch linearly (Goyal et al., arXiv 1706.02677), LARS's its square root, which is
+    closer to what MLPerf's ResNet-50 submissions used between batches of 408 and 3264.
+    """
+    ratio = ranks / recipe.ranks
+    factor = math.sqrt(ratio) if recipe.optim.kind == "lars" else ratio
+    schedule = recipe.schedule
+    rates = {key: factor * getattr(schedule, key) for key in ("start_lr", "end_lr") if hasattr(schedule, key)}
+    return recipe.model_copy(
+        update={
+            "ranks": ranks,
+            "global_batch": _share(recipe) * ranks,
+            "optim": recipe.optim.model_copy(update={"lr": factor * recipe.optim.lr}),
+            "schedule": schedule.model_copy(update=rates),
+        }
+    )
+
+
+def explain(written: Recipe, recipe: Recipe, batching: Batching) -> str:
+    """What became of the batch of a recipe as it was ``written``, in one line."""
+    line = (
+        f"recipe written for {_count(written.ranks, 'rank')}: {_count(batching.ranks, 'rank')}, "
+        f"micro-batch {batching.micro_batch}, {_count(batching.accumulation, 'accumulation step')}"
+    )
+    if recipe.global_batch != written.global_batch:
+        rule = "square-root" if recipe.optim.kind == "lars" else "linear"
+        line += (
+            f"; batch {written.global_batch} -> {recipe.global_batch}, "
+            f"lr {written.optim.lr:g} -> {recipe.optim.lr:.4g} ({rule} scaling)"
+        )
+    return line
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'s' if number > 1 else ''}"
+
+
+def _share(recipe: Recipe) -> int:
+    """Images a step on each of the ranks the recipe was written for."""
+    share, rest = divmod(recipe.global_batch, recipe.ranks)
+    if rest:
+        below, above = recipe.global_batch - rest, recipe.global_batch - rest + recipe.ranks
+        raise UserError(
+            f"global_batch {recipe.global_batch} does not divide over the recipe's {recipe.ranks} ranks; "
+            f"the nearest that do {_near(below, above)}: --set global_batch={above}, or set micro_batch"
+        )
+    return share
+
+
+def _split_or_refuse(batch: int, ranks: int, micro: int) -> Batching:
+    if (found := _split(batch, ranks, micro)) is not None:
+        return found
+    below = next((b for b in range(batch - 1, 0, -1) if _split(b, ranks, micro)), 0)
+    above = next(b for b in count(batch + 1) if _split(b, ranks, micro))
+    raise UserError(
+        f"global_batch {batch} does not divide over {ranks} ranks in micro-batches of at most {micro}; "
+        f"the nearest that do {_near(below, above)}: --set global_batch={above}, or choose another --nproc"
+    )
+
+
+def _split(batch: int, ranks: int, micro: int) -> Batching | None:
+    """The split with the fewest accumulation steps, if it needs at most twice as many as a perfect one."""
+    share, rest = divmod(batch, ranks)
+    if rest or not share:
+        return None
+    fewest = math.ceil(share / micro)
+    steps = next((a for a in range(fewest, min(2 * fewest, share) + 1) if share % a == 0), None)
+    return Batching(ranks, share // steps, steps) if steps else None
+
+
+def _near(below: int, above: int) -> str:
+    return f"are {below} and {above}" if below else f"is {above}"

@@ -1,0 +1,69 @@
+"""One training run, settled once: the command line is read in one place, and every rank trains what is written here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from imagenet_fast.recipe.batching import Batching
+from imagenet_fast.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank trains, and where rank 0 writes about it."""
+
+    name: str
+    recipe: Recipe
+    batching: Batching
+    data: Path | None
+    folder: Path
+    note: str = ""
+    """What became of the recipe's batch."""
+    trace: bool = False
+    """Whether to write a timeline of a few steps."""
+    command: tuple[str, ...] = ()
+    """How it was asked for."""
+
+    def agreed(self) -> dict[str, Any]:
+        """What all nodes must have alike. Folders are not among it: each may keep data and runs where it likes."""
+        return {"recipe": self.name, **_tables(self.recipe), "all ranks": self.batching.ranks}
+
+    def write(self, path: Path) -> None:
+        """Write it as JSON, in one move, so that a reader never sees half of it."""
+        table = {
+            "name": self.name,
+            "recipe": _tables(self.recipe),
+            "batching": vars(self.batching),
+            "data": str(self.data) if self.data is not None else None,
+            "folder": str(self.folder),
+            "note": self.note,
+            "trace": self.trace,
+            "command": self.command,
+        }
+        partial = path.with_name(f".{path.name}")
+        partial.write_text(json.dumps(table, indent=2, allow_nan=False) + "\n")
+        partial.replace(path)
+
+
+def read_job(path: Path) -> Job:
+    """What :meth:`Job.write` wrote."""
+    table = json.loads(path.read_text())
+    return Job(
+        table["name"],
+        Recipe.model_validate_json(json.dumps(table["recipe"])),
+        Batching(**table["batching"]),
+        Path(table["data"]) if table["data"] is not None else None,
+        Path(table["folder"]),
+        table["note"],
+        table["trace"],
+        tuple(table["command"]),
+    )
+
+
+def _tables(recipe: Recipe) -> dict[str, Any]:
+    """As JSON has it, without infinities."""
+    tables: dict[str, Any] = json.loads(recipe.model_dump_json(exclude_none=True))
+    return tables

@@ -1,0 +1,345 @@
+"""The recipe: everything that decides a result, as one flat set of tables. See ``recipes/*.toml``.
+
+Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+Percent = Annotated[float, Field(gt=0, le=100)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Wire = Literal["fp32", "bf16", "fp16"]
+Collective = Literal["native", "ring", "butterfly", "pairwise", "hierarchical", "torus2d", "parameter_server"]
+
+
+class Table(BaseModel):
+    """One table of a recipe: unknown keys are errors, values are not coerced across types, and are frozen."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, ser_json_inf_nan="strings")
+
+
+class AlexNet(Table):
+    """torchvision's AlexNet (Krizhevsky's "one weird trick" variant, 61.1 M parameters)."""
+
+    kind: Literal["alexnet"]
+    dropout: Fraction = 0.5
+
+
+class AlexNetBN(Table):
+    """The AlexNet with batch norm that the large-batch papers train; ``pool5_norm`` as in Jia et al. 2018."""
+
+    kind: Literal["alexnet_bn"]
+    dropout: Fraction = 0.5
+    pool5_norm: bool = False
+
+
+class ResNet(Table):
+    """torchvision's ResNet-18 or ResNet-50; ``zero_init_last_gamma`` starts residual blocks as identities."""
+
+    kind: Literal["resnet18", "resnet50"]
+    zero_init_last_gamma: bool = False
+
+
+Model = Annotated[AlexNet | AlexNetBN | ResNet, Field(discriminator="kind")]
+
+
+class ImageData(Table):
+    """Pictures on disk: ``train/<class>/*`` and ``val/<class>/*``."""
+
+    dataset: Literal["imagenet", "cifar10", "digits"]
+    """Where the pictures come from when no ``--data`` is given."""
+    loader: Literal["dali", "folder"]
+    image_size: PositiveInt
+    resize: PositiveInt
+    """Validation: the shorter side, before the centre crop of ``image_size``."""
+    augment: bool = True
+    """Random-resized crop and flip in training; off, training images are treated as validation images are."""
+    crop_area: tuple[PositiveFloat, PositiveFloat] = (0.08, 1.0)
+    """Smallest and largest share of the area that a random crop covers."""
+    flip: bool = True
+    workers: PositiveInt = 4
+    """Decoding threads (dali) or processes (folder) a rank."""
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = (0.229, 0.224, 0.225)
+
+    @model_validator(mode="after")
+    def _crop_fits(self) -> ImageData:
+        if self.resize < self.image_size:
+            raise ValueError(f"resize ({self.resize}) must be at least image_size ({self.image_size})")
+        if not self.crop_area[0] <= self.crop_area[1] <= 1:
+            raise ValueError("crop_area must be two rising shares of the area, such as [0.08, 1.0]")
+        return self
+
+
+class SyntheticData(Table):
+    """Random pictures made once, to take storage and decoding out of a measurement."""
+
+    loader: Literal["synthetic"]
+    image_size: PositiveInt
+    train_images: PositiveInt
+    val_images: PositiveInt
+    classes: PositiveInt
+
+
+Data = Annotated[ImageData | SyntheticData, Field(discriminator="loader")]
+
+
+class Full(Table):
+    """fp32 throughout."""
+
+    kind: Literal["fp32"]
+
+
+class BFloat16(Table):
+    """bf16 autocast over fp32 weights."""
+
+    kind: Literal["bf16"]
+
+
+class Float16(Table):
+    """fp16 autocast over fp32 weights. ``loss_scale`` 0 means dynamic, anything else is kept."""
+
+    kind: Literal["fp16"]
+    loss_scale: NonNegativeFloat = 0.0
+
+
+Precision = Annotated[Full | BFloat16 | Float16, Field(discriminator="kind")]
+
+
+class Sgd(Table):
+    kind: Literal["sgd"]
+    lr: PositiveFloat
+    momentum: Fraction = 0.9
+    nesterov: bool = False
+    weight_decay: NonNegativeFloat
+
+
+class Lars(Table):
+    """LARS (You et al., arXiv 1708.03888). Biases and norm layers take plain SGD steps without decay."""
+
+    kind: Literal["lars"]
+    lr: PositiveFloat
+    momentum: Fraction = 0.9
+    weight_decay: NonNegativeFloat
+    trust_coefficient: PositiveFloat = 0.001
+    epsilon: NonNegativeFloat = 0.0
+    clip: bool = False
+    """NVCaffe's LARC: the layer's rate is at most ``lr`` instead of a multiple of it."""
+
+
+Optim = Annotated[Sgd | Lars, Field(discriminator="kind")]
+
+
+class Warmup(Table):
+    """Rises from ``start_lr`` to the optimiser's ``lr`` over ``warmup_epochs``."""
+
+    warmup_epochs: NonNegativeFloat = 0.0
+    start_lr: NonNegativeFloat = 0.0
+
+
+class Polynomial(Warmup):
+    """(1 - t/T)^power down to ``end_lr``, T counted after the warm-up."""
+
+    kind: Literal["polynomial"]
+    power: PositiveFloat = 2.0
+    end_lr: NonNegativeFloat = 0.0
+
+
+class StepDecay(Warmup):
+    """Multiplied by ``gamma`` at each of ``milestones`` (epochs)."""
+
+    kind: Literal["step"]
+    milestones: tuple[PositiveFloat, ...]
+    gamma: PositiveFloat = 0.1
+
+
+class Cosine(Warmup):
+    """Half a cosine down to ``end_lr``."""
+
+    kind: Literal["cosine"]
+    end_lr: NonNegativeFloat = 0.0
+
+
+Schedule = Annotated[Polynomial | StepDecay | Cosine, Field(discriminator="kind")]
+
+
+def _infinity(value: object) -> object:
+    """JSON has no infinity, so a job file spells it."""
+    return math.inf if value == "Infinity" else value
+
+
+Bytes = Annotated[float, Field(ge=0, allow_inf_nan=True), BeforeValidator(_infinity)]
+"""MiB on the wire; ``inf`` for no limit."""
+
+
+class AllReduceSync(Table):
+    """One all-reduce a layer after backward: the naive system."""
+
+    kind: Literal["allreduce"] = "allreduce"
+    wire: Wire = "fp32"
+    collective: Collective = "native"
+
+
+class RingSync(Table):
+    """A ring all-reduce a bucket of ``bucket_mb``, overlapped with backward."""
+
+    kind: Literal["ring"] = "ring"
+    wire: Wire = "bf16"
+    bucket_mb: Bytes = 1.0
+
+
+class LazySync(Table):
+    """Fused in the pool until ``threshold_mb``, overlapped with backward (GradientFlow, arXiv 1902.06855)."""
+
+    kind: Literal["lazy"] = "lazy"
+    wire: Wire = "bf16"
+    threshold_mb: Bytes | Literal["auto"] = "auto"
+    """``auto``: what is best for the network and the model, both measured in the first steps."""
+    collective: Collective | Literal["auto"] = "auto"
+    """``auto``: pairwise for 16 bits between up to 16 CPU ranks on several machines, else native."""
+
+
+class SparseSync(Table):
+    """Coarse-grained sparse communication (GradientFlow): all but ``sparsity`` of the pool's chunks stay behind.
+
+    Everything is sent during ``dense_epochs``; over ``ramp_epochs`` the share that stays grows to ``sparsity``.
+    """
+
+    kind: Literal["sparse"] = "sparse"
+    wire: Wire = "bf16"
+    sparsity: Fraction = 0.875
+    chunk: PositiveInt = 32768
+    """Elements."""
+    dense_epochs: NonNegativeFloat | None = None
+    """Unset: while the recipe's learning rate warms up; without a recipe, not at all."""
+    ramp_epochs: NonNegativeFloat = 1.0
+    threshold_mb: Bytes = 0.25
+    collective: Collective | Literal["auto"] = "auto"
+
+
+class HybridSync(Table):
+    """Butterfly for small layers, ring for large ones, overlapped with backward and the next forward.
+
+    ``policy`` tells small from large: ``by-type`` (convolutions and norms; fully connected), right for AlexNet, or
+    ``by-size`` (whichever the measured network makes faster), right for ResNet-50.
+    """
+
+    kind: Literal["hybrid"] = "hybrid"
+    wire: Wire = "bf16"
+    policy: Literal["by-type", "by-size"] = "by-type"
+    fuse_mb: Bytes = 1.0
+    """Neighbouring layers of one kind leave together from here on."""
+
+
+class DearSync(Table):
+    """Reduce-scatter during backward, all-gather during the next forward (arXiv 2302.12445)."""
+
+    kind: Literal["dear"] = "dear"
+    wire: Wire = "bf16"
+    bucket_mb: Bytes = 1.0
+
+
+class AutoSync(Table):
+    """Measures the network and the first steps, and takes the exact engine that the cost model finds fastest."""
+
+    kind: Literal["auto"] = "auto"
+    wire: Wire = "bf16"
+    defer: bool = True
+    """Whether it may be one that overlaps the next forward."""
+
+
+class DdpSync(Table):
+    """torch's DistributedDataParallel, the peer to compare with."""
+
+    kind: Literal["ddp"] = "ddp"
+    wire: Wire = "fp32"
+    bucket_cap_mb: PositiveFloat | None = None
+    """MiB; absent: torch's default, a first bucket of 1 and others of 25."""
+    powersgd_rank: Annotated[int, Field(ge=0)] = 0
+    """torch's PowerSGD hook with approximations of this rank; 0 turns it off."""
+
+
+Sync = Annotated[
+    AllReduceSync | RingSync | LazySync | SparseSync | HybridSync | DearSync | AutoSync | DdpSync,
+    Field(discriminator="kind"),
+]
+
+
+class Recipe(Table):
+    """A complete training run. The global batch is fixed; ranks decide how it is split, not what is learned."""
+
+    ranks: PositiveInt
+    """The number of ranks the recipe was written for; decides the micro-batch when ``micro_batch`` is 0."""
+    global_batch: PositiveInt
+    micro_batch: Annotated[int, Field(ge=0)] = 0
+    """Images a rank sees at once, and so the batch-norm span; 0 means global_batch / ranks."""
+    epochs: PositiveInt
+    target_top1: Percent | None = None
+    """Training stops at the first evaluation that reaches it (percent); absent: it trains to the end."""
+    eval_every: PositiveInt = 1
+    """Epochs between evaluations; the last epoch is always evaluated."""
+    log_every: PositiveInt = 10
+    """Steps between log lines."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 1
+    label_smoothing: Fraction = 0.0
+    clip_norm: NonNegativeFloat = 0.0
+    """Gradients are scaled down together where their global L2 norm exceeds it; 0 turns it off."""
+    ema_decay: Fraction = 0.0
+    """Evaluate and save a moving average of the weights with this decay a step; 0 turns it off."""
+    channels_last: bool = True
+    compile: bool = False
+    """torch.compile, block by block so that gradients still surface layer by layer."""
+    model: Model
+    data: Data
+    precision: Precision
+    optim: Optim
+    schedule: Schedule
+    sync: Sync
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        if self.schedule.warmup_epochs > self.epochs:
+            raise ValueError(f"schedule.warmup_epochs ({self.schedule.warmup_epochs}) exceeds epochs ({self.epochs})")
+        smallest = {"alexnet": 63, "alexnet_bn": 67}.get(self.model.kind, 32)
+        if self.data.image_size < smallest:
+            raise ValueError(
+                f"data.image_size ({self.data.image_size}) is too small for {self.model.kind}, which needs {smallest}"
+            )
+        self._check_sync()
+        if isinstance(self.sync, SparseSync) and self.sync.dense_epochs is None:
+            dense_epochs = self.schedule.warmup_epochs
+            return self.model_copy(update={"sync": self.sync.model_copy(update={"dense_epochs": dense_epochs})})
+        return self
+
+    def _check_sync(self) -> None:
+        """Refuse what needs all gradients at once where an engine updates layers one by one, or leaves some behind."""
+        sync, precision = self.sync, self.precision
+        defers = isinstance(sync, HybridSync | DearSync) or (isinstance(sync, AutoSync) and sync.defer)
+        name = f"sync.kind '{sync.kind}'" + (" with sync.defer" if isinstance(sync, AutoSync) else "")
+        if defers:
+            why = f"{name} updates a layer before the gradients of all others have come, so it cannot"
+            if self.clip_norm:
+                raise ValueError(f"{why} clip their global norm (clip_norm {self.clip_norm})")
+            if isinstance(precision, Float16) and not precision.loss_scale:
+                raise ValueError(f"{why} skip a whole step for a dynamic loss scale (precision.loss_scale 0)")
+            if self.compile:
+                raise ValueError(f"{name} waits for single layers, so it cannot do with compiled blocks (compile true)")
+        if isinstance(sync, SparseSync):
+            why = f"{name} adds up gradients over steps, so it cannot"
+            if self.clip_norm:
+                raise ValueError(f"{why} clip the norm of one (clip_norm {self.clip_norm})")
+            if isinstance(precision, Float16):
+                raise ValueError(f"{why} drop one that overflows (precision.kind 'fp16')")

@@ -1,0 +1,80 @@
+"""Past runs compared: a table and a picture, from what they recorded and nothing else (no torch needed)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from imagenet_fast.errors import UserError
+from imagenet_fast.record.jsonl import read_events
+from imagenet_fast.record.outcome import Outcome, read_outcome
+from imagenet_fast.record.pictures import new_figure
+from imagenet_fast.record.tables import compact_table
+
+
+@dataclass(frozen=True)
+class PastRun:
+    folder: Path
+    outcome: Outcome | None
+    events: list[dict[str, Any]]
+    name: str = ""
+    """Instead of its recipe's and its engine's."""
+
+    @property
+    def label(self) -> str:
+        if self.name:
+            return self.name
+        begun = next((e for e in self.events if e["event"] == "run"), None)
+        return f"{begun['recipe']} {begun['sync']} x{begun['world_size']}" if begun else self.folder.name
+
+    def curve(self, event: str, value: str) -> tuple[list[float], list[float]]:
+        """Run minutes and values."""
+        points = [e for e in self.events if e["event"] == event]
+        return [p["run_s"] / 60 for p in points], [p[value] for p in points]
+
+
+def read_run(folder: Path) -> PastRun:
+    """A run directory's record. Raises UserError where there is none."""
+    if not (folder / "events.jsonl").is_file():
+        raise UserError(f"{folder} is not a run directory (it has no events.jsonl); give one that `train` made")
+    return PastRun(folder, read_outcome(folder), read_events(folder))
+
+
+def report_table(runs: list[PastRun]) -> Table:
+    """One row a run: top-1 in percent, seconds to the target and of training alone."""
+    return compact_table(
+        ("run", "status"), ("top-1 %", "to target s", "steps", "train s", "img/s", "MB/step"), map(_row, runs)
+    )
+
+
+def _row(run: PastRun) -> tuple[str, ...]:
+    o = run.outcome
+    if o is None:
+        return run.label, "not ended"
+    top1 = "–" if o.top1 is None else f"{o.top1:.2f}"
+    reached = "–" if o.time_to_accuracy_s is None else f"{o.time_to_accuracy_s:.1f}"
+    sent = f"{o.sent_bytes_per_step / 1e6:.2f}"
+    return run.label, o.status, top1, reached, str(o.steps), f"{o.train_s:.1f}", f"{o.images_per_s:.0f}", sent
+
+
+def draw_curves(runs: list[PastRun], png: Path) -> None:
+    """Validation accuracy and training loss over run time, one line a run."""
+    figure = new_figure(png, 10, 4)
+    accuracy, loss = figure.subplots(1, 2)
+    for run in runs:
+        (line,) = accuracy.plot(*run.curve("eval", "top1"), marker="o", markersize=4, label=run.label)
+        loss.plot(*run.curve("train", "loss"), color=line.get_color(), linewidth=1)
+    for target in {run.outcome.target_top1 for run in runs if run.outcome} - {None}:
+        accuracy.axhline(target, color="black", linestyle=":", linewidth=1)
+        accuracy.annotate(f"target {target:g} %", (0, target), xytext=(2, 3), textcoords="offset points", fontsize=8)
+    accuracy.set(title="Validation", xlabel="run time (minutes)", ylabel="top-1 (%)")
+    loss.set(title="Training", xlabel="run time (minutes)", ylabel="loss")
+    for axes in (accuracy, loss):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xlim(left=0)
+    accuracy.legend(loc="lower right", frameon=False, fontsize=8)
+    figure.savefig(png)

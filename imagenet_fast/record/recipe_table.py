@@ -1,0 +1,25 @@
+"""The shipped recipes as a table."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from imagenet_fast.recipe.reading import load_recipe, recipe_folder, recipe_names
+from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.record.tables import compact_table
+
+
+def recipe_table() -> Table:
+    """One row a recipe: what it trains, on how many ranks, how, and to which accuracy."""
+    recipes = {name: load_recipe(recipe_folder() / f"{name}.toml") for name in recipe_names()}
+    return compact_table(
+        ("recipe", "model", "optimiser", "engine"),
+        ("ranks", "batch", "epochs", "target"),
+        (_row(name, recipe) for name, recipe in recipes.items()),
+    )
+
+
+def _row(name: str, recipe: Recipe) -> tuple[str, ...]:
+    target = f"{recipe.target_top1:g} %" if recipe.target_top1 is not None else "–"
+    numbers = (str(recipe.ranks), str(recipe.global_batch), str(recipe.epochs))
+    return name, recipe.model.kind, recipe.optim.kind, recipe.sync.kind, *numbers, target

@@ -1,0 +1,46 @@
+"""Exact accuracy: every validation image counts once, whatever the number of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from imagenet_fast.data.dataset import Dataset
+from imagenet_fast.ranks.agreement import total
+from imagenet_fast.ranks.world import World
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Percent of ``images`` whose label is the first, or among the first five, of the model's guesses."""
+
+    top1: float
+    top5: float
+    images: int
+
+
+def evaluate(model: nn.Module, dataset: Dataset, cast: torch.autocast, world: World) -> Accuracy:
+    """Classify this rank's shard and add up the counts of all ranks.
+
+    Ranks may hold different numbers of batches, so nothing is communicated before the end. The images seen
+    must add up to the validation set. Leaves the model in the mode it was in.
+    """
+    training = model.training
+    model.eval()
+    correct1 = torch.zeros((), dtype=torch.int64, device=world.device)
+    correct5 = torch.zeros_like(correct1)
+    seen = 0
+    batches = dataset.next_evaluation()
+    with torch.inference_mode(), cast:
+        for images, labels in batches:
+            guesses = model(images).topk(min(5, dataset.classes), dim=1).indices == labels[:, None]
+            correct1 += guesses[:, 0].sum()
+            correct5 += guesses.sum()
+            seen += len(labels)
+    model.train(training)
+    hits1, hits5, images_seen = total(float(correct1), float(correct5), float(seen), device=world.device)
+    expected = dataset.val_order.images
+    assert images_seen == expected, f"evaluated {images_seen:.0f} of {expected} images"
+    return Accuracy(100 * hits1 / expected, 100 * hits5 / expected, expected)

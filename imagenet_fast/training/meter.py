@@ -1,0 +1,73 @@
+"""What happened between two log lines, kept on the device until a line is due."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from imagenet_fast.ranks.agreement import total
+from imagenet_fast.ranks.world import World
+from imagenet_fast.record import Record
+from imagenet_fast.sync import SyncStats
+
+
+class Meter:
+    """Averages over the steps since the last report. Reading the loss is the only host sync, once a report."""
+
+    def __init__(self, world: World, global_batch: int) -> None:
+        self._world = world
+        self._global_batch = global_batch
+        self.sent_bytes = 0
+        """Bytes this rank has sent for gradients since the run began."""
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a new interval, for instance after an evaluation."""
+        self._loss = torch.zeros((), device=self._world.device)
+        self._steps: list[SyncStats] = []
+        self._waited = 0.0
+        self._begun = time.perf_counter()
+
+    def fetch(self, batches: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """The next batch; the time it takes counts as waiting for data."""
+        begun = time.perf_counter()
+        batch = next(batches)
+        self._waited += time.perf_counter() - begun
+        return batch
+
+    def add_loss(self, loss: Tensor) -> None:
+        """One micro-batch's share of this rank's loss."""
+        self._loss += loss.detach()
+
+    def add_step(self, stats: SyncStats) -> None:
+        self._steps.append(stats)
+        self.sent_bytes += stats.sent_bytes
+
+    def report(self, record: Record, step: int, epoch: int, lr: float) -> None:
+        """Record the interval. Every rank must call it: the loss is averaged over ranks."""
+        steps = len(self._steps)
+        if not steps:
+            return
+        (loss,) = total(float(self._loss), device=self._world.device)
+        seconds = time.perf_counter() - self._begun
+        record("data", step, wait_pct=100 * self._waited / seconds)
+        record("speed", step, images_per_s=steps * self._global_batch / seconds)
+        exposed = [s.exposed.seconds() for s in self._steps if s.exposed is not None]
+        record(
+            "sync",
+            step,
+            **({"exposed_ms": 1e3 * sum(exposed) / steps} if exposed else {}),
+            sent_MB=sum(s.sent_bytes for s in self._steps) / steps / 1e6,
+            launches=sum(s.launches for s in self._steps) / steps,
+        )
+        for decision in (s.decision for s in self._steps if s.decision):
+            record(
+                "choice", step, engine=next(p.engine for p in decision if p.chosen),
+                predicted_ms={p.engine: 1e3 * p.step_s for p in decision},
+                exact={p.engine: p.exact for p in decision},
+            )  # fmt: skip
+        record("train", step, epoch=epoch, loss=loss / self._world.size / steps, lr=lr)
+        self.restart()

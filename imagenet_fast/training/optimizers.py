@@ -1,0 +1,181 @@
+"""SGD and LARS over lists of tensors, updated together by torch's multi-tensor operations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, assert_never
+
+import torch
+from torch import Tensor, nn
+from torch.optim.sgd import sgd
+
+from imagenet_fast.recipe import schema
+
+_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
+
+
+Sent = Mapping[nn.Parameter, Sequence[slice]]
+"""Elements of parameters, in the order they lie in memory."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What one update looks at: a tensor, or some of its elements."""
+
+    weight: Tensor
+    grad: Tensor
+    velocity: Tensor
+    owner: int
+    """Which of the updated tensors it belongs to."""
+
+
+class MomentumSGD:
+    """SGD with momentum: v <- mu v + g + wd w; w <- w - lr v, as ``torch.optim.SGD``.
+
+    The rate stays outside the momentum buffer, so a change of rate takes effect at once on what the buffer
+    holds (the momentum correction of Goyal et al., arXiv 1706.02677). ``plain`` parameters are not decayed.
+    """
+
+    def __init__(
+        self,
+        decayed: Sequence[nn.Parameter],
+        plain: Sequence[nn.Parameter],
+        momentum: float,
+        nesterov: bool,
+        weight_decay: float,
+    ) -> None:
+        self.params = [*decayed, *plain]
+        """Everything it updates."""
+        self._decayed = set(decayed)
+        self._momentum = momentum
+        self._nesterov = nesterov
+        self._weight_decay = weight_decay
+        self._velocity = {p: torch.zeros_like(p) for p in self.params}
+
+    @torch.no_grad()
+    def step(
+        self,
+        lr: float,
+        params: Sequence[nn.Parameter] | None = None,
+        found_inf: Tensor | None = None,
+        sent: Sent | None = None,
+    ) -> None:
+        """Update ``params``, or everything, from ``p.grad``; where ``found_inf`` is 1, change nothing at all.
+
+        With ``sent``, only those elements are updated: the others keep their weight and their momentum.
+        """
+        chosen = self.params if params is None else params
+        self._step_decayed(self._pieces([p for p in chosen if p in self._decayed], sent), lr, found_inf)
+        self._descend(self._pieces([p for p in chosen if p not in self._decayed], sent), lr, 0.0, found_inf)
+
+    def _step_decayed(self, pieces: list[_Piece], lr: float, found_inf: Tensor | None) -> None:
+        self._descend(pieces, lr, self._weight_decay, found_inf)
+
+    def _descend(self, pieces: list[_Piece], lr: float, weight_decay: float, found_inf: Tensor | None) -> None:
+        if not pieces:
+            return
+        sgd(
+            [p.weight for p in pieces], [p.grad for p in pieces], [p.velocity for p in pieces],
+            fused=True, grad_scale=None, found_inf=found_inf, weight_decay=weight_decay, momentum=self._momentum,
+            lr=lr, dampening=0.0, nesterov=self._nesterov, maximize=False,
+        )  # fmt: skip
+
+    def _pieces(self, params: Sequence[nn.Parameter], sent: Sent | None) -> list[_Piece]:
+        pieces = []
+        for owner, (param, grad) in enumerate(zip(params, gradients(params), strict=True)):
+            if sent is None:
+                pieces.append(_Piece(param, grad, self._velocity[param], owner))
+            else:
+                w, g, v = (_in_memory_order(t) for t in (param, grad, self._velocity[param]))
+                pieces += [_Piece(w[part], g[part], v[part], owner) for part in sent.get(param, ())]
+        return pieces
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"velocity": list(self._velocity.values())}
+
+
+class LARS(MomentumSGD):
+    """Layer-wise adaptive rate scaling (You et al., arXiv 1708.03888), in the form MLPerf trains with.
+
+    Each decayed tensor's step is scaled by its trust ratio, eta |w| / (|g| + wd |w| + eps), or 1 where either
+    norm is zero; plain ones (biases, norm layers) take SGD's step. With ``clip`` the layer's rate is instead
+    min(lr, (1 - mu) eta |w| / |g|): NVIDIA Caffe's LARC. Where only some elements were sent, the norms are theirs.
+
+    Uses up the gradients it is given. Norms are taken in fp32 of whatever ``p.grad`` holds, so gradients must
+    already be averaged and unscaled.
+    """
+
+    def __init__(
+        self, decayed: Sequence[nn.Parameter], plain: Sequence[nn.Parameter], momentum: float, weight_decay: float,
+        trust_coefficient: float, epsilon: float, clip: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(decayed, plain, momentum, nesterov=False, weight_decay=weight_decay)
+        self._eta = trust_coefficient
+        self._epsilon = epsilon
+        self._clip = clip
+
+    def _step_decayed(self, pieces: list[_Piece], lr: float, found_inf: Tensor | None) -> None:
+        if not pieces:
+            return
+        weights, grads = [p.weight for p in pieces], [p.grad for p in pieces]
+        owners = [p.owner for p in pieces]
+        ratios = self._trust_ratios(_norms(weights, owners), _norms(grads, owners), lr).unbind()
+        torch._foreach_add_(grads, weights, alpha=self._weight_decay)
+        torch._foreach_mul_(grads, [ratios[owner] for owner in owners])
+        self._descend(pieces, lr, 0.0, found_inf)
+
+    def _trust_ratios(self, weight: Tensor, grad: Tensor, lr: float) -> Tensor:
+        """The multiple of ``lr`` at which each tensor is stepped, from their norms, fp32 [tensors]."""
+        if self._clip:
+            ratio = ((1 - self._momentum) * self._eta * weight / (lr * grad)).clamp(max=1.0)
+        else:
+            ratio = self._eta * weight / (grad + self._weight_decay * weight + self._epsilon)
+        return torch.where((weight > 0) & (grad > 0), ratio, 1.0)
+
+
+def _norms(tensors: list[Tensor], owners: list[int]) -> Tensor:
+    """L2 norms, of all the tensors of one owner together; owners rise from 0."""
+    norms = torch.stack(torch._foreach_norm(tensors))
+    if owners == list(range(len(tensors))):
+        return norms
+    index = torch.tensor(owners, device=norms.device)
+    return norms.new_zeros(owners[-1] + 1).index_add(0, index, norms.square()).sqrt()
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """A dense tensor's elements as they lie in memory, whatever its strides."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def build_optimizer(settings: schema.Optim, model: nn.Module) -> MomentumSGD:
+    """The optimiser a recipe names, over the trainable parameters of ``model``."""
+    decayed, plain = split_parameters(model)
+    match settings:
+        case schema.Sgd():
+            return MomentumSGD(decayed, plain, settings.momentum, settings.nesterov, settings.weight_decay)
+        case schema.Lars():
+            return LARS(
+                decayed, plain, settings.momentum, settings.weight_decay,
+                settings.trust_coefficient, settings.epsilon, settings.clip,
+            )  # fmt: skip
+        case _:
+            assert_never(settings)
+
+
+def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Trainable parameters that are decayed, and those that are not: biases and everything in norm layers."""
+    decayed: dict[nn.Parameter, None] = {}
+    plain: dict[nn.Parameter, None] = {}
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False):
+            if param.requires_grad:
+                (plain if isinstance(module, _NORMS) or name == "bias" else decayed)[param] = None
+    return list(decayed), list(plain)
+
+
+def gradients(params: Sequence[Tensor]) -> list[Tensor]:
+    """Every parameter's gradient; a missing one is an error of the caller."""
+    grads = [p.grad for p in params]
+    assert all(g is not None for g in grads), "a parameter has no gradient: finish the synchronisation first"
+    return [g for g in grads if g is not None]

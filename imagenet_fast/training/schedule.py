@@ -1,0 +1,30 @@
+"""The learning rate as a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+from typing import assert_never
+
+from imagenet_fast.recipe import schema
+
+
+def learning_rate(schedule: schema.Schedule, peak: float, step: int, steps_per_epoch: int, epochs: int) -> float:
+    """The rate of optimiser step ``step``, counted from 0.
+
+    It rises linearly from ``start_lr`` over the warm-up, whose last step runs at ``peak``, then decays over
+    the remaining steps; the first of them is at the peak too.
+    """
+    warmup = round(schedule.warmup_epochs * steps_per_epoch)
+    if step < warmup:
+        return schedule.start_lr + (peak - schedule.start_lr) * (step + 1) / warmup
+    done = (step - warmup) / max(1, epochs * steps_per_epoch - warmup)
+    match schedule:
+        case schema.Polynomial():
+            return float(schedule.end_lr + (peak - schedule.end_lr) * (1 - done) ** schedule.power)
+        case schema.Cosine():
+            return schedule.end_lr + (peak - schedule.end_lr) * (1 + math.cos(math.pi * done)) / 2
+        case schema.StepDecay():
+            passed = sum(step >= milestone * steps_per_epoch for milestone in schedule.milestones)
+            return float(peak * schedule.gamma**passed)
+        case _:
+            assert_never(schedule)

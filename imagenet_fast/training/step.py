@@ -1,0 +1,95 @@
+"""One optimiser step: accumulate, synchronise, update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from imagenet_fast.models import compile_blocks
+from imagenet_fast.ranks.world import World
+from imagenet_fast.recipe.batching import Batching
+from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.sync import GradientSync, attach
+from imagenet_fast.sync.trace import TracedSteps
+from imagenet_fast.training.meter import Meter
+from imagenet_fast.training.optimizers import MomentumSGD, build_optimizer
+from imagenet_fast.training.precision import LossScale, autocast
+
+
+class TrainingStep:
+    """Calling it takes one step from the next global batch, at a given rate."""
+
+    def __init__(
+        self,
+        forward: nn.Module,
+        sync: GradientSync,
+        optimizer: MomentumSGD,
+        criterion: nn.Module,
+        cast: torch.autocast,
+        scale: LossScale,
+        clip_norm: float,
+        accumulation: int,
+        meter: Meter,
+        trace: TracedSteps | None,
+    ) -> None:
+        self._forward = forward
+        self._sync = sync
+        self._optimizer = optimizer
+        self._criterion = criterion
+        self._scale = scale
+        self._clip_norm = clip_norm
+        self._accumulation = accumulation
+        self._trace = trace
+        self.cast = cast
+        self.meter = meter
+
+    def __call__(self, batches: Iterator[tuple[Tensor, Tensor]], lr: float) -> None:
+        self._sync.zero_grad()
+        for left in reversed(range(self._accumulation)):
+            images, labels = self.meter.fetch(batches)
+            with self._sync.no_sync() if left else nullcontext():
+                with self.cast:
+                    loss = self._criterion(self._forward(images), labels) / self._accumulation
+                self._scale(loss).backward()
+            self.meter.add_loss(loss)
+        stats = self._sync.finish()
+        self.meter.add_step(stats)
+        if self._trace is not None:
+            self._trace.end_step(stats)
+        self._sync.update(partial(self._update, lr))
+
+    def settle(self) -> None:
+        """Bring every weight up to date, where the engine leaves that to the next forward."""
+        self._sync.settle()
+
+    def _update(self, lr: float, params: list[nn.Parameter]) -> None:
+        found_inf = self._scale.unscale(params)
+        if self._clip_norm:
+            nn.utils.clip_grad_norm_(params, self._clip_norm)
+        self._optimizer.step(lr, params, found_inf, self._sync.sent)
+
+
+def build_step(
+    recipe: Recipe, batching: Batching, model: nn.Module, world: World, steps_per_epoch: int, trace: Path | None = None
+) -> TrainingStep:
+    """Give ``model`` the engine, optimiser and precision that a recipe names; ``trace`` a few steps to that file."""
+    if recipe.compile:
+        compile_blocks(model)
+    forward, sync = attach(model, recipe.sync, steps_per_epoch)
+    return TrainingStep(
+        forward,
+        sync,
+        build_optimizer(recipe.optim, model),
+        nn.CrossEntropyLoss(label_smoothing=recipe.label_smoothing),
+        autocast(recipe.precision, world.device),
+        LossScale(recipe.precision, recipe.sync.wire, world.device),
+        recipe.clip_norm,
+        batching.accumulation,
+        Meter(world, batching.global_batch),
+        TracedSteps(model, world.device, trace) if trace is not None else None,
+    )

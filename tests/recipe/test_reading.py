@@ -1,0 +1,143 @@
+"""Recipes: what is read, what is refused, and in which words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from imagenet_fast.errors import UserError
+from imagenet_fast.recipe.reading import find_recipe, load_recipe, parse_engines, parse_recipe, recipe_names, to_toml
+from imagenet_fast.recipe.schema import AllReduceSync, DdpSync, LazySync, Recipe, Sgd, SparseSync
+from tests.conftest import tables
+
+SHIPPED = [
+    "alexnet-1gpu", "alexnet-512gpu", "alexnet-8gpu", "cifar10-resnet18", "demo",
+    "resnet50-1gpu", "resnet50-512gpu", "resnet50-8gpu", "smoke",
+]  # fmt: skip
+
+
+def test_the_promised_recipes_are_shipped_and_each_says_what_it_is():
+    assert recipe_names() == SHIPPED
+    for name in SHIPPED:
+        assert find_recipe(name).read_text().startswith("# "), name
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_recipe_survives_being_written_out_in_full(name: str, tmp_path: Path):
+    recipe = load_recipe(find_recipe(name))
+    copy = tmp_path / "copy.toml"
+    copy.write_text(to_toml(recipe))
+    assert load_recipe(copy) == recipe
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"optim__lrr": 1}, "unknown key optim.lrr; did you mean optim.lr?"),
+        ({"epoch": 1}, "unknown key epoch; did you mean epochs?"),
+        ({"data__xyzzy": 1}, "unknown key data.xyzzy; the keys here are loader, image_size"),
+        ({"optim__lr": "fast"}, 'optim.lr is "fast": input should be a valid number'),
+        ({"global_batch": 1.5}, "global_batch is 1.5: input should be a valid integer"),
+        ({"optim__lr": -1}, "optim.lr is -1: input should be greater than 0"),
+        ({"epochs": True}, "epochs is true: input should be a valid integer"),
+        ({"sync__kind": "rng"}, "sync.kind is 'rng'; it must be one of 'allreduce', 'ring', 'lazy'"),
+        (
+            {"model__kind": "vgg"},
+            "model.kind is 'vgg'; it must be one of 'alexnet', 'alexnet_bn', 'resnet18', 'resnet50'",
+        ),
+        ({"data__loader": "tf"}, "data.loader is 'tf'; it must be one of 'dali', 'folder', 'synthetic'"),
+        ({"optim": {"lr": 1.0}}, "optim.kind is missing"),
+        ({"optim": {"kind": "sgd", "lr": 1.0}}, "optim.weight_decay is missing; add it"),
+        ({"optim__lr": float("inf")}, "optim.lr is Infinity: input should be a finite number"),
+        ({"seed": -1}, "seed is -1: input should be greater than or equal to 0"),
+        ({"sync": 3}, "sync is 3: "),
+        ({"model": {"kind": "alexnet"}}, "data.image_size (32) is too small for alexnet, which needs 63"),
+        ({"schedule__warmup_epochs": 9}, "schedule.warmup_epochs (9.0) exceeds epochs (2)"),
+        ({"sync": {"kind": "hybrid"}, "clip_norm": 1.0}, "sync.kind 'hybrid' updates a layer before the gradients of"),
+        (
+            {"sync": {"kind": "dear"}, "precision": {"kind": "fp16"}},
+            "for a dynamic loss scale (precision.loss_scale 0)",
+        ),
+        ({"sync": {"kind": "auto"}, "compile": True}, "sync.kind 'auto' with sync.defer waits for single layers"),
+        ({"sync": {"kind": "sparse"}, "clip_norm": 1.0}, "it cannot clip the norm of one (clip_norm 1.0)"),
+        ({"sync": {"kind": "sparse"}, "precision": {"kind": "fp16"}}, "it cannot drop one that overflows"),
+    ],
+)
+def test_a_wrong_recipe_is_met_with_the_key_and_the_fix(change: dict[str, object], sentence: str):
+    with pytest.raises(UserError) as error:
+        parse_recipe("my.toml", tables(**change))
+    assert str(error.value).startswith("my.toml: ")
+    assert sentence in str(error.value)
+
+
+def test_engines_take_what_their_kind_can_do():
+    for sync, change in (
+        ({"kind": "hybrid"}, {"precision": {"kind": "fp16", "loss_scale": 128.0}}),
+        ({"kind": "auto", "defer": False}, {"clip_norm": 1.0, "compile": True}),
+        ({"kind": "lazy"}, {"clip_norm": 1.0, "precision": {"kind": "fp16"}}),
+    ):
+        assert parse_recipe("my.toml", tables(sync=sync, **change)).sync.kind == sync["kind"]
+
+
+def test_engines_of_a_benchmark_take_a_wire_and_keys_of_their_own():
+    lazy, ddp = parse_engines("lazy,ddp:fp32", "fp16", ["lazy.threshold_mb=2"])
+    assert lazy == LazySync(wire="fp16", threshold_mb=2)
+    assert ddp == DdpSync(wire="fp32")
+    for text, overrides, sentence in (
+        ("lazy:int8", [], "sync.wire is"),
+        ("rng", [], "sync.kind is 'rng'"),
+        ("lazy,ring,lazy", [], "names lazy twice"),
+        ("lazy", ["ring.bucket_mb=2"], "is not ENGINE.KEY=VALUE with an engine of --sync lazy"),
+        ("lazy", ["lazy=2"], "is not ENGINE.KEY=VALUE"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            parse_engines(text, "bf16", overrides)
+
+
+def test_set_overrides_any_key_in_tomls_own_notation():
+    recipe = load_recipe(
+        find_recipe("demo"),
+        overrides=["epochs=3", "data.crop_area=[0.5, 0.9]", "data.flip=true", "sync={kind='allreduce', wire='fp16'}"],
+    )
+    assert (recipe.epochs, recipe.data.crop_area, recipe.data.flip) == (3, (0.5, 0.9), True)
+    assert recipe.sync == AllReduceSync(wire="fp16")
+
+
+def test_sync_replaces_the_engine_and_keeps_the_wire():
+    assert load_recipe(find_recipe("demo"), sync="allreduce").sync == AllReduceSync(wire="bf16")
+    assert load_recipe(find_recipe("demo"), sync="lazy").sync == LazySync(wire="bf16")
+
+
+def test_sparse_sends_everything_while_the_rate_warms_up_unless_told_otherwise():
+    demo = find_recipe("demo")
+    assert load_recipe(demo, sync="sparse").sync == SparseSync(dense_epochs=load_recipe(demo).schedule.warmup_epochs)
+    assert load_recipe(demo, sync="sparse", overrides=["sync.dense_epochs=0"]).sync == SparseSync(dense_epochs=0)
+
+
+@pytest.mark.parametrize("override", ["epochs", "=3", "epochs.more=3"])
+def test_a_malformed_override_says_how_to_write_it(override: str):
+    with pytest.raises(UserError, match=r"--set"):
+        load_recipe(find_recipe("demo"), overrides=[override])
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_ones():
+    with pytest.raises(UserError, match=r"no recipe 'dmeo'; did you mean demo"):
+        find_recipe("dmeo")
+    with pytest.raises(UserError, match=r"no recipe file .*nowhere\.toml"):
+        find_recipe("nowhere.toml")
+
+
+def test_a_file_that_is_not_toml_is_named(tmp_path: Path):
+    broken = tmp_path / "broken.toml"
+    broken.write_text("ranks = = 2")
+    with pytest.raises(UserError, match=r"broken\.toml cannot be read as TOML"):
+        load_recipe(broken)
+
+
+def test_tables_are_frozen():
+    recipe = parse_recipe("test", tables())
+    assert isinstance(recipe, Recipe)
+    assert isinstance(recipe.optim, Sgd)
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.optim.lr = 3.0  # type: ignore[misc]

@@ -1,0 +1,153 @@
+"""What a run leaves behind, without running one."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+
+from imagenet_fast.recipe.batching import split_batch
+from imagenet_fast.recipe.reading import find_recipe, load_recipe
+from imagenet_fast.record import Outcome, Record
+from imagenet_fast.record.console import ConsoleSink
+from imagenet_fast.record.jsonl import JsonLines, read_events
+from imagenet_fast.record.mllog import MLLog
+from imagenet_fast.record.outcome import read_outcome
+from imagenet_fast.record.past_runs import draw_curves, read_run, report_table
+from imagenet_fast.record.tensorboard import TensorBoard
+from imagenet_fast.training.clock import Clock
+
+RECIPE = load_recipe(find_recipe("resnet50-8gpu"))
+
+
+def outcome() -> Outcome:
+    return Outcome("failed", "resnet50-8gpu", "lazy", 8, 3200, target_top1=75.9)
+
+
+def pretend_run(record: Record, result: Outcome) -> None:
+    """The events of a two-epoch run, as train.py sends them."""
+    record(
+        "run", 0, recipe="resnet50-8gpu", sync="lazy", world_size=8, global_batch=3200, epochs=37, steps_per_epoch=400,
+        steps=14800, target_top1=75.9, train_images=1281167, val_images=50000, note="recipe written for 8 ranks",
+    )  # fmt: skip
+    for epoch, top1 in ((1, 50.0), (2, 76.0)):
+        step = 400 * epoch
+        record("epoch", step - 400, epoch=epoch)
+        record("data", step, wait_pct=1.5)
+        record("speed", step, images_per_s=20000.0)
+        record("sync", step, exposed_ms=2.5, sent_MB=89.5, launches=4.0)
+        record("train", step, epoch=epoch, loss=3.0 / epoch, lr=1.0)
+        result.advance(epoch, step, train_s=60.0 * epoch, sent_bytes=step * 89_500_000)
+        result.judge(top1, 90.0, run_s=70.0 * epoch)
+        record("eval", step, epoch=epoch, top1=top1, top5=90.0, images=50000, eval_s=9.0, train_s=60.0 * epoch)
+    record("end", result.steps, **vars(result))
+    record.close()
+
+
+def test_the_outcome_follows_the_run_and_stands_for_an_exit_code(tmp_path: Path):
+    result = outcome()
+    assert result.exit_code == 1
+    pretend_run(Record(Clock().run_s), result)
+    assert (result.status, result.time_to_accuracy_s, result.exit_code) == ("reached", 140.0, 0)
+    assert result.images_per_s == pytest.approx(800 * 3200 / 120)
+    assert result.sent_bytes_per_step == 89_500_000
+    result.write(tmp_path)
+    assert read_outcome(tmp_path) == result
+    promised = {
+        "status", "top1", "top5", "target_top1", "time_to_accuracy_s", "train_s", "run_s", "epochs", "steps",
+        "images_per_s", "sync", "world_size", "global_batch", "sent_bytes_per_step",
+    }  # fmt: skip
+    assert promised <= set(json.loads((tmp_path / "outcome.json").read_text()))
+    short = Outcome("finished", "r", "lazy", 1, 1, target_top1=90.0)
+    aimless = Outcome("finished", "r", "lazy", 1, 1)
+    interrupted = Outcome("interrupted", "r", "lazy", 1, 1)
+    assert [o.exit_code for o in (short, aimless, interrupted)] == [3, 0, 1]
+
+
+def test_events_are_read_back_and_a_torn_last_line_is_left_out(tmp_path: Path):
+    record = Record(Clock().run_s, [JsonLines(tmp_path)])
+    record("train", 1, loss=1.0)
+    record("train", 2, loss=0.5)
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"event": "tra')
+    events = read_events(tmp_path)
+    assert [(e["step"], e["loss"]) for e in events] == [(1, 1.0), (2, 0.5)]
+
+
+def test_tensorboard_shows_one_run_with_scalars_and_hyperparameters(tmp_path: Path):
+    pretend_run(Record(Clock().run_s, [TensorBoard(tmp_path, RECIPE)]), outcome())
+    runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
+    assert list(runs.Runs()) == ["tb"]
+    scalars = set(runs.Runs()["tb"]["scalars"])
+    assert {
+        "train/loss",
+        "train/lr",
+        "speed/images_per_s",
+        "sync/exposed_ms",
+        "sync/sent_MB",
+        "data/wait_pct",
+    } <= scalars
+    assert [(e.step, e.value) for e in runs.Scalars("tb", "eval/top1")] == [(400, 50.0), (800, 76.0)]
+    assert "_hparams_/session_start_info" in runs.PluginRunToTagToContent("hparams")["tb"]
+
+
+def test_mlperfs_own_checker_accepts_the_log(tmp_path: Path):
+    pretend_run(Record(Clock().run_s, [MLLog(tmp_path, RECIPE, split_batch(RECIPE, 8))]), outcome())
+    log = tmp_path / "mllog.txt"
+    checker = [sys.executable, "-m", "mlperf_logging.compliance_checker", "--usage", "training", "--ruleset", "4.0.0"]
+    checked = subprocess.run([*checker, str(log)], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert "SUCCESS" in checked.stdout + checked.stderr, checked.stdout + checked.stderr
+
+
+def follow(tmp_path: Path, terminal: bool) -> str:
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=terminal, width=100, color_system=None)
+    pretend_run(Record(Clock().run_s, [ConsoleSink(tmp_path, console)]), outcome())
+    return text.getvalue()
+
+
+def test_without_a_terminal_the_console_prints_plain_lines(tmp_path: Path):
+    text = follow(tmp_path, terminal=False)
+    assert "\x1b" not in text
+    assert "recipe written for 8 ranks\n" in text
+    assert "epoch 1/37  step 400/14800  loss 3.0000  lr 1  20000 img/s  data wait 1.5 %" in text
+    assert "exposed sync 2.5 ms  sent 89.50 MB/step\n" in text
+    assert "top-1 76.00 %  top-5 90.00 %  (best 76.00 %, target 75.9 %)" in text
+    assert "Target reached: top-1 76.00 % of 75.9 % after 2 epochs." in text
+    assert f"tensorboard --logdir {tmp_path}" in text
+
+
+def test_on_a_terminal_the_panel_shows_all_that_matters(tmp_path: Path):
+    text = follow(tmp_path, terminal=True)
+    for label in (
+        "epoch",
+        "step",
+        "img/s",
+        "loss",
+        "lr",
+        "data wait",
+        "exposed sync",
+        "best top-1",
+        "ETA end",
+        "ETA target",
+    ):
+        assert label in text, label
+    assert "89.50 MB/step" in text
+
+
+def test_a_report_needs_only_what_was_recorded(tmp_path: Path):
+    result = outcome()
+    pretend_run(Record(Clock().run_s, [JsonLines(tmp_path)]), result)
+    result.write(tmp_path)
+    run = read_run(tmp_path)
+    assert run.label == "resnet50-8gpu lazy x8"
+    console = Console(file=io.StringIO(), width=120)
+    console.print(report_table([run]))
+    draw_curves([run], tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")

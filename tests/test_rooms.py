@@ -1,0 +1,123 @@
+"""The house: which room may know of which. CONTRIBUTING.md draws the same order."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from itertools import groupby
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "imagenet_fast"
+
+FLOORS = (
+    {"__main__"},
+    {"cli"},
+    {"bench"},
+    {"launch"},
+    {"training"},
+    {"sync", "record", "data", "models"},
+    {"ranks"},
+    {"recipe"},
+    {"errors", "__init__"},
+)
+"""From the top of the house: a module imports from its own room and from floors below it."""
+
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+
+
+def modules() -> dict[str, Path]:
+    """Every module by its dotted name within the package; a package by its room's."""
+    return {
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in PACKAGE.rglob("*.py")
+    }
+
+
+def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
+    """The modules of the package that a file imports, at its top, inside a function or for type checking alone."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.ImportFrom(level=0, module=str(module), names=names) if module.startswith("imagenet_fast"):
+                inside = module.removeprefix("imagenet_fast").removeprefix(".")
+                for name in names:
+                    full = f"{inside}.{name.name}".removeprefix(".")
+                    yield full if full in known else inside or "__init__"
+            case ast.Import(names=names):
+                for name in names:
+                    if name.name.startswith("imagenet_fast"):
+                        yield name.name.removeprefix("imagenet_fast").removeprefix(".") or "__init__"
+            case ast.ImportFrom(level=level) if level:
+                raise AssertionError(f"{path} imports by a relative name, which this test does not follow")
+
+
+def arrows() -> dict[str, set[str]]:
+    known = modules()
+    return {name: set(imports(path, known)) for name, path in known.items()}
+
+
+def room(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def test_every_room_has_its_floor():
+    assert {room(module) for module in modules()} == FLOOR.keys()
+
+
+def test_arrows_go_down_only():
+    up = [
+        f"{module} imports {imported}"
+        for module, targets in arrows().items()
+        for imported in targets
+        if room(imported) != room(module) and FLOOR[room(imported)] <= FLOOR[room(module)]
+    ]
+    assert not up
+
+
+def test_no_two_files_import_each_other_not_even_by_way_of_others():
+    try:
+        TopologicalSorter(arrows()).prepare()
+    except CycleError as error:
+        raise AssertionError(" imports ".join(reversed(error.args[1]))) from None
+
+
+def test_a_file_is_known_by_its_name():
+    names = sorted(path.stem for path in PACKAGE.rglob("*.py") if path.stem not in ("__init__", "__main__"))
+    twice = [name for name, same in groupby(names) if len(list(same)) > 1]
+    assert not twice
+    rooms = {path.name for path in PACKAGE.rglob("*") if (path / "__init__.py").is_file()}
+    assert not rooms & set(names)
+
+
+def test_what_is_trained_is_read_without_torch():
+    """So that a wrong recipe is refused at once, and `report` works on a laptop."""
+    without = "import sys; sys.modules['torch'] = None; import imagenet_fast.recipe.job, imagenet_fast.recipe.reading"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{without}, imagenet_fast.ranks.place, imagenet_fast.record.past_runs"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_contributing_draws_the_same_house():
+    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
+    drawn = [set(re.findall(r"[a-z_]+(?=/)|cli(?=\.py)|errors(?=\.py)", line)) for line in _picture(text)]
+    assert [rooms for rooms in drawn if rooms] == [
+        {name for name in rooms if not name.startswith("__")} for rooms in FLOORS[1:]
+    ]
+
+
+def _picture(text: str) -> list[str]:
+    """The indented block under "The rooms", of each line what stands before the explanation."""
+    block = text[text.index("## The rooms") :].split("\n\n")[2]
+    return [line.strip().split("   ")[0] for line in block.splitlines()]
+
+
+def test_tests_mirror_the_rooms():
+    here = PACKAGE.parent / "tests"
+    folders = {path.name for path in here.iterdir() if path.is_dir() and (path / "__init__.py").is_file()}
+    assert folders <= FLOOR.keys() | {"e2e", "gpu"}
+    assert {name for name in FLOOR if (PACKAGE / name).is_dir()} <= folders

@@ -1,0 +1,79 @@
+"""Accuracy: exact counts for any number of ranks, from one model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from imagenet_fast.data.dataset import open_dataset
+from imagenet_fast.ranks.agreement import average_batch_norms
+from imagenet_fast.ranks.world import World
+from imagenet_fast.recipe.batching import Batching
+from imagenet_fast.recipe.schema import SyntheticData
+from imagenet_fast.training.evaluation import Accuracy, evaluate
+from tests.spawning import run
+
+CPU = torch.device("cpu")
+
+
+class Guess(nn.Module):
+    """Ranks class (first pixel's bucket) first; knows nothing of labels."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.flatten(1)[:, :10]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_every_image_counts_once(world: int):
+    for by_case in run(world, _accuracies):
+        assert by_case == _expected()
+
+
+def _cases() -> list[tuple[int, int]]:
+    return [(images, micro) for images in (1, 2, 5, 37) for micro in (1, 8)]
+
+
+def _accuracies() -> list[Accuracy]:
+    world = World(dist.get_rank(), dist.get_world_size(), 0, 1, CPU)
+    results = []
+    for images, micro in _cases():
+        data = SyntheticData(loader="synthetic", image_size=4, train_images=100, val_images=images, classes=10)
+        dataset = open_dataset(data, None, Batching(world.size, micro, 1), world.rank, 1, CPU, seed=5)
+        model = Guess().train()
+        evaluate(model, dataset, torch.autocast("cpu", enabled=False), world)
+        results.append(evaluate(model, dataset, torch.autocast("cpu", enabled=False), world))
+        assert model.training
+    return results
+
+
+def _expected() -> list[Accuracy]:
+    """Counted by hand from the pictures themselves."""
+    pictures = torch.randn((256, 4, 4, 3), generator=torch.Generator().manual_seed(5)).permute(0, 3, 1, 2)
+    results = []
+    for images, _ in _cases():
+        order = [p.flatten()[:10].argsort(descending=True).tolist() for p in pictures[:images]]
+        top1 = sum(guesses[0] == i % 10 for i, guesses in enumerate(order))
+        top5 = sum(i % 10 in guesses[:5] for i, guesses in enumerate(order))
+        results.append(Accuracy(100 * top1 / images, 100 * top5 / images, images))
+    return results
+
+
+def test_batch_norm_statistics_become_the_mean_over_ranks():
+    for mean, var, counted in run(3, _average):
+        assert mean == [1.0, 1.0]
+        assert var == [2.0, 2.0]
+        assert counted == 7
+
+
+def _average() -> tuple[list[float], list[float], int]:
+    norm = nn.BatchNorm2d(2)
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    assert norm.num_batches_tracked is not None
+    norm.running_mean.fill_(dist.get_rank())
+    norm.running_var.fill_(dist.get_rank() + 1)
+    norm.num_batches_tracked.fill_(7)
+    average_batch_norms(nn.Sequential(norm, nn.BatchNorm1d(3, track_running_stats=False)))
+    return norm.running_mean.tolist(), norm.running_var.tolist(), int(norm.num_batches_tracked)

@@ -1,0 +1,46 @@
+"""The loop's options that no recipe of the other tests turns on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from imagenet_fast.data.dataset import open_dataset
+from imagenet_fast.ranks.world import World
+from imagenet_fast.recipe.batching import split_batch
+from imagenet_fast.recipe.job import Job
+from imagenet_fast.recipe.reading import parse_recipe
+from imagenet_fast.record import Outcome, Record
+from imagenet_fast.training.clock import Clock
+from imagenet_fast.training.loop import train
+from tests.conftest import tables
+from tests.spawning import run
+
+
+def test_the_moving_average_is_what_is_saved(tmp_path: Path):
+    run(1, _train_with_and_without, tmp_path)
+    first, second, averaged = (load_file(tmp_path / name / "checkpoints/final.safetensors") for name in "abc")
+    for name, weight in averaged.items():
+        if weight.is_floating_point():
+            expected = 0.75 * first[name] + 0.25 * second[name]  # it starts from the weights after the first step
+            torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-7)
+
+
+def _train_with_and_without(folder: Path) -> None:
+    world = World(0, 1, 0, 1, torch.device("cpu"))
+    for name, epochs, decay in (("a", 1, 0.0), ("b", 2, 0.0), ("c", 2, 0.75)):
+        recipe = parse_recipe(
+            "test",
+            tables(
+                ranks=1, epochs=epochs, ema_decay=decay, data__train_images=16,  # one step an epoch
+                schedule={"kind": "step", "milestones": []},
+            ),
+        )  # fmt: skip
+        job = Job("test", recipe, split_batch(recipe, 1), None, folder / name)
+        outcome = Outcome("failed", "test", "lazy", 1, 16)
+        clock = Clock()
+        dataset = open_dataset(recipe.data, None, job.batching, 0, 1, world.device, recipe.seed)
+        train(job, dataset, world, clock, Record(clock.run_s), outcome)
+        assert (outcome.status, outcome.steps) == ("finished", epochs)

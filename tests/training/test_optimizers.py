@@ -1,0 +1,198 @@
+"""SGD and LARS against a float64 reference, torch's SGD and timm's LARS."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from timm.optim import Lars as TimmLars
+from torch import Tensor, nn
+
+from imagenet_fast.recipe.schema import Lars
+from imagenet_fast.training.optimizers import LARS, MomentumSGD, build_optimizer, split_parameters
+
+SHAPES = [(16, 3, 3, 3), (10, 16), (10,), (16,)]
+MU, WD, ETA = 0.9, 5e-4, 0.001
+
+
+def problem(seed: int = 0) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Two weights that are decayed and two vectors that are not."""
+    torch.manual_seed(seed)
+    params = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+    return params[:2], params[2:]
+
+
+def gradients_of(step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return [torch.randn(shape, generator=generator) * 10.0 ** (step % 3 - 1) for shape in SHAPES]
+
+
+def rate(step: int) -> float:
+    return 0.5 + 0.25 * step
+
+
+def descend(optimizer: MomentumSGD, steps: int = 8) -> None:
+    for step in range(steps):
+        for param, grad in zip(optimizer.params, gradients_of(step), strict=True):
+            param.grad = grad.clone()
+        optimizer.step(rate(step))
+
+
+def descend_with(theirs: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
+    """The same with an optimiser of somebody else's."""
+    for step in range(8):
+        for param, grad in zip(params, gradients_of(step), strict=True):
+            param.grad = grad.clone()
+        for group in theirs.param_groups:
+            group["lr"] = rate(step)
+        theirs.step()
+
+
+def reference(lars: bool, clip: bool = False, epsilon: float = 0.0, steps: int = 8) -> list[Tensor]:
+    """The update written out in float64."""
+    decayed, plain = problem()
+    weights = [p.detach().double() for p in [*decayed, *plain]]
+    velocity = [torch.zeros_like(w) for w in weights]
+    for step in range(steps):
+        for i, grad in enumerate(g.double() for g in gradients_of(step)):
+            ratio, decay = 1.0, WD if i < 2 else 0.0
+            if lars and i < 2:
+                w, g = weights[i].norm(), grad.norm()
+                ratio = (
+                    min(1.0, float((1 - MU) * ETA * w / g) / rate(step)) if clip else ETA * w / (g + WD * w + epsilon)
+                )
+            velocity[i] = MU * velocity[i] + ratio * (grad + decay * weights[i])
+            weights[i] = weights[i] - rate(step) * velocity[i]
+    return weights
+
+
+@pytest.mark.parametrize(("clip", "epsilon"), [(False, 0.0), (False, 1e-2), (True, 0.0)])
+def test_lars_follows_the_float64_reference(clip: bool, epsilon: float):
+    optimizer = LARS(*problem(), momentum=MU, weight_decay=WD, trust_coefficient=ETA, epsilon=epsilon, clip=clip)
+    descend(optimizer)
+    for param, expected in zip(optimizer.params, reference(True, clip, epsilon), strict=True):
+        torch.testing.assert_close(param.detach().double(), expected, rtol=2e-6, atol=1e-5)
+
+
+def test_sgd_follows_the_float64_reference_and_torch():
+    decayed, plain = problem()
+    theirs = torch.optim.SGD(
+        [{"params": decayed, "weight_decay": WD}, {"params": plain, "weight_decay": 0.0}],
+        lr=1.0, momentum=MU, nesterov=True,
+    )  # fmt: skip
+    descend_with(theirs, [*decayed, *plain])
+    nesterov = MomentumSGD(*problem(), momentum=MU, nesterov=True, weight_decay=WD)
+    descend(nesterov)
+    for own, their in zip(nesterov.params, [*decayed, *plain], strict=True):
+        torch.testing.assert_close(own, their.data, rtol=2e-6, atol=1e-5)
+    heavy_ball = MomentumSGD(*problem(), momentum=MU, nesterov=False, weight_decay=WD)
+    descend(heavy_ball)
+    for param, expected in zip(heavy_ball.params, reference(lars=False), strict=True):
+        torch.testing.assert_close(param.detach().double(), expected, rtol=2e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_lars_agrees_with_timm_on_random_problems(seed: int):
+    decayed, plain = problem(seed)
+    theirs = TimmLars(
+        [{"params": decayed, "weight_decay": WD}, {"params": plain, "weight_decay": 0.0}],
+        lr=1.0, momentum=MU, trust_coeff=ETA, eps=0.0,
+    )  # fmt: skip
+    descend_with(theirs, [*decayed, *plain])
+    ours = LARS(*problem(seed), momentum=MU, weight_decay=WD, trust_coefficient=ETA, epsilon=0.0, clip=False)
+    descend(ours)
+    for own, their in zip(ours.params, [*decayed, *plain], strict=True):
+        torch.testing.assert_close(own, their.data, rtol=5e-6, atol=1e-5)
+
+
+def test_without_decay_the_length_of_a_gradient_does_not_matter():
+    steps = []
+    for factor in (1.0, 1000.0):
+        optimizer = LARS(*problem(), momentum=0.0, weight_decay=0.0, trust_coefficient=ETA, epsilon=0.0, clip=False)
+        before = optimizer.params[0].detach().clone()
+        for param, grad in zip(optimizer.params, gradients_of(1), strict=True):
+            param.grad = grad * factor
+        optimizer.step(1.0)
+        steps.append(optimizer.params[0].detach() - before)
+    torch.testing.assert_close(steps[0], steps[1])
+
+
+@pytest.mark.parametrize("zero", ["weight", "gradient"])
+def test_a_zero_norm_means_a_trust_ratio_of_one(zero: str):
+    optimizer = LARS(*problem(), momentum=MU, weight_decay=WD, trust_coefficient=ETA, epsilon=0.0, clip=False)
+    for param, grad in zip(optimizer.params, gradients_of(1), strict=True):
+        param.grad = grad.clone()
+    first = optimizer.params[0]
+    assert first.grad is not None
+    (first.data if zero == "weight" else first.grad).zero_()
+    before = first.detach().clone()
+    expected = before - (first.grad + WD * before)  # as plain SGD would
+    optimizer.step(1.0)
+    torch.testing.assert_close(first.detach(), expected)
+    assert all(p.isfinite().all() for p in optimizer.params)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "lars"])
+def test_updating_layer_by_layer_changes_no_bit(kind: str):
+    results = []
+    for apart in (False, True):
+        optimizer = build(kind)
+        for step in range(3):
+            for param, grad in zip(optimizer.params, gradients_of(step), strict=True):
+                param.grad = grad.clone()
+            for params in [[p] for p in reversed(optimizer.params)] if apart else [None]:
+                optimizer.step(0.1 + 0.1 * step, params)
+        results.append(torch.cat([p.detach().flatten() for p in optimizer.params]))
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "lars"])
+def test_elements_that_were_not_sent_stand_still_with_their_momentum(kind: str):
+    optimizer, dense = build(kind), build(kind)
+    channels = next(p for p in optimizer.params if p.dim() == 4)
+    parts = [slice(2, 9), slice(20, 21)]
+    for step in range(2):
+        for one, other, grad in zip(optimizer.params, dense.params, gradients_of(step), strict=True):
+            one.grad, other.grad = grad.clone(), grad.clone()
+        before = channels.detach().clone()
+        dense.step(0.1)
+        optimizer.step(0.1, sent={p: parts if p is channels else [slice(0, p.numel())] for p in optimizer.params})
+        moved = (channels.detach() != before).as_strided((channels.numel(),), (1,))
+        assert moved[2:9].all()
+        assert moved[20]
+        assert moved.sum() == 8
+    for one, other in zip(optimizer.params, dense.params, strict=True):
+        if one is not channels:
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+def build(kind: str) -> MomentumSGD:
+    if kind == "sgd":
+        return MomentumSGD(*problem(), momentum=MU, nesterov=False, weight_decay=WD)
+    return LARS(*problem(), momentum=MU, weight_decay=WD, trust_coefficient=ETA, epsilon=0.0, clip=False)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "lars"])
+def test_a_non_finite_step_changes_no_bit(kind: str):
+    optimizer = build(kind)
+    descend(optimizer, steps=2)
+    weights = [p.detach().clone() for p in optimizer.params]
+    velocity = [v.clone() for v in optimizer.state_dict()["velocity"]]
+    for param in optimizer.params:
+        param.grad = torch.full_like(param, torch.inf)
+    optimizer.step(1.0, found_inf=torch.ones(()))
+    for was, param in zip(weights, optimizer.params, strict=True):
+        assert torch.equal(was, param)
+    for was, now in zip(velocity, optimizer.state_dict()["velocity"], strict=True):
+        assert torch.equal(was, now)
+
+
+def test_biases_and_norms_are_plain_by_module_and_frozen_ones_are_left_out():
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 4), nn.GroupNorm(2, 4), nn.LayerNorm(4), nn.Linear(4, 2)
+    )
+    model[5].weight.requires_grad_(False)
+    decayed, plain = split_parameters(model)
+    assert {id(p) for p in decayed} == {id(model[0].weight), id(model[2].weight)}
+    assert len(plain) == 3 + 6
+    optimizer = build_optimizer(Lars(kind="lars", lr=1.0, weight_decay=WD), model)
+    assert model[5].weight not in set(optimizer.params)

@@ -1,0 +1,68 @@
+"""fp16: a non-finite gradient anywhere skips the step everywhere, and the scale follows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from imagenet_fast.recipe.schema import BFloat16, Float16, LazySync
+from imagenet_fast.sync import attach
+from imagenet_fast.training.optimizers import MomentumSGD
+from imagenet_fast.training.precision import LossScale
+from tests.spawning import run
+
+CPU = torch.device("cpu")
+
+
+def test_all_ranks_agree_to_skip_when_one_overflows():
+    for scale, skipped, unchanged, weights in run(3, _overflow_on_rank_1):
+        assert skipped == 1
+        assert unchanged
+        assert scale == 2.0**15
+        assert weights == pytest.approx([1 - 0.1 * 1] * 4, rel=1e-3)  # the good step's mean gradient is 1, in fp16
+
+
+def _overflow_on_rank_1() -> tuple[float, float, bool, list[float]]:
+    model = nn.Linear(4, 1, bias=False)
+    nn.init.ones_(model.weight)
+    forward, sync = attach(model, LazySync(wire="fp16", threshold_mb=0))
+    optimizer = MomentumSGD(list(model.parameters()), [], momentum=0.0, nesterov=False, weight_decay=0.0)
+    scale = LossScale(Float16(kind="fp16"), "fp16", CPU)
+
+    sync.zero_grad()
+    bad = torch.full((1, 4), 1e6 if dist.get_rank() == 1 else 1.0)
+    scale(forward(bad).sum()).backward()
+    sync.finish()
+    found = scale.unscale(optimizer.params)
+    optimizer.step(0.1, found_inf=found)
+    assert found is not None
+    skipped, unchanged = found.item(), bool((model.weight == 1).all())
+
+    sync.zero_grad()
+    (scale(forward(torch.full((1, 4), (dist.get_rank() + 1) / 2)).sum())).backward()
+    sync.finish()
+    optimizer.step(0.1, found_inf=scale.unscale(optimizer.params))
+    return scale.scale.item(), skipped, unchanged, model.weight.flatten().tolist()
+
+
+def test_a_static_scale_stays_and_bf16_has_none():
+    weight = nn.Parameter(torch.ones(3))
+    fixed = LossScale(Float16(kind="fp16", loss_scale=1000.0), "bf16", CPU)
+    (fixed(weight.sum())).backward()
+    found = fixed.unscale([weight])
+    assert found is not None
+    assert found.item() == 0
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad, torch.ones(3))
+    assert fixed.scale == 1000
+    assert LossScale(BFloat16(kind="bf16"), "bf16", CPU).unscale([weight]) is None
+
+
+def test_an_fp16_wire_is_watched_in_any_precision():
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.tensor([1.0, torch.inf, 1.0])
+    found = LossScale(BFloat16(kind="bf16"), "fp16", CPU).unscale([weight])
+    assert found is not None
+    assert found.item() == 1

@@ -1,0 +1,42 @@
+"""The learning rate against the formulas it is defined by."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from imagenet_fast.recipe.schema import Cosine, Polynomial, StepDecay
+from imagenet_fast.training.schedule import learning_rate
+
+STEPS, EPOCHS = 10, 20
+
+
+def rates(schedule: Polynomial | StepDecay | Cosine, peak: float = 2.0) -> list[float]:
+    return [learning_rate(schedule, peak, step, STEPS, EPOCHS) for step in range(STEPS * EPOCHS)]
+
+
+def test_the_warm_up_is_linear_from_its_start_to_the_peak():
+    lr = rates(Cosine(kind="cosine", warmup_epochs=2, start_lr=0.5))
+    assert lr[:20] == pytest.approx([0.5 + 1.5 * (step + 1) / 20 for step in range(20)])
+    assert lr[20] == 2.0
+
+
+def test_polynomial_decay_is_mlperfs_counted_after_the_warm_up():
+    lr = rates(Polynomial(kind="polynomial", warmup_epochs=2, power=2, end_lr=1e-4))
+    total = STEPS * (EPOCHS - 2)
+    assert lr[20:] == pytest.approx([1e-4 + (2.0 - 1e-4) * (1 - t / total) ** 2 for t in range(total)])
+
+
+def test_steps_divide_at_their_milestones():
+    lr = rates(StepDecay(kind="step", milestones=(5, 15), gamma=0.1))
+    assert lr[:50] == [2.0] * 50
+    assert lr[50:150] == pytest.approx([0.2] * 100)
+    assert lr[150:] == pytest.approx([0.02] * 50)
+
+
+def test_cosine_ends_beside_its_end():
+    lr = rates(Cosine(kind="cosine", end_lr=0.1))
+    assert lr[100] == pytest.approx(1.05)
+    assert lr[-1] == pytest.approx(0.1 + 1.9 * (1 + math.cos(math.pi * 199 / 200)) / 2)
+    assert lr == sorted(lr, reverse=True)
