@@ -59,6 +59,9 @@ SetOption = Annotated[
 
 def main() -> None:
     """The console script: a UserError is one sentence on stderr and exit code 2."""
+    # Before torch is imported, here and in every rank: its C++ side warns of hosts that have no name, or do not answer
+    # yet, by whole pages of stack frames. What is wrong is said by us.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         app()
     except UserError as error:
@@ -87,7 +90,9 @@ def train(
         str | None, typer.Option(metavar="NAME", help="Gradient-sync engine instead of the recipe's.")
     ] = None,
     nproc: Annotated[int | None, typer.Option(min=1, help="Ranks on this machine. Default: one a GPU, else 2.")] = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Machines; run the same command on each.")] = 1,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Machines; run the same command on each. Default: 1, or all of srun's.")
+    ] = None,
     rdzv_endpoint: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Where several nodes meet: a free port of one of them.")
     ] = None,
@@ -112,11 +117,13 @@ def train(
     reaching the target.
     """
     from imagenet_fast.launch.planning import plan_job
+    from imagenet_fast.launch.slurm import adopt_step
     from imagenet_fast.ranks.place import own_place
     from imagenet_fast.recipe.reading import find_recipe, load_recipe
 
     path = find_recipe(recipe)
     written = load_recipe(path, sync, [*overrides, *([f"seed={seed}"] if seed is not None else [])])
+    adopt_step(os.environ)
     if (place := own_place()) is not None:  # a torchrun or an srun of the user's has started us: we are a rank
         from imagenet_fast.launch.rank import train_as_rank
 

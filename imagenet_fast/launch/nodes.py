@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from imagenet_fast.errors import UserError
+from imagenet_fast.launch.slurm import step_nodes
 from imagenet_fast.ranks.routes import Endpoint, await_listener, is_here, parse_endpoint
 
 if TYPE_CHECKING:
@@ -35,8 +36,12 @@ class Nodes:
         return self.count * self.ranks_each
 
 
-def plan_nodes(nproc: int | None, count: int, endpoint: str | None, patience_s: float) -> Nodes:
-    """What the command line asks for, with ``nproc`` ranks a node or the usual number. Raises UserError."""
+def plan_nodes(nproc: int | None, count: int | None, endpoint: str | None, patience_s: float) -> Nodes:
+    """What the command line asks for; None for the usual number of ranks, and for the nodes that srun has started.
+
+    Raises UserError.
+    """
+    count, endpoint = (step_nodes() or (1, endpoint)) if count is None and endpoint is None else (count or 1, endpoint)
     if count > 1 and endpoint is None:
         raise UserError(f"--nodes {count} needs --rdzv-endpoint HOST:PORT, the same on every node")
     meeting_place = parse_endpoint(endpoint) if endpoint is not None else None
@@ -93,18 +98,18 @@ def _arrive(
 
     books = PrefixStore("imagenet-fast", store)
     if holds:
-        books.set("count", str(count))
         books.set("name", uuid.uuid4().hex)
-        number = books.add("arrived", 1) - 1
-        books.set("open", "")
-    else:
-        while not books.check(["open"]):
-            if time.monotonic() > deadline:
-                raise UserError(f"nodes of another program meet at {endpoint}; give every node another --rdzv-endpoint")
-            time.sleep(_LOOK_S)
-        if (theirs := books.get("count").decode()) != str(count):
-            raise UserError(f"this node was told --nodes {count}, the one at {endpoint} --nodes {theirs}; correct one")
-        number = books.add("arrived", 1) - 1
+        books.set("count", str(count))
+    while not holds and not books.check(["open"]):
+        if time.monotonic() > deadline:
+            raise UserError(f"nodes of another program meet at {endpoint}; give every node another --rdzv-endpoint")
+        time.sleep(_LOOK_S)
+    with _telling_others(books):
+        if (theirs := int(books.get("count"))) != count:
+            raise UserError(f"one node was told --nodes {count}, the one at {endpoint} --nodes {theirs}; correct one")
+    number = books.add("arrived", 1) - 1
+    if holds:
+        books.set("open", "")  # and not before: the first number is the holder's
     if number >= count:
         raise UserError(
             f"{count} node(s) have already met at {endpoint}: this one is too many, or belongs to another run, which "
@@ -113,8 +118,8 @@ def _arrive(
     with _telling_others(books):
         books.set(f"host/{number}", socket.gethostname())
         while (come := books.add("arrived", 0)) < count:
-            if books.check(["left"]):
-                raise UserError(f"{books.get('left').decode()} before all {count} nodes had come; see its own output")
+            if books.check(["end"]):
+                raise UserError(books.get("end").decode())
             if time.monotonic() > deadline:
                 names = ", ".join(books.get(f"host/{other}").decode() for other in range(come))
                 raise UserError(
@@ -127,11 +132,13 @@ def _arrive(
 
 @contextmanager
 def _telling_others(books: PrefixStore) -> Iterator[None]:
+    """Where the meeting ends for this node before all have come, it ends for all."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
+        said = str(error) if isinstance(error, UserError) else f"{socket.gethostname()} left before all had come"
         with suppress(Exception):
-            books.set("left", f"{socket.gethostname()} left the meeting")
+            books.set("end", said)
             time.sleep(5 * _LOOK_S)  # the store may end with this process: the others look first
         raise
 

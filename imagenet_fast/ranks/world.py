@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from imagenet_fast.errors import UserError
 from imagenet_fast.ranks.introduction import introduce
 from imagenet_fast.ranks.place import Place
 from imagenet_fast.ranks.roll_call import answering_roll_calls
@@ -44,10 +45,16 @@ def join(
 
 
 def prepare_device(local_rank: int) -> tuple[torch.device, str]:
-    """This rank's GPU, set up for speed, and the backends for it; the CPU and gloo where there is none."""
+    """This rank's GPU, set up for speed, and the backends for it; the CPU and gloo where there is none.
+
+    Raises UserError where there are more ranks than GPUs.
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu"), "gloo"
-    device = torch.device("cuda", local_rank)
+    gpus = torch.cuda.device_count()
+    if local_rank >= gpus > 1:
+        raise UserError(f"this node has {gpus} GPUs and more ranks than that; start at most one rank a GPU")
+    device = torch.device("cuda", local_rank if gpus > 1 else 0)  # srun may show each of its tasks one GPU only
     torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high")

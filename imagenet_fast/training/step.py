@@ -19,6 +19,7 @@ from imagenet_fast.sync.trace import TracedSteps
 from imagenet_fast.training.meter import Meter
 from imagenet_fast.training.optimizers import MomentumSGD, build_optimizer
 from imagenet_fast.training.precision import LossScale, autocast
+from imagenet_fast.training.statistics import StepStatistics
 
 
 class TrainingStep:
@@ -34,6 +35,7 @@ class TrainingStep:
         scale: LossScale,
         clip_norm: float,
         accumulation: int,
+        statistics: StepStatistics,
         meter: Meter,
         trace: TracedSteps | None,
     ) -> None:
@@ -44,6 +46,7 @@ class TrainingStep:
         self._scale = scale
         self._clip_norm = clip_norm
         self._accumulation = accumulation
+        self._statistics = statistics
         self._trace = trace
         self.cast = cast
         self.meter = meter
@@ -52,7 +55,7 @@ class TrainingStep:
         self._sync.zero_grad()
         for left in reversed(range(self._accumulation)):
             images, labels = self.meter.fetch(batches)
-            with self._sync.no_sync() if left else nullcontext():
+            with self._sync.no_sync() if left else nullcontext(), self._statistics.micro_step():
                 with self.cast:
                     loss = self._criterion(self._forward(images), labels) / self._accumulation
                 self._scale(loss).backward()
@@ -90,6 +93,7 @@ def build_step(
         LossScale(recipe.precision, recipe.sync.wire, world.device),
         recipe.clip_norm,
         batching.accumulation,
+        StepStatistics(model, batching.accumulation),
         Meter(world, batching.global_batch),
         TracedSteps(model, world.device, trace) if trace is not None else None,
     )

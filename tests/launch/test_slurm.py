@@ -1,0 +1,82 @@
+"""What srun says of its tasks, as its manual has it."""
+
+from __future__ import annotations
+
+import pytest
+
+from imagenet_fast.launch.slurm import adopt_step, step_nodes
+
+
+def step(tasks: int, per_node: str, nodes: str, rank: int = 0, node: int = 0, local: int = 0) -> dict[str, str]:
+    """The environment of one task of a job step."""
+    return {
+        "SLURM_JOB_ID": "123456",
+        "SLURM_STEP_ID": "2",
+        "SLURM_STEP_NUM_TASKS": str(tasks),
+        "SLURM_STEP_TASKS_PER_NODE": per_node,
+        "SLURM_STEP_NODELIST": nodes,
+        "SLURM_PROCID": str(rank),
+        "SLURM_NODEID": str(node),
+        "SLURM_LOCALID": str(local),
+    }
+
+
+def test_several_tasks_a_node_are_ranks():
+    environment = step(20, "8(x2),4", "gpu[07-08,11]", rank=17, node=2, local=1)
+    adopt_step(environment)
+    asked = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    assert [environment[key] for key in asked] == ["17", "20", "1", "4", "gpu07"]
+    assert 1024 < int(environment["MASTER_PORT"]) < 2**16
+    assert step_nodes(environment) is None
+
+
+def test_one_task_a_node_starts_ranks_of_its_own():
+    environment = step(64, "1(x64)", "rack[1-8]-node[01-08]", rank=3, node=3)
+    before = dict(environment)
+    adopt_step(environment)
+    assert environment == before
+    count, endpoint = step_nodes(environment) or (0, "")
+    assert (count, endpoint.partition(":")[0]) == (64, "rack1-node01")
+    assert step_nodes(step(64, "1(x64)", "rack[1-8]-node[01-08]", rank=9, node=9)) == (count, endpoint)
+
+
+def test_two_steps_of_a_job_meet_at_different_ports():
+    one, two = step(2, "1(x2)", "a,b"), step(2, "1(x2)", "a,b") | {"SLURM_STEP_ID": "3"}
+    assert step_nodes(one) != step_nodes(two)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("a", "a"),
+        ("a,b", "a"),
+        ("n[3,5]", "n3"),
+        ("n[001-100].cluster,m", "n001.cluster"),
+        ("h-[2-3]-x[5-6]", "h-2-x5"),
+    ],
+)
+def test_the_first_host_of_a_list(nodes: str, first: str):
+    assert (step_nodes(step(2, "1(x2)", nodes)) or (0, ""))[1].partition(":")[0] == first
+
+
+def test_a_batch_script_and_a_single_task_train_by_themselves():
+    batch = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    for environment in (batch, step(1, "1", "a")):
+        before = dict(environment)
+        adopt_step(environment)
+        assert environment == before
+        assert step_nodes(environment) is None
+
+
+def test_srun_torchrun_is_torchruns():
+    torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    environment = step(8, "4(x2)", "a,b") | torchrun
+    before = dict(environment)
+    adopt_step(environment)
+    assert environment == before
+
+
+def test_what_a_user_has_set_stays():
+    environment = step(4, "2(x2)", "a,b") | {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1234", "OMP_NUM_THREADS": "3"}
+    adopt_step(environment)
+    assert [environment[key] for key in ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")] == ["10.0.0.7", "1234", "3"]

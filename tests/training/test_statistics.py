@@ -1,0 +1,87 @@
+"""Batch-norm statistics: the same on any number of ranks, and those of one step over all its micro-batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from imagenet_fast.data.dataset import open_dataset
+from imagenet_fast.ranks.agreement import average_batch_norms
+from imagenet_fast.ranks.world import World
+from imagenet_fast.recipe.batching import split_batch
+from imagenet_fast.recipe.reading import parse_recipe
+from imagenet_fast.training.loop import initial_model
+from imagenet_fast.training.statistics import StepStatistics
+from imagenet_fast.training.step import build_step
+from tests.conftest import tables
+from tests.spawning import run
+
+
+def test_one_two_and_four_ranks_have_the_same_after_one_step():
+    (alone,), (both, _), (four, *_) = (run(ranks, _after_one_step) for ranks in (1, 2, 4))
+    assert len(alone) == 3 * 20, "mean, variance and count of ResNet-18's norms"
+    for name, expected in alone.items():
+        for other in (both, four):
+            torch.testing.assert_close(other[name], expected, rtol=1e-6, atol=1e-6, msg=name)
+
+
+def _after_one_step() -> dict[str, Tensor]:
+    """A global batch of 4 micro-batches, without augmentation; the buffers that an evaluation would see."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    world = World(rank, ranks, rank, ranks, torch.device("cpu"))
+    recipe = parse_recipe("test", tables(ranks=4, global_batch=16, sync={"kind": "lazy", "wire": "fp32"}))
+    batching = split_batch(recipe, ranks)
+    dataset = open_dataset(recipe.data, None, batching, rank, ranks, world.device, recipe.seed)
+    model = initial_model(recipe, dataset.classes, world)
+    build_step(recipe, batching, model, world, steps_per_epoch=4)(dataset.train, lr=0.1)
+    average_batch_norms(model)
+    return dict(model.named_buffers())
+
+
+class Twice(nn.Module):
+    """One norm that is called twice in a forward."""
+
+    def __init__(self, momentum: float | None) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3, momentum=momentum)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(2 * self.norm(x) + 1)
+        return out
+
+
+@pytest.mark.parametrize("momentum", [0.1, 1.0, None])
+@pytest.mark.parametrize("micro_steps", [1, 2, 5])
+def test_micro_steps_leave_the_mean_of_what_each_would_have_left(momentum: float | None, micro_steps: int):
+    """Whatever a norm's momentum, and however often a forward calls it: as if each were a rank of its own."""
+    model = Twice(momentum).double()
+    statistics = StepStatistics(model, micro_steps)
+    for _ in range(3):
+        batches = torch.randn(micro_steps, 8, 3, dtype=torch.float64)
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        left: list[dict[str, Tensor]] = []
+        for batch in batches:
+            by_itself = Twice(momentum).double()
+            by_itself.load_state_dict(before, strict=False)
+            by_itself(batch)
+            left.append(dict(by_itself.named_buffers()))
+        for batch in batches:
+            with statistics.micro_step():
+                model(batch)
+        for name, buffer in model.named_buffers():
+            mean = torch.stack([one[name] for one in left]).double().mean(0)
+            torch.testing.assert_close(buffer.double(), mean, rtol=1e-12, atol=1e-12)
+
+
+def test_a_model_without_norms_and_a_forward_that_fails_do_no_harm():
+    model = nn.Linear(2, 2)
+    with StepStatistics(model, 3).micro_step():
+        model(torch.ones(1, 2))
+    norm = nn.BatchNorm1d(3)
+    statistics = StepStatistics(norm, 2)
+    with statistics.micro_step():
+        norm(torch.randn(4, 3))
+    with pytest.raises(ValueError, match="expected"), statistics.micro_step():
+        norm(torch.randn(4))
