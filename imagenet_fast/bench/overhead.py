@@ -29,7 +29,7 @@ from imagenet_fast.record.tables import compact_table
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.loop import initial_model
 from imagenet_fast.training.optimizers import split_parameters
-from imagenet_fast.training.precision import autocast
+from imagenet_fast.training.precision import autocast, set_float32_math
 from imagenet_fast.training.step import build_step
 
 Batches = Iterator[tuple[Tensor, Tensor]]
@@ -143,6 +143,7 @@ def _plain(recipe: Recipe, world: World) -> Callable[[int], None]:
     """What one would write by hand: forward, backward, ``torch.optim.SGD`` in its fused form, a loss every log line."""
     assert isinstance(recipe.data, SyntheticData)
     assert isinstance(recipe.optim, Sgd)
+    set_float32_math(recipe.precision)
     model = initial_model(recipe, recipe.data.classes, world)
     if recipe.compile:
         compile_blocks(model)

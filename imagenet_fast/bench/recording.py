@@ -14,7 +14,7 @@ from torch import nn
 from imagenet_fast.bench.profile import Layer, Profile
 from imagenet_fast.models import build_model
 from imagenet_fast.recipe.schema import Recipe, SyntheticData
-from imagenet_fast.training.precision import autocast
+from imagenet_fast.training.precision import autocast, set_float32_math
 
 
 def record_profile(recipe: Recipe, device: torch.device, steps: int) -> Profile:
@@ -25,6 +25,7 @@ def record_profile(recipe: Recipe, device: torch.device, steps: int) -> Profile:
     """
     assert isinstance(recipe.data, SyntheticData)
     torch.manual_seed(0)
+    set_float32_math(recipe.precision)
     model = build_model(recipe.model, recipe.data.classes).to(device)
     if recipe.channels_last:
         model = model.to(memory_format=torch.channels_last)

@@ -57,5 +57,4 @@ def prepare_device(local_rank: int) -> tuple[torch.device, str]:
     device = torch.device("cuda", local_rank if gpus > 1 else 0)  # srun may show each of its tasks one GPU only
     torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True
-    torch.set_float32_matmul_precision("high")
     return device, "cpu:gloo,cuda:nccl"

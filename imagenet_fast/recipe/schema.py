@@ -98,9 +98,15 @@ Data = Annotated[ImageData | SyntheticData, Field(discriminator="loader")]
 
 
 class Full(Table):
-    """fp32 throughout."""
+    """fp32 throughout, on GPUs too."""
 
     kind: Literal["fp32"]
+
+
+class TensorFloat(Table):
+    """fp32, but matrix products and convolutions in TF32 on GPUs that have it: 10 bits of mantissa, and far faster."""
+
+    kind: Literal["tf32"]
 
 
 class BFloat16(Table):
@@ -116,7 +122,7 @@ class Float16(Table):
     loss_scale: NonNegativeFloat = 0.0
 
 
-Precision = Annotated[Full | BFloat16 | Float16, Field(discriminator="kind")]
+Precision = Annotated[Full | TensorFloat | BFloat16 | Float16, Field(discriminator="kind")]
 
 
 class Sgd(Table):
@@ -291,6 +297,8 @@ class Recipe(Table):
     """Training stops at the first evaluation that reaches it (percent); absent: it trains to the end."""
     eval_every: PositiveInt = 1
     """Epochs between evaluations; the last epoch is always evaluated."""
+    first_eval: PositiveInt | None = None
+    """The first epoch after which is evaluated; absent: ``eval_every``."""
     log_every: PositiveInt = 10
     """Steps between log lines."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1
@@ -308,6 +316,11 @@ class Recipe(Table):
     optim: Optim
     schedule: Schedule
     sync: Sync
+
+    def evaluates_after(self, epoch: int) -> bool:
+        """Whether an evaluation follows epoch ``epoch``, counted from 1."""
+        since_first = epoch - (self.first_eval or self.eval_every)
+        return epoch == self.epochs or (since_first >= 0 and since_first % self.eval_every == 0)
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:

@@ -53,7 +53,7 @@ def train(job: Job, dataset: Dataset, world: World, clock: Clock, record: Record
                 meter.report(record, step, epoch, lr)
             outcome.advance(epoch, step, clock.train_s(), meter.sent_bytes)
 
-        if epoch % recipe.eval_every == 0 or epoch == recipe.epochs:
+        if recipe.evaluates_after(epoch):
             meter.report(record, step, epoch, lr)
             outcome.advance(epoch, step, clock.train_s(), meter.sent_bytes)
             take_step.settle()

@@ -15,7 +15,7 @@ from imagenet_fast.training.optimizers import gradients
 def autocast(precision: schema.Precision, device: torch.device) -> torch.autocast:
     """The context that forward and loss run in; weights and gradients stay fp32."""
     match precision:
-        case schema.Full():
+        case schema.Full() | schema.TensorFloat():
             return torch.autocast(device.type, enabled=False)
         case schema.BFloat16():
             return torch.autocast(device.type, torch.bfloat16)
@@ -23,6 +23,13 @@ def autocast(precision: schema.Precision, device: torch.device) -> torch.autocas
             return torch.autocast(device.type, torch.float16)
         case _:
             assert_never(precision)
+
+
+def set_float32_math(precision: schema.Precision) -> None:
+    """How products of fp32 values are made in this process: in full for ``fp32``, else in TF32 where a GPU has it."""
+    full = isinstance(precision, schema.Full)
+    torch.set_float32_matmul_precision("highest" if full else "high")
+    torch.backends.cudnn.allow_tf32 = not full
 
 
 class LossScale:

@@ -18,7 +18,7 @@ from imagenet_fast.sync import GradientSync, attach
 from imagenet_fast.sync.trace import TracedSteps
 from imagenet_fast.training.meter import Meter
 from imagenet_fast.training.optimizers import MomentumSGD, build_optimizer
-from imagenet_fast.training.precision import LossScale, autocast
+from imagenet_fast.training.precision import LossScale, autocast, set_float32_math
 from imagenet_fast.training.statistics import StepStatistics
 
 
@@ -81,6 +81,7 @@ def build_step(
     recipe: Recipe, batching: Batching, model: nn.Module, world: World, steps_per_epoch: int, trace: Path | None = None
 ) -> TrainingStep:
     """Give ``model`` the engine, optimiser and precision that a recipe names; ``trace`` a few steps to that file."""
+    set_float32_math(recipe.precision)
     if recipe.compile:
         compile_blocks(model)
     forward, sync = attach(model, recipe.sync, steps_per_epoch)

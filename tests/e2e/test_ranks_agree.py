@@ -23,7 +23,7 @@ STEPS, PICTURES = 8, 40
 
 
 def test_one_two_and_four_ranks_agree_in_every_loss_and_in_accuracy(tmp_path: Path):
-    """Batch-norm statistics included, in training and in evaluation: micro-batches do not depend on the number of ranks.
+    """Batch-norm statistics included, in training and in evaluation: micro-batches do not depend on the ranks.
 
     What is left is the order of additions, which training a network amplifies, and on pictures with flat areas
     (ties in max-pooling) quickly: hence smooth pictures.

@@ -66,6 +66,20 @@ def test_a_step_trains_and_reports(world: World, sync: str, precision: str, opti
     assert all(p.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.parametrize(("precision", "exact"), [("fp32", True), ("tf32", False)])
+def test_fp32_is_fp32_unless_tf32_is_asked_for(world: World, precision: str, exact: bool):
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("this GPU has no TF32")
+    recipe = parse_recipe("test", tables(ranks=1, precision={"kind": precision}))
+    build_step(recipe, split_batch(recipe, 1), initial_model(recipe, 10, world), world, steps_per_epoch=4)
+    images = torch.randn(8, 64, 32, 32, device=world.device)
+    weights = torch.randn(64, 64, 3, 3, device=world.device)
+    for product, operands in ((torch.matmul, (images, images)), (torch.conv2d, (images, weights))):
+        reference = product(*(operand.double() for operand in operands))
+        error = (product(*operands) - reference).abs().max() / reference.abs().max()
+        assert (error < 2e-6) is exact
+
+
 def test_dali_decodes_on_the_gpu_what_it_decodes_on_the_cpu(world: World, pictures: Path):
     pytest.importorskip("nvidia.dali", reason="DALI is too large to travel to a lent GPU")
     table = {"dataset": "digits", "loader": "dali", "image_size": 48, "resize": 56, "augment": False, "workers": 1}

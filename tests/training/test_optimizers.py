@@ -104,6 +104,28 @@ def test_lars_agrees_with_timm_on_random_problems(seed: int):
         torch.testing.assert_close(own, their.data, rtol=5e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize("corrected", [True, False])
+def test_the_rate_stays_outside_the_momentum_which_mlperfs_reference_keeps_inside(corrected: bool):
+    """v <- mu v + lr step; w <- w - v: the same while the rate stands. Where it changes, only with the factor
+    lr_t / lr_(t-1) on mu that NVIDIA's submissions have (Goyal's momentum correction)."""
+    decayed, plain = problem()
+    weights = [p.detach().double() for p in [*decayed, *plain]]
+    velocity = [torch.zeros_like(w) for w in weights]
+    for step in range(8):
+        mu = MU * (rate(step) / rate(step - 1) if corrected and step else 1.0)
+        for i, grad in enumerate(g.double() for g in gradients_of(step)):
+            w, g = weights[i].norm(), grad.norm()
+            ratio, decay = (ETA * w / (g + WD * w), WD) if i < 2 else (1.0, 0.0)
+            velocity[i] = mu * velocity[i] + rate(step) * ratio * (grad + decay * weights[i])
+            weights[i] = weights[i] - velocity[i]
+    ours = build("lars")
+    descend(ours)
+    close = [
+        torch.allclose(p.detach().double(), w, rtol=2e-6, atol=1e-5) for p, w in zip(ours.params, weights, strict=True)
+    ]
+    assert all(close) if corrected else not any(close)
+
+
 def test_without_decay_the_length_of_a_gradient_does_not_matter():
     steps = []
     for factor in (1.0, 1000.0):

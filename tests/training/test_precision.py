@@ -7,10 +7,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from imagenet_fast.ranks.world import World
+from imagenet_fast.recipe.batching import split_batch
+from imagenet_fast.recipe.reading import parse_recipe
 from imagenet_fast.recipe.schema import BFloat16, Float16, LazySync
 from imagenet_fast.sync import attach
+from imagenet_fast.training.loop import initial_model
 from imagenet_fast.training.optimizers import MomentumSGD
 from imagenet_fast.training.precision import LossScale
+from imagenet_fast.training.step import build_step
+from tests.conftest import tables
 from tests.spawning import run
 
 CPU = torch.device("cpu")
@@ -66,3 +72,21 @@ def test_an_fp16_wire_is_watched_in_any_precision():
     found = LossScale(BFloat16(kind="bf16"), "fp16", CPU).unscale([weight])
     assert found is not None
     assert found.item() == 1
+
+
+def test_fp32_is_fp32_on_gpus_too_unless_tf32_is_asked_for():
+    kinds = ["fp32", "tf32", "bf16", "fp32"]
+    (seen,) = run(1, _float32_math, kinds)  # in a process of its own, whose settings they are
+    exact, fast = ("highest", False), ("high", True)
+    assert seen == [exact, fast, fast, exact]
+
+
+def _float32_math(kinds: list[str]) -> list[tuple[str, bool]]:
+    """Whether matrix products and convolutions may be made in TF32, once a step of each precision has been built."""
+    world = World(0, 1, 0, 1, CPU)
+    seen = []
+    for kind in kinds:
+        recipe = parse_recipe("test", tables(ranks=1, precision={"kind": kind}))
+        build_step(recipe, split_batch(recipe, 1), initial_model(recipe, 10, world), world, 4)
+        seen.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
+    return seen
