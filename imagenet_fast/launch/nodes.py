@@ -112,7 +112,7 @@ def _arrive(
         books.set("open", "")  # and not before: the first number is the holder's
     if number >= count:
         raise UserError(
-            f"{count} node(s) have already met at {endpoint}: this one is too many, or belongs to another run, which "
+            f"{count} nodes have already met at {endpoint}: this one is too many, or belongs to another run, which "
             "needs another --rdzv-endpoint"
         )
     with _telling_others(books):

@@ -98,9 +98,9 @@ class MomentumSGD:
 class LARS(MomentumSGD):
     """Layer-wise adaptive rate scaling (You et al., arXiv 1708.03888).
 
-    The rate stays outside the momentum buffer, as in :class:`MomentumSGD`. MLPerf's reference keeps it inside: v <- mu v
-    + lr step; w <- w - v. That is the same while the rate stands; once it changes, what the buffer holds still goes at
-    older rates. NVIDIA's submissions multiply mu by lr_t / lr_(t-1) for it, which gives ours.
+    The rate stays outside the momentum buffer, as in :class:`MomentumSGD`. MLPerf's reference keeps it inside:
+    v <- mu v + lr step; w <- w - v. That is the same while the rate stands; once it changes, what the buffer holds
+    still goes at older rates. NVIDIA's submissions multiply mu by lr_t / lr_(t-1) for it, which gives ours.
 
     Each decayed tensor's step is scaled by its trust ratio, eta |w| / (|g| + wd |w| + eps), or 1 where either
     norm is zero; plain ones (biases, norm layers) take SGD's step. With ``clip`` the layer's rate is instead

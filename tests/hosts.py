@@ -1,0 +1,102 @@
+"""Machines of one's own: each in a network namespace, with a host name and an /etc/hosts as Debian writes it."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import socket
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from imagenet_fast.bench.network import Host, enter, parse_rate, shaped_network
+from tests.e2e.command import COMMAND, environment
+
+_CLONE_NEWNS, _CLONE_NEWUTS, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000000, 0x1000, 0x4000, 0x40000
+_libc = ctypes.CDLL(None, use_errno=True)
+
+Ended = tuple[int, str, str]
+"""A command's exit code, stdout and stderr."""
+
+Call = tuple[int, Callable[..., Any], tuple[Any, ...]]
+"""On which node, what, with which arguments."""
+
+
+class Hosts:
+    """Machines named node0, node1, ... Each finds its own name at 127.0.1.1 and the others' at their addresses."""
+
+    def __init__(self, network: list[Host], folder: Path) -> None:
+        self._network = network
+        self._folder = folder
+        self.addresses = [host.address for host in network]
+        for number in range(len(network)):
+            own = {f"node{n}": "127.0.1.1" if n == number else a for n, a in enumerate(self.addresses)}
+            lines = [f"{address} {name}\n" for name, address in {"localhost": "127.0.0.1", **own}.items()]
+            (folder / f"hosts{number}").write_text("".join(lines))
+
+    def run(self, commands: Sequence[Sequence[str]], timeout_s: float = 120.0) -> list[Ended]:
+        """Run ``imagenet-fast`` with these arguments, one on each node, to the end."""
+        processes = [
+            subprocess.Popen(
+                [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                preexec_fn=partial(self.move, number), env=environment(OMP_NUM_THREADS="1"),
+            )
+            for number, arguments in enumerate(commands)
+        ]  # fmt: skip
+        try:
+            ended = [process.communicate(timeout=timeout_s) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        return [(process.returncode, *printed) for process, printed in zip(processes, ended, strict=True)]
+
+    def call(
+        self, calls: Sequence[tuple[int, Callable[..., Any], tuple[Any, ...]]], timeout_s: float = 60.0
+    ) -> list[Any]:
+        """Call each function with its arguments on its node, all at once; what they returned, or the exceptions."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["imagenet_fast.training.loop"])
+        ends = []
+        for node, function, arguments in calls:
+            ours, theirs = context.Pipe()
+            context.Process(target=_answer, args=(self, node, function, arguments, theirs), daemon=True).start()
+            ends.append(ours)
+        answers = []
+        for end in ends:
+            assert end.poll(timeout_s), "a call hangs"
+            answers.append(end.recv())
+        return answers
+
+    def move(self, number: int) -> None:
+        """Make the calling process one of node ``number``."""
+        enter(self._network[number])
+        _must(_libc.unshare(_CLONE_NEWNS | _CLONE_NEWUTS))
+        _must(_libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None))
+        _must(_libc.mount(bytes(self._folder / f"hosts{number}"), b"/etc/hosts", None, _MS_BIND, None))
+        socket.sethostname(f"node{number}")
+
+
+def _answer(hosts: Hosts, node: int, function: Callable[..., Any], arguments: tuple[Any, ...], end: Connection) -> None:
+    hosts.move(node)
+    try:
+        end.send(function(*arguments))
+    except Exception as error:
+        end.send(error)
+
+
+@contextmanager
+def hosts(count: int, rate: str = "1gbit") -> Iterator[Hosts]:
+    """``count`` machines on a network of their own. Needs root."""
+    with shaped_network(count, parse_rate(rate)) as network, tempfile.TemporaryDirectory() as folder:
+        yield Hosts(network, Path(folder))
+
+
+def _must(code: int) -> None:
+    if code:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -1,0 +1,162 @@
+"""Several nodes: README's command on each, on machines whose names lead to the loopback interface."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imagenet_fast.errors import UserError
+from imagenet_fast.launch.nodes import meeting
+from imagenet_fast.ranks.introduction import introduce
+from imagenet_fast.ranks.place import Place
+from imagenet_fast.ranks.routes import parse_endpoint
+from tests.e2e.command import imagenet_fast, outcome_of
+from tests.hosts import Hosts, hosts
+
+TINY = (
+    "train", "--recipe", "smoke", "--nproc", "1", "--set", "epochs=1", "--set", "schedule.warmup_epochs=0",
+    "--set", "global_batch=24", "--set", "data.train_images=24",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Hosts]:
+    with hosts(3) as network:
+        yield network
+
+
+def test_three_nodes_meet_by_name_and_each_says_how_it_ended(network: Hosts, tmp_path: Path):
+    options = ("--nodes", "3", "--rdzv-endpoint", "node1:29400", "--set", "target_top1=99.9")
+    ended = network.run([(*TINY, *options, "--out", str(tmp_path / f"run{n}")) for n in range(3)])
+    assert [code for code, *_ in ended] == [3, 3, 3], ended
+    assert [said for *_, said in ended] == ["", "", ""]
+    assert ["without reaching 99.9 %" in printed for _, printed, _ in ended] == [False, True, False]
+    (run,) = tmp_path.iterdir()
+    assert run.name == "run1", "the node that has the endpoint leads"
+    assert outcome_of(run)["world_size"] == 3
+    variables = json.loads((run / "environment.json").read_text())["variables"]
+    assert (variables["GLOO_SOCKET_IFNAME"], variables["NCCL_SOCKET_IFNAME"]) == ("eth0", "=eth0")
+
+
+def test_two_nodes_meet_by_address_and_share_a_folder(network: Hosts, tmp_path: Path):
+    options = ("--nodes", "2", "--rdzv-endpoint", f"{network.addresses[0]}:29401", "--out", str(tmp_path / "run"))
+    ended = network.run([(*TINY, *options)] * 2)
+    assert [code for code, *_ in ended] == [0, 0], ended
+    assert (outcome_of(tmp_path / "run")["world_size"], outcome_of(tmp_path / "run")["status"]) == (2, "finished")
+    assert "--nodes" in json.loads((tmp_path / "run" / "job.json").read_text())["command"]
+
+
+def test_a_node_that_nobody_joins_says_so_and_leaves_nothing(tmp_path: Path):
+    """In front, on this machine: the endpoint is its own."""
+    options = ("--nodes", "2", "--rdzv-endpoint", "127.0.0.1:29400", "--join-timeout", "1")
+    ended = imagenet_fast(*TINY, *options, "--out", str(tmp_path / "run"))
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    assert ended.stderr.startswith("error: 1 of 2 nodes came to 127.0.0.1:29400 within 1 s (")
+    assert ended.stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def meet(endpoint: str, count: int, patience_s: float, late_s: float = 0.0) -> int:
+    """This node's number."""
+    time.sleep(late_s)
+    with meeting(parse_endpoint(endpoint), count, patience_s) as met:
+        time.sleep(0.5)  # the number 0 holds the store, as long as its ranks train
+        return met.number
+
+
+def said(answers: list[Any]) -> list[str]:
+    assert all(isinstance(answer, UserError) for answer in answers), answers
+    return [str(answer) for answer in answers]
+
+
+def test_whoever_has_the_endpoint_is_the_first(network: Hosts):
+    assert network.call([(n, meet, ("node2:29402", 3, 20.0)) for n in range(3)])[2] == 0
+    early = network.call([(0, meet, ("node1:29402", 2, 20.0)), (1, meet, ("node1:29402", 2, 20.0, 1.5))])
+    assert early == [1, 0]
+    same_machine = network.call([(0, meet, ("127.0.0.1:29403", 2, 20.0))] * 2)
+    assert sorted(same_machine) == [0, 1]
+
+
+def test_one_that_is_missing_ends_the_meeting_for_all_in_the_same_words(network: Hosts):
+    answers = network.call([(0, meet, ("node0:29404", 3, 3.0)), (1, meet, ("node0:29404", 3, 9.0))])
+    (sentence,) = set(said(answers))
+    assert sentence == (
+        "2 of 3 nodes came to node0:29404 within 3 s (node0, node1); start the same command on the others, or wait "
+        "longer with --join-timeout"
+    )
+
+
+def test_one_too_many_is_turned_away_and_the_others_meet(network: Hosts):
+    calls = [(n, meet, ("node0:29405", 2, 20.0, 0.0 if n < 2 else 0.3)) for n in range(3)]
+    *met, third = network.call(calls)
+    assert met == [0, 1]
+    assert "2 nodes have already met at node0:29405: this one is too many" in str(third)
+
+
+def test_nodes_that_disagree_in_their_number_refuse_each_other(network: Hosts):
+    answers = network.call([(0, meet, ("node0:29406", 2, 20.0)), (1, meet, ("node0:29406", 3, 20.0))])
+    assert set(said(answers)) == {"one node was told --nodes 3, the one at node0:29406 --nodes 2; correct one"}
+
+
+def test_a_host_that_cannot_be_reached_is_named_in_time(network: Hosts):
+    begun = time.monotonic()
+    silent, unknown, refused = said(
+        network.call(
+            [
+                (0, meet, ("10.77.9.9:29400", 2, 2.0)),
+                (1, meet, ("nowhere:29400", 2, 2.0)),
+                (2, meet, ("node1:29400", 2, 2.0)),
+            ]
+        )
+    )
+    assert time.monotonic() - begun < 15
+    assert "at 10.77.9.9:29400 within 2 s: " in silent
+    assert "the name nowhere cannot be resolved here" in unknown
+    assert "at node1:29400 within 2 s: connection refused; start the same command on that host" in refused
+
+
+def introduced(place: Place, agreed: dict[str, Any], port: int, patience_s: float = 20.0) -> str | None:
+    """The interface that is settled upon, by ranks of a torchrun of the user's own at node0."""
+    os.environ |= {"MASTER_ADDR": "node0", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(place.rank), "WORLD_SIZE": str(place.size)}
+    store = introduce(place, agreed, timedelta(seconds=patience_s))
+    time.sleep(0.5)
+    del store  # of which rank 0 holds the other end
+    return os.environ.get("GLOO_SOCKET_IFNAME")
+
+
+def test_ranks_find_the_interface_that_leads_to_the_others_by_themselves(network: Hosts):
+    """Rank 0 too, to which the address of all, its own host's name, is a loopback address."""
+    agreed = {"recipe": "a"}
+    assert network.call([(n, introduced, (Place(n, 3, 0, 1), agreed, 29410)) for n in range(3)]) == ["eth0"] * 3
+    here = network.call([(0, introduced, (Place(n, 2, n, 2), agreed, 29411)) for n in range(2)])
+    assert here == [None, None], "on one machine there is nothing to settle"
+
+
+def test_ranks_that_were_told_different_things_refuse_each_other_with_the_keys(network: Hosts):
+    def job(**changes: Any) -> dict[str, Any]:
+        return {"epochs": 3, "optim": {"kind": "sgd", "lr": 1.0}, "data": {"flip": True}} | changes
+
+    jobs = [job(), job(), job(epochs=4, optim={"kind": "sgd", "lr": 2.0, "nesterov": True})]
+    answers = network.call([(n, introduced, (Place(n, 3, 0, 1), jobs[n], 29412)) for n in range(3)])
+    assert set(said(answers)) == {
+        "rank 0 (node0) and rank 2 (node2) were told different things: epochs is 3 and 4, optim.lr is 1.0 and 2.0, "
+        "optim.nesterov is unset and true; give every node the same command"
+    }
+
+
+def test_ranks_that_do_not_come_are_named_or_counted(network: Hosts):
+    """Three of four ranks came, once to a store that torchrun holds and once to one of rank 0's."""
+    answers = network.call([(n, introduced, (Place(n, 4, 0, 1), {}, 29413, 2.0)) for n in range(3)], timeout_s=30)
+    for sentence in said(answers):
+        assert "within 2 s" in sentence or "ended before all 4 ranks" in sentence
+    lonely = network.call([(1, introduced, (Place(1, 2, 0, 1), {}, 29414, 2.0))], timeout_s=30)
+    assert "no node could be reached at node0:29414 within 2 s: connection refused" in said(lonely)[0]
