@@ -12,8 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.ranks.place import Place
@@ -65,6 +64,7 @@ def introduce(place: Place, agreed: Mapping[str, Any], patience: timedelta) -> S
 
 
 def _open_store(place: Place, patience: timedelta, deadline: float) -> Store:
+    """The store there; rank 0 holds it, unless torchrun does."""
     missing = [key for key in ("MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
     if missing:
         raise UserError(f"the environment has RANK but not {' and '.join(missing)}; start the ranks with torchrun")
@@ -73,22 +73,17 @@ def _open_store(place: Place, patience: timedelta, deadline: float) -> Store:
     if not holds:
         await_listener(master, deadline)
     try:
-        store: Store = next(rendezvous("env://", timeout=patience))[0]
-    except dist.DistNetworkError as error:
-        reason = "is the port in use, or the address another machine's?"
-        if holds and not is_here(master.host):
-            reason = f"{master.host} is no address of this machine, which has rank 0"
-        raise UserError(
-            f"rank {place.rank} cannot meet the others at {master} ({_first_line(error)}); {reason} choose another "
-            "MASTER_ADDR and MASTER_PORT"
-        ) from None
+        store = TCPStore(master.host, master.port, is_master=holds, wait_for_workers=False, timeout=patience)
     except dist.DistError as error:
-        waited = f"{patience.total_seconds():g} s ({_first_line(error)})"
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if holds and not is_here(master.host):
+            reason = f"{master.host} is no address of the machine that has rank 0"
         raise UserError(
-            f"not all {place.size} ranks came to {master} within {waited}; see what the others say, or wait longer "
-            "with --join-timeout"
+            f"rank {place.rank} cannot use {master} ({reason}); choose another MASTER_ADDR and MASTER_PORT, or "
+            "--rdzv-endpoint HOST:PORT"
         ) from None
-    return store
+    # After a restart by torchrun the store still has what the ranks before said.
+    return PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _judge(books: Store, size: int, deadline: float, patience: timedelta) -> dict[str, str]:
@@ -142,7 +137,3 @@ def _ranges(numbers: list[int]) -> str:
         else:
             runs.append([number])
     return ", ".join("-".join(map(str, run)) for run in runs)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
