@@ -59,18 +59,25 @@ class Hosts:
     def call(
         self, calls: Sequence[tuple[int, Callable[..., Any], tuple[Any, ...]]], timeout_s: float = 60.0
     ) -> list[Any]:
-        """Call each function with its arguments on its node, all at once; what they returned, or the exceptions."""
+        """Call each function with its arguments on its node, all at once; what they returned, or the exceptions, or the
+        exit codes of those that ended their process."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["imagenet_fast.training.loop"])
-        ends = []
+        under_way = []
         for node, function, arguments in calls:
             ours, theirs = context.Pipe()
-            context.Process(target=_answer, args=(self, node, function, arguments, theirs), daemon=True).start()
-            ends.append(ours)
+            process = context.Process(target=_answer, args=(self, node, function, arguments, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            under_way.append((process, ours))
         answers = []
-        for end in ends:
+        for process, end in under_way:
             assert end.poll(timeout_s), "a call hangs"
-            answers.append(end.recv())
+            try:
+                answers.append(end.recv())
+            except EOFError:
+                process.join(timeout_s)
+                answers.append(process.exitcode)
         return answers
 
     def move(self, number: int) -> None:

@@ -6,20 +6,26 @@ import hashlib
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from imagenet_fast.errors import UserError
+from imagenet_fast.errors import UserError, refuse
 from imagenet_fast.ranks.place import Place
 from imagenet_fast.ranks.routes import Endpoint, await_listener, is_here, route_to
 
 _LOOK_S = 0.05  # between two looks who has come
 _LISTED = 5  # of the keys in which jobs differ
+_INTERFACES = (
+    "let the nodes' firewalls pass it, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that leads to "
+    "the others"
+)
 
 
 def introduce(place: Place, agreed: Mapping[str, Any], patience: timedelta) -> Store:
@@ -63,6 +69,47 @@ def introduce(place: Place, agreed: Mapping[str, Any], patience: timedelta) -> S
     return store
 
 
+@contextmanager
+def connecting(place: Place, store: Store, patience: timedelta) -> Iterator[None]:
+    """Ranks connect to one another inside. Where one of them cannot, it says so and all end, with exit code 2.
+
+    A backend that waits for a connection runs no Python, so a thread ends the process, asking by a client of its own.
+    """
+    connected = threading.Event()
+    deadline = time.monotonic() + patience.total_seconds()
+
+    def watch() -> None:
+        try:
+            books = store.clone()
+            while not connected.wait(4 * _LOOK_S):
+                if books.check(["broken"]):
+                    _end(books.get("broken").decode())
+                if time.monotonic() > deadline:
+                    _end(f"rank {place.rank} had no connection to all others after {patience.total_seconds():g} s")
+        except dist.DistError:
+            if not connected.is_set():
+                _end(f"rank {place.rank} lost the store of all ranks while they connected to one another")
+
+    if place.size > 1:
+        threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+        connected.set()
+    except RuntimeError as error:
+        connected.set()
+        sentence = f"rank {place.rank} could not connect to the others ({_first_line(error)})"
+        with suppress(dist.DistError):
+            store.set("broken", sentence)
+            time.sleep(20 * _LOOK_S if place.leads else 0)  # the store may end with this process: others look first
+        raise UserError(f"{sentence}; {_INTERFACES}") from None
+
+
+def _end(sentence: str) -> NoReturn:
+    with suppress(SystemExit):
+        refuse(f"{sentence}; {_INTERFACES}")
+    os._exit(2)
+
+
 def _open_store(place: Place, patience: timedelta, deadline: float) -> Store:
     """The store there; rank 0 holds it, unless torchrun does."""
     missing = [key for key in ("MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
@@ -75,7 +122,7 @@ def _open_store(place: Place, patience: timedelta, deadline: float) -> Store:
     try:
         store = TCPStore(master.host, master.port, is_master=holds, wait_for_workers=False, timeout=patience)
     except dist.DistError as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = _first_line(error)
         if holds and not is_here(master.host):
             reason = f"{master.host} is no address of the machine that has rank 0"
         raise UserError(
@@ -137,3 +184,7 @@ def _ranges(numbers: list[int]) -> str:
         else:
             runs.append([number])
     return ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

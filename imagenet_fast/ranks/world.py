@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.ranks.introduction import introduce
+from imagenet_fast.ranks.introduction import connecting, introduce
 from imagenet_fast.ranks.place import Place
 from imagenet_fast.ranks.roll_call import answering_roll_calls
 
@@ -35,10 +35,11 @@ def join(
     """
     device, backend = prepare_device(place.local_rank)
     store = introduce(place, agreed, patience)
-    dist.init_process_group(
-        backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
-    )  # fmt: skip
+    with connecting(place, store, patience):
+        dist.init_process_group(
+            backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )  # fmt: skip
     with answering_roll_calls():
         yield World(place.rank, place.size, place.local_rank, place.local_size, device)
     dist.destroy_process_group()  # not after an error: it would wait for collectives that never end

@@ -17,6 +17,7 @@ from imagenet_fast.launch.nodes import meeting
 from imagenet_fast.ranks.introduction import introduce
 from imagenet_fast.ranks.place import Place
 from imagenet_fast.ranks.routes import parse_endpoint
+from imagenet_fast.ranks.world import join
 from tests.e2e.command import imagenet_fast, outcome_of
 from tests.hosts import Hosts, hosts
 
@@ -164,3 +165,21 @@ def test_ranks_that_do_not_come_are_named(network: Hosts):
 def test_a_master_that_is_not_rank_0s_machine_is_named(network: Hosts):
     (sentence,) = said(network.call([(1, introduced, (Place(0, 2, 0, 1), {}, 29415, 2.0))], timeout_s=30))
     assert "node0 is no address of the machine that has rank 0" in sentence
+
+
+def joined(place: Place, port: int, interface: str) -> None:
+    """A rank that joins by an interface of the user's."""
+    os.environ |= {"MASTER_ADDR": "node0", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": interface}
+    with join(place, {}, timedelta(seconds=20)):
+        pass
+
+
+def test_ranks_that_cannot_connect_all_end_at_once(network: Hosts):
+    """By the loopback interface, as those of a host whose name leads there did: one finds out, the others wait."""
+    begun = time.monotonic()
+    answers = network.call([(n, joined, (Place(n, 3, 0, 1), 29416, "lo")) for n in range(3)])
+    assert time.monotonic() - begun < 15
+    found_out = [str(answer) for answer in answers if isinstance(answer, UserError)]
+    assert found_out
+    assert all("could not connect to the others" in s and "set GLOO_SOCKET_IFNAME" in s for s in found_out)
+    assert all(answer == 2 for answer in answers if not isinstance(answer, UserError)), answers
