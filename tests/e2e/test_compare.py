@@ -34,6 +34,7 @@ def test_engines_are_compared_over_a_network_of_ones_own(tmp_path: Path):
     [
         (("--sync", "lazy,rng"), "sync.kind is 'rng'"),
         (("--sync", "lazy", "--rate", "fast"), "such as 250mbit"),
+        (("--sync", "lazy", "--data", "photos"), "--data photos would not be read"),
         (("--sync", "lazy", "--seeds", "one"), "not a list of whole numbers"),
         (("--sync", "lazy", "--set", "sync.colective=ring"), "unknown key sync.colective"),
         (("--sync", "lazy", "--set", "ring.bucket_mb=1"), "is for ring, which is not in --sync lazy"),

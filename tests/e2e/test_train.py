@@ -162,6 +162,7 @@ USAGE = [
     (("--recipe", "smoke", "--sync", "rng"), "sync.kind is 'rng'; it must be one of 'allreduce', 'ring', 'lazy'"),
     (("--recipe", "resnet50-1gpu"), "--data DIR"),
     (("--recipe", "resnet50-1gpu", "--data", "/nowhere"), "there is no data directory /nowhere"),
+    (("--recipe", "smoke", "--data", "/my photos"), "--data /my photos would not be read: data.loader is 'synthetic'"),
     (("--recipe", "smoke", "--nproc", "3"), "does not divide over 3 ranks"),
     (("--recipe", "smoke", "--out", "/proc/run"), "cannot be written"),
     (("--recipe", "smoke", "--nodes", "2"), "needs --rdzv-endpoint"),
