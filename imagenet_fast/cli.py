@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -291,7 +292,7 @@ def compare(
     past = train_all(recipe, runs, data=data, hosts=hosts, rate=rate, folder=folder)
     print()
     Console().print(report_table(past))
-    print(f"in TensorBoard: tensorboard --logdir {folder}")
+    print(f"in TensorBoard: tensorboard --logdir {shlex.quote(str(folder))}")
     png = folder / "compare.png"
     draw_curves(past, png)
     print(f"drawn to {png}")

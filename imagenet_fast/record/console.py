@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ class ConsoleSink:
             self._live = None
 
     def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, soft_wrap=True)
+        self._console.print(line, markup=False, emoji=False, soft_wrap=True)
 
     def _training_line(self) -> str:
         v = self._latest
@@ -128,14 +129,15 @@ class ConsoleSink:
 
     def _print_summary(self, outcome: dict[str, Any]) -> None:
         reached = outcome["time_to_accuracy_s"]
+        folder = shlex.quote(str(self._folder))  # to be pasted
         rows = {
             "time to accuracy": _number(reached, ".1f", " s") if reached is not None else "not reached",
             "training only": f"{outcome['train_s']:.1f} s",
             "speed": f"{outcome['images_per_s']:.0f} img/s",
             "top-1 / top-5": f"{_number(outcome['top1'], '.2f')} / {_number(outcome['top5'], '.2f')} %",
             "sent": f"{outcome['sent_bytes_per_step'] / 1e6:.2f} MB a step and rank",
-            "run": str(self._folder),
-            "look at it": f"tensorboard --logdir {self._folder}",
+            "run": folder,
+            "look at it": f"tensorboard --logdir {folder}",
         }
         self._print(_verdict(outcome))
         for label, value in rows.items():

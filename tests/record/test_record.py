@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -121,6 +122,14 @@ def test_without_a_terminal_the_console_prints_plain_lines(tmp_path: Path):
     assert "top-1 76.00 %  top-5 90.00 %  (best 76.00 %, target 75.9 %)" in text
     assert "Target reached: top-1 76.00 % of 75.9 % after 2 epochs." in text
     assert f"tensorboard --logdir {tmp_path}" in text
+
+
+@pytest.mark.parametrize("name", ["plain", "my runs", "it's $HOME; *", "Läufe", ":smile:[red]"])
+def test_what_the_summary_says_of_the_run_can_be_pasted_into_a_shell(name: str, tmp_path: Path):
+    text = follow(tmp_path / name, terminal=False)
+    pasted = {line[2:18].strip(): shlex.split(line[18:]) for line in text.splitlines() if line.startswith("  ")}
+    assert pasted["run"] == [str(tmp_path / name)]
+    assert pasted["look at it"] == ["tensorboard", "--logdir", str(tmp_path / name)]
 
 
 def test_on_a_terminal_the_panel_shows_all_that_matters(tmp_path: Path):
