@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from collections.abc import Callable
@@ -319,6 +318,8 @@ def _show(rows: list[Any], table: Callable[[list[Any]], Any], json_file: Path | 
     """Print dataclass rows as a table, and write them as JSON where asked."""
     from rich.console import Console
 
+    from imagenet_fast.record.strict_json import to_json
+
     Console().print(table(rows))
     if json_file is not None:
-        json_file.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+        json_file.write_text(to_json([asdict(row) for row in rows], indent=2) + "\n")

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
+from rich.table import Table
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
 from imagenet_fast.recipe.batching import split_batch
@@ -21,6 +25,7 @@ from imagenet_fast.record.jsonl import JsonLines, read_events
 from imagenet_fast.record.mllog import MLLog
 from imagenet_fast.record.outcome import read_outcome
 from imagenet_fast.record.past_runs import draw_curves, read_run, report_table
+from imagenet_fast.record.strict_json import to_json
 from imagenet_fast.record.tensorboard import TensorBoard
 from imagenet_fast.training.clock import Clock
 
@@ -31,19 +36,21 @@ def outcome() -> Outcome:
     return Outcome("failed", "resnet50-8gpu", "lazy", 8, 3200, target_top1=75.9)
 
 
-def pretend_run(record: Record, result: Outcome) -> None:
+def pretend_run(
+    record: Record, result: Outcome, losses: tuple[float, float] = (3.0, 1.5), last_top1: float = 76.0
+) -> None:
     """The events of a two-epoch run, as train.py sends them."""
     record(
         "run", 0, recipe="resnet50-8gpu", sync="lazy", world_size=8, global_batch=3200, epochs=37, steps_per_epoch=400,
         steps=14800, target_top1=75.9, train_images=1281167, val_images=50000, note="recipe written for 8 ranks",
     )  # fmt: skip
-    for epoch, top1 in ((1, 50.0), (2, 76.0)):
+    for epoch, loss, top1 in zip((1, 2), losses, (50.0, last_top1), strict=True):
         step = 400 * epoch
         record("epoch", step - 400, epoch=epoch)
         record("data", step, wait_pct=1.5)
         record("speed", step, images_per_s=20000.0)
         record("sync", step, exposed_ms=2.5, sent_MB=89.5, launches=4.0)
-        record("train", step, epoch=epoch, loss=3.0 / epoch, lr=1.0)
+        record("train", step, epoch=epoch, loss=loss, lr=1.0)
         result.advance(epoch, step, train_s=60.0 * epoch, sent_bytes=step * 89_500_000)
         result.judge(top1, 90.0, run_s=70.0 * epoch)
         record("eval", step, epoch=epoch, top1=top1, top5=90.0, images=50000, eval_s=9.0, train_s=60.0 * epoch)
@@ -81,6 +88,52 @@ def test_events_are_read_back_and_a_torn_last_line_is_left_out(tmp_path: Path):
     assert [(e["step"], e["loss"]) for e in events] == [(1, 1.0), (2, 0.5)]
 
 
+def strict(text: str) -> Any:
+    """As a reader has it that holds to RFC 8259: NaN and infinities are no JSON."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_a_number_that_is_not_finite_is_null_at_any_depth():
+    values = {
+        "loss": math.nan,
+        "by layer": (math.inf, [{"deep": (-math.inf, 1.5)}]),
+        "numpy": [np.float32("nan"), np.float64("inf"), np.float16(0.5), np.int64(3), np.float32("-inf")],
+        "others": [True, None, 2**70, "NaN"],
+    }
+    assert strict(to_json(values)) == {
+        "loss": None,
+        "by layer": [None, [{"deep": [None, 1.5]}]],
+        "numpy": [None, None, 0.5, 3, None],
+        "others": [True, None, 2**70, "NaN"],
+    }
+
+
+def test_a_diverged_run_is_recorded_in_strict_json_and_drawn_with_a_gap(tmp_path: Path):
+    result = outcome()
+    record = Record(Clock().run_s, [JsonLines(tmp_path), MLLog(tmp_path, RECIPE, split_batch(RECIPE, 8))])
+    pretend_run(record, result, losses=(2.5, math.nan), last_top1=math.nan)
+    result.images_per_s = math.inf
+    result.write(tmp_path)
+    for line in (tmp_path / "events.jsonl").read_text().splitlines():
+        strict(line)
+    for line in (tmp_path / "mllog.txt").read_text().splitlines():
+        strict(line.removeprefix(":::MLLOG "))
+    assert strict((tmp_path / "outcome.json").read_text())["images_per_s"] is None
+    run = read_run(tmp_path)
+    _, losses = run.curve("train", "loss")
+    assert losses[0] == 2.5
+    assert math.isnan(losses[1])
+    assert shown(report_table([run])).splitlines()[-1].split() == [
+        "resnet50-8gpu", "lazy", "x8", "failed", "–", "–", "800", "120.0", "–", "89.50",
+    ]  # fmt: skip
+    draw_curves([run], tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_tensorboard_shows_one_run_with_scalars_and_hyperparameters(tmp_path: Path):
     pretend_run(Record(Clock().run_s, [TensorBoard(tmp_path, RECIPE)]), outcome())
     runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
@@ -104,6 +157,12 @@ def test_mlperfs_own_checker_accepts_the_log(tmp_path: Path):
     checker = [sys.executable, "-m", "mlperf_logging.compliance_checker", "--usage", "training", "--ruleset", "4.0.0"]
     checked = subprocess.run([*checker, str(log)], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert "SUCCESS" in checked.stdout + checked.stderr, checked.stdout + checked.stderr
+
+
+def shown(table: Table) -> str:
+    text = io.StringIO()
+    Console(file=text, width=120).print(table)
+    return text.getvalue()
 
 
 def follow(tmp_path: Path, terminal: bool) -> str:
@@ -156,7 +215,6 @@ def test_a_report_needs_only_what_was_recorded(tmp_path: Path):
     result.write(tmp_path)
     run = read_run(tmp_path)
     assert run.label == "resnet50-8gpu lazy x8"
-    console = Console(file=io.StringIO(), width=120)
-    console.print(report_table([run]))
+    assert "resnet50-8gpu lazy x8  reached" in shown(report_table([run]))
     draw_curves([run], tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
