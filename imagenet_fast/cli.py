@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from imagenet_fast import __version__
-from imagenet_fast.errors import UserError, refuse
+from imagenet_fast.errors import UserError, refuse, warn
 
 app = typer.Typer(
     add_completion=False,
@@ -105,6 +105,9 @@ def train(
     trace: Annotated[
         bool, typer.Option("--trace", help="Write trace.json, a timeline of steps 11 to 15 for ui.perfetto.dev.")
     ] = False,
+    silent: Annotated[
+        bool, typer.Option("--no-warnings", hidden=True, help="Whoever starts us has said already what is doubtful.")
+    ] = False,
 ) -> None:
     """Train a recipe to its target accuracy.
 
@@ -113,11 +116,16 @@ def train(
     """
     from imagenet_fast.launch.planning import plan_job
     from imagenet_fast.ranks.place import own_place
+    from imagenet_fast.recipe.doubts import doubts
     from imagenet_fast.recipe.reading import find_recipe, load_recipe
 
     path = find_recipe(recipe)
     written = load_recipe(path, sync, [*overrides, *([f"seed={seed}"] if seed is not None else [])])
-    if (place := own_place()) is not None:  # a torchrun or an srun of the user's has started us: we are a rank
+    place = own_place()
+    if not silent and (place is None or place.leads):
+        for doubt in doubts(written):
+            warn(doubt)
+    if place is not None:  # a torchrun or an srun of the user's has started us: we are a rank
         from imagenet_fast.launch.rank import train_as_rank
 
         job = plan_job(path.stem, written, place.size, data=data, folder=out, scale=scale_batch, trace=trace)

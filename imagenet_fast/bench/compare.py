@@ -14,11 +14,12 @@ from functools import partial
 from pathlib import Path
 
 from imagenet_fast.bench.network import Host, end_with_parent, enter, parse_rate, shaped_network
-from imagenet_fast.errors import UserError
+from imagenet_fast.errors import UserError, warn
 from imagenet_fast.launch.nodes import local_ranks
 from imagenet_fast.launch.planning import check_writable, plan_job
 from imagenet_fast.launch.signals import GRACE_S
 from imagenet_fast.ranks.cores import usable_cores
+from imagenet_fast.recipe.doubts import doubts
 from imagenet_fast.recipe.reading import engine_names, find_recipe, load_recipe
 from imagenet_fast.record.past_runs import PastRun, read_run
 
@@ -40,7 +41,7 @@ class Contestant:
     def arguments(self, recipe: str, data: Path | None, folder: Path) -> list[str]:
         """The command line of `train`."""
         return [
-            "train", "--recipe", recipe, "--sync", self.engine, "--out", str(folder / self.label),
+            "train", "--no-warnings", "--recipe", recipe, "--sync", self.engine, "--out", str(folder / self.label),
             *(["--data", str(data)] if data else []),
             *(["--seed", str(self.seed)] if self.seed is not None else []),
             *(part for override in self.overrides for part in ("--set", override)),
@@ -98,11 +99,15 @@ def compare(
     or the network is at fault, and afterwards where a run has failed.
     """
     ranks = local_ranks(hosts)
+    doubtful: dict[str, None] = {}  # in order, and each once
     for run in runs:
         seed = [f"seed={run.seed}"] if run.seed is not None else []
         recipe = load_recipe(find_recipe(name), run.engine, [*run.overrides, *seed])
         plan_job(name, recipe, ranks, data=data, folder=folder / run.label)
         check_writable(folder / run.label)
+        doubtful |= dict.fromkeys(doubts(recipe))
+    for doubt in doubtful:
+        warn(doubt)
     with shaped_network(ranks, parse_rate(rate)) if rate is not None else nullcontext(None) as network:
         for number, run in enumerate(runs, 1):
             print(f"\n{run.label} ({number} of {len(runs)})", flush=True)
