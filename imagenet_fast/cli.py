@@ -285,7 +285,8 @@ def compare(
 ) -> None:
     """Train a recipe once an engine, with the same seed, and compare time and steps to accuracy.
 
-    The curves are drawn to compare.png, and `tensorboard --logdir DIR` shows every run.
+    The curves are drawn to compare.png, and `tensorboard --logdir DIR` shows every run. A run that fails does not stop
+    the others; the exit code is then 1.
     """
     from rich.console import Console
 
@@ -296,13 +297,21 @@ def compare(
 
     folder = out or new_folder(Path(recipe).stem, "compare")
     runs = contestants(sync.split(","), whole_numbers(seeds), overrides)
-    past = train_all(recipe, runs, data=data, hosts=hosts, rate=rate, folder=folder)
+    ended = train_all(recipe, runs, data=data, hosts=hosts, rate=rate, folder=folder)
+    past = [run.past for run in ended]
+    failed = [run for run in ended if run.failed]
     print()
     Console().print(report_table(past))
+    for run in failed:
+        left = f"what there is of it lies in {run.past.folder}" if run.past.folder.exists() else "it left nothing"
+        print(f"{run.past.label} ended with exit code {run.exit_code}; {left}")
     print(f"in TensorBoard: tensorboard --logdir {shlex.quote(str(folder))}")
     png = folder / "compare.png"
+    folder.mkdir(parents=True, exist_ok=True)
     draw_curves(past, png)
     print(f"drawn to {png}")
+    if failed or len(ended) < len(runs):  # fewer: we were interrupted
+        raise typer.Exit(1)
 
 
 @app.command()

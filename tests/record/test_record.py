@@ -24,7 +24,7 @@ from imagenet_fast.record.console import ConsoleSink
 from imagenet_fast.record.jsonl import JsonLines, read_events
 from imagenet_fast.record.mllog import MLLog
 from imagenet_fast.record.outcome import read_outcome
-from imagenet_fast.record.past_runs import draw_curves, read_run, report_table
+from imagenet_fast.record.past_runs import PastRun, draw_curves, read_run, report_table
 from imagenet_fast.record.strict_json import to_json
 from imagenet_fast.record.tensorboard import TensorBoard
 from imagenet_fast.training.clock import Clock
@@ -217,4 +217,24 @@ def test_a_report_needs_only_what_was_recorded(tmp_path: Path):
     assert run.label == "resnet50-8gpu lazy x8"
     assert "resnet50-8gpu lazy x8  reached" in shown(report_table([run]))
     draw_curves([run], tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("left", ["no outcome", "the launcher's, which knows of no step"])
+def test_of_a_run_whose_rank_0_was_killed_the_report_tells_what_it_had_reached(left: str, tmp_path: Path):
+    pretend_run(Record(Clock().run_s, [JsonLines(tmp_path)]), outcome())
+    lines = (tmp_path / "events.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "events.jsonl").write_text("".join(lines[:-1]))
+    if left != "no outcome":
+        outcome().write(tmp_path)
+    row = shown(report_table([read_run(tmp_path)])).splitlines()[-1]
+    status = "not ended" if left == "no outcome" else "failed"
+    assert row.split() == ["resnet50-8gpu", "lazy", "x8", *status.split(), "76.00", "–", "800", "–", "–", "–"]
+
+
+def test_runs_that_left_nothing_are_in_the_table_and_the_picture(tmp_path: Path):
+    runs = [PastRun(tmp_path / name, None, [], name) for name in ("lazy", "ring")]
+    rows = shown(report_table(runs)).splitlines()[1:]
+    assert [row.split() for row in rows] == [[name, "nothing", "recorded", *"––––––"] for name in ("lazy", "ring")]
+    draw_curves(runs, tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
