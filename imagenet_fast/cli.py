@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import shlex
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from imagenet_fast import __version__
-from imagenet_fast.errors import UserError, refuse
+from imagenet_fast.errors import UserError, refuse, warn
 
 app = typer.Typer(
     add_completion=False,
@@ -110,6 +110,9 @@ def train(
     trace: Annotated[
         bool, typer.Option("--trace", help="Write trace.json, a timeline of steps 11 to 15 for ui.perfetto.dev.")
     ] = False,
+    silent: Annotated[
+        bool, typer.Option("--no-warnings", hidden=True, help="Whoever starts us has said already what is doubtful.")
+    ] = False,
 ) -> None:
     """Train a recipe to its target accuracy.
 
@@ -119,12 +122,17 @@ def train(
     from imagenet_fast.launch.planning import plan_job
     from imagenet_fast.launch.slurm import adopt_step
     from imagenet_fast.ranks.place import own_place
+    from imagenet_fast.recipe.doubts import doubts
     from imagenet_fast.recipe.reading import find_recipe, load_recipe
 
     path = find_recipe(recipe)
     written = load_recipe(path, sync, [*overrides, *([f"seed={seed}"] if seed is not None else [])])
     adopt_step(os.environ)
-    if (place := own_place()) is not None:  # a torchrun or an srun of the user's has started us: we are a rank
+    place = own_place()
+    if not silent and (place is None or place.leads):
+        for doubt in doubts(written):
+            warn(doubt)
+    if place is not None:  # a torchrun or an srun of the user's has started us: we are a rank
         from imagenet_fast.launch.rank import train_as_rank
 
         job = plan_job(path.stem, written, place.size, data=data, folder=out, scale=scale_batch, trace=trace)
@@ -284,7 +292,8 @@ def compare(
 ) -> None:
     """Train a recipe once an engine, with the same seed, and compare time and steps to accuracy.
 
-    The curves are drawn to compare.png, and `tensorboard --logdir DIR` shows every run.
+    The curves are drawn to compare.png, and `tensorboard --logdir DIR` shows every run. A run that fails does not stop
+    the others; the exit code is then 1.
     """
     from rich.console import Console
 
@@ -295,13 +304,21 @@ def compare(
 
     folder = out or new_folder(Path(recipe).stem, "compare")
     runs = contestants(sync.split(","), whole_numbers(seeds), overrides)
-    past = train_all(recipe, runs, data=data, hosts=hosts, rate=rate, folder=folder)
+    ended = train_all(recipe, runs, data=data, hosts=hosts, rate=rate, folder=folder)
+    past = [run.past for run in ended]
+    failed = [run for run in ended if run.failed]
     print()
     Console().print(report_table(past))
-    print(f"in TensorBoard: tensorboard --logdir {folder}")
+    for run in failed:
+        left = f"what there is of it lies in {run.past.folder}" if run.past.folder.exists() else "it left nothing"
+        print(f"{run.past.label} ended with exit code {run.exit_code}; {left}")
+    print(f"in TensorBoard: tensorboard --logdir {shlex.quote(str(folder))}")
     png = folder / "compare.png"
+    folder.mkdir(parents=True, exist_ok=True)
     draw_curves(past, png)
     print(f"drawn to {png}")
+    if failed or len(ended) < len(runs):  # fewer: we were interrupted
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -325,6 +342,8 @@ def _show(rows: list[Any], table: Callable[[list[Any]], Any], json_file: Path | 
     """Print dataclass rows as a table, and write them as JSON where asked."""
     from rich.console import Console
 
+    from imagenet_fast.record.strict_json import to_json
+
     Console().print(table(rows))
     if json_file is not None:
-        json_file.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+        json_file.write_text(to_json([asdict(row) for row in rows], indent=2) + "\n")

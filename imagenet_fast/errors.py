@@ -1,4 +1,4 @@
-"""The one exception whose message is meant for the person at the terminal."""
+"""What is meant for the person at the terminal: the one exception whose message is, and warnings."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ class UserError(Exception):
 
     The CLI prints it without a traceback and exits with code 2.
     """
+
+
+def warn(sentence: str) -> None:
+    """Say so on stderr, and go on."""
+    print(f"warning: {sentence}", file=sys.stderr)
 
 
 def refuse(sentence: str) -> NoReturn:

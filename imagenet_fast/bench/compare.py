@@ -7,22 +7,26 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from imagenet_fast.bench.network import Host, end_with_parent, enter, parse_rate, shaped_network
-from imagenet_fast.errors import UserError
+from imagenet_fast.errors import UserError, warn
 from imagenet_fast.launch.nodes import local_ranks
 from imagenet_fast.launch.planning import check_writable, plan_job
-from imagenet_fast.launch.signals import GRACE_S
+from imagenet_fast.launch.signals import GRACE_S, interrupt_on_signals
 from imagenet_fast.ranks.cores import usable_cores
+from imagenet_fast.recipe.doubts import doubts
+from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.reading import engine_names, find_recipe, load_recipe
+from imagenet_fast.record.outcome import Outcome, read_outcome
 from imagenet_fast.record.past_runs import PastRun, read_run
 
 _PORT = 29400  # of the rendezvous, in a network where nobody else listens
+_DONE = (0, 3)  # exit codes of a run that was trained to its end
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Contestant:
     def arguments(self, recipe: str, data: Path | None, folder: Path) -> list[str]:
         """The command line of `train`."""
         return [
-            "train", "--recipe", recipe, "--sync", self.engine, "--out", str(folder / self.label),
+            "train", "--no-warnings", "--recipe", recipe, "--sync", self.engine, "--out", str(folder / self.label),
             *(["--data", str(data)] if data else []),
             *(["--seed", str(self.seed)] if self.seed is not None else []),
             *(part for override in self.overrides for part in ("--set", override)),
@@ -83,6 +87,18 @@ def _for(engine: str, override: str) -> str:
     return f"sync.{override.removeprefix(f'{engine}.')}" if override.startswith(f"{engine}.") else override
 
 
+@dataclass(frozen=True)
+class Ended:
+    """A run that is over: what it has recorded, and the exit code of its `train`."""
+
+    past: PastRun
+    exit_code: int
+
+    @property
+    def failed(self) -> bool:
+        return self.exit_code not in _DONE
+
+
 def compare(
     name: str,
     runs: Sequence[Contestant],
@@ -91,45 +107,63 @@ def compare(
     hosts: int | None,
     rate: str | None,
     folder: Path,
-) -> list[PastRun]:
-    """Train every run to its end, each in a directory of its own in ``folder``; what they recorded.
+) -> list[Ended]:
+    """Train every run to its end, each in a directory of its own in ``folder``. One that fails does not stop the rest.
 
-    With ``rate`` every rank is a host of a shaped network. Raises UserError before anything is trained where a recipe
-    or the network is at fault, and afterwards where a run has failed.
+    With ``rate`` every rank is a host of a shaped network. After a signal the runs so far are returned, that under way
+    the last. Raises UserError before anything is trained where a recipe or the network is at fault; exits with code 2
+    where the ranks have found so in a run before any has succeeded, and have said it themselves.
     """
     ranks = local_ranks(hosts)
+    jobs: dict[Contestant, Job] = {}
+    doubtful: dict[str, None] = {}  # in order, and each once
     for run in runs:
         seed = [f"seed={run.seed}"] if run.seed is not None else []
         recipe = load_recipe(find_recipe(name), run.engine, [*run.overrides, *seed])
-        plan_job(name, recipe, ranks, data=data, folder=folder / run.label)
+        jobs[run] = plan_job(name, recipe, ranks, data=data, folder=folder / run.label)
         check_writable(folder / run.label)
-    with shaped_network(ranks, parse_rate(rate)) if rate is not None else nullcontext(None) as network:
+        doubtful |= dict.fromkeys(doubts(recipe))
+    for doubt in doubtful:
+        warn(doubt)
+    codes: dict[Contestant, int] = {}
+    with (
+        shaped_network(ranks, parse_rate(rate)) if rate is not None else nullcontext(None) as network,
+        suppress(KeyboardInterrupt),
+    ):
+        interrupt_on_signals()
         for number, run in enumerate(runs, 1):
+            codes[run] = 1  # should it be interrupted
             print(f"\n{run.label} ({number} of {len(runs)})", flush=True)
             arguments = [sys.executable, "-m", "imagenet_fast", *run.arguments(name, data, folder)]
-            code = _on_this_machine(arguments, ranks) if network is None else _on_hosts(arguments, network)
-            if code not in (0, 3):
-                where = folder / run.label
-                raise UserError(
-                    f"the run with {run.label} ended with exit code {code}; what there is of it lies in {where}"
-                )
-    return [replace(read_run(folder / run.label), name=run.label) for run in runs]
+            codes[run] = _on_this_machine(arguments, ranks) if network is None else _on_hosts(arguments, network)
+            if codes[run] == 2 and not any(code in _DONE for code in codes.values()):
+                raise SystemExit(2)
+    return [Ended(_past(jobs[run], run.label), code) for run, code in codes.items()]
+
+
+def _past(job: Job, label: str) -> PastRun:
+    """What a run that is over has recorded, which is nothing where it ended early enough."""
+    try:
+        past = read_run(job.folder)
+    except UserError:
+        return PastRun(job.folder, read_outcome(job.folder), [], label)
+    return replace(past, name=label, outcome=past.outcome or Outcome.beginning(job))  # of no steps, and failed
 
 
 def _on_this_machine(arguments: list[str], ranks: int) -> int:
-    return _wait([subprocess.Popen([*arguments, "--nproc", str(ranks)])])
+    return _wait([partial(_start, [*arguments, "--nproc", str(ranks)])])
 
 
 def _on_hosts(arguments: list[str], network: list[Host]) -> int:
     """A rank a host, by torchrun's environment variables."""
-    processes = []
+    starts = []
     for rank, host in enumerate(network):
         place = {"RANK": str(rank), "WORLD_SIZE": str(len(network)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         meeting = {"MASTER_ADDR": network[0].address, "MASTER_PORT": str(_PORT)}
         threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // len(network)))}
         environment = threads | dict(os.environ) | place | meeting
-        processes.append(subprocess.Popen(arguments, env=environment, preexec_fn=partial(_move_to, host)))
-    return _wait(processes)
+        starts.append(partial(_start, arguments, environment, partial(_move_to, host)))
+    return _wait(starts)
 
 
 def _move_to(host: Host) -> None:
@@ -137,20 +171,38 @@ def _move_to(host: Host) -> None:
     enter(host)
 
 
-def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
-    """The first exit code that is not 0, or 0. When one process fails, or we are interrupted, all are ended."""
+def _start(
+    arguments: list[str], environment: dict[str, str] | None = None, first: Callable[[], None] | None = None
+) -> subprocess.Popen[bytes]:
+    """In a process group of its own, out of a terminal's reach: Ctrl-C comes to it once, and from us."""
+    return subprocess.Popen(arguments, env=environment, preexec_fn=first, process_group=0)
+
+
+def _wait(starts: Sequence[Callable[[], subprocess.Popen[bytes]]]) -> int:
+    """Start processes and wait for their end: the exit code of the first that fails, or the highest.
+
+    When one fails, or we are interrupted, all are ended.
+    """
+    processes: list[subprocess.Popen[bytes]] = []
     try:
-        while all(process.poll() in (None, 0, 3) for process in processes) and any(
-            process.returncode is None for process in processes
-        ):
+        for start in starts:
+            processes.append(start())
+        codes = [process.poll() for process in processes]
+        while None in codes and not _failures(codes):
             time.sleep(0.1)
+            codes = [process.poll() for process in processes]
     finally:
         for process in processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
         for process in processes:
             try:
-                process.wait(GRACE_S + 2)
+                process.wait(3 * GRACE_S)  # a launcher waits for its ranks, which have GRACE_S
             except subprocess.TimeoutExpired:
                 process.kill()
-    return next((process.returncode for process in processes if process.returncode), 0)
+    failures = _failures(codes)
+    return failures[0] if failures else max(code for code in codes if code is not None)
+
+
+def _failures(codes: Iterable[int | None]) -> list[int]:
+    return [code for code in codes if code is not None and code not in _DONE]

@@ -32,7 +32,13 @@ def plan_job(
     recipe = scale_recipe(written, ranks) if scale else written
     batching = split_batch(recipe, ranks)
     root = None
-    if not isinstance(recipe.data, SyntheticData):
+    if isinstance(recipe.data, SyntheticData):
+        if data is not None:
+            raise UserError(
+                f"--data {data} would not be read: data.loader is 'synthetic', which makes its own pictures; "
+                "leave --data out, or choose a recipe with another loader"
+            )
+    else:
         root = locate(recipe.data.dataset, data).absolute()
         check_folders(root)
     place = (folder or new_folder(name, recipe.sync.kind)).absolute()

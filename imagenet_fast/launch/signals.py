@@ -1,4 +1,4 @@
-"""An end that was asked for: SIGINT and SIGTERM, in a rank that may be stuck inside a collective."""
+"""An end that was asked for by a signal, also in a rank that may be stuck inside a collective."""
 
 from __future__ import annotations
 
@@ -10,6 +10,18 @@ from types import FrameType
 
 GRACE_S = 3.0
 """How long a rank may take to end after a signal before it is made to."""
+
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def interrupt_on_signals() -> None:
+    """The first SIGINT, SIGTERM or SIGHUP raises KeyboardInterrupt in this process; those after it are ignored.
+
+    What is ignored already stays so, as SIGHUP under nohup does.
+    """
+    for number in _ENDS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _interrupt)
 
 
 def end_on_signals() -> None:
@@ -27,8 +39,8 @@ def end_on_signals() -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # once is enough: what follows must not be interrupted again
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for ignored in _ENDS:  # once is enough: what follows must not be interrupted again
+        signal.signal(ignored, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from imagenet_fast.record.event import Event
-from imagenet_fast.record.tables import compact_table
+from imagenet_fast.record.tables import compact_table, number
 
 
 class ConsoleSink:
@@ -56,7 +57,7 @@ class ConsoleSink:
             self._live = None
 
     def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, soft_wrap=True)
+        self._console.print(line, markup=False, emoji=False, soft_wrap=True)
 
     def _training_line(self) -> str:
         v = self._latest
@@ -64,7 +65,7 @@ class ConsoleSink:
             f"epoch {v['train/epoch']}/{v['run/epochs']}  step {v['step']}/{v['run/steps']}  "
             f"loss {v['train/loss']:.4f}  lr {v['train/lr']:.4g}  {v['speed/images_per_s']:.0f} img/s  "
             f"data wait {v['data/wait_pct']:.1f} %  "
-            f"exposed sync {_number(v.get('sync/exposed_ms'), '.1f', ' ms')}  sent {v['sync/sent_MB']:.2f} MB/step"
+            f"exposed sync {number(v.get('sync/exposed_ms'), '.1f', ' ms')}  sent {v['sync/sent_MB']:.2f} MB/step"
         )
 
     def _evaluation_line(self, values: dict[str, Any]) -> str:
@@ -83,22 +84,22 @@ class ConsoleSink:
         rows.add_row(
             _pair("epoch", f"{v.get('train/epoch', 0)}/{v['run/epochs']}"),
             _pair("step", f"{v['step']}/{v['run/steps']}"),
-            _pair("img/s", _number(v.get("speed/images_per_s"), ".0f")),
+            _pair("img/s", number(v.get("speed/images_per_s"), ".0f")),
             _pair("run", _clock(v["run_s"])),
         )
         rows.add_row(
-            _pair("loss", _number(v.get("train/loss"), ".4f")),
-            _pair("lr", _number(v.get("train/lr"), ".4g")),
-            _pair("data wait", _number(v.get("data/wait_pct"), ".1f", " %")),
+            _pair("loss", number(v.get("train/loss"), ".4f")),
+            _pair("lr", number(v.get("train/lr"), ".4g")),
+            _pair("data wait", number(v.get("data/wait_pct"), ".1f", " %")),
             _pair("ETA end", _clock(self._seconds_to_end())),
         )
         rows.add_row(
-            _pair("best top-1", _number(self._best(), ".2f", " %")),
-            _pair("target", _number(target, "g", " %")),
-            _pair("exposed sync", _number(v.get("sync/exposed_ms"), ".1f", " ms")),
+            _pair("best top-1", number(self._best(), ".2f", " %")),
+            _pair("target", number(target, "g", " %")),
+            _pair("exposed sync", number(v.get("sync/exposed_ms"), ".1f", " ms")),
             _pair("ETA target", _clock(self._seconds_to_target())),
         )
-        rows.add_row(_pair("sent", _number(v.get("sync/sent_MB"), ".2f", " MB/step")))
+        rows.add_row(_pair("sent", number(v.get("sync/sent_MB"), ".2f", " MB/step")))
         bar = ProgressBar(total=v["run/steps"], completed=v["step"])
         body = Table.grid(expand=True)
         body.add_row(bar)
@@ -128,14 +129,15 @@ class ConsoleSink:
 
     def _print_summary(self, outcome: dict[str, Any]) -> None:
         reached = outcome["time_to_accuracy_s"]
+        folder = shlex.quote(str(self._folder))  # to be pasted
         rows = {
-            "time to accuracy": _number(reached, ".1f", " s") if reached is not None else "not reached",
+            "time to accuracy": number(reached, ".1f", " s") if reached is not None else "not reached",
             "training only": f"{outcome['train_s']:.1f} s",
             "speed": f"{outcome['images_per_s']:.0f} img/s",
-            "top-1 / top-5": f"{_number(outcome['top1'], '.2f')} / {_number(outcome['top5'], '.2f')} %",
+            "top-1 / top-5": f"{number(outcome['top1'], '.2f')} / {number(outcome['top5'], '.2f')} %",
             "sent": f"{outcome['sent_bytes_per_step'] / 1e6:.2f} MB a step and rank",
-            "run": str(self._folder),
-            "look at it": f"tensorboard --logdir {self._folder}",
+            "run": folder,
+            "look at it": f"tensorboard --logdir {folder}",
         }
         self._print(_verdict(outcome))
         for label, value in rows.items():
@@ -148,7 +150,7 @@ def _verdict(outcome: dict[str, Any]) -> str:
         case "reached":
             return f"Target reached: top-1 {outcome['top1']:.2f} % of {target:g} % after {outcome['epochs']} epochs."
         case "finished" if target is not None:
-            return f"Trained to the end without reaching {target:g} % top-1 (last {_number(outcome['top1'], '.2f')} %)."
+            return f"Trained to the end without reaching {target:g} % top-1 (last {number(outcome['top1'], '.2f')} %)."
         case "finished":
             return "Trained to the end; the recipe has no target."
         case "interrupted":
@@ -168,10 +170,6 @@ def _choice_table(values: dict[str, Any]) -> Table:
 
 def _pair(label: str, value: str) -> str:
     return f"[dim]{label}[/dim] {value}"
-
-
-def _number(value: float | None, form: str, unit: str = "") -> str:
-    return "–" if value is None else f"{value:{form}}{unit}"
 
 
 def _clock(seconds: float | None) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from imagenet_fast.record.event import Event
+from imagenet_fast.record.strict_json import to_json
 
 
 class JsonLines:
@@ -17,7 +18,7 @@ class JsonLines:
 
     def write(self, event: Event) -> None:
         line = {"event": event.name, "step": event.step, "run_s": round(event.run_s, 4), **event.values}
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(to_json(line) + "\n")
 
     def close(self) -> None:
         self._file.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +9,7 @@ from typing import Any, Literal
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.schema import Lars, Polynomial, Recipe
 from imagenet_fast.record.event import Event
+from imagenet_fast.record.strict_json import to_json
 
 Kind = Literal["INTERVAL_START", "INTERVAL_END", "POINT_IN_TIME"]
 
@@ -99,4 +99,4 @@ class MLLog:
             "value": value,
             "metadata": {"file": "imagenet_fast/training/loop.py", "lineno": 0, **metadata},
         }
-        self._file.write(f":::MLLOG {json.dumps(entry)}\n")
+        self._file.write(f":::MLLOG {to_json(entry)}\n")

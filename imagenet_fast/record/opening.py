@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from imagenet_fast.record.console import ConsoleSink
 from imagenet_fast.record.event import Record
 from imagenet_fast.record.jsonl import JsonLines
 from imagenet_fast.record.mllog import MLLog
+from imagenet_fast.record.strict_json import to_json
 from imagenet_fast.record.tensorboard import TensorBoard
 
 
@@ -29,7 +29,7 @@ def open_record(job: Job, world: World, run_s: Callable[[], float]) -> Record:
     job.folder.mkdir(parents=True, exist_ok=True)
     job.write(job.folder / "job.json")
     (job.folder / "recipe.toml").write_text(to_toml(job.recipe))
-    (job.folder / "environment.json").write_text(json.dumps(environment(job, world), indent=2) + "\n")
+    (job.folder / "environment.json").write_text(to_json(environment(job, world), indent=2) + "\n")
     return Record(
         run_s,
         [

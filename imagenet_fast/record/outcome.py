@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from imagenet_fast.recipe.job import Job
+from imagenet_fast.record.strict_json import to_json
 
 Status = Literal["reached", "finished", "failed", "interrupted"]
 
@@ -71,11 +72,11 @@ class Outcome:
     def write(self, folder: Path) -> None:
         """Replace ``outcome.json`` in one move, so that a reader never sees half of it."""
         partial = folder / ".outcome.json"
-        partial.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        partial.write_text(to_json(asdict(self), indent=2) + "\n")
         partial.replace(folder / "outcome.json")
 
 
 def read_outcome(folder: Path) -> Outcome | None:
-    """The outcome of the run in ``folder``; None while there is none."""
+    """The outcome of the run in ``folder``, with None for a number that was not finite; None while there is none."""
     path = folder / "outcome.json"
     return Outcome(**json.loads(path.read_text())) if path.is_file() else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.record.jsonl import read_events
 from imagenet_fast.record.outcome import Outcome, read_outcome
 from imagenet_fast.record.pictures import new_figure
-from imagenet_fast.record.tables import compact_table
+from imagenet_fast.record.tables import compact_table, number
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,17 @@ class PastRun:
         begun = next((e for e in self.events if e["event"] == "run"), None)
         return f"{begun['recipe']} {begun['sync']} x{begun['world_size']}" if begun else self.folder.name
 
+    @property
+    def status(self) -> str:
+        """How it ended, as far as it is recorded."""
+        if self.outcome is not None:
+            return self.outcome.status
+        return "not ended" if self.events else "nothing recorded"
+
     def curve(self, event: str, value: str) -> tuple[list[float], list[float]]:
-        """Run minutes and values."""
+        """Run minutes and values, NaN where a value was not finite: a gap when it is drawn."""
         points = [e for e in self.events if e["event"] == event]
-        return [p["run_s"] / 60 for p in points], [p[value] for p in points]
+        return [p["run_s"] / 60 for p in points], [math.nan if p[value] is None else p[value] for p in points]
 
 
 def read_run(folder: Path) -> PastRun:
@@ -52,12 +60,15 @@ def report_table(runs: list[PastRun]) -> Table:
 
 def _row(run: PastRun) -> tuple[str, ...]:
     o = run.outcome
-    if o is None:
-        return run.label, "not ended"
-    top1 = "–" if o.top1 is None else f"{o.top1:.2f}"
-    reached = "–" if o.time_to_accuracy_s is None else f"{o.time_to_accuracy_s:.1f}"
-    sent = f"{o.sent_bytes_per_step / 1e6:.2f}"
-    return run.label, o.status, top1, reached, str(o.steps), f"{o.train_s:.1f}", f"{o.images_per_s:.0f}", sent
+    if o is None or not o.steps:  # rank 0 was lost, or has not ended yet: what it had reached is in its events
+        top1 = next((e["top1"] for e in reversed(run.events) if e["event"] == "eval"), None)
+        steps = run.events[-1]["step"] if run.events else None
+        return run.label, run.status, number(top1, ".2f"), "–", number(steps, "d"), "–", "–", "–"
+    sent_MB = o.sent_bytes_per_step / 1e6 if o.sent_bytes_per_step is not None else None
+    return (
+        run.label, run.status, number(o.top1, ".2f"), number(o.time_to_accuracy_s, ".1f"), str(o.steps),
+        number(o.train_s, ".1f"), number(o.images_per_s, ".0f"), number(sent_MB, ".2f"),
+    )  # fmt: skip
 
 
 def draw_curves(runs: list[PastRun], png: Path) -> None:
@@ -65,7 +76,8 @@ def draw_curves(runs: list[PastRun], png: Path) -> None:
     figure = new_figure(png, 10, 4)
     accuracy, loss = figure.subplots(1, 2)
     for run in runs:
-        (line,) = accuracy.plot(*run.curve("eval", "top1"), marker="o", markersize=4, label=run.label)
+        label = run.label if run.status in ("reached", "finished") else f"{run.label} ({run.status})"
+        (line,) = accuracy.plot(*run.curve("eval", "top1"), marker="o", markersize=4, label=label)
         loss.plot(*run.curve("train", "loss"), color=line.get_color(), linewidth=1)
     for target in {run.outcome.target_top1 for run in runs if run.outcome} - {None}:
         accuracy.axhline(target, color="black", linestyle=":", linewidth=1)

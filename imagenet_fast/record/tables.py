@@ -1,10 +1,15 @@
-"""Tables for a terminal of 80 columns: no frame, nothing cut off."""
+"""Tables for a terminal of 80 columns: no frame, nothing cut off; and the numbers in them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 from rich.table import Column, Table
+
+
+def number(value: float | None, form: str, unit: str = "") -> str:
+    """``value`` in the format ``form``, or a dash where there is none."""
+    return "–" if value is None else f"{value:{form}}{unit}"
 
 
 def compact_table(text: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:

@@ -20,10 +20,11 @@ def mark(device: torch.device) -> Mark:
 
 
 def seconds_between(begin: Mark, end: Mark) -> float:
-    """Waits for the GPU to pass ``end``."""
+    """Negative where ``end`` came first. Waits for the GPU to pass both."""
     if isinstance(begin, torch.cuda.Event):
         assert isinstance(end, torch.cuda.Event)
-        end.synchronize()
+        for moment in (begin, end):  # of two streams, either may be the later one
+            moment.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
     assert not isinstance(end, torch.cuda.Event)
     return end - begin

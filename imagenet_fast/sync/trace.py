@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -45,20 +46,25 @@ class Trace:
                     self._events.append(("wire", label, part.begun, part.ended, counts))
 
     def write(self, path: Path) -> None:
-        """Stop watching, and write Chrome's trace event format, which Perfetto reads."""
+        """Stop watching, and write Chrome's trace event format, which Perfetto reads. Its time begins with the first
+        event, in microseconds."""
         for hook in self._hooks:
             hook.remove()
+        timed = [
+            (1e6 * seconds_between(self._begun, begin), 1e6 * seconds_between(begin, end), track, name, counts)
+            for track, name, begin, end, counts in self._events
+        ]
+        earliest = min((start for start, *_ in timed), default=0.0)  # a transfer may have been under way before us
         events: list[dict[str, object]] = []
         lanes: list[float] = []  # by row of the wire: when its last transfer ended
-        for track, name, begin, end, counts in sorted(self._events, key=lambda e: seconds_between(self._begun, e[2])):
-            start, stop = (1e6 * seconds_between(self._begun, moment) for moment in (begin, end))
+        for start, lasted, track, name, counts in sorted(timed, key=itemgetter(0)):
             row = TRACKS.index(track)
             if track == "wire":  # transfers overlap; each goes to the first row that is free
                 free = next((n for n, busy in enumerate(lanes) if busy <= start), len(lanes))
-                lanes[free : free + 1] = [stop]
+                lanes[free : free + 1] = [start + lasted]
                 row += free
             events.append(
-                {"ph": "X", "pid": 0, "tid": row, "name": name, "cat": track, "ts": start, "dur": stop - start}
+                {"ph": "X", "pid": 0, "tid": row, "name": name, "cat": track, "ts": start - earliest, "dur": lasted}
                 | {"args": counts}
             )
         for row, track in enumerate([*TRACKS, *["wire"] * (len(lanes) - 1)]):

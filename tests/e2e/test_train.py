@@ -162,6 +162,7 @@ USAGE = [
     (("--recipe", "smoke", "--sync", "rng"), "sync.kind is 'rng'; it must be one of 'allreduce', 'ring', 'lazy'"),
     (("--recipe", "resnet50-1gpu"), "--data DIR"),
     (("--recipe", "resnet50-1gpu", "--data", "/nowhere"), "there is no data directory /nowhere"),
+    (("--recipe", "smoke", "--data", "/my photos"), "--data /my photos would not be read: data.loader is 'synthetic'"),
     (("--recipe", "smoke", "--nproc", "3"), "does not divide over 3 ranks"),
     (("--recipe", "smoke", "--out", "/proc/run"), "cannot be written"),
     (("--recipe", "smoke", "--nodes", "2"), "needs --rdzv-endpoint"),
@@ -186,6 +187,19 @@ def test_what_only_the_ranks_can_see_is_met_with_one_sentence_too(tmp_path: Path
     assert done.returncode == 2, done.stdout + done.stderr
     assert re.fullmatch("error: .*fewer than one global batch.*\n", done.stderr)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("ranks", ["of its own", "of a torchrun"])
+def test_what_a_recipe_hardly_means_is_said_once_before_anything_is_trained(ranks: str, tmp_path: Path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--module", "--"]
+    command = COMMAND if ranks == "of its own" else [*torchrun, "imagenet_fast"]
+    done = subprocess.run(
+        [*command, *SMOKE, "--set", "target_top1=0.85", "--set", "data.train_images=8", "--out", str(tmp_path / "run")],
+        capture_output=True, text=True, check=False, timeout=240, env=environment(),
+    )  # fmt: skip
+    said = [line for line in done.stderr.splitlines() if line.startswith(("warning:", "error:"))]
+    assert said[0] == "warning: target_top1 is 0.85 %; did you mean 85?"
+    assert len(said) == 2, "one warning, and one sentence on what the ranks have found"
 
 
 def test_a_second_run_into_the_same_directory_is_refused(smoke_run: tuple[Path, str], refusal: Callable[..., str]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -16,6 +17,7 @@ from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.batching import Batching, split_batch
 from imagenet_fast.recipe.reading import parse_recipe
 from imagenet_fast.recipe.schema import ImageData
+from imagenet_fast.sync.marks import mark, seconds_between
 from imagenet_fast.training.loop import initial_model
 from imagenet_fast.training.step import build_step
 from tests.conftest import tables
@@ -78,6 +80,27 @@ def test_fp32_is_fp32_unless_tf32_is_asked_for(world: World, precision: str, exa
         reference = product(*(operand.double() for operand in operands))
         error = (product(*operands) - reference).abs().max() / reference.abs().max()
         assert (error < 2e-6) is exact
+
+
+@pytest.mark.parametrize("sync", ["lazy", "hybrid", "dear"])
+def test_a_timeline_begins_at_its_first_event(world: World, sync: str, tmp_path: Path):
+    recipe = parse_recipe("test", tables(ranks=1, sync={"kind": sync}))
+    model = initial_model(recipe, 10, world)
+    take_step = build_step(recipe, split_batch(recipe, 1), model, world, 4, tmp_path / "trace.json")
+    images = torch.randn(16, 3, 64, 64, device=world.device)
+    labels = torch.arange(16, device=world.device) % 10
+    for _ in range(15):
+        take_step(iter([(images, labels)]), 0.01)
+    spans = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert min(e["ts"] for e in spans) == 0
+    assert all(e["dur"] >= 0 for e in spans)
+
+
+def test_a_mark_is_told_from_a_later_one_whichever_is_given_first(world: World):
+    first = mark(world.device)
+    torch.ones(2**28, device=world.device).sum()
+    second = mark(world.device)
+    assert seconds_between(second, first) < 0 < seconds_between(first, second)
 
 
 def test_dali_decodes_on_the_gpu_what_it_decodes_on_the_cpu(world: World, pictures: Path):

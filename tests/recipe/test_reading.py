@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from imagenet_fast.errors import UserError
+from imagenet_fast.recipe.doubts import doubts
 from imagenet_fast.recipe.reading import find_recipe, load_recipe, parse_engines, parse_recipe, recipe_names, to_toml
 from imagenet_fast.recipe.schema import AllReduceSync, DdpSync, ImageData, LazySync, Recipe, Sgd, SparseSync
 from tests.conftest import tables
@@ -69,6 +70,22 @@ def test_a_wrong_recipe_is_met_with_the_key_and_the_fix(change: dict[str, object
         parse_recipe("my.toml", tables(**change))
     assert str(error.value).startswith("my.toml: ")
     assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("target", "doubt"),
+    [
+        ({"target_top1": 0.85}, ["target_top1 is 0.85 %; did you mean 85?"]),
+        ({"target_top1": 0.57}, ["target_top1 is 0.57 %; did you mean 57?"]),
+        ({"target_top1": 1}, []),
+        ({"target_top1": 85}, []),
+        ({}, []),
+    ],
+)
+def test_a_target_below_one_per_cent_is_doubted_and_kept(target: dict[str, float], doubt: list[str]):
+    recipe = parse_recipe("my.toml", tables(**target))
+    assert doubts(recipe) == doubt
+    assert recipe.target_top1 == target.get("target_top1")
 
 
 def test_engines_take_what_their_kind_can_do():

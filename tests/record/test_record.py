@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import math
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
+from rich.table import Table
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
 from imagenet_fast.recipe.batching import split_batch
@@ -19,7 +24,8 @@ from imagenet_fast.record.console import ConsoleSink
 from imagenet_fast.record.jsonl import JsonLines, read_events
 from imagenet_fast.record.mllog import MLLog
 from imagenet_fast.record.outcome import read_outcome
-from imagenet_fast.record.past_runs import draw_curves, read_run, report_table
+from imagenet_fast.record.past_runs import PastRun, draw_curves, read_run, report_table
+from imagenet_fast.record.strict_json import to_json
 from imagenet_fast.record.tensorboard import TensorBoard
 from imagenet_fast.training.clock import Clock
 
@@ -30,19 +36,21 @@ def outcome() -> Outcome:
     return Outcome("failed", "resnet50-8gpu", "lazy", 8, 3200, target_top1=75.9)
 
 
-def pretend_run(record: Record, result: Outcome) -> None:
+def pretend_run(
+    record: Record, result: Outcome, losses: tuple[float, float] = (3.0, 1.5), last_top1: float = 76.0
+) -> None:
     """The events of a two-epoch run, as train.py sends them."""
     record(
         "run", 0, recipe="resnet50-8gpu", sync="lazy", world_size=8, global_batch=3200, epochs=37, steps_per_epoch=400,
         steps=14800, target_top1=75.9, train_images=1281167, val_images=50000, note="recipe written for 8 ranks",
     )  # fmt: skip
-    for epoch, top1 in ((1, 50.0), (2, 76.0)):
+    for epoch, loss, top1 in zip((1, 2), losses, (50.0, last_top1), strict=True):
         step = 400 * epoch
         record("epoch", step - 400, epoch=epoch)
         record("data", step, wait_pct=1.5)
         record("speed", step, images_per_s=20000.0)
         record("sync", step, exposed_ms=2.5, sent_MB=89.5, launches=4.0)
-        record("train", step, epoch=epoch, loss=3.0 / epoch, lr=1.0)
+        record("train", step, epoch=epoch, loss=loss, lr=1.0)
         result.advance(epoch, step, train_s=60.0 * epoch, sent_bytes=step * 89_500_000)
         result.judge(top1, 90.0, run_s=70.0 * epoch)
         record("eval", step, epoch=epoch, top1=top1, top5=90.0, images=50000, eval_s=9.0, train_s=60.0 * epoch)
@@ -80,6 +88,52 @@ def test_events_are_read_back_and_a_torn_last_line_is_left_out(tmp_path: Path):
     assert [(e["step"], e["loss"]) for e in events] == [(1, 1.0), (2, 0.5)]
 
 
+def strict(text: str) -> Any:
+    """As a reader has it that holds to RFC 8259: NaN and infinities are no JSON."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_a_number_that_is_not_finite_is_null_at_any_depth():
+    values = {
+        "loss": math.nan,
+        "by layer": (math.inf, [{"deep": (-math.inf, 1.5)}]),
+        "numpy": [np.float32("nan"), np.float64("inf"), np.float16(0.5), np.int64(3), np.float32("-inf")],
+        "others": [True, None, 2**70, "NaN"],
+    }
+    assert strict(to_json(values)) == {
+        "loss": None,
+        "by layer": [None, [{"deep": [None, 1.5]}]],
+        "numpy": [None, None, 0.5, 3, None],
+        "others": [True, None, 2**70, "NaN"],
+    }
+
+
+def test_a_diverged_run_is_recorded_in_strict_json_and_drawn_with_a_gap(tmp_path: Path):
+    result = outcome()
+    record = Record(Clock().run_s, [JsonLines(tmp_path), MLLog(tmp_path, RECIPE, split_batch(RECIPE, 8))])
+    pretend_run(record, result, losses=(2.5, math.nan), last_top1=math.nan)
+    result.images_per_s = math.inf
+    result.write(tmp_path)
+    for line in (tmp_path / "events.jsonl").read_text().splitlines():
+        strict(line)
+    for line in (tmp_path / "mllog.txt").read_text().splitlines():
+        strict(line.removeprefix(":::MLLOG "))
+    assert strict((tmp_path / "outcome.json").read_text())["images_per_s"] is None
+    run = read_run(tmp_path)
+    _, losses = run.curve("train", "loss")
+    assert losses[0] == 2.5
+    assert math.isnan(losses[1])
+    assert shown(report_table([run])).splitlines()[-1].split() == [
+        "resnet50-8gpu", "lazy", "x8", "failed", "–", "–", "800", "120.0", "–", "89.50",
+    ]  # fmt: skip
+    draw_curves([run], tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_tensorboard_shows_one_run_with_scalars_and_hyperparameters(tmp_path: Path):
     pretend_run(Record(Clock().run_s, [TensorBoard(tmp_path, RECIPE)]), outcome())
     runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
@@ -105,6 +159,12 @@ def test_mlperfs_own_checker_accepts_the_log(tmp_path: Path):
     assert "SUCCESS" in checked.stdout + checked.stderr, checked.stdout + checked.stderr
 
 
+def shown(table: Table) -> str:
+    text = io.StringIO()
+    Console(file=text, width=120).print(table)
+    return text.getvalue()
+
+
 def follow(tmp_path: Path, terminal: bool) -> str:
     text = io.StringIO()
     console = Console(file=text, force_terminal=terminal, width=100, color_system=None)
@@ -121,6 +181,14 @@ def test_without_a_terminal_the_console_prints_plain_lines(tmp_path: Path):
     assert "top-1 76.00 %  top-5 90.00 %  (best 76.00 %, target 75.9 %)" in text
     assert "Target reached: top-1 76.00 % of 75.9 % after 2 epochs." in text
     assert f"tensorboard --logdir {tmp_path}" in text
+
+
+@pytest.mark.parametrize("name", ["plain", "my runs", "it's $HOME; *", "Läufe", ":smile:[red]"])
+def test_what_the_summary_says_of_the_run_can_be_pasted_into_a_shell(name: str, tmp_path: Path):
+    text = follow(tmp_path / name, terminal=False)
+    pasted = {line[2:18].strip(): shlex.split(line[18:]) for line in text.splitlines() if line.startswith("  ")}
+    assert pasted["run"] == [str(tmp_path / name)]
+    assert pasted["look at it"] == ["tensorboard", "--logdir", str(tmp_path / name)]
 
 
 def test_on_a_terminal_the_panel_shows_all_that_matters(tmp_path: Path):
@@ -147,7 +215,26 @@ def test_a_report_needs_only_what_was_recorded(tmp_path: Path):
     result.write(tmp_path)
     run = read_run(tmp_path)
     assert run.label == "resnet50-8gpu lazy x8"
-    console = Console(file=io.StringIO(), width=120)
-    console.print(report_table([run]))
+    assert "resnet50-8gpu lazy x8  reached" in shown(report_table([run]))
     draw_curves([run], tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("left", ["no outcome", "the launcher's, which knows of no step"])
+def test_of_a_run_whose_rank_0_was_killed_the_report_tells_what_it_had_reached(left: str, tmp_path: Path):
+    pretend_run(Record(Clock().run_s, [JsonLines(tmp_path)]), outcome())
+    lines = (tmp_path / "events.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "events.jsonl").write_text("".join(lines[:-1]))
+    if left != "no outcome":
+        outcome().write(tmp_path)
+    row = shown(report_table([read_run(tmp_path)])).splitlines()[-1]
+    status = "not ended" if left == "no outcome" else "failed"
+    assert row.split() == ["resnet50-8gpu", "lazy", "x8", *status.split(), "76.00", "–", "800", "–", "–", "–"]
+
+
+def test_runs_that_left_nothing_are_in_the_table_and_the_picture(tmp_path: Path):
+    runs = [PastRun(tmp_path / name, None, [], name) for name in ("lazy", "ring")]
+    rows = shown(report_table(runs)).splitlines()[1:]
+    assert [row.split() for row in rows] == [[name, "nothing", "recorded", *"––––––"] for name in ("lazy", "ring")]
+    draw_curves(runs, tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from imagenet_fast.sync import HybridSync, LazySync, attach
-from imagenet_fast.sync.trace import TracedSteps
+from imagenet_fast.sync import HybridSync, LazySync, SyncStats, attach
+from imagenet_fast.sync.lane import Traffic, Transfer
+from imagenet_fast.sync.trace import Trace, TracedSteps
 from tests.spawning import run
 
 
@@ -29,11 +31,31 @@ def test_compute_communication_and_waits_of_every_layer_are_there(tmp_path: Path
         assert by_track["wait"]
         assert {e["name"] for e in by_track["wire"]} & {"0", "2", "2 to 0"}
         assert all(e["args"]["sent_bytes"] > 0 for e in by_track["wire"])
-        assert all(e["ts"] >= 0 or e["cat"] != "compute" for e in spans)
+        assert min(e["ts"] for e in spans) == 0
         assert all(e["dur"] >= 0 for e in spans)
         for tid in names:  # nothing overlaps on one row of the wire
             row = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if e["tid"] == tid and e["cat"] == "wire")
             assert all(end <= begin + 1e-3 for (_, end), (begin, _) in pairwise(row))
+
+
+def test_a_transfer_that_was_under_way_before_is_where_the_timeline_begins(tmp_path: Path):
+    begun = time.perf_counter()
+    time.sleep(0.01)
+    model = nn.Linear(2, 2)
+    trace = Trace(model, torch.device("cpu"))
+    model(torch.ones(1, 2)).sum().backward()
+    early = Transfer(lambda: None, [Traffic(8, 8, begun, time.perf_counter())])
+    trace.add_step(SyncStats(None, [("early", early)]))
+    trace.write(tmp_path / "trace.json")
+    spans = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert [e["name"] for e in spans] == ["early", "forward ", "backward ", "backward "]
+    assert spans[0]["ts"] == 0
+    assert all(e["ts"] > 10_000 and e["dur"] >= 0 for e in spans[1:])
+
+
+def test_of_no_step_an_empty_timeline_is_written(tmp_path: Path):
+    Trace(nn.Linear(2, 2), torch.device("cpu")).write(tmp_path / "trace.json")
+    assert {e["ph"] for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]} == {"M"}
 
 
 def _trace(folder: Path) -> None:

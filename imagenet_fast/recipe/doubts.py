@@ -1,0 +1,13 @@
+"""What a recipe may say, and yet hardly means."""
+
+from __future__ import annotations
+
+from imagenet_fast.recipe.schema import Recipe
+
+
+def doubts(recipe: Recipe) -> list[str]:
+    """A sentence for each value that is allowed, but looks like a slip."""
+    target = recipe.target_top1
+    if target is not None and target < 1:
+        return [f"target_top1 is {target:g} %; did you mean {100 * target:g}?"]
+    return []
