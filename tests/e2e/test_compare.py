@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.command import imagenet_fast
 
 
-def test_engines_are_compared_over_a_network_of_ones_own(tmp_path: Path):
+def test_engines_are_compared_over_a_network_of_ones_own(root: None, tmp_path: Path):
     out = tmp_path / "runs"
     done = imagenet_fast(
         "compare", "--recipe", "smoke", "--sync", "lazy,sparse", "--hosts", "2", "--rate", "1gbit", "--out", str(out),
