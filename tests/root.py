@@ -23,3 +23,12 @@ def require_root() -> None:
     if os.environ.get("CI"):
         pytest.fail(reason)
     pytest.skip(reason)
+
+
+def as_user(number: int) -> list[str]:
+    """What to put before a command to run it as user and group ``number``, which nobody needs to have heard of.
+
+    It may read everything, since Python may well lie in root's own directory here, but writes only as any other user.
+    """
+    reading = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
+    return ["setpriv", f"--reuid={number}", f"--regid={number}", "--clear-groups", *reading]
