@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,32 @@ def test_the_dockerfiles_install_step_pulls_no_torch_and_gives_a_working_command
     assert "resnet50-512gpu" in listed
     wrong = subprocess.run([command, "train", "--recipe", "x"], capture_output=True, text=True, check=False, cwd="/")
     assert (wrong.returncode, wrong.stderr[:6]) == (2, "error:")
+
+
+def test_the_licence_comes_with_what_is_installed(image: Path):
+    (about,) = image.glob("env/lib/python*/site-packages/imagenet_fast-*.dist-info")
+    metadata = Parser().parsestr((about / "METADATA").read_text())
+    assert metadata["License-Expression"] == "MIT"
+    assert metadata.get_all("License-File") == ["LICENSE"]
+    assert (about / "licenses" / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    assert "Typing :: Typed" in metadata.get_all("Classifier", [])
+
+
+def test_a_program_that_imports_it_is_checked_against_its_types(image: Path, tmp_path: Path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from imagenet_fast.recipe.reading import find_recipe, load_recipe\n"
+        "reveal_type(load_recipe(find_recipe('demo')).ranks)\n"
+        "load_recipe(1)\n"
+    )
+    mypy = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache")]
+    checked = subprocess.run(
+        [*mypy, "--python-executable", str(image / "env" / "bin" / "python"), program.name],
+        capture_output=True, text=True, check=False, cwd=tmp_path, env={"PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    assert 'program.py:2: note: Revealed type is "int"' in checked.stdout.replace("builtins.", ""), checked.stdout
+    assert 'program.py:3: error: Argument 1 to "load_recipe"' in checked.stdout
+    assert "Found 1 error in 1 file" in checked.stdout
 
 
 SHORT = ("train", "--recipe", "smoke", "--set", "data.train_images=32", "--nproc", "1")
