@@ -1,8 +1,9 @@
-# imagenet-fast on NVIDIA's PyTorch image, with the torch, torchvision and DALI that are in it.
+# imagenet-fast on NVIDIA's PyTorch image, with the torch, torchvision and DALI that are in it. It runs as you, in the
+# directory you are in: runs/ appears there and is yours.
 #
 #   docker build -t imagenet-fast .
-#   docker run --gpus all --ipc=host -v /path/to/imagenet:/data:ro -v "$PWD/runs:/runs" \
-#       imagenet-fast train --recipe resnet50-8gpu --data /data --out /runs/first
+#   docker run --rm --gpus all --ipc=host --user "$(id -u):$(id -g)" -v "$PWD:/work" -v /path/to/imagenet:/data:ro \
+#       imagenet-fast train --recipe resnet50-8gpu --data /data
 FROM nvcr.io/nvidia/pytorch:26.05-py3
 
 COPY . /opt/imagenet-fast
@@ -11,8 +12,13 @@ RUN python scripts/light_requirements.py > /tmp/light.txt \
     && pip install --no-cache-dir -r /tmp/light.txt \
     && pip install --no-cache-dir --no-deps .
 
-RUN useradd --create-home trainer && mkdir /runs && chown trainer /runs
-USER trainer
-WORKDIR /home/trainer
+# A user whom the image does not know has neither home nor name, by which our data sets, matplotlib and torch keep caches.
+ENV HOME=/home/anybody \
+    USER=anybody \
+    TORCHINDUCTOR_CACHE_DIR=/home/anybody/.cache/torchinductor
+RUN mkdir --mode=1777 /home/anybody /work
+
+USER 1000:1000
+WORKDIR /work
 ENTRYPOINT ["imagenet-fast"]
 CMD ["--help"]

@@ -15,6 +15,7 @@ from PIL import Image
 from imagenet_fast.cli import main
 from imagenet_fast.recipe.reading import parse_recipe
 from imagenet_fast.recipe.schema import Recipe
+from tests.root import require_root
 
 torch.set_num_threads(1)
 
@@ -37,6 +38,12 @@ def tables(**changes: Any) -> dict[str, Any]:
         *folder, leaf = key.split("__")
         (recipe[folder[0]] if folder else recipe)[leaf] = value
     return recipe
+
+
+@pytest.fixture(scope="session")
+def root() -> None:
+    """Asked for by tests that need root: they are skipped for other users, and fail in CI."""
+    require_root()
 
 
 @pytest.fixture

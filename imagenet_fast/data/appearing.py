@@ -8,12 +8,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from imagenet_fast.errors import UserError
+
 
 @contextmanager
 def appearing_whole(place: Path) -> Iterator[Path]:
-    """A folder to fill that becomes ``place`` only when the block ends well; otherwise nothing is left behind."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
+    """A folder to fill that becomes ``place`` only when the block ends well; otherwise nothing is left behind.
+
+    Raises UserError where there can be none.
+    """
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
+    except OSError as error:
+        raise UserError(
+            f"{place} cannot be made ({error.strerror}: {error.filename}); set IMAGENET_FAST_CACHE, or the --out of "
+            "`data fetch`, to a directory that you may write to"
+        ) from None
     try:
         yield partial
         partial.chmod(0o755)

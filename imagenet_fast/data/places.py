@@ -11,10 +11,16 @@ from imagenet_fast.errors import UserError
 
 
 def cache_folder() -> Path:
-    """``$IMAGENET_FAST_CACHE``, or ``imagenet-fast`` in the user's cache directory."""
+    """``$IMAGENET_FAST_CACHE``, or ``imagenet-fast`` in the user's cache directory. Raises UserError without a home."""
     if own := os.environ.get("IMAGENET_FAST_CACHE"):
         return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "imagenet-fast"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "imagenet-fast"
+    except RuntimeError:
+        raise UserError(
+            "data sets are kept in the home directory, and this user has no home directory; set IMAGENET_FAST_CACHE "
+            "to a directory of yours, or give --data DIR"
+        ) from None
 
 
 def locate(dataset: Literal["imagenet", "cifar10", "digits"], given: Path | None) -> Path:

@@ -1,4 +1,4 @@
-"""The network of one's own and the benchmark on it, small and fast; it needs root, as CI has."""
+"""The network of one's own and the benchmark on it, small and fast."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def namespaces(*places: str) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
+def rows(root: None, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
     folder = tmp_path_factory.mktemp("bench")
     save_profile(SMALL, folder / "small.json")
     done = imagenet_fast(
@@ -93,7 +93,7 @@ def test_nothing_is_left_of_a_network(rows: list[dict[str, object]]):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_two_run_at_once_and_an_end_by_force_leaves_nothing(number: signal.Signals, tmp_path: Path):
+def test_two_run_at_once_and_an_end_by_force_leaves_nothing(root: None, number: signal.Signals, tmp_path: Path):
     before = namespaces()
     save_profile(SMALL, tmp_path / "small.json")
     command = [sys.executable, "-m", "imagenet_fast", "bench", "sync", "--model", str(tmp_path / "small.json")]

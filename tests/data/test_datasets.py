@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import tarfile
 from pathlib import Path
 
@@ -38,6 +39,22 @@ def test_a_missing_data_set_is_told_with_the_way_to_get_it(tmp_path: Path, monke
         locate("cifar10", None)
     with pytest.raises(UserError, match="--data DIR"):
         locate("imagenet", None)
+
+
+def test_a_user_without_a_home_is_told_where_to_say_one(monkeypatch: pytest.MonkeyPatch):
+    """As in a container that runs as a user whom it does not know."""
+    for name in ("IMAGENET_FAST_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 987_654)
+    with pytest.raises(UserError, match="no home directory; set IMAGENET_FAST_CACHE"):
+        locate("digits", None)
+
+
+def test_a_cache_that_cannot_be_written_is_named_with_the_way_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "a file").write_text("")
+    monkeypatch.setenv("IMAGENET_FAST_CACHE", str(tmp_path / "a file" / "cache"))
+    with pytest.raises(UserError, match=r"/a file/cache/digits cannot be made .*; set IMAGENET_FAST_CACHE"):
+        locate("digits", None)
 
 
 def test_nothing_is_left_of_a_folder_whose_making_is_interrupted(tmp_path: Path):

@@ -16,7 +16,7 @@ import pytest
 from tests.e2e.command import COMMAND, environment, events_of, imagenet_fast, outcome_of, wait_for
 
 
-def test_engines_are_compared_over_a_network_of_ones_own(tmp_path: Path):
+def test_engines_are_compared_over_a_network_of_ones_own(root: None, tmp_path: Path):
     out = tmp_path / "runs"
     done = imagenet_fast(
         "compare", "--recipe", "smoke", "--sync", "lazy,sparse", "--hosts", "2", "--rate", "1gbit", "--out", str(out),

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torchvision.models import resnet18
 
 from tests.e2e.command import COMMAND, environment, events_of, imagenet_fast, outcome_of, wait_for
+from tests.ports import free_port
 
 SMOKE = ("train", "--recipe", "smoke")
 ONE_EPOCH = ("--set", "epochs=1", "--set", "schedule.warmup_epochs=0")
@@ -207,17 +208,17 @@ def test_a_second_run_into_the_same_directory_is_refused(smoke_run: tuple[Path, 
 
 
 def test_two_launchers_meet_as_two_nodes_and_reach_the_target(tmp_path: Path):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-    options = ("--nproc", "1", "--nodes", "2", "--rdzv-endpoint", endpoint, *ONE_STEP, "--set", "target_top1=0.1")
-    nodes = [
-        subprocess.Popen(
-            [*COMMAND, *SMOKE, *options, "--out", str(tmp_path / name)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(OMP_NUM_THREADS="1"),
-        )
-        for name in ("a", "b")
-    ]  # fmt: skip
-    ended = [(*node.communicate(timeout=120), node.returncode) for node in nodes]
+    with free_port() as port:
+        endpoint = f"127.0.0.1:{port}"
+        options = ("--nproc", "1", "--nodes", "2", "--rdzv-endpoint", endpoint, *ONE_STEP, "--set", "target_top1=0.1")
+        nodes = [
+            subprocess.Popen(
+                [*COMMAND, *SMOKE, *options, "--out", str(tmp_path / name)],
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(OMP_NUM_THREADS="1"),
+            )
+            for name in ("a", "b")
+        ]  # fmt: skip
+        ended = [(*node.communicate(timeout=120), node.returncode) for node in nodes]
     assert [code for *_, code in ended] == [0, 0], ended
     (run,) = tmp_path.iterdir()  # only the node of rank 0 writes
     outcome = outcome_of(run)
