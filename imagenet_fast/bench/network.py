@@ -141,7 +141,10 @@ def _plug(end: int, port: str) -> None:
 
 
 def _configure(address: str, bits_per_s: int) -> None:
-    Path("/proc/sys/net/ipv6/conf/all/disable_ipv6").write_text("1")  # its own chatter would be counted
+    try:
+        Path("/proc/sys/net/ipv6/conf/all/disable_ipv6").write_text("1")  # its own chatter would be counted
+    except OSError as error:
+        raise UserError(f"a shaped network cannot be made here: {error}; a container needs to be privileged") from None
     _ip("link set lo up", f"addr add {address}/16 dev {INTERFACE}", f"link set {INTERFACE} up")
     _run(f"tc qdisc add dev {INTERFACE} root tbf rate {bits_per_s}bit burst 256kb latency 50ms")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from imagenet_fast.launch.nodes import Nodes
 from imagenet_fast.launch.planning import check_writable
+from imagenet_fast.launch.signals import interrupt_on_signals
 from imagenet_fast.launch.torchrun import run_ranks
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.record.outcome import Outcome, read_outcome
@@ -21,6 +22,7 @@ def launch(job: Job, nodes: Nodes) -> int:
     Raises UserError where the run cannot be written or the nodes cannot meet.
     """
     check_writable(job.folder)
+    interrupt_on_signals()  # until torchrun, which answers them itself, has started ranks
     interrupted = False
     code, fate = 0, ""
     with tempfile.TemporaryDirectory(prefix="imagenet-fast-") as handover:

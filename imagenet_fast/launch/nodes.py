@@ -66,10 +66,10 @@ class Meeting:
     name: str
     """Of this meeting and no other."""
     store: TCPStore
+    """To be kept as long as ranks train: they use it too."""
 
 
-@contextmanager
-def meeting(endpoint: Endpoint, count: int, patience_s: float) -> Iterator[Meeting]:
+def meet(endpoint: Endpoint, count: int, patience_s: float) -> Meeting:
     """Meet ``count`` nodes at ``endpoint``, which is an address of one of them; that one becomes number 0.
 
     torchrun's own rendezvous finds out who holds the store by comparing host names, numbers nodes as it likes, and
@@ -87,7 +87,7 @@ def meeting(endpoint: Endpoint, count: int, patience_s: float) -> Iterator[Meeti
         raise UserError(
             f"the node at {endpoint} has ended before all {count} nodes had come; its own output says why"
         ) from None
-    yield Meeting(number, name, store)
+    return Meeting(number, name, store)
 
 
 def _arrive(

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from contextlib import nullcontext
 from pathlib import Path
 
-from imagenet_fast.launch.nodes import Nodes, meeting
+from imagenet_fast.launch.nodes import Nodes, meet
 from imagenet_fast.ranks.cores import usable_cores
 
 
@@ -28,24 +27,24 @@ def run_ranks(job: Path, nodes: Nodes) -> tuple[int, str]:
             logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // nodes.ranks_each)))
     endpoint = nodes.endpoint
-    with meeting(endpoint, nodes.count, nodes.patience_s) if endpoint else nullcontext() as met:
-        where = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=127.0.0.1"]
-        if met is not None:
-            where = [f"--node-rank={met.number}", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={met.name}"]
-        torchrun = get_args_parser().parse_args(
-            [f"--nnodes={nodes.count}", f"--nproc-per-node={nodes.ranks_each}", "--max-restarts=0", *where]
-            + ["--module", "imagenet_fast.launch.rank"]
-        )
-        torchrun.training_script_args = [str(job), str(nodes.patience_s)]
-        try:
-            run(torchrun)
-        except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            code = failure.exitcode
-            fate = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            return code, f"rank {rank} {fate}"
-        except SignalException:
-            raise KeyboardInterrupt from None
-        except DistError:
-            return 1, f"the node at {endpoint} ended while this one was still at work"
+    where = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=127.0.0.1"]
+    if endpoint is not None:
+        met = meet(endpoint, nodes.count, nodes.patience_s)
+        where = [f"--node-rank={met.number}", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={met.name}"]
+    torchrun = get_args_parser().parse_args(
+        [f"--nnodes={nodes.count}", f"--nproc-per-node={nodes.ranks_each}", "--max-restarts=0", *where]
+        + ["--module", "imagenet_fast.launch"]
+    )
+    torchrun.training_script_args = [str(job), str(nodes.patience_s)]
+    try:
+        run(torchrun)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        code = failure.exitcode
+        fate = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return code, f"rank {rank} {fate}"
+    except SignalException:
+        raise KeyboardInterrupt from None
+    except DistError:
+        return 1, f"the node at {endpoint} ended while this one was still at work"
     return 0, ""

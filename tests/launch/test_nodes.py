@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.launch.nodes import meeting
+from imagenet_fast.launch.nodes import meet
 from imagenet_fast.ranks.introduction import introduce
 from imagenet_fast.ranks.place import Place
 from imagenet_fast.ranks.routes import parse_endpoint
@@ -65,12 +65,17 @@ def test_a_node_that_nobody_joins_says_so_and_leaves_nothing(tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
-def meet(endpoint: str, count: int, patience_s: float, late_s: float = 0.0) -> int:
-    """This node's number."""
+def number(endpoint: str, count: int, patience_s: float, late_s: float = 0.0) -> int:
+    """This node's number, once all have met."""
+    return named(endpoint, count, patience_s, late_s)[0]
+
+
+def named(endpoint: str, count: int, patience_s: float, late_s: float = 0.0) -> tuple[int, str]:
+    """The number, and the name of the meeting."""
     time.sleep(late_s)
-    with meeting(parse_endpoint(endpoint), count, patience_s) as met:
-        time.sleep(0.5)  # the number 0 holds the store, as long as its ranks train
-        return met.number
+    met = meet(parse_endpoint(endpoint), count, patience_s)
+    time.sleep(0.5)  # the number 0 holds the store, as long as its ranks train
+    return met.number, met.name
 
 
 def said(answers: list[Any]) -> list[str]:
@@ -79,15 +84,19 @@ def said(answers: list[Any]) -> list[str]:
 
 
 def test_whoever_has_the_endpoint_is_the_first(network: Hosts):
-    assert network.call([(n, meet, ("node2:29402", 3, 20.0)) for n in range(3)])[2] == 0
-    early = network.call([(0, meet, ("node1:29402", 2, 20.0)), (1, meet, ("node1:29402", 2, 20.0, 1.5))])
+    met = network.call([(n, named, ("node2:29402", 3, 20.0)) for n in range(3)])
+    assert sorted(place for place, _ in met) == [0, 1, 2]
+    assert met[2][0] == 0
+    assert len({name for _, name in met}) == 1
+    early = network.call([(0, number, ("node1:29402", 2, 20.0)), (1, number, ("node1:29402", 2, 20.0, 1.5))])
     assert early == [1, 0]
-    same_machine = network.call([(0, meet, ("127.0.0.1:29403", 2, 20.0))] * 2)
-    assert sorted(same_machine) == [0, 1]
+    again = network.call([(0, named, ("127.0.0.1:29403", 2, 20.0))] * 2)
+    assert sorted(place for place, _ in again) == [0, 1], "on one machine the first to come"
+    assert {name for _, name in met}.isdisjoint(name for _, name in again), "torchrun takes it for the run's id"
 
 
 def test_one_that_is_missing_ends_the_meeting_for_all_in_the_same_words(network: Hosts):
-    answers = network.call([(0, meet, ("node0:29404", 3, 3.0)), (1, meet, ("node0:29404", 3, 9.0))])
+    answers = network.call([(0, number, ("node0:29404", 3, 3.0)), (1, number, ("node0:29404", 3, 9.0))])
     (sentence,) = set(said(answers))
     assert sentence == (
         "2 of 3 nodes came to node0:29404 within 3 s (node0, node1); start the same command on the others, or wait "
@@ -96,14 +105,14 @@ def test_one_that_is_missing_ends_the_meeting_for_all_in_the_same_words(network:
 
 
 def test_one_too_many_is_turned_away_and_the_others_meet(network: Hosts):
-    calls = [(n, meet, ("node0:29405", 2, 20.0, 0.0 if n < 2 else 0.3)) for n in range(3)]
+    calls = [(n, number, ("node0:29405", 2, 20.0, 0.0 if n < 2 else 0.3)) for n in range(3)]
     *met, third = network.call(calls)
     assert met == [0, 1]
     assert "2 nodes have already met at node0:29405: this one is too many" in str(third)
 
 
 def test_nodes_that_disagree_in_their_number_refuse_each_other(network: Hosts):
-    answers = network.call([(0, meet, ("node0:29406", 2, 20.0)), (1, meet, ("node0:29406", 3, 20.0))])
+    answers = network.call([(0, number, ("node0:29406", 2, 20.0)), (1, number, ("node0:29406", 3, 20.0))])
     assert set(said(answers)) == {"one node was told --nodes 3, the one at node0:29406 --nodes 2; correct one"}
 
 
@@ -112,9 +121,9 @@ def test_a_host_that_cannot_be_reached_is_named_in_time(network: Hosts):
     silent, unknown, refused = said(
         network.call(
             [
-                (0, meet, ("10.77.9.9:29400", 2, 2.0)),
-                (1, meet, ("nowhere:29400", 2, 2.0)),
-                (2, meet, ("node1:29400", 2, 2.0)),
+                (0, number, ("10.77.9.9:29400", 2, 2.0)),
+                (1, number, ("nowhere:29400", 2, 2.0)),
+                (2, number, ("node1:29400", 2, 2.0)),
             ]
         )
     )
