@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,15 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         return printed
 
     return refused
+
+
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    """For what answers signals in this process: afterwards it is pytest again that does."""
+    answers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, answer in answers.items():
+        signal.signal(number, answer)
 
 
 @pytest.fixture

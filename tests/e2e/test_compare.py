@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -12,7 +13,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
 
+from imagenet_fast.bench import compare
+from imagenet_fast.bench.compare import Ended
+from imagenet_fast.record import Event
+from imagenet_fast.record.jsonl import JsonLines
+from imagenet_fast.record.past_runs import report_table
 from tests.e2e.command import COMMAND, environment, events_of, imagenet_fast, outcome_of, wait_for
 
 
@@ -34,48 +41,13 @@ def test_engines_are_compared_over_a_network_of_ones_own(root: None, tmp_path: P
     assert "sparse" in table
 
 
-SHORT = ("--recipe", "smoke", "--hosts", "2", "--set", "data.train_images=64", "--set", "schedule.warmup_epochs=0")
-
-
-def test_a_run_that_fails_takes_no_other_with_it(tmp_path: Path):
+def test_what_has_finished_is_shown_though_one_run_fails_and_another_is_interrupted(tmp_path: Path):
     out = tmp_path / "my runs"
-    (out / "ring").mkdir(parents=True)
-    (out / "ring" / "checkpoints").touch()  # so it fails in the end, where its weights should go
-    (out / "allreduce" / ".job.json").mkdir(parents=True)  # and this one before it can record anything
-    done = imagenet_fast(
-        "compare", *SHORT, "--sync", "ring,allreduce,lazy", "--set", "epochs=1", "--set", "target_top1=0.01",
-        "--out", str(out),
-    )  # fmt: skip
-    assert done.returncode == 1, done.stdout + done.stderr
-    table, _, rest = done.stdout[done.stdout.rindex("run ") :].partition("ring ended")
-    ring, allreduce, lazy = (line.split() for line in table.splitlines()[1:])
-    assert ring[:2] == ["ring", "failed"]
-    assert ring[2:5:2] == [f"{outcome_of(out / 'ring')['top1']:.2f}", "2"]
-    assert allreduce == ["allreduce", "nothing", "recorded", *"––––––"]
-    assert lazy[:2] == ["lazy", outcome_of(out / "lazy")["status"]]
-    assert f" with exit code 1; what there is of it lies in {out / 'ring'}\n" in rest
-    assert f"allreduce ended with exit code 1; what there is of it lies in {out / 'allreduce'}\n" in rest
-    assert "lazy ended" not in rest
-    assert f"tensorboard --logdir '{out}'\n" in rest
-    assert (out / "compare.png").stat().st_size > 10_000
-    assert done.stderr.count("warning: target_top1") == 1, "once, not once a run"
-
-
-def test_what_the_first_runs_ranks_find_wrong_with_the_usage_ends_it_all(tmp_path: Path):
-    done = imagenet_fast(
-        "compare", *SHORT, "--sync", "lazy,ring", "--set", "data.train_images=8", "--out", str(tmp_path / "runs")
-    )
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert re.fullmatch("error: .*fewer than one global batch.*\n", done.stderr)
-    assert "ring (2 of 2)" not in done.stdout
-    assert not (tmp_path / "runs").exists()
-
-
-def test_ctrl_c_shows_what_has_finished_and_leaves_nothing_running(tmp_path: Path):
-    out = tmp_path / "runs"
+    (out / "allreduce" / ".job.json").mkdir(parents=True)  # so it fails before it can record anything
     process = subprocess.Popen(
-        [*COMMAND, "compare", *SHORT, "--sync", "lazy,ring,allreduce", "--set", "epochs=8", "--set", "log_every=1",
-         "--out", str(out)],
+        [*COMMAND, "compare", "--recipe", "smoke", "--hosts", "2", "--sync", "allreduce,lazy,ring,dear",
+         "--set", "data.train_images=64", "--set", "epochs=4", "--set", "log_every=1", "--set", "target_top1=0.999",
+         "--set", "first_eval=4", "--out", str(out)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment(),
     )  # fmt: skip
     wait_for(lambda: (out / "ring" / "events.jsonl").exists() and len(events_of(out / "ring", "train")) > 1)
@@ -84,14 +56,55 @@ def test_ctrl_c_shows_what_has_finished_and_leaves_nothing_running(tmp_path: Pat
     os.killpg(process.pid, signal.SIGINT)
     printed, errors = process.communicate(timeout=30)
     assert process.returncode == 1
-    assert "Traceback" not in errors
-    table = printed[printed.rindex("run  ") :]
-    assert re.search("^lazy +(finished|reached) ", table, re.MULTILINE)
-    assert re.search("^ring +interrupted ", table, re.MULTILINE)
-    assert "allreduce" not in table
-    assert f"what there is of it lies in {out / 'ring'}\n" in table
-    assert (out / "compare.png").exists()
     assert not any(child.is_running() for child in started)
+    table, _, rest = printed[printed.rindex("run  ") :].partition("allreduce ended")
+    allreduce, lazy, ring = (line.split() for line in table.splitlines()[1:])
+    assert allreduce == ["allreduce", "nothing", "recorded", *"––––––"]
+    assert lazy[:3] == ["lazy", "reached", f"{outcome_of(out / 'lazy')['top1']:.2f}"]
+    assert ring[:2] == ["ring", "interrupted"]
+    assert f" with exit code 1; what there is of it lies in {out / 'allreduce'}\n" in rest
+    assert f"ring ended with exit code 1; what there is of it lies in {out / 'ring'}\n" in rest
+    assert "lazy ended" not in rest
+    assert "dear" not in table + rest
+    assert f"tensorboard --logdir '{out}'\n" in rest
+    assert (out / "compare.png").stat().st_size > 10_000
+    assert errors.count("warning: target_top1 is 0.999 %; did you mean 99.9?\n") == 1, "once, not once a run"
+    assert errors.count("Traceback") <= 1, "that of the run that fails"
+
+
+def compared(monkeypatch: pytest.MonkeyPatch, folder: Path, codes: dict[str, int]) -> list[Ended]:
+    """Runs that end with these exit codes and record nothing."""
+    monkeypatch.setattr(compare, "_on_this_machine", lambda arguments, ranks: codes[Path(arguments[-1]).name])
+    runs = compare.contestants(list(codes), [], [])
+    return compare.compare("smoke", runs, data=None, hosts=2, rate=None, folder=folder)
+
+
+@pytest.mark.usefixtures("own_signals")
+def test_what_ranks_find_wrong_with_the_usage_ends_it_all_unless_a_run_has_succeeded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    with pytest.raises(SystemExit) as end:
+        compared(monkeypatch, tmp_path, {"lazy": 2, "ring": 0})
+    assert end.value.code == 2
+    ended = compared(monkeypatch, tmp_path, {"lazy": 1, "dear": 0, "ring": 2, "hybrid": 3})
+    assert [(run.past.label, run.failed) for run in ended] == [
+        ("lazy", True), ("dear", False), ("ring", True), ("hybrid", False),
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("own_signals")
+def test_a_run_that_lost_its_rank_0_is_shown_with_what_it_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "lazy").mkdir()
+    ended_by_force = JsonLines(tmp_path / "lazy")
+    for step in (1, 2):
+        ended_by_force.write(Event("train", step, 1.0, {"loss": 1.0, "epoch": 1}))
+    ended_by_force.write(Event("eval", 2, 1.0, {"top1": 12.5, "top5": 50.0, "epoch": 1}))
+    ended_by_force.close()
+    monkeypatch.setattr(compare, "check_writable", lambda folder: None)  # the run is there already
+    (run,) = compared(monkeypatch, tmp_path, {"lazy": 1})
+    text = io.StringIO()
+    Console(file=text, width=120).print(report_table([run.past]))
+    assert re.search(r"lazy +failed +12\.50 +– +2 ", text.getvalue()), text.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,13 @@ import torch
 from safetensors.torch import load_file
 from torchvision.models import resnet18
 
+from imagenet_fast.cli import main
+from imagenet_fast.errors import UserError
+from imagenet_fast.launch.nodes import meet
+from imagenet_fast.ranks.place import TORCHRUN
+from imagenet_fast.ranks.routes import Endpoint
+from imagenet_fast.record import Outcome
 from tests.e2e.command import COMMAND, environment, events_of, imagenet_fast, outcome_of, wait_for
-from tests.ports import free_port
 
 SMOKE = ("train", "--recipe", "smoke")
 ONE_EPOCH = ("--set", "epochs=1", "--set", "schedule.warmup_epochs=0")
@@ -183,56 +188,37 @@ def test_bad_input_is_met_with_one_sentence_and_exit_code_2(
     assert not (tmp_path / "run").exists(), "the directory is still free for a second try"
 
 
-def test_what_only_the_ranks_can_see_is_met_with_one_sentence_too(tmp_path: Path):
-    done = imagenet_fast(*SMOKE, "--set", "data.train_images=8", "--out", str(tmp_path / "run"))
+def test_what_only_the_ranks_can_see_is_met_with_one_sentence_too_after_one_on_what_is_hardly_meant(tmp_path: Path):
+    wrong = ("--set", "data.train_images=8", "--set", "target_top1=0.85")
+    done = imagenet_fast(*SMOKE, *wrong, "--out", str(tmp_path / "run"))
     assert done.returncode == 2, done.stdout + done.stderr
-    assert re.fullmatch("error: .*fewer than one global batch.*\n", done.stderr)
+    warning, error = done.stderr.splitlines()
+    assert warning == "warning: target_top1 is 0.85 %; did you mean 85?"
+    assert re.fullmatch("error: .*fewer than one global batch.*", error)
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("ranks", ["of its own", "of a torchrun"])
-def test_what_a_recipe_hardly_means_is_said_once_before_anything_is_trained(ranks: str, tmp_path: Path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--module", "--"]
-    command = COMMAND if ranks == "of its own" else [*torchrun, "imagenet_fast"]
-    done = subprocess.run(
-        [*command, *SMOKE, "--set", "target_top1=0.85", "--set", "data.train_images=8", "--out", str(tmp_path / "run")],
-        capture_output=True, text=True, check=False, timeout=240, env=environment(),
-    )  # fmt: skip
-    said = [line for line in done.stderr.splitlines() if line.startswith(("warning:", "error:"))]
-    assert said[0] == "warning: target_top1 is 0.85 %; did you mean 85?"
-    assert len(said) == 2, "one warning, and one sentence on what the ranks have found"
+@pytest.mark.parametrize(("rank", "warnings"), [("0", 1), ("1", 0)])
+def test_of_the_ranks_of_a_torchrun_the_first_alone_warns(
+    rank: str, warnings: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for key, value in zip(TORCHRUN, (rank, "2", rank, "2"), strict=True):
+        monkeypatch.setenv(key, value)
+    trained = Outcome("finished", "smoke", "lazy", 2, 32)
+    monkeypatch.setattr("imagenet_fast.launch.rank.train_as_rank", lambda job, place, patience_s: trained)
+    monkeypatch.setattr(sys, "argv", ["imagenet-fast", *SMOKE, "--set", "target_top1=0.85"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 0
+    assert capsys.readouterr().err.count("warning: ") == warnings
 
 
 def test_a_second_run_into_the_same_directory_is_refused(smoke_run: tuple[Path, str], refusal: Callable[..., str]):
     assert "already holds a run" in refusal(*SMOKE, "--out", str(smoke_run[0]))
 
 
-def test_two_launchers_meet_as_two_nodes_and_reach_the_target(tmp_path: Path):
-    with free_port() as port:
-        endpoint = f"127.0.0.1:{port}"
-        options = ("--nproc", "1", "--nodes", "2", "--rdzv-endpoint", endpoint, *ONE_STEP, "--set", "target_top1=0.1")
-        nodes = [
-            subprocess.Popen(
-                [*COMMAND, *SMOKE, *options, "--out", str(tmp_path / name)],
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(OMP_NUM_THREADS="1"),
-            )
-            for name in ("a", "b")
-        ]  # fmt: skip
-        ended = [(*node.communicate(timeout=120), node.returncode) for node in nodes]
-    assert [code for *_, code in ended] == [0, 0], ended
-    (run,) = tmp_path.iterdir()  # only the node of rank 0 writes
-    outcome = outcome_of(run)
-    assert outcome["world_size"] == 2
-    assert outcome["status"] == "reached"
-    assert 0 < outcome["time_to_accuracy_s"] <= outcome["run_s"]
-
-
-def test_a_port_in_use_is_named(tmp_path: Path):
+def test_a_port_in_use_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        begun = time.monotonic()
-        done = imagenet_fast(*SMOKE, "--rdzv-endpoint", f"127.0.0.1:{port}", "--out", str(tmp_path / "run"))
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert f"port {port} on 127.0.0.1 is in use" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert time.monotonic() - begun < 120
+        with pytest.raises(UserError, match=f"port {port} on 127.0.0.1 is in use by another program; give every node"):
+            meet(Endpoint("127.0.0.1", port), count=1, patience_s=1)
