@@ -1,3 +1,3 @@
-from imagenet_fast.cli import main
+from imagenet_fast.cli import entry
 
-main()
+entry()

@@ -57,8 +57,18 @@ SetOption = Annotated[
 ]
 
 
+def entry() -> None:
+    """The console script."""
+    from imagenet_fast.launch.leaving import leave
+
+    try:
+        main()
+    except SystemExit as end:
+        leave(end)
+
+
 def main() -> None:
-    """The console script: a UserError is one sentence on stderr and exit code 2."""
+    """Run the command line: a UserError is one sentence on stderr and exit code 2. Raises SystemExit."""
     # Before torch is imported, here and in every rank: its C++ side warns of hosts that have no name, or do not answer
     # yet, by whole pages of stack frames. What is wrong is said by us.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

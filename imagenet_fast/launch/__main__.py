@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from imagenet_fast.errors import UserError, refuse
+from imagenet_fast.launch.leaving import leave
 
 
 def main() -> None:
@@ -31,4 +32,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SystemExit as end:
+        leave(end)
