@@ -53,10 +53,11 @@ def introduce(place: Place, agreed: Mapping[str, Any], patience: timedelta) -> S
         books.set(f"card/{place.rank}", json.dumps(card))
         if place.leads:
             books.set("verdict", json.dumps(_judge(books, place.size, deadline, patience)))
-        verdict = json.loads(_await(books, "verdict", deadline + 5).decode())
-    except (dist.DistError, TimeoutError):
+        books.wait(["verdict"], patience + timedelta(seconds=5))
+        verdict = json.loads(books.get("verdict").decode())
+    except dist.DistError:
         raise UserError(
-            f"rank 0 at {master} ended before all {place.size} ranks had come together; its own output says why"
+            f"rank 0 ended, or never came to {master}, before all {place.size} ranks were together; see its own output"
         ) from None
     if verdict["refusal"]:
         time.sleep(10 * _LOOK_S if place.leads else 0)  # the store may end with this process: the others read first
@@ -115,7 +116,10 @@ def _open_store(place: Place, patience: timedelta, deadline: float) -> Store:
     missing = [key for key in ("MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
     if missing:
         raise UserError(f"the environment has RANK but not {' and '.join(missing)}; start the ranks with torchrun")
-    master = Endpoint(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    try:
+        master = Endpoint(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    except ValueError:
+        raise UserError(f"MASTER_PORT is '{os.environ['MASTER_PORT']}', not a number; correct it") from None
     holds = place.leads and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if not holds:
         await_listener(master, deadline)
@@ -153,14 +157,6 @@ def _judge(books: Store, size: int, deadline: float, patience: timedelta) -> dic
     where = f"rank 0 ({cards[0]['host']}) and rank {other} ({cards[other]['host']})"
     sentence = f"{where} were told different things: {listed}{more}; give every node the same command"
     return {"refusal": sentence, "elsewhere": elsewhere}
-
-
-def _await(store: Store, key: str, deadline: float) -> bytes:
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        time.sleep(_LOOK_S)
-    return store.get(key)
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -92,17 +92,17 @@ def test_nothing_is_left_of_a_network(rows: list[dict[str, object]]):
     assert namespaces() == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_two_run_at_once_and_an_end_by_force_leaves_nothing(root: None, number: signal.Signals, tmp_path: Path):
+def test_several_run_at_once_and_an_end_by_force_leaves_nothing(root: None, tmp_path: Path):
     before = namespaces()
     save_profile(SMALL, tmp_path / "small.json")
     command = [sys.executable, "-m", "imagenet_fast", "bench", "sync", "--model", str(tmp_path / "small.json")]
     command += ["--hosts", "2", "--rate", "100mbit", "--rounds", "999"]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
+    ends = [signal.SIGINT, signal.SIGKILL]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in ends]
     wait_for(lambda: len(namespaces("[0-9]*/ns/net") - before) == 4, timeout_s=60)  # each has a rank in it
     assert len(namespaces() - before) == 6
-    for process in both:
-        process.send_signal(number)
+    for process, end in zip(both, ends, strict=True):
+        process.send_signal(end)
     for process in both:
         _, errors = process.communicate(timeout=20)
         assert errors == b""

@@ -56,7 +56,8 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for step in instructions("RUN"):
         done = subprocess.run(
             ["bash", "-euc", inside(folder, step)], cwd=ROOT, text=True, capture_output=True, check=False,
-            env={"PATH": f"{folder / 'env' / 'bin'}:/usr/bin:/bin", "HOME": str(folder), "PIP_COMPILE": "0"},
+            env={"PATH": f"{folder / 'env' / 'bin'}:/usr/bin:/bin", "HOME": str(folder), "PIP_COMPILE": "0",
+                 "PIP_CACHE_DIR": str(Path("~/.cache/pip").expanduser())},
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
     return folder

@@ -64,7 +64,7 @@ def gradients_of(rank: int, step: int, integers: bool) -> list[torch.Tensor]:
     return [torch.randn(size, generator=generator) for size in SIZES]
 
 
-@pytest.mark.parametrize("world", range(1, 9))
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8])
 def test_after_its_update_every_parameter_has_moved_by_the_mean(world: int):
     by_rank = run(world, _every_engine)
     assert all(results == by_rank[0] for results in by_rank), "ranks differ in a bit"
