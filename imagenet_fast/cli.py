@@ -69,9 +69,9 @@ def entry() -> None:
 
 def main() -> None:
     """Run the command line: a UserError is one sentence on stderr and exit code 2. Raises SystemExit."""
-    # Before torch is imported, here and in every rank: its C++ side warns of hosts that have no name, or do not answer
-    # yet, by whole pages of stack frames. What is wrong is said by us.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # Before torch is imported: its C++ side tells of hosts that have no name, or do not answer yet, by whole pages of
+    # stack frames. A launcher says itself what is wrong; of a rank's backend real errors are of use.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR" if "RANK" in os.environ else "FATAL")
     try:
         app()
     except UserError as error:

@@ -1,0 +1,5 @@
+"""The project's tests, in the rooms of what they test."""
+
+import os
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # as `imagenet-fast` has it: no pages of C++ stack frames

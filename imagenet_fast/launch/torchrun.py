@@ -35,6 +35,8 @@ def run_ranks(job: Path, nodes: Nodes) -> tuple[int, str]:
         [f"--nnodes={nodes.count}", f"--nproc-per-node={nodes.ranks_each}", "--max-restarts=0", *where]
         + ["--module", "imagenet_fast.launch"]
     )
+    if os.environ.get("TORCH_CPP_LOG_LEVEL") == "FATAL":  # as the command line has it for a launcher
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     torchrun.training_script_args = [str(job), str(nodes.patience_s)]
     try:
         run(torchrun)
