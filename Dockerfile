@@ -2,7 +2,7 @@
 # directory you are in: runs/ appears there and is yours.
 #
 #   docker build -t imagenet-fast .
-#   docker run --rm --gpus all --ipc=host --user "$(id -u):$(id -g)" -v "$PWD:/work" -v /path/to/imagenet:/data:ro \
+#   docker run --rm --gpus all --ipc=host --user "$(id -u):$(id -g)" -v "$PWD:/here" -v /path/to/imagenet:/data:ro \
 #       imagenet-fast train --recipe resnet50-8gpu --data /data
 FROM nvcr.io/nvidia/pytorch:26.05-py3
 
@@ -16,9 +16,9 @@ RUN python scripts/light_requirements.py > /tmp/light.txt \
 ENV HOME=/home/anybody \
     USER=anybody \
     TORCHINDUCTOR_CACHE_DIR=/home/anybody/.cache/torchinductor
-RUN mkdir --mode=1777 /home/anybody /work
+RUN mkdir --mode=1777 /home/anybody /here
 
 USER 1000:1000
-WORKDIR /work
+WORKDIR /here
 ENTRYPOINT ["imagenet-fast"]
 CMD ["--help"]

@@ -47,7 +47,7 @@ def test_recipes_are_listed_and_shown():
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which the Dockerfile's own steps were taken, with an environment without torch as the image's Python.
 
-    What the image has in /home, /tmp and /work lies in the folder.
+    What the image has in /home, /tmp and /here lies in the folder.
     """
     folder = tmp_path_factory.mktemp("image")
     venv.create(folder / "env", with_pip=True)
@@ -69,7 +69,7 @@ def instructions(name: str) -> list[str]:
 
 
 def inside(folder: Path, text: str) -> str:
-    return re.sub(r"(?<!\S)/(?=(home|tmp|work)\b)", f"{folder}/", text)
+    return re.sub(r"(?<!\S)/(?=(home|tmp|here)\b)", f"{folder}/", text)
 
 
 @pytest.fixture(scope="module")
