@@ -41,7 +41,9 @@ def plan_nodes(nproc: int | None, count: int | None, endpoint: str | None, patie
 
     Raises UserError.
     """
-    count, endpoint = (step_nodes() or (1, endpoint)) if count is None and endpoint is None else (count or 1, endpoint)
+    if count is None and endpoint is None:
+        count, endpoint = step_nodes() or (1, None)
+    count = count or 1
     if count > 1 and endpoint is None:
         raise UserError(f"--nodes {count} needs --rdzv-endpoint HOST:PORT, the same on every node")
     meeting_place = parse_endpoint(endpoint) if endpoint is not None else None
