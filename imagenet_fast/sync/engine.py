@@ -2,17 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
+from torch import Tensor, nn
 
-from imagenet_fast.sync.lane import Transfer
+from imagenet_fast.recipe.schema import Collective
+from imagenet_fast.sync.collectives import Transfer
+from imagenet_fast.sync.link import Network
 from imagenet_fast.sync.marks import Mark, mark, seconds_between
 from imagenet_fast.sync.prediction import Prediction
 from imagenet_fast.sync.span import Span
+
+Run = Sequence[Span]
+"""Neighbouring spans that travel together."""
+
+Elements = dict[nn.Parameter, list[slice]]
+"""Of parameters, which elements, in the order they lie in memory."""
+
+
+def alike(span: Span) -> None:
+    """All spans are of one kind."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What travels together and how, when it leaves, and when it is awaited. A scheduler does the rest."""
+
+    wire: torch.dtype
+    awaits: Literal["each", "backward", "read"]
+    """``each``: after backward, one message after the other. ``backward``: messages leave during backward and are
+    waited for at its end. ``read``: a layer is waited for just before the next forward reads it."""
+    fuse: float | None = None
+    """Bytes on the wire from which on a run leaves; None: the best by the cost model, once steps have been watched."""
+    together: Callable[[Span], Hashable] = alike
+    """Only neighbours of one kind travel together."""
+    collective: Collective | Callable[[Run, Network], Collective] | None = None
+    """How, or what decides it for a run; None: the usual one."""
+    servers: int = 1
+    """Of a parameter server."""
+    planned: bool = False
+    """Whether messages leave by a plan, the most urgent first, once steps have been watched; else at once."""
+    halves: bool = False
+    """Whether the second half of an all-reduce leaves by itself, later."""
+
+    @property
+    def learns(self) -> bool:
+        """Whether it needs to watch some steps and the network."""
+        return self.planned or self.fuse is None
 
 
 class Stopwatch:
@@ -53,7 +93,7 @@ class SyncStats:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes this rank put on the wire: counted message by message, or by arithmetic for a backend's collective."""
+        """Bytes this rank put on the wire, by the arithmetic of the operations that it called."""
         return sum(part.sent_bytes for _, transfer in self.transfers for part in transfer.traffic)
 
     @property
@@ -62,33 +102,34 @@ class SyncStats:
 
     @property
     def launches(self) -> int:
-        """Collectives started."""
+        """Messages sent."""
         return len(self.transfers)
 
 
 class SyncEngine(Protocol):
-    """A policy over spans: when to send, what to send and how.
+    """What the pool asks of an engine at work. After :meth:`finish` every span that is not deferred holds the same
+    values on every rank; a deferred one does after :meth:`wait`. An exact engine's values are the mean over ranks.
 
-    After :meth:`finish` every span that is not deferred holds the same values on every rank; a deferred one
-    does after :meth:`wait`. An exact engine's values are the mean over ranks. Engines derive from this class,
-    so one that defers and remembers nothing writes only ``push`` and ``finish``.
+    Engines derive from this class and write what differs.
     """
 
     defers: bool = False
     """Whether gradients may still be on their way after ``finish``, until ``wait``."""
 
-    keeps: bool = False
-    """Whether gradients that were not sent stay in the pool, and the next step's are added to them."""
-
-    @property
-    def sent(self) -> list[slice]:
-        """For an engine that keeps: the parts of the pool that the last ``finish`` made equal on all ranks, in order.
-        ``zero_grad`` empties them."""
-        return []
+    def lay_out(self) -> None:
+        """The pool's spans have new places: nothing is under way."""
+        return
 
     def begin(self) -> None:
         """Before the first gradient of a step comes into the pool."""
         return
+
+    def take(self, place: Tensor, gradient: Tensor | None) -> None:
+        """Bring a gradient of backward into its place in the pool; None: backward did not reach it."""
+        if gradient is None:
+            place.zero_()
+        else:
+            place.copy_(gradient)
 
     def push(self, span: Span) -> None:
         """In backward: this span's local gradient is final. Called in pool order, once a step."""
@@ -101,6 +142,10 @@ class SyncEngine(Protocol):
         """Before this span's parameters are read again: make sure they are up to date."""
         return
 
+    def elements(self) -> Elements | None:
+        """What of the parameters the last step has synchronised and may be updated; None: everything."""
+        return None
+
     def state_dict(self) -> dict[str, Any]:
         """What must survive a restart, such as residuals; empty for most engines."""
         return {}
@@ -108,3 +153,7 @@ class SyncEngine(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`'s value, bit for bit."""
         assert not state, f"this engine keeps no state, got {sorted(state)}"
+
+    def close(self) -> None:
+        """Its work is over."""
+        return

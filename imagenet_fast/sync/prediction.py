@@ -7,13 +7,11 @@ The wire is one resource that carries one message after the other. After the mod
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from imagenet_fast.sync.link import Link
 from imagenet_fast.sync.releases import Task, plan_releases
-from imagenet_fast.sync.span import Span
 from imagenet_fast.sync.timetable import Timing
 
 _CYCLES = 6  # simulated steps, after which one is like the next
@@ -31,37 +29,20 @@ class Prediction:
     chosen: bool
 
 
-def layerwise_step(spans: Sequence[Span], itemsize: int, timing: Timing, link: Link) -> float:
-    """Seconds of a step with an all-reduce a layer, after backward, one after the other."""
-    layers = [sum(span.stop - span.start for span in layer) for _, layer in groupby(spans, key=lambda s: s.layer)]
-    return timing.compute_s + sum(link.seconds(elements * itemsize) for elements in layers)
+def serial_step(messages: Iterable[float], timing: Timing, link: Link) -> float:
+    """Seconds of a step whose messages (bytes on the wire) leave after backward, one after the other."""
+    return timing.compute_s + sum(map(link.seconds, messages))
 
 
-def fused_step(
-    messages: Sequence[float], timing: Timing, threshold: float, link: Link, first: float | None = None
-) -> float:
-    """Seconds of a step in which neighbouring gradients (bytes on the wire, in pool order) leave during backward.
+def fused_step(messages: Iterable[tuple[int, float]], timing: Timing, link: Link) -> float:
+    """Seconds of a step whose messages leave during backward, one after the other, and are awaited at its end.
 
-    They leave together as soon as they come to ``threshold`` bytes, the first time to ``first``; what is left leaves
-    after backward.
+    Each is given by the span with which it is ready (as a number in pool order) and its bytes on the wire.
     """
-    free = growing = 0.0
-    enough = threshold if first is None else first
-    for ready, message in zip(timing.ready, messages, strict=True):
-        growing += message
-        if growing >= enough:
-            free = max(free, ready) + link.seconds(growing)
-            growing, enough = 0.0, threshold
-    if growing:
-        free = max(free, timing.backward_s) + link.seconds(growing)
+    free = 0.0
+    for event, message in messages:
+        free = max(free, timing.ready[event]) + link.seconds(message)
     return timing.forward_s + max(free, timing.backward_s)
-
-
-def best_threshold(messages: Sequence[float], timing: Timing, link: Link) -> float:
-    """The largest of :data:`THRESHOLDS` with a step within 1 % of the fastest, since the model leaves out what a
-    launch costs the processor."""
-    steps = {threshold: fused_step(messages, timing, threshold, link) for threshold in THRESHOLDS}
-    return max(threshold for threshold, step_s in steps.items() if step_s <= 1.01 * min(steps.values()))
 
 
 def deferred_step(tasks: Sequence[Task], carried: Sequence[range], timing: Timing, link: Link) -> float:
@@ -80,7 +61,7 @@ def deferred_step(tasks: Sequence[Task], carried: Sequence[range], timing: Timin
         here = [0.0] * len(here)
         for moment, released in zip([*timing.ready, timing.backward_s], releases, strict=True):
             for number in released:
-                free = max(free, turn + moment) + tasks[number].message * link.s_per_byte
+                free = max(free, turn + moment) + max(link.call_s, tasks[number].message * link.s_per_byte)
                 for span in carried[number]:
                     here[span] = max(here[span], free + link.latency_s)
         end = turn + timing.backward_s

@@ -32,17 +32,25 @@ class Timing:
 
 
 class Timetable:
-    """Watches ``model`` until it has seen enough steps: call it at every push and at the end of every backward."""
+    """Watches ``model`` until it has seen enough steps: call it at every push and at the end of every backward.
 
-    def __init__(self, model: nn.Module, spans: Iterable[Span], device: torch.device) -> None:
+    ``layers``: also when each layer is called. Hooks that take the time break compiled blocks, so without need
+    nothing but the whole model is watched.
+    """
+
+    def __init__(
+        self, model: nn.Module, spans: Iterable[Span], device: torch.device, group: dist.ProcessGroup | None,
+        layers: bool,
+    ) -> None:  # fmt: skip
         self._spans = list(spans)
         self._device = device
+        self._group = group
         self._steps = 0
         self._called: dict[nn.Module, Mark] = {}
         self._turned: Mark | None = None  # from forward to backward
         self._pushed: list[Mark] = []
         self._rows: list[list[float]] = []
-        owners = dict.fromkeys([model, *(span.module for span in self._spans)])
+        owners = dict.fromkeys([model, *(span.module for span in self._spans if layers)])
         self._hooks = [module.register_forward_pre_hook(self._call) for module in owners]
         self._hooks.append(model.register_forward_hook(self._turn))
         self._model = model
@@ -78,16 +86,20 @@ class Timetable:
 
     def timing(self) -> Timing:
         """The median of what this rank saw, averaged over the ranks. Every rank must call it, once it is complete."""
-        for hook in self._hooks:
-            hook.remove()
+        self.close()
         rows = torch.tensor(self._rows, dtype=torch.float64, device=self._device)
         mean = rows.median(0).values
-        dist.all_reduce(mean)
-        moments = (mean / dist.get_world_size()).tolist()
+        dist.all_reduce(mean, group=self._group)
+        moments = (mean / dist.get_world_size(self._group)).tolist()
         count = len(self._spans)
         return Timing(
             tuple(moments[:count]), moments[count], tuple(moments[count + 1 : 2 * count + 1]), moments[2 * count + 1]
         )
+
+    def close(self) -> None:
+        """Watch no longer."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _call(self, module: nn.Module, inputs: object) -> None:
         if module is self._model:  # of several micro-steps the last one counts

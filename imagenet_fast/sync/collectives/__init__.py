@@ -1,79 +1,146 @@
-"""All-reduce as a free function over a flat tensor: it starts at once and returns something to wait for."""
+"""All-reduces over a flat tensor, as lists of phases: made once for a message, carried once a step."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import assert_never
 
 import torch
 from torch import Tensor
 
 from imagenet_fast.recipe.schema import Collective
-from imagenet_fast.sync.collectives.butterfly import butterfly
-from imagenet_fast.sync.collectives.native import native, ring_bytes
-from imagenet_fast.sync.collectives.nested import hierarchical, torus2d
-from imagenet_fast.sync.collectives.pairwise import pairwise
-from imagenet_fast.sync.collectives.ring import ring
-from imagenet_fast.sync.collectives.rounding import divide_after, divide_before
-from imagenet_fast.sync.collectives.server import parameter_server
-from imagenet_fast.sync.lane import Lane, Peers, Transfer, together
+from imagenet_fast.sync.channel import Channel
+from imagenet_fast.sync.collectives.butterfly import butterfly, butterfly_bytes
+from imagenet_fast.sync.collectives.halves import gather, scatter
+from imagenet_fast.sync.collectives.phases import Chain, Phase, Transfer, carry
+from imagenet_fast.sync.collectives.server import parameter_server, server_bytes
+from imagenet_fast.sync.topology import Grid, Topology
 
-__all__ = ["all_reduce", "ring_bytes", "usual_collective", "wire_for"]
+__all__ = ["Phase", "Transfer", "all_reduce", "carry", "cost_of", "piece_bytes", "usual_collective", "wire_for"]
 
 
-def all_reduce(tensor: Tensor, wire: torch.dtype, collective: Collective, lane: Lane) -> Transfer:
-    """Start averaging a 1-D tensor over all ranks, in place, its values travelling as ``wire``, or as they are
+def all_reduce(
+    values: Tensor, wire: torch.dtype, collective: Collective, topology: Topology, servers: int = 1, cut: bool = False
+) -> list[Phase]:
+    """The phases that average a 1-D tensor over all ranks, in place, its values travelling as ``wire``, or as they are
     where that is no wider.
 
-    Every rank must make the same calls of one lane in the same order. Any number of ranks and any length will do,
-    none included. With one rank nothing is sent and nothing is rounded. All ranks end with the same bits. Additions
-    are made in fp32, except by ``native``, which adds in the wire's dtype.
+    Its length is a multiple of ``topology.line``. Every rank must make and carry the same lists in the same order. With
+    one rank nothing is sent and nothing is rounded. All ranks end with the same bits. Sums are made in fp32 and rounded
+    once a level, but for the backend's own all-reduce (``native``, and ``ring`` between nodes), which adds in the wire's
+    dtype. ``cut``: of phases of two halves wherever there is a choice.
+
+    ``hierarchical``: scattered inside the node, averaged between the equal places of the nodes, gathered inside, so a
+    node's link carries no more than a node's share (Mikami et al., arXiv 1811.05233, whose ``torus2d`` is the same on a
+    square; NCCL's blog on massively scaled training). ``ring`` and ``butterfly`` do that around theirs wherever nodes
+    have several ranks.
     """
-    if len(lane.ranks) == 1 or not tensor.numel():
-        return together([])
-    wire = wire_for(tensor, wire, lane)
-    if collective == "native":
-        return native(tensor, wire, lane)
-    pieces = tensor.split(lane.segment_bytes // wire.itemsize)
-    return together([lane.start(partial(_average, piece, wire, collective, lane.node)) for piece in pieces])
-
-
-def wire_for(tensor: Tensor, wire: torch.dtype, lane: Lane) -> torch.dtype:
-    """What the values of ``tensor`` travel as: never wider than they are, and unrounded where they go nowhere."""
-    return wire if wire.itemsize < tensor.element_size() and len(lane.ranks) > 1 else tensor.dtype
-
-
-def usual_collective(tensor: Tensor, wire: torch.dtype, lane: Lane) -> Collective:
-    """What to take where nobody has chosen: pairwise for 16 bits, since it rounds once, wherever it is as fast.
-
-    That is so between up to 16 CPU ranks on several machines (`bench sync`, docs/benchmarks.md). With more of them its
-    messages become short; on one machine its threads cost more than the wire does; on GPUs it has not been measured.
-    """
-    ranks = len(lane.ranks)
-    short = wire.itemsize < tensor.element_size()
-    return "pairwise" if short and not tensor.is_cuda and lane.node < ranks <= 16 else "native"
-
-
-def _average(tensor: Tensor, wire: torch.dtype, collective: Collective, node: int, peers: Peers) -> None:
-    values = tensor.float()  # itself, where it is fp32
-    divide_before(values, wire, peers.size)
+    if topology.size == 1 or not values.numel():
+        return []
+    assert values.numel() % topology.line == 0, "a message must be cut evenly"
+    wire = wire_for(values.dtype, wire, topology)
     match collective:
-        case "pairwise":
-            pairwise(values, wire, peers)
-        case "ring":
-            ring(values, wire, peers)
-        case "butterfly":
-            butterfly(values, wire, peers)
+        case "native" | "pairwise" | "parameter_server":
+            grid = topology.flat
         case "hierarchical":
-            hierarchical(values, wire, peers, node)
+            grid = topology.by_node
         case "torus2d":
-            torus2d(values, wire, peers)
-        case "parameter_server":
-            parameter_server(values, wire, peers)
-        case "native":
-            raise AssertionError("a backend takes its tensors whole")
+            grid = topology.square
+        case "ring" | "butterfly":
+            grid = topology.levels
         case _:
             assert_never(collective)
-    divide_after(values, wire, peers.size)
-    if values is not tensor:
-        tensor.copy_(values)
+    chain = Chain()
+    _average(chain, values, wire, collective, grid, topology, servers, cut)
+    chain.land(topology.channel((), "landing"))
+    return chain.phases
+
+
+def _average(
+    chain: Chain, values: Tensor, wire: torch.dtype, collective: Collective, grid: Grid, topology: Topology,
+    servers: int, cut: bool,
+) -> None:  # fmt: skip
+    """Inside the rows, between them, inside again."""
+    short = wire != values.dtype
+    inside, ranks = len(grid.row), len(grid.column)
+    message = torch.empty_like(values, dtype=wire) if short else values
+    halving = collective == "butterfly"
+    backend_adds = collective in ("native", "ring") or (collective == "hierarchical" and not short and not cut)
+    # A sum of 16-bit values that the backend or a butterfly makes could overflow, so they are divided before.
+    early = ranks if wire.itemsize < 4 and (backend_adds or halving) else 1
+    exact = torch.promote_types(values.dtype, torch.float32)
+    if inside > 1:
+        if short:
+            chain.locally(lambda: message.copy_(values))
+        own = values.new_empty(values.numel() // inside, dtype=exact) if halving and wire != exact else None
+        shard = scatter(chain, message, topology.channel(grid.row, "scatter"), own, inside * early)
+    elif halving:
+        shard = values if values.dtype == exact else torch.empty_like(values, dtype=exact)
+        if early > 1:
+            chain.locally(lambda: torch.div(values, early, out=shard))
+    else:
+        shard = message
+        if early > 1 or short:
+            chain.locally(lambda: torch.mul(values, 1 / early, out=message))
+    if ranks > 1:
+        _between(chain, shard, wire, collective, backend_adds, grid.column, topology, servers)
+    if (backend_adds or halving) and early == 1 and ranks > 1:
+        chain.locally(lambda: shard.div_(ranks))
+    if inside > 1:
+        if own is not None:
+            part = message.view(inside, -1)[grid.row.index(topology.rank)]
+            chain.locally(lambda: part.copy_(shard))
+        gather(chain, message, topology.channel(grid.row, "gather"))
+        shard = message
+    if shard is not values:
+        chain.locally(lambda: values.copy_(shard))
+
+
+def _between(
+    chain: Chain, shard: Tensor, wire: torch.dtype, collective: Collective, backend_adds: bool,
+    ranks: tuple[int, ...], topology: Topology, servers: int,
+) -> None:  # fmt: skip
+    def channel(role: str) -> Channel:
+        return topology.channel(ranks, role)
+
+    if backend_adds:
+        whole = channel("all-reduce")
+        chain.over(whole, lambda: whole.all_reduce(shard))
+    elif collective == "butterfly":
+        steps = channel("butterfly")
+        chain.over(steps, lambda: butterfly(shard, wire, steps))
+    elif collective == "parameter_server":
+        parameter_server(chain, shard, channel("scatter"), channel("gather"), servers)
+    else:
+        scatter(chain, shard, channel("scatter"), None, len(ranks))
+        gather(chain, shard, channel("gather"))
+
+
+def wire_for(dtype: torch.dtype, wire: torch.dtype, topology: Topology) -> torch.dtype:
+    """What values of ``dtype`` travel as: never wider than they are, and unrounded where they go nowhere."""
+    return wire if wire.itemsize < dtype.itemsize and topology.size > 1 else dtype
+
+
+def usual_collective(dtype: torch.dtype, wire: torch.dtype, topology: Topology) -> Collective:
+    """What to take where nobody has chosen: by levels where nodes have several ranks; between nodes a 16-bit wire is
+    added up in fp32. Inside one node, and for values that travel as they are, the backend's own."""
+    if topology.levels != topology.flat:
+        return "hierarchical"
+    several = len(topology.nodes) > 1
+    return "pairwise" if several and wire_for(dtype, wire, topology) != dtype else "native"
+
+
+def piece_bytes(topology: Topology) -> int:
+    """A long message travels in pieces of this many bytes, so that one is added up while the next is under way; every
+    rank's share of a piece still outweighs a message's latency."""
+    return max(2**24 if topology.device.type != "cpu" else 2**20, 2**16 * topology.size)
+
+
+def cost_of(collective: Collective, topology: Topology, servers: int = 1) -> float:
+    """How long a long message keeps the wire busy, in units of a ring's."""
+    match collective:
+        case "butterfly":
+            return butterfly_bytes(len(topology.levels.column))
+        case "parameter_server":
+            return server_bytes(topology.size, servers)
+        case _:
+            return 1.0

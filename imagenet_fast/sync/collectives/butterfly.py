@@ -1,8 +1,9 @@
 """The butterfly: ranks exchange with partners at distances 1, 2, 4, ... and are done after log2 P steps.
 
 Short messages are exchanged whole (recursive doubling: lg P steps, lg P times the values on the wire); long ones by
-halves and then by doubles (Rabenseifner: 2 lg P steps, a ring's bytes). Thakur et al., "Optimization of collective
-communication operations in MPICH", 2005, from where also comes the fold for ranks beyond a power of two.
+halves and then by doubles (Rabenseifner: 2 lg P steps, a ring's bytes). The nearest partner comes first, so that the
+longest messages have the shortest way. Thakur et al., "Optimization of collective communication operations in MPICH",
+2005, from where also comes the fold for ranks beyond a power of two.
 """
 
 from __future__ import annotations
@@ -10,39 +11,38 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from imagenet_fast.sync.collectives.rounding import land, landing, room, round_to, split
-from imagenet_fast.sync.lane import Peers
+from imagenet_fast.sync.channel import Channel
 
 SHORT_BYTES = 65536
 """Messages up to here are exchanged whole: fewer steps, more bytes."""
 
 
-def butterfly(tensor: Tensor, wire: torch.dtype, peers: Peers) -> None:
-    """Leave the sum over ``peers`` in ``tensor``, rounded to the wire dtype; added in ``tensor``'s dtype.
+def butterfly(values: Tensor, wire: torch.dtype, channel: Channel) -> None:
+    """Leave the sum over ``channel`` in ``values``, rounded to the wire dtype; added in the dtype of ``values``.
 
     The order of additions does not depend on an element's place, so on an fp32 wire fusing tensors changes no bit.
     """
-    core = 2 ** (peers.size.bit_length() - 1)
-    surplus = peers.size - core
-    folded = peers.rank < 2 * surplus  # of these, even ranks hand their values to their odd neighbour
-    if folded and peers.rank % 2 == 0:
-        message = landing(tensor, wire)
-        peers.exchange([(peers.rank + 1, tensor.to(wire))], [])
-        peers.exchange([], [(peers.rank + 1, message)])
-        land(tensor, message)
+    core = 2 ** (channel.size.bit_length() - 1)
+    surplus = channel.size - core
+    folded = channel.place < 2 * surplus  # of these, even ranks hand their values to their odd neighbour
+    if folded and channel.place % 2 == 0:
+        message = _landing(values, wire)
+        channel.exchange([(channel.place + 1, values.to(wire))], [])
+        channel.exchange([], [(channel.place + 1, message)])
+        _land(values, message)
         return
     if folded:
-        message = room(tensor, wire)
-        peers.exchange([], [(peers.rank - 1, message)])
-        tensor += message
-    remaining = peers.among([*range(1, 2 * surplus, 2), *range(2 * surplus, peers.size)])
-    if tensor.numel() * wire.itemsize <= SHORT_BYTES:
-        _double(tensor, wire, remaining)
+        message = _room(values, wire)
+        channel.exchange([], [(channel.place - 1, message)])
+        values += message
+    remaining = [*range(1, 2 * surplus, 2), *range(2 * surplus, channel.size)]
+    if values.numel() * wire.itemsize <= SHORT_BYTES:
+        _double(values, wire, channel, remaining)
     else:
-        _halve_and_double(tensor, wire, remaining)
-    message = round_to(tensor, wire)
+        _halve_and_double(values, wire, channel, remaining)
+    message = _round_to(values, wire)
     if folded:
-        peers.exchange([(peers.rank - 1, message)], [])
+        channel.exchange([(channel.place - 1, message)], [])
 
 
 def butterfly_bytes(ranks: int) -> float:
@@ -51,33 +51,59 @@ def butterfly_bytes(ranks: int) -> float:
     return 1.0 if core == ranks else (1 + 2 * (core - 1) / core) / (2 * (ranks - 1) / ranks)
 
 
-def _double(tensor: Tensor, wire: torch.dtype, peers: Peers) -> None:
+def _double(values: Tensor, wire: torch.dtype, channel: Channel, members: list[int]) -> None:
     """Both partners add the same two rounded values, so all ranks hold the same bits at the end."""
+    place = members.index(channel.place)
     distance = 1
-    while distance < peers.size:
-        partner = peers.rank ^ distance
-        theirs = room(tensor, wire)
-        peers.exchange([(partner, round_to(tensor, wire))], [(partner, theirs)])
-        tensor += theirs
+    while distance < len(members):
+        partner = members[place ^ distance]
+        theirs = _room(values, wire)
+        channel.exchange([(partner, _round_to(values, wire))], [(partner, theirs)])
+        values += theirs
         distance *= 2
 
 
-def _halve_and_double(tensor: Tensor, wire: torch.dtype, peers: Peers) -> None:
+def _halve_and_double(values: Tensor, wire: torch.dtype, channel: Channel, members: list[int]) -> None:
+    place = members.index(channel.place)
     kept: list[tuple[int, Tensor, Tensor]] = []  # by step: the partner, the half kept and the half given away
-    mine = tensor
-    distance = peers.size // 2
-    while distance:
-        low, high = split(mine, 2)
-        keep, give = (high, low) if peers.rank & distance else (low, high)
-        theirs = room(keep, wire)
-        partner = peers.rank ^ distance
-        peers.exchange([(partner, give.to(wire))], [(partner, theirs)])
+    mine = values
+    distance = 1
+    while distance < len(members):
+        low, high = mine.tensor_split(2)
+        keep, give = (high, low) if place & distance else (low, high)
+        theirs = _room(keep, wire)
+        partner = members[place ^ distance]
+        channel.exchange([(partner, give.to(wire))], [(partner, theirs)])
         keep += theirs
         kept.append((partner, keep, give))
         mine = keep
-        distance //= 2
-    round_to(mine, wire)
+        distance *= 2
+    _round_to(mine, wire)
     for partner, keep, give in reversed(kept):
-        arriving = landing(give, wire)
-        peers.exchange([(partner, keep.to(wire))], [(partner, arriving)])
-        land(give, arriving)
+        arriving = _landing(give, wire)
+        channel.exchange([(partner, keep.to(wire))], [(partner, arriving)])
+        _land(give, arriving)
+
+
+def _room(values: Tensor, wire: torch.dtype) -> Tensor:
+    """Space for as many values, as they arrive."""
+    return torch.empty_like(values, dtype=wire)
+
+
+def _round_to(values: Tensor, wire: torch.dtype) -> Tensor:
+    """The values as they travel; ``values`` keeps what the others will receive."""
+    if wire == values.dtype:
+        return values
+    message = values.to(wire)
+    values.copy_(message)
+    return message
+
+
+def _landing(values: Tensor, wire: torch.dtype) -> Tensor:
+    """Where values may arrive: in place unless they need a cast; :func:`_land` ends it."""
+    return values if wire == values.dtype else _room(values, wire)
+
+
+def _land(values: Tensor, message: Tensor) -> None:
+    if message is not values:
+        values.copy_(message)

@@ -1,26 +1,35 @@
-"""The parameter server: everybody sends to one rank, which answers everybody. What the papers start from."""
+"""The parameter server: everybody sends to the servers, which answer everybody. What the papers start from."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from imagenet_fast.sync.collectives.rounding import land, landing, room, round_to
-from imagenet_fast.sync.lane import Peers
+from imagenet_fast.sync.channel import Channel
+from imagenet_fast.sync.collectives.phases import Chain, mean_of
 
 
-def parameter_server(tensor: Tensor, wire: torch.dtype, peers: Peers) -> None:
-    """Leave the sum over ``peers`` in ``tensor``; rank 0 is the server, and its link carries 2 (P-1) messages."""
-    if peers.rank:
-        message = landing(tensor, wire)
-        peers.exchange([(0, tensor.to(wire))], [])
-        peers.exchange([], [(0, message)])
-        land(tensor, message)
-        return
-    workers = range(1, peers.size)
-    messages = [room(tensor, wire) for _ in workers]
-    peers.exchange([], zip(workers, messages, strict=True))
-    for message in messages:
-        tensor += message
-    result = round_to(tensor, wire)
-    peers.exchange([(worker, result) for worker in workers], [])
+def parameter_server(chain: Chain, values: Tensor, push: Channel, pull: Channel, servers: int) -> None:
+    """Leave the mean over the channels' ranks in ``values``, a part of which each of ``servers`` ranks adds up in fp32.
+
+    The servers lie evenly among the ranks. The link of each carries P-1 parts in and P-1 parts out.
+    """
+    ranks, servers = push.size, min(servers, push.size)
+    parts = [0] * ranks
+    for number, part in enumerate(values.tensor_split(servers)):
+        parts[number * ranks // servers] = part.numel()
+    own = parts[push.place]  # 0 unless this rank is a server
+    arrived = values.new_empty(own * ranks)
+    chain.over(push, lambda: push.all_to_all(arrived, values, [own] * ranks, parts))
+
+    def answer() -> Tensor:
+        mean = values.new_empty(own)
+        if own:
+            mean_of(arrived, ranks, ranks, mean)
+        return mean.expand(ranks, own).reshape(-1)
+
+    chain.over(pull, lambda: pull.all_to_all(values, answer(), parts, [own] * ranks), gathers=True)
+
+
+def server_bytes(ranks: int, servers: int) -> float:
+    """What a server's link carries one way, in units of what each rank would send in a ring."""
+    return ranks / 2 / min(servers, ranks) + (0.5 if servers < ranks else 0.0)

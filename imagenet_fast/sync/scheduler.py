@@ -1,0 +1,224 @@
+"""Runs an engine: launches its messages, waits for them, counts and times them, and learns what it needs to plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+
+from imagenet_fast.recipe.schema import Collective
+from imagenet_fast.sync.collectives import (
+    Phase,
+    Transfer,
+    all_reduce,
+    carry,
+    cost_of,
+    piece_bytes,
+    usual_collective,
+    wire_for,
+)
+from imagenet_fast.sync.engine import Engine, Run, Stopwatch, SyncEngine, SyncStats
+from imagenet_fast.sync.link import Link, Network
+from imagenet_fast.sync.pool import GradientPool
+from imagenet_fast.sync.prediction import THRESHOLDS, deferred_step, fused_step, serial_step
+from imagenet_fast.sync.releases import Task, plan_releases
+from imagenet_fast.sync.span import Span, label_of
+from imagenet_fast.sync.timetable import Timetable, Timing
+
+
+@dataclass(frozen=True)
+class Message:
+    """A piece of a run, or a half of its all-reduce."""
+
+    run: Run
+    part: slice
+    """Of the pool."""
+    collective: Collective
+    half: int | None
+    """0 or 1; None: both."""
+    task: Task
+
+
+class Scheduler(SyncEngine):
+    """Carries the gradients of ``pool`` as ``engine`` declares.
+
+    Which messages there are is settled before they travel, so a step only starts them. An engine that learns begins
+    with what is usual, and plans once the first steps have been watched and the network has been measured; with
+    ``timing`` it plans at once.
+    """
+
+    def __init__(
+        self, engine: Engine, pool: GradientPool, network: Network | None = None, timing: Timing | None = None
+    ) -> None:
+        self.defers = engine.awaits == "read"
+        self._engine = engine
+        self._pool = pool
+        self._wire = wire_for(pool.buffer.dtype, engine.wire, pool.topology)
+        self._network = network or Network(pool.topology, self._wire)
+        self._timing = timing
+        self._timetable: Timetable | None = None
+        self._travelling: dict[int, Transfer] = {}  # by message
+        self._stats = SyncStats(Stopwatch(pool.buffer.device))
+        self.lay_out()
+
+    def lay_out(self) -> None:
+        self.close()
+        if self._engine.fuse is not None:
+            self._arrange(self._engine.fuse)
+        elif self._timing is None:
+            self._arrange(self._thresholds()[0])
+        if self._timing is not None:
+            self.plan(self._timing)
+        elif self._engine.learns:
+            self._timetable = self._pool.watch(layers=self.defers)
+
+    def push(self, span: Span) -> None:
+        if self._timetable is not None:
+            self._timetable.push()
+        self._release(span.index)
+
+    def finish(self) -> SyncStats:
+        if self._timetable is not None:
+            self._timetable.finish()
+        self._release(len(self._pool.spans))
+        if self._engine.awaits != "read":
+            self._await(list(self._travelling))
+        if self._timetable is not None and self._timetable.complete:
+            self._await(list(self._travelling))  # the network is measured with nothing else on it
+            timing, self._timetable = self._timetable.timing(), None
+            self.plan(timing)
+        stats, self._stats = self._stats, SyncStats(Stopwatch(self._pool.buffer.device))
+        return stats
+
+    def wait(self, span: Span) -> None:
+        self._await([n for n in self._numbers[span] if n in self._travelling])
+
+    def plan(self, timing: Timing) -> None:
+        """From now on fuse as is best, and begin every message when it is best begun. Nothing may be under way."""
+        if self._engine.fuse is None:
+            seconds = {fuse: self.predict(timing, fuse) for fuse in self._thresholds()}
+            near = [fuse for fuse, step_s in seconds.items() if step_s <= 1.01 * min(seconds.values())]
+            # The model leaves out what a launch costs the processor; a plan profits from messages that it can move.
+            self._arrange(min(near) if self._engine.planned else max(near))
+        if self._engine.planned:
+            tasks, times = [message.task for message in self._messages], [*timing.ready, timing.backward_s]
+            self._releases = plan_releases(tasks, times, self._link(self._messages).s_per_byte)
+
+    def predict(self, timing: Timing, fuse: float | None = None) -> float:
+        """Seconds of a step by the cost model, fused until ``fuse`` bytes, by default as it is."""
+        messages = self._messages if fuse is None else messages_of(self._engine, self._pool, self._wire, fuse, self._network)
+        link = self._link(messages)
+        runs = [(run[-1].index, sum(m.task.message for m in pieces)) for run, pieces in _by_run(messages)]
+        match self._engine.awaits:
+            case "each":
+                return serial_step([size for _, size in runs], timing, link)
+            case "backward":
+                return fused_step(runs, timing, link)
+            case "read":
+                carried = [range(message.run[0].index, message.run[-1].index + 1) for message in messages]
+                return deferred_step([message.task for message in messages], carried, timing, link)
+
+    def close(self) -> None:
+        if self._timetable is not None:
+            self._timetable.close()
+            self._timetable = None
+
+    def _thresholds(self) -> list[float]:
+        """What is chosen from; a plan moves whole pieces, so nothing shorter is of use to it."""
+        piece = piece_bytes(self._pool.topology)
+        return [size for size in THRESHOLDS if size >= piece] if self._engine.planned else THRESHOLDS
+
+    def _arrange(self, fuse: float) -> None:
+        """Settle the messages of all later steps, which leave as soon as they are ready."""
+        engine, pool = self._engine, self._pool
+        self._messages = messages_of(engine, pool, self._wire, fuse, self._network)
+        self._phases: list[Sequence[Phase]] = []
+        self._releases: list[list[int]] = [[] for _ in range(len(pool.spans) + 1)]  # a push each, and backward's end
+        self._numbers: dict[Span, list[int]] = {span: [] for span in pool.spans}
+        for number, message in enumerate(self._messages):
+            self._releases[message.task.event].append(number)
+            for span in message.run:
+                self._numbers[span].append(number)
+            if message.half == 1:
+                self._phases.append(self._rest)
+                continue
+            phases = all_reduce(
+                pool.buffer[message.part], self._wire, message.collective, pool.topology, engine.servers, engine.halves
+            )
+            turn = next((n for n, phase in enumerate(phases) if phase.gathers and engine.halves), len(phases))
+            self._rest = phases[turn:]
+            self._phases.append(phases[:turn])
+
+    def _link(self, messages: Sequence[Message]) -> Link:
+        """Of the collective that carries most."""
+        return self._network.link(max(messages, key=lambda message: message.task.message).collective)
+
+    def _release(self, event: int) -> None:
+        for number in self._releases[event]:
+            if self._engine.awaits == "each" and self._messages[number].run is not self._messages[number - 1].run:
+                self._await(list(self._travelling))
+            before = self._messages[number].task.after
+            after = None if before is None else self._travelling[before].last
+            self._travelling[number] = carry(self._phases[number], after)
+
+    def _await(self, numbers: Sequence[int]) -> None:
+        """Wait for messages, and count them."""
+        assert self._stats.exposed is not None
+        for number in numbers:
+            transfer, label = self._travelling.pop(number), label_of(self._messages[number].run)
+            with self._stats.exposed(label):
+                transfer.wait()
+            self._stats.add(label, transfer)
+
+
+def messages_of(
+    engine: Engine, pool: GradientPool, wire: torch.dtype, fuse: float, network: Network
+) -> list[Message]:
+    """The messages of a step, fused until ``fuse`` bytes, in the order in which their gradients are ready."""
+    messages: list[Message] = []
+    line = pool.topology.line
+    elements = -(-piece_bytes(pool.topology) // wire.itemsize // line) * line
+    for run in _runs(pool.spans, engine, fuse / wire.itemsize):
+        collective = _collective(engine, run, pool, wire, network)
+        cost = cost_of(collective, pool.topology, engine.servers)
+        closes = len(pool.spans) if engine.awaits == "each" else run[-1].index
+        needed = -run[-1].index  # the pool's last layers are the first of the next forward
+        for start in range(run[0].start, run[-1].stop, elements):
+            part = slice(start, min(start + elements, run[-1].stop))
+            size = cost * (part.stop - part.start) * wire.itemsize
+            if not engine.halves:
+                messages.append(Message(run, part, collective, None, Task(closes, size, (0, needed))))
+                continue
+            for half in (0, 1):
+                after = len(messages) - 1 if half else None
+                messages.append(Message(run, part, collective, half, Task(closes, size / 2, (half, needed), after)))
+    return messages
+
+
+def _by_run(messages: Sequence[Message]) -> Iterable[tuple[Run, list[Message]]]:
+    return ((pieces[0].run, pieces) for _, group in groupby(messages, key=lambda m: m.run[0]) if (pieces := list(group)))
+
+
+def _runs(spans: Iterable[Span], engine: Engine, fuse: float) -> list[Run]:
+    """Neighbours of one kind, until they come to ``fuse`` elements."""
+    runs: list[list[Span]] = []
+    for span in spans:
+        run = runs[-1] if runs else []
+        if run and engine.together(span) == engine.together(run[0]) and run[-1].stop - run[0].start < fuse:
+            run.append(span)
+        else:
+            runs.append([span])
+    return list(runs)
+
+
+def _collective(engine: Engine, run: Run, pool: GradientPool, wire: torch.dtype, network: Network) -> Collective:
+    match engine.collective:
+        case None:
+            usual = usual_collective(pool.buffer.dtype, wire, pool.topology)
+            return "pairwise" if usual == "native" and engine.halves else usual
+        case str():
+            return engine.collective
+        case _:
+            return engine.collective(run, network)

@@ -1,0 +1,128 @@
+"""Which ranks share a machine, and the channels between them."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from imagenet_fast.sync.channel import Channel
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Ranks in rows of one length. A row is near together; a column joins the equal places of all rows."""
+
+    row: tuple[int, ...]
+    """The ranks of this rank's row."""
+    column: tuple[int, ...]
+
+
+class Topology:
+    """The ranks of ``group`` (None: all there are), by the machines they run on.
+
+    A machine is ``ranks_per_node`` neighbouring ranks where that is given; else what torchrun says (``GROUP_RANK``, or
+    ``LOCAL_WORLD_SIZE``), or the host's name, all of which the ranks tell each other: every rank of the group must make
+    the same topologies in the same order. Raises ValueError where nodes of ``ranks_per_node`` do not come out even.
+    """
+
+    def __init__(
+        self, device: torch.device, group: dist.ProcessGroup | None = None, ranks_per_node: int | None = None
+    ) -> None:
+        self.device = device
+        self.group = group
+        self.ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+        self.rank = dist.get_rank()
+        self.size = len(self.ranks)
+        if ranks_per_node is not None and self.size % ranks_per_node:
+            raise ValueError(f"{self.size} ranks are no whole number of nodes of {ranks_per_node}; give another number")
+        self.nodes = _nodes(self.ranks, group, ranks_per_node)
+        """The ranks of each node, nodes in the order of their first rank."""
+        self._channels: dict[tuple[tuple[int, ...], str], Channel] = {}
+
+    @property
+    def even(self) -> bool:
+        """Whether all nodes have equally many ranks."""
+        return len({len(node) for node in self.nodes}) == 1
+
+    @property
+    def per_node(self) -> int:
+        """Ranks of the largest node."""
+        return max(map(len, self.nodes))
+
+    @property
+    def flat(self) -> Grid:
+        """Rows of a single rank, one column of all."""
+        return Grid((self.rank,), self.ranks)
+
+    @property
+    def by_node(self) -> Grid:
+        """A row a node. Raises ValueError where nodes have different numbers of ranks."""
+        if not self.even:
+            counts = ", ".join(str(len(node)) for node in self.nodes)
+            raise ValueError(
+                f"nodes of {counts} ranks have no equal places; start equally many ranks on each node, or choose a "
+                "collective without levels, such as pairwise"
+            )
+        row = next(node for node in self.nodes if self.rank in node)
+        place = row.index(self.rank)
+        return Grid(row, tuple(node[place] for node in self.nodes))
+
+    @property
+    def square(self) -> Grid:
+        """The squarest grid there is; a prime number of ranks is one column."""
+        width = next(w for w in range(math.isqrt(self.size), 0, -1) if self.size % w == 0)
+        row, place = divmod(self.ranks.index(self.rank), width)
+        return Grid(self.ranks[row * width : (row + 1) * width], self.ranks[place::width])
+
+    @property
+    def levels(self) -> Grid:
+        """A row a node where that makes a difference: several equal nodes of several ranks; else flat."""
+        return self.by_node if self.even and 1 < self.per_node < self.size else self.flat
+
+    @property
+    def line(self) -> int:
+        """A message of a multiple of so many elements can be cut evenly on every level."""
+        return self.size
+
+    def channel(self, ranks: tuple[int, ...], role: str) -> Channel:
+        """The channel of ``ranks`` for one kind of phase: ``scatter``, ``gather``, ... It is made at the first call,
+        which every rank must make in the same order."""
+        key = (ranks, role)
+        if key not in self._channels:
+            self._channels[key] = Channel(self.device, ranks)
+        return self._channels[key]
+
+    def close(self) -> None:
+        """End the process groups and threads. Nothing may be under way."""
+        for channel in self._channels.values():
+            channel.close()
+        self._channels.clear()
+
+
+def _nodes(
+    ranks: tuple[int, ...], group: dist.ProcessGroup | None, ranks_per_node: int | None
+) -> tuple[tuple[int, ...], ...]:
+    if ranks_per_node is not None:
+        return tuple(ranks[begin : begin + ranks_per_node] for begin in range(0, len(ranks), ranks_per_node))
+    if len(ranks) == 1:
+        return (ranks,)
+    labels: list[str] = [""] * len(ranks)
+    dist.all_gather_object(labels, _own_node(), group=group)
+    return tuple(
+        tuple(rank for rank, other in zip(ranks, labels, strict=True) if other == label)
+        for label in dict.fromkeys(labels)
+    )
+
+
+def _own_node() -> str:
+    node, local_size = os.environ.get("GROUP_RANK"), os.environ.get("LOCAL_WORLD_SIZE")
+    if node is not None:
+        return node
+    return str(dist.get_rank() // int(local_size)) if local_size is not None else socket.gethostname()
+
+
