@@ -24,6 +24,13 @@ def _infinity(value: object) -> object:
 
 Bytes = Annotated[float, Field(ge=0, allow_inf_nan=True), BeforeValidator(_infinity)]
 """MiB on the wire; ``inf`` for no limit."""
+Fusion = Bytes | Literal["auto"]
+"""From how many MiB on the wire on neighbouring gradients leave together; ``auto``: what is best by the cost model for
+the network and the model, both measured in the first steps."""
+
+
+def _bytes(fusion: Fusion) -> float | None:
+    return None if fusion == "auto" else fusion * 2**20
 
 
 class EngineTable(Table):
@@ -86,6 +93,8 @@ class AllReduceSync(EngineTable):
     kind: Literal["allreduce"] = "allreduce"
     wire: Wire = "fp32"
     collective: Collective = "native"
+    servers: PositiveInt = 1
+    """Over which a parameter server is sharded."""
 
 
 class RingSync(EngineTable):
@@ -93,7 +102,16 @@ class RingSync(EngineTable):
 
     kind: Literal["ring"] = "ring"
     wire: Wire = "bf16"
-    bucket_mb: Bytes = 1.0
+    bucket_mb: Fusion = "auto"
+
+    @property
+    def learns(self) -> bool:
+        return self.bucket_mb == "auto"
+
+    @property
+    def threshold(self) -> float | None:
+        """Bytes; None: chosen."""
+        return _bytes(self.bucket_mb)
 
 
 class LazySync(EngineTable):
@@ -101,14 +119,25 @@ class LazySync(EngineTable):
 
     kind: Literal["lazy"] = "lazy"
     wire: Wire = "bf16"
-    threshold_mb: Bytes | Literal["auto"] = "auto"
-    """``auto``: what is best for the network and the model, both measured in the first steps."""
+    threshold_mb: Fusion = "auto"
     collective: Collective | Literal["auto"] = "auto"
-    """``auto``: pairwise for 16 bits between up to 16 CPU ranks on several machines, else native."""
+    """``auto``: hierarchical where nodes have several ranks; pairwise for 16 bits between nodes of one; else native."""
+    servers: PositiveInt = 1
+    """Over which a parameter server is sharded."""
 
     @property
     def learns(self) -> bool:
         return self.threshold_mb == "auto"
+
+    @property
+    def threshold(self) -> float | None:
+        """Bytes; None: chosen."""
+        return _bytes(self.threshold_mb)
+
+    @property
+    def chosen_collective(self) -> Collective | None:
+        """None: the usual one."""
+        return None if self.collective == "auto" else self.collective
 
 
 class SparseSync(EngineTable):
@@ -128,8 +157,19 @@ class SparseSync(EngineTable):
     dense_epochs: NonNegativeFloat | None = None
     """Unset: while the recipe's learning rate warms up; without a recipe, not at all."""
     ramp_epochs: NonNegativeFloat = 1.0
-    threshold_mb: Bytes = 0.25
+    threshold_mb: Fusion = "auto"
     collective: Collective | Literal["auto"] = "auto"
+    """``auto``: as ``lazy``'s."""
+
+    @property
+    def threshold(self) -> float | None:
+        """Bytes; None: chosen."""
+        return _bytes(self.threshold_mb)
+
+    @property
+    def chosen_collective(self) -> Collective | None:
+        """None: the usual one."""
+        return None if self.collective == "auto" else self.collective
 
     @property
     def share(self) -> float:
@@ -152,8 +192,18 @@ class HybridSync(EngineTable):
     kind: Literal["hybrid"] = "hybrid"
     wire: Wire = "bf16"
     policy: Literal["by-type", "by-size"] = "by-type"
-    fuse_mb: Bytes = 1.0
-    """Neighbouring layers of one kind leave together from here on."""
+    fuse_mb: Fusion = "auto"
+    """For neighbouring layers of one kind."""
+    small: Collective = "butterfly"
+    large: Collective = "ring"
+    """How either kind is sent: a parameter server for one of them is the thesis' other hybrid."""
+    servers: PositiveInt = 1
+    """Over which a parameter server is sharded."""
+
+    @property
+    def threshold(self) -> float | None:
+        """Bytes; None: chosen."""
+        return _bytes(self.fuse_mb)
 
 
 class DearSync(EngineTable):
@@ -164,7 +214,12 @@ class DearSync(EngineTable):
 
     kind: Literal["dear"] = "dear"
     wire: Wire = "bf16"
-    bucket_mb: Bytes = 1.0
+    bucket_mb: Fusion = "auto"
+
+    @property
+    def threshold(self) -> float | None:
+        """Bytes; None: chosen."""
+        return _bytes(self.bucket_mb)
 
 
 class AutoSync(EngineTable):

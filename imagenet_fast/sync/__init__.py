@@ -5,47 +5,46 @@ pool.attach(build_engine(LazySync(wire="bf16"), pool))
 for images, labels in batches:
     pool.zero_grad()
     loss(model(images), labels).backward()   # gradients leave while backward goes on
-    pool.finish()                            # from here every rank holds the mean
-    pool.update(lambda params: optimizer.step())
+    pool.step(optimizer)                     # with the mean over all ranks
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from functools import partial
-from typing import Protocol, assert_never
+from typing import Protocol, assert_never, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from imagenet_fast.recipe.engines import (
     AllReduceSync,
     AutoSync,
     DdpSync,
     DearSync,
+    EngineTable,
     HybridSync,
     LazySync,
     RingSync,
     SparseSync,
+    Sync,
     Wire,
 )
-from imagenet_fast.sync.allreduce import AllReduce
-from imagenet_fast.sync.auto import Auto
-from imagenet_fast.sync.ddp import DdpPeer
-from imagenet_fast.sync.dear import dear
 from imagenet_fast.sync.deferral import Update
-from imagenet_fast.sync.engine import SyncEngine, SyncStats
-from imagenet_fast.sync.hybrid import hybrid
-from imagenet_fast.sync.lazy import Lazy
+from imagenet_fast.sync.engine import Engine, SyncEngine, SyncStats
+from imagenet_fast.sync.engines import allreduce, ddp, dear, hybrid, lazy, ring, sparse
+from imagenet_fast.sync.engines.auto import Auto, Candidate
+from imagenet_fast.sync.engines.ddp import DdpPeer
+from imagenet_fast.sync.engines.sparse import Sparse
 from imagenet_fast.sync.pool import GradientPool
+from imagenet_fast.sync.scheduler import Scheduler
 from imagenet_fast.sync.span import Span
-from imagenet_fast.sync.sparse import Sparse
 
 __all__ = [
     "AllReduceSync",
     "AutoSync",
     "DdpSync",
     "DearSync",
+    "Engine",
     "EngineSettings",
     "GradientPool",
     "GradientSync",
@@ -58,64 +57,89 @@ __all__ = [
     "SyncStats",
     "attach",
     "build_engine",
+    "declare",
 ]
 
 EngineSettings = AllReduceSync | RingSync | LazySync | SparseSync | HybridSync | DearSync | AutoSync
-
-MiB = 2**20
 
 
 class GradientSync(Protocol):
     """What the training loop asks of a synchroniser: a pool with its engine, or torch's DDP."""
 
     @property
-    def sent(self) -> dict[nn.Parameter, list[slice]] | None: ...
+    def found_inf(self) -> Tensor | None: ...
+    def guard(self, largest: float) -> None: ...
     def zero_grad(self) -> None: ...
     def no_sync(self) -> AbstractContextManager[None]: ...
     def finish(self) -> SyncStats: ...
     def update(self, apply: Update) -> None: ...
     def settle(self) -> None: ...
-
-
-def build_engine(settings: EngineSettings, pool: GradientPool, steps_per_epoch: int = 1) -> SyncEngine:
-    """The engine a recipe's ``[sync]`` table names, over ``pool``. Needs torch.distributed to be up."""
-    wire = wire_dtype(settings.wire)
-    match settings:
-        case AllReduceSync():
-            return AllReduce(pool, wire, settings.collective)
-        case RingSync():
-            return Lazy(pool, wire, settings.bucket_mb * MiB, "ring")
-        case LazySync():
-            threshold = None if settings.threshold_mb == "auto" else settings.threshold_mb * MiB
-            return Lazy(pool, wire, threshold, None if settings.collective == "auto" else settings.collective)
-        case SparseSync():
-            return Sparse(
-                pool, wire, settings.sparsity, settings.chunk, round((settings.dense_epochs or 0.0) * steps_per_epoch),
-                round(settings.ramp_epochs * steps_per_epoch), settings.threshold_mb * MiB,
-                None if settings.collective == "auto" else settings.collective,
-            )  # fmt: skip
-        case HybridSync():
-            return hybrid(pool, wire, settings.policy, settings.fuse_mb * MiB)
-        case DearSync():
-            return dear(pool, wire, settings.bucket_mb * MiB)
-        case AutoSync():
-            return Auto(pool, settings.wire, wire, settings.defer, partial(build_engine, pool=pool))
-        case _:
-            assert_never(settings)
+    def close(self) -> None: ...
 
 
 def attach(
-    model: nn.Module, settings: EngineSettings | DdpSync, steps_per_epoch: int = 1
+    model: nn.Module, engine: EngineSettings | DdpSync | Engine, steps_per_epoch: int = 1
 ) -> tuple[nn.Module, GradientSync]:
     """Give ``model`` a synchroniser. Returns the module to call in forward, and the synchroniser."""
-    if isinstance(settings, DdpSync):
-        peer = DdpPeer(model, wire_dtype(settings.wire), settings.bucket_cap_mb, settings.powersgd_rank)
+    if isinstance(engine, DdpSync):
+        peer = DdpPeer(model, wire_dtype(engine.wire), engine.bucket_cap_mb, engine.powersgd_rank)
         return peer.module, peer
     pool = GradientPool(model)
-    pool.attach(build_engine(settings, pool, steps_per_epoch))
+    pool.attach(build_engine(engine, pool, steps_per_epoch))
     return model, pool
+
+
+def build_engine(engine: EngineSettings | Engine, pool: GradientPool, steps_per_epoch: int = 1) -> SyncEngine:
+    """The engine that a recipe's ``[sync]`` table names, or a declaration of one's own, at work on ``pool``."""
+    match engine:
+        case Engine():
+            return Scheduler(engine, pool)
+        case SparseSync():
+            return Sparse(engine, pool, wire_dtype(engine.wire), steps_per_epoch)
+        case AutoSync():
+            meanwhile = LazySync(wire=engine.wire, threshold_mb=1.0)
+            return Auto(pool, declare(meanwhile), _candidates(engine))
+        case _:
+            return Scheduler(declare(engine), pool)
+
+
+def declare(settings: AllReduceSync | RingSync | LazySync | HybridSync | DearSync | SparseSync | DdpSync) -> Engine:
+    """What an engine's settings come to; of those that no scheduler runs, what the cost model takes them for."""
+    wire = wire_dtype(settings.wire)
+    match settings:
+        case AllReduceSync():
+            return allreduce.allreduce(settings, wire)
+        case RingSync():
+            return ring.ring(settings, wire)
+        case LazySync():
+            return lazy.lazy(settings, wire)
+        case HybridSync():
+            return hybrid.hybrid(settings, wire)
+        case DearSync():
+            return dear.dear(settings, wire)
+        case SparseSync():
+            return sparse.likeness(settings, wire)
+        case DdpSync():
+            return ddp.likeness(settings, wire)
+        case _:
+            assert_never(settings)
 
 
 def wire_dtype(wire: Wire) -> torch.dtype:
     """The dtype gradients travel in."""
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[wire]
+
+
+def _candidates(chooser: EngineTable) -> list[Candidate]:
+    """Every engine with its usual settings; exact ones of ours may be chosen, unless they defer and may not."""
+    tables: list[type[EngineTable]] = [table for table in get_args(get_args(Sync)[0]) if not table.chooses]
+    candidates = []
+    for table in tables:
+        settings = table.model_validate({"wire": chooser.wire})
+        if settings.defers and not chooser.defers:
+            continue
+        electable = settings.exact and settings.ours
+        candidates.append(
+            Candidate(settings.kind, declare(settings), settings.exact, settings.share, electable)  # type: ignore[arg-type]  # a table of the union
+        )
+    return candidates

@@ -8,15 +8,20 @@ of updating at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from imagenet_fast.sync.engine import SyncEngine
 from imagenet_fast.sync.span import Span
 
-Update = Callable[[list[nn.Parameter]], object]
-"""Applies the gradients of some parameters, and needs no others to do so."""
+Update = Callable[..., object]
+"""Applies the gradients of the parameters it is given, a list, and needs no others to do so. From an engine that leaves
+some elements behind it also takes which :class:`Elements <imagenet_fast.sync.engine>` it may touch."""
 
 
 class Deferral:
@@ -24,32 +29,56 @@ class Deferral:
 
     A module's parameters are read by the module itself, or by an ancestor that never calls it (as
     ``nn.MultiheadAttention`` reads its ``out_proj``); which of the two, the first forward shows. A parameter
-    that nobody called could read is updated at once.
+    that nobody called could read is updated at once. Our hooks go before a module's others, which may read its
+    parameters (as those of ``nn.utils.prune`` and ``weight_norm``). Who reads a parameter before its module is called is
+    told so by autograd, which finds it changed; a read that no gradient flows through goes unnoticed.
+
+    Saving, loading and copying the model, or a part of it, settle first; a copy is free of our hooks.
     """
 
-    def __init__(self, model: nn.Module, engine: SyncEngine, spans: Iterable[Span]) -> None:
-        self._engine = engine
-        self._spans = list(spans)
-        self._pending: dict[Span, Update] = {}
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: SyncEngine,
+        spans: Sequence[Span],
+        used: Callable[[Iterable[Span]], list[nn.Parameter]],
+    ) -> None:
+        self.engine = engine
+        self._used = used
+        self._pending: dict[Span, None] = {}
+        self._updates: list[Update] = []
         self._called: set[nn.Module] = set()
-        self._read_by: dict[nn.Module, list[Span]] | None = None
-        self._unreached: list[Span] = []
         self._model = model
+        self.lay_out(spans)
+        before_forward, settle = _Hook(self._before_forward), _Hook(lambda *_: self.settle())
         for module in model.modules():
-            module.register_forward_pre_hook(self._before_forward)
-        model.register_state_dict_pre_hook(lambda *_: self.settle())
+            module.register_forward_pre_hook(before_forward, prepend=True)
+            module.register_state_dict_pre_hook(settle)
+            module.register_load_state_dict_pre_hook(settle)
+            module.__dict__["__deepcopy__"] = _SettledCopy(module, self.settle)
+
+    def lay_out(self, spans: Sequence[Span]) -> None:
+        """The pool's spans, of which none waits."""
+        assert not self._pending
+        self._spans = list(spans)
+        self._read_by: dict[nn.Module, list[Span]] | None = None
+        self._unread: list[Span] = []
 
     def update(self, apply: Update) -> None:
         """Put ``apply`` off for every parameter that a forward hook will reach."""
-        if not self._called:  # there has been no forward yet to learn from
-            apply([span.param for span in self._spans])
-            return
-        if self._read_by is None:
+        if self._read_by is None and self._called:  # else there has been no forward yet to learn from
             self._read_by = self._find_readers()
-            reached = {span for spans in self._read_by.values() for span in spans}
-            self._unreached = [span for span in self._spans if span not in reached]
-        self._pending = dict.fromkeys(self._spans, apply)
-        self._bring_up_to_date(self._unreached)
+            read = {span for spans in self._read_by.values() for span in spans}
+            self._unread = [span for span in self._spans if span not in read]
+        at_once = self._unread if self._read_by is not None else self._spans
+        if not self._pending:
+            self._updates = []
+            self._pending = dict.fromkeys(span for span in self._spans if span not in set(at_once))
+        self._updates.append(apply)
+        for span in at_once:
+            self.engine.wait(span)
+        if at_once:
+            self._apply([apply], at_once)
 
     def settle(self) -> None:
         """Carry out every update that is still put off."""
@@ -70,12 +99,20 @@ class Deferral:
         if not late:
             return
         for span in late:
-            self._engine.wait(span)
-        apply = self._pending[late[0]]
-        apply([span.param for span in late])
-        for span in late:
+            self.engine.wait(span)
             del self._pending[span]
+        self._apply(self._updates, late)
+        for span in late:
             span.param.grad = None
+
+    def _apply(self, updates: Sequence[Update], spans: Sequence[Span]) -> None:
+        """Wherever we are called: the forward may run under autocast, or in inference mode."""
+        device = spans[0].param.device.type
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False):
+            params = self._used(spans)
+            for apply in updates:
+                apply(params)
+        increment_version(params)  # fused optimisers don't, and then autograd could not tell a stale read
 
     def _find_readers(self) -> dict[nn.Module, list[Span]]:
         """By module: the spans to bring up to date before its forward."""
@@ -93,3 +130,46 @@ class Deferral:
 
         visit(self._model, None)
         return readers
+
+
+class _Hook:
+    """A hook of this model, which a copy or a pickle of the model does without."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> None:
+        self._call(*arguments)
+
+    def __deepcopy__(self, memo: object) -> Callable[..., None]:
+        return _no_hook
+
+    def __reduce__(self) -> Any:
+        return _left_out, ()
+
+
+class _SettledCopy:
+    """What ``copy.deepcopy`` calls for a module: a copy made of weights that are up to date."""
+
+    def __init__(self, module: nn.Module, settle: Callable[[], None]) -> None:
+        self._module = module
+        self._settle = settle
+
+    def __call__(self, memo: dict[int, Any]) -> nn.Module:
+        self._settle()
+        del self._module.__dict__["__deepcopy__"]
+        try:
+            return copy.deepcopy(self._module, memo)
+        finally:
+            self._module.__dict__["__deepcopy__"] = self
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def _no_hook(*_: object) -> None:
+    """In the place of a hook."""
+
+
+def _left_out() -> Callable[..., None]:
+    return _no_hook

@@ -38,6 +38,8 @@ class Engine:
     waited for at its end. ``read``: a layer is waited for just before the next forward reads it."""
     fuse: float | None = None
     """Bytes on the wire from which on a run leaves; None: the best by the cost model, once steps have been watched."""
+    first: float = 1.0
+    """The first run leaves at this share of it."""
     together: Callable[[Span], Hashable] = alike
     """Only neighbours of one kind travel together."""
     collective: Collective | Callable[[Run, Network], Collective] | None = None

@@ -6,18 +6,24 @@ tensors into one message (GradientFlow's lazy all-reduce, arXiv 1902.06855) cost
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.sync.deferral import Deferral, Update
 from imagenet_fast.sync.engine import SyncEngine, SyncStats
 from imagenet_fast.sync.span import Span
+from imagenet_fast.sync.stepping import captured_step, needs_all, settle_before_state
+from imagenet_fast.sync.timetable import Timetable
+from imagenet_fast.sync.topology import Topology
 
 _LINE = 16  # elements: spans start on 64-byte lines in fp32, so vectorised kernels keep their fast path
+_USED = 2.0**-14  # any 16-bit type holds it, and no gradient is lost beside it
 
 
 class GradientPool:
@@ -28,64 +34,101 @@ class GradientPool:
     it, rather than letting autograd accumulate into the view: that costs two passes over memory instead of
     the four of a memset and an in-place add. Later micro-steps of one step do add in place.
 
-    All parameters must share one dtype and device. Spans reach the engine strictly in pool order, the same on
-    every rank, although hooks fire in an order of their own.
+    Gradients are averaged over the ranks of ``group``, by default all. Of a model whose parameters need several pools,
+    each is given its named parameters, and the ``model`` whose forward reads them. Which ranks share a node is found by
+    :class:`Topology` unless ``ranks_per_node`` says it. All parameters must share one dtype and device.
+
+    Spans reach the engine strictly in pool order, the same on every rank, although hooks fire in an order of their own.
+    It is the reverse of the order of registration in the first step, and from the second on the order in which the
+    first rank's backward produced them. Behind each gradient lies one element that says whether a rank has used the
+    parameter: one that nobody used is left alone by the update, as DDP does.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    def __init__(
+        self,
+        parameters: nn.Module | Iterable[tuple[str, nn.Parameter]],
+        group: dist.ProcessGroup | None = None,
+        *,
+        model: nn.Module | None = None,
+        ranks_per_node: int | None = None,
+    ) -> None:
+        if isinstance(parameters, nn.Module):
+            model = parameters
+            parameters = model.named_parameters()
+        trainable = {name: p for name, p in dict(parameters).items() if p.requires_grad}
         if not trainable:
             raise ValueError("the model has no trainable parameter")
-        kinds = {(p.dtype, p.device) for _, p in trainable}
+        kinds = {(p.dtype, p.device) for p in trainable.values()}
         if len(kinds) > 1:
             raise ValueError(f"parameters of one pool share a dtype and a device, found {sorted(map(str, kinds))}")
-
-        self.spans: list[Span] = []
-        self._views: list[Tensor] = []
-        offset = 0
-        for index, (name, param) in enumerate(reversed(trainable)):
-            stop = offset + -(-param.numel() // _LINE) * _LINE
-            owner = model.get_submodule(name.rpartition(".")[0])
-            self.spans.append(Span(index, name, param, owner, offset, stop))
-            offset = stop
-        first = self.spans[0].param
-        self.buffer = torch.zeros(offset, dtype=first.dtype, device=first.device)
-        for span in self.spans:
-            p = span.param
-            self._views.append(self.buffer.as_strided(p.size(), p.stride(), span.start))
-            p.register_post_accumulate_grad_hook(partial(self._collect, span))
-
+        ((self._dtype, device),) = kinds
         self.model = model
+        self.topology = Topology(device, group, ranks_per_node)
+        self.buffer = torch.zeros(0, dtype=self._dtype, device=device)
+        self._multiple = 1
+        self._guard: float | None = None
+        self._lock = threading.RLock()  # autograd may run several threads
+        self._front = 0  # spans before this one have been handed to the engine
+        self._unreached: list[Span] = []  # by this rank's last backward
+        self._largest: list[Tensor] = []  # magnitudes in this step, by span
+        self.spans: list[Span] = []
+        owners = {p: module for module in (model or nn.Module()).modules() for p in module.parameters(recurse=False)}
+        self._lay_out([(name, p, owners.get(p)) for name, p in reversed(trainable.items())])
+        for param in trainable.values():
+            param.register_post_accumulate_grad_hook(self._collect)
         self._engine: SyncEngine | None = None
         self._deferral: Deferral | None = None
         self._sync = True
-        self._begun = False
-        self._ready = [False] * len(self.spans)
-        self._front = 0  # spans before this one have been handed to the engine
+        self._learnt: list[Span] | None = []  # spans by when their gradients came; None once the order is known
+        self._better: list[Span] | None = None
+        self._open = False  # whether gradients have come since zero_grad or finish
+        self._finished = False
+        self.found_inf: Tensor | None = None
+        """With :meth:`guard`: 1 where a gradient of the last step, on any rank, was not finite or too large for the
+        wire, else 0."""
 
     def attach(self, engine: SyncEngine) -> None:
-        """Send the spans of every later backward to ``engine``."""
+        """Send the spans of every later backward to ``engine``, instead of to any before."""
+        if engine.defers and self.model is None:
+            raise ValueError("an engine that defers updates needs to see the forward; give the pool model=...")
+        if self._engine is not None:
+            self._engine.close()
         self._engine = engine
-        if engine.defers:
-            self._deferral = Deferral(self.model, engine, self.spans)
+        if self._deferral is not None:
+            self._deferral.engine = engine
+        elif engine.defers and self.model is not None:
+            self._deferral = Deferral(self.model, engine, self.spans, self.used)
+
+    def guard(self, largest: float) -> None:
+        """From now on look at every gradient before it is sent: see :attr:`found_inf`. One above ``largest`` counts as
+        infinite. Costs a pass over the gradients and a tiny all-reduce a step."""
+        self._guard = largest
 
     def zero_grad(self) -> None:
-        """Start a step: forget the gradients of the last one, except those still to be applied. Touches no memory."""
+        """Start a step: forget the gradients of the last one, except those still to be applied. Touches no memory.
+
+        After a backward that failed on the way, or whose step was never finished, what has left is waited for and
+        dropped; nothing of that step may be applied on another rank, so what had not left by then is sent as NaN.
+        """
+        with self._lock:
+            if self._front:
+                self._abandon()
+            self._open = self._finished = False
+            self._ready = [False] * len(self.spans)
+            if self._better is not None:
+                self._learn_order(self._better)
         for span in self.spans:
             if self._deferral is None or not self._deferral.waits(span):
                 span.param.grad = None
-        if self._engine is not None and self._engine.keeps:
-            for part in self._engine.sent:
-                self.buffer[part].zero_()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate locally: a backward inside hands nothing to the engine (as DDP's ``no_sync``)."""
-        self._sync = False
+        before, self._sync = self._sync, False
         try:
             yield
         finally:
-            self._sync = True
+            self._sync = before
 
     def finish(self) -> SyncStats:
         """End of the step's last backward: agree on every gradient that may not be deferred.
@@ -95,49 +138,57 @@ class GradientPool:
         """
         assert self._engine is not None, "attach an engine before the first step"
         self.settle()  # what this step's forward did not reach
-        self._begin()
-        for span, view in zip(self.spans, self._views, strict=True):
-            if span.param.grad is None:
-                span.param.grad = view if self._engine.keeps else view.zero_()
-        self._ready = [True] * len(self.spans)
-        self._advance(self._engine)
-        self._front = 0
-        self._begun = False
-        self._ready = [False] * len(self.spans)
-        return self._engine.finish()
+        with self._lock:
+            self._begin(self._engine)
+            self._unreached = [span for span in self.spans if span.param.grad is None]
+            for span in self._unreached:
+                self._engine.take(self.buffer[span.start : span.stop], None)
+                span.param.grad = self._views[span.index]
+            self._ready = [True] * len(self.spans)
+            self._advance(self._engine)
+            self._front = 0
+            self._open, self._finished = False, True
+            self.found_inf = self._any_overflow()
+            stats = self._engine.finish()
+            if self._learnt is not None:
+                self._better = self._agreed_order()
+        return stats
 
     def update(self, apply: Update) -> None:
         """Have ``apply`` update the parameters it is given: all of them now, or each before it is read again.
 
-        ``apply`` captures what belongs to this step, above all the learning rate.
+        ``apply`` captures what belongs to this step, above all the learning rate. Several updates of a step are
+        carried out in their order.
         """
-        if self._deferral is None:
-            apply([span.param for span in self.spans])
-        else:
-            self._deferral.update(apply)
-
-    @property
-    def sent(self) -> dict[nn.Parameter, list[slice]] | None:
-        """What of each parameter the last step has synchronised and may be updated: elements in the order they lie in
-        memory. None: all of everything."""
         assert self._engine is not None
-        if not self._engine.keeps or self._engine.sent == [slice(0, self.buffer.numel())]:
-            return None
-        inside: dict[nn.Parameter, list[slice]] = {}
-        spans = iter(self.spans)
-        span = next(spans)
-        for part in self._engine.sent:
-            while span.stop <= part.start:
-                span = next(spans)
-            while True:
-                begin = max(part.start, span.start) - span.start
-                end = min(part.stop - span.start, span.param.numel())
-                if begin < end:
-                    inside.setdefault(span.param, []).append(slice(begin, end))
-                if span.stop >= part.stop:
-                    break
-                span = next(spans)
-        return inside
+        if self._engine.defers and self._deferral is not None:
+            self._deferral.update(apply)
+            return
+        used, elements = self.used(self.spans), self._engine.elements()
+        if elements is None:
+            apply(used)
+        else:
+            apply(used, elements)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> SyncStats | None:
+        """Finish the step, unless :meth:`finish` has, and update with any optimiser that treats parameters one by one.
+
+        It works with the hyper-parameters of now, whenever the update is carried out. Raises ValueError for one that
+        needs a closure, or where the engine sends only some elements of a parameter, which torch's optimisers cannot
+        update by themselves.
+        """
+        assert self._engine is not None
+        stats = None if self._finished else self.finish()
+        if self._engine.elements() is not None:
+            raise ValueError(
+                "this engine sends some elements of a parameter and lets the others wait, which torch's optimisers "
+                "cannot; give pool.update an optimiser of imagenet_fast.training.optimizers, or take another engine"
+            )
+        settle_before_state(optimizer, self.settle)
+        self.update(captured_step(optimizer))
+        if needs_all(optimizer):
+            self.settle()
+        return stats
 
     def settle(self) -> None:
         """Carry out every update that an engine has put off. Forwards and ``state_dict`` of the model do it unasked;
@@ -145,32 +196,160 @@ class GradientPool:
         if self._deferral is not None:
             self._deferral.settle()
 
-    def _collect(self, span: Span, param: nn.Parameter) -> None:
-        if self._deferral is not None and self._deferral.waits(span):
-            raise RuntimeError(
-                f"{span.name} was read before its update: not by the forward of its own module or of one above, as "
-                "in the first step; call pool.settle() before such a forward"
-            )
-        self._begin()
-        view = self._views[span.index]
-        if param.grad is not view:
-            assert param.grad is not None
-            if self._engine is not None and self._engine.keeps:
-                view.add_(param.grad)
-            else:
-                view.copy_(param.grad)
-            param.grad = view
-        if self._sync and self._engine is not None:
-            self._ready[span.index] = True
-            self._advance(self._engine)
+    def used(self, spans: Iterable[Span]) -> list[nn.Parameter]:
+        """The parameters of ``spans``, whose gradients are here, without those that no rank has used: their gradient
+        becomes None. Asks the device about those that this rank has not used."""
+        unused = {span for span in spans if span in self._unreached and not self.buffer[span.stop - 1].item()}
+        for span in unused:
+            span.param.grad = None
+        return [span.param for span in spans if span not in unused]
 
-    def _begin(self) -> None:
-        if not self._begun and self._engine is not None:
-            self._engine.begin()
-            self._begun = True
+    def watch(self, layers: bool) -> Timetable:
+        """A timetable of the next steps."""
+        if self.model is None:
+            raise ValueError(
+                "an engine that plans needs to see the forward; give the pool model=..., or the engine a fixed number "
+                "of MiB"
+            )
+        return Timetable(self.model, self.spans, self.buffer.device, self.topology.group, layers)
+
+    def lengthen(self, multiple: int) -> None:
+        """Make the buffer's length a multiple of so many elements. For an engine, before it begins."""
+        self._multiple = multiple
+        self._lay_out([(span.name, span.param, span.module) for span in self.spans])
+
+    def order(self, names: Sequence[str]) -> None:
+        """Lay the pool out in this order of its parameters, and learn no other. The engine has to do so too."""
+        by_name = {span.name: span for span in self.spans}
+        self._learnt = self._better = None
+        self._lay_out([(name, by_name[name].param, by_name[name].module) for name in names])
+
+    def close(self) -> None:
+        """End the engine, its threads and its process groups. Settles first."""
+        self.settle()
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+        self.topology.close()
+
+    def _lay_out(self, parameters: Sequence[tuple[str, nn.Parameter, nn.Module | None]]) -> None:
+        """Give every parameter its place. Values in the buffer move with it."""
+        line = math.lcm(_LINE, self.topology.line)
+        old, places = self.buffer, {span.param: span for span in self.spans}
+        self.spans = []
+        offset = 0
+        for index, (name, param, owner) in enumerate(parameters):
+            stop = offset + (param.numel() // line + 1) * line
+            self.spans.append(Span(index, name, param, owner, offset, stop))
+            offset = stop
+        self.buffer = torch.zeros(-(-offset // self._multiple) * self._multiple, dtype=self._dtype, device=old.device)
+        self._views: list[Tensor] = []
+        self._by_param = {span.param: span for span in self.spans}
+        for span in self.spans:
+            p = span.param
+            self._views.append(self.buffer.as_strided(p.size(), _dense_strides(p), span.start))
+            if p in places:
+                place = places[p]
+                self.buffer[span.start : span.stop] = old[place.start : place.stop]
+        ends = [span.stop - 1 for span in self.spans]
+        self._ends = torch.tensor(ends, device=old.device)
+        self._unreached = []
+        self._ready = [False] * len(self.spans)
+        self._front = 0
+        self._largest = []
+
+    def _collect(self, param: nn.Parameter) -> None:
+        """The hook: ``param`` has its gradient."""
+        with self._lock:
+            span = self._by_param[param]
+            if self._deferral is not None and self._deferral.waits(span):
+                raise RuntimeError(
+                    f"{span.name} was read before its update: not by the forward of its own module or of one above, as "
+                    "in the first step; call pool.settle() before such a forward"
+                )
+            if self._ready[span.index]:
+                raise RuntimeError(
+                    f"a second backward reached {span.name} in one step, after its gradient had left; wrap every "
+                    "backward of a step but the last in pool.no_sync(), and begin each step with pool.zero_grad()"
+                )
+            if self._engine is not None:
+                self._begin(self._engine)
+            view = self._views[span.index]
+            if param.grad is not view:
+                assert param.grad is not None
+                if self._engine is not None:
+                    self._engine.take(view, param.grad)
+                else:
+                    view.copy_(param.grad)
+                param.grad = view
+            if self._sync and self._engine is not None:
+                self._ready[span.index] = True
+                if self._learnt is not None:
+                    self._learnt.append(span)
+                self._advance(self._engine)
+
+    def _begin(self, engine: SyncEngine) -> None:
+        if not self._open:
+            engine.begin()
+            self.buffer.index_fill_(0, self._ends, _USED)
+            self._open = True
+            self._finished = False
 
     def _advance(self, engine: SyncEngine) -> None:
         """Move the frontier past every leading span that is ready, handing each to the engine."""
         while self._front < len(self.spans) and self._ready[self._front]:
-            engine.push(self.spans[self._front])
+            span = self.spans[self._front]
+            if self._guard is not None:
+                self._largest.append(torch.linalg.vector_norm(self.buffer[span.start : span.stop], math.inf))
             self._front += 1
+            engine.push(span)
+
+    def _abandon(self) -> None:
+        """Bring an unfinished step to its end, so that no rank waits for this one, and drop it."""
+        engine = self._engine
+        assert engine is not None
+        for span in self.spans[self._front :]:
+            self.buffer[span.start : span.stop].fill_(math.nan)
+        self._ready = [True] * len(self.spans)
+        self._advance(engine)
+        self._front = 0
+        self._any_overflow()
+        engine.finish()
+        for span in self.spans:
+            engine.wait(span)
+        if self._learnt is not None:
+            self._learnt = []
+
+    def _any_overflow(self) -> Tensor | None:
+        if self._guard is None:
+            return None
+        largest, self._largest = torch.stack(self._largest).max(), []
+        overflow = (~(largest <= self._guard)).float()
+        dist.all_reduce(overflow, dist.ReduceOp.MAX, group=self.topology.group)
+        return overflow
+
+    def _agreed_order(self) -> list[Span] | None:
+        """The order in which the first rank's gradients came, those that did not come last; None where it is ours."""
+        came = self._learnt or []
+        seen = set(came)
+        order = torch.tensor(
+            [span.index for span in [*came, *(s for s in self.spans if s not in seen)]], device=self.buffer.device
+        )
+        dist.broadcast(order, self.topology.ranks[0], self.topology.group)
+        self._learnt = None
+        indices = order.tolist()
+        return None if indices == list(range(len(indices))) else [self.spans[index] for index in indices]
+
+    def _learn_order(self, order: Sequence[Span]) -> None:
+        assert self._engine is not None
+        self.settle()
+        self._better = None
+        self._lay_out([(span.name, span.param, span.module) for span in order])
+        self._engine.lay_out()
+        if self._deferral is not None:
+            self._deferral.lay_out(self.spans)
+
+
+def _dense_strides(param: nn.Parameter) -> tuple[int, ...]:
+    """Its own strides; where it does not fill its memory, or overlaps itself, those that a copy would have."""
+    return torch.empty_like(param, device="meta").stride()

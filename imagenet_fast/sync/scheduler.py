@@ -60,6 +60,7 @@ class Scheduler(SyncEngine):
         self._timing = timing
         self._timetable: Timetable | None = None
         self._travelling: dict[int, Transfer] = {}  # by message
+        self._releases: list[list[int]] = []  # by event: a push each, and backward's end
         self._stats = SyncStats(Stopwatch(pool.buffer.device))
         self.lay_out()
 
@@ -68,7 +69,7 @@ class Scheduler(SyncEngine):
         if self._engine.fuse is not None:
             self._arrange(self._engine.fuse)
         elif self._timing is None:
-            self._arrange(self._thresholds()[0])
+            self._arrange(_thresholds(self._engine, self._pool)[0])
         if self._timing is not None:
             self.plan(self._timing)
         elif self._engine.learns:
@@ -98,62 +99,37 @@ class Scheduler(SyncEngine):
     def plan(self, timing: Timing) -> None:
         """From now on fuse as is best, and begin every message when it is best begun. Nothing may be under way."""
         if self._engine.fuse is None:
-            seconds = {fuse: self.predict(timing, fuse) for fuse in self._thresholds()}
-            near = [fuse for fuse, step_s in seconds.items() if step_s <= 1.01 * min(seconds.values())]
-            # The model leaves out what a launch costs the processor; a plan profits from messages that it can move.
-            self._arrange(min(near) if self._engine.planned else max(near))
+            self._arrange(best_fuse(self._engine, self._pool, self._wire, timing, self._network))
         if self._engine.planned:
             tasks, times = [message.task for message in self._messages], [*timing.ready, timing.backward_s]
-            self._releases = plan_releases(tasks, times, self._link(self._messages).s_per_byte)
-
-    def predict(self, timing: Timing, fuse: float | None = None) -> float:
-        """Seconds of a step by the cost model, fused until ``fuse`` bytes, by default as it is."""
-        messages = self._messages if fuse is None else messages_of(self._engine, self._pool, self._wire, fuse, self._network)
-        link = self._link(messages)
-        runs = [(run[-1].index, sum(m.task.message for m in pieces)) for run, pieces in _by_run(messages)]
-        match self._engine.awaits:
-            case "each":
-                return serial_step([size for _, size in runs], timing, link)
-            case "backward":
-                return fused_step(runs, timing, link)
-            case "read":
-                carried = [range(message.run[0].index, message.run[-1].index + 1) for message in messages]
-                return deferred_step([message.task for message in messages], carried, timing, link)
+            self._releases = plan_releases(tasks, times, _link(self._messages, self._network).s_per_byte)
 
     def close(self) -> None:
         if self._timetable is not None:
             self._timetable.close()
             self._timetable = None
 
-    def _thresholds(self) -> list[float]:
-        """What is chosen from; a plan moves whole pieces, so nothing shorter is of use to it."""
-        piece = piece_bytes(self._pool.topology)
-        return [size for size in THRESHOLDS if size >= piece] if self._engine.planned else THRESHOLDS
-
     def _arrange(self, fuse: float) -> None:
         """Settle the messages of all later steps, which leave as soon as they are ready."""
         engine, pool = self._engine, self._pool
         self._messages = messages_of(engine, pool, self._wire, fuse, self._network)
         self._phases: list[Sequence[Phase]] = []
-        self._releases: list[list[int]] = [[] for _ in range(len(pool.spans) + 1)]  # a push each, and backward's end
+        self._releases = [[] for _ in range(len(pool.spans) + 1)]
+        rest: Sequence[Phase] = ()
         self._numbers: dict[Span, list[int]] = {span: [] for span in pool.spans}
         for number, message in enumerate(self._messages):
             self._releases[message.task.event].append(number)
             for span in message.run:
                 self._numbers[span].append(number)
             if message.half == 1:
-                self._phases.append(self._rest)
+                self._phases.append(rest)
                 continue
             phases = all_reduce(
                 pool.buffer[message.part], self._wire, message.collective, pool.topology, engine.servers, engine.halves
             )
             turn = next((n for n, phase in enumerate(phases) if phase.gathers and engine.halves), len(phases))
-            self._rest = phases[turn:]
+            rest = phases[turn:]
             self._phases.append(phases[:turn])
-
-    def _link(self, messages: Sequence[Message]) -> Link:
-        """Of the collective that carries most."""
-        return self._network.link(max(messages, key=lambda message: message.task.message).collective)
 
     def _release(self, event: int) -> None:
         for number in self._releases[event]:
@@ -173,9 +149,49 @@ class Scheduler(SyncEngine):
             self._stats.add(label, transfer)
 
 
-def messages_of(
-    engine: Engine, pool: GradientPool, wire: torch.dtype, fuse: float, network: Network
-) -> list[Message]:
+def best_fuse(engine: Engine, pool: GradientPool, wire: torch.dtype, timing: Timing, network: Network) -> float:
+    """The bytes on the wire from which on a run should leave, by the cost model.
+
+    Of those within 1 % of the fastest a plan takes the smallest, since it profits from messages that it can move; else
+    it is the largest, since the model leaves out what a launch costs the processor.
+    """
+    if engine.fuse is not None:
+        return engine.fuse
+    seconds = {fuse: predict(engine, pool, wire, fuse, timing, network) for fuse in _thresholds(engine, pool)}
+    near = [fuse for fuse, step_s in seconds.items() if step_s <= 1.01 * min(seconds.values())]
+    return min(near) if engine.planned else max(near)
+
+
+def predict(
+    engine: Engine, pool: GradientPool, wire: torch.dtype, fuse: float, timing: Timing, network: Network,
+    share: float = 1.0,
+) -> float:  # fmt: skip
+    """Seconds of a step by the cost model, of an engine that sends ``share`` of the values."""
+    messages = messages_of(engine, pool, wire, fuse / share, network)
+    link = _link(messages, network)
+    runs = [(pieces[0].task.event, share * sum(m.task.message for m in pieces)) for pieces in _by_run(messages)]
+    match engine.awaits:
+        case "each":
+            return serial_step([size for _, size in runs], timing, link)
+        case "backward":
+            return fused_step(runs, timing, link)
+        case "read":
+            carried = [range(message.run[0].index, message.run[-1].index + 1) for message in messages]
+            return deferred_step([message.task for message in messages], carried, timing, link)
+
+
+def _thresholds(engine: Engine, pool: GradientPool) -> list[float]:
+    """What is chosen from; a plan moves whole pieces, so nothing shorter is of use to it."""
+    piece = piece_bytes(pool.topology)
+    return [size for size in THRESHOLDS if size >= piece] if engine.planned else THRESHOLDS
+
+
+def _link(messages: Sequence[Message], network: Network) -> Link:
+    """Of the collective that carries most."""
+    return network.link(max(messages, key=lambda message: message.task.message).collective)
+
+
+def messages_of(engine: Engine, pool: GradientPool, wire: torch.dtype, fuse: float, network: Network) -> list[Message]:
     """The messages of a step, fused until ``fuse`` bytes, in the order in which their gradients are ready."""
     messages: list[Message] = []
     line = pool.topology.line
@@ -197,8 +213,8 @@ def messages_of(
     return messages
 
 
-def _by_run(messages: Sequence[Message]) -> Iterable[tuple[Run, list[Message]]]:
-    return ((pieces[0].run, pieces) for _, group in groupby(messages, key=lambda m: m.run[0]) if (pieces := list(group)))
+def _by_run(messages: Sequence[Message]) -> Iterable[list[Message]]:
+    return (list(pieces) for _, pieces in groupby(messages, key=lambda message: message.run[0]))
 
 
 def _runs(spans: Iterable[Span], engine: Engine, fuse: float) -> list[Run]:
@@ -206,7 +222,8 @@ def _runs(spans: Iterable[Span], engine: Engine, fuse: float) -> list[Run]:
     runs: list[list[Span]] = []
     for span in spans:
         run = runs[-1] if runs else []
-        if run and engine.together(span) == engine.together(run[0]) and run[-1].stop - run[0].start < fuse:
+        enough = fuse * (engine.first if len(runs) == 1 else 1)
+        if run and engine.together(span) == engine.together(run[0]) and run[-1].stop - run[0].start < enough:
             run.append(span)
         else:
             runs.append([span])

@@ -15,8 +15,8 @@ class Span:
     index: int
     name: str
     param: nn.Parameter
-    module: nn.Module
-    """The module that owns the parameter, the first one where several do."""
+    module: nn.Module | None
+    """The module that owns the parameter, one of them where several do; None where the pool knows no model."""
     start: int
     stop: int
 

@@ -45,12 +45,13 @@ class Timetable:
         self._spans = list(spans)
         self._device = device
         self._group = group
+        self.layers = layers
         self._steps = 0
         self._called: dict[nn.Module, Mark] = {}
         self._turned: Mark | None = None  # from forward to backward
         self._pushed: list[Mark] = []
         self._rows: list[list[float]] = []
-        owners = dict.fromkeys([model, *(span.module for span in self._spans if layers)])
+        owners = dict.fromkeys([model, *(span.module for span in self._spans if layers and span.module is not None)])
         self._hooks = [module.register_forward_pre_hook(self._call) for module in owners]
         self._hooks.append(model.register_forward_hook(self._turn))
         self._model = model
@@ -74,7 +75,7 @@ class Timetable:
             first = self._pushed[0]
             begin, turn = self._called.get(self._model, first), self._turned or first
             moments = [
-                *(seconds_between(begin, self._called.get(span.module, begin)) for span in self._spans),
+                *(seconds_between(begin, self._called.get(span.module or self._model, begin)) for span in self._spans),
                 seconds_between(begin, turn),
                 *(seconds_between(turn, pushed) for pushed in self._pushed),
                 seconds_between(turn, end),

@@ -124,5 +124,3 @@ def _own_node() -> str:
     if node is not None:
         return node
     return str(dist.get_rank() // int(local_size)) if local_size is not None else socket.gethostname()
-
-

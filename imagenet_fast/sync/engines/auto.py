@@ -2,50 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import torch
-
-from imagenet_fast.recipe.engines import (
-    AllReduceSync,
-    Collective,
-    DearSync,
-    HybridSync,
-    LazySync,
-    RingSync,
-    SparseSync,
-    Wire,
-)
-from imagenet_fast.sync.collectives import usual_collective
-from imagenet_fast.sync.deferred import Deferred
-from imagenet_fast.sync.engine import SyncEngine, SyncStats
-from imagenet_fast.sync.lane import Lane
-from imagenet_fast.sync.lazy import Lazy
-from imagenet_fast.sync.link import Link, measure_link
+from imagenet_fast.sync.collectives import wire_for
+from imagenet_fast.sync.engine import Engine, SyncEngine, SyncStats
+from imagenet_fast.sync.link import Network
 from imagenet_fast.sync.pool import GradientPool
-from imagenet_fast.sync.prediction import Prediction, best_threshold, fused_step, layerwise_step
+from imagenet_fast.sync.prediction import Prediction
+from imagenet_fast.sync.scheduler import Scheduler, best_fuse, predict
 from imagenet_fast.sync.span import Span
-from imagenet_fast.sync.timetable import Timetable, Timing
+from imagenet_fast.sync.timetable import Timing
 
-Candidate = AllReduceSync | RingSync | LazySync | HybridSync | DearSync
-_MiB = 2**20
+
+@dataclass(frozen=True)
+class Candidate:
+    """An engine to be predicted."""
+
+    name: str
+    engine: Engine
+    exact: bool = True
+    share: float = 1.0
+    """Of the values, which it sends."""
+    electable: bool = True
+    """Whether it may be chosen; else it is there for comparison."""
 
 
 class Auto(SyncEngine):
-    """Works as ``lazy`` for a few steps, then hands the pool to the fastest exact engine by the cost model."""
+    """Works as ``meanwhile`` for a few steps, then hands the pool to the fastest of ``candidates`` by the cost model."""
 
-    def __init__(
-        self, pool: GradientPool, wire: Wire, dtype: torch.dtype, defer: bool, build: Callable[[Candidate], SyncEngine]
-    ) -> None:
+    def __init__(self, pool: GradientPool, meanwhile: Engine, candidates: Sequence[Candidate]) -> None:
         self._pool = pool
-        self._wire = wire
-        self._dtype = dtype
-        self._defer = defer
-        self._build = build
-        self._lane = Lane(pool.buffer.device)
-        self._usual = usual_collective(pool.buffer, dtype, self._lane)
-        self._meanwhile = Lazy(pool, dtype, _MiB, self._usual)
-        self._timetable = Timetable(pool.model, pool.spans, pool.buffer.device)
+        self._wire = wire_for(pool.buffer.dtype, meanwhile.wire, pool.topology)
+        self._candidates = candidates
+        self._meanwhile = Scheduler(meanwhile, pool)
+        self._timetable = pool.watch(layers=any(c.engine.awaits == "read" and c.electable for c in candidates))
+
+    def lay_out(self) -> None:
+        self.close()
+        self._meanwhile.lay_out()
+        self._timetable = self._pool.watch(self._timetable.layers)
 
     def push(self, span: Span) -> None:
         self._timetable.push()
@@ -58,34 +54,18 @@ class Auto(SyncEngine):
             stats.decision = self._decide(self._timetable.timing())
         return stats
 
+    def close(self) -> None:
+        self._timetable.close()
+
     def _decide(self, timing: Timing) -> tuple[Prediction, ...]:
-        collectives: tuple[Collective, ...] = ("native", "ring", "pairwise")
-        links = {c: measure_link(c, self._dtype, self._lane, self._pool.buffer.device) for c in collectives}
-        usual = links[self._usual]
-        spans, itemsize = self._pool.spans, self._dtype.itemsize
-        messages = [float((span.stop - span.start) * itemsize) for span in spans]
-        threshold = best_threshold(messages, timing, usual)
-        ring, sparse = RingSync(wire=self._wire), SparseSync()
-        lazy = LazySync(wire=self._wire, threshold_mb=threshold / _MiB)
-        engines: dict[Candidate, SyncEngine] = {}
-        seconds: dict[Candidate, float] = {
-            AllReduceSync(wire=self._wire): layerwise_step(spans, itemsize, timing, links["native"]),
-            ring: fused_step(messages, timing, ring.bucket_mb * _MiB, links["ring"]),
-            lazy: fused_step(messages, timing, threshold, usual),
-        }
-        for settings in (HybridSync(wire=self._wire), DearSync(wire=self._wire)) if self._defer else ():
-            engine = engines[settings] = self._build(settings)
-            assert isinstance(engine, Deferred)
-            link: Link = links["ring" if isinstance(settings, HybridSync) else "pairwise"]
-            seconds[settings] = engine.predict(timing, link)
-            engine.plan(timing, link)
-        best = min(seconds, key=seconds.__getitem__)
-        self._pool.attach(engines.get(best) or self._build(best))
-        sent = [message * (1 - sparse.sparsity) for message in messages]
-        narrowing = itemsize / self._pool.buffer.element_size()  # DDP counts its buckets' bytes before the hook's cast
-        ddp_s = fused_step(messages, timing, 25 * _MiB * narrowing, links["native"], first=_MiB * narrowing)
-        return (
-            *(Prediction(settings.kind, step_s, True, settings is best) for settings, step_s in seconds.items()),
-            Prediction("sparse", fused_step(sent, timing, sparse.threshold_mb * _MiB, usual), False, False),
-            Prediction("ddp", ddp_s, True, False),
+        pool, wire, network = self._pool, self._wire, Network(self._pool.topology, self._wire)
+        seconds: list[float] = []
+        for candidate in self._candidates:
+            fuse = best_fuse(candidate.engine, pool, wire, timing, network)
+            seconds.append(predict(candidate.engine, pool, wire, fuse, timing, network, candidate.share))
+        fastest = min((s, n) for n, s in enumerate(seconds) if self._candidates[n].electable)[1]
+        pool.attach(Scheduler(self._candidates[fastest].engine, pool, network, timing))
+        return tuple(
+            Prediction(candidate.name, step_s, candidate.exact, number == fastest)
+            for number, (candidate, step_s) in enumerate(zip(self._candidates, seconds, strict=True))
         )

@@ -3,6 +3,7 @@
 # No `from __future__ import annotations` here: DDP compares the annotations of a communication hook with types.
 
 import inspect
+import math
 from contextlib import AbstractContextManager
 
 import torch
@@ -13,10 +14,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from imagenet_fast.sync.collectives import ring_bytes
+from imagenet_fast.recipe.engines import DdpSync
+from imagenet_fast.sync.channel import Traffic
+from imagenet_fast.sync.collectives import Transfer
 from imagenet_fast.sync.deferral import Update
-from imagenet_fast.sync.engine import SyncStats
-from imagenet_fast.sync.lane import Traffic, Transfer
+from imagenet_fast.sync.engine import Engine, SyncStats
 
 # Renamed in torch 2.13.
 _BUFFER_SWITCH = next(
@@ -55,15 +57,18 @@ class DdpPeer:
                 self._reduce = default_hooks.allreduce_hook
         self._wire = wire
         self._stats = SyncStats(None)
+        self._guard: float | None = None
+        self.found_inf: Tensor | None = None
+        """With :meth:`guard`: 1 where a mean of the last step was not finite or too large, else 0."""
         if powersgd_rank:
             self._powersgd = PowerSGDState(None, powersgd_rank, start_powerSGD_iter=_POWERSGD_BEGINS)
             self.module.register_comm_hook(self._powersgd, self._send_compressed)
         else:
             self.module.register_comm_hook(None, self._send)
 
-    @property
-    def sent(self) -> None:
-        """All of everything."""
+    def guard(self, largest: float) -> None:
+        """From now on look at the means of every step. One above ``largest`` counts as infinite."""
+        self._guard = largest
 
     def zero_grad(self) -> None:
         self.module.zero_grad(set_to_none=True)
@@ -73,6 +78,9 @@ class DdpPeer:
 
     def finish(self) -> SyncStats:
         stats, self._stats = self._stats, SyncStats(None)
+        if self._guard is not None:
+            means = [p.grad for p in self.module.parameters() if p.grad is not None]
+            self.found_inf = (~(torch.stack(torch._foreach_norm(means, math.inf)).max() <= self._guard)).float()
         return stats
 
     def update(self, apply: Update) -> None:
@@ -80,6 +88,9 @@ class DdpPeer:
 
     def settle(self) -> None:
         """Nothing is ever put off."""
+
+    def close(self) -> None:
+        """DDP uses the process group of all ranks."""
 
     def _send(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         self._count(bucket.buffer().numel() * self._wire.itemsize)
@@ -95,8 +106,15 @@ class DdpPeer:
         return outcome
 
     def _count(self, message: int) -> None:
-        sent = ring_bytes(message, dist.get_world_size())
+        ranks = dist.get_world_size()
+        sent = 2 * (ranks - 1) * message // ranks  # in a ring
         self._stats.add("bucket", Transfer(_nothing, [Traffic(sent, sent)]))
+
+
+def likeness(settings: DdpSync, wire: torch.dtype) -> Engine:
+    """What the cost model takes it for. Its buckets are counted before a hook's cast; the first is a smaller one."""
+    cap = settings.bucket_cap_mb or 25
+    return Engine(wire, "backward", cap * 2**20 * wire.itemsize / 4, first=1 / cap, collective="native")
 
 
 def _nothing() -> None:

@@ -30,6 +30,7 @@ def hybrid(settings: HybridSync, wire: torch.dtype) -> Engine:
 
 def is_connected(span: Span) -> bool:
     """Whether it is of a fully connected layer, whose weight is a matrix, and not of a convolution or a norm."""
+    assert span.module is not None, "a deferring engine's pool knows its model"
     return any(p.dim() == 2 for p in span.module.parameters(recurse=False))
 
 

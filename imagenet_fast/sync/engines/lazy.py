@@ -15,6 +15,4 @@ from imagenet_fast.sync.engine import Engine
 
 def lazy(settings: LazySync, wire: torch.dtype) -> Engine:
     """A threshold of 0 sends every tensor by itself, an infinite one everything at the end of backward."""
-    return Engine(
-        wire, "backward", settings.threshold, collective=settings.chosen_collective, servers=settings.servers
-    )
+    return Engine(wire, "backward", settings.threshold, collective=settings.chosen_collective, servers=settings.servers)

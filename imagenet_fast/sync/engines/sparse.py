@@ -9,77 +9,87 @@ while backward goes on, and the norms are agreed on during the next forward.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from imagenet_fast.recipe.engines import Collective
-from imagenet_fast.sync.collectives import all_reduce, usual_collective
-from imagenet_fast.sync.collectives.butterfly import butterfly
-from imagenet_fast.sync.engine import Stopwatch, SyncEngine, SyncStats
-from imagenet_fast.sync.lane import Lane, Peers, Transfer
+from imagenet_fast.recipe.engines import SparseSync
+from imagenet_fast.sync.collectives import Phase, Transfer, all_reduce, carry, piece_bytes, usual_collective, wire_for
+from imagenet_fast.sync.engine import Elements, Engine, Stopwatch, SyncEngine, SyncStats
 from imagenet_fast.sync.pool import GradientPool
 from imagenet_fast.sync.span import Span
 
 
 class Sparse(SyncEngine):
-    """Sends all but ``sparsity`` of the chunks of ``chunk`` elements, fused until ``threshold`` bytes on the wire.
+    """Sends all but ``settings.sparsity`` of the chunks, fused until a threshold of bytes on the wire.
 
-    The first ``dense_steps`` steps send everything, over the next ``ramp_steps`` the share that stays grows to
-    ``sparsity``. No chunk stays longer than twice as long as it would if all took turns.
+    The first steps send everything, over the next ones the share that stays grows. No chunk stays longer than twice as
+    long as it would if all took turns.
     """
 
-    keeps = True
-
-    def __init__(
-        self, pool: GradientPool, wire: torch.dtype, sparsity: float, chunk: int, dense_steps: int, ramp_steps: int,
-        threshold: float, collective: Collective | None,
-    ) -> None:  # fmt: skip
+    def __init__(self, settings: SparseSync, pool: GradientPool, wire: torch.dtype, steps_per_epoch: int) -> None:
         self._pool = pool
-        self._wire = wire
-        self._sparsity = sparsity
-        self._chunk = chunk
-        self._dense_steps = dense_steps
-        self._ramp_steps = ramp_steps
-        self._threshold = threshold
-        self._lane = Lane(pool.buffer.device)
-        self._collective = collective or usual_collective(pool.buffer, wire, self._lane)
-        self._chunks = -(-pool.buffer.numel() // chunk)
+        self._wire = wire_for(pool.buffer.dtype, wire, pool.topology)
+        self._settings = settings
+        self._dense_steps = round((settings.dense_epochs or 0.0) * steps_per_epoch)
+        self._ramp_steps = round(settings.ramp_epochs * steps_per_epoch)
+        self._threshold = piece_bytes(pool.topology) / 4 if settings.threshold is None else settings.threshold
+        self._collective = settings.chosen_collective or usual_collective(pool.buffer.dtype, self._wire, pool.topology)
+        self._packing = pool.topology.channel((), "packing")
+        self._landing = pool.topology.channel((), "landing")
         self._step = 0
-        self._scores = torch.zeros(self._chunks, device=pool.buffer.device)
-        self._agreed: Transfer | None = None  # on the scores
-        self._ages = torch.zeros(self._chunks, dtype=torch.int64)  # steps since a chunk was last sent
-        self._selected = list(range(self._chunks))
-        self._next = 0  # the first of the selected chunks that has not left
+        pool.lengthen(settings.chunk)
+        self.lay_out()
+
+    def lay_out(self) -> None:
+        device, topology, chunk = self._pool.buffer.device, self._pool.topology, self._settings.chunk
+        self._chunks = self._pool.buffer.view(-1, chunk)
+        count = len(self._chunks)
+        self._scores = torch.zeros(-(-count // topology.line) * topology.line, device=device)
+        self._ages = torch.zeros(count, dtype=torch.int64, device=device)  # steps since a chunk was last sent
+        fp32 = torch.float32
+        self._agreement = [
+            Phase(self._packing, self._measure, False),
+            *all_reduce(self._scores, fp32, usual_collective(fp32, fp32, topology), topology),
+            Phase(self._landing, self._choose, True),
+        ]
+        self._agreed: Transfer | None = None  # on the scores, and so on the chunks of the next step
+        self._here = torch.empty(count, dtype=torch.int64, pin_memory=device.type == "cuda")  # ids, for the host
+        self._choose()
+        self._sent = self._ids[:0]  # what is in the pool and has been applied
+        self._selected: list[int] = []  # the ids of this step's chunks, rising
+        self._next = 0  # the first of them that has not left
         self._packed = 0  # the first that is not ready to leave
-        self._messages: list[tuple[list[slice], Tensor, Transfer]] = []
+        self._messages: list[tuple[Tensor, Tensor, Transfer]] = []  # ids, values by chunk
 
     @property
     def sent(self) -> list[slice]:
+        """The parts of the pool that the last step sent, in order."""
         return self._parts(self._selected)
 
     def begin(self) -> None:
-        """Choose the chunks of this step, the same on every rank.
-
-        Where chunks are overdue they go first, the longest waiting before the others: with a mere bonus for age, some
-        would starve by their place.
-        """
+        """Take what was sent out of the pool, and see which chunks this step sends."""
         if self._agreed is not None:
             self._agreed.wait()
-        count = math.ceil(self._density(self._step) * self._chunks)
-        urgency = torch.where(self._ages >= 2 * math.ceil(self._chunks / count), self._ages, 0)
-        by_score = torch.sort(self._scores.cpu(), descending=True, stable=True).indices
-        by_urgency = by_score[torch.sort(urgency[by_score], descending=True, stable=True).indices]
-        self._selected = sorted(by_urgency[:count].tolist())
+            ended = self._agreed.traffic[-1].ended
+            if isinstance(ended, torch.cuda.Event):  # of the last step, long past: the ids came during forward
+                ended.synchronize()
+        self._chunks.index_fill_(0, self._sent, 0.0)
+        self._sent = self._ids[:0]
+        self._selected = self._here[: len(self._ids)].tolist()
+
+    def take(self, place: Tensor, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            place.add_(gradient)
 
     def push(self, span: Span) -> None:
         last = span.index == len(self._pool.spans) - 1
-        while self._packed < len(self._selected) and (
-            last or (self._selected[self._packed] + 1) * self._chunk <= span.stop
-        ):
+        ready = bisect_right(self._selected, span.stop // self._settings.chunk - 1)
+        while self._packed < (len(self._selected) if last else ready):
             self._packed += 1
-            if (self._packed - self._next) * self._chunk * self._wire.itemsize >= self._threshold:
+            if (self._packed - self._next) * self._settings.chunk * self._wire.itemsize >= self._threshold:
                 self._launch()
 
     def finish(self) -> SyncStats:
@@ -87,76 +97,116 @@ class Sparse(SyncEngine):
         stats = SyncStats(exposed)
         if self._packed > self._next:
             self._launch()
-        for parts, message, transfer in self._messages:
-            label = f"{len(parts)} runs of chunks"
+        for ids, _, transfer in self._messages:
+            label = f"{len(ids)} chunks"
             with exposed(label):
                 transfer.wait()
             stats.add(label, transfer)
-            if len(parts) > 1:
-                torch._foreach_copy_([self._pool.buffer[p] for p in parts], _unpacked(message, parts))
-        self._messages.clear()
         self._next = self._packed = 0
+        self._sent = self._ids
         self._ages += 1
-        self._ages[self._selected] = 0
+        self._ages[self._ids] = 0
         self._step += 1
         if self._agreed is not None:
             stats.add("the chunks' norms", self._agreed)
             self._agreed = None
-        if self._density(self._step) < 1:
-            self._agree()
+        if self._density() < 1:
+            # What is sent is measured now, for the update may change it; the rest stands still.
+            self._norms = [(ids, torch.linalg.vector_norm(rows, 1, dim=1)) for ids, rows, _ in self._messages]
+            self._agreed = carry(self._agreement)
+        else:
+            self._choose()
+        self._messages.clear()
         return stats
+
+    def elements(self) -> Elements | None:
+        if len(self._selected) == len(self._chunks):
+            return None
+        inside: Elements = {}
+        spans = iter(self._pool.spans)
+        span = next(spans)
+        for part in self.sent:
+            while span.stop <= part.start:
+                span = next(spans)
+            while True:
+                begin = max(part.start, span.start) - span.start
+                end = min(part.stop - span.start, span.param.numel())
+                if begin < end:
+                    inside.setdefault(span.param, []).append(slice(begin, end))
+                if span.stop >= part.stop or span.index == len(self._pool.spans) - 1:
+                    break
+                span = next(spans)
+        return inside
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank has not sent, and what decides when it will be. Differs between ranks."""
         if self._agreed is not None:
             self._agreed.wait()
         residual = self._pool.buffer.clone()
-        for part in self.sent:
-            residual[part] = 0
-        return {"step": self._step, "residual": residual, "scores": self._scores.clone(), "ages": self._ages.clone()}
+        residual.view_as(self._chunks).index_fill_(0, self._sent, 0.0)
+        return {
+            "step": self._step, "residual": residual, "scores": self._scores.clone(), "ages": self._ages.clone(),
+            "order": [span.name for span in self._pool.spans],
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._pool.order(state["order"])
+        self.lay_out()
         self._step = state["step"]
         self._pool.buffer.copy_(state["residual"])
         self._scores.copy_(state["scores"])
         self._ages.copy_(state["ages"])
-        self._selected = []  # nothing of the last step's is in the pool
+        self._choose()
 
-    def _density(self, step: int) -> float:
-        """The share of the chunks that leaves in a step."""
-        ramped = min(1.0, (step - self._dense_steps + 1) / (self._ramp_steps + 1))
-        return 1.0 if step < self._dense_steps else 1 - self._sparsity * ramped
+    def _density(self) -> float:
+        """The share of the chunks that leaves in the next step."""
+        ramped = min(1.0, (self._step - self._dense_steps + 1) / (self._ramp_steps + 1))
+        return 1.0 if self._step < self._dense_steps else 1 - self._settings.sparsity * ramped
 
     def _launch(self) -> None:
-        parts = self._parts(self._selected[self._next : self._packed])
-        values = [self._pool.buffer[part] for part in parts]
-        message = torch.cat(values) if len(values) > 1 else values[0]
-        self._messages.append((parts, message, all_reduce(message, self._wire, self._collective, self._lane)))
+        """Send the chunks that are ready: copied together, unless they lie so."""
+        ids, count = self._ids[self._next : self._packed], self._packed - self._next
+        first, last = self._selected[self._next], self._selected[self._packed - 1]
+        topology, chunk = self._pool.topology, self._settings.chunk
+        if last - first + 1 == count and count * chunk % topology.line == 0:
+            rows = self._chunks[first : last + 1]
+            phases = all_reduce(rows.view(-1), self._wire, self._collective, topology)
+        else:
+            values = self._pool.buffer.new_zeros(-(-count * chunk // topology.line) * topology.line)
+            rows = values[: count * chunk].view(count, chunk)
+            phases = [
+                Phase(self._packing, lambda: _done(torch.index_select(self._chunks, 0, ids, out=rows)), False),
+                *all_reduce(values, self._wire, self._collective, topology),
+                Phase(self._landing, lambda: _done(self._chunks.index_copy_(0, ids, rows)), True),
+            ]
+        self._messages.append((ids, rows, carry(phases)))
         self._next = self._packed
 
-    def _agree(self) -> None:
-        """Start adding up every chunk's L1 norm over ranks: of the sent mean where it was sent, else of what is left.
+    def _measure(self) -> None:
+        """Every chunk's L1 norm: of the mean where it was sent, else of what is left."""
+        torch.linalg.vector_norm(self._chunks, 1, dim=1, out=self._scores[: len(self._chunks)])
+        for ids, norms in self._norms:
+            self._scores[ids] = norms
 
-        The first are taken here and now, since the next step sets them to zero; the others stand still till then.
+    def _choose(self) -> None:
+        """The chunks of the next step, the same on every rank.
+
+        Where chunks are overdue they go first, the longest waiting before the others: with a mere bonus for age, some
+        would starve by their place.
         """
-        sent_norms = torch._foreach_norm([self._pool.buffer[p] for n in self._selected for p in self._parts([n])], 1)
-
-        def carry(peers: Peers) -> None:
-            whole, rest = divmod(self._pool.buffer.numel(), self._chunk)
-            chunks = self._pool.buffer[: whole * self._chunk].view(whole, self._chunk)
-            torch.linalg.vector_norm(chunks, 1, dim=1, out=self._scores[:whole])
-            if rest:
-                self._scores[whole] = self._pool.buffer[-rest:].norm(1)
-            self._scores[self._selected] = torch.stack(sent_norms)
-            butterfly(self._scores, torch.float32, peers)
-
-        self._agreed = self._lane.start(carry)
+        chunks = len(self._chunks)
+        count = math.ceil(self._density() * chunks)
+        urgency = torch.where(self._ages >= 2 * math.ceil(chunks / count), self._ages, 0)
+        by_score = torch.sort(self._scores[:chunks], descending=True, stable=True).indices
+        by_urgency = by_score[torch.sort(urgency[by_score], descending=True, stable=True).indices]
+        self._ids = by_urgency[:count].sort().values
+        self._here[:count].copy_(self._ids, non_blocking=True)
 
     def _parts(self, chunks: list[int]) -> list[slice]:
         """The pool's elements of rising ``chunks``, neighbours as one."""
         parts: list[slice] = []
         for number in chunks:
-            begin, end = number * self._chunk, min((number + 1) * self._chunk, self._pool.buffer.numel())
+            begin, end = number * self._settings.chunk, (number + 1) * self._settings.chunk
             if parts and parts[-1].stop == begin:
                 parts[-1] = slice(parts[-1].start, end)
             else:
@@ -164,5 +214,10 @@ class Sparse(SyncEngine):
         return parts
 
 
-def _unpacked(message: Tensor, parts: list[slice]) -> list[Tensor]:
-    return list(message.split([part.stop - part.start for part in parts]))
+def likeness(settings: SparseSync, wire: torch.dtype) -> Engine:
+    """What the cost model takes it for, given the share that it sends."""
+    return Engine(wire, "backward", settings.threshold, collective=settings.chosen_collective)
+
+
+def _done(_: Tensor) -> None:
+    """Nothing to wait for."""
