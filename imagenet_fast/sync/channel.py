@@ -54,8 +54,9 @@ class Channel:
     """Carries phases over ``ranks``, of which this process is one, in the order in which they are entered.
 
     Every rank must enter its phases in the same order. On a CPU a thread of the channel's issues them: it waits until a
-    phase's predecessor is done, does the phase's local work and starts its collective, but does not wait for that one,
-    so that the wire is busy while the next is prepared. On a GPU nothing blocks, and the caller queues everything on the channel's stream. Without ranks it is for local work.
+    phase's predecessor is done, does the phase's local work and starts its collective, but does not wait for that
+    one, so that the wire is busy while the next is prepared. On a GPU nothing blocks, and the caller queues all of it
+    on the channel's stream. Without ranks it is for local work.
 
     Its operations (:meth:`all_to_all` and so on) are for phases only. They return what is to be waited for, and count
     bytes: by arithmetic, for backends do not tell.

@@ -30,8 +30,8 @@ class Deferral:
     A module's parameters are read by the module itself, or by an ancestor that never calls it (as
     ``nn.MultiheadAttention`` reads its ``out_proj``); which of the two, the first forward shows. A parameter
     that nobody called could read is updated at once. Our hooks go before a module's others, which may read its
-    parameters (as those of ``nn.utils.prune`` and ``weight_norm``). Who reads a parameter before its module is called is
-    told so by autograd, which finds it changed; a read that no gradient flows through goes unnoticed.
+    parameters (as those of ``nn.utils.prune`` and ``weight_norm``). Who reads a parameter before its module is called
+    is told so by autograd, which finds it changed; a read that backward has no use for goes unnoticed.
 
     Saving, loading and copying the model, or a part of it, settle first; a copy is free of our hooks.
     """
@@ -64,21 +64,24 @@ class Deferral:
         self._read_by: dict[nn.Module, list[Span]] | None = None
         self._unread: list[Span] = []
 
-    def update(self, apply: Update) -> None:
-        """Put ``apply`` off for every parameter that a forward hook will reach."""
+    def update(self, apply: Update, at_once: bool) -> None:
+        """Put ``apply`` off for every parameter that a forward hook will reach, unless it is to be ``at_once``."""
         if self._read_by is None and self._called:  # else there has been no forward yet to learn from
             self._read_by = self._find_readers()
             read = {span for spans in self._read_by.values() for span in spans}
             self._unread = [span for span in self._spans if span not in read]
-        at_once = self._unread if self._read_by is not None else self._spans
-        if not self._pending:
-            self._updates = []
-            self._pending = dict.fromkeys(span for span in self._spans if span not in set(at_once))
-        self._updates.append(apply)
-        for span in at_once:
-            self.engine.wait(span)
         if at_once:
-            self._apply([apply], at_once)
+            self._bring_up_to_date(list(self._pending), keep=True)
+        now = self._spans if at_once or self._read_by is None else self._unread
+        if not self._pending and not at_once:
+            self._updates = []
+            self._pending = dict.fromkeys(span for span in self._spans if span not in set(now))
+        if not at_once:
+            self._updates.append(apply)
+        for span in now:
+            self.engine.wait(span)
+        if now:
+            self._apply([apply], now)
 
     def settle(self) -> None:
         """Carry out every update that is still put off."""
@@ -94,7 +97,8 @@ class Deferral:
         elif self._pending:
             self._bring_up_to_date(self._read_by.get(module, []))
 
-    def _bring_up_to_date(self, spans: list[Span]) -> None:
+    def _bring_up_to_date(self, spans: list[Span], keep: bool = False) -> None:
+        """Carry out what is put off for ``spans``; their gradients are used up, unless another update wants them."""
         late = [span for span in spans if span in self._pending]
         if not late:
             return
@@ -102,7 +106,7 @@ class Deferral:
             self.engine.wait(span)
             del self._pending[span]
         self._apply(self._updates, late)
-        for span in late:
+        for span in late if not keep else ():
             span.param.grad = None
 
     def _apply(self, updates: Sequence[Update], spans: Sequence[Span]) -> None:

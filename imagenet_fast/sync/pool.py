@@ -154,15 +154,15 @@ class GradientPool:
                 self._better = self._agreed_order()
         return stats
 
-    def update(self, apply: Update) -> None:
+    def update(self, apply: Update, at_once: bool = False) -> None:
         """Have ``apply`` update the parameters it is given: all of them now, or each before it is read again.
 
         ``apply`` captures what belongs to this step, above all the learning rate. Several updates of a step are
-        carried out in their order.
+        carried out in their order. One that needs all gradients ``at_once`` has an engine that defers wait for them.
         """
         assert self._engine is not None
         if self._engine.defers and self._deferral is not None:
-            self._deferral.update(apply)
+            self._deferral.update(apply, at_once)
             return
         used, elements = self.used(self.spans), self._engine.elements()
         if elements is None:
@@ -185,9 +185,7 @@ class GradientPool:
                 "cannot; give pool.update an optimiser of imagenet_fast.training.optimizers, or take another engine"
             )
         settle_before_state(optimizer, self.settle)
-        self.update(captured_step(optimizer))
-        if needs_all(optimizer):
-            self.settle()
+        self.update(captured_step(optimizer), at_once=needs_all(optimizer))
         return stats
 
     def settle(self) -> None:

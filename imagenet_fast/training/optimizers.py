@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -11,12 +11,9 @@ from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
 from imagenet_fast.recipe import schema
+from imagenet_fast.sync.engine import Elements
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
-
-
-Sent = Mapping[nn.Parameter, Sequence[slice]]
-"""Elements of parameters, in the order they lie in memory."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +56,15 @@ class MomentumSGD:
         lr: float,
         params: Sequence[nn.Parameter] | None = None,
         found_inf: Tensor | None = None,
-        sent: Sent | None = None,
+        elements: Elements | None = None,
     ) -> None:
         """Update ``params``, or everything, from ``p.grad``; where ``found_inf`` is 1, change nothing at all.
 
-        With ``sent``, only those elements are updated: the others keep their weight and their momentum.
+        With ``elements``, only those are updated: the others keep their weight and their momentum.
         """
         chosen = self.params if params is None else params
-        self._step_decayed(self._pieces([p for p in chosen if p in self._decayed], sent), lr, found_inf)
-        self._descend(self._pieces([p for p in chosen if p not in self._decayed], sent), lr, 0.0, found_inf)
+        self._step_decayed(self._pieces([p for p in chosen if p in self._decayed], elements), lr, found_inf)
+        self._descend(self._pieces([p for p in chosen if p not in self._decayed], elements), lr, 0.0, found_inf)
 
     def _step_decayed(self, pieces: list[_Piece], lr: float, found_inf: Tensor | None) -> None:
         self._descend(pieces, lr, self._weight_decay, found_inf)
@@ -81,14 +78,14 @@ class MomentumSGD:
             lr=lr, dampening=0.0, nesterov=self._nesterov, maximize=False,
         )  # fmt: skip
 
-    def _pieces(self, params: Sequence[nn.Parameter], sent: Sent | None) -> list[_Piece]:
+    def _pieces(self, params: Sequence[nn.Parameter], elements: Elements | None) -> list[_Piece]:
         pieces = []
         for owner, (param, grad) in enumerate(zip(params, gradients(params), strict=True)):
-            if sent is None:
+            if elements is None:
                 pieces.append(_Piece(param, grad, self._velocity[param], owner))
             else:
                 w, g, v = (_in_memory_order(t) for t in (param, grad, self._velocity[param]))
-                pieces += [_Piece(w[part], g[part], v[part], owner) for part in sent.get(param, ())]
+                pieces += [_Piece(w[part], g[part], v[part], owner) for part in elements.get(param, ())]
         return pieces
 
     def state_dict(self) -> dict[str, Any]:

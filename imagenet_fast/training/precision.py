@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import assert_never
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from imagenet_fast.recipe import schema
 from imagenet_fast.recipe.engines import Wire
-from imagenet_fast.training.optimizers import gradients
+from imagenet_fast.sync import wire_dtype
 
 
 def autocast(precision: schema.Precision, device: torch.device) -> torch.autocast:
@@ -36,31 +35,33 @@ def set_float32_math(precision: schema.Precision) -> None:
 class LossScale:
     """Keeps small fp16 gradients from vanishing: the loss is multiplied by it, the gradients divided.
 
-    ``unscale`` looks at gradients after they have been averaged. A non-finite value on any rank has by then
-    reached every rank, so all find the same and skip the same step, and nothing is read back by the host: the
-    verdict stays on the device, where the optimiser consumes it. A dynamic scale starts at 2^16, halves at a
-    non-finite gradient and doubles after 2000 steps without one (Micikevicius et al., arXiv 1710.03740).
-
-    Other precisions have a scale of 1, and are looked at only when an fp16 wire could overflow.
+    Whether a step can be used is found by the gradients' synchroniser, alike on all ranks and before any weight is
+    updated; nothing is read back by the host: the verdict stays on the device, where the optimiser consumes it. A
+    dynamic scale starts at 2^16, halves at a non-finite gradient and doubles after 2000 steps without one
+    (Micikevicius et al., arXiv 1710.03740). Other precisions have a scale of 1.
     """
 
     def __init__(self, precision: schema.Precision, wire: Wire, device: torch.device) -> None:
+        self._active = isinstance(precision, schema.Float16)
         fixed = precision.loss_scale if isinstance(precision, schema.Float16) else 1.0
-        self._active = isinstance(precision, schema.Float16) or wire == "fp16"
         self._dynamic = not fixed
         self.scale = torch.full((), fixed or 2.0**16, device=device)
-        self._found_inf = torch.zeros((), device=device)
         self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
+        self.largest = torch.finfo(wire_dtype(wire)).max if self._active or wire == "fp16" else None
+        """The largest gradient that can be used; None: they need not be looked at."""
 
     def __call__(self, loss: Tensor) -> Tensor:
         return loss * self.scale if self._active else loss
 
-    def unscale(self, params: Sequence[Tensor]) -> Tensor | None:
-        """Divide the gradients by the scale. Returns 1 on the device where one is not finite, else 0."""
+    def end_step(self, found_inf: Tensor | None) -> Tensor | None:
+        """What this step's gradients are to be multiplied by, None for nothing; the next step's scale may be another.
+
+        ``found_inf`` is 1 on the device where the step cannot be used.
+        """
         if not self._active:
             return None
-        self._found_inf.zero_()
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients(params), self._found_inf, self.scale.reciprocal())
+        factor = self.scale.reciprocal()
         if self._dynamic:
-            torch._amp_update_scale_(self.scale, self._good_steps, self._found_inf, 2.0, 0.5, 2000)
-        return self._found_inf
+            assert found_inf is not None, "a dynamic scale needs to know of overflows"
+            torch._amp_update_scale_(self.scale, self._good_steps, found_inf, 2.0, 0.5, 2000)
+        return factor

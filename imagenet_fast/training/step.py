@@ -15,10 +15,11 @@ from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.sync import GradientSync, attach
+from imagenet_fast.sync.engine import Elements
 from imagenet_fast.sync.trace import TracedSteps
 from imagenet_fast.training.averaging import MovingAverage
 from imagenet_fast.training.meter import Meter
-from imagenet_fast.training.optimizers import MomentumSGD, build_optimizer
+from imagenet_fast.training.optimizers import MomentumSGD, build_optimizer, gradients
 from imagenet_fast.training.precision import LossScale, autocast, set_float32_math
 from imagenet_fast.training.statistics import StepStatistics
 
@@ -67,7 +68,8 @@ class TrainingStep:
         self.meter.add_step(stats)
         if self._trace is not None:
             self._trace.end_step(stats)
-        self._sync.update(partial(self._update, lr))
+        found_inf = self._sync.found_inf
+        self._sync.update(partial(self._update, lr, self._scale.end_step(found_inf), found_inf))
         if self._average is not None:
             self._average.update_buffers()
 
@@ -75,11 +77,15 @@ class TrainingStep:
         """Bring every weight up to date, where the engine leaves that to the next forward."""
         self._sync.settle()
 
-    def _update(self, lr: float, params: list[nn.Parameter]) -> None:
-        found_inf = self._scale.unscale(params)
+    def _update(
+        self, lr: float, factor: Tensor | None, found_inf: Tensor | None, params: list[nn.Parameter],
+        elements: Elements | None = None,
+    ) -> None:  # fmt: skip
+        if factor is not None:
+            torch._foreach_mul_(gradients(params), factor)
         if self._clip_norm:
             nn.utils.clip_grad_norm_(params, self._clip_norm)
-        self._optimizer.step(lr, params, found_inf, self._sync.sent)
+        self._optimizer.step(lr, params, found_inf, elements)
         if self._average is not None:
             self._average.update(params)
 
@@ -101,13 +107,16 @@ def build_step(
     if recipe.compile:
         compile_blocks(model)
     forward, sync = attach(model, recipe.sync, steps_per_epoch)
+    scale = LossScale(recipe.precision, recipe.sync.wire, world.device)
+    if scale.largest is not None:
+        sync.guard(scale.largest)
     return TrainingStep(
         forward,
         sync,
         build_optimizer(recipe.optim, model),
         nn.CrossEntropyLoss(label_smoothing=recipe.label_smoothing),
         autocast(recipe.precision, world.device),
-        LossScale(recipe.precision, recipe.sync.wire, world.device),
+        scale,
         recipe.clip_norm,
         batching.accumulation,
         StepStatistics(model, batching.accumulation),

@@ -29,7 +29,7 @@ class Candidate:
 
 
 class Auto(SyncEngine):
-    """Works as ``meanwhile`` for a few steps, then hands the pool to the fastest of ``candidates`` by the cost model."""
+    """Works as ``meanwhile`` for a few steps, then hands the pool to the fastest candidate by the cost model."""
 
     def __init__(self, pool: GradientPool, meanwhile: Engine, candidates: Sequence[Candidate]) -> None:
         self._pool = pool
