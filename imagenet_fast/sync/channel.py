@@ -65,7 +65,7 @@ class Channel:
     def __init__(self, device: torch.device, ranks: tuple[int, ...] = ()) -> None:
         self.ranks = ranks
         self.size = max(1, len(ranks))
-        self.place = ranks.index(dist.get_rank()) if ranks else 0
+        self.place = ranks.index(dist.get_rank()) if len(ranks) > 1 else 0
         """This rank's number among them."""
         self.calls: list[Call] | None = None
         """Where every call is noted, if anybody wants to know."""

@@ -209,7 +209,7 @@ class GradientPool:
                 "an engine that plans needs to see the forward; give the pool model=..., or the engine a fixed number "
                 "of MiB"
             )
-        return Timetable(self.model, self.spans, self.buffer.device, self.topology.group, layers)
+        return Timetable(self.model, self.spans, self.topology, layers)
 
     def lengthen(self, multiple: int) -> None:
         """Make the buffer's length a multiple of so many elements. For an engine, before it begins."""
@@ -323,7 +323,8 @@ class GradientPool:
             return None
         largest, self._largest = torch.stack(self._largest).max(), []
         overflow = (~(largest <= self._guard)).float()
-        dist.all_reduce(overflow, dist.ReduceOp.MAX, group=self.topology.group)
+        if self.topology.size > 1:
+            dist.all_reduce(overflow, dist.ReduceOp.MAX, group=self.topology.group)
         return overflow
 
     def _agreed_order(self) -> list[Span] | None:
@@ -333,7 +334,8 @@ class GradientPool:
         order = torch.tensor(
             [span.index for span in [*came, *(s for s in self.spans if s not in seen)]], device=self.buffer.device
         )
-        dist.broadcast(order, self.topology.ranks[0], self.topology.group)
+        if self.topology.size > 1:
+            dist.broadcast(order, self.topology.ranks[0], self.topology.group)
         self._learnt = None
         indices = order.tolist()
         return None if indices == list(range(len(indices))) else [self.spans[index] for index in indices]

@@ -11,6 +11,7 @@ from torch import nn
 
 from imagenet_fast.sync.marks import Mark, mark, seconds_between
 from imagenet_fast.sync.span import Span
+from imagenet_fast.sync.topology import Topology
 
 _WARM_STEPS, _TIMED_STEPS = 2, 3
 
@@ -38,13 +39,10 @@ class Timetable:
     nothing but the whole model is watched.
     """
 
-    def __init__(
-        self, model: nn.Module, spans: Iterable[Span], device: torch.device, group: dist.ProcessGroup | None,
-        layers: bool,
-    ) -> None:  # fmt: skip
+    def __init__(self, model: nn.Module, spans: Iterable[Span], topology: Topology, layers: bool) -> None:
         self._spans = list(spans)
-        self._device = device
-        self._group = group
+        self._device = topology.device
+        self._topology = topology
         self.layers = layers
         self._steps = 0
         self._called: dict[nn.Module, Mark] = {}
@@ -90,8 +88,9 @@ class Timetable:
         self.close()
         rows = torch.tensor(self._rows, dtype=torch.float64, device=self._device)
         mean = rows.median(0).values
-        dist.all_reduce(mean, group=self._group)
-        moments = (mean / dist.get_world_size(self._group)).tolist()
+        if self._topology.size > 1:
+            dist.all_reduce(mean, group=self._topology.group)
+        moments = (mean / self._topology.size).tolist()
         count = len(self._spans)
         return Timing(
             tuple(moments[:count]), moments[count], tuple(moments[count + 1 : 2 * count + 1]), moments[2 * count + 1]

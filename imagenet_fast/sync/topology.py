@@ -23,7 +23,7 @@ class Grid:
 
 
 class Topology:
-    """The ranks of ``group`` (None: all there are), by the machines they run on.
+    """The ranks of ``group`` (None: all there are; without torch.distributed, one), by the machines they run on.
 
     A machine is ``ranks_per_node`` neighbouring ranks where that is given; else what torchrun says (``GROUP_RANK``, or
     ``LOCAL_WORLD_SIZE``), or the host's name, all of which the ranks tell each other: every rank of the group must make
@@ -35,8 +35,9 @@ class Topology:
     ) -> None:
         self.device = device
         self.group = group
-        self.ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
-        self.rank = dist.get_rank()
+        alone = group is None and not dist.is_initialized()
+        self.ranks = (0,) if alone else tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+        self.rank = 0 if alone else dist.get_rank()
         self.size = len(self.ranks)
         if ranks_per_node is not None and self.size % ranks_per_node:
             raise ValueError(f"{self.size} ranks are no whole number of nodes of {ranks_per_node}; give another number")
