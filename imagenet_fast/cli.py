@@ -239,8 +239,8 @@ def bench_sync(
     ] = None,
 ) -> None:
     """Replay a model's layer profile against every engine over a network of one's own, beside DDP and the limits."""
-    from imagenet_fast.bench.engines import bench_sync as measure
-    from imagenet_fast.bench.engines import draw_bars, sync_table
+    from imagenet_fast.bench.engine_times import bench_sync as measure
+    from imagenet_fast.bench.engine_times import draw_bars, sync_table
     from imagenet_fast.bench.profile import load_profile
     from imagenet_fast.recipe.reading import parse_engines
     from imagenet_fast.record.pictures import new_figure

@@ -27,7 +27,7 @@ def run_on(hosts: list[Host] | int, function: Callable[..., Any], *arguments: An
     Raises torch's ProcessRaisedException with the traceback of the first rank that failed.
     """
     count = hosts if isinstance(hosts, int) else len(hosts)
-    start_fork_server("imagenet_fast.bench.engines")
+    start_fork_server("imagenet_fast.bench.engine_times")
     with tempfile.TemporaryDirectory() as folder:
         context = start_processes(
             _rank, (count, hosts, folder, function, arguments), nprocs=count, join=False, daemon=True,

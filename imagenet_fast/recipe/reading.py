@@ -14,7 +14,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.recipe.schema import Recipe, Sync, Table
+from imagenet_fast.recipe.engines import Sync
+from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.recipe.table import Table
 
 
 def recipe_folder() -> Path:

@@ -5,30 +5,14 @@ Importing this module does not import torch.
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+
+from imagenet_fast.recipe.engines import Sync
+from imagenet_fast.recipe.table import Fraction, Table
 
 Percent = Annotated[float, Field(gt=0, le=100)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Wire = Literal["fp32", "bf16", "fp16"]
-Collective = Literal["native", "ring", "butterfly", "pairwise", "hierarchical", "torus2d", "parameter_server"]
-
-
-class Table(BaseModel):
-    """One table of a recipe: unknown keys are errors, values are not coerced across types, and are frozen."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, ser_json_inf_nan="strings")
 
 
 class AlexNet(Table):
@@ -182,108 +166,6 @@ class Cosine(Warmup):
 Schedule = Annotated[Polynomial | StepDecay | Cosine, Field(discriminator="kind")]
 
 
-def _infinity(value: object) -> object:
-    """JSON has no infinity, so a job file spells it."""
-    return math.inf if value == "Infinity" else value
-
-
-Bytes = Annotated[float, Field(ge=0, allow_inf_nan=True), BeforeValidator(_infinity)]
-"""MiB on the wire; ``inf`` for no limit."""
-
-
-class AllReduceSync(Table):
-    """One all-reduce a layer after backward: the naive system."""
-
-    kind: Literal["allreduce"] = "allreduce"
-    wire: Wire = "fp32"
-    collective: Collective = "native"
-
-
-class RingSync(Table):
-    """A ring all-reduce a bucket of ``bucket_mb``, overlapped with backward."""
-
-    kind: Literal["ring"] = "ring"
-    wire: Wire = "bf16"
-    bucket_mb: Bytes = 1.0
-
-
-class LazySync(Table):
-    """Fused in the pool until ``threshold_mb``, overlapped with backward (GradientFlow, arXiv 1902.06855)."""
-
-    kind: Literal["lazy"] = "lazy"
-    wire: Wire = "bf16"
-    threshold_mb: Bytes | Literal["auto"] = "auto"
-    """``auto``: what is best for the network and the model, both measured in the first steps."""
-    collective: Collective | Literal["auto"] = "auto"
-    """``auto``: pairwise for 16 bits between up to 16 CPU ranks on several machines, else native."""
-
-
-class SparseSync(Table):
-    """Coarse-grained sparse communication (GradientFlow): all but ``sparsity`` of the pool's chunks stay behind.
-
-    Everything is sent during ``dense_epochs``; over ``ramp_epochs`` the share that stays grows to ``sparsity``.
-    """
-
-    kind: Literal["sparse"] = "sparse"
-    wire: Wire = "bf16"
-    sparsity: Fraction = 0.875
-    chunk: PositiveInt = 32768
-    """Elements."""
-    dense_epochs: NonNegativeFloat | None = None
-    """Unset: while the recipe's learning rate warms up; without a recipe, not at all."""
-    ramp_epochs: NonNegativeFloat = 1.0
-    threshold_mb: Bytes = 0.25
-    collective: Collective | Literal["auto"] = "auto"
-
-
-class HybridSync(Table):
-    """Butterfly for small layers, ring for large ones, overlapped with backward and the next forward.
-
-    ``policy`` tells small from large: ``by-type`` (convolutions and norms; fully connected), right for AlexNet, or
-    ``by-size`` (whichever the measured network makes faster), right for ResNet-50.
-    """
-
-    kind: Literal["hybrid"] = "hybrid"
-    wire: Wire = "bf16"
-    policy: Literal["by-type", "by-size"] = "by-type"
-    fuse_mb: Bytes = 1.0
-    """Neighbouring layers of one kind leave together from here on."""
-
-
-class DearSync(Table):
-    """Reduce-scatter during backward, all-gather during the next forward (arXiv 2302.12445)."""
-
-    kind: Literal["dear"] = "dear"
-    wire: Wire = "bf16"
-    bucket_mb: Bytes = 1.0
-
-
-class AutoSync(Table):
-    """Measures the network and the first steps, and takes the exact engine that the cost model finds fastest."""
-
-    kind: Literal["auto"] = "auto"
-    wire: Wire = "bf16"
-    defer: bool = True
-    """Whether it may be one that overlaps the next forward."""
-
-
-class DdpSync(Table):
-    """torch's DistributedDataParallel, the peer to compare with."""
-
-    kind: Literal["ddp"] = "ddp"
-    wire: Wire = "fp32"
-    bucket_cap_mb: PositiveFloat | None = None
-    """MiB; absent: torch's default, a first bucket of 1 and others of 25."""
-    powersgd_rank: Annotated[int, Field(ge=0)] = 0
-    """torch's PowerSGD hook with approximations of this rank; 0 turns it off."""
-
-
-Sync = Annotated[
-    AllReduceSync | RingSync | LazySync | SparseSync | HybridSync | DearSync | AutoSync | DdpSync,
-    Field(discriminator="kind"),
-]
-
-
 class Recipe(Table):
     """A complete training run. The global batch is fixed; ranks decide how it is split, not what is learned."""
 
@@ -332,27 +214,25 @@ class Recipe(Table):
                 f"data.image_size ({self.data.image_size}) is too small for {self.model.kind}, which needs {smallest}"
             )
         self._check_sync()
-        if isinstance(self.sync, SparseSync) and self.sync.dense_epochs is None:
-            dense_epochs = self.schedule.warmup_epochs
-            return self.model_copy(update={"sync": self.sync.model_copy(update={"dense_epochs": dense_epochs})})
-        return self
+        sync = self.sync.warmed_up(self.schedule.warmup_epochs)
+        return self if sync is self.sync else self.model_copy(update={"sync": sync})
 
     def _check_sync(self) -> None:
         """Refuse what needs all gradients at once where an engine updates layers one by one, or leaves some behind."""
-        sync, precision = self.sync, self.precision
-        defers = isinstance(sync, HybridSync | DearSync) or (isinstance(sync, AutoSync) and sync.defer)
-        name = f"sync.kind '{sync.kind}'" + (" with sync.defer" if isinstance(sync, AutoSync) else "")
-        if defers:
-            why = f"{name} updates a layer before the gradients of all others have come, so it cannot"
+        sync = self.sync
+        if sync.defers:
             if self.clip_norm:
-                raise ValueError(f"{why} clip their global norm (clip_norm {self.clip_norm})")
-            if isinstance(precision, Float16) and not precision.loss_scale:
-                raise ValueError(f"{why} skip a whole step for a dynamic loss scale (precision.loss_scale 0)")
+                raise ValueError(
+                    f"{sync.as_written} updates a layer before the gradients of all others have come, so it cannot "
+                    f"clip their global norm (clip_norm {self.clip_norm})"
+                )
             if self.compile:
-                raise ValueError(f"{name} waits for single layers, so it cannot do with compiled blocks (compile true)")
-        if isinstance(sync, SparseSync):
-            why = f"{name} adds up gradients over steps, so it cannot"
+                raise ValueError(
+                    f"{sync.as_written} waits for single layers, so it cannot do with compiled blocks (compile true)"
+                )
+        if sync.keeps:
+            why = f"{sync.as_written} adds up gradients over steps, so it cannot"
             if self.clip_norm:
                 raise ValueError(f"{why} clip the norm of one (clip_norm {self.clip_norm})")
-            if isinstance(precision, Float16):
+            if isinstance(self.precision, Float16):
                 raise ValueError(f"{why} drop one that overflows (precision.kind 'fp16')")

@@ -18,7 +18,7 @@ from typing import Protocol, assert_never
 import torch
 from torch import nn
 
-from imagenet_fast.recipe.schema import (
+from imagenet_fast.recipe.engines import (
     AllReduceSync,
     AutoSync,
     DdpSync,

@@ -6,7 +6,7 @@ from itertools import groupby
 
 import torch
 
-from imagenet_fast.recipe.schema import Collective
+from imagenet_fast.recipe.engines import Collective
 from imagenet_fast.sync.collectives import all_reduce
 from imagenet_fast.sync.engine import Stopwatch, SyncEngine, SyncStats
 from imagenet_fast.sync.lane import Lane

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from imagenet_fast.recipe.schema import (
+from imagenet_fast.recipe.engines import (
     AllReduceSync,
     Collective,
     DearSync,

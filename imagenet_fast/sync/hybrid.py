@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from imagenet_fast.recipe.schema import Collective
+from imagenet_fast.recipe.engines import Collective
 from imagenet_fast.sync.collectives import all_reduce, wire_for
 from imagenet_fast.sync.collectives.butterfly import butterfly_bytes
 from imagenet_fast.sync.deferred import Deferred, Stage

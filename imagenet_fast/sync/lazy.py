@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from imagenet_fast.recipe.schema import Collective
+from imagenet_fast.recipe.engines import Collective
 from imagenet_fast.sync.collectives import all_reduce, usual_collective, wire_for
 from imagenet_fast.sync.engine import Stopwatch, SyncEngine, SyncStats
 from imagenet_fast.sync.lane import Lane, Transfer

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from imagenet_fast.recipe.schema import Collective
+from imagenet_fast.recipe.engines import Collective
 from imagenet_fast.sync.collectives import all_reduce
 from imagenet_fast.sync.lane import Lane
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imagenet_fast.recipe.schema import Collective
+from imagenet_fast.recipe.engines import Collective
 from imagenet_fast.sync.collectives import all_reduce, usual_collective
 from imagenet_fast.sync.collectives.butterfly import butterfly
 from imagenet_fast.sync.engine import Stopwatch, SyncEngine, SyncStats

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from imagenet_fast.recipe import schema
+from imagenet_fast.recipe.engines import Wire
 from imagenet_fast.training.optimizers import gradients
 
 
@@ -43,7 +44,7 @@ class LossScale:
     Other precisions have a scale of 1, and are looked at only when an fp16 wire could overflow.
     """
 
-    def __init__(self, precision: schema.Precision, wire: schema.Wire, device: torch.device) -> None:
+    def __init__(self, precision: schema.Precision, wire: Wire, device: torch.device) -> None:
         fixed = precision.loss_scale if isinstance(precision, schema.Float16) else 1.0
         self._active = isinstance(precision, schema.Float16) or wire == "fp16"
         self._dynamic = not fixed

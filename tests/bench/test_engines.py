@@ -7,14 +7,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
 import pytest
 
+from imagenet_fast.bench.engine_times import limit_s
 from imagenet_fast.bench.network import parse_rate, shaped_network
 from imagenet_fast.bench.profile import Layer, Profile, load_profile, save_profile
 from imagenet_fast.errors import UserError
+from imagenet_fast.recipe.engines import Awaits
 from tests.e2e.command import imagenet_fast, wait_for
 
 SMALL = Profile(
@@ -82,6 +85,31 @@ def test_the_kernel_counts_what_the_engines_count(rows: list[dict[str, object]])
     for row in rows:
         if row["sent_bytes"] > 1e5:  # beside which acknowledgements and barriers weigh little
             assert row["kernel_bytes"] == pytest.approx(row["sent_bytes"], rel=0.1), row["engine"]
+
+
+@dataclass(frozen=True)
+class Anything:
+    """What a limit needs to know of an engine."""
+
+    awaits: Awaits
+    share: float = 1.0
+
+
+@pytest.mark.parametrize(
+    ("engine", "raw_s", "least"),
+    [
+        (Anything("each"), 0.5, 1.5),
+        (Anything("each", share=0.5), 0.5, 1.25),
+        (Anything("backward"), 0.5, 1.0),
+        (Anything("backward"), 2.0, 2.25),
+        (Anything("backward", share=0.5), 2.0, 1.25),
+        (Anything("read"), 0.5, 1.0),
+        (Anything("read"), 2.0, 2.0),
+    ],
+)
+def test_the_limit_follows_from_where_an_engine_waits_and_what_it_sends(engine: Anything, raw_s: float, least: float):
+    """A second of compute, a quarter of it forward."""
+    assert limit_s(engine, 1.0, 0.25, raw_s) == pytest.approx(least)
 
 
 def test_nothing_is_left_of_a_network(rows: list[dict[str, object]]):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from imagenet_fast.ranks.roll_call import PeerLost
-from imagenet_fast.recipe.schema import Collective
+from imagenet_fast.recipe.engines import Collective
 from imagenet_fast.sync.collectives import all_reduce, ring_bytes
 from imagenet_fast.sync.lane import Lane
 from tests.spawning import run

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from imagenet_fast.recipe.schema import Collective
+from imagenet_fast.recipe.engines import Collective
 from imagenet_fast.sync import (
     AllReduceSync,
     DdpSync,

@@ -9,8 +9,9 @@ from torch import nn
 
 from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.batching import split_batch
+from imagenet_fast.recipe.engines import LazySync
 from imagenet_fast.recipe.reading import parse_recipe
-from imagenet_fast.recipe.schema import BFloat16, Float16, LazySync
+from imagenet_fast.recipe.schema import BFloat16, Float16
 from imagenet_fast.sync import attach
 from imagenet_fast.training.loop import initial_model
 from imagenet_fast.training.optimizers import MomentumSGD

@@ -8,7 +8,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from imagenet_fast.recipe.schema import Collective
+from imagenet_fast.recipe.engines import Collective
 from imagenet_fast.sync.collectives.butterfly import butterfly
 from imagenet_fast.sync.collectives.native import native, ring_bytes
 from imagenet_fast.sync.collectives.nested import hierarchical, torus2d

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median, mode
-from typing import Any, assert_never
+from typing import Any, Protocol, assert_never
 
 import torch
 import torch.distributed as dist
@@ -26,18 +26,7 @@ from imagenet_fast.bench.hosts import run_on
 from imagenet_fast.bench.network import parse_rate, sent_bytes, shaped_network
 from imagenet_fast.bench.profile import Profile
 from imagenet_fast.bench.replay import Gradients, gradients_of, replay
-from imagenet_fast.recipe.schema import (
-    AllReduceSync,
-    AutoSync,
-    DdpSync,
-    DearSync,
-    HybridSync,
-    LazySync,
-    RingSync,
-    SparseSync,
-    Sync,
-    Wire,
-)
+from imagenet_fast.recipe.engines import Awaits, DdpSync, Sync, Wire
 from imagenet_fast.record.tables import compact_table
 from imagenet_fast.sync import SyncStats, attach, wire_dtype
 from imagenet_fast.sync.prediction import Prediction
@@ -110,7 +99,7 @@ def bench_sync(
     timeline of every engine into the directory ``traces``. Raises UserError where the network cannot be made.
     """
     wires = list(dict.fromkeys(settings.wire for settings in engines))
-    asked = {settings.wire: settings for settings in engines if isinstance(settings, DdpSync)}
+    asked = {settings.wire: settings for settings in engines if not settings.ours}
     peers = {wire: asked.get(wire, DdpSync(wire=wire)) for wire in wires}
     engines = engines + [peer for peer in peers.values() if peer not in engines]
     small = profile.shrunk(scale)
@@ -120,10 +109,7 @@ def bench_sync(
         )
     by_rank = [blocks for blocks, _ in measured]
     decision = measured[0][1]
-    chosen: dict[str, float | None] = {p.engine: p.step_s for p in decision}
-    chosen["auto"] = next((p.step_s for p in decision if p.chosen), None)
-    modelled = {settings.wire for settings in engines if isinstance(settings, AutoSync)}
-    predicted = {settings: chosen.get(settings.kind) for settings in engines if settings.wire in modelled}
+    modelled = {settings.wire for settings in engines if settings.chooses}
     seconds = {
         key: [max(of_host[key][turn].step_s for of_host in by_rank) for turn in range(rounds)] for key in by_rank[0]
     }
@@ -144,29 +130,43 @@ def bench_sync(
             settings.kind, wire, hosts, rate, scale, profile.model, median(times), min(times), max(times), compute,
             median(times) - compute, raw, limit, round(over_hosts("sent_bytes")),
             round(over_hosts("kernel_bytes")) if rate is not None else None, over_hosts("launches"),
-            ddp_s[wire] / median(times), median(times) / limit, predicted.get(settings),
+            ddp_s[wire] / median(times), median(times) / limit,
+            _predicted_s(settings, decision) if wire in modelled else None,
         )  # fmt: skip
 
     return [row(settings) for settings in engines]
 
 
-def limit_s(settings: Sync, compute_s: float, forward_share: float, raw_s: float) -> float:
+class Overlap(Protocol):
+    """What bounds an engine: see :class:`~imagenet_fast.recipe.engines.EngineTable`."""
+
+    @property
+    def awaits(self) -> Awaits: ...
+    @property
+    def share(self) -> float: ...
+
+
+def limit_s(settings: Overlap, compute_s: float, forward_share: float, raw_s: float) -> float:
     """The least a step can take: all that an engine of this kind may overlap, perfectly overlapped.
 
     ``raw_s`` is one undisturbed all-reduce of all gradients.
     """
-    forward = forward_share * compute_s
-    match settings:
-        case AllReduceSync():
-            return compute_s + raw_s
-        case DdpSync() | RingSync() | LazySync():
-            return forward + max(compute_s - forward, raw_s)
-        case SparseSync():
-            return forward + max(compute_s - forward, (1 - settings.sparsity) * raw_s)
-        case HybridSync() | DearSync() | AutoSync():
-            return max(compute_s, raw_s)
+    forward, sending = forward_share * compute_s, settings.share * raw_s
+    match settings.awaits:
+        case "each":
+            return compute_s + sending
+        case "backward":
+            return forward + max(compute_s - forward, sending)
+        case "read":
+            return max(compute_s, sending)
         case _:
-            assert_never(settings)
+            assert_never(settings.awaits)
+
+
+def _predicted_s(settings: Sync, decision: tuple[Prediction, ...]) -> float | None:
+    """What the cost model made of an engine, or of the one that it chose."""
+    rows = (p for p in decision if (p.chosen if settings.chooses else p.engine == settings.kind))
+    return next((p.step_s for p in rows), None)
 
 
 def sync_table(times: list[EngineTime]) -> Table:
@@ -274,7 +274,7 @@ class _Loop:
         self._model = replay(profile, gradients)
         self._forward, self._sync = attach(self._model, settings)
         self._x = torch.zeros(1, requires_grad=True)
-        self._learns = isinstance(settings, LazySync | HybridSync | DearSync | AutoSync)
+        self._learns = settings.learns
         self._counted = counted
 
     def learn(self) -> tuple[Prediction, ...]:

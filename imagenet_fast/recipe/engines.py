@@ -1,0 +1,211 @@
+"""The gradient-sync engines a recipe can name: their settings, and what others ask of them.
+
+Nobody else needs to know which engine it is, save the ``match`` that builds it (``sync/__init__.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from imagenet_fast.recipe.table import Fraction, Table
+
+Wire = Literal["fp32", "bf16", "fp16"]
+Collective = Literal["native", "ring", "butterfly", "pairwise", "hierarchical", "torus2d", "parameter_server"]
+Awaits = Literal["each", "backward", "read"]
+
+
+def _infinity(value: object) -> object:
+    """JSON has no infinity, so a job file spells it."""
+    return math.inf if value == "Infinity" else value
+
+
+Bytes = Annotated[float, Field(ge=0, allow_inf_nan=True), BeforeValidator(_infinity)]
+"""MiB on the wire; ``inf`` for no limit."""
+
+
+class EngineTable(Table):
+    """A ``[sync]`` table. What is said here of an engine holds for those that do not say otherwise."""
+
+    kind: str
+    wire: Wire
+
+    ours: ClassVar[bool] = True
+    """Whether it works on a pool; the peer that the others are compared with does not."""
+    keeps: ClassVar[bool] = False
+    """Whether it adds up over steps what it does not send."""
+    chooses: ClassVar[bool] = False
+    """Whether it predicts what each engine would take, itself included, and lets the fastest take its place."""
+
+    @property
+    def awaits(self) -> Awaits:
+        """Where a step waits for its transfers.
+
+        ``each``: after each all-reduce, before the next; ``backward``: at the end of backward; ``read``: before a
+        layer is read in the next forward.
+        """
+        return "backward"
+
+    @property
+    def defers(self) -> bool:
+        """Whether a layer may be updated before the gradients of all others have come."""
+        return self.awaits == "read"
+
+    @property
+    def exact(self) -> bool:
+        """Whether every step's gradients are the mean over ranks, but for the rounding of the wire."""
+        return True
+
+    @property
+    def learns(self) -> bool:
+        """Whether it measures a few steps before it plans the others."""
+        return False
+
+    @property
+    def share(self) -> float:
+        """The share of the values that it sends, once it is past its ramp."""
+        return 1.0
+
+    @property
+    def as_written(self) -> str:
+        """How a recipe asks for it, to be told where that will not do."""
+        return f"sync.kind '{self.kind}'"
+
+    def warmed_up(self, epochs: float) -> Self:
+        """With what follows from a learning rate that warms up over ``epochs``, where it has not been set."""
+        return self
+
+
+class AllReduceSync(EngineTable):
+    """One all-reduce a layer after backward: the naive system."""
+
+    awaits: ClassVar[Awaits] = "each"
+
+    kind: Literal["allreduce"] = "allreduce"
+    wire: Wire = "fp32"
+    collective: Collective = "native"
+
+
+class RingSync(EngineTable):
+    """A ring all-reduce a bucket of ``bucket_mb``, overlapped with backward."""
+
+    kind: Literal["ring"] = "ring"
+    wire: Wire = "bf16"
+    bucket_mb: Bytes = 1.0
+
+
+class LazySync(EngineTable):
+    """Fused in the pool until ``threshold_mb``, overlapped with backward (GradientFlow, arXiv 1902.06855)."""
+
+    kind: Literal["lazy"] = "lazy"
+    wire: Wire = "bf16"
+    threshold_mb: Bytes | Literal["auto"] = "auto"
+    """``auto``: what is best for the network and the model, both measured in the first steps."""
+    collective: Collective | Literal["auto"] = "auto"
+    """``auto``: pairwise for 16 bits between up to 16 CPU ranks on several machines, else native."""
+
+    @property
+    def learns(self) -> bool:
+        return self.threshold_mb == "auto"
+
+
+class SparseSync(EngineTable):
+    """Coarse-grained sparse communication (GradientFlow): all but ``sparsity`` of the pool's chunks stay behind.
+
+    Everything is sent during ``dense_epochs``; over ``ramp_epochs`` the share that stays grows to ``sparsity``.
+    """
+
+    keeps: ClassVar[bool] = True
+    exact: ClassVar[bool] = False
+
+    kind: Literal["sparse"] = "sparse"
+    wire: Wire = "bf16"
+    sparsity: Fraction = 0.875
+    chunk: PositiveInt = 32768
+    """Elements."""
+    dense_epochs: NonNegativeFloat | None = None
+    """Unset: while the recipe's learning rate warms up; without a recipe, not at all."""
+    ramp_epochs: NonNegativeFloat = 1.0
+    threshold_mb: Bytes = 0.25
+    collective: Collective | Literal["auto"] = "auto"
+
+    @property
+    def share(self) -> float:
+        return 1 - self.sparsity
+
+    def warmed_up(self, epochs: float) -> Self:
+        return self if self.dense_epochs is not None else self.model_copy(update={"dense_epochs": epochs})
+
+
+class HybridSync(EngineTable):
+    """Butterfly for small layers, ring for large ones, overlapped with backward and the next forward.
+
+    ``policy`` tells small from large: ``by-type`` (convolutions and norms; fully connected), right for AlexNet, or
+    ``by-size`` (whichever the measured network makes faster), right for ResNet-50.
+    """
+
+    awaits: ClassVar[Awaits] = "read"
+    learns: ClassVar[bool] = True
+
+    kind: Literal["hybrid"] = "hybrid"
+    wire: Wire = "bf16"
+    policy: Literal["by-type", "by-size"] = "by-type"
+    fuse_mb: Bytes = 1.0
+    """Neighbouring layers of one kind leave together from here on."""
+
+
+class DearSync(EngineTable):
+    """Reduce-scatter during backward, all-gather during the next forward (arXiv 2302.12445)."""
+
+    awaits: ClassVar[Awaits] = "read"
+    learns: ClassVar[bool] = True
+
+    kind: Literal["dear"] = "dear"
+    wire: Wire = "bf16"
+    bucket_mb: Bytes = 1.0
+
+
+class AutoSync(EngineTable):
+    """Measures the network and the first steps, and takes the exact engine that the cost model finds fastest."""
+
+    chooses: ClassVar[bool] = True
+    learns: ClassVar[bool] = True
+
+    kind: Literal["auto"] = "auto"
+    wire: Wire = "bf16"
+    defer: bool = True
+    """Whether it may be one that overlaps the next forward."""
+
+    @property
+    def awaits(self) -> Awaits:
+        """The latest that an engine of its choice may."""
+        return "read" if self.defer else "backward"
+
+    @property
+    def as_written(self) -> str:
+        return super().as_written + (" with sync.defer" if self.defer else "")
+
+
+class DdpSync(EngineTable):
+    """torch's DistributedDataParallel, the peer to compare with."""
+
+    ours: ClassVar[bool] = False
+
+    kind: Literal["ddp"] = "ddp"
+    wire: Wire = "fp32"
+    bucket_cap_mb: PositiveFloat | None = None
+    """MiB; absent: torch's default, a first bucket of 1 and others of 25."""
+    powersgd_rank: Annotated[int, Field(ge=0)] = 0
+    """torch's PowerSGD hook with approximations of this rank; 0 turns it off."""
+
+    @property
+    def exact(self) -> bool:
+        return self.powersgd_rank == 0
+
+
+Sync = Annotated[
+    AllReduceSync | RingSync | LazySync | SparseSync | HybridSync | DearSync | AutoSync | DdpSync,
+    Field(discriminator="kind"),
+]

@@ -1,0 +1,80 @@
+"""What may be asked of an engine's settings by those who do not know which engine it is."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from imagenet_fast.recipe.engines import (
+    AllReduceSync,
+    AutoSync,
+    DdpSync,
+    DearSync,
+    EngineTable,
+    HybridSync,
+    LazySync,
+    RingSync,
+    SparseSync,
+    Sync,
+)
+
+ALL: list[EngineTable] = [member() for member in get_args(get_args(Sync)[0])]
+EAGER_AUTO = AutoSync(defer=False)
+
+
+def kinds(engines: list[EngineTable]) -> list[str]:
+    return [engine.kind for engine in engines]
+
+
+def test_every_engine_says_where_it_waits():
+    assert {engine.kind: engine.awaits for engine in ALL} == {
+        "allreduce": "each", "ring": "backward", "lazy": "backward", "sparse": "backward", "hybrid": "read",
+        "dear": "read", "auto": "read", "ddp": "backward",
+    }  # fmt: skip
+
+
+def test_an_engine_defers_that_waits_before_a_layer_is_read_and_auto_only_where_it_may():
+    assert kinds([engine for engine in ALL if engine.defers]) == ["hybrid", "dear", "auto"]
+    assert (EAGER_AUTO.awaits, EAGER_AUTO.defers) == ("backward", False)
+
+
+def test_all_are_exact_but_sparse_and_compressed_ddp():
+    assert kinds([engine for engine in ALL if not engine.exact]) == ["sparse"]
+    assert not DdpSync(powersgd_rank=1).exact
+
+
+def test_engines_learn_that_measure_before_they_plan():
+    assert kinds([engine for engine in ALL if engine.learns]) == ["lazy", "hybrid", "dear", "auto"]
+    assert not LazySync(threshold_mb=1).learns
+    assert EAGER_AUTO.learns
+
+
+def test_all_send_everything_but_sparse():
+    assert kinds([engine for engine in ALL if engine.share < 1]) == kinds([engine for engine in ALL if engine.keeps])
+    assert SparseSync(sparsity=0.875).share == 0.125
+
+
+def test_ddp_is_not_ours_and_auto_takes_anothers_place():
+    assert kinds([engine for engine in ALL if not engine.ours]) == ["ddp"]
+    assert kinds([engine for engine in ALL if engine.chooses]) == ["auto"]
+
+
+def test_a_warm_up_makes_sparse_dense_where_nothing_else_is_said_and_changes_no_other():
+    assert SparseSync().warmed_up(2.5) == SparseSync(dense_epochs=2.5)
+    for engine in (*ALL, SparseSync(dense_epochs=0)):
+        if engine != SparseSync():
+            assert engine.warmed_up(2.5) is engine
+
+
+def test_an_engine_is_told_apart_as_a_recipe_writes_it():
+    assert RingSync().as_written == "sync.kind 'ring'"
+    assert AutoSync().as_written == "sync.kind 'auto' with sync.defer"
+    assert EAGER_AUTO.as_written == "sync.kind 'auto'"
+
+
+def test_what_is_asked_is_no_setting():
+    """So that no recipe can say it, and no recipe written out in full does."""
+    asked = {"awaits", "defers", "exact", "learns", "share", "ours", "keeps", "chooses", "as_written"}
+    for engine in ALL:
+        assert not asked & set(engine.model_dump())
+    assert list(AllReduceSync().model_dump()) == ["kind", "wire", "collective"]
+    assert list(HybridSync().model_dump())[:2] == list(DearSync().model_dump())[:2] == ["kind", "wire"]
