@@ -20,6 +20,11 @@ class Place:
     local_rank: int
     local_size: int
 
+    def variables(self, node: int) -> dict[str, str]:
+        """What torchrun sets for a process at this place on machine number ``node``."""
+        own = zip(TORCHRUN, (self.rank, self.size, self.local_rank, self.local_size), strict=True)
+        return {key: str(value) for key, value in own} | {"GROUP_RANK": str(node)}
+
     @property
     def spans_machines(self) -> bool:
         return self.size > self.local_size

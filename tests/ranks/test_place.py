@@ -29,6 +29,12 @@ def test_torchrun_tells_a_rank_its_place(monkeypatch: pytest.MonkeyPatch):
     assert not Place(1, 8, 1, 8).spans_machines
 
 
+def test_what_starts_ranks_in_torchruns_stead_tells_them_the_same():
+    assert Place(9, 16, 1, 8).variables(node=1) == {
+        "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8", "GROUP_RANK": "1",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("pod", [{"WORLD_SIZE": "4"}, {"WORLD_SIZE": "4", "RANK": "2"}, {"RANK": "x"}])
 def test_half_a_place_is_refused_since_every_pod_would_train_by_itself(
     pod: dict[str, str], monkeypatch: pytest.MonkeyPatch
