@@ -215,7 +215,12 @@ def bench_sync(
     model: Annotated[
         str, typer.Option("--model", metavar="NAME|FILE", help="Layer profile: alexnet, resnet50, ... or a .json file.")
     ] = "alexnet",
-    hosts: Annotated[int, typer.Option(min=1, help="Ranks, each a host of its own where --rate is given.")] = 4,
+    hosts: Annotated[
+        int, typer.Option(min=1, help="Each on a link of its own where --rate is given; else all are this machine.")
+    ] = 4,
+    ranks_per_host: Annotated[
+        int, typer.Option(min=1, help="Ranks on each host, with its loopback interface between them.")
+    ] = 1,
     rate: Annotated[
         str | None, typer.Option(metavar="RATE", help="Each host's link, as 250mbit (Linux, root). Default: loopback.")
     ] = None,
@@ -252,7 +257,7 @@ def bench_sync(
     figure = new_figure(png, 9, 0.4 * len(engines) + 2) if png is not None else None
     if trace is not None:
         trace.mkdir(parents=True, exist_ok=True)
-    rows = measure(profile, engines, hosts, rate, scale, rounds, steps, trace)
+    rows = measure(profile, engines, hosts, ranks_per_host, rate, scale, rounds, steps, trace)
     _show(rows, sync_table, json_file)
     if figure is not None:
         draw_bars(rows, figure)

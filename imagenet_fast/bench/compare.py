@@ -19,6 +19,7 @@ from imagenet_fast.launch.nodes import local_ranks
 from imagenet_fast.launch.planning import check_writable, plan_job
 from imagenet_fast.launch.signals import GRACE_S, interrupt_on_signals
 from imagenet_fast.ranks.cores import usable_cores
+from imagenet_fast.ranks.place import Place
 from imagenet_fast.recipe.doubts import doubts
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.reading import engine_names, find_recipe, load_recipe
@@ -158,7 +159,7 @@ def _on_hosts(arguments: list[str], network: list[Host]) -> int:
     """A rank a host, by torchrun's environment variables."""
     starts = []
     for rank, host in enumerate(network):
-        place = {"RANK": str(rank), "WORLD_SIZE": str(len(network)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        place = Place(rank, len(network), 0, 1).variables(node=rank)
         meeting = {"MASTER_ADDR": network[0].address, "MASTER_PORT": str(_PORT)}
         threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // len(network)))}
         environment = threads | dict(os.environ) | place | meeting

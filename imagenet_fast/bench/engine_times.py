@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import fmean, median, mode
 from typing import Any, Protocol, assert_never
 
+import psutil
 import torch
 import torch.distributed as dist
 from rich.table import Table
@@ -26,6 +27,7 @@ from imagenet_fast.bench.hosts import run_on
 from imagenet_fast.bench.network import parse_rate, sent_bytes, shaped_network
 from imagenet_fast.bench.profile import Profile
 from imagenet_fast.bench.replay import Gradients, gradients_of, replay
+from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.engines import Awaits, DdpSync, Sync, Wire
 from imagenet_fast.record.tables import compact_table
 from imagenet_fast.sync import SyncStats, attach, wire_dtype
@@ -33,15 +35,17 @@ from imagenet_fast.sync.prediction import Prediction
 from imagenet_fast.sync.trace import Trace
 
 _LEARNING_STEPS = 6  # until an engine that plans has its plan
+_RANK_BYTES = 10 * 2**20  # of a forked rank's own before it does anything, as measured with torch 2.15
 
 
 @dataclass(frozen=True)
 class EngineTime:
-    """One engine's steps: medians over the rounds, seconds and bytes a step of one host (their mean)."""
+    """One engine's steps: medians over the rounds, seconds a step, bytes a step of one host (their mean)."""
 
     engine: str
     wire: Wire
     hosts: int
+    ranks_per_host: int
     rate: str | None
     scale: int
     model: str
@@ -55,12 +59,14 @@ class EngineTime:
     raw_s: float
     """One all-reduce of the backend's of as many elements of the wire dtype, with nothing else going on."""
     limit_s: float
-    """The least such an engine could take, from compute and raw."""
+    """The least such an engine could take, from compute and raw; where hosts have several ranks, unless it sends less
+    from host to host than the backend does."""
     sent_bytes: int
-    """By the engine's own count."""
+    """By the engine's own count, of all the host's ranks: what they send each other is among it."""
     kernel_bytes: int | None
-    """By the counters of the hosts' interfaces; None on the loopback interface, which all ranks share."""
+    """By the counter of the host's link, which does not see that; None on the loopback interface, which all share."""
     launches: float
+    """Collectives that a rank starts."""
     ratio_to_ddp: float
     """How many times faster than DDP with the same wire dtype."""
     ratio_to_limit: float
@@ -76,6 +82,7 @@ class _Block:
     step_s: float
     sent_bytes: float = 0
     kernel_bytes: float = 0
+    """Of its host."""
     launches: float = 0
 
 
@@ -87,31 +94,35 @@ def bench_sync(
     profile: Profile,
     engines: list[Sync],
     hosts: int,
+    ranks_per_host: int,
     rate: str | None,
     scale: int,
     rounds: int,
     steps: int,
     traces: Path | None = None,
 ) -> list[EngineTime]:
-    """Replay ``profile``, with a ``scale``-th of its gradients, on ``hosts`` linked at ``rate`` (None: loopback).
+    """Replay ``profile``, with a ``scale``-th of its gradients, on the ranks of ``hosts`` linked at ``rate``.
 
-    DDP is run with each wire dtype there is, with torch's defaults where it was not asked for. Rank 0 writes a
-    timeline of every engine into the directory ``traces``. Raises UserError where the network cannot be made.
+    Without a rate this machine is the only host, of all ranks. DDP is run with each wire dtype there is, with torch's
+    defaults where it was not asked for. Rank 0 writes a timeline of every engine into the directory ``traces``. Raises
+    UserError where the network cannot be made, or memory will not do for so many ranks.
     """
     wires = list(dict.fromkeys(settings.wire for settings in engines))
     asked = {settings.wire: settings for settings in engines if not settings.ours}
     peers = {wire: asked.get(wire, DdpSync(wire=wire)) for wire in wires}
     engines = engines + [peer for peer in peers.values() if peer not in engines]
     small = profile.shrunk(scale)
-    with shaped_network(hosts, parse_rate(rate)) if rate is not None else nullcontext(hosts) as network:
+    _check_memory(small, len(engines), hosts, ranks_per_host)
+    ranks_each = hosts * ranks_per_host if rate is None else ranks_per_host
+    with shaped_network(hosts, parse_rate(rate)) if rate is not None else nullcontext() as network:
         measured: list[tuple[_Blocks, tuple[Prediction, ...]]] = run_on(
-            network, _measure, small, engines, wires, rate is not None, rounds, steps, traces
+            network, ranks_each, _measure, small, engines, wires, rate is not None, rounds, steps, traces
         )
     by_rank = [blocks for blocks, _ in measured]
     decision = measured[0][1]
     modelled = {settings.wire for settings in engines if settings.chooses}
     seconds = {
-        key: [max(of_host[key][turn].step_s for of_host in by_rank) for turn in range(rounds)] for key in by_rank[0]
+        key: [max(of_rank[key][turn].step_s for of_rank in by_rank) for turn in range(rounds)] for key in by_rank[0]
     }
     compute = median(seconds[None])
     ddp_s = {wire: median(seconds[peer]) for wire, peer in peers.items()}
@@ -121,15 +132,16 @@ def bench_sync(
         raw = median(seconds[wire])
         limit = limit_s(settings, compute, profile.forward_s / profile.compute_s, raw)
 
-        def over_hosts(field: str) -> float:
+        def over_ranks(field: str) -> float:
             return median(
-                fmean(getattr(of_host[settings][turn], field) for of_host in by_rank) for turn in range(rounds)
+                fmean(getattr(of_rank[settings][turn], field) for of_rank in by_rank) for turn in range(rounds)
             )
 
         return EngineTime(
-            settings.kind, wire, hosts, rate, scale, profile.model, median(times), min(times), max(times), compute,
-            median(times) - compute, raw, limit, round(over_hosts("sent_bytes")),
-            round(over_hosts("kernel_bytes")) if rate is not None else None, over_hosts("launches"),
+            settings.kind, wire, hosts, ranks_per_host, rate, scale, profile.model,
+            median(times), min(times), max(times), compute, median(times) - compute, raw, limit,
+            round(over_ranks("sent_bytes") * ranks_per_host),
+            round(over_ranks("kernel_bytes")) if rate is not None else None, over_ranks("launches"),
             ddp_s[wire] / median(times), median(times) / limit,
             _predicted_s(settings, decision) if wire in modelled else None,
         )  # fmt: skip
@@ -163,6 +175,18 @@ def limit_s(settings: Overlap, compute_s: float, forward_share: float, raw_s: fl
             assert_never(settings.awaits)
 
 
+def _check_memory(profile: Profile, engines: int, hosts: int, ranks_per_host: int) -> None:
+    """Refuse more ranks than there is memory for; what is counted of a rank is the least that it takes."""
+    ranks = hosts * ranks_per_host
+    gradients = 4 * profile.elements * (1 + engines)  # of the replayed layers, and in every engine's pool
+    needed, free = ranks * (_RANK_BYTES + gradients), psutil.virtual_memory().available
+    if needed > free:
+        raise UserError(
+            f"--hosts {hosts} with --ranks-per-host {ranks_per_host} is {ranks} processes, which take more than "
+            f"{needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} are free; ask for fewer, or a larger --scale"
+        )
+
+
 def _predicted_s(settings: Sync, decision: tuple[Prediction, ...]) -> float | None:
     """What the cost model made of an engine, or of the one that it chose."""
     rows = (p for p in decision if (p.chosen if settings.chooses else p.engine == settings.kind))
@@ -187,9 +211,11 @@ def sync_table(times: list[EngineTime]) -> Table:
     )  # fmt: skip
     link = "loopback" if main.rate is None else main.rate
     scale = f"1/{main.scale} of {main.model}" if main.scale > 1 else main.model
+    hosts = f"{main.hosts} host{'s' if main.hosts > 1 else ''}"
+    if main.ranks_per_host > 1:
+        hosts += f" of {main.ranks_per_host} ranks"
     table.title = (
-        f"{scale}, {main.hosts} hosts, {link}, {main.wire}: "
-        f"compute {main.compute_s:.3f} s, raw all-reduce {main.raw_s:.3f} s"
+        f"{scale}, {hosts}, {link}, {main.wire}: compute {main.compute_s:.3f} s, raw all-reduce {main.raw_s:.3f} s"
     )
     return table
 
@@ -295,6 +321,7 @@ class _Loop:
 
     def block(self, steps: int) -> _Block:
         before = sent_bytes() if self._counted else 0
+        dist.barrier()  # the counter is the host's: none of its ranks sends before all have read it
         stats = [self._step()]
         begun = time.perf_counter()
         stats += [self._step() for _ in range(steps)]

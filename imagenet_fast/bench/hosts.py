@@ -1,4 +1,8 @@
-"""Ranks for a measurement: one a host of a shaped network, or all on the loopback interface."""
+"""Ranks for a measurement: on the hosts of a shaped network, or all on this machine.
+
+Ranks of one host reach each other by its loopback interface, whatever interface gloo is told: the kernel sends what is
+addressed to itself nowhere else. So only what goes to other hosts is shaped, and counted on the link.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +21,22 @@ from torch.multiprocessing.spawn import start_processes
 
 from imagenet_fast.bench.network import INTERFACE, Host, enter
 from imagenet_fast.ranks.forking import end_with_starter, start_fork_server
+from imagenet_fast.ranks.place import Place
 
 _TIMEOUT = timedelta(minutes=5)
 
 
-def run_on(hosts: list[Host] | int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """``function(*arguments)`` on a gloo rank a host, with one thread each; what they returned, by rank.
+def run_on(hosts: list[Host] | None, ranks_each: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """``function(*arguments)`` on ``ranks_each`` gloo ranks a host, with one thread each; what they returned, by rank.
 
-    Raises torch's ProcessRaisedException with the traceback of the first rank that failed.
+    Without ``hosts`` this machine is the only one. Each rank finds torchrun's variables in its environment. Raises
+    torch's ProcessRaisedException with the traceback of the first rank that failed.
     """
-    count = hosts if isinstance(hosts, int) else len(hosts)
+    count = ranks_each * (1 if hosts is None else len(hosts))
     start_fork_server("imagenet_fast.bench.engine_times")
     with tempfile.TemporaryDirectory() as folder:
         context = start_processes(
-            _rank, (count, hosts, folder, function, arguments), nprocs=count, join=False, daemon=True,
+            _rank, (count, hosts, ranks_each, folder, function, arguments), nprocs=count, join=False, daemon=True,
             start_method="forkserver",
         )  # fmt: skip
         assert context is not None
@@ -46,15 +52,18 @@ def run_on(hosts: list[Host] | int, function: Callable[..., Any], *arguments: An
 def _rank(
     rank: int,
     count: int,
-    hosts: list[Host] | int,
+    hosts: list[Host] | None,
+    ranks_each: int,
     folder: str,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
     end_with_starter()
     torch.set_num_threads(1)
-    if not isinstance(hosts, int):
-        enter(hosts[rank])
+    node, local_rank = divmod(rank, ranks_each)
+    os.environ.update(Place(rank, count, local_rank, ranks_each).variables(node))
+    if hosts is not None:
+        enter(hosts[node])
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     dist.init_process_group(
         "gloo", store=FileStore(f"{folder}/store", count), rank=rank, world_size=count, timeout=_TIMEOUT

@@ -12,7 +12,7 @@ from pathlib import Path
 from imagenet_fast.data.dataset import open_dataset
 from imagenet_fast.launch.planning import check_writable
 from imagenet_fast.launch.signals import end_on_signals
-from imagenet_fast.ranks.place import Place
+from imagenet_fast.ranks.place import Place, number_node
 from imagenet_fast.ranks.roll_call import report_failure, reported_failure
 from imagenet_fast.ranks.world import join
 from imagenet_fast.recipe.job import Job
@@ -30,6 +30,7 @@ def train_as_rank(job: Job, place: Place, patience_s: float, handover: Path | No
     """
     if place.leads:
         check_writable(job.folder)
+    number_node(place)
     end_on_signals()
     outcome = Outcome.beginning(job)
     with join(place, job.agreed(), timedelta(seconds=patience_s)) as world:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, MutableMapping
 
 from imagenet_fast.ranks.cores import usable_cores
-from imagenet_fast.ranks.place import TORCHRUN
+from imagenet_fast.ranks.place import TORCHRUN, Place
 
 _FIRST_PORT, _PORTS = 20_000, 10_000
 
@@ -26,9 +26,10 @@ def adopt_step(environment: MutableMapping[str, str]) -> None:
     tasks = _tasks_by_node(environment["SLURM_STEP_TASKS_PER_NODE"])
     if max(tasks) == 1:
         return
-    here = tasks[int(environment["SLURM_NODEID"])]
-    own = (environment["SLURM_PROCID"], environment["SLURM_STEP_NUM_TASKS"], environment["SLURM_LOCALID"], str(here))
-    environment.update(zip(TORCHRUN, own, strict=True))
+    node = int(environment["SLURM_NODEID"])
+    here = tasks[node]
+    rank, size, local_rank = (int(environment[f"SLURM_{key}"]) for key in ("PROCID", "STEP_NUM_TASKS", "LOCALID"))
+    environment.update(Place(rank, size, local_rank, here).variables(node))
     environment.setdefault("MASTER_ADDR", _first_host(environment["SLURM_STEP_NODELIST"]))
     environment.setdefault("MASTER_PORT", str(_port(environment)))
     cores = int(environment.get("SLURM_CPUS_PER_TASK") or max(1, usable_cores() // here))

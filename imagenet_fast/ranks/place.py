@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 from imagenet_fast.errors import UserError
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-"""What torchrun tells a process of its place, in its environment."""
+"""What torchrun tells a process of its place, in its environment; ``GROUP_RANK``, the number of its node, it adds."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,11 @@ class Place:
     size: int
     local_rank: int
     local_size: int
+
+    def variables(self, node: int) -> dict[str, str]:
+        """What torchrun sets for a process at this place on machine number ``node``."""
+        own = zip(TORCHRUN, (self.rank, self.size, self.local_rank, self.local_size), strict=True)
+        return {key: str(value) for key, value in own} | {"GROUP_RANK": str(node)}
 
     @property
     def spans_machines(self) -> bool:
@@ -33,6 +39,14 @@ class Place:
     def leads_node(self) -> bool:
         """Whether this rank speaks for its machine."""
         return self.local_rank == 0
+
+
+def number_node(place: Place, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set ``GROUP_RANK`` where neither torchrun nor srun has started this rank, but an mpirun or a script.
+
+    Nodes are taken to have as many ranks each, and ranks of one node to be neighbours, as with torchrun.
+    """
+    environment.setdefault("GROUP_RANK", str(place.rank // place.local_size))
 
 
 def own_place() -> Place | None:

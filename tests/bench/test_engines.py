@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,12 +13,18 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
 
-from imagenet_fast.bench.engine_times import limit_s
-from imagenet_fast.bench.network import parse_rate, shaped_network
+from imagenet_fast.bench.engine_times import bench_sync, limit_s, sync_table
+from imagenet_fast.bench.hosts import run_on
+from imagenet_fast.bench.network import parse_rate, sent_bytes, shaped_network
 from imagenet_fast.bench.profile import Layer, Profile, load_profile, save_profile
+from imagenet_fast.cli import app
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.engines import Awaits
+from imagenet_fast.recipe.reading import parse_engines
 from tests.e2e.command import imagenet_fast, wait_for
 
 SMALL = Profile(
@@ -71,8 +78,8 @@ def test_there_is_a_row_an_engine_with_every_figure(rows: list[dict[str, object]
         ("dear", "bf16"), ("sparse", "bf16"), ("auto", "bf16"), ("ddp", "bf16"),
     ]  # fmt: skip
     asked = {
-        "engine", "wire", "hosts", "rate", "scale", "model", "step_s", "step_s_min", "step_s_max", "compute_s",
-        "exposed_s", "raw_s", "sent_bytes", "kernel_bytes", "launches", "ratio_to_ddp", "ratio_to_limit",
+        "engine", "wire", "hosts", "ranks_per_host", "rate", "scale", "model", "step_s", "step_s_min", "step_s_max",
+        "compute_s", "exposed_s", "raw_s", "sent_bytes", "kernel_bytes", "launches", "ratio_to_ddp", "ratio_to_limit",
     }  # fmt: skip
     for row in rows:
         assert asked <= set(row)
@@ -85,6 +92,54 @@ def test_the_kernel_counts_what_the_engines_count(rows: list[dict[str, object]])
     for row in rows:
         if row["sent_bytes"] > 1e5:  # beside which acknowledgements and barriers weigh little
             assert row["kernel_bytes"] == pytest.approx(row["sent_bytes"], rel=0.1), row["engine"]
+
+
+def told_and_counted() -> tuple[list[str], int, int]:
+    """A rank's place by its environment; what its link carries while it talks to its host's other rank, and while to
+    one elsewhere."""
+    asked = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    rank, message = dist.get_rank(), torch.ones(10**6)
+    counts = [sent_bytes()]
+    for distance in (1, 2):
+        dist.barrier()
+        received = torch.empty_like(message)
+        transfers = [dist.isend(message, rank ^ distance), dist.irecv(received, rank ^ distance)]
+        for transfer in transfers:
+            assert transfer is not None
+            transfer.wait()
+        dist.barrier()
+        counts.append(sent_bytes())
+    return [os.environ[key] for key in asked], counts[1] - counts[0], counts[2] - counts[1]
+
+
+def test_ranks_of_one_host_know_it_and_talk_past_its_link(root: None):
+    with shaped_network(2, parse_rate("1gbit")) as hosts:
+        ranks = run_on(hosts, 2, told_and_counted)
+    assert [place for place, _, _ in ranks] == [
+        ["0", "4", "0", "2", "0"], ["1", "4", "1", "2", "0"], ["2", "4", "0", "2", "1"], ["3", "4", "1", "2", "1"],
+    ]  # fmt: skip
+    for _, inside, between in ranks:
+        assert inside < 20_000  # barriers
+        assert between > 2 * 4e6  # its own and its neighbour's
+
+
+def test_bytes_of_hosts_of_several_ranks_are_a_hosts(root: None):
+    row, _ = rows = bench_sync(SMALL, parse_engines("ring", "bf16"), 2, 2, "1gbit", scale=1, rounds=1, steps=1)
+    assert (row.hosts, row.ranks_per_host) == (2, 2)
+    assert "2 hosts of 2 ranks" in str(sync_table(rows).title)
+    each = 2 * (4 - 1) / 4 * 2 * SMALL.elements  # of an all-reduce of 16-bit values between four ranks
+    assert row.sent_bytes == pytest.approx(2 * each, rel=0.05)
+    assert row.kernel_bytes is not None
+    assert 0.25 * row.sent_bytes < row.kernel_bytes < 0.75 * row.sent_bytes  # the rest stays within a host
+
+
+def test_more_ranks_than_there_is_memory_for_are_refused_and_fewer_than_one(refusal: Callable[..., str]):
+    said = refusal("bench", "sync", "--hosts", "1000", "--ranks-per-host", "1000")
+    assert "--hosts 1000 with --ranks-per-host 1000 is 1000000 processes, which take more than" in said
+    assert "ask for fewer" in said
+    none = CliRunner().invoke(app, ["bench", "sync", "--ranks-per-host", "0"])
+    assert none.exit_code == 2
+    assert "--ranks-per-host" in none.output
 
 
 @dataclass(frozen=True)

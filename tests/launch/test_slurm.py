@@ -30,6 +30,19 @@ def test_several_tasks_a_node_are_ranks():
     assert step_nodes(environment) is None
 
 
+@pytest.mark.parametrize(("rank", "node", "local"), [(0, 0, 0), (7, 0, 7), (8, 1, 0), (16, 2, 0), (19, 2, 3)])
+def test_ranks_of_a_node_know_its_number_however_many_they_are(rank: int, node: int, local: int):
+    environment = step(20, "8(x2),4", "gpu[07-08,11]", rank=rank, node=node, local=local)
+    adopt_step(environment)
+    assert environment["GROUP_RANK"] == str(node)
+
+
+def test_the_number_of_a_node_is_sruns_where_it_deals_tasks_out_in_turn():
+    environment = step(4, "2(x2)", "a,b", rank=2, node=0, local=1) | {"GROUP_RANK": "9"}  # a torchrun's around it
+    adopt_step(environment)
+    assert environment["GROUP_RANK"] == "0"
+
+
 def test_one_task_a_node_starts_ranks_of_its_own():
     environment = step(64, "1(x64)", "rack[1-8]-node[01-08]", rank=3, node=3)
     before = dict(environment)

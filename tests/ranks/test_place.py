@@ -11,7 +11,7 @@ import pytest
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.ranks.cores import usable_cores
-from imagenet_fast.ranks.place import TORCHRUN, Place, own_place
+from imagenet_fast.ranks.place import TORCHRUN, Place, number_node, own_place
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +27,20 @@ def test_torchrun_tells_a_rank_its_place(monkeypatch: pytest.MonkeyPatch):
     assert own_place() == Place(9, 16, 1, 8)
     assert Place(9, 16, 1, 8).spans_machines
     assert not Place(1, 8, 1, 8).spans_machines
+
+
+def test_what_starts_ranks_in_torchruns_stead_tells_them_the_same():
+    assert Place(9, 16, 1, 8).variables(node=1) == {
+        "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8", "GROUP_RANK": "1",
+    }  # fmt: skip
+
+
+def test_a_node_has_a_number_though_nobody_has_said_it():
+    environment: dict[str, str] = {}
+    number_node(Place(9, 16, 1, 8), environment)
+    assert environment == {"GROUP_RANK": "1"}
+    number_node(Place(3, 16, 3, 8), environment)
+    assert environment == {"GROUP_RANK": "1"}, "what torchrun has said stays"
 
 
 @pytest.mark.parametrize("pod", [{"WORLD_SIZE": "4"}, {"WORLD_SIZE": "4", "RANK": "2"}, {"RANK": "x"}])
