@@ -1,0 +1,137 @@
+"""A torch optimiser's step, carried out later and layer by layer as it would have been at once.
+
+A deferring engine brings a layer up to date just before it is read again. By then a schedule may have moved on, so the
+hyper-parameters are copied when the step is taken; and the optimiser is shown the parameters that are due and no
+others. Those of torch keep their state by parameter: the result is that of one ``optimizer.step()``, to the bit.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import optimizer as torch_hooks
+from torch.optim.optimizer import Optimizer
+
+_ONE_BY_ONE: frozenset[type[Optimizer]] = frozenset({
+    optim.SGD, optim.ASGD, optim.RMSprop, optim.Rprop, optim.Muon, optim.Adagrad, optim.Adadelta, optim.Adafactor,
+    optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam,
+})  # fmt: skip
+"""They update each parameter from its own gradient and state."""
+
+
+def captured_step(optimizer: Optimizer) -> Callable[[list[nn.Parameter]], None]:
+    """``optimizer.step()`` with the hyper-parameters of this moment, for :meth:`GradientPool.update`.
+
+    What is returned updates the parameters it is given, in any order and any number of calls, and leaves all others
+    alone. A schedule may move on at once: for ``lr_scheduler`` the step has been taken.
+
+    Where :func:`needs_all`, it wants all of them in one call, before the schedule moves on, and is ``optimizer.step()``
+    itself; given a part of them it raises RuntimeError. Raises ValueError where ``step`` cannot do without a closure.
+    """
+    kind = type(optimizer)
+    if kind not in _ONE_BY_ONE and _requires_closure(kind):
+        raise ValueError(
+            f"{kind.__name__}.step() requires a closure that repeats forward and backward, but the gradients of a pool "
+            "are those of one: take an optimiser whose step() needs no argument, such as torch.optim.AdamW"
+        )
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # what the scheduler's wrapper of `step` would do
+    if needs_all(optimizer):
+        return partial(_step_all, optimizer)
+    settings: list[dict[str, Any]] = []
+    group_of: dict[nn.Parameter, int] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        settings.append({key: _copied(value) for key, value in group.items() if key != "params"})
+        group_of |= dict.fromkeys(group["params"], number)
+    return partial(_step_some, optimizer, settings, group_of)
+
+
+def needs_all(optimizer: Optimizer) -> bool:
+    """Whether every parameter must be due at once.
+
+    So it is for an optimiser that torch does not have, which may look across parameters (as LAMB does for a global
+    norm), unless its attribute ``one_by_one`` says that it does not; for one whose ``step`` somebody has replaced; and
+    for one with step hooks, which run once a step and look at all of it.
+    """
+    hooks = (
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks,
+        torch_hooks._global_optimizer_pre_hooks, torch_hooks._global_optimizer_post_hooks,
+    )  # fmt: skip
+    one_by_one = type(optimizer) in _ONE_BY_ONE or getattr(optimizer, "one_by_one", False)
+    return not one_by_one or any(hooks) or _is_replaced(optimizer)
+
+
+def settle_before_state(optimizer: Optimizer, settle: Callable[[], None]) -> None:
+    """Have ``optimizer.state_dict()`` and ``load_state_dict()`` call ``settle`` first. Asked again, changes nothing."""
+    hook = _Settle(settle)
+    if hook not in optimizer._optimizer_state_dict_pre_hooks.values():
+        optimizer.register_state_dict_pre_hook(hook, prepend=True)
+        optimizer.register_load_state_dict_pre_hook(hook, prepend=True)
+
+
+@dataclass(frozen=True)
+class _Settle:
+    """A hook that is known again by its ``settle``."""
+
+    settle: Callable[[], None]
+
+    def __call__(self, optimizer: Optimizer, *state: object) -> None:
+        self.settle()
+
+
+def _step_some(
+    optimizer: Optimizer,
+    settings: list[dict[str, Any]],
+    group_of: Mapping[nn.Parameter, int],
+    params: list[nn.Parameter],
+) -> None:
+    due: dict[int, list[nn.Parameter]] = {}
+    for param in params:
+        if param in group_of:
+            due.setdefault(group_of[param], []).append(param)
+    if not due:
+        return
+    groups = optimizer.param_groups
+    optimizer.param_groups = [{**settings[number], "params": some} for number, some in due.items()]
+    try:
+        # torch's wrapper of `step` names it in profiles, which is kept, and runs hooks: there were none when this step
+        # was taken, and those registered since are not for it.
+        with torch.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
+            inspect.unwrap(type(optimizer).step, stop=lambda step: not hasattr(step, "hooked"))(optimizer)
+    finally:
+        optimizer.param_groups = groups
+
+
+def _step_all(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
+    given = set(params)
+    left = sum(p.grad is not None and p not in given for group in optimizer.param_groups for p in group["params"])
+    if left:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} updates its parameters all at once, but {left} that have a gradient are not "
+            "due: see needs_all for why, and give parameters that are not in this pool an optimiser of their own"
+        )
+    optimizer.step()
+
+
+def _requires_closure(kind: type[Optimizer]) -> bool:
+    _, *arguments = inspect.signature(kind.step).parameters.values()
+    return any(a.default is a.empty and a.kind not in (a.VAR_POSITIONAL, a.VAR_KEYWORD) for a in arguments)
+
+
+def _is_replaced(optimizer: Optimizer) -> bool:
+    """Whether ``step`` was set on the optimiser itself by anybody but an ``lr_scheduler``."""
+    own = vars(optimizer).get("step")
+    return own is not None and getattr(own, "__wrapped__", None) is not type(optimizer).step
+
+
+def _copied(value: Any) -> Any:
+    """A hyper-parameter that nobody changes: a rate, or betas, may be tensors that a schedule fills."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
