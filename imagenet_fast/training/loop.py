@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from imagenet_fast.data.dataset import Dataset
 from imagenet_fast.models import build_model
@@ -13,6 +12,7 @@ from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.record import Outcome, Record
+from imagenet_fast.training.averaging import MovingAverage
 from imagenet_fast.training.checkpoint import save_weights
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.evaluation import evaluate
@@ -24,11 +24,11 @@ def train(job: Job, dataset: Dataset, world: World, clock: Clock, record: Record
     """Train ``job`` until its target or its last epoch; ``outcome`` is kept up to date all the way."""
     recipe, batching = job.recipe, job.batching
     model = initial_model(recipe, dataset.classes, world)
-    average = _moving_average(model, recipe.ema_decay) if recipe.ema_decay else None
+    average = MovingAverage(model, recipe.ema_decay) if recipe.ema_decay else None
     judged = average.module if average is not None else model  # what is evaluated and saved
     steps_per_epoch = dataset.train_order.steps_per_epoch
     trace = job.folder / "trace.json" if job.trace and world.leads else None
-    take_step = build_step(recipe, batching, model, world, steps_per_epoch, trace)
+    take_step = build_step(recipe, batching, model, world, steps_per_epoch, trace, average)
     meter = take_step.meter
     record(
         "run", 0, recipe=job.name, sync=recipe.sync.kind, world_size=world.size, global_batch=batching.global_batch,
@@ -45,9 +45,6 @@ def train(job: Job, dataset: Dataset, world: World, clock: Clock, record: Record
         for _ in range(steps_per_epoch):
             lr = learning_rate(recipe.schedule, recipe.optim.lr, step, steps_per_epoch, recipe.epochs)
             take_step(dataset.train, lr)
-            if average is not None:
-                take_step.settle()
-                average.update_parameters(model)
             step += 1
             if step % recipe.log_every == 0:
                 meter.report(record, step, epoch, lr)
@@ -83,7 +80,3 @@ def initial_model(recipe: Recipe, classes: int, world: World) -> nn.Module:
     same_everywhere(model)
     torch.manual_seed(recipe.seed + world.rank)  # from here on random numbers, as of dropout, differ between ranks
     return model
-
-
-def _moving_average(model: nn.Module, decay: float) -> AveragedModel:
-    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)

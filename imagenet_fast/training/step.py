@@ -16,6 +16,7 @@ from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.sync import GradientSync, attach
 from imagenet_fast.sync.trace import TracedSteps
+from imagenet_fast.training.averaging import MovingAverage
 from imagenet_fast.training.meter import Meter
 from imagenet_fast.training.optimizers import MomentumSGD, build_optimizer
 from imagenet_fast.training.precision import LossScale, autocast, set_float32_math
@@ -38,6 +39,7 @@ class TrainingStep:
         statistics: StepStatistics,
         meter: Meter,
         trace: TracedSteps | None,
+        average: MovingAverage | None,
     ) -> None:
         self._forward = forward
         self._sync = sync
@@ -48,6 +50,7 @@ class TrainingStep:
         self._accumulation = accumulation
         self._statistics = statistics
         self._trace = trace
+        self._average = average
         self.cast = cast
         self.meter = meter
 
@@ -65,6 +68,8 @@ class TrainingStep:
         if self._trace is not None:
             self._trace.end_step(stats)
         self._sync.update(partial(self._update, lr))
+        if self._average is not None:
+            self._average.update_buffers()
 
     def settle(self) -> None:
         """Bring every weight up to date, where the engine leaves that to the next forward."""
@@ -75,12 +80,23 @@ class TrainingStep:
         if self._clip_norm:
             nn.utils.clip_grad_norm_(params, self._clip_norm)
         self._optimizer.step(lr, params, found_inf, self._sync.sent)
+        if self._average is not None:
+            self._average.update(params)
 
 
 def build_step(
-    recipe: Recipe, batching: Batching, model: nn.Module, world: World, steps_per_epoch: int, trace: Path | None = None
+    recipe: Recipe,
+    batching: Batching,
+    model: nn.Module,
+    world: World,
+    steps_per_epoch: int,
+    trace: Path | None = None,
+    average: MovingAverage | None = None,
 ) -> TrainingStep:
-    """Give ``model`` the engine, optimiser and precision that a recipe names; ``trace`` a few steps to that file."""
+    """Give ``model`` the engine, optimiser and precision that a recipe names; ``trace`` a few steps to that file.
+
+    ``average`` follows the weights as they are updated, which an engine may put off: up to date after ``settle``.
+    """
     set_float32_math(recipe.precision)
     if recipe.compile:
         compile_blocks(model)
@@ -97,4 +113,5 @@ def build_step(
         StepStatistics(model, batching.accumulation),
         Meter(world, batching.global_batch),
         TracedSteps(model, world.device, trace) if trace is not None else None,
+        average,
     )

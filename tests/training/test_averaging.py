@@ -1,0 +1,114 @@
+"""The moving average is torch's, and moves with each weight."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from imagenet_fast.data.dataset import Dataset, open_dataset
+from imagenet_fast.ranks.world import World
+from imagenet_fast.recipe.batching import split_batch
+from imagenet_fast.recipe.reading import parse_recipe
+from imagenet_fast.training.averaging import MovingAverage
+from imagenet_fast.training.loop import initial_model
+from imagenet_fast.training.step import build_step
+from tests.conftest import tables
+from tests.spawning import run
+
+
+class Network(nn.Module):
+    """With channels_last weights, a tied and a frozen one, statistics, and parameters and buffers of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.convolution = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(8)
+        self.embedding = nn.Embedding(7, 5)
+        self.head = nn.Linear(5, 7)
+        self.head.weight = self.embedding.weight
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.short = nn.Parameter(torch.randn(9).bfloat16())
+        self.register_buffer("seen", torch.zeros(2, dtype=torch.float64))
+
+
+def changed(model: Network, step: int) -> list[nn.Parameter]:
+    """Stand in for a step of training; in one of them the gradients overflow and the weights stand still."""
+    generator = torch.Generator().manual_seed(step)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    with torch.no_grad():
+        for param in trainable if step != 3 else []:
+            param.add_(torch.randn(param.shape, generator=generator))
+        for buffer in (model.norm.running_mean, model.norm.running_var, model.seen):
+            buffer.add_(torch.randn(buffer.shape, generator=generator))
+        model.norm.num_batches_tracked.add_(3)
+    return trainable
+
+
+def test_it_is_torchs_to_the_bit_whatever_the_order_of_the_layers():
+    model = Network()
+    average = MovingAverage(model, 0.9)
+    expected = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    order = random.Random(0)
+    for step in range(6):
+        params = changed(model, step)
+        order.shuffle(params)
+        average.update(params[:2])
+        average.update_buffers()
+        for param in params[2:]:
+            average.update([param])
+        expected.update_parameters(model)
+        state, other = average.module.state_dict(), expected.module.state_dict()
+        assert state.keys() == other.keys()
+        for name, tensor in state.items():
+            if tensor.is_floating_point():
+                assert torch.equal(tensor, other[name]), (step, name)
+    assert average.module.norm.num_batches_tracked == model.norm.num_batches_tracked == 18
+    assert average.module.head.weight is average.module.embedding.weight
+
+
+def test_under_an_engine_that_defers_it_waits_with_the_weights_and_is_what_it_would_be_at_once():
+    for waiting, settled, at_once in run(2, _train_with_hybrid):
+        assert settled.keys() == at_once.keys()
+        for name, tensor in settled.items():
+            if tensor.is_floating_point():
+                assert torch.equal(tensor, at_once[name]), name
+        assert not torch.equal(waiting["fc.weight"], settled["fc.weight"]), "its update had been put off"
+
+
+def _train_with_hybrid() -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """The average after three steps, before it is settled and then, and torch's average of weights settled each step."""
+    model, dataset = _model_and_dataset()
+    average = MovingAverage(model, 0.9)
+    take_step = build_step(RECIPE, split_batch(RECIPE, 2), model, _world(), 4, average=average)
+    for _ in range(3):
+        take_step(dataset.train, lr=0.1)
+    waiting = copy.deepcopy(average.module.state_dict())
+    take_step.settle()
+
+    model, dataset = _model_and_dataset()
+    expected = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    take_step = build_step(RECIPE, split_batch(RECIPE, 2), model, _world(), 4)
+    for _ in range(3):
+        take_step(dataset.train, lr=0.1)
+        take_step.settle()
+        expected.update_parameters(model)
+    return waiting, average.module.state_dict(), expected.module.state_dict()
+
+
+RECIPE = parse_recipe("test", tables(sync={"kind": "hybrid", "wire": "fp32"}))
+
+
+def _world() -> World:
+    return World(dist.get_rank(), 2, dist.get_rank(), 2, torch.device("cpu"))
+
+
+def _model_and_dataset() -> tuple[nn.Module, Dataset]:
+    world = _world()
+    dataset = open_dataset(RECIPE.data, None, split_batch(RECIPE, 2), world.rank, 2, world.device, RECIPE.seed)
+    return initial_model(RECIPE, dataset.classes, world), dataset
