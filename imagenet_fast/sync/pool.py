@@ -12,10 +12,12 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
 from imagenet_fast.sync.deferral import Deferral, Update
 from imagenet_fast.sync.engine import SyncEngine, SyncStats
 from imagenet_fast.sync.span import Span
+from imagenet_fast.sync.stepping import captured_step, needs_all, settle_before_state
 
 _LINE = 16  # elements: spans start on 64-byte lines in fp32, so vectorised kernels keep their fast path
 
@@ -62,6 +64,7 @@ class GradientPool:
         self._begun = False
         self._ready = [False] * len(self.spans)
         self._front = 0  # spans before this one have been handed to the engine
+        self._finished: SyncStats | None = None  # of the step whose gradients are here
 
     def attach(self, engine: SyncEngine) -> None:
         """Send the spans of every later backward to ``engine``."""
@@ -71,6 +74,7 @@ class GradientPool:
 
     def zero_grad(self) -> None:
         """Start a step: forget the gradients of the last one, except those still to be applied. Touches no memory."""
+        self._finished = None
         for span in self.spans:
             if self._deferral is None or not self._deferral.waits(span):
                 span.param.grad = None
@@ -104,7 +108,37 @@ class GradientPool:
         self._front = 0
         self._begun = False
         self._ready = [False] * len(self.spans)
-        return self._engine.finish()
+        self._finished = self._engine.finish()
+        return self._finished
+
+    def step(self, optimizer: Optimizer) -> SyncStats:
+        """End the step: :meth:`finish`, unless that has been called, and ``optimizer.step()`` with the means.
+
+        Under an engine that defers, each layer is updated just before it is read again, with the hyper-parameters of
+        this moment: an ``lr_scheduler`` may step at once. ``optimizer.state_dict()`` carries out what is put off
+        first. An optimiser that needs all gradients at once (:func:`needs_all`) waits for them here. Parameters of the
+        optimiser that are not in this pool are left alone. Raises ValueError where its step requires a closure, or
+        the engine sends a part of the gradients only.
+        """
+        if self._engine is not None and self._engine.keeps:
+            raise ValueError(
+                "the engine sends a part of the gradients, and optimisers of torch would apply the rest as well: "
+                "take another engine, or pool.update() and an optimiser that heeds pool.sent"
+            )
+        apply = captured_step(optimizer)
+        stats = self.finish() if self._finished is None else self._finished
+        if needs_all(optimizer):
+            self._update_at_once(apply)
+        else:
+            settle_before_state(optimizer, self.settle)
+            self.update(apply)
+        return stats
+
+    def _update_at_once(self, apply: Update) -> None:
+        assert self._engine is not None
+        for span in self.spans:
+            self._engine.wait(span)
+        apply([span.param for span in self.spans])
 
     def update(self, apply: Update) -> None:
         """Have ``apply`` update the parameters it is given: all of them now, or each before it is read again.
@@ -168,6 +202,7 @@ class GradientPool:
         if not self._begun and self._engine is not None:
             self._engine.begin()
             self._begun = True
+            self._finished = None
 
     def _advance(self, engine: SyncEngine) -> None:
         """Move the frontier past every leading span that is ready, handing each to the engine."""
