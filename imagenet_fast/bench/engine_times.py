@@ -339,5 +339,5 @@ class _Loop:
         self._sync.zero_grad()
         self._forward(self._x).backward()
         stats = self._sync.finish()
-        self._sync.update(lambda params: None)
+        self._sync.update(lambda *_: None)
         return stats

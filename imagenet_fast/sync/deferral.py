@@ -9,7 +9,7 @@ of updating at once.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class Deferral:
         model: nn.Module,
         engine: SyncEngine,
         spans: Sequence[Span],
-        used: Callable[[Iterable[Span]], list[nn.Parameter]],
+        used: Callable[[Sequence[Span]], list[nn.Parameter]],
     ) -> None:
         self.engine = engine
         self._used = used

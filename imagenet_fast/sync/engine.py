@@ -118,6 +118,9 @@ class SyncEngine(Protocol):
     defers: bool = False
     """Whether gradients may still be on their way after ``finish``, until ``wait``."""
 
+    leaves_behind: bool = False
+    """Whether a step may send some elements of a parameter and not the others: see :meth:`elements`."""
+
     def lay_out(self) -> None:
         """The pool's spans have new places: nothing is under way."""
         return

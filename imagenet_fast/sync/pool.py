@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
 from imagenet_fast.sync.deferral import Deferral, Update
 from imagenet_fast.sync.engine import SyncEngine, SyncStats
@@ -82,7 +83,7 @@ class GradientPool:
         self._learnt: list[Span] | None = []  # spans by when their gradients came; None once the order is known
         self._better: list[Span] | None = None
         self._open = False  # whether gradients have come since zero_grad or finish
-        self._finished = False
+        self._finished: SyncStats | None = None  # of the step whose gradients are here
         self.found_inf: Tensor | None = None
         """With :meth:`guard`: 1 where a gradient of the last step, on any rank, was not finite or too large for the
         wire, else 0."""
@@ -113,7 +114,7 @@ class GradientPool:
         with self._lock:
             if self._front:
                 self._abandon()
-            self._open = self._finished = False
+            self._open, self._finished = False, None
             self._ready = [False] * len(self.spans)
             if self._better is not None:
                 self._learn_order(self._better)
@@ -147,9 +148,9 @@ class GradientPool:
             self._ready = [True] * len(self.spans)
             self._advance(self._engine)
             self._front = 0
-            self._open, self._finished = False, True
+            self._open = False
             self.found_inf = self._any_overflow()
-            stats = self._engine.finish()
+            stats = self._finished = self._engine.finish()
             if self._learnt is not None:
                 self._better = self._agreed_order()
         return stats
@@ -170,22 +171,25 @@ class GradientPool:
         else:
             apply(used, elements)
 
-    def step(self, optimizer: torch.optim.Optimizer) -> SyncStats | None:
-        """Finish the step, unless :meth:`finish` has, and update with any optimiser that treats parameters one by one.
+    def step(self, optimizer: Optimizer) -> SyncStats:
+        """End the step: :meth:`finish`, unless that has been called, and ``optimizer.step()`` with the means.
 
-        It works with the hyper-parameters of now, whenever the update is carried out. Raises ValueError for one that
-        needs a closure, or where the engine sends only some elements of a parameter, which torch's optimisers cannot
-        update by themselves.
+        Under an engine that defers, each layer is updated just before it is read again, with the hyper-parameters of
+        this moment: an ``lr_scheduler`` may step at once. ``optimizer.state_dict()`` carries out what is put off
+        first. An optimiser that needs all gradients at once (:func:`needs_all`) waits for them here. Parameters of the
+        optimiser that are not in this pool are left alone. Raises ValueError where its step requires a closure, or
+        the engine leaves a part of the gradients behind.
         """
-        assert self._engine is not None
-        stats = None if self._finished else self.finish()
-        if self._engine.elements() is not None:
+        assert self._engine is not None, "attach an engine before the first step"
+        if self._engine.leaves_behind:
             raise ValueError(
-                "this engine sends some elements of a parameter and lets the others wait, which torch's optimisers "
-                "cannot; give pool.update an optimiser of imagenet_fast.training.optimizers, or take another engine"
+                "the engine sends a part of the gradients, and optimisers of torch would apply the rest as well: "
+                "take another engine, or pool.update() and an optimiser that takes the elements it may touch"
             )
+        apply = captured_step(optimizer)
+        stats = self.finish() if self._finished is None else self._finished
         settle_before_state(optimizer, self.settle)
-        self.update(captured_step(optimizer), at_once=needs_all(optimizer))
+        self.update(apply, at_once=needs_all(optimizer))
         return stats
 
     def settle(self) -> None:
@@ -194,9 +198,11 @@ class GradientPool:
         if self._deferral is not None:
             self._deferral.settle()
 
-    def used(self, spans: Iterable[Span]) -> list[nn.Parameter]:
-        """The parameters of ``spans``, whose gradients are here, without those that no rank has used: their gradient
-        becomes None. Asks the device about those that this rank has not used."""
+    def used(self, spans: Sequence[Span]) -> list[nn.Parameter]:
+        """The parameters of ``spans``, whose gradients are here, whatever has become of ``p.grad`` since, without those
+        that no rank has used: their gradient becomes None. Asks the device about those that this rank has not used."""
+        for span in spans:
+            span.param.grad = self._views[span.index]
         unused = {span for span in spans if span in self._unreached and not self.buffer[span.stop - 1].item()}
         for span in unused:
             span.param.grad = None
@@ -291,7 +297,7 @@ class GradientPool:
             engine.begin()
             self.buffer.index_fill_(0, self._ends, _USED)
             self._open = True
-            self._finished = False
+            self._finished = None
 
     def _advance(self, engine: SyncEngine) -> None:
         """Move the frontier past every leading span that is ready, handing each to the engine."""

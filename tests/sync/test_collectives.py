@@ -10,11 +10,11 @@ from typing import get_args
 import pytest
 import torch
 import torch.distributed as dist
+from imagenet_fast.sync.lane import Lane
 
 from imagenet_fast.ranks.roll_call import PeerLost
 from imagenet_fast.recipe.engines import Collective
 from imagenet_fast.sync.collectives import all_reduce, ring_bytes
-from imagenet_fast.sync.lane import Lane
 from tests.spawning import run
 
 LENGTHS = (0, 1, 3, 7, 4097, 270_001)  # the last one is more than one segment, in 16 bits too

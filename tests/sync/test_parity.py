@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
@@ -16,10 +17,13 @@ from imagenet_fast.sync import (
     DdpSync,
     DearSync,
     EngineSettings,
+    GradientPool,
     HybridSync,
     LazySync,
     RingSync,
+    SparseSync,
     attach,
+    build_engine,
 )
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.spawning import run
@@ -194,33 +198,102 @@ def _integer_steps(wire: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("settings", [LazySync(), HybridSync()], ids=["lazy", "hybrid"])
-def test_the_pool_trains_a_small_transformer_without_the_rest(settings: EngineSettings):
+def test_the_pool_trains_a_small_transformer_with_an_optimiser_and_a_schedule_of_torch(settings: EngineSettings):
     """The example in the README, as a library user would write it."""
-    first, last = run(2, _transformer, settings)[0]
+    (first, last, weights), (_, _, others) = run(2, _transformer, settings)
     assert last < 0.5 * first
+    assert torch.equal(weights, others), "the ranks agree"
 
 
-def _transformer(settings: LazySync | HybridSync) -> tuple[float, float]:
-    from imagenet_fast.sync import GradientPool, build_engine
-
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
-    model = nn.Sequential(nn.Embedding(16, 32), nn.TransformerEncoder(layer, 2), nn.Linear(32, 16))
-    optimizers = {p: torch.optim.AdamW([p], lr=3e-3) for p in model.parameters()}
+def _transformer(settings: LazySync | HybridSync) -> tuple[float, float, torch.Tensor]:
+    model = transformer()
     pool = GradientPool(model)
     pool.attach(build_engine(settings, pool))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=61)
     losses = []
-    for step in range(60):  # learn to reverse a sequence
-        tokens = torch.randint(0, 16, (32, 8), generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+    for step in range(60):
+        tokens = sequences(2 * step + dist.get_rank())
         pool.zero_grad()
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), (15 - tokens).flatten())
+        loss = reversal_loss(model, tokens)
         loss.backward()
-        pool.finish()
-        pool.update(lambda params: [optimizers[p].step() for p in params])
+        pool.step(optimizer)
+        scheduler.step()
         losses.append(loss.item())
-    pool.settle()
-    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    others = [torch.empty_like(weights) for _ in range(2)]
-    dist.all_gather(others, weights)
-    assert torch.equal(others[0], others[1])
-    return losses[0], losses[-1]
+    state = model.state_dict()
+    return losses[0], losses[-1], torch.cat([state[name].flatten() for name in state])
+
+
+def transformer() -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    return nn.Sequential(nn.Embedding(16, 32), nn.TransformerEncoder(layer, 2), nn.Linear(32, 16))
+
+
+def sequences(seed: int) -> torch.Tensor:
+    return torch.randint(0, 16, (32, 8), generator=torch.Generator().manual_seed(seed))
+
+
+def reversal_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1), (15 - tokens).flatten())
+
+
+def test_a_step_of_torchs_optimisers_is_the_same_put_off_as_at_once():
+    """To the bit, in weights and in the optimiser's state; with a hook it is taken at once, and the hook runs once."""
+    for (weights, state, hooked), (others, other_state, _) in run(2, _stepped, ("put off", "settled")):
+        _alike(weights, others)
+        _alike(state, other_state)
+        assert hooked == 0
+    for (weights, state, hooked), (others, other_state, _) in run(2, _stepped, ("hooked", "finished before")):
+        _alike(weights, others)
+        _alike(state, other_state)
+        assert hooked == 8
+
+
+def _alike(some: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+    assert all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+
+def _stepped(ways: tuple[str, ...]) -> list[tuple[list[torch.Tensor], list[torch.Tensor], int]]:
+    results = []
+    for way in ways:
+        model = transformer()
+        pool = GradientPool(model)
+        pool.attach(build_engine(HybridSync(wire="fp32"), pool))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        hooked: list[object] = []
+        if way == "hooked":
+            optimizer.register_step_post_hook(lambda *_, hooked=hooked: hooked.append(1))
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for step in range(8):
+            pool.zero_grad()
+            reversal_loss(model, sequences(2 * step + dist.get_rank())).backward()
+            if way == "finished before":
+                stats = pool.finish()
+                assert pool.step(optimizer) is stats
+            else:
+                pool.step(optimizer)
+            scheduler.step()
+            if way == "settled":
+                pool.settle()
+            elif step == 4:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        state = optimizer.state_dict()["state"]
+        moments = [state[number][name] for number in sorted(state) for name in ("exp_avg", "exp_avg_sq", "step")]
+        results.append(([p.detach() for p in model.parameters()], moments, len(hooked)))
+    return results
+
+
+def test_a_step_that_cannot_be_right_is_refused():
+    run(1, _refused)
+
+
+def _refused() -> None:
+    model = transformer()
+    pool = GradientPool(model)
+    pool.attach(build_engine(LazySync(), pool))
+    with pytest.raises(ValueError, match=r"LBFGS\.step\(\) requires a closure"):
+        pool.step(torch.optim.LBFGS(model.parameters()))
+    pool.attach(build_engine(SparseSync(sparsity=0.5), pool))
+    with pytest.raises(ValueError, match="sends a part of the gradients"):
+        pool.step(torch.optim.SGD(model.parameters()))

@@ -82,7 +82,7 @@ def test_under_an_engine_that_defers_it_waits_with_the_weights_and_is_what_it_wo
 
 
 def _train_with_hybrid() -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """The average after three steps, before it is settled and then, and torch's average of weights settled each step."""
+    """The average after three steps, before it is settled and then; and torch's, of weights settled every step."""
     model, dataset = _model_and_dataset()
     average = MovingAverage(model, 0.9)
     take_step = build_step(RECIPE, split_batch(RECIPE, 2), model, _world(), 4, average=average)

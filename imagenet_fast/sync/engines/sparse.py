@@ -29,6 +29,8 @@ class Sparse(SyncEngine):
     long as it would if all took turns.
     """
 
+    leaves_behind = True
+
     def __init__(self, settings: SparseSync, pool: GradientPool, wire: torch.dtype, steps_per_epoch: int) -> None:
         self._pool = pool
         self._wire = wire_for(pool.buffer.dtype, wire, pool.topology)
