@@ -85,14 +85,15 @@ def _average(
         _between(chain, shard, wire, collective, backend_adds, grid.column, topology, servers)
     if (backend_adds or halving) and early == 1 and ranks > 1:
         chain.locally(lambda: shard.div_(ranks))
+    arrived = shard
     if inside > 1:
         if own is not None:
             part = message.view(inside, -1)[grid.row.index(topology.rank)]
-            chain.locally(lambda: part.copy_(shard))
+            chain.locally(lambda: part.copy_(own))
         gather(chain, message, topology.channel(grid.row, "gather"))
-        shard = message
-    if shard is not values:
-        chain.locally(lambda: values.copy_(shard))
+        arrived = message
+    if arrived is not values:
+        chain.locally(lambda: values.copy_(arrived))
 
 
 def _between(
