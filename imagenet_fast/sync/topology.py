@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import socket
@@ -89,6 +90,12 @@ class Topology:
     def line(self) -> int:
         """A message of a multiple of so many elements can be cut evenly on every level."""
         return self.size
+
+    def anew(self) -> Topology:
+        """The same ranks and nodes, with channels of its own."""
+        twin = copy.copy(self)
+        twin._channels = {}
+        return twin
 
     def channel(self, ranks: tuple[int, ...], role: str) -> Channel:
         """The channel of ``ranks`` for one kind of phase: ``scatter``, ``gather``, ... It is made at the first call,
