@@ -102,6 +102,8 @@ class Topology:
         which every rank must make in the same order."""
         key = (ranks, role)
         if key not in self._channels:
+            if len(ranks) > 1:
+                self._agree_on_name()
             self._channels[key] = Channel(self.device, ranks)
         return self._channels[key]
 
@@ -110,6 +112,13 @@ class Topology:
         for channel in self._channels.values():
             channel.close()
         self._channels.clear()
+
+    def _agree_on_name(self) -> None:
+        """torch names a process group by how many each of its ranks has made; of sub-groups some make more."""
+        world = dist.distributed_c10d._world
+        made = torch.tensor(world.group_count, device="cuda" if self.device.type == "cuda" else "cpu")
+        dist.all_reduce(made, dist.ReduceOp.MAX, group=self.group)
+        world.group_count = int(made)
 
 
 def _nodes(
