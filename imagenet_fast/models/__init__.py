@@ -10,6 +10,7 @@ from torchvision.models import alexnet
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
 from imagenet_fast.models.alexnet_bn import AlexNetBN
+from imagenet_fast.models.half import Half
 from imagenet_fast.models.resnet import ResNet
 from imagenet_fast.recipe import schema
 
@@ -22,7 +23,9 @@ def build_model(model: schema.Model, classes: int) -> nn.Module:
     network: nn.Module
     match model:
         case schema.AlexNet():
-            network = alexnet(num_classes=classes, dropout=model.dropout)
+            theirs = alexnet(num_classes=classes, dropout=model.dropout)
+            theirs.features, theirs.classifier = Half(*theirs.features), Half(*theirs.classifier)
+            network = theirs
         case schema.AlexNetBN():
             network = AlexNetBN(classes, model.dropout, model.pool5_norm)
         case schema.ResNet():
@@ -41,10 +44,8 @@ def compile_blocks(model: nn.Module) -> None:
     meets a second one, and to it all blocks are one function, called with images of ever other sizes.
     """
     if isinstance(model, ResNet):
-        pieces = [m for m in model.modules() if isinstance(m, BasicBlock | Bottleneck)]
         model.compile_stem(dynamic=False)
-    else:
-        pieces = [m for m in model.children() if isinstance(m, nn.Sequential)]
+    pieces = [m for m in model.modules() if isinstance(m, BasicBlock | Bottleneck | Half)]
     for piece in pieces:
         piece.compile(dynamic=False)
     _allow_compilations(_FORMS * len(pieces))

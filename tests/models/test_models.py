@@ -62,7 +62,7 @@ def test_compiling_a_model_changes_no_name_of_its_weights(kind: str):
     assert [name for name, _ in model.named_modules()] == [name for name, _ in untouched.named_modules()]
 
 
-@pytest.mark.parametrize(("kind", "image_size"), [("resnet50", 32), ("alexnet_bn", 67)])
+@pytest.mark.parametrize(("kind", "image_size"), [("resnet50", 32), ("alexnet", 63), ("alexnet_bn", 67)])
 def test_every_piece_runs_compiled_in_training_and_in_evaluation(kind: str, image_size: int):
     """For shapes that are constants, and the last batch of an evaluation, which is smaller, is no exception."""
     runs: list[torch.fx.GraphModule] = []
