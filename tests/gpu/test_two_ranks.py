@@ -1,6 +1,9 @@
-"""The engines' contract and the collectives over NCCL, on two GPUs or, where NCCL allows it, on one that ranks share."""
+"""The engines' contract and the collectives over NCCL: on two GPUs, or on one that both share where NCCL allows it."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -34,27 +37,24 @@ def _sum_of_ranks() -> int:
     return int(total)
 
 
-def test_after_its_update_every_parameter_has_moved_by_the_mean():
-    ours, theirs = run(2, contract._every_engine, backend="nccl")
+def test_engines_keep_their_contract():
+    ours, theirs = run(
+        2, _in_turn, contract._every_engine, contract._awkward_models, contract._counts_launches, backend="nccl"
+    )
     assert ours == theirs, "ranks differ in a bit"
 
 
-def test_accumulation_unused_and_shared_parameters():
-    run(2, contract._awkward_models, backend="nccl")
+def test_collectives_give_every_rank_the_mean_to_the_bit():
+    ours, theirs = run(
+        2,
+        _in_turn,
+        collectives._every_collective,
+        collectives._fused_and_apart,
+        collectives._large_values,
+        backend="nccl",
+    )
+    assert ours == theirs, "ranks differ in a bit"
 
 
-def test_lazy_fuses_until_its_threshold():
-    run(2, contract._counts_launches, backend="nccl")
-
-
-def test_every_rank_ends_with_the_mean_to_the_bit():
-    ours, theirs = run(2, collectives._every_collective, backend="nccl")
-    assert ours == theirs
-
-
-def test_butterfly_and_pairwise_add_alike_wherever_an_element_lies():
-    run(2, collectives._fused_and_apart, backend="nccl")
-
-
-def test_large_fp16_values_do_not_overflow_on_their_way():
-    run(2, collectives._large_values, backend="nccl")
+def _in_turn(*functions: Callable[[], Any]) -> list[Any]:
+    return [function() for function in functions]
