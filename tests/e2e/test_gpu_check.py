@@ -36,7 +36,7 @@ def test_a_dry_run_writes_every_section_and_none_fails(tmp_path: Path):
     assert re.findall("^## (.*)$", report, re.MULTILINE) == SECTIONS
     codes = dict(re.findall(r"^\| (.*?) \| (\d+|not run) \|", report, re.MULTILINE))
     assert list(codes) == SECTIONS
-    assert {name for name, code in codes.items() if code != "0"} == set(STEPS) - {STEPS[0], STEPS[4]}
+    assert {name for name, code in codes.items() if code != "0"} == set(STEPS[1:])
     assert "Traceback" not in report
     assert "there is no GPU on this machine" in report
     for row in (r"^torch +\d", "^ours, lazy ", "^lars, clip ", "^synthetic ", "^dali "):
