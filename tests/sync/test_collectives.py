@@ -20,12 +20,11 @@ from tests.spawning import run
 LENGTHS = (0, 1, 3, 7, 4097, 270_001)  # the last one is more than one segment, in 16 bits too
 COLLECTIVES = get_args(Collective)
 WIRES = {torch.float32: 2e-6, torch.bfloat16: 4e-2, torch.float16: 5e-3}
-CPU = torch.device("cpu")
 
 
 @cache
 def values(rank: int, length: int, world: int, integers: bool) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * length + rank)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(100 * length + rank)
     if integers:  # whose mean over the ranks is an integer that 16 bits hold
         return world * torch.randint(-8, 8, (length,), generator=generator).float()
     return torch.randn(length, generator=generator)
@@ -45,7 +44,7 @@ def test_every_rank_ends_with_the_mean_to_the_bit(world: int):
 
 def _every_collective() -> list[str]:
     rank, world = dist.get_rank(), dist.get_world_size()
-    lane = Lane(CPU, node=3)  # over 4, 5, 7 and 8 ranks the last node is smaller
+    lane = Lane(torch.get_default_device(), node=3)  # over 4, 5, 7 and 8 ranks the last node is smaller
     fingerprints = []
     for collective in COLLECTIVES:
         for wire, tolerance in WIRES.items():
@@ -60,7 +59,7 @@ def _every_collective() -> list[str]:
                         assert torch.equal(tensor.double(), mean), case
                     else:
                         torch.testing.assert_close(tensor.double(), mean, rtol=tolerance, atol=tolerance, msg=case)
-                    fingerprints.append(hashlib.sha256(tensor.numpy().tobytes()).hexdigest())
+                    fingerprints.append(hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest())
     return fingerprints
 
 
@@ -77,7 +76,7 @@ def test_bytes_are_as_in_theory():
 
 
 def _bytes_sent() -> list[int]:
-    lane = Lane(CPU, node=2)
+    lane = Lane(torch.get_default_device(), node=2)
     sent = []
     for collective in COLLECTIVES:
         transfer = all_reduce(torch.ones(600_000), torch.bfloat16, collective, lane)
@@ -92,7 +91,7 @@ def test_butterfly_and_pairwise_add_alike_wherever_an_element_lies():
 
 
 def _fused_and_apart() -> None:
-    lane = Lane(CPU)
+    lane = Lane(torch.get_default_device())
     for collective, wire in (("butterfly", torch.float32), *(("pairwise", wire) for wire in WIRES)):
         fused = values(dist.get_rank(), 90_000, 3, False).clone()
         apart = [t.clone() for t in fused.split([7, 40_000, 1, 49_992])]
@@ -115,7 +114,7 @@ def test_pairwise_rounds_once_so_its_error_does_not_grow_with_the_ranks():
 def _errors() -> dict[str, float]:
     """Root mean square error beside float64, in units of what rounding each input once and the mean once gives."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    lane = Lane(CPU)
+    lane = Lane(torch.get_default_device())
     everyone = [values(r, 100_000, world, False) for r in range(world)]
     exact = sum(t.double() for t in everyone) / world
     errors = {}
@@ -134,7 +133,7 @@ def test_large_fp16_values_do_not_overflow_on_their_way():
 
 
 def _large_values() -> None:
-    lane = Lane(CPU)
+    lane = Lane(torch.get_default_device())
     for collective in COLLECTIVES:
         tensor = torch.full((100,), 60_000.0)
         all_reduce(tensor, torch.float16, collective, lane).wait()
@@ -151,7 +150,7 @@ def _short_gradients() -> None:
         for collective in ("ring", "butterfly", "pairwise", "hierarchical", "torus2d", "parameter_server"):
             tensor = values(rank, 500, 4, False).to(dtype)
             mean = sum(values(r, 500, 4, False).to(dtype).double() for r in range(4)) / 4
-            all_reduce(tensor, torch.float32, collective, Lane(CPU)).wait()
+            all_reduce(tensor, torch.float32, collective, Lane(torch.get_default_device())).wait()
             torch.testing.assert_close(tensor.double(), mean, rtol=0, atol=4 * torch.finfo(dtype).eps, msg=collective)
 
 
