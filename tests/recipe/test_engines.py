@@ -43,7 +43,7 @@ def test_all_are_exact_but_sparse_and_compressed_ddp():
 
 
 def test_engines_learn_that_measure_before_they_plan():
-    assert kinds([engine for engine in ALL if engine.learns]) == ["lazy", "hybrid", "dear", "auto"]
+    assert kinds([engine for engine in ALL if engine.learns]) == ["ring", "lazy", "hybrid", "dear", "auto"]
     assert not LazySync(threshold_mb=1).learns
     assert EAGER_AUTO.learns
 
