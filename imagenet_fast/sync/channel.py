@@ -75,20 +75,21 @@ class Channel:
         self._idle = True
         self._traffic = Traffic()
 
-    def enter(self, start: Callable[[], Work | None], after: Entry | None, traffic: Traffic) -> Entry:
-        """Begin a phase once ``after`` is done and all that has entered before has begun. ``start`` does its local work
-        and starts its collective; None: there is none, or it is done."""
+    def enter(self, start: Callable[[], Work | None], after: Sequence[Entry], traffic: Traffic) -> Entry:
+        """Begin a phase once all of ``after`` are done and all that has entered before has begun.
+
+        ``start`` does its local work and starts its collective; None: there is none, or it is done."""
         if self._device.type == "cpu":
             return self._hand_over(start, after, traffic)
         if self._stream is None:  # the meta device: for counting
             self._traffic = traffic
             start()
             return Entry(_nothing)
-        if after is None:
+        if not after:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            if after is not None:
-                after.wait()
+            for entry in after:
+                entry.wait()
             self._traffic = traffic
             traffic.begun = mark(self._device)
             work = start()
@@ -175,13 +176,13 @@ class Channel:
             after = self.ranks[(self.place + 1) % self.size]
             self.calls.append(Call(operation, self.ranks, ((after, messages, size),)))
 
-    def _hand_over(self, start: Callable[[], Work | None], after: Entry | None, traffic: Traffic) -> Entry:
+    def _hand_over(self, start: Callable[[], Work | None], after: Sequence[Entry], traffic: Traffic) -> Entry:
         begun: Future[Work | None] = Future()
 
         def task() -> None:
             try:
-                if after is not None:
-                    after.wait()
+                for entry in after:
+                    entry.wait()
                 self._traffic = traffic
                 traffic.begun = mark(self._device)
                 work = start()
