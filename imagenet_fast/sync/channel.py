@@ -120,11 +120,18 @@ class Channel:
         )
 
     def all_gather(self, values: Tensor) -> Work | None:
-        """This rank's part of ``values`` to all ranks, and theirs to here, in place."""
+        """This rank's part of ``values`` to all ranks, and theirs to here, in place.
+
+        gloo hands parts on from neighbour to neighbour, which takes P-1 steps and, of a node with several ranks, more
+        than its share of the link; each of its ranks sends its part to all others instead.
+        """
+        own = values.view(self.size, -1)[self.place]
+        if self._device.type == "cpu":
+            return self.all_to_all(values, own.repeat(self.size))
         share = values.nbytes // self.size
         self._count(share * (self.size - 1), share * (self.size - 1))
         self._note_ring("all_gather", self.size - 1, share)
-        work: Work | None = _all_gather(values, values.view(self.size, -1)[self.place], self._group, async_op=True)
+        work: Work | None = _all_gather(values, own, self._group, async_op=True)
         return work
 
     def reduce_scatter(self, values: Tensor) -> Work | None:

@@ -200,13 +200,8 @@ def predict(
 
 def _thresholds(engine: Engine, pool: GradientPool) -> list[float]:
     """What is chosen from; a plan moves whole pieces, so nothing shorter is of use to it."""
-    piece = _piece_bytes(engine, pool)
+    piece = piece_bytes(pool.topology)
     return [size for size in THRESHOLDS if size >= piece] if engine.planned else THRESHOLDS
-
-
-def _piece_bytes(engine: Engine, pool: GradientPool) -> int:
-    """A half by itself has half of an all-reduce's steps to keep the wire busy with."""
-    return piece_bytes(pool.topology) * (2 if engine.halves else 1)
 
 
 def _link(messages: Sequence[Message], network: Network) -> Link:
@@ -218,7 +213,7 @@ def messages_of(engine: Engine, pool: GradientPool, wire: torch.dtype, fuse: flo
     """The messages of a step, fused until ``fuse`` bytes, in the order in which their gradients are ready."""
     messages: list[Message] = []
     line = pool.topology.line
-    elements = -(-_piece_bytes(engine, pool) // wire.itemsize // line) * line
+    elements = -(-piece_bytes(pool.topology) // wire.itemsize // line) * line
     for run in _runs(pool.spans, engine, fuse / wire.itemsize):
         collective = _collective(engine, run, pool, wire, network)
         cost = cost_of(collective, pool.topology, engine.servers)
