@@ -20,8 +20,8 @@ from statistics import median, mode
 from typing import Any
 
 import torch
+import torch._dynamo  # as the meta device's first operation would, in every process
 import torch.distributed as dist
-import torch.fx.experimental.symbolic_shapes  # as the meta device's first operation would, in every process
 from rich.table import Table
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
