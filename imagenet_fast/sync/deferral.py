@@ -8,15 +8,14 @@ of updating at once.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
+from imagenet_fast.sync.copies import Hook, settle_before_copies
 from imagenet_fast.sync.engine import SyncEngine
 from imagenet_fast.sync.span import Span
 
@@ -51,12 +50,12 @@ class Deferral:
         self._called: set[nn.Module] = set()
         self._model = model
         self.lay_out(spans)
-        before_forward, settle = _Hook(self._before_forward), _Hook(lambda *_: self.settle())
+        before_forward, settle = Hook(self._before_forward), Hook(lambda *_: self.settle())
         for module in model.modules():
             module.register_forward_pre_hook(before_forward, prepend=True)
             module.register_state_dict_pre_hook(settle)
             module.register_load_state_dict_pre_hook(settle)
-            module.__dict__["__deepcopy__"] = _SettledCopy(module, self.settle)
+            settle_before_copies(module, self.settle)
 
     def lay_out(self, spans: Sequence[Span]) -> None:
         """The pool's spans, of which none waits."""
@@ -141,46 +140,3 @@ class Deferral:
 
         visit(self._model, None)
         return readers
-
-
-class _Hook:
-    """A hook of this model, which a copy or a pickle of the model does without."""
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-
-    def __call__(self, *arguments: Any) -> None:
-        self._call(*arguments)
-
-    def __deepcopy__(self, memo: object) -> Callable[..., None]:
-        return _no_hook
-
-    def __reduce__(self) -> Any:
-        return _left_out, ()
-
-
-class _SettledCopy:
-    """What ``copy.deepcopy`` calls for a module: a copy made of weights that are up to date."""
-
-    def __init__(self, module: nn.Module, settle: Callable[[], None]) -> None:
-        self._module = module
-        self._settle = settle
-
-    def __call__(self, memo: dict[int, Any]) -> nn.Module:
-        self._settle()
-        del self._module.__dict__["__deepcopy__"]
-        try:
-            return copy.deepcopy(self._module, memo)
-        finally:
-            self._module.__dict__["__deepcopy__"] = self
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
-
-
-def _no_hook(*_: object) -> None:
-    """In the place of a hook."""
-
-
-def _left_out() -> Callable[..., None]:
-    return _no_hook
