@@ -8,6 +8,7 @@ of updating at once.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
@@ -49,6 +50,7 @@ class Deferral:
         self._updates: list[Update] = []
         self._called: set[nn.Module] = set()
         self._model = model
+        self._lock = threading.RLock()  # several threads may call the model, to evaluate it
         self.lay_out(spans)
         before_forward, settle = Hook(self._before_forward), Hook(lambda *_: self.settle())
         for module in model.modules():
@@ -66,26 +68,30 @@ class Deferral:
 
     def update(self, apply: Update, at_once: bool) -> None:
         """Put ``apply`` off for every parameter that a forward hook will reach, unless it is to be ``at_once``."""
-        if self._read_by is None and self._called:  # else there has been no forward yet to learn from
-            self._read_by = self._find_readers()
-            read = {span for spans in self._read_by.values() for span in spans}
-            self._unread = [span for span in self._spans if span not in read]
-        if at_once:
-            self._bring_up_to_date(list(self._pending), keep=True)
-        now = self._spans if at_once or self._read_by is None else self._unread
-        if not self._pending and not at_once:
-            self._updates = []
-            self._pending = dict.fromkeys(span for span in self._spans if span not in set(now))
-        if not at_once:
-            self._updates.append(apply)
-        for span in now:
-            self.engine.wait(span)
-        if now:
-            self._apply([apply], now)
+        with self._lock:
+            if self._read_by is None and self._called:  # else there has been no forward yet to learn from
+                self._read_by = self._find_readers()
+                read = {span for spans in self._read_by.values() for span in spans}
+                self._unread = [span for span in self._spans if span not in read]
+            if at_once or len(self._pending) < len(self._spans) - len(self._unread):
+                self._bring_up_to_date(list(self._pending))  # a forward has read some since the update before
+            now = self._spans if at_once or self._read_by is None else self._unread
+            if not self._pending and not at_once:
+                self._updates = []
+                self._pending = dict.fromkeys(span for span in self._spans if span not in set(now))
+            if not at_once:
+                self._updates.append(apply)
+            for span in now:
+                self.engine.wait(span)
+            if now:
+                self._apply([apply], now)
+            for span in self._pending:
+                span.param.grad = None  # still on its way, and not to be zeroed where it lies
 
     def settle(self) -> None:
         """Carry out every update that is still put off."""
-        self._bring_up_to_date(list(self._pending))
+        with self._lock:
+            self._bring_up_to_date(list(self._pending))
 
     def waits(self, span: Span) -> bool:
         """Whether the update of ``span`` is still put off."""
@@ -94,11 +100,13 @@ class Deferral:
     def _before_forward(self, module: nn.Module, inputs: object) -> None:
         if self._read_by is None:
             self._called.add(module)
-        elif self._pending:
-            self._bring_up_to_date(self._read_by.get(module, []))
+            return
+        with self._lock:
+            if self._pending:
+                self._bring_up_to_date(self._read_by.get(module, []))
 
-    def _bring_up_to_date(self, spans: list[Span], keep: bool = False) -> None:
-        """Carry out what is put off for ``spans``; their gradients are used up, unless another update wants them."""
+    def _bring_up_to_date(self, spans: list[Span]) -> None:
+        """Carry out what is put off for ``spans``; their gradients are used up."""
         late = [span for span in spans if span in self._pending]
         if not late:
             return
@@ -106,7 +114,7 @@ class Deferral:
             self.engine.wait(span)
             del self._pending[span]
         self._apply(self._updates, late)
-        for span in late if not keep else ():
+        for span in late:
             span.param.grad = None
 
     def _apply(self, updates: Sequence[Update], spans: Sequence[Span]) -> None:

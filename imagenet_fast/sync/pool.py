@@ -106,7 +106,7 @@ class GradientPool:
         self._guard = largest
 
     def zero_grad(self) -> None:
-        """Start a step: forget the gradients of the last one, except those still to be applied. Touches no memory.
+        """Start a step: forget the gradients of the last one. Touches no memory.
 
         After a backward that failed on the way, or whose step was never finished, what has left is waited for and
         dropped; nothing of that step may be applied on another rank, so what had not left by then is sent as NaN.
@@ -119,8 +119,7 @@ class GradientPool:
             if self._better is not None:
                 self._learn_order(self._better)
         for span in self.spans:
-            if self._deferral is None or not self._deferral.waits(span):
-                span.param.grad = None
+            span.param.grad = None
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -160,6 +159,7 @@ class GradientPool:
 
         ``apply`` captures what belongs to this step, above all the learning rate. Several updates of a step are
         carried out in their order. One that needs all gradients ``at_once`` has an engine that defers wait for them.
+        While a parameter's update is put off, ``p.grad`` is None.
         """
         assert self._engine is not None
         if self._engine.defers and self._deferral is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 
@@ -239,3 +241,35 @@ def minding_surroundings(apply: Callable[[list[nn.Parameter]], None], params: li
     assert not torch.is_grad_enabled()
     assert not torch.is_autocast_enabled("cpu")
     apply(params)
+
+
+def test_threads_that_evaluate_at_once_do_not_update_twice():
+    def evaluate(pool: GradientPool, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        failures: list[Exception] = []
+
+        def forward() -> None:
+            try:
+                with torch.no_grad():
+                    model(images(9))
+            except Exception as failure:
+                failures.append(failure)
+
+        threads = [threading.Thread(target=forward) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        evaluated = trained(HYBRID, deep, after=evaluate, steps=12)
+    finally:
+        sys.setswitchinterval(interval)
+    assert alike(evaluated, trained(HYBRID, deep, steps=12))
+
+
+def deep() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(20)))

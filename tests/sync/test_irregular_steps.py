@@ -1,0 +1,126 @@
+"""Steps that fail, stop half-way, or are not quite as the pool expects them: right all the same, or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from imagenet_fast.recipe.schema import Sgd
+from imagenet_fast.sync import EngineSettings, GradientPool
+from tests.sync.loops import (
+    DEFERRING,
+    LAZY,
+    Layers,
+    alike,
+    images,
+    loss_of,
+    pooled,
+    sgd,
+    state,
+    trained,
+)
+
+ALL = pytest.mark.parametrize("settings", [*DEFERRING, LAZY], ids=["hybrid", "dear", "lazy"])
+SGD = Sgd(kind="sgd", lr=0.1, weight_decay=0.05)
+
+
+def evaluate(pool: GradientPool, model: nn.Module, *_: object) -> None:
+    with torch.inference_mode():
+        model(images(99))
+
+
+def evaluate_a_part(pool: GradientPool, model: nn.Module, *_: object) -> None:
+    with torch.no_grad():
+        model.get_submodule("layer3")(images(99))
+        model.get_submodule("layer0")(images(99))
+
+
+@ALL
+def test_a_second_backward_in_a_step_is_refused_in_words(settings: EngineSettings):
+    model = Layers()
+    pool = pooled(model, settings)
+    pool.zero_grad()
+    loss_of(model, 0).backward()
+    with pytest.raises(RuntimeError, match=r"a second backward .*no_sync\(\)"):
+        loss_of(model, 1).backward()
+
+
+@ALL
+def test_a_step_that_pool_zero_grad_has_not_begun_is_refused_in_words(settings: EngineSettings):
+    """``optimizer.zero_grad()`` in its place."""
+    model = Layers()
+    pool, optimizer = pooled(model, settings), sgd(model)
+    optimizer.zero_grad()
+    loss_of(model, 0).backward()
+    pool.step(optimizer)
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"pool\.zero_grad\(\)"):
+        loss_of(model, 1).backward()
+
+
+@ALL
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_zeroed_by_the_optimiser_as_well_are_not_lost(settings: EngineSettings, to_none: bool):
+    def zero(pool: GradientPool, model: nn.Module, optimizer: Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=to_none)
+        model.zero_grad(set_to_none=to_none)
+
+    assert alike(trained(settings, before=zero), trained(settings))
+    assert alike(trained(settings, after=zero), trained(settings))
+
+
+@ALL
+@pytest.mark.parametrize("look", [evaluate, evaluate_a_part])
+def test_evaluating_anywhere_in_a_step_changes_nothing(
+    settings: EngineSettings, look: Callable[[GradientPool, nn.Module], None]
+):
+    model = Layers()
+    pool, optimizer = pooled(model, settings), sgd(model)
+    for step in range(6):
+        look(pool, model)
+        pool.zero_grad()
+        look(pool, model)
+        loss = loss_of(model, step)
+        look(pool, model)
+        loss.backward()
+        look(pool, model)
+        pool.finish()
+        look(pool, model)
+        pool.step(optimizer)
+        look(pool, model)
+    pool.settle()
+    assert alike(state(model), trained(settings))
+
+
+@ALL
+@pytest.mark.parametrize("between", [None, evaluate, evaluate_a_part])
+def test_two_optimisers_of_a_step_both_update(
+    settings: EngineSettings, between: Callable[[GradientPool, nn.Module], None] | None
+):
+    model = Layers()
+    pool, params = pooled(model, settings), list(model.parameters())
+    optimizers = [sgd(nn.ParameterList(params[:5])), sgd(nn.ParameterList(params[5:]))]
+    for step in range(6):
+        pool.zero_grad()
+        loss_of(model, step).backward()
+        pool.step(optimizers[0])
+        if between is not None:
+            between(pool, model)
+        pool.step(optimizers[1])
+    pool.settle()
+    assert alike(state(model), trained(settings))
+
+
+@ALL
+def test_an_exception_in_forward_loses_no_update(settings: EngineSettings):
+    def fail(pool: GradientPool, model: nn.Module, optimizer: Optimizer) -> None:
+        hook = model.get_submodule("layer2").register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(images(99))
+        hook.remove()
+
+    assert alike(trained(settings, before=fail), trained(settings))
