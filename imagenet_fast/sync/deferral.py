@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from imagenet_fast.sync.copies import Hook, settle_before_copies
+from imagenet_fast.sync.copies import Hook, settle_before_copies, settle_no_longer
 from imagenet_fast.sync.engine import SyncEngine
 from imagenet_fast.sync.span import Span
 
@@ -53,11 +53,21 @@ class Deferral:
         self._lock = threading.RLock()  # several threads may call the model, to evaluate it
         self.lay_out(spans)
         before_forward, settle = Hook(self._before_forward), Hook(lambda *_: self.settle())
-        for module in model.modules():
-            module.register_forward_pre_hook(before_forward, prepend=True)
-            module.register_state_dict_pre_hook(settle)
-            module.register_load_state_dict_pre_hook(settle)
+        self._modules = list(model.modules())
+        self._hooks = []
+        for module in self._modules:
+            self._hooks.append(module.register_forward_pre_hook(before_forward, prepend=True))
+            self._hooks.append(module.register_state_dict_pre_hook(settle))
+            self._hooks.append(module.register_load_state_dict_pre_hook(settle))
             settle_before_copies(module, self.settle)
+
+    def close(self) -> None:
+        """Leave the model to others. Settles first."""
+        self.settle()
+        for hook in self._hooks:
+            hook.remove()
+        for module in self._modules:
+            settle_no_longer(module, self.settle)
 
     def lay_out(self, spans: Sequence[Span]) -> None:
         """The pool's spans, of which none waits."""

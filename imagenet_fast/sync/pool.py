@@ -75,8 +75,7 @@ class GradientPool:
         self.spans: list[Span] = []
         owners = {p: module for module in (model or nn.Module()).modules() for p in module.parameters(recurse=False)}
         self._lay_out([(name, p, owners.get(p)) for name, p in reversed(trainable.items())])
-        for param in trainable.values():
-            param.register_post_accumulate_grad_hook(self._collect)
+        self._hooks = [param.register_post_accumulate_grad_hook(self._collect) for param in trainable.values()]
         self._engine: SyncEngine | None = None
         self._deferral: Deferral | None = None
         self._sync = True
@@ -229,8 +228,12 @@ class GradientPool:
         self._lay_out([(name, by_name[name].param, by_name[name].module) for name in names])
 
     def close(self) -> None:
-        """End the engine, its threads and its process groups. Settles first."""
-        self.settle()
+        """End the engine, its threads and its process groups, and leave the model to others. Settles first."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._deferral is not None:
+            self._deferral.close()
+            self._deferral = None
         if self._engine is not None:
             self._engine.close()
             self._engine = None

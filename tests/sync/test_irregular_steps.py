@@ -124,3 +124,26 @@ def test_an_exception_in_forward_loses_no_update(settings: EngineSettings):
         hook.remove()
 
     assert alike(trained(settings, before=fail), trained(settings))
+
+
+@ALL
+def test_a_closed_pool_leaves_the_model_to_others(settings: EngineSettings):
+    model = Layers()
+    optimizer = sgd(model)
+    for step in range(6):
+        if step in (0, 2):
+            pool = pooled(model, settings)
+        if step < 4:
+            pool.zero_grad()
+            loss_of(model, step).backward()
+            pool.step(optimizer)
+        if step in (1, 3):
+            pool.close()
+            pool.close()
+        if step >= 4:
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+    assert alike(state(model), trained(settings))
+    assert vars(model).keys() == vars(Layers()).keys()
+    assert not any(module._forward_pre_hooks or module._state_dict_pre_hooks for module in model.modules())
