@@ -69,6 +69,7 @@ class GradientPool:
         self._multiple = 1
         self._guard: float | None = None
         self._lock = threading.RLock()  # autograd may run several threads
+        self._ready: list[bool] = []  # by span: whether its gradient may leave
         self._front = 0  # spans before this one have been handed to the engine
         self._unreached: list[Span] = []  # by this rank's last backward
         self._largest: list[Tensor] = []  # magnitudes in this step, by span
@@ -111,7 +112,7 @@ class GradientPool:
         dropped; nothing of that step may be applied on another rank, so what had not left by then is sent as NaN.
         """
         with self._lock:
-            if self._front:
+            if self._open and any(self._ready):
                 self._abandon()
             self._open, self._finished = False, None
             self._ready = [False] * len(self.spans)
@@ -150,7 +151,7 @@ class GradientPool:
             self.found_inf = self._any_overflow()
             stats = self._finished = self._engine.finish()
             if self._learnt is not None:
-                self._better = self._agreed_order()
+                self._agree_on_order(whole=True)
         return stats
 
     def update(self, apply: Update, at_once: bool = False) -> None:
@@ -314,8 +315,9 @@ class GradientPool:
         """Bring an unfinished step to its end, so that no rank waits for this one, and drop it."""
         engine = self._engine
         assert engine is not None
+        self.settle()  # what the forward did not reach
         for span in self.spans[self._front :]:
-            self.buffer[span.start : span.stop].fill_(math.nan)
+            engine.spoil(span, self._views[span.index])
         self._ready = [True] * len(self.spans)
         self._advance(engine)
         self._front = 0
@@ -324,7 +326,7 @@ class GradientPool:
         for span in self.spans:
             engine.wait(span)
         if self._learnt is not None:
-            self._learnt = []
+            self._agree_on_order(whole=False)
 
     def _any_overflow(self) -> Tensor | None:
         if self._guard is None:
@@ -335,23 +337,27 @@ class GradientPool:
             dist.all_reduce(overflow, dist.ReduceOp.MAX, group=self.topology.group)
         return overflow
 
-    def _agreed_order(self) -> list[Span] | None:
-        """The order in which the first rank's gradients came, those that did not come last; None where it is ours."""
-        came = self._learnt or []
+    def _agree_on_order(self, whole: bool) -> None:
+        """Learn the order in which the first rank's gradients came, those that did not come last; unless that rank has
+        not seen the ``whole`` of its backward: then the next one tells."""
+        came, self._learnt = self._learnt or [], []
         seen = set(came)
-        order = torch.tensor(
-            [span.index for span in [*came, *(s for s in self.spans if s not in seen)]], device=self.buffer.device
-        )
+        order = [span.index for span in [*came, *(s for s in self.spans if s not in seen)]]
+        agreed = torch.tensor(order if whole else [-1] * len(order), device=self.buffer.device)
         if self.topology.size > 1:
-            dist.broadcast(order, self.topology.ranks[0], self.topology.group)
+            dist.broadcast(agreed, self.topology.ranks[0], self.topology.group)
+        indices = agreed.tolist()
+        if indices[0] < 0:
+            return
         self._learnt = None
-        indices = order.tolist()
-        return None if indices == list(range(len(indices))) else [self.spans[index] for index in indices]
+        if indices != list(range(len(indices))):
+            self._better = [self.spans[index] for index in indices]
 
     def _learn_order(self, order: Sequence[Span]) -> None:
         assert self._engine is not None
         self.settle()
         self._better = None
+        self._engine.begin()  # it may have sent what lies in the pool, and knows it by its place
         self._lay_out([(span.name, span.param, span.module) for span in order])
         self._engine.lay_out()
         if self._deferral is not None:

@@ -90,6 +90,10 @@ class Sparse(SyncEngine):
         if gradient is not None:
             place.add_(gradient)
 
+    def spoil(self, span: Span, gradient: Tensor) -> None:
+        for part in self.sent:
+            self._pool.buffer[max(part.start, span.start) : min(part.stop, span.stop)] = math.nan
+
     def push(self, span: Span) -> None:
         last = span.index == len(self._pool.spans) - 1
         ready = bisect_right(self._selected, span.stop // self._settings.chunk - 1)
