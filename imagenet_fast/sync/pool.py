@@ -74,11 +74,11 @@ class GradientPool:
         self._unreached: list[Span] = []  # by this rank's last backward
         self._largest: list[Tensor] = []  # magnitudes in this step, by span
         self.spans: list[Span] = []
+        self._engine: SyncEngine | None = None
+        self._deferral: Deferral | None = None
         owners = {p: module for module in (model or nn.Module()).modules() for p in module.parameters(recurse=False)}
         self._lay_out([(name, p, owners.get(p)) for name, p in reversed(trainable.items())])
         self._hooks = [param.register_post_accumulate_grad_hook(self._collect) for param in trainable.values()]
-        self._engine: SyncEngine | None = None
-        self._deferral: Deferral | None = None
         self._sync = True
         self._learnt: list[Span] | None = []  # spans by when their gradients came; None once the order is known
         self._better: list[Span] | None = None
@@ -89,9 +89,10 @@ class GradientPool:
         wire, else 0."""
 
     def attach(self, engine: SyncEngine) -> None:
-        """Send the spans of every later backward to ``engine``, instead of to any before."""
+        """Send the spans of every later backward to ``engine``, instead of to any before. Settles first."""
         if engine.defers and self.model is None:
             raise ValueError("an engine that defers updates needs to see the forward; give the pool model=...")
+        self.settle()
         if self._engine is not None:
             self._engine.close()
         self._engine = engine
@@ -114,6 +115,10 @@ class GradientPool:
         with self._lock:
             if self._open and any(self._ready):
                 self._abandon()
+            if self._deferral is not None and self._engine is not None:
+                for span in self.spans:
+                    if not self._deferral.waits(span):
+                        self._engine.wait(span)  # it may be on its way, where a step has not been applied
             self._open, self._finished = False, None
             self._ready = [False] * len(self.spans)
             if self._better is not None:
@@ -240,7 +245,8 @@ class GradientPool:
             self._engine = None
 
     def _lay_out(self, parameters: Sequence[tuple[str, nn.Parameter, nn.Module | None]]) -> None:
-        """Give every parameter its place. Values in the buffer move with it."""
+        """Give every parameter its place. Values in the buffer move with it. Settles first."""
+        self.settle()
         line = math.lcm(_LINE, self.topology.line)
         old, places = self.buffer, {span.param: span for span in self.spans}
         self.spans = []
@@ -264,6 +270,8 @@ class GradientPool:
         self._ready = [False] * len(self.spans)
         self._front = 0
         self._largest = []
+        if self._deferral is not None:
+            self._deferral.lay_out(self.spans)
 
     def _collect(self, param: nn.Parameter) -> None:
         """The hook: ``param`` has its gradient."""
@@ -355,13 +363,10 @@ class GradientPool:
 
     def _learn_order(self, order: Sequence[Span]) -> None:
         assert self._engine is not None
-        self.settle()
         self._better = None
         self._engine.begin()  # it may have sent what lies in the pool, and knows it by its place
         self._lay_out([(span.name, span.param, span.module) for span in order])
         self._engine.lay_out()
-        if self._deferral is not None:
-            self._deferral.lay_out(self.spans)
 
 
 def _dense_strides(param: nn.Parameter) -> tuple[int, ...]:

@@ -1,18 +1,21 @@
-"""Steps that fail, stop half-way, or are not quite as the pool expects them: right all the same, or an error."""
+"""Loops that do not go as the pool expects: right all the same, or refused in words."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from imagenet_fast.recipe.schema import Sgd
-from imagenet_fast.sync import EngineSettings, GradientPool
+from imagenet_fast.sync import EngineSettings, GradientPool, build_engine
+from tests.spawning import run
 from tests.sync.loops import (
+    DEAR,
     DEFERRING,
+    DENSE,
+    HYBRID,
     LAZY,
     Layers,
     alike,
@@ -25,7 +28,6 @@ from tests.sync.loops import (
 )
 
 ALL = pytest.mark.parametrize("settings", [*DEFERRING, LAZY], ids=["hybrid", "dear", "lazy"])
-SGD = Sgd(kind="sgd", lr=0.1, weight_decay=0.05)
 
 
 def evaluate(pool: GradientPool, model: nn.Module, *_: object) -> None:
@@ -147,3 +149,100 @@ def test_a_closed_pool_leaves_the_model_to_others(settings: EngineSettings):
     assert alike(state(model), trained(settings))
     assert vars(model).keys() == vars(Layers()).keys()
     assert not any(module._forward_pre_hooks or module._state_dict_pre_hooks for module in model.modules())
+
+
+@ALL
+def test_accumulated_gradients_are_those_of_one_backward(settings: EngineSettings):
+    results = []
+    for parts in (1, 3):
+        model = Layers()
+        pool, optimizer = pooled(model, settings), sgd(model)
+        for step in range(4):
+            batch = torch.cat([images(3 * step + part) for part in range(3)]).chunk(parts)
+            pool.zero_grad()
+            for micro_batch in batch[:-1]:
+                with pool.no_sync():
+                    model(micro_batch).square().sum().backward()
+            model(batch[-1]).square().sum().backward()
+            pool.step(optimizer)
+        pool.settle()
+        results.append(state(model))
+    for name, weight in results[0].items():
+        torch.testing.assert_close(weight, results[1][name])
+
+
+def test_a_step_that_is_not_applied_leaves_no_trace():
+    """While its gradients are still on their way, the next step's come."""
+    run(2, _not_applied)
+
+
+def _not_applied() -> None:
+    for settings in DEFERRING:
+        results = []
+        for backwards in ((0, 1, 2, 3, 4, 5), (0, 1, 2, 4, 5)):
+            model = Layers()
+            pool, optimizer = pooled(model, settings), sgd(model)
+            for step in backwards:
+                pool.zero_grad()
+                loss_of(model, step).backward()
+                pool.finish()
+                if step != 3:
+                    pool.step(optimizer)
+            pool.close()
+            results.append(state(model))
+        assert alike(*results), settings
+
+
+def test_an_engine_can_be_exchanged_and_two_pools_can_share_a_model():
+    run(2, _several_engines)
+
+
+def _several_engines() -> None:
+    expected = trained(LAZY, steps=8)
+    for settings in (*DEFERRING, LAZY):
+        for plan in (
+            {0: settings, 2: settings},
+            {0: settings, 2: LAZY, 4: settings},
+            {0: settings, 2: DENSE, 4: HYBRID},
+        ):
+            assert alike(exchanging(plan), expected), plan
+    for pair in ((HYBRID, HYBRID), (LAZY, DEAR), (HYBRID, LAZY)):
+        assert alike(shared(pair), expected), pair
+
+
+def exchanging(plan: Mapping[int, EngineSettings]) -> dict[str, Tensor]:
+    """Which engine from which step on."""
+    model = Layers()
+    pool, optimizer = GradientPool(model), sgd(model)
+    for step in range(8):
+        if step in plan:
+            settings = plan[step]
+            pool.attach(build_engine(settings, pool))
+        pool.zero_grad()
+        loss_of(model, step).backward()
+        if settings.keeps:  # but nothing stays behind
+            pool.finish()
+            pool.update(lambda params, elements=None: optimizer.step())
+        else:
+            pool.step(optimizer)
+    pool.close()
+    return state(model)
+
+
+def shared(pair: Sequence[EngineSettings]) -> dict[str, Tensor]:
+    """Trained by a pool for the first half of the parameters and a pool for the second."""
+    model = Layers()
+    named = list(model.named_parameters())
+    pools = [GradientPool(some, model=model) for some in (named[:5], named[5:])]
+    for pool, settings in zip(pools, pair, strict=True):
+        pool.attach(build_engine(settings, pool))
+    optimizer = sgd(model)
+    for step in range(8):
+        for pool in pools:
+            pool.zero_grad()
+        loss_of(model, step).backward()
+        for pool in pools:
+            pool.step(optimizer)
+    for pool in pools:
+        pool.close()
+    return state(model)

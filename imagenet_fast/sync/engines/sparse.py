@@ -44,6 +44,7 @@ class Sparse(SyncEngine):
         self._landing = self._topology.channel((), "landing")
         self._step = 0
         pool.lengthen(settings.chunk)
+        pool.buffer.zero_()  # of what another engine has sent nothing is left behind
         self.lay_out()
 
     def lay_out(self) -> None:
