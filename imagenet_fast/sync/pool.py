@@ -139,9 +139,11 @@ class GradientPool:
         """End of the step's last backward: agree on every gradient that may not be deferred.
 
         Parameters that backward did not reach take part with a gradient of zero, so an unused layer neither
-        stalls the frontier nor makes ranks disagree.
+        stalls the frontier nor makes ranks disagree. Called again in a step it does nothing.
         """
         assert self._engine is not None, "attach an engine before the first step"
+        if self._finished is not None:
+            return self._finished
         self.settle()  # what this step's forward did not reach
         with self._lock:
             self._begin(self._engine)
@@ -192,7 +194,7 @@ class GradientPool:
                 "take another engine, or pool.update() and an optimiser that takes the elements it may touch"
             )
         apply = captured_step(optimizer)
-        stats = self.finish() if self._finished is None else self._finished
+        stats = self.finish()
         settle_before_state(optimizer, self.settle)
         self.update(apply, at_once=needs_all(optimizer))
         return stats
@@ -306,7 +308,11 @@ class GradientPool:
     def _begin(self, engine: SyncEngine) -> None:
         if not self._open:
             engine.begin()
+            late = [span for span in self.spans if self._deferral is not None and self._deferral.waits(span)]
+            flags = [self.buffer[span.stop - 1].clone() for span in late]  # their update has yet to look
             self.buffer.index_fill_(0, self._ends, _USED)
+            for span, flag in zip(late, flags, strict=True):
+                self.buffer[span.stop - 1] = flag
             self._open = True
             self._finished = None
 

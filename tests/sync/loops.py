@@ -82,10 +82,13 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.05)
 
 
-def step(pool: GradientPool, optimizer: torch.optim.Optimizer) -> None:
-    """``pool.step``, also while ``sparse`` leaves nothing behind."""
-    pool.finish()
-    pool.update(lambda params, elements=None: optimizer.step())
+def take_step(pool: GradientPool, optimizer: torch.optim.Optimizer, settings: EngineSettings) -> None:
+    """``pool.step``, also for ``sparse`` while nothing stays behind."""
+    if settings.keeps:
+        pool.finish()
+        pool.update(lambda params, elements=None: optimizer.step())
+    else:
+        pool.step(optimizer)
 
 
 def at_once(pool: GradientPool, *_: object) -> None:

@@ -10,7 +10,7 @@ from imagenet_fast.recipe.schema import Sgd
 from imagenet_fast.sync import EngineSettings, SparseSync
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.spawning import run
-from tests.sync.loops import EXACT, Layers, alike, loss_of, pooled, sgd, state
+from tests.sync.loops import EXACT, Layers, alike, loss_of, pooled, sgd, state, take_step
 
 REGISTERED = (0, 1, 2, 3, 4)
 ODDLY = (3, 0, 4, 1, 2)
@@ -41,10 +41,7 @@ def failing(
             continue
         pool.finish()
         if not pool.found_inf:
-            if settings.keeps:  # but nothing stays behind
-                pool.update(lambda params, elements=None: optimizer.step())
-            else:
-                pool.step(optimizer)
+            take_step(pool, optimizer, settings)
     pool.close()
     return state(model)
 

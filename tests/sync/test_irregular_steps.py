@@ -15,6 +15,7 @@ from tests.sync.loops import (
     DEAR,
     DEFERRING,
     DENSE,
+    EXACT,
     HYBRID,
     LAZY,
     Layers,
@@ -24,6 +25,7 @@ from tests.sync.loops import (
     pooled,
     sgd,
     state,
+    take_step,
     trained,
 )
 
@@ -151,6 +153,23 @@ def test_a_closed_pool_leaves_the_model_to_others(settings: EngineSettings):
     assert not any(module._forward_pre_hooks or module._state_dict_pre_hooks for module in model.modules())
 
 
+@pytest.mark.parametrize("settings", EXACT, ids=lambda settings: settings.kind)
+def test_a_step_can_be_finished_twice(settings: EngineSettings):
+    results = []
+    for times in (1, 2):
+        model = Layers()
+        pool, optimizer = pooled(model, settings), sgd(model)
+        for step in range(4):
+            pool.zero_grad()
+            loss_of(model, step).backward()
+            stats = [pool.finish() for _ in range(times)]
+            assert stats[0] is stats[-1]
+            take_step(pool, optimizer, settings)
+        pool.settle()
+        results.append(state(model))
+    assert alike(*results)
+
+
 @ALL
 def test_accumulated_gradients_are_those_of_one_backward(settings: EngineSettings):
     results = []
@@ -220,11 +239,7 @@ def exchanging(plan: Mapping[int, EngineSettings]) -> dict[str, Tensor]:
             pool.attach(build_engine(settings, pool))
         pool.zero_grad()
         loss_of(model, step).backward()
-        if settings.keeps:  # but nothing stays behind
-            pool.finish()
-            pool.update(lambda params, elements=None: optimizer.step())
-        else:
-            pool.step(optimizer)
+        take_step(pool, optimizer, settings)
     pool.close()
     return state(model)
 

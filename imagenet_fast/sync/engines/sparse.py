@@ -90,6 +90,8 @@ class Sparse(SyncEngine):
     def take(self, place: Tensor, gradient: Tensor | None) -> None:
         if gradient is not None:
             place.add_(gradient)
+        elif len(self._selected) == len(self._chunks):
+            place[-1] = 0.0  # unused; while a part stays behind no rank knows that of the others
 
     def spoil(self, span: Span, gradient: Tensor) -> None:
         for part in self.sent:
