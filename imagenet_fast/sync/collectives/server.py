@@ -25,7 +25,7 @@ def parameter_server(chain: Chain, values: Tensor, push: Channel, pull: Channel,
         mean = values.new_empty(own)
         if own:
             mean_of(arrived, ranks, ranks, mean)
-        return mean.expand(ranks, own).reshape(-1)
+        return mean.repeat(ranks)
 
     chain.over(pull, lambda: pull.all_to_all(values, answer(), parts, [own] * ranks), gathers=True)
 
