@@ -64,7 +64,8 @@ def _average(
     inside, ranks = len(grid.row), len(grid.column)
     message = torch.empty_like(values, dtype=wire) if short else values
     halving = collective == "butterfly"
-    backend_adds = collective in ("native", "ring") or (collective == "hierarchical" and not short and not cut)
+    whole = collective == "hierarchical" and wire.itemsize >= 4 and not short and not cut
+    backend_adds = whole or collective in ("native", "ring")
     # A sum of 16-bit values that the backend or a butterfly makes could overflow, so they are divided before.
     early = ranks if wire.itemsize < 4 and (backend_adds or halving) else 1
     exact = torch.promote_types(values.dtype, torch.float32)
@@ -122,12 +123,12 @@ def wire_for(dtype: torch.dtype, wire: torch.dtype, topology: Topology) -> torch
 
 
 def usual_collective(dtype: torch.dtype, wire: torch.dtype, topology: Topology) -> Collective:
-    """What to take where nobody has chosen: by levels where nodes have several ranks; between nodes a 16-bit wire is
-    added up in fp32. Inside one node, and for values that travel as they are, the backend's own."""
+    """What to take where nobody has chosen: by levels where nodes have several ranks; between nodes 16-bit values
+    are added up in fp32. Inside one node, and for a wire of 32 bits, the backend's own."""
     if topology.levels != topology.flat:
         return "hierarchical"
     several = len(topology.nodes) > 1
-    return "pairwise" if several and wire_for(dtype, wire, topology) != dtype else "native"
+    return "pairwise" if several and wire_for(dtype, wire, topology).itemsize < 4 else "native"
 
 
 def piece_bytes(topology: Topology) -> int:
