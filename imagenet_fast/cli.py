@@ -285,6 +285,41 @@ def bench_profile(
     print(f"{len(profile.layers)} layers, {profile.compute_s:.3f} s a step: {file}")
 
 
+@bench_app.command("loaders")
+def bench_loaders(
+    loaders: Annotated[str, typer.Option(metavar="A,B", help="Of synthetic, folder and dali.")] = (
+        "synthetic,folder,dali"
+    ),
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Holds train/<class>/* and val/<class>/*. Default: made-up photos."),
+    ] = None,
+    image_size: Annotated[int, typer.Option(min=16)] = 224,
+    batch: Annotated[int, typer.Option(min=1)] = 128,
+    workers: Annotated[int | None, typer.Option(min=1, help="Default: one a core.")] = None,
+    seconds: Annotated[float, typer.Option(min=0, help="To take batches of each loader.")] = 10,
+    json_file: JsonOption = None,
+) -> None:
+    """Time the loaders with nothing that trains beside them, on one rank."""
+    from imagenet_fast.bench.loading import bench_loading, loading_table, parse_loaders
+    from imagenet_fast.ranks.cores import usable_cores
+
+    chosen = parse_loaders(loaders)
+    _show(bench_loading(chosen, data, image_size, batch, workers or usable_cores(), seconds), loading_table, json_file)
+
+
+@bench_app.command("kernels")
+def bench_kernels(
+    model: Annotated[str, typer.Option(help="alexnet, alexnet_bn, resnet18 or resnet50.")] = "resnet50",
+    json_file: JsonOption = None,
+) -> None:
+    """Count the kernels of an optimiser's step over a model's parameters."""
+    from imagenet_fast.bench.kernels import count_kernels, kernel_table
+    from imagenet_fast.bench.overhead import step_recipe
+
+    _show(count_kernels(step_recipe(model, 224, 1, "fp32", compiled=False)), kernel_table, json_file)
+
+
 @app.command()
 def compare(
     recipe: RecipeOption,

@@ -1,4 +1,4 @@
-"""Spawn gloo ranks, run a function on each, and bring back what every rank returned."""
+"""Spawn ranks, run a function on each, and bring back what every rank returned."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def run(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """``function(*arguments)`` on each of ``world`` ranks of a gloo group; the results, by rank.
+def run(world: int, function: Callable[..., Any], *arguments: Any, backend: str = "gloo") -> list[Any]:
+    """``function(*arguments)`` on each of ``world`` ranks of one group; the results, by rank.
+
+    With the backend "nccl" each rank has a GPU, on which tensors are made by default; where there are more ranks than
+    GPUs they share them, if NCCL allows it.
 
     The traceback of the first rank that failed is raised here. Give one function many cases: ranks cost
     about a second.
@@ -28,7 +31,7 @@ def run(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     )  # so that torch is imported once, not by each rank
     with tempfile.TemporaryDirectory() as folder:
         context = mp.start_processes(
-            _rank, (world, function, arguments, folder), nprocs=world, join=False, start_method="forkserver"
+            _rank, (world, backend, function, arguments, folder), nprocs=world, join=False, start_method="forkserver"
         )
         try:
             while not context.join():
@@ -39,17 +42,34 @@ def run(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         return [pickle.loads((Path(folder) / f"result-{rank}").read_bytes()) for rank in range(world)]
 
 
-def _rank(rank: int, world: int, function: Callable[..., Any], arguments: tuple[Any, ...], folder: str) -> None:
+def _rank(
+    rank: int, world: int, backend: str, function: Callable[..., Any], arguments: tuple[Any, ...], folder: str
+) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
-    store = dist.FileStore(f"{folder}/store", world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     try:
+        dist.init_process_group(
+            backend, store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world,
+            timeout=timedelta(seconds=60), device_id=_take_gpu(rank, world) if backend == "nccl" else None,
+        )  # fmt: skip
         result = function(*arguments)
         (Path(folder) / f"result-{rank}").write_bytes(pickle.dumps(result))
         dist.barrier()
     except BaseException:
         (Path(folder) / f"failure-{rank}").write_text(f"rank {rank} of {world}:\n{traceback.format_exc()}")
+        if backend == "nccl":
+            os._exit(1)  # Python's own way out would wait for collectives that never end
         raise
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _take_gpu(rank: int, world: int) -> torch.device:
+    gpus = torch.cuda.device_count()
+    if world > gpus:
+        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # from NCCL 2.30 on; before, it refuses
+    device = torch.device("cuda", rank % gpus)
+    torch.cuda.set_device(device)
+    torch.set_default_device(device)
+    return device

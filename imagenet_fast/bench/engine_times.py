@@ -21,7 +21,6 @@ import psutil
 import torch
 import torch.distributed as dist
 from rich.table import Table
-from torch import Tensor
 
 from imagenet_fast.bench.hosts import run_on
 from imagenet_fast.bench.network import parse_rate, sent_bytes, shaped_network
@@ -31,7 +30,9 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.engines import Awaits, DdpSync, Sync, Wire
 from imagenet_fast.record.tables import compact_table
 from imagenet_fast.sync import SyncStats, attach, wire_dtype
+from imagenet_fast.sync.collectives import Phase, all_reduce, carry, piece_bytes
 from imagenet_fast.sync.prediction import Prediction
+from imagenet_fast.sync.topology import Topology
 from imagenet_fast.sync.trace import Trace
 
 _LEARNING_STEPS = 6  # until an engine that plans has its plan
@@ -57,10 +58,10 @@ class EngineTime:
     exposed_s: float
     """What the step lasts longer than that."""
     raw_s: float
-    """One all-reduce of the backend's of as many elements of the wire dtype, with nothing else going on."""
+    """One all-reduce of as many elements of the wire dtype, with nothing else going on: the backend's own, or ours by
+    levels where hosts have several ranks, since the backend knows no hosts."""
     limit_s: float
-    """The least such an engine could take, from compute and raw; where hosts have several ranks, unless it sends less
-    from host to host than the backend does."""
+    """The least such an engine could take, from compute and raw."""
     sent_bytes: int
     """By the engine's own count, of all the host's ranks: what they send each other is among it."""
     kernel_bytes: int | None
@@ -255,8 +256,7 @@ def _measure(
         None: partial(_compute_block, profile, gradients, steps)
     }
     for wire in wires:
-        message = torch.zeros(profile.elements, dtype=wire_dtype(wire))
-        measurements[wire] = partial(_raw_block, message)
+        measurements[wire] = partial(_raw_block, profile.elements, wire_dtype(wire))
     decision: tuple[Prediction, ...] = ()
     for settings in engines:
         loop = _Loop(profile, gradients, settings, counted)
@@ -282,14 +282,25 @@ def _compute_block(profile: Profile, gradients: Gradients, steps: int) -> _Block
     return _Block((time.perf_counter() - begun) / steps)
 
 
-def _raw_block(message: Tensor) -> _Block:
+def _raw_block(elements: int, wire: torch.dtype) -> _Block:
     """The fastest of three: the limit should not be the one that meets with the noise."""
+    topology = Topology(torch.device("cpu"))
+    message = torch.zeros(-(-elements // topology.line) * topology.line, dtype=wire)
+    pieces: list[list[Phase]] = []
+    if topology.levels != topology.flat:
+        size = piece_bytes(topology) // wire.itemsize // topology.line * topology.line
+        pieces = [all_reduce(piece, wire, "hierarchical", topology) for piece in message.split(size)]
     seconds = []
     for _ in range(3):
         dist.barrier()
         begun = time.perf_counter()
-        dist.all_reduce(message)
+        if pieces:
+            for transfer in [carry(phases) for phases in pieces]:
+                transfer.wait()
+        else:
+            dist.all_reduce(message)
         seconds.append(time.perf_counter() - begun)
+    topology.close()
     return _Block(min(seconds))
 
 

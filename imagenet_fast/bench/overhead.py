@@ -23,9 +23,9 @@ from imagenet_fast.models import compile_blocks
 from imagenet_fast.ranks.world import World, prepare_device
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.reading import parse_recipe
-from imagenet_fast.recipe.schema import Recipe, Sgd, SyntheticData
+from imagenet_fast.recipe.schema import Float16, Recipe, Sgd, SyntheticData
 from imagenet_fast.record import Record
-from imagenet_fast.record.tables import compact_table
+from imagenet_fast.record.tables import compact_table, number
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.loop import initial_model
 from imagenet_fast.training.optimizers import split_parameters
@@ -46,6 +46,10 @@ class StepTime:
     images_per_s: float
     ratio_to_plain: float
     """The median over rounds."""
+    host_s: float | None
+    """Until the host has enqueued a step that a GPU computes: the median of the blocks' first. None without a GPU."""
+    warmup_s: float
+    """The first two steps, with what they compile; what the loop before it has compiled is not compiled again."""
 
 
 def step_recipe(model: str, image_size: int, batch: int, precision: str, compiled: bool, sync: str = "lazy") -> Recipe:
@@ -78,12 +82,14 @@ def bench_step(recipe: Recipe, engines: list[Recipe], rounds: int, steps: int) -
         for variant in engines:
             loops[f"ours, {variant.sync.kind}"] = _ours(variant, world)
         blocks: dict[str, list[float]] = {name: [] for name in loops}
-        for take in loops.values():
-            take(2)  # warm-up
+        enqueued: dict[str, list[float]] = {name: [] for name in loops}
+        warmups = {name: _seconds(take, 2, world.device)[1] for name, take in loops.items()}
         for turn in range(rounds):
             order = list(loops) if turn % 2 else list(reversed(loops))
             for name in order:
-                blocks[name].append(_seconds(loops[name], steps, world.device) / steps)
+                host_s, block_s = _seconds(loops[name], steps, world.device)
+                enqueued[name].append(host_s)
+                blocks[name].append(block_s / steps)
     finally:
         dist.destroy_process_group()
     plain = blocks["plain PyTorch"]
@@ -91,6 +97,7 @@ def bench_step(recipe: Recipe, engines: list[Recipe], rounds: int, steps: int) -
         StepTime(
             name, median(times), min(times), max(times), recipe.global_batch / median(times),
             median(ours / theirs for ours, theirs in zip(times, plain, strict=True)),
+            median(enqueued[name]) if world.device.type == "cuda" else None, warmups[name],
         )
         for name, times in blocks.items()
     ]  # fmt: skip
@@ -100,10 +107,10 @@ def step_table(times: list[StepTime]) -> Table:
     """One row a loop."""
     return compact_table(
         ("loop",),
-        ("ms a step", "fastest", "slowest", "img/s", "beside plain"),
+        ("ms a step", "fastest", "slowest", "host's", "img/s", "vs plain", "warm-up"),
         (
-            (t.loop, *(f"{1e3 * s:.1f}" for s in (t.step_s, t.step_s_min, t.step_s_max)), f"{t.images_per_s:.0f}",
-             f"{100 * (t.ratio_to_plain - 1):+.2f} %")
+            (t.loop, *(number(s and 1e3 * s, ".1f") for s in (t.step_s, t.step_s_min, t.step_s_max, t.host_s)),
+             f"{t.images_per_s:.0f}", f"{100 * (t.ratio_to_plain - 1):+.2f} %", f"{t.warmup_s:.1f} s")
             for t in times
         ),
     )  # fmt: skip
@@ -140,7 +147,8 @@ def _ours(recipe: Recipe, world: World) -> Callable[[int], None]:
 
 
 def _plain(recipe: Recipe, world: World) -> Callable[[int], None]:
-    """What one would write by hand: forward, backward, ``torch.optim.SGD`` in its fused form, a loss every log line."""
+    """What one would write by hand: forward, backward, ``torch.optim.SGD`` in its fused form, a loss every log line;
+    torch's ``GradScaler`` for fp16."""
     assert isinstance(recipe.data, SyntheticData)
     assert isinstance(recipe.optim, Sgd)
     set_float32_math(recipe.precision)
@@ -154,6 +162,7 @@ def _plain(recipe: Recipe, world: World) -> Callable[[int], None]:
     )
     criterion = nn.CrossEntropyLoss(label_smoothing=recipe.label_smoothing)
     cast = autocast(recipe.precision, world.device)
+    scaler = torch.amp.GradScaler(world.device.type, enabled=isinstance(recipe.precision, Float16))
     batches = _batches(recipe, world.device)
     done = 0
 
@@ -164,8 +173,9 @@ def _plain(recipe: Recipe, world: World) -> Callable[[int], None]:
             with cast:
                 loss = criterion(model(images), labels)
             optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
             done += 1
             if done % recipe.log_every == 0:
                 loss.item()
@@ -173,12 +183,15 @@ def _plain(recipe: Recipe, world: World) -> Callable[[int], None]:
     return take
 
 
-def _seconds(take: Callable[[int], None], steps: int, device: torch.device) -> float:
+def _seconds(take: Callable[[int], None], steps: int, device: torch.device) -> tuple[float, float]:
+    """Until the host is through with the first of ``steps`` steps, and until all are done."""
     _settle(device)
     begun = time.perf_counter()
-    take(steps)
+    take(1)
+    host_s = time.perf_counter() - begun
+    take(steps - 1)
     _settle(device)
-    return time.perf_counter() - begun
+    return host_s, time.perf_counter() - begun
 
 
 def _settle(device: torch.device) -> None:

@@ -5,11 +5,17 @@ from __future__ import annotations
 from typing import assert_never
 
 from torch import nn
-from torchvision.models import alexnet, resnet18, resnet50
+from torch._dynamo import config
+from torchvision.models import alexnet
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
 from imagenet_fast.models.alexnet_bn import AlexNetBN
+from imagenet_fast.models.half import Half
+from imagenet_fast.models.resnet import ResNet
 from imagenet_fast.recipe import schema
+
+_FORMS = 3
+"""In which a piece is compiled: for training, for evaluation, and for the smaller batch that ends an evaluation."""
 
 
 def build_model(model: schema.Model, classes: int) -> nn.Module:
@@ -17,23 +23,39 @@ def build_model(model: schema.Model, classes: int) -> nn.Module:
     network: nn.Module
     match model:
         case schema.AlexNet():
-            network = alexnet(num_classes=classes, dropout=model.dropout)
+            theirs = alexnet(num_classes=classes, dropout=model.dropout)
+            theirs.features, theirs.classifier = Half(*theirs.features), Half(*theirs.classifier)
+            network = theirs
         case schema.AlexNetBN():
             network = AlexNetBN(classes, model.dropout, model.pool5_norm)
         case schema.ResNet():
-            build = resnet18 if model.kind == "resnet18" else resnet50
-            network = build(num_classes=classes, zero_init_residual=model.zero_init_last_gamma)
+            block, blocks = (BasicBlock, [2, 2, 2, 2]) if model.kind == "resnet18" else (Bottleneck, [3, 4, 6, 3])
+            network = ResNet(block, blocks, num_classes=classes, zero_init_residual=model.zero_init_last_gamma)
         case _:
             assert_never(model)
     return network
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """torch.compile the pieces of ``model`` in place: its residual blocks, or AlexNet's two halves.
+    """torch.compile the pieces of ``model`` in place: a ResNet's stem and residual blocks, or AlexNet's two halves.
 
     A model compiled whole surfaces every gradient at the end of backward and leaves nothing to overlap
-    (pytorch issue 109774).
+    (pytorch issue 109774). Sizes are constants to the compiler. Left to itself it takes them for such only until it
+    meets a second one, and to it all blocks are one function, called with images of ever other sizes.
     """
-    residual = [m for m in model.modules() if isinstance(m, BasicBlock | Bottleneck)]
-    for block in residual or [m for m in model.children() if isinstance(m, nn.Sequential)]:
-        block.compile()
+    if isinstance(model, ResNet):
+        model.compile_stem(dynamic=False)
+    pieces = [m for m in model.modules() if isinstance(m, BasicBlock | Bottleneck | Half)]
+    for piece in pieces:
+        piece.compile(dynamic=False)
+    _allow_compilations(_FORMS * len(pieces))
+
+
+def _allow_compilations(more: int) -> None:
+    """Raise the number of forms in which torch compiles one function before it runs it uncompiled, which is 8.
+
+    All blocks are one function to it, in every model of this process. A form that fits several blocks is made once, so
+    fewer are made than are allowed.
+    """
+    config.recompile_limit += more
+    config.accumulated_recompile_limit += more

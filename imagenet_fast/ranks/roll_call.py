@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -10,7 +11,9 @@ from contextlib import contextmanager, suppress
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-_ROLL_CALL_S = 0.5  # between two looks whether somebody calls the roll
+_LOOK_S = 0.5  # between two looks whether somebody calls the roll, or what came of it
+_ANSWERED_IN = 4  # such looks
+_CALLS = 3  # at most: another one only where the rank that called was lost before it knew
 
 
 class PeerLost(RuntimeError):
@@ -28,23 +31,25 @@ def answering_roll_calls() -> Iterator[None]:
 
     The thread ends with the block: one that comes back from the store while Python ends would abort the process.
     """
-    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     leaving = threading.Event()
-
-    def listen() -> None:
-        with suppress(dist.DistError):
-            while not leaving.wait(_ROLL_CALL_S):
-                if store.check(["roll-call"]):
-                    store.set(f"here/{rank}", "")
-                    return
-
-    thread = threading.Thread(target=listen, daemon=True)
+    store = dist.distributed_c10d._get_default_store()
+    thread = threading.Thread(target=answer_roll_calls, args=(store, dist.get_rank(), leaving), daemon=True)
     thread.start()
     try:
         yield
     finally:
         leaving.set()
-        thread.join(2 * _ROLL_CALL_S)  # no longer: the store may be gone, and slow to say so
+        thread.join(2 * _LOOK_S)  # no longer: the store may be gone, and slow to say so
+
+
+def answer_roll_calls(store: Store, rank: int, leaving: threading.Event) -> None:
+    """Say that ``rank`` is here whenever another one asks, until ``leaving`` is set or the store is gone."""
+    with suppress(dist.DistError):
+        for call in _calls():
+            while not store.check([call]):
+                if leaving.wait(_LOOK_S):
+                    return
+            store.set(f"{call}/{rank}", "")
 
 
 def report_failure(error: Exception) -> str:
@@ -57,7 +62,7 @@ def report_failure(error: Exception) -> str:
     with suppress(dist.DistError):
         store = dist.distributed_c10d._get_default_store()
         if _is_broken_connection(error):
-            lost = _lost_ranks(store, rank, dist.get_world_size())
+            lost = lost_ranks(store, rank, dist.get_world_size())
             if lost:
                 message = f"rank {', '.join(map(str, lost))} ended or stopped answering; its own output says why"
         store.compare_set("failure", "", message)
@@ -79,13 +84,49 @@ def _is_broken_connection(error: Exception) -> bool:
     return isinstance(error, PeerLost | dist.DistError) or (isinstance(error, RuntimeError) and backend)
 
 
-def _lost_ranks(store: Store, rank: int, size: int) -> list[int]:
-    """The ranks that do not answer a roll call. Which connection broke first says little: giving up breaks more."""
-    store.set("roll-call", "")
-    store.set(f"here/{rank}", "")
-    deadline = time.monotonic() + 4 * _ROLL_CALL_S
-    while True:
-        lost = [other for other in range(size) if not store.check([f"here/{other}"])]
-        if not lost or time.monotonic() > deadline:
+def lost_ranks(store: Store, rank: int, size: int) -> list[int]:
+    """The ranks that do not answer a roll call. Which connection broke first says little: giving up breaks more.
+
+    Of the ranks that ask, the first one calls and the others wait for what it finds; where it is lost before that,
+    another calls anew. Nothing, where that has happened again and again.
+    """
+    for call in _calls():
+        store.set(f"{call}/{rank}", "")
+        if store.add(call, 1) == 1:
+            lost = _unanswering(store, call, range(size))
+            store.set(f"{call}/lost", json.dumps(lost))
             return lost
-        time.sleep(0.05)
+        deadline = time.monotonic() + 2 * _ANSWERED_IN * _LOOK_S
+        while time.monotonic() < deadline:
+            if store.check([f"{call}/lost"]):
+                found: list[int] = json.loads(store.get(f"{call}/lost"))
+                return found
+            time.sleep(_LOOK_S / 2)
+    return []
+
+
+def _calls() -> Iterator[str]:
+    """The key of each roll call, which exists once somebody calls; an answer's is below it."""
+    return (f"roll-call/{number}" for number in range(_CALLS))
+
+
+def _unanswering(store: Store, call: str, ranks: range) -> list[int]:
+    deadline = time.monotonic() + _ANSWERED_IN * _LOOK_S
+    while not _answered(store, call, ranks) and time.monotonic() < deadline:
+        time.sleep(_LOOK_S / 5)
+    return _absent(store, call, ranks)
+
+
+def _absent(store: Store, call: str, ranks: range) -> list[int]:
+    """Those of ``ranks`` that have not answered, by halves: one request where all have, a few more for each other."""
+    if _answered(store, call, ranks):
+        return []
+    if len(ranks) == 1:
+        return [*ranks]
+    half = len(ranks) // 2
+    return _absent(store, call, ranks[:half]) + _absent(store, call, ranks[half:])
+
+
+def _answered(store: Store, call: str, ranks: range) -> bool:
+    """Whether all of them have; one request."""
+    return store.check([f"{call}/{rank}" for rank in ranks])

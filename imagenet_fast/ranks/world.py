@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ def join(
 def prepare_device(local_rank: int) -> tuple[torch.device, str]:
     """This rank's GPU, set up for speed, and the backends for it; the CPU and gloo where there is none.
 
+    Beside NCCL gloo connects to a rank only when asked to reach it, unless ``TORCH_GLOO_LAZY_INIT`` is set already.
     Raises UserError where there are more ranks than GPUs.
     """
     if not torch.cuda.is_available():
@@ -58,4 +60,8 @@ def prepare_device(local_rank: int) -> tuple[torch.device, str]:
     device = torch.device("cuda", local_rank if gpus > 1 else 0)  # srun may show each of its tasks one GPU only
     torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True
+    # What we send lies on the GPU, barriers too (`join` binds the group to its device): gloo is there for a program
+    # around us that sends from a CPU, and would otherwise hold a socket to every rank, once a group. NCCL alone tries
+    # the connections at the start.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     return device, "cpu:gloo,cuda:nccl"

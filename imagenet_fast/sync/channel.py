@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -136,12 +135,13 @@ class Channel:
         work: Work | None = _reduce_scatter(own, values, dist.ReduceOp.AVG, self._group, async_op=True)
         return work
 
-    def all_reduce(self, values: Tensor) -> Work | None:
-        """The sum over the ranks, in place, added by the backend in the dtype of ``values``."""
+    def all_reduce(self, values: Tensor, mean: bool = False) -> Work | None:
+        """The sum or, where NCCL is the backend, the mean over the ranks, in place, added in the dtype of ``values``."""
         sent = 2 * (self.size - 1) * values.nbytes // self.size
         self._count(sent, sent)
         self._note_ring("all_reduce", 2 * (self.size - 1), values.nbytes // self.size)
-        return dist.all_reduce(values, group=self._group, async_op=True)
+        operation = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+        return dist.all_reduce(values, operation, self._group, async_op=True)
 
     def exchange(self, leaving: Sequence[tuple[int, Tensor]], arriving: Sequence[tuple[int, Tensor]]) -> None:
         """Send and receive messages to and from ranks, by their number here, and wait for all of them."""
@@ -208,12 +208,23 @@ class Channel:
 
 
 def _new_group(device: torch.device, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """A process group of ``ranks``, which alone need to ask for it; as patient as the one of all ranks."""
-    options: dict[str, Any] = {}
-    if device.type == "cuda":
-        options = {"backend": "nccl", "pg_options": dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)}
-    group = dist.new_group(list(ranks), timeout=_patience(device), use_local_synchronization=True, **options)
+    """A process group of ranks, which alone need to ask for it; as patient as the one of all ranks."""
+    world = dist.group.WORLD
+    assert world is not None
+    if device.type != "cuda":
+        group = dist.new_group(list(ranks), timeout=_patience(device), use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup), "this rank is a member"
+        return group
+    options, bound = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True), world.bound_device_id
+    world.bound_device_id = None  # else the communicator would be split off the world's, for which all ranks must call
+    try:
+        group = dist.new_group(
+            list(ranks), _patience(device), "nccl", pg_options=options, use_local_synchronization=True
+        )
+    finally:
+        world.bound_device_id = bound
     assert isinstance(group, dist.ProcessGroup), "this rank is a member"
+    dist.all_reduce(torch.zeros(1, device=device), group=group)  # connects all; a first message would only two
     return group
 
 

@@ -234,7 +234,6 @@ class GradientPool:
         if self._engine is not None:
             self._engine.close()
             self._engine = None
-        self.topology.close()
 
     def _lay_out(self, parameters: Sequence[tuple[str, nn.Parameter, nn.Module | None]]) -> None:
         """Give every parameter its place. Values in the buffer move with it."""

@@ -55,8 +55,9 @@ class Scheduler(SyncEngine):
         self.defers = engine.awaits == "read"
         self._engine = engine
         self._pool = pool
-        self._wire = wire_for(pool.buffer.dtype, engine.wire, pool.topology)
-        self._network = network or Network(pool.topology, self._wire)
+        self._topology = pool.topology.anew()
+        self._wire = wire_for(pool.buffer.dtype, engine.wire, self._topology)
+        self._network = network or Network(self._topology, self._wire)
         self._timing = timing
         self._timetable: Timetable | None = None
         self._travelling: dict[int, Transfer] = {}  # by message
@@ -65,7 +66,7 @@ class Scheduler(SyncEngine):
         self.lay_out()
 
     def lay_out(self) -> None:
-        self.close()
+        self._watch_no_longer()
         if self._engine.fuse is not None:
             self._arrange(self._engine.fuse)
         elif self._timing is None:
@@ -105,6 +106,12 @@ class Scheduler(SyncEngine):
             self._releases = plan_releases(tasks, times, _link(self._messages, self._network).s_per_byte)
 
     def close(self) -> None:
+        self._watch_no_longer()
+        for transfer in self._travelling.values():
+            transfer.wait()
+        self._topology.close()
+
+    def _watch_no_longer(self) -> None:
         if self._timetable is not None:
             self._timetable.close()
             self._timetable = None
@@ -125,7 +132,7 @@ class Scheduler(SyncEngine):
                 self._phases.append(rest)
                 continue
             phases = all_reduce(
-                pool.buffer[message.part], self._wire, message.collective, pool.topology, engine.servers, engine.halves
+                pool.buffer[message.part], self._wire, message.collective, self._topology, engine.servers, engine.halves
             )
             turn = next((n for n, phase in enumerate(phases) if phase.gathers and engine.halves), len(phases))
             rest = phases[turn:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import socket
@@ -90,11 +91,19 @@ class Topology:
         """A message of a multiple of so many elements can be cut evenly on every level."""
         return self.size
 
+    def anew(self) -> Topology:
+        """The same ranks and nodes, with channels of its own."""
+        twin = copy.copy(self)
+        twin._channels = {}
+        return twin
+
     def channel(self, ranks: tuple[int, ...], role: str) -> Channel:
         """The channel of ``ranks`` for one kind of phase: ``scatter``, ``gather``, ... It is made at the first call,
         which every rank must make in the same order."""
         key = (ranks, role)
         if key not in self._channels:
+            if len(ranks) > 1:
+                self._agree_on_name()
             self._channels[key] = Channel(self.device, ranks)
         return self._channels[key]
 
@@ -103,6 +112,13 @@ class Topology:
         for channel in self._channels.values():
             channel.close()
         self._channels.clear()
+
+    def _agree_on_name(self) -> None:
+        """torch names a process group by how many each of its ranks has made; of sub-groups some make more."""
+        world = dist.distributed_c10d._world
+        made = torch.tensor(world.group_count, device="cuda" if self.device.type == "cuda" else "cpu")
+        dist.all_reduce(made, dist.ReduceOp.MAX, group=self.group)
+        world.group_count = int(made)
 
 
 def _nodes(

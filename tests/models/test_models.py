@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
 import pytest
 import torch
 import torchvision.models
-from torch import nn
+from torch import Tensor, nn
 
 from imagenet_fast.models import build_model, compile_blocks
 from imagenet_fast.recipe.schema import AlexNet, AlexNetBN, Model, ResNet
@@ -45,9 +49,61 @@ def test_a_zeroed_gamma_makes_residual_blocks_begin_as_identities():
     assert not any(weight.any() for weight in last)
 
 
-@pytest.mark.parametrize(("kind", "pieces"), [("alexnet", 2), ("alexnet_bn", 2), ("resnet18", 8), ("resnet50", 16)])
-def test_a_model_is_compiled_in_pieces(kind: str, pieces: int):
+PIECES = {"alexnet": 2, "alexnet_bn": 2, "resnet18": 1 + 8, "resnet50": 1 + 16}
+"""The stem and the residual blocks, or two halves."""
+
+
+@pytest.mark.parametrize("kind", PIECES)
+def test_compiling_a_model_changes_no_name_of_its_weights(kind: str):
     with torch.device("meta"):
-        model = build_model(NETWORKS[kind], 10)
+        model, untouched = build_model(NETWORKS[kind], 10), build_model(NETWORKS[kind], 10)
     compile_blocks(model)
-    assert sum(module._compiled_call_impl is not None for module in model.modules()) == pieces
+    assert list(model.state_dict()) == list(untouched.state_dict())
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in untouched.named_modules()]
+
+
+@pytest.mark.parametrize(("kind", "image_size"), [("resnet50", 32), ("alexnet", 63), ("alexnet_bn", 67)])
+def test_every_piece_runs_compiled_in_training_and_in_evaluation(kind: str, image_size: int):
+    """For shapes that are constants, and the last batch of an evaluation, which is smaller, is no exception."""
+    runs: list[torch.fx.GraphModule] = []
+
+    def watched(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        assert all(isinstance(value, Tensor) for value in inputs), "a size is left open, so kernels are slower"
+
+        def run(*values: Any) -> Any:
+            runs.append(graph)
+            return graph.forward(*values)
+
+        return run
+
+    torch._dynamo.reset()
+    model = build_model(NETWORKS[kind], 10).to(memory_format=torch.channels_last)
+    with (
+        torch.compiler.set_stance("default", force_backend=watched),
+        torch._dynamo.config.patch(
+            recompile_limit=8, accumulated_recompile_limit=256, fail_on_recompile_limit_hit=True
+        ),
+    ):
+        compile_blocks(model)
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.randn(4, 3, image_size, image_size)).square().mean()
+            loss.backward()
+            model.eval()
+            with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+                for images in (4, 3):
+                    model(torch.randn(images, 3, image_size, image_size))
+            model.train()
+            assert len(runs) == 3 * PIECES[kind], "one forward in training, two in evaluation"
+            runs.clear()
+
+
+def test_a_copy_of_a_compiled_model_has_a_stem_of_its_own():
+    """As an average over steps is, where one is kept."""
+    model = build_model(NETWORKS["resnet18"], 10).eval()
+    compile_blocks(model)
+    copy = deepcopy(model)
+    nn.init.zeros_(model.conv1.weight)
+    with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
+        images = torch.randn(1, 3, 32, 32)
+        assert not torch.equal(copy(images), model(images))

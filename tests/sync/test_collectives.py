@@ -23,7 +23,6 @@ from tests.spawning import run
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 BY_NODE: tuple[Collective, ...] = ("hierarchical", "ring", "butterfly")
 WIRES = {torch.float32: 2e-6, torch.bfloat16: 4e-2, torch.float16: 5e-3}
-CPU = torch.device("cpu")
 
 
 def reduced(
@@ -38,14 +37,14 @@ def reduced(
 def topologies(world: int) -> Iterator[tuple[Topology, Sequence[Collective]]]:
     """Every number of ranks a node up to 3 that comes out even, and the collectives that it makes a difference to."""
     for ranks_per_node in (n for n in (1, 2, 3) if world % n == 0):
-        topology = Topology(CPU, ranks_per_node=ranks_per_node)
+        topology = Topology(torch.get_default_device(), ranks_per_node=ranks_per_node)
         yield topology, COLLECTIVES if ranks_per_node == 1 else BY_NODE
         topology.close()
 
 
 @cache
 def values(rank: int, length: int, world: int, integers: bool) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * length + rank)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(100 * length + rank)
     if integers:  # whose mean over the ranks, and over those of a node, is an integer that 16 bits hold
         return world * torch.randint(-8, 8, (length,), generator=generator).float()
     return torch.randn(length, generator=generator)
@@ -84,7 +83,7 @@ def _every_collective() -> list[str]:
                             assert torch.equal(tensor.double(), mean), case
                         else:
                             torch.testing.assert_close(tensor.double(), mean, rtol=tolerance, atol=tolerance, msg=case)
-                        fingerprints.append(hashlib.sha256(tensor.numpy().tobytes()).hexdigest())
+                        fingerprints.append(hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest())
     return fingerprints
 
 
@@ -110,7 +109,7 @@ def test_bytes_are_as_in_theory():
 
 def _bytes_sent() -> dict[str, list[int]]:
     """Of each phase that sends anything."""
-    topology = Topology(CPU, ranks_per_node=2)
+    topology = Topology(torch.get_default_device(), ranks_per_node=2)
     sent = {}
     for collective in COLLECTIVES:
         transfer = reduced(torch.ones(600_000), torch.bfloat16, collective, topology)
@@ -134,14 +133,14 @@ def test_any_number_of_parameter_servers_answers_everybody_alike():
 
 
 def _servers() -> list[str]:
-    topology = Topology(CPU)
+    topology = Topology(torch.get_default_device())
     fingerprints = []
     for servers in (1, 2, 3, 5, 9):
         for length in (5, 20_000):  # one element a server, at the least
             for wire, integers in ((torch.bfloat16, False), (torch.float32, True)):
                 tensor = values(topology.rank, length, 5, integers).clone()
                 reduced(tensor, wire, "parameter_server", topology, servers)
-                fingerprints.append(hashlib.sha256(tensor.numpy().tobytes()).hexdigest())
+                fingerprints.append(hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest())
                 tolerance = 0.0 if integers else WIRES[wire]
                 mean = mean_of(length, 5, integers)
                 torch.testing.assert_close(tensor.double(), mean, rtol=tolerance, atol=tolerance)
@@ -154,7 +153,7 @@ def test_wherever_an_element_lies_it_is_added_alike():
 
 
 def _fused_and_apart() -> None:
-    topology = Topology(CPU, ranks_per_node=2)
+    topology = Topology(torch.get_default_device(), ranks_per_node=2)
     exact: list[Collective] = ["pairwise", "parameter_server", "torus2d"]
     cases = [("butterfly", torch.float32), *((c, wire) for c in exact for wire in WIRES)]
     for collective, wire in [*cases, ("hierarchical", torch.bfloat16), ("hierarchical", torch.float16)]:
@@ -194,7 +193,7 @@ def _errors() -> dict[str, float]:
         return error(tensor)
 
     errors = {}
-    flat, levels = Topology(CPU), [Topology(CPU, ranks_per_node=n) for n in (2, 4) if world % n == 0]
+    flat, levels = Topology(torch.get_default_device()), [Topology(torch.get_default_device(), ranks_per_node=n) for n in (2, 4) if world % n == 0]
     for wire in (torch.bfloat16, torch.float16):
         rounded = torch.stack([t.to(wire).double() for t in everyone])
         once = error(rounded.mean(0).to(wire))
@@ -214,7 +213,7 @@ def test_large_fp16_values_do_not_overflow_on_their_way():
 
 
 def _large_values() -> None:
-    for topology, collectives in topologies(4):
+    for topology, collectives in topologies(dist.get_world_size()):
         for collective in collectives:
             tensor = torch.full((100,), 60_000.0)
             reduced(tensor, torch.float16, collective, topology)
@@ -267,7 +266,7 @@ def test_16_bit_values_are_never_added_in_16_bits_between_nodes_unless_somebody_
 
 def _usual() -> None:
     fp32, bf16 = torch.float32, torch.bfloat16
-    one_node, two_nodes, four_nodes = (Topology(CPU, ranks_per_node=n) for n in (4, 2, 1))
+    one_node, two_nodes, four_nodes = (Topology(torch.get_default_device(), ranks_per_node=n) for n in (4, 2, 1))
     for values_as, wire in ((fp32, bf16), (bf16, bf16), (bf16, fp32)):
         assert usual_collective(values_as, wire, one_node) == "native"
         assert usual_collective(values_as, wire, two_nodes) == "hierarchical"
@@ -283,9 +282,9 @@ def test_levels_of_uneven_nodes_are_refused_in_words_and_all_else_works_there():
 def _uneven_nodes() -> None:
     rank = dist.get_rank()
     with pytest.raises(ValueError, match="3 ranks are no whole number of nodes of 2; give another number"):
-        Topology(CPU, ranks_per_node=2)
+        Topology(torch.get_default_device(), ranks_per_node=2)
     os.environ["GROUP_RANK"] = str(rank // 2)  # as torchrun says it
-    topology = Topology(CPU)
+    topology = Topology(torch.get_default_device())
     assert topology.nodes == ((0, 1), (2,))
     for collective in COLLECTIVES:
         tensor = values(rank, 300, 3, True).clone()

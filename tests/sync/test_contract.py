@@ -58,7 +58,7 @@ class Sizes(nn.Module):
 
 
 def gradients_of(rank: int, step: int, integers: bool) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(1000 * step + rank)
     if integers:  # their means over any ranks are integers that 16 bits hold
         return [dist.get_world_size() * torch.randint(-8, 8, size, generator=generator).float() for size in SIZES]
     return [torch.randn(size, generator=generator) for size in SIZES]
@@ -99,7 +99,7 @@ def _every_engine() -> list[str]:
                     torch.testing.assert_close(
                         applied[param].double(), mean, rtol=tolerance, atol=tolerance, msg=f"{settings}, step {step}"
                     )
-                    fingerprints.append(hashlib.sha256(applied[param].numpy().tobytes()).hexdigest())
+                    fingerprints.append(hashlib.sha256(applied[param].cpu().numpy().tobytes()).hexdigest())
         assert model.frozen.grad is None
         if world == 1:
             assert stats.sent_bytes == stats.received_bytes == 0

@@ -82,9 +82,10 @@ def _average(
         shard = message
         if early > 1 or short:
             chain.locally(lambda: torch.mul(values, 1 / early, out=message))
+    mean = backend_adds and early == 1 and values.is_cuda
     if ranks > 1:
-        _between(chain, shard, wire, collective, backend_adds, grid.column, topology, servers)
-    if (backend_adds or halving) and early == 1 and ranks > 1:
+        _between(chain, shard, wire, collective, backend_adds, mean, grid.column, topology, servers)
+    if ((backend_adds and not mean) or halving) and early == 1 and ranks > 1:
         chain.locally(lambda: shard.div_(ranks))
     arrived = shard
     if inside > 1:
@@ -98,7 +99,7 @@ def _average(
 
 
 def _between(
-    chain: Chain, shard: Tensor, wire: torch.dtype, collective: Collective, backend_adds: bool,
+    chain: Chain, shard: Tensor, wire: torch.dtype, collective: Collective, backend_adds: bool, mean: bool,
     ranks: tuple[int, ...], topology: Topology, servers: int,
 ) -> None:  # fmt: skip
     def channel(role: str) -> Channel:
@@ -106,7 +107,7 @@ def _between(
 
     if backend_adds:
         whole = channel("all-reduce")
-        chain.over(whole, lambda: whole.all_reduce(shard))
+        chain.over(whole, lambda: whole.all_reduce(shard, mean=mean))
     elif collective == "butterfly":
         steps = channel("butterfly")
         chain.over(steps, lambda: butterfly(shard, wire, steps))
@@ -134,7 +135,7 @@ def usual_collective(dtype: torch.dtype, wire: torch.dtype, topology: Topology) 
 def piece_bytes(topology: Topology) -> int:
     """A long message travels in pieces of this many bytes, so that one is added up while the next is under way; every
     rank's share of a piece still outweighs a message's latency."""
-    return max(2**24 if topology.device.type != "cpu" else 2**20, 2**16 * topology.size)
+    return max(2**24 if topology.device.type != "cpu" else 2**19, 2**16 * topology.size)
 
 
 def cost_of(collective: Collective, topology: Topology, servers: int = 1) -> float:

@@ -39,7 +39,7 @@ class Auto(SyncEngine):
         self._timetable = pool.watch(layers=any(c.engine.awaits == "read" and c.electable for c in candidates))
 
     def lay_out(self) -> None:
-        self.close()
+        self._timetable.close()
         self._meanwhile.lay_out()
         self._timetable = self._pool.watch(self._timetable.layers)
 
@@ -56,15 +56,18 @@ class Auto(SyncEngine):
 
     def close(self) -> None:
         self._timetable.close()
+        self._meanwhile.close()
 
     def _decide(self, timing: Timing) -> tuple[Prediction, ...]:
-        pool, wire, network = self._pool, self._wire, Network(self._pool.topology, self._wire)
+        pool, wire, topology = self._pool, self._wire, self._pool.topology.anew()
+        network = Network(topology, wire)
         seconds: list[float] = []
         for candidate in self._candidates:
             fuse = best_fuse(candidate.engine, pool, wire, timing, network)
             seconds.append(predict(candidate.engine, pool, wire, fuse, timing, network, candidate.share))
         fastest = min((s, n) for n, s in enumerate(seconds) if self._candidates[n].electable)[1]
         pool.attach(Scheduler(self._candidates[fastest].engine, pool, network, timing))
+        topology.close()
         return tuple(
             Prediction(candidate.name, step_s, candidate.exact, number == fastest)
             for number, (candidate, step_s) in enumerate(zip(self._candidates, seconds, strict=True))

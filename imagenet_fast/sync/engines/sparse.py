@@ -33,20 +33,21 @@ class Sparse(SyncEngine):
 
     def __init__(self, settings: SparseSync, pool: GradientPool, wire: torch.dtype, steps_per_epoch: int) -> None:
         self._pool = pool
-        self._wire = wire_for(pool.buffer.dtype, wire, pool.topology)
+        self._topology = pool.topology.anew()
+        self._wire = wire_for(pool.buffer.dtype, wire, self._topology)
         self._settings = settings
         self._dense_steps = round((settings.dense_epochs or 0.0) * steps_per_epoch)
         self._ramp_steps = round(settings.ramp_epochs * steps_per_epoch)
-        self._threshold = piece_bytes(pool.topology) / 4 if settings.threshold is None else settings.threshold
-        self._collective = settings.chosen_collective or usual_collective(pool.buffer.dtype, self._wire, pool.topology)
-        self._packing = pool.topology.channel((), "packing")
-        self._landing = pool.topology.channel((), "landing")
+        self._threshold = piece_bytes(self._topology) / 4 if settings.threshold is None else settings.threshold
+        self._collective = settings.chosen_collective or usual_collective(pool.buffer.dtype, self._wire, self._topology)
+        self._packing = self._topology.channel((), "packing")
+        self._landing = self._topology.channel((), "landing")
         self._step = 0
         pool.lengthen(settings.chunk)
         self.lay_out()
 
     def lay_out(self) -> None:
-        device, topology, chunk = self._pool.buffer.device, self._pool.topology, self._settings.chunk
+        device, topology, chunk = self._pool.buffer.device, self._topology, self._settings.chunk
         self._chunks = self._pool.buffer.view(-1, chunk)
         count = len(self._chunks)
         self._scores = torch.zeros(-(-count // topology.line) * topology.line, device=device)
@@ -78,9 +79,12 @@ class Sparse(SyncEngine):
             ended = self._agreed.traffic[-1].ended
             if isinstance(ended, torch.cuda.Event):  # of the last step, long past: the ids came during forward
                 ended.synchronize()
+            self._selected = self._here[: len(self._ids)].tolist()
+        else:
+            everything = len(self._ids) == len(self._chunks)
+            self._selected = list(range(len(self._chunks))) if everything else self._ids.tolist()
         self._chunks.index_fill_(0, self._sent, 0.0)
         self._sent = self._ids[:0]
-        self._selected = self._here[: len(self._ids)].tolist()
 
     def take(self, place: Tensor, gradient: Tensor | None) -> None:
         if gradient is not None:
@@ -116,8 +120,6 @@ class Sparse(SyncEngine):
             # What is sent is measured now, for the update may change it; the rest stands still.
             self._norms = [(ids, torch.linalg.vector_norm(rows, 1, dim=1)) for ids, rows, _ in self._messages]
             self._agreed = carry(self._agreement)
-        else:
-            self._choose()
         self._messages.clear()
         return stats
 
@@ -160,6 +162,11 @@ class Sparse(SyncEngine):
         self._ages.copy_(state["ages"])
         self._choose()
 
+    def close(self) -> None:
+        if self._agreed is not None:
+            self._agreed.wait()
+        self._topology.close()
+
     def _density(self) -> float:
         """The share of the chunks that leaves in the next step."""
         ramped = min(1.0, (self._step - self._dense_steps + 1) / (self._ramp_steps + 1))
@@ -169,7 +176,7 @@ class Sparse(SyncEngine):
         """Send the chunks that are ready: copied together, unless they lie so."""
         ids, count = self._ids[self._next : self._packed], self._packed - self._next
         first, last = self._selected[self._next], self._selected[self._packed - 1]
-        topology, chunk = self._pool.topology, self._settings.chunk
+        topology, chunk = self._topology, self._settings.chunk
         if last - first + 1 == count and count * chunk % topology.line == 0:
             rows = self._chunks[first : last + 1]
             phases = all_reduce(rows.view(-1), self._wire, self._collective, topology)

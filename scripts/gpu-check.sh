@@ -1,0 +1,134 @@
+#!/usr/bin/env bash
+# All that one GPU can tell of this checkout in 8 minutes: its tests, two NCCL ranks on it, what a step costs the GPU
+# and the host, what DALI decodes. Needs torch from 2.11 and pyproject.toml's packages (not DALI), and no network.
+#
+#     scripts/gpu-check.sh [REPORT]              # default: gpu-check.md; PYTHON=... chooses the interpreter
+#     scripts/gpu-check.sh --dry-run [REPORT]    # the same on a CPU, as small as it goes
+#
+# Exit codes: 0 every section ended well, 1 one did not (the report says which), 2 usage.
+set -uo pipefail
+
+dry=
+if [ "${1:-}" = --dry-run ]; then
+    dry=1
+    shift
+fi
+report=${1:-gpu-check.md}
+if [ $# -gt 1 ] || [ "${report#-}" != "$report" ]; then
+    echo "error: usage: scripts/gpu-check.sh [--dry-run] [REPORT]" >&2
+    exit 2
+fi
+python=${PYTHON:-python}
+command -v "$python" >/dev/null || {
+    echo "error: there is no $python; set PYTHON to an interpreter that has torch" >&2
+    exit 2
+}
+case $python in */*) python=$(realpath -s "$python") ;; esac # a link of a virtual environment's is to be kept
+: >>"$report" || exit 2
+report=$(realpath "$report")
+cd "$(dirname "$0")/.." || exit 2
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 COLUMNS=100 LC_ALL=C.UTF-8
+if [ -n "$dry" ]; then
+    export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1
+fi
+parts=$(mktemp -d)
+trap 'rm -rf "$parts"' EXIT
+trap 'kill $(jobs -p); exit 130' INT TERM
+count=0
+
+# section NAME LIMIT COMMAND...: what it prints goes into the report; after LIMIT seconds it is ended.
+section() {
+    count=$((count + 1))
+    local part
+    part=$parts/$(printf %02d "$count")
+    echo "$1"
+    if [ -n "$dry" ]; then # all at once, so each is given more time
+        run_section "$part" "$1" $((3 * $2)) "${@:3}" &
+    else
+        run_section "$part" "$@"
+        write_report
+    fi
+}
+
+run_section() {
+    local part=$1 name=$2 limit=$3 begun=$EPOCHREALTIME code seconds why=
+    shift 3
+    # In the background, since bash hears of Ctrl-C in a `wait` alone.
+    timeout --kill-after=5 "$limit" "$@" >"$part.out" 2>&1 </dev/null &
+    wait $!
+    code=$?
+    seconds=$(awk "BEGIN { printf \"%.1f\", $EPOCHREALTIME - $begun }")
+    case $code in 124 | 137) why=' (it reached its limit)' ;; esac
+    echo "| $name | $code$why | $seconds | $limit |" >"$part.row"
+    {
+        printf '\n## %s\n\nExit code %s%s after %s s.\n\n   ' "$name" "$code" "$why" "$seconds"
+        printf ' %q' "$@"
+        printf '\n\n```\n'
+        cat "$part.out"
+        printf '```\n'
+    } >"$part.md"
+    [ "$code" -eq 0 ] || : >"$parts/failed"
+}
+
+# omitted NAME WHY: a section that a dry run leaves out.
+omitted() {
+    count=$((count + 1))
+    local part
+    part=$parts/$(printf %02d "$count")
+    echo "| $1 | not run | | |" >"$part.row"
+    printf '\n## %s\n\nNot run: %s.\n' "$1" "$2" >"$part.md"
+}
+
+write_report() {
+    {
+        printf '# What one GPU tells%s\n\n' "${dry:+: a dry run without it}"
+        printf '| section | exit code | seconds | at most |\n|---|---|---|---|\n'
+        cat "$parts"/*.row "$parts"/*.md
+    } >"$report"
+}
+
+tests() { # NAME LIMIT ARGUMENTS...
+    section "$1" "$2" "$python" -m pytest -p no:cacheprovider -rs "${@:3}"
+}
+
+bench() { # NAME LIMIT ARGUMENTS...
+    section "$1" "$2" "$python" -m imagenet_fast bench "${@:3}"
+}
+
+# The limits add up to 8 minutes.
+section "environment" 20 "$python" scripts/gpu_environment.py
+tests "tests on one GPU" 75 tests/gpu --ignore=tests/gpu/test_two_ranks.py
+tests "two NCCL ranks on one GPU" 60 -vv tests/gpu/test_two_ranks.py
+for compile in '' --compile; do
+    for model in resnet50 alexnet; do
+        for precision in bf16 fp16; do
+            name="step of $model, $precision${compile:+, compiled}"
+            case $model$compile in
+            resnet50) limit=20 size=(--image-size 224 --batch 128) ;;
+            resnet50--compile) limit=65 size=(--image-size 224 --batch 128) ;;
+            alexnet) limit=20 size=(--image-size 224 --batch 512) ;;
+            alexnet--compile) limit=30 size=(--image-size 224 --batch 512) ;;
+            esac
+            rounds=(--rounds 15 --steps 2)
+            if [ -n "$dry" ]; then
+                if [ "$model $precision$compile" != "resnet50 bf16" ]; then
+                    omitted "$name" "a CPU has time for ResNet-50 in bf16 alone, and not to compile it"
+                    continue
+                fi
+                size=(--image-size 32 --batch 2) rounds=(--rounds 1 --steps 1)
+            fi
+            bench "$name" "$limit" step --model "$model" --precision "$precision" ${compile:+"$compile"} \
+                "${size[@]}" "${rounds[@]}"
+        done
+    done
+done
+bench "kernels of an optimiser's step" 20 kernels --model resnet50
+if [ -n "$dry" ]; then
+    bench "loaders" 35 loaders --loaders synthetic,dali --image-size 32 --batch 2 --workers 1 --seconds 0.1
+else
+    bench "loaders" 35 loaders --loaders synthetic,dali --batch 128 --seconds 5
+fi
+wait
+write_report
+echo "in $report"
+[ ! -e "$parts/failed" ]

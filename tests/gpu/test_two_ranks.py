@@ -1,0 +1,60 @@
+"""The engines' contract and the collectives over NCCL: on two GPUs, or on one that both share where NCCL allows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.spawning import run
+from tests.sync import test_collectives as collectives
+from tests.sync import test_contract as contract
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU on this machine"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _two_ranks() -> None:
+    """Skips, in NCCL's own words, where two ranks may not share the GPU there is."""
+    try:
+        assert run(2, _sum_of_ranks, backend="nccl") == [1, 1]
+    except AssertionError as failure:
+        if torch.cuda.device_count() > 1 or "DistBackendError" not in str(failure):
+            raise
+        version = ".".join(map(str, torch.cuda.nccl.version()))
+        pytest.skip(f"NCCL {version} refuses two ranks on one GPU: {str(failure).strip().splitlines()[-1]}")
+
+
+def _sum_of_ranks() -> int:
+    total = torch.tensor(dist.get_rank())
+    dist.all_reduce(total)
+    return int(total)
+
+
+def test_engines_keep_their_contract():
+    ours, theirs = run(
+        2, _in_turn, contract._every_engine, contract._awkward_models, contract._counts_launches, backend="nccl"
+    )
+    assert ours == theirs, "ranks differ in a bit"
+
+
+def test_collectives_give_every_rank_the_mean_to_the_bit():
+    ours, theirs = run(
+        2,
+        _in_turn,
+        collectives._every_collective,
+        collectives._fused_and_apart,
+        collectives._large_values,
+        backend="nccl",
+    )
+    assert ours == theirs, "ranks differ in a bit"
+
+
+def _in_turn(*functions: Callable[[], Any]) -> list[Any]:
+    return [function() for function in functions]
