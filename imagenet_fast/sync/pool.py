@@ -348,6 +348,7 @@ class GradientPool:
     def _learn_order(self, order: Sequence[Span]) -> None:
         assert self._engine is not None
         self.settle()
+        self._engine.begin()  # what has been sent is taken out before the rest moves
         self._better = None
         self._lay_out([(span.name, span.param, span.module) for span in order])
         self._engine.lay_out()
