@@ -34,10 +34,14 @@ def reduced(
     return transfer
 
 
+def all_ranks(ranks_per_node: int | None = None) -> Topology:
+    return Topology(torch.get_default_device(), ranks_per_node=ranks_per_node)
+
+
 def topologies(world: int) -> Iterator[tuple[Topology, Sequence[Collective]]]:
     """Every number of ranks a node up to 3 that comes out even, and the collectives that it makes a difference to."""
     for ranks_per_node in (n for n in (1, 2, 3) if world % n == 0):
-        topology = Topology(torch.get_default_device(), ranks_per_node=ranks_per_node)
+        topology = all_ranks(ranks_per_node)
         yield topology, COLLECTIVES if ranks_per_node == 1 else BY_NODE
         topology.close()
 
@@ -109,7 +113,7 @@ def test_bytes_are_as_in_theory():
 
 def _bytes_sent() -> dict[str, list[int]]:
     """Of each phase that sends anything."""
-    topology = Topology(torch.get_default_device(), ranks_per_node=2)
+    topology = all_ranks(2)
     sent = {}
     for collective in COLLECTIVES:
         transfer = reduced(torch.ones(600_000), torch.bfloat16, collective, topology)
@@ -133,7 +137,7 @@ def test_any_number_of_parameter_servers_answers_everybody_alike():
 
 
 def _servers() -> list[str]:
-    topology = Topology(torch.get_default_device())
+    topology = all_ranks()
     fingerprints = []
     for servers in (1, 2, 3, 5, 9):
         for length in (5, 20_000):  # one element a server, at the least
@@ -153,7 +157,7 @@ def test_wherever_an_element_lies_it_is_added_alike():
 
 
 def _fused_and_apart() -> None:
-    topology = Topology(torch.get_default_device(), ranks_per_node=2)
+    topology = all_ranks(2)
     exact: list[Collective] = ["pairwise", "parameter_server", "torus2d"]
     cases = [("butterfly", torch.float32), *((c, wire) for c in exact for wire in WIRES)]
     for collective, wire in [*cases, ("hierarchical", torch.bfloat16), ("hierarchical", torch.float16)]:
@@ -193,7 +197,7 @@ def _errors() -> dict[str, float]:
         return error(tensor)
 
     errors = {}
-    flat, levels = Topology(torch.get_default_device()), [Topology(torch.get_default_device(), ranks_per_node=n) for n in (2, 4) if world % n == 0]
+    flat, levels = all_ranks(), [all_ranks(n) for n in (2, 4) if world % n == 0]
     for wire in (torch.bfloat16, torch.float16):
         rounded = torch.stack([t.to(wire).double() for t in everyone])
         once = error(rounded.mean(0).to(wire))
@@ -266,7 +270,7 @@ def test_16_bit_values_are_never_added_in_16_bits_between_nodes_unless_somebody_
 
 def _usual() -> None:
     fp32, bf16 = torch.float32, torch.bfloat16
-    one_node, two_nodes, four_nodes = (Topology(torch.get_default_device(), ranks_per_node=n) for n in (4, 2, 1))
+    one_node, two_nodes, four_nodes = (all_ranks(n) for n in (4, 2, 1))
     for values_as, wire in ((fp32, bf16), (bf16, bf16), (bf16, fp32)):
         assert usual_collective(values_as, wire, one_node) == "native"
         assert usual_collective(values_as, wire, two_nodes) == "hierarchical"
@@ -282,9 +286,9 @@ def test_levels_of_uneven_nodes_are_refused_in_words_and_all_else_works_there():
 def _uneven_nodes() -> None:
     rank = dist.get_rank()
     with pytest.raises(ValueError, match="3 ranks are no whole number of nodes of 2; give another number"):
-        Topology(torch.get_default_device(), ranks_per_node=2)
+        all_ranks(2)
     os.environ["GROUP_RANK"] = str(rank // 2)  # as torchrun says it
-    topology = Topology(torch.get_default_device())
+    topology = all_ranks()
     assert topology.nodes == ((0, 1), (2,))
     for collective in COLLECTIVES:
         tensor = values(rank, 300, 3, True).clone()
