@@ -136,7 +136,7 @@ class Channel:
         return work
 
     def all_reduce(self, values: Tensor, mean: bool = False) -> Work | None:
-        """The sum or, where NCCL is the backend, the mean over the ranks, in place, added in the dtype of ``values``."""
+        """The sum over the ranks, or with NCCL the mean, in place, added by the backend in the dtype of ``values``."""
         sent = 2 * (self.size - 1) * values.nbytes // self.size
         self._count(sent, sent)
         self._note_ring("all_reduce", 2 * (self.size - 1), values.nbytes // self.size)

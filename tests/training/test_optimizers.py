@@ -177,7 +177,7 @@ def test_elements_that_were_not_sent_stand_still_with_their_momentum(kind: str):
             one.grad, other.grad = grad.clone(), grad.clone()
         before = channels.detach().clone()
         dense.step(0.1)
-        optimizer.step(0.1, sent={p: parts if p is channels else [slice(0, p.numel())] for p in optimizer.params})
+        optimizer.step(0.1, elements={p: parts if p is channels else [slice(0, p.numel())] for p in optimizer.params})
         moved = (channels.detach() != before).as_strided((channels.numel(),), (1,))
         assert moved[2:9].all()
         assert moved[20]
