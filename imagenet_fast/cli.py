@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -212,6 +212,7 @@ def bench_step(
 
 @bench_app.command("sync")
 def bench_sync(
+    context: typer.Context,
     model: Annotated[
         str, typer.Option("--model", metavar="NAME|FILE", help="Layer profile: alexnet, resnet50, ... or a .json file.")
     ] = "alexnet",
@@ -229,8 +230,9 @@ def bench_sync(
         float | None, typer.Option(min=0, help="Seconds a replayed step computes. Default: the profile's.")
     ] = None,
     sync: Annotated[
-        str, typer.Option(metavar="A,B", help="Engines; NAME:WIRE for a wire dtype of its own.")
-    ] = "ddp:fp32,ddp,allreduce,ring,lazy,hybrid,dear,sparse,auto",
+        str | None,
+        typer.Option(metavar="A,B", help="Engines; NAME:WIRE for a wire dtype of its own. Default: all that can be."),
+    ] = None,
     wire: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
     overrides: Annotated[
         list[str], typer.Option("--set", metavar="ENGINE.KEY=VALUE", help="An engine's key; repeatable.")
@@ -242,18 +244,36 @@ def bench_sync(
     trace: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write a timeline of each engine there, for ui.perfetto.dev.")
     ] = None,
+    count: Annotated[
+        bool, typer.Option("--count", help="No network: count what a step costs a rank, at any number of ranks.")
+    ] = False,
+    ranks: Annotated[str, typer.Option(metavar="N,M", help="With --count: of all nodes together.")] = "8,64,512",
+    ranks_per_node: Annotated[int, typer.Option(min=1, help="With --count: each node has one link.")] = 8,
+    link: Annotated[
+        str, typer.Option(metavar="RATE", help="With --count: of that link, for engines that plan.")
+    ] = "56gbit",
 ) -> None:
     """Replay a model's layer profile against every engine over a network of one's own, beside DDP and the limits."""
-    from imagenet_fast.bench.engine_times import bench_sync as measure
-    from imagenet_fast.bench.engine_times import draw_bars, sync_table
     from imagenet_fast.bench.profile import load_profile
     from imagenet_fast.recipe.reading import parse_engines
-    from imagenet_fast.record.pictures import new_figure
 
     profile = load_profile(model)
     if compute is not None:
         profile = profile.lasting(compute)
-    engines = parse_engines(sync, wire, overrides)
+    if count:
+        from imagenet_fast.bench.counting import COUNTED, bench_count, count_table
+
+        measuring = ("hosts", "ranks_per_host", "rate", "scale", "rounds", "steps", "png", "trace")
+        _refuse_beside(context, measuring, "measures a network, and --count does without one; leave one of them out")
+        engines = parse_engines(sync or COUNTED, wire, overrides)
+        _show(bench_count(profile, engines, ranks, ranks_per_node, link), count_table, json_file)
+        return
+    from imagenet_fast.bench.engine_times import ENGINES, draw_bars, sync_table
+    from imagenet_fast.bench.engine_times import bench_sync as measure
+    from imagenet_fast.record.pictures import new_figure
+
+    _refuse_beside(context, ("ranks", "ranks_per_node", "link"), "is for --count; add that, or give --hosts and --rate")
+    engines = parse_engines(sync or ENGINES, wire, overrides)
     figure = new_figure(png, 9, 0.4 * len(engines) + 2) if png is not None else None
     if trace is not None:
         trace.mkdir(parents=True, exist_ok=True)
@@ -386,6 +406,14 @@ def report(
     if png is not None:
         draw_curves(past, png)
         print(f"drawn to {png}")
+
+
+def _refuse_beside(context: typer.Context, options: Sequence[str], reason: str) -> None:
+    """Raises UserError where one of ``options`` has been given."""
+    for option in options:
+        source = context.get_parameter_source(option)
+        if source is not None and source.name != "DEFAULT":
+            raise UserError(f"--{option.replace('_', '-')} {reason}")
 
 
 def _show(rows: list[Any], table: Callable[[list[Any]], Any], json_file: Path | None) -> None:

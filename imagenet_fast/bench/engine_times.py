@@ -35,6 +35,8 @@ from imagenet_fast.sync.prediction import Prediction
 from imagenet_fast.sync.topology import Topology
 from imagenet_fast.sync.trace import Trace
 
+ENGINES = "ddp:fp32,ddp,allreduce,ring,lazy,hybrid,dear,sparse,auto"
+
 _LEARNING_STEPS = 6  # until an engine that plans has its plan
 _RANK_BYTES = 10 * 2**20  # of a forked rank's own before it does anything, as measured with torch 2.15
 

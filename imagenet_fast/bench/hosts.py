@@ -7,20 +7,16 @@ addressed to itself nowhere else. So only what goes to other hosts is shaped, an
 from __future__ import annotations
 
 import os
-import pickle
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
-from torch.multiprocessing.spawn import start_processes
 
 from imagenet_fast.bench.network import INTERFACE, Host, enter
-from imagenet_fast.ranks.forking import end_with_starter, start_fork_server
+from imagenet_fast.bench.processes import in_processes
 from imagenet_fast.ranks.place import Place
 
 _TIMEOUT = timedelta(minutes=5)
@@ -33,20 +29,10 @@ def run_on(hosts: list[Host] | None, ranks_each: int, function: Callable[..., An
     torch's ProcessRaisedException with the traceback of the first rank that failed.
     """
     count = ranks_each * (1 if hosts is None else len(hosts))
-    start_fork_server("imagenet_fast.bench.engine_times")
     with tempfile.TemporaryDirectory() as folder:
-        context = start_processes(
-            _rank, (count, hosts, ranks_each, folder, function, arguments), nprocs=count, join=False, daemon=True,
-            start_method="forkserver",
-        )  # fmt: skip
-        assert context is not None
-        try:
-            while not context.join():
-                pass
-        finally:
-            for process in context.processes:
-                process.kill()
-        return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(count)]
+        return in_processes(
+            count, "imagenet_fast.bench.engine_times", _rank, count, hosts, ranks_each, folder, function, arguments
+        )
 
 
 def _rank(
@@ -57,9 +43,7 @@ def _rank(
     folder: str,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
-) -> None:
-    end_with_starter()
-    torch.set_num_threads(1)
+) -> Any:
     node, local_rank = divmod(rank, ranks_each)
     os.environ.update(Place(rank, count, local_rank, ranks_each).variables(node))
     if hosts is not None:
@@ -68,6 +52,7 @@ def _rank(
     dist.init_process_group(
         "gloo", store=FileStore(f"{folder}/store", count), rank=rank, world_size=count, timeout=_TIMEOUT
     )
-    (Path(folder) / str(rank)).write_bytes(pickle.dumps(function(*arguments)))
+    result = function(*arguments)
     dist.barrier()
     dist.destroy_process_group()
+    return result

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -112,7 +113,13 @@ class Deferral:
     def _apply(self, updates: Sequence[Update], spans: Sequence[Span]) -> None:
         """Wherever we are called: the forward may run under autocast, or in inference mode."""
         device = spans[0].param.device.type
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False):
+        infers = torch.is_inference_mode_enabled()
+        casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        with (
+            torch.inference_mode(False) if infers else nullcontext(),
+            torch.no_grad(),
+            torch.autocast(device, enabled=False) if casts else nullcontext(),
+        ):
             params = self._used(spans)
             for apply in updates:
                 apply(params)

@@ -103,7 +103,9 @@ class Scheduler(SyncEngine):
             self._arrange(best_fuse(self._engine, self._pool, self._wire, timing, self._network))
         if self._engine.planned:
             tasks, times = [message.task for message in self._messages], [*timing.ready, timing.backward_s]
-            self._releases = plan_releases(tasks, times, _link(self._messages, self._network).s_per_byte)
+            # With a collective of many pieces our own work is measured too; the wire is as fast as the faster.
+            wire = min(_link(self._messages, self._network).s_per_byte, self._network.link("native").s_per_byte)
+            self._releases = plan_releases(tasks, times, wire)
 
     def close(self) -> None:
         self._watch_no_longer()
@@ -131,9 +133,11 @@ class Scheduler(SyncEngine):
             if message.half == 1:
                 self._phases.append(rest)
                 continue
+            urgent = engine.planned and message.run[-1] is pool.spans[-1]  # ready last and needed first
             phases = all_reduce(
-                pool.buffer[message.part], self._wire, message.collective, self._topology, engine.servers, engine.halves
-            )
+                pool.buffer[message.part], self._wire, message.collective, self._topology, engine.servers,
+                engine.halves, urgent,
+            )  # fmt: skip
             turn = next((n for n, phase in enumerate(phases) if phase.gathers and engine.halves), len(phases))
             rest = phases[turn:]
             self._phases.append(phases[:turn])

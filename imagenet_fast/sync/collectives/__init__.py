@@ -19,15 +19,17 @@ __all__ = ["Phase", "Transfer", "all_reduce", "carry", "cost_of", "piece_bytes",
 
 
 def all_reduce(
-    values: Tensor, wire: torch.dtype, collective: Collective, topology: Topology, servers: int = 1, cut: bool = False
-) -> list[Phase]:
+    values: Tensor, wire: torch.dtype, collective: Collective, topology: Topology, servers: int = 1, cut: bool = False,
+    urgent: bool = False,
+) -> list[Phase]:  # fmt: skip
     """The phases that average a 1-D tensor over all ranks, in place, its values travelling as ``wire``, or as they are
     where that is no wider.
 
     Its length is a multiple of ``topology.line``. Every rank must make and carry the same lists in the same order. With
     one rank nothing is sent and nothing is rounded. All ranks end with the same bits. Sums are made in fp32 and rounded
     once a level, but for the backend's own all-reduce (``native``, and ``ring`` between nodes), which adds in the
-    wire's dtype. ``cut``: of phases of two halves wherever there is a choice.
+    wire's dtype. ``cut``: of phases of two halves wherever there is a choice. ``urgent``: whose second half has channels
+    of its own and need not queue.
 
     ``hierarchical``: scattered inside the node, averaged between the equal places of the nodes, gathered inside, so a
     node's link carries no more than a node's share (Mikami et al., arXiv 1811.05233, whose ``torus2d`` is the same on a
@@ -49,15 +51,15 @@ def all_reduce(
             grid = topology.levels
         case _:
             assert_never(collective)
-    chain = Chain()
-    _average(chain, values, wire, collective, grid, topology, servers, cut)
-    chain.land(topology.channel((), "landing"))
+    chain, prefix = Chain(), "urgent " if urgent else ""
+    _average(chain, values, wire, collective, grid, topology, servers, cut, prefix + "gather")
+    chain.land(topology.channel((), prefix + "landing"))
     return chain.phases
 
 
 def _average(
     chain: Chain, values: Tensor, wire: torch.dtype, collective: Collective, grid: Grid, topology: Topology,
-    servers: int, cut: bool,
+    servers: int, cut: bool, gathering: str,
 ) -> None:  # fmt: skip
     """Inside the rows, between them, inside again."""
     short = wire != values.dtype
@@ -84,7 +86,7 @@ def _average(
             chain.locally(lambda: torch.mul(values, 1 / early, out=message))
     mean = backend_adds and early == 1 and values.is_cuda
     if ranks > 1:
-        _between(chain, shard, wire, collective, backend_adds, mean, grid.column, topology, servers)
+        _between(chain, shard, wire, collective, backend_adds, mean, grid.column, topology, servers, gathering)
     if ((backend_adds and not mean) or halving) and early == 1 and ranks > 1:
         chain.locally(lambda: shard.div_(ranks))
     arrived = shard
@@ -92,7 +94,7 @@ def _average(
         if own is not None:
             part = message.view(inside, -1)[grid.row.index(topology.rank)]
             chain.locally(lambda: part.copy_(own))
-        gather(chain, message, topology.channel(grid.row, "gather"))
+        gather(chain, message, topology.channel(grid.row, gathering))
         arrived = message
     if arrived is not values:
         chain.locally(lambda: values.copy_(arrived))
@@ -100,7 +102,7 @@ def _average(
 
 def _between(
     chain: Chain, shard: Tensor, wire: torch.dtype, collective: Collective, backend_adds: bool, mean: bool,
-    ranks: tuple[int, ...], topology: Topology, servers: int,
+    ranks: tuple[int, ...], topology: Topology, servers: int, gathering: str,
 ) -> None:  # fmt: skip
     def channel(role: str) -> Channel:
         return topology.channel(ranks, role)
@@ -112,10 +114,10 @@ def _between(
         steps = channel("butterfly")
         chain.over(steps, lambda: butterfly(shard, wire, steps))
     elif collective == "parameter_server":
-        parameter_server(chain, shard, channel("scatter"), channel("gather"), servers)
+        parameter_server(chain, shard, channel("scatter"), channel(gathering), servers)
     else:
         scatter(chain, shard, channel("scatter"), None, len(ranks))
-        gather(chain, shard, channel("gather"))
+        gather(chain, shard, channel(gathering))
 
 
 def wire_for(dtype: torch.dtype, wire: torch.dtype, topology: Topology) -> torch.dtype:

@@ -1,0 +1,41 @@
+"""Fresh processes for a measurement, forked from a server that has imported what they need."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.multiprocessing.spawn import start_processes
+
+from imagenet_fast.ranks.forking import end_with_starter, start_fork_server
+
+
+def in_processes(count: int, module: str, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """``function(number, *arguments)`` in ``count`` processes with one thread each; what they returned, by number.
+
+    ``module`` is what they find imported, if no process has been forked before. Raises torch's ProcessRaisedException
+    with the traceback of the first that failed.
+    """
+    start_fork_server(module)
+    with tempfile.TemporaryDirectory() as folder:
+        context = start_processes(
+            _process, (folder, function, arguments), nprocs=count, join=False, daemon=True, start_method="forkserver"
+        )
+        assert context is not None
+        try:
+            while not context.join():
+                pass
+        finally:
+            for process in context.processes:
+                process.kill()
+        return [pickle.loads((Path(folder) / str(number)).read_bytes()) for number in range(count)]
+
+
+def _process(number: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    end_with_starter()
+    torch.set_num_threads(1)
+    (Path(folder) / str(number)).write_bytes(pickle.dumps(function(number, *arguments)))
