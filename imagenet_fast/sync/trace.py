@@ -41,8 +41,8 @@ class Trace:
             ]
         for label, transfer in stats.transfers:
             for part in transfer.traffic:
-                if part.begun is not None and part.ended is not None:
-                    counts = {"sent_bytes": part.sent_bytes, "received_bytes": part.received_bytes}
+                counts = {"sent_bytes": part.sent_bytes, "received_bytes": part.received_bytes}
+                if part.begun is not None and part.ended is not None and any(counts.values()):  # else it was local
                     self._events.append(("wire", label, part.begun, part.ended, counts))
 
     def write(self, path: Path) -> None:

@@ -43,11 +43,10 @@ def world() -> Iterator[World]:
 def test_a_step_trains_and_reports(world: World, sync: str, precision: str, optim: str):
     if (sync, precision) == ("sparse", "fp16"):
         sync = "lazy"  # a recipe may not combine them
-    scale = {"loss_scale": 128.0} if precision == "fp16" and sync in ("hybrid", "dear", "auto") else {}
     recipe = parse_recipe(
         "test",
         tables(
-            ranks=1, sync={"kind": sync}, precision={"kind": precision, **scale},
+            ranks=1, sync={"kind": sync}, precision={"kind": precision},
             optim={"kind": optim, "lr": 0.05 if optim == "sgd" else 2.0, "weight_decay": 5e-5},
         ),
     )  # fmt: skip

@@ -61,7 +61,7 @@ def _train(rank: int, engine: EngineSettings, folder: Path) -> None:
                 sync.zero_grad()
                 model(torch.ones(2, 3, 8, 8)).sum().backward()
                 sync.finish()
-                sync.update(lambda params: None)
+                sync.update(lambda *_: None)
         except RuntimeError as error:
             (folder / str(rank)).write_text(report_failure(error))
     os._exit(0)

@@ -1,31 +1,55 @@
-"""All-reduce by any algorithm, over 1 to 8 ranks and any length."""
+"""All-reduce by any algorithm, over 1 to 8 ranks in nodes of any size."""
 
 from __future__ import annotations
 
 import hashlib
 import math
+import os
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import get_args
 
 import pytest
 import torch
 import torch.distributed as dist
-from imagenet_fast.sync.lane import Lane
 
 from imagenet_fast.ranks.roll_call import PeerLost
 from imagenet_fast.recipe.engines import Collective
-from imagenet_fast.sync.collectives import all_reduce, ring_bytes
+from imagenet_fast.sync.collectives import Transfer, all_reduce, carry, usual_collective
+from imagenet_fast.sync.collectives.butterfly import SHORT_BYTES
+from imagenet_fast.sync.topology import Topology
 from tests.spawning import run
 
-LENGTHS = (0, 1, 3, 7, 4097, 270_001)  # the last one is more than one segment, in 16 bits too
-COLLECTIVES = get_args(Collective)
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
+BY_NODE: tuple[Collective, ...] = ("hierarchical", "ring", "butterfly")
 WIRES = {torch.float32: 2e-6, torch.bfloat16: 4e-2, torch.float16: 5e-3}
+
+
+def reduced(
+    values: torch.Tensor, wire: torch.dtype, collective: Collective, topology: Topology, servers: int = 1
+) -> Transfer:
+    """``values``, all-reduced by now."""
+    transfer = carry(all_reduce(values, wire, collective, topology, servers))
+    transfer.wait()
+    return transfer
+
+
+def all_ranks(ranks_per_node: int | None = None) -> Topology:
+    return Topology(torch.get_default_device(), ranks_per_node=ranks_per_node)
+
+
+def topologies(world: int) -> Iterator[tuple[Topology, Sequence[Collective]]]:
+    """Every number of ranks a node up to 3 that comes out even, and the collectives that it makes a difference to."""
+    for ranks_per_node in (n for n in (1, 2, 3) if world % n == 0):
+        topology = all_ranks(ranks_per_node)
+        yield topology, COLLECTIVES if ranks_per_node == 1 else BY_NODE
+        topology.close()
 
 
 @cache
 def values(rank: int, length: int, world: int, integers: bool) -> torch.Tensor:
     generator = torch.Generator(torch.get_default_device()).manual_seed(100 * length + rank)
-    if integers:  # whose mean over the ranks is an integer that 16 bits hold
+    if integers:  # whose mean over the ranks, and over those of a node, is an integer that 16 bits hold
         return world * torch.randint(-8, 8, (length,), generator=generator).float()
     return torch.randn(length, generator=generator)
 
@@ -43,88 +67,148 @@ def test_every_rank_ends_with_the_mean_to_the_bit(world: int):
 
 
 def _every_collective() -> list[str]:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    lane = Lane(torch.get_default_device(), node=3)  # over 4, 5, 7 and 8 ranks the last node is smaller
+    world = dist.get_world_size()
     fingerprints = []
-    for collective in COLLECTIVES:
-        for wire, tolerance in WIRES.items():
-            for integers in (True, False) if wire == torch.bfloat16 else (True,):
-                tensors = [values(rank, n, world, integers).clone() for n in LENGTHS]
-                transfers = [all_reduce(t, wire, collective, lane) for t in tensors]  # all under way at once
-                for tensor, transfer, length in zip(tensors, transfers, LENGTHS, strict=True):
-                    transfer.wait()
-                    mean = mean_of(length, world, integers)
-                    case = f"{collective} {wire} {length}"
-                    if integers:
-                        assert torch.equal(tensor.double(), mean), case
-                    else:
-                        torch.testing.assert_close(tensor.double(), mean, rtol=tolerance, atol=tolerance, msg=case)
-                    fingerprints.append(hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest())
+    for topology, collectives in topologies(world):
+        for collective in collectives:
+            for wire, tolerance in WIRES.items():
+                short = SHORT_BYTES // wire.itemsize // world * world  # from there on a butterfly takes another way
+                lengths = [0, world, 4097 * world, *([short, short + world] if collective == "butterfly" else [])]
+                if wire == torch.bfloat16:
+                    lengths.append(270_000 // world * world)
+                for integers in (True, False) if wire == torch.bfloat16 else (True,):
+                    tensors = [values(topology.rank, n, world, integers).clone() for n in lengths]
+                    transfers = [carry(all_reduce(t, wire, collective, topology)) for t in tensors]  # all at once
+                    for tensor, transfer, length in zip(tensors, transfers, lengths, strict=True):
+                        transfer.wait()
+                        mean = mean_of(length, world, integers)
+                        case = f"{collective} {wire} {length}, {topology.per_node} a node"
+                        if integers:
+                            assert torch.equal(tensor.double(), mean), case
+                        else:
+                            torch.testing.assert_close(tensor.double(), mean, rtol=tolerance, atol=tolerance, msg=case)
+                        fingerprints.append(hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest())
     return fingerprints
 
 
 def test_bytes_are_as_in_theory():
-    for collective, sent in zip(COLLECTIVES, zip(*run(4, _bytes_sent), strict=True), strict=True):
-        message = 2 * 600_000
-        match collective:
-            case "parameter_server":
-                assert sent == (3 * message, message, message, message)
-            case "hierarchical":  # nodes of 2: member to leader, a ring of 2 leaders, leader to member
-                assert sent == (2 * message, message, 2 * message, message)
-            case _:
-                assert sent == pytest.approx([ring_bytes(message, 4)] * 4, rel=1e-3), collective
+    """Of four ranks, in two nodes."""
+    message = 2 * 600_000
+    own, half, whole = message // 4, message // 2, message
+    by_rank = run(4, _bytes_sent)
+    for rank, phases in enumerate(by_rank):
+        assert phases["hierarchical"] == [half, own, own, half], "a node's link carries a node's share"
+        assert phases["ring"] == phases["hierarchical 32"] == [half, half, half]
+        assert phases["butterfly"] == [half, half, half]
+        assert phases["torus2d"] == [half, own, own, half]
+        assert phases["pairwise"] == [3 * own, 3 * own]
+        assert phases["native"] == [6 * own]
+        assert phases["parameter_server"] == ([3 * whole] if rank == 0 else [whole])
+        assert phases["2 servers"] == ([half, 3 * half] if rank in (0, 2) else [whole])
+        third = whole // 3
+        assert phases["3 servers"] == ([2 * third, 3 * third] if rank < 3 else [whole])
+    for name in by_rank[0]:
+        assert sum(sum(phases[name]) for phases in by_rank) == 6 * message, f"{name}: no byte more than the least"
 
 
-def _bytes_sent() -> list[int]:
-    lane = Lane(torch.get_default_device(), node=2)
-    sent = []
+def _bytes_sent() -> dict[str, list[int]]:
+    """Of each phase that sends anything."""
+    topology = all_ranks(2)
+    sent = {}
     for collective in COLLECTIVES:
-        transfer = all_reduce(torch.ones(600_000), torch.bfloat16, collective, lane)
-        transfer.wait()
-        sent.append(sum(part.sent_bytes for part in transfer.traffic))
+        transfer = reduced(torch.ones(600_000), torch.bfloat16, collective, topology)
+        sent[collective] = [part.sent_bytes for part in transfer.traffic if part.sent_bytes]
+        received = sum(part.received_bytes for part in transfer.traffic)
+        assert collective == "parameter_server" or received == sum(sent[collective])
+    for name, wire, collective, servers in (
+        ("hierarchical 32", torch.float32, "hierarchical", 1),
+        ("2 servers", torch.bfloat16, "parameter_server", 2),
+        ("3 servers", torch.bfloat16, "parameter_server", 3),
+    ):
+        tensor = torch.ones(600_000 * 2 // wire.itemsize)
+        transfer = reduced(tensor, wire, collective, topology, servers)
+        sent[name] = [part.sent_bytes for part in transfer.traffic if part.sent_bytes]
     return sent
 
 
-def test_butterfly_and_pairwise_add_alike_wherever_an_element_lies():
+def test_any_number_of_parameter_servers_answers_everybody_alike():
+    fingerprints = run(5, _servers)
+    assert all(f == fingerprints[0] for f in fingerprints)
+
+
+def _servers() -> list[str]:
+    topology = all_ranks()
+    fingerprints = []
+    for servers in (1, 2, 3, 5, 9):
+        for length in (5, 20_000):  # one element a server, at the least
+            for wire, integers in ((torch.bfloat16, False), (torch.float32, True)):
+                tensor = values(topology.rank, length, 5, integers).clone()
+                reduced(tensor, wire, "parameter_server", topology, servers)
+                fingerprints.append(hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest())
+                tolerance = 0.0 if integers else WIRES[wire]
+                mean = mean_of(length, 5, integers)
+                torch.testing.assert_close(tensor.double(), mean, rtol=tolerance, atol=tolerance)
+    return fingerprints
+
+
+def test_wherever_an_element_lies_it_is_added_alike():
     """So fusing tensors changes no bit."""
-    run(3, _fused_and_apart)
+    run(4, _fused_and_apart)
 
 
 def _fused_and_apart() -> None:
-    lane = Lane(torch.get_default_device())
-    for collective, wire in (("butterfly", torch.float32), *(("pairwise", wire) for wire in WIRES)):
-        fused = values(dist.get_rank(), 90_000, 3, False).clone()
-        apart = [t.clone() for t in fused.split([7, 40_000, 1, 49_992])]
-        all_reduce(fused, wire, collective, lane).wait()
+    topology = all_ranks(2)
+    exact: list[Collective] = ["pairwise", "parameter_server", "torus2d"]
+    cases = [("butterfly", torch.float32), *((c, wire) for c in exact for wire in WIRES)]
+    for collective, wire in [*cases, ("hierarchical", torch.bfloat16), ("hierarchical", torch.float16)]:
+        fused = values(topology.rank, 90_000, 4, False).clone()
+        apart = [t.clone() for t in fused.split([8, 40_000, 4, 49_988])]
+        reduced(fused, wire, collective, topology)
         for tensor in apart:
-            all_reduce(tensor, wire, collective, lane).wait()
+            reduced(tensor, wire, collective, topology)
         assert torch.equal(fused, torch.cat(apart)), (collective, wire)
 
 
-def test_pairwise_rounds_once_so_its_error_does_not_grow_with_the_ranks():
-    """The error of a 16-bit mean in units of a single rounding of it."""
+def test_pairwise_rounds_once_and_hierarchical_twice_so_their_errors_do_not_grow_with_the_ranks():
+    """The error of a 16-bit mean in units of that of rounding every rank's values once, and their mean once."""
     two, eight = (run(world, _errors)[0] for world in (2, 8))
     for wire in ("torch.bfloat16", "torch.float16"):
         assert eight[f"pairwise {wire}"] < 1.05
         assert two[f"pairwise {wire}"] < 1.05
         assert eight[f"native {wire}"] > 1.5 * eight[f"pairwise {wire}"]
-        assert eight[f"ring {wire}"] < eight[f"native {wire}"]
+        for per_node in (2, 4):
+            assert eight[f"hierarchical {per_node} {wire}"] == pytest.approx(1, abs=0.05)
+        assert eight[f"ring by node {wire}"] < eight[f"native {wire}"]
 
 
 def _errors() -> dict[str, float]:
-    """Root mean square error beside float64, in units of what rounding each input once and the mean once gives."""
+    """Root mean square error beside float64, in units of what rounding each input once and the mean once gives; by
+    levels, the mean over a node as well."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    lane = Lane(torch.get_default_device())
-    everyone = [values(r, 100_000, world, False) for r in range(world)]
-    exact = sum(t.double() for t in everyone) / world
+    everyone = [values(r, 96_000, world, False) for r in range(world)]
+    exact = torch.stack(everyone).double().mean(0)
+
+    def error(mean: torch.Tensor) -> float:
+        return float((mean.double() - exact).square().mean().sqrt())
+
+    def by(collective: Collective, wire: torch.dtype, topology: Topology) -> float:
+        tensor = everyone[rank].clone()
+        reduced(tensor, wire, collective, topology)
+        return error(tensor)
+
     errors = {}
+    flat, levels = all_ranks(), [all_ranks(n) for n in (2, 4) if world % n == 0]
     for wire in (torch.bfloat16, torch.float16):
-        once = sum(t.to(wire).double() for t in everyone) / world
-        unavoidable = (once.float().to(wire).double() - exact).square().mean().sqrt()
-        for collective in ("native", "ring", "pairwise"):
-            tensor = everyone[rank].clone()
-            all_reduce(tensor, wire, collective, lane).wait()
-            errors[f"{collective} {wire}"] = float((tensor.double() - exact).square().mean().sqrt() / unavoidable)
+        rounded = torch.stack([t.to(wire).double() for t in everyone])
+        once = error(rounded.mean(0).to(wire))
+        for collective in ("native", "pairwise"):
+            errors[f"{collective} {wire}"] = by(collective, wire, flat) / once
+        for topology in levels:
+            nodes = rounded.view(-1, topology.per_node, len(exact)).mean(1).to(wire).double()
+            twice = error(nodes.mean(0).to(wire))
+            errors[f"hierarchical {topology.per_node} {wire}"] = by("hierarchical", wire, topology) / twice
+        if levels:
+            errors[f"ring by node {wire}"] = by("ring", wire, levels[0]) / once
     return errors
 
 
@@ -133,25 +217,87 @@ def test_large_fp16_values_do_not_overflow_on_their_way():
 
 
 def _large_values() -> None:
-    lane = Lane(torch.get_default_device())
-    for collective in COLLECTIVES:
-        tensor = torch.full((100,), 60_000.0)
-        all_reduce(tensor, torch.float16, collective, lane).wait()
-        assert torch.allclose(tensor, torch.tensor(60_000.0), rtol=1e-3), collective
+    for topology, collectives in topologies(dist.get_world_size()):
+        for collective in collectives:
+            tensor = torch.full((100,), 60_000.0)
+            reduced(tensor, torch.float16, collective, topology)
+            assert torch.allclose(tensor, torch.tensor(60_000.0), rtol=1e-3), collective
 
 
-def test_16_bit_gradients_are_added_in_fp32():
+def test_16_bit_gradients_are_added_in_fp32_and_rounded_once_a_level():
+    """But by the backend, whose ``native`` and ``ring`` add in their own dtype."""
     run(4, _short_gradients)
 
 
 def _short_gradients() -> None:
+    for topology, collectives in topologies(4):
+        for dtype in (torch.bfloat16, torch.float16):
+            everyone = torch.stack([values(r, 500, 4, False).to(dtype) for r in range(4)])
+            for collective in collectives:
+                tensor = everyone[topology.rank].clone()
+                reduced(tensor, torch.float32, collective, topology)
+                match collective:
+                    case "hierarchical":
+                        parts = everyone.view(-1, topology.per_node, 500)
+                    case "torus2d":
+                        parts = everyone.view(2, 2, 500)
+                    case _:
+                        parts = everyone.view(4, 1, 500)
+                mean = parts.float().mean(1).to(dtype).float().mean(0).to(dtype)
+                if collective in ("native", "ring", "butterfly"):
+                    torch.testing.assert_close(tensor, mean, rtol=0, atol=4 * torch.finfo(dtype).eps, msg=collective)
+                else:
+                    assert torch.equal(tensor, mean), (collective, dtype, topology.per_node)
+
+
+def test_float64_gradients_travel_as_the_wire_and_are_added_as_they_are():
+    run(4, _long_gradients)
+
+
+def _long_gradients() -> None:
+    for topology, collectives in topologies(4):
+        for collective in collectives:
+            everyone = torch.stack([values(r, 500, 4, False).double() + 1e-9 * r for r in range(4)])
+            for wire, tolerance in ((torch.float64, 1e-15), *WIRES.items()):
+                tensor = everyone[topology.rank].clone()
+                reduced(tensor, wire, collective, topology)
+                torch.testing.assert_close(tensor, everyone.mean(0), rtol=tolerance, atol=tolerance)
+
+
+def test_16_bit_values_are_never_added_in_16_bits_between_nodes_unless_somebody_asks_for_it():
+    run(4, _usual)
+
+
+def _usual() -> None:
+    fp32, bf16 = torch.float32, torch.bfloat16
+    one_node, two_nodes, four_nodes = (all_ranks(n) for n in (4, 2, 1))
+    for values_as, wire in ((fp32, bf16), (bf16, bf16), (bf16, fp32)):
+        assert usual_collective(values_as, wire, one_node) == "native"
+        assert usual_collective(values_as, wire, two_nodes) == "hierarchical"
+        assert usual_collective(values_as, wire, four_nodes) == "pairwise"
+    assert usual_collective(fp32, fp32, two_nodes) == "hierarchical"
+    assert usual_collective(fp32, fp32, one_node) == usual_collective(fp32, fp32, four_nodes) == "native"
+
+
+def test_levels_of_uneven_nodes_are_refused_in_words_and_all_else_works_there():
+    run(3, _uneven_nodes)
+
+
+def _uneven_nodes() -> None:
     rank = dist.get_rank()
-    for dtype in (torch.bfloat16, torch.float16):
-        for collective in ("ring", "butterfly", "pairwise", "hierarchical", "torus2d", "parameter_server"):
-            tensor = values(rank, 500, 4, False).to(dtype)
-            mean = sum(values(r, 500, 4, False).to(dtype).double() for r in range(4)) / 4
-            all_reduce(tensor, torch.float32, collective, Lane(torch.get_default_device())).wait()
-            torch.testing.assert_close(tensor.double(), mean, rtol=0, atol=4 * torch.finfo(dtype).eps, msg=collective)
+    with pytest.raises(ValueError, match="3 ranks are no whole number of nodes of 2; give another number"):
+        all_ranks(2)
+    os.environ["GROUP_RANK"] = str(rank // 2)  # as torchrun says it
+    topology = all_ranks()
+    assert topology.nodes == ((0, 1), (2,))
+    for collective in COLLECTIVES:
+        tensor = values(rank, 300, 3, True).clone()
+        if collective == "hierarchical":
+            with pytest.raises(ValueError, match="nodes of 2, 1 ranks have no equal places; start equally many ranks"):
+                all_reduce(tensor, torch.bfloat16, collective, topology)
+        else:
+            reduced(tensor, torch.bfloat16, collective, topology)
+            assert torch.equal(tensor.double(), mean_of(300, 3, True)), collective
 
 
 def test_a_lost_peer_is_named():

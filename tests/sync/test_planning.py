@@ -11,10 +11,21 @@ import torch.distributed as dist
 from torch import nn
 
 from imagenet_fast.recipe.schema import Sgd
-from imagenet_fast.sync import AutoSync, LazySync, attach
-from imagenet_fast.sync.link import Link
-from imagenet_fast.sync.prediction import THRESHOLDS, best_threshold, deferred_step, fused_step
+from imagenet_fast.sync import (
+    AllReduceSync,
+    AutoSync,
+    DearSync,
+    GradientPool,
+    LazySync,
+    attach,
+    declare,
+)
+from imagenet_fast.sync.collectives import piece_bytes
+from imagenet_fast.sync.engine import Engine
+from imagenet_fast.sync.link import Link, Network
+from imagenet_fast.sync.prediction import THRESHOLDS, deferred_step, fused_step, serial_step
 from imagenet_fast.sync.releases import Task, plan_releases
+from imagenet_fast.sync.scheduler import best_fuse, messages_of, predict
 from imagenet_fast.sync.timetable import Timing
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.spawning import run
@@ -68,18 +79,58 @@ def test_a_deferred_step_takes_the_longer_of_compute_and_wire():
 
 def test_a_fused_step_hides_what_backward_covers_and_no_more():
     fast, slow = Link(0.0, 1e-9), Link(0.0, 1e-7)
-    assert fused_step(MESSAGES, TIMING, 0, fast) == pytest.approx(3.0, abs=2e-3)
-    assert fused_step(MESSAGES, TIMING, 0, slow) == pytest.approx(1.0 + 0.1 + 10.4)
-    assert fused_step(MESSAGES, TIMING, math.inf, slow) == pytest.approx(3.0 + 10.4)
+    one_by_one, at_once = list(enumerate(MESSAGES)), [(4, sum(MESSAGES))]
+    assert fused_step(one_by_one, TIMING, fast) == pytest.approx(3.0, abs=2e-3)
+    assert fused_step(one_by_one, TIMING, slow) == pytest.approx(1.0 + 0.1 + 10.4)
+    assert fused_step(at_once, TIMING, slow) == pytest.approx(3.0 + 10.4)
+    assert serial_step(MESSAGES, TIMING, Link(0.5, 1e-7)) == pytest.approx(3.0 + 5 * 0.5 + 10.4)
 
 
-def test_the_best_threshold_is_never_worse_than_none_or_all():
+def pooled() -> GradientPool:
+    """A hundredth of the five layers, of one rank."""
+    sizes = [int(message / 4 / 100) - 1 for message in MESSAGES]
+    return GradientPool((f"{n}.weight", nn.Parameter(torch.zeros(sizes[n]))) for n in reversed(range(len(sizes))))
+
+
+@pytest.mark.parametrize(
+    "engine", [declare(LazySync(wire="fp32")), declare(DearSync(wire="fp32"))], ids=["lazy", "dear"]
+)
+def test_the_best_threshold_is_never_worse_than_none_or_all(engine: Engine):
+    pool, fp32 = pooled(), torch.float32
+
+    def network(link: Link) -> Network:
+        return Network(pool.topology, fp32, link)
+
     for latency in (0.0, 1e-3, 0.1, 1.0):
-        for s_per_byte in (1e-9, 1e-8, 1e-7):
-            link = Link(latency, s_per_byte)
-            best = fused_step(MESSAGES, TIMING, best_threshold(MESSAGES, TIMING, link), link)
-            assert best <= 1.01 * min(fused_step(MESSAGES, TIMING, threshold, link) for threshold in THRESHOLDS)
-    assert best_threshold(MESSAGES, TIMING, Link(10.0, 1e-9)) == math.inf
+        for s_per_byte in (1e-7, 1e-6, 1e-5):
+            wires = network(Link(latency, s_per_byte))
+            sizes = [size for size in THRESHOLDS if not engine.planned or size >= piece_bytes(pool.topology)]
+            steps = [predict(engine, pool, fp32, size, TIMING, wires) for size in sizes]
+            best = predict(engine, pool, fp32, best_fuse(engine, pool, fp32, TIMING, wires), TIMING, wires)
+            assert best <= 1.01 * min(steps)
+    if not engine.planned:
+        assert best_fuse(engine, pool, fp32, TIMING, network(Link(10.0, 1e-7))) == math.inf
+
+
+def test_messages_tile_the_pool_and_none_is_longer_than_a_piece():
+    pool, piece = pooled(), piece_bytes(pooled().topology)
+    network = Network(pool.topology, torch.float32, Link(0.0, 1e-9))
+    for settings in (AllReduceSync(), LazySync(), DearSync(), LazySync(collective="parameter_server", servers=3)):
+        engine = declare(settings)
+        for fuse in (0.0, 2.0**16, 2.0**19, math.inf):
+            messages = messages_of(engine, pool, engine.wire, fuse, network)
+            for half in (0, 1) if engine.halves else (None,):
+                parts = [message.part for message in messages if message.half == half]
+                assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
+                assert parts[-1].stop == len(pool.buffer)
+                assert all((part.stop - part.start) * engine.wire.itemsize <= piece for part in parts)
+            runs = list(dict.fromkeys(tuple(message.run) for message in messages))
+            assert [span for run in runs for span in run] == pool.spans
+            assert all((run[-2].stop - run[0].start) * engine.wire.itemsize < fuse for run in runs if len(run) > 1)
+            for number, message in enumerate(messages):
+                assert message.task.event == (len(pool.spans) if engine.awaits == "each" else message.run[-1].index)
+                assert message.task.after == (number - 1 if message.half == 1 else None), "a gather follows its scatter"
+    assert len(messages_of(declare(AllReduceSync()), pool, torch.float32, math.inf, network)) > len(pool.spans)
 
 
 def test_auto_decides_alike_everywhere_and_trains_on():

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 from imagenet_fast.recipe.schema import Sgd
 from imagenet_fast.sync import GradientPool, LazySync, SparseSync, build_engine
-from imagenet_fast.sync.sparse import Sparse
-from imagenet_fast.training.optimizers import build_optimizer
+from imagenet_fast.sync.engine import Elements
+from imagenet_fast.sync.engines.sparse import Sparse
+from imagenet_fast.training.optimizers import MomentumSGD, build_optimizer
 from tests.spawning import run
 
 SGD = Sgd(kind="sgd", lr=0.1, weight_decay=1e-3)
@@ -66,8 +67,9 @@ def _conserves() -> None:
         pool.zero_grad()
         model(gradient).backward()
         pool.finish()
-        assert pool.sent is not None
-        for part in pool.sent[model.weight]:
+        elements = engine.elements()
+        assert elements is not None
+        for part in elements[model.weight]:
             assert model.weight.grad is not None
             applied[part] += model.weight.grad[part]
         sent = [None] * world
@@ -86,14 +88,14 @@ def test_no_chunk_starves():
 
 def _waits() -> None:
     chunks = 23
-    model = Given(chunks * CHUNK)
+    model = Given(chunks * CHUNK - 1)  # an element more says whether a rank has used it
     pool, engine = pooled(model, settings(sparsity=0.85))
     gradient = torch.ones(chunks, CHUNK)
     gradient[:5] = 1e6  # would win every time
     last_sent = [0] * chunks
     for step in range(1, 60):
         pool.zero_grad()
-        model(gradient.flatten()).backward()
+        model(gradient.flatten()[:-1]).backward()
         pool.finish()
         for part in engine.sent:
             for chunk in range(part.start // CHUNK, part.stop // CHUNK):
@@ -125,7 +127,10 @@ def _trained(chosen: SparseSync | LazySync, steps: int) -> dict[str, torch.Tenso
     return model.state_dict()
 
 
-def _train(model: nn.Module, pool: GradientPool, optimizer: object, steps: range) -> list[float]:
+def _train(model: nn.Module, pool: GradientPool, optimizer: MomentumSGD, steps: range) -> list[float]:
+    def update(params: list[nn.Parameter], elements: Elements | None = None) -> None:
+        optimizer.step(0.03, params, elements=elements)
+
     losses = []
     for step in steps:
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
@@ -134,7 +139,7 @@ def _train(model: nn.Module, pool: GradientPool, optimizer: object, steps: range
         loss = F.cross_entropy(model(images), images[:, 0].flatten(1)[:, :10].argmax(1))
         loss.backward()
         pool.finish()
-        pool.update(lambda params: optimizer.step(0.03, params, sent=pool.sent))  # type: ignore[attr-defined]
+        pool.update(update)
         losses.append(loss.item())
     return losses
 

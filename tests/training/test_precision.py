@@ -37,20 +37,29 @@ def _overflow_on_rank_1() -> tuple[float, float, bool, list[float]]:
     forward, sync = attach(model, LazySync(wire="fp16", threshold_mb=0))
     optimizer = MomentumSGD(list(model.parameters()), [], momentum=0.0, nesterov=False, weight_decay=0.0)
     scale = LossScale(Float16(kind="fp16"), "fp16", CPU)
+    assert scale.largest == 65504
+    sync.guard(scale.largest)
 
-    sync.zero_grad()
-    bad = torch.full((1, 4), 1e6 if dist.get_rank() == 1 else 1.0)
-    scale(forward(bad).sum()).backward()
-    sync.finish()
-    found = scale.unscale(optimizer.params)
-    optimizer.step(0.1, found_inf=found)
-    assert found is not None
-    skipped, unchanged = found.item(), bool((model.weight == 1).all())
+    def step(inputs: torch.Tensor) -> torch.Tensor:
+        sync.zero_grad()
+        scale(forward(inputs).sum()).backward()
+        sync.finish()
+        found = sync.found_inf
+        factor = scale.end_step(found)
+        assert found is not None
+        assert factor is not None
 
-    sync.zero_grad()
-    (scale(forward(torch.full((1, 4), (dist.get_rank() + 1) / 2)).sum())).backward()
-    sync.finish()
-    optimizer.step(0.1, found_inf=scale.unscale(optimizer.params))
+        def update(params: list[nn.Parameter]) -> None:
+            for param in params:
+                param.grad.mul_(factor)
+            optimizer.step(0.1, params, found_inf=found)
+
+        sync.update(update)
+        return found
+
+    skipped = step(torch.full((1, 4), 1e6 if dist.get_rank() == 1 else 0.5)).item()
+    unchanged = bool((model.weight == 1).all())
+    step(torch.full((1, 4), (dist.get_rank() + 1) / 2))
     return scale.scale.item(), skipped, unchanged, model.weight.flatten().tolist()
 
 
@@ -58,21 +67,20 @@ def test_a_static_scale_stays_and_bf16_has_none():
     weight = nn.Parameter(torch.ones(3))
     fixed = LossScale(Float16(kind="fp16", loss_scale=1000.0), "bf16", CPU)
     (fixed(weight.sum())).backward()
-    found = fixed.unscale([weight])
-    assert found is not None
-    assert found.item() == 0
+    factor = fixed.end_step(torch.ones(()))
+    assert factor is not None
     assert weight.grad is not None
-    torch.testing.assert_close(weight.grad, torch.ones(3))
+    torch.testing.assert_close(weight.grad * factor, torch.ones(3))
     assert fixed.scale == 1000
-    assert LossScale(BFloat16(kind="bf16"), "bf16", CPU).unscale([weight]) is None
+    assert fixed.largest == torch.finfo(torch.bfloat16).max
+    none = LossScale(BFloat16(kind="bf16"), "bf16", CPU)
+    assert none(weight.sum()) == 3
+    assert none.end_step(None) is None
+    assert none.largest is None
 
 
 def test_an_fp16_wire_is_watched_in_any_precision():
-    weight = nn.Parameter(torch.ones(3))
-    weight.grad = torch.tensor([1.0, torch.inf, 1.0])
-    found = LossScale(BFloat16(kind="bf16"), "fp16", CPU).unscale([weight])
-    assert found is not None
-    assert found.item() == 1
+    assert LossScale(BFloat16(kind="bf16"), "fp16", CPU).largest == 65504
 
 
 def test_fp32_is_fp32_on_gpus_too_unless_tf32_is_asked_for():
