@@ -32,7 +32,7 @@ from imagenet_fast.bench.network import parse_rate
 from imagenet_fast.bench.processes import in_processes
 from imagenet_fast.bench.profile import Layer, Profile
 from imagenet_fast.errors import UserError
-from imagenet_fast.recipe.engines import Collective, SparseSync, Sync, Wire
+from imagenet_fast.recipe.engine_settings import Collective, SparseSync, Sync, Wire
 from imagenet_fast.record.tables import compact_table, number
 from imagenet_fast.sync import EngineSettings, GradientPool, SyncEngine, declare, wire_dtype
 from imagenet_fast.sync.channel import Call, Channel

@@ -8,7 +8,7 @@ from itertools import groupby
 
 import torch
 
-from imagenet_fast.recipe.engines import Collective
+from imagenet_fast.recipe.engine_settings import Collective
 from imagenet_fast.sync.channel import Entry
 from imagenet_fast.sync.collectives import (
     Phase,

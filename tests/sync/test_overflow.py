@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from imagenet_fast.recipe.engines import Wire
+from imagenet_fast.recipe.engine_settings import Wire
 from imagenet_fast.recipe.schema import Float16, Full, Precision, Sgd
 from imagenet_fast.sync import DearSync, EngineSettings, HybridSync, LazySync, SparseSync
 from imagenet_fast.sync.engine import Elements

@@ -7,7 +7,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from imagenet_fast.recipe.engines import Collective
+from imagenet_fast.recipe.engine_settings import Collective
 from imagenet_fast.sync.channel import Channel
 from imagenet_fast.sync.collectives.butterfly import butterfly, butterfly_bytes
 from imagenet_fast.sync.collectives.halves import gather, scatter

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imagenet_fast.recipe.engines import SparseSync
+from imagenet_fast.recipe.engine_settings import SparseSync
 from imagenet_fast.sync.collectives import Phase, Transfer, all_reduce, carry, piece_bytes, usual_collective, wire_for
 from imagenet_fast.sync.engine import Elements, Engine, Stopwatch, SyncEngine, SyncStats
 from imagenet_fast.sync.pool import GradientPool
