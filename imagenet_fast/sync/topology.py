@@ -6,7 +6,10 @@ import copy
 import math
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +33,9 @@ class Topology:
     ``LOCAL_WORLD_SIZE``), or the host's name, all of which the ranks tell each other: every rank of the group must make
     the same topologies in the same order. Raises ValueError where nodes of ``ranks_per_node`` do not come out even.
     """
+
+    _made: ClassVar[int] = 2**30
+    """The number of the next process group, far from any that torch counts."""
 
     def __init__(
         self, device: torch.device, group: dist.ProcessGroup | None = None, ranks_per_node: int | None = None
@@ -102,9 +108,8 @@ class Topology:
         which every rank must make in the same order."""
         key = (ranks, role)
         if key not in self._channels:
-            if len(ranks) > 1:
-                self._agree_on_name()
-            self._channels[key] = Channel(self.device, ranks)
+            with self._counted_apart() if len(ranks) > 1 else nullcontext():
+                self._channels[key] = Channel(self.device, ranks)
         return self._channels[key]
 
     def close(self) -> None:
@@ -113,12 +118,20 @@ class Topology:
             channel.close()
         self._channels.clear()
 
-    def _agree_on_name(self) -> None:
-        """torch names a process group by how many each of its ranks has made; of sub-groups some make more."""
-        world = dist.distributed_c10d._world
-        made = torch.tensor(world.group_count, device="cuda" if self.device.type == "cuda" else "cpu")
-        dist.all_reduce(made, dist.ReduceOp.MAX, group=self.group)
-        world.group_count = int(made)
+    @contextmanager
+    def _counted_apart(self) -> Iterator[None]:
+        """torch names a process group by its ranks and by how many its process has made, of which it has to be told the
+        same on all ranks; of sub-groups some ranks make more. So we count ours ourselves, and groups that others make
+        are named as if there were none of ours."""
+        world, device = dist.distributed_c10d._world, "cuda" if self.device.type == "cuda" else "cpu"
+        number = torch.tensor(Topology._made, device=device)
+        dist.all_reduce(number, dist.ReduceOp.MAX, group=self.group)
+        Topology._made = int(number) + 1
+        others, world.group_count = world.group_count, int(number)
+        try:
+            yield
+        finally:
+            world.group_count = others
 
 
 def _nodes(
