@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median, mode
-from typing import Any, Protocol, assert_never
+from typing import Any, ClassVar, Protocol, assert_never, get_args
 
 import psutil
 import torch
@@ -29,7 +29,7 @@ from imagenet_fast.bench.replay import Gradients, gradients_of, replay
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.engines import Awaits, DdpSync, Sync, Wire
 from imagenet_fast.record.tables import compact_table
-from imagenet_fast.sync import SyncStats, attach, wire_dtype
+from imagenet_fast.sync import Engine, SyncStats, attach, wire_dtype
 from imagenet_fast.sync.collectives import Phase, all_reduce, carry, piece_bytes
 from imagenet_fast.sync.prediction import Prediction
 from imagenet_fast.sync.topology import Topology
@@ -37,7 +37,7 @@ from imagenet_fast.sync.trace import Trace
 
 ENGINES = "ddp:fp32,ddp,allreduce,ring,lazy,hybrid,dear,sparse,auto"
 
-_LEARNING_STEPS = 6  # until an engine that plans has its plan
+_LEARNING_STEPS = 7  # the first teaches the order, five are watched, and one is taken by the plan
 _RANK_BYTES = 10 * 2**20  # of a forked rank's own before it does anything, as measured with torch 2.15
 
 
@@ -89,13 +89,38 @@ class _Block:
     launches: float = 0
 
 
-_Blocks = dict[Sync | Wire | None, list[_Block]]
+@dataclass(frozen=True)
+class Declared:
+    """An engine that no recipe names, under a name of its own; made of module-level functions, so that every rank finds
+    it. It says of itself what the settings of the others do."""
+
+    kind: str
+    engine: Engine
+    ours: ClassVar[bool] = True
+    chooses: ClassVar[bool] = False
+    share: ClassVar[float] = 1.0
+
+    @property
+    def wire(self) -> Wire:
+        names: tuple[Wire, ...] = get_args(Wire)
+        return next(wire for wire in names if wire_dtype(wire) == self.engine.wire)
+
+    @property
+    def awaits(self) -> Awaits:
+        return self.engine.awaits
+
+    @property
+    def learns(self) -> bool:
+        return self.engine.learns
+
+
+_Blocks = dict[Sync | Declared | Wire | None, list[_Block]]
 """Of every engine, of a raw all-reduce by wire dtype, and of compute alone (None)."""
 
 
 def bench_sync(
     profile: Profile,
-    engines: list[Sync],
+    engines: Sequence[Sync | tuple[str, Engine]],
     hosts: int,
     ranks_per_host: int,
     rate: str | None,
@@ -106,31 +131,33 @@ def bench_sync(
 ) -> list[EngineTime]:
     """Replay ``profile``, with a ``scale``-th of its gradients, on the ranks of ``hosts`` linked at ``rate``.
 
-    Without a rate this machine is the only host, of all ranks. DDP is run with each wire dtype there is, with torch's
-    defaults where it was not asked for. Rank 0 writes a timeline of every engine into the directory ``traces``. Raises
-    UserError where the network cannot be made, or memory will not do for so many ranks.
+    An engine of one's own comes with the name of its row. Without a rate this machine is the only host, of all ranks.
+    DDP is run with each wire dtype there is, with torch's defaults where it was not asked for. Rank 0 writes a timeline
+    of every engine into the directory ``traces``. Raises UserError where the network cannot be made, or memory will not
+    do for so many ranks.
     """
-    wires = list(dict.fromkeys(settings.wire for settings in engines))
-    asked = {settings.wire: settings for settings in engines if not settings.ours}
+    chosen = [Declared(*engine) if isinstance(engine, tuple) else engine for engine in engines]
+    wires = list(dict.fromkeys(settings.wire for settings in chosen))
+    asked = {settings.wire: settings for settings in chosen if not settings.ours}
     peers = {wire: asked.get(wire, DdpSync(wire=wire)) for wire in wires}
-    engines = engines + [peer for peer in peers.values() if peer not in engines]
+    chosen += [peer for peer in peers.values() if peer not in chosen]
     small = profile.shrunk(scale)
-    _check_memory(small, len(engines), hosts, ranks_per_host)
+    _check_memory(small, len(chosen), hosts, ranks_per_host)
     ranks_each = hosts * ranks_per_host if rate is None else ranks_per_host
     with shaped_network(hosts, parse_rate(rate)) if rate is not None else nullcontext() as network:
         measured: list[tuple[_Blocks, tuple[Prediction, ...]]] = run_on(
-            network, ranks_each, _measure, small, engines, wires, rate is not None, rounds, steps, traces
+            network, ranks_each, _measure, small, chosen, wires, rate is not None, rounds, steps, traces
         )
     by_rank = [blocks for blocks, _ in measured]
     decision = measured[0][1]
-    modelled = {settings.wire for settings in engines if settings.chooses}
+    modelled = {settings.wire for settings in chosen if settings.chooses}
     seconds = {
         key: [max(of_rank[key][turn].step_s for of_rank in by_rank) for turn in range(rounds)] for key in by_rank[0]
     }
     compute = median(seconds[None])
     ddp_s = {wire: median(seconds[peer]) for wire, peer in peers.items()}
 
-    def row(settings: Sync) -> EngineTime:
+    def row(settings: Sync | Declared) -> EngineTime:
         times, wire = seconds[settings], settings.wire
         raw = median(seconds[wire])
         limit = limit_s(settings, compute, profile.forward_s / profile.compute_s, raw)
@@ -149,7 +176,7 @@ def bench_sync(
             _predicted_s(settings, decision) if wire in modelled else None,
         )  # fmt: skip
 
-    return [row(settings) for settings in engines]
+    return [row(settings) for settings in chosen]
 
 
 class Overlap(Protocol):
@@ -190,7 +217,7 @@ def _check_memory(profile: Profile, engines: int, hosts: int, ranks_per_host: in
         )
 
 
-def _predicted_s(settings: Sync, decision: tuple[Prediction, ...]) -> float | None:
+def _predicted_s(settings: Sync | Declared, decision: tuple[Prediction, ...]) -> float | None:
     """What the cost model made of an engine, or of the one that it chose."""
     rows = (p for p in decision if (p.chosen if settings.chooses else p.engine == settings.kind))
     return next((p.step_s for p in rows), None)
@@ -245,7 +272,7 @@ def draw_bars(times: list[EngineTime], figure: Any) -> None:
 
 def _measure(
     profile: Profile,
-    engines: list[Sync],
+    engines: Sequence[Sync | Declared],
     wires: list[Wire],
     counted: bool,
     rounds: int,
@@ -254,7 +281,7 @@ def _measure(
 ) -> tuple[_Blocks, tuple[Prediction, ...]]:
     """On each rank: the blocks, and what an engine that chooses chose from."""
     gradients = gradients_of(profile)
-    measurements: dict[Sync | Wire | None, Callable[[], _Block]] = {
+    measurements: dict[Sync | Declared | Wire | None, Callable[[], _Block]] = {
         None: partial(_compute_block, profile, gradients, steps)
     }
     for wire in wires:
@@ -309,9 +336,9 @@ def _raw_block(elements: int, wire: torch.dtype) -> _Block:
 class _Loop:
     """A training loop of one engine over replayed layers, with an update that costs nothing."""
 
-    def __init__(self, profile: Profile, gradients: Gradients, settings: Sync, counted: bool) -> None:
+    def __init__(self, profile: Profile, gradients: Gradients, settings: Sync | Declared, counted: bool) -> None:
         self._model = replay(profile, gradients)
-        self._forward, self._sync = attach(self._model, settings)
+        self._forward, self._sync = attach(self._model, settings.engine if isinstance(settings, Declared) else settings)
         self._x = torch.zeros(1, requires_grad=True)
         self._learns = settings.learns
         self._counted = counted
