@@ -20,8 +20,8 @@ from statistics import median, mode
 from typing import Any
 
 import torch
+import torch._dynamo  # as the meta device's first operation would, in every process
 import torch.distributed as dist
-import torch.fx.experimental.symbolic_shapes  # as the meta device's first operation would, in every process
 from rich.table import Table
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -32,7 +32,7 @@ from imagenet_fast.bench.network import parse_rate
 from imagenet_fast.bench.processes import in_processes
 from imagenet_fast.bench.profile import Layer, Profile
 from imagenet_fast.errors import UserError
-from imagenet_fast.recipe.engines import Collective, SparseSync, Sync, Wire
+from imagenet_fast.recipe.engine_settings import Collective, SparseSync, Sync, Wire
 from imagenet_fast.record.tables import compact_table, number
 from imagenet_fast.sync import EngineSettings, GradientPool, SyncEngine, declare, wire_dtype
 from imagenet_fast.sync.channel import Call, Channel

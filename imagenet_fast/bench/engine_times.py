@@ -27,7 +27,7 @@ from imagenet_fast.bench.network import parse_rate, sent_bytes, shaped_network
 from imagenet_fast.bench.profile import Profile
 from imagenet_fast.bench.replay import Gradients, gradients_of, replay
 from imagenet_fast.errors import UserError
-from imagenet_fast.recipe.engines import Awaits, DdpSync, Sync, Wire
+from imagenet_fast.recipe.engine_settings import Awaits, DdpSync, Sync, Wire
 from imagenet_fast.record.tables import compact_table
 from imagenet_fast.sync import Engine, SyncStats, attach, wire_dtype
 from imagenet_fast.sync.collectives import Phase, all_reduce, carry, piece_bytes
@@ -180,7 +180,7 @@ def bench_sync(
 
 
 class Overlap(Protocol):
-    """What bounds an engine: see :class:`~imagenet_fast.recipe.engines.EngineTable`."""
+    """What bounds an engine: see :class:`~imagenet_fast.recipe.engine_settings.EngineTable`."""
 
     @property
     def awaits(self) -> Awaits: ...

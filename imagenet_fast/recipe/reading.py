@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.recipe.engines import Sync
+from imagenet_fast.recipe.engine_settings import Sync
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.table import Table
 

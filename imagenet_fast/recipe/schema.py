@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from imagenet_fast.recipe.engines import Sync
+from imagenet_fast.recipe.engine_settings import Sync
 from imagenet_fast.recipe.table import Fraction, Table
 
 Percent = Annotated[float, Field(gt=0, le=100)]

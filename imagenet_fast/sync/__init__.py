@@ -16,7 +16,7 @@ from typing import Protocol, assert_never, get_args
 import torch
 from torch import Tensor, nn
 
-from imagenet_fast.recipe.engines import (
+from imagenet_fast.recipe.engine_settings import (
     AllReduceSync,
     AutoSync,
     DdpSync,

@@ -75,20 +75,21 @@ class Channel:
         self._idle = True
         self._traffic = Traffic()
 
-    def enter(self, start: Callable[[], Work | None], after: Entry | None, traffic: Traffic) -> Entry:
-        """Begin a phase once ``after`` is done and all that has entered before has begun. ``start`` does its local work
-        and starts its collective; None: there is none, or it is done."""
+    def enter(self, start: Callable[[], Work | None], after: Sequence[Entry], traffic: Traffic) -> Entry:
+        """Begin a phase once all of ``after`` are done and all that has entered before has begun.
+
+        ``start`` does its local work and starts its collective; None: there is none, or it is done."""
         if self._device.type == "cpu":
             return self._hand_over(start, after, traffic)
         if self._stream is None:  # the meta device: for counting
             self._traffic = traffic
             start()
             return Entry(_nothing)
-        if after is None:
+        if not after:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            if after is not None:
-                after.wait()
+            for entry in after:
+                entry.wait()
             self._traffic = traffic
             traffic.begun = mark(self._device)
             work = start()
@@ -119,11 +120,18 @@ class Channel:
         )
 
     def all_gather(self, values: Tensor) -> Work | None:
-        """This rank's part of ``values`` to all ranks, and theirs to here, in place."""
+        """This rank's part of ``values`` to all ranks, and theirs to here, in place.
+
+        gloo hands parts on from neighbour to neighbour, which takes P-1 steps and, of a node with several ranks, more
+        than its share of the link; each of its ranks sends its part to all others instead.
+        """
+        own = values.view(self.size, -1)[self.place]
+        if self._device.type == "cpu":
+            return self.all_to_all(values, own.repeat(self.size))
         share = values.nbytes // self.size
         self._count(share * (self.size - 1), share * (self.size - 1))
         self._note_ring("all_gather", self.size - 1, share)
-        work: Work | None = _all_gather(values, values.view(self.size, -1)[self.place], self._group, async_op=True)
+        work: Work | None = _all_gather(values, own, self._group, async_op=True)
         return work
 
     def reduce_scatter(self, values: Tensor) -> Work | None:
@@ -175,13 +183,13 @@ class Channel:
             after = self.ranks[(self.place + 1) % self.size]
             self.calls.append(Call(operation, self.ranks, ((after, messages, size),)))
 
-    def _hand_over(self, start: Callable[[], Work | None], after: Entry | None, traffic: Traffic) -> Entry:
+    def _hand_over(self, start: Callable[[], Work | None], after: Sequence[Entry], traffic: Traffic) -> Entry:
         begun: Future[Work | None] = Future()
 
         def task() -> None:
             try:
-                if after is not None:
-                    after.wait()
+                for entry in after:
+                    entry.wait()
                 self._traffic = traffic
                 traffic.begun = mark(self._device)
                 work = start()

@@ -8,15 +8,15 @@ of updating at once.
 
 from __future__ import annotations
 
-import copy
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
+from imagenet_fast.sync.copies import Hook, settle_before_copies, settle_no_longer
 from imagenet_fast.sync.engine import SyncEngine
 from imagenet_fast.sync.span import Span
 
@@ -50,13 +50,24 @@ class Deferral:
         self._updates: list[Update] = []
         self._called: set[nn.Module] = set()
         self._model = model
+        self._lock = threading.RLock()  # several threads may call the model, to evaluate it
         self.lay_out(spans)
-        before_forward, settle = _Hook(self._before_forward), _Hook(lambda *_: self.settle())
-        for module in model.modules():
-            module.register_forward_pre_hook(before_forward, prepend=True)
-            module.register_state_dict_pre_hook(settle)
-            module.register_load_state_dict_pre_hook(settle)
-            module.__dict__["__deepcopy__"] = _SettledCopy(module, self.settle)
+        before_forward, settle = Hook(self._before_forward), Hook(lambda *_: self.settle())
+        self._modules = list(model.modules())
+        self._hooks = []
+        for module in self._modules:
+            self._hooks.append(module.register_forward_pre_hook(before_forward, prepend=True))
+            self._hooks.append(module.register_state_dict_pre_hook(settle))
+            self._hooks.append(module.register_load_state_dict_pre_hook(settle))
+            settle_before_copies(module, self.settle)
+
+    def close(self) -> None:
+        """Leave the model to others. Settles first."""
+        self.settle()
+        for hook in self._hooks:
+            hook.remove()
+        for module in self._modules:
+            settle_no_longer(module, self.settle)
 
     def lay_out(self, spans: Sequence[Span]) -> None:
         """The pool's spans, of which none waits."""
@@ -67,26 +78,30 @@ class Deferral:
 
     def update(self, apply: Update, at_once: bool) -> None:
         """Put ``apply`` off for every parameter that a forward hook will reach, unless it is to be ``at_once``."""
-        if self._read_by is None and self._called:  # else there has been no forward yet to learn from
-            self._read_by = self._find_readers()
-            read = {span for spans in self._read_by.values() for span in spans}
-            self._unread = [span for span in self._spans if span not in read]
-        if at_once:
-            self._bring_up_to_date(list(self._pending), keep=True)
-        now = self._spans if at_once or self._read_by is None else self._unread
-        if not self._pending and not at_once:
-            self._updates = []
-            self._pending = dict.fromkeys(span for span in self._spans if span not in set(now))
-        if not at_once:
-            self._updates.append(apply)
-        for span in now:
-            self.engine.wait(span)
-        if now:
-            self._apply([apply], now)
+        with self._lock:
+            if self._read_by is None and self._called:  # else there has been no forward yet to learn from
+                self._read_by = self._find_readers()
+                read = {span for spans in self._read_by.values() for span in spans}
+                self._unread = [span for span in self._spans if span not in read]
+            if at_once or len(self._pending) < len(self._spans) - len(self._unread):
+                self._bring_up_to_date(list(self._pending))  # a forward has read some since the update before
+            now = self._spans if at_once or self._read_by is None else self._unread
+            if not self._pending and not at_once:
+                self._updates = []
+                self._pending = dict.fromkeys(span for span in self._spans if span not in set(now))
+            if not at_once:
+                self._updates.append(apply)
+            for span in now:
+                self.engine.wait(span)
+            if now:
+                self._apply([apply], now)
+            for span in self._pending:
+                span.param.grad = None  # still on its way, and not to be zeroed where it lies
 
     def settle(self) -> None:
         """Carry out every update that is still put off."""
-        self._bring_up_to_date(list(self._pending))
+        with self._lock:
+            self._bring_up_to_date(list(self._pending))
 
     def waits(self, span: Span) -> bool:
         """Whether the update of ``span`` is still put off."""
@@ -95,11 +110,13 @@ class Deferral:
     def _before_forward(self, module: nn.Module, inputs: object) -> None:
         if self._read_by is None:
             self._called.add(module)
-        elif self._pending:
-            self._bring_up_to_date(self._read_by.get(module, []))
+            return
+        with self._lock:
+            if self._pending:
+                self._bring_up_to_date(self._read_by.get(module, []))
 
-    def _bring_up_to_date(self, spans: list[Span], keep: bool = False) -> None:
-        """Carry out what is put off for ``spans``; their gradients are used up, unless another update wants them."""
+    def _bring_up_to_date(self, spans: list[Span]) -> None:
+        """Carry out what is put off for ``spans``; their gradients are used up."""
         late = [span for span in spans if span in self._pending]
         if not late:
             return
@@ -107,7 +124,7 @@ class Deferral:
             self.engine.wait(span)
             del self._pending[span]
         self._apply(self._updates, late)
-        for span in late if not keep else ():
+        for span in late:
             span.param.grad = None
 
     def _apply(self, updates: Sequence[Update], spans: Sequence[Span]) -> None:
@@ -141,46 +158,3 @@ class Deferral:
 
         visit(self._model, None)
         return readers
-
-
-class _Hook:
-    """A hook of this model, which a copy or a pickle of the model does without."""
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-
-    def __call__(self, *arguments: Any) -> None:
-        self._call(*arguments)
-
-    def __deepcopy__(self, memo: object) -> Callable[..., None]:
-        return _no_hook
-
-    def __reduce__(self) -> Any:
-        return _left_out, ()
-
-
-class _SettledCopy:
-    """What ``copy.deepcopy`` calls for a module: a copy made of weights that are up to date."""
-
-    def __init__(self, module: nn.Module, settle: Callable[[], None]) -> None:
-        self._module = module
-        self._settle = settle
-
-    def __call__(self, memo: dict[int, Any]) -> nn.Module:
-        self._settle()
-        del self._module.__dict__["__deepcopy__"]
-        try:
-            return copy.deepcopy(self._module, memo)
-        finally:
-            self._module.__dict__["__deepcopy__"] = self
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
-
-
-def _no_hook(*_: object) -> None:
-    """In the place of a hook."""
-
-
-def _left_out() -> Callable[..., None]:
-    return _no_hook

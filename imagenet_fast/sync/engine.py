@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from imagenet_fast.recipe.engines import Collective
+from imagenet_fast.recipe.engine_settings import Collective
 from imagenet_fast.sync.collectives import Transfer
 from imagenet_fast.sync.link import Network
 from imagenet_fast.sync.marks import Mark, mark, seconds_between
@@ -135,6 +136,10 @@ class SyncEngine(Protocol):
             place.zero_()
         else:
             place.copy_(gradient)
+
+    def spoil(self, span: Span, gradient: Tensor) -> None:
+        """What this step is to send of a span becomes NaN, for backward has failed."""
+        gradient.fill_(math.nan)
 
     def push(self, span: Span) -> None:
         """In backward: this span's local gradient is final. Called in pool order, once a step."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from imagenet_fast.recipe.engines import Collective
+from imagenet_fast.recipe.engine_settings import Collective
 from imagenet_fast.sync.collectives import all_reduce, carry
 from imagenet_fast.sync.topology import Topology
 

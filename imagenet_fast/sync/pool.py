@@ -69,16 +69,16 @@ class GradientPool:
         self._multiple = 1
         self._guard: float | None = None
         self._lock = threading.RLock()  # autograd may run several threads
+        self._ready: list[bool] = []  # by span: whether its gradient may leave
         self._front = 0  # spans before this one have been handed to the engine
         self._unreached: list[Span] = []  # by this rank's last backward
         self._largest: list[Tensor] = []  # magnitudes in this step, by span
         self.spans: list[Span] = []
-        owners = {p: module for module in (model or nn.Module()).modules() for p in module.parameters(recurse=False)}
-        self._lay_out([(name, p, owners.get(p)) for name, p in reversed(trainable.items())])
-        for param in trainable.values():
-            param.register_post_accumulate_grad_hook(self._collect)
         self._engine: SyncEngine | None = None
         self._deferral: Deferral | None = None
+        owners = {p: module for module in (model or nn.Module()).modules() for p in module.parameters(recurse=False)}
+        self._lay_out([(name, p, owners.get(p)) for name, p in reversed(trainable.items())])
+        self._hooks = [param.register_post_accumulate_grad_hook(self._collect) for param in trainable.values()]
         self._sync = True
         self._learnt: list[Span] | None = []  # spans by when their gradients came; None once the order is known
         self._better: list[Span] | None = None
@@ -89,9 +89,10 @@ class GradientPool:
         wire, else 0."""
 
     def attach(self, engine: SyncEngine) -> None:
-        """Send the spans of every later backward to ``engine``, instead of to any before."""
+        """Send the spans of every later backward to ``engine``, instead of to any before. Settles first."""
         if engine.defers and self.model is None:
             raise ValueError("an engine that defers updates needs to see the forward; give the pool model=...")
+        self.settle()
         if self._engine is not None:
             self._engine.close()
         self._engine = engine
@@ -106,21 +107,24 @@ class GradientPool:
         self._guard = largest
 
     def zero_grad(self) -> None:
-        """Start a step: forget the gradients of the last one, except those still to be applied. Touches no memory.
+        """Start a step: forget the gradients of the last one. Touches no memory.
 
         After a backward that failed on the way, or whose step was never finished, what has left is waited for and
         dropped; nothing of that step may be applied on another rank, so what had not left by then is sent as NaN.
         """
         with self._lock:
-            if self._front:
+            if self._open and any(self._ready):
                 self._abandon()
+            if self._deferral is not None and self._engine is not None:
+                for span in self.spans:
+                    if not self._deferral.waits(span):
+                        self._engine.wait(span)  # it may be on its way, where a step has not been applied
             self._open, self._finished = False, None
             self._ready = [False] * len(self.spans)
             if self._better is not None:
                 self._learn_order(self._better)
         for span in self.spans:
-            if self._deferral is None or not self._deferral.waits(span):
-                span.param.grad = None
+            span.param.grad = None
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -135,9 +139,11 @@ class GradientPool:
         """End of the step's last backward: agree on every gradient that may not be deferred.
 
         Parameters that backward did not reach take part with a gradient of zero, so an unused layer neither
-        stalls the frontier nor makes ranks disagree.
+        stalls the frontier nor makes ranks disagree. Called again in a step it does nothing.
         """
         assert self._engine is not None, "attach an engine before the first step"
+        if self._finished is not None:
+            return self._finished
         self.settle()  # what this step's forward did not reach
         with self._lock:
             self._begin(self._engine)
@@ -152,7 +158,7 @@ class GradientPool:
             self.found_inf = self._any_overflow()
             stats = self._finished = self._engine.finish()
             if self._learnt is not None:
-                self._better = self._agreed_order()
+                self._agree_on_order(whole=True)
         return stats
 
     def update(self, apply: Update, at_once: bool = False) -> None:
@@ -160,6 +166,7 @@ class GradientPool:
 
         ``apply`` captures what belongs to this step, above all the learning rate. Several updates of a step are
         carried out in their order. One that needs all gradients ``at_once`` has an engine that defers wait for them.
+        While a parameter's update is put off, ``p.grad`` is None.
         """
         assert self._engine is not None
         if self._engine.defers and self._deferral is not None:
@@ -187,7 +194,7 @@ class GradientPool:
                 "take another engine, or pool.update() and an optimiser that takes the elements it may touch"
             )
         apply = captured_step(optimizer)
-        stats = self.finish() if self._finished is None else self._finished
+        stats = self.finish()
         settle_before_state(optimizer, self.settle)
         self.update(apply, at_once=needs_all(optimizer))
         return stats
@@ -229,14 +236,19 @@ class GradientPool:
         self._lay_out([(name, by_name[name].param, by_name[name].module) for name in names])
 
     def close(self) -> None:
-        """End the engine, its threads and its process groups. Settles first."""
-        self.settle()
+        """End the engine, its threads and its process groups, and leave the model to others. Settles first."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._deferral is not None:
+            self._deferral.close()
+            self._deferral = None
         if self._engine is not None:
             self._engine.close()
             self._engine = None
 
     def _lay_out(self, parameters: Sequence[tuple[str, nn.Parameter, nn.Module | None]]) -> None:
-        """Give every parameter its place. Values in the buffer move with it."""
+        """Give every parameter its place. Values in the buffer move with it. Settles first."""
+        self.settle()
         line = math.lcm(_LINE, self.topology.line)
         old, places = self.buffer, {span.param: span for span in self.spans}
         self.spans = []
@@ -260,6 +272,8 @@ class GradientPool:
         self._ready = [False] * len(self.spans)
         self._front = 0
         self._largest = []
+        if self._deferral is not None:
+            self._deferral.lay_out(self.spans)
 
     def _collect(self, param: nn.Parameter) -> None:
         """The hook: ``param`` has its gradient."""
@@ -294,7 +308,11 @@ class GradientPool:
     def _begin(self, engine: SyncEngine) -> None:
         if not self._open:
             engine.begin()
+            late = [span for span in self.spans if self._deferral is not None and self._deferral.waits(span)]
+            flags = [self.buffer[span.stop - 1].clone() for span in late]  # their update has yet to look
             self.buffer.index_fill_(0, self._ends, _USED)
+            for span, flag in zip(late, flags, strict=True):
+                self.buffer[span.stop - 1] = flag
             self._open = True
             self._finished = None
 
@@ -311,8 +329,9 @@ class GradientPool:
         """Bring an unfinished step to its end, so that no rank waits for this one, and drop it."""
         engine = self._engine
         assert engine is not None
+        self.settle()  # what the forward did not reach
         for span in self.spans[self._front :]:
-            self.buffer[span.start : span.stop].fill_(math.nan)
+            engine.spoil(span, self._views[span.index])
         self._ready = [True] * len(self.spans)
         self._advance(engine)
         self._front = 0
@@ -321,7 +340,7 @@ class GradientPool:
         for span in self.spans:
             engine.wait(span)
         if self._learnt is not None:
-            self._learnt = []
+            self._agree_on_order(whole=False)
 
     def _any_overflow(self) -> Tensor | None:
         if self._guard is None:
@@ -332,28 +351,28 @@ class GradientPool:
             dist.all_reduce(overflow, dist.ReduceOp.MAX, group=self.topology.group)
         return overflow
 
-    def _agreed_order(self) -> list[Span] | None:
-        """The order in which the first rank's gradients came, those that did not come last; None where it is ours."""
-        came = self._learnt or []
+    def _agree_on_order(self, whole: bool) -> None:
+        """Learn the order in which the first rank's gradients came, those that did not come last; unless that rank has
+        not seen the ``whole`` of its backward: then the next one tells."""
+        came, self._learnt = self._learnt or [], []
         seen = set(came)
-        order = torch.tensor(
-            [span.index for span in [*came, *(s for s in self.spans if s not in seen)]], device=self.buffer.device
-        )
+        order = [span.index for span in [*came, *(s for s in self.spans if s not in seen)]]
+        agreed = torch.tensor(order if whole else [-1] * len(order), device=self.buffer.device)
         if self.topology.size > 1:
-            dist.broadcast(order, self.topology.ranks[0], self.topology.group)
+            dist.broadcast(agreed, self.topology.ranks[0], self.topology.group)
+        indices = agreed.tolist()
+        if indices[0] < 0:
+            return
         self._learnt = None
-        indices = order.tolist()
-        return None if indices == list(range(len(indices))) else [self.spans[index] for index in indices]
+        if indices != list(range(len(indices))):
+            self._better = [self.spans[index] for index in indices]
 
     def _learn_order(self, order: Sequence[Span]) -> None:
         assert self._engine is not None
-        self.settle()
-        self._engine.begin()  # what has been sent is taken out before the rest moves
         self._better = None
+        self._engine.begin()  # it may have sent what lies in the pool, and knows it by its place
         self._lay_out([(span.name, span.param, span.module) for span in order])
         self._engine.lay_out()
-        if self._deferral is not None:
-            self._deferral.lay_out(self.spans)
 
 
 def _dense_strides(param: nn.Parameter) -> tuple[int, ...]:

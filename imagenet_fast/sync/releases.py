@@ -35,14 +35,14 @@ def plan_releases(tasks: Sequence[Task], times: Sequence[float], s_per_byte: flo
     """Which tasks begin at which event, given the times of the events in seconds.
 
     At each event the most urgent tasks that can begin are released, until they keep the wire busy past the next
-    event; at the last event all that is left.
+    event, but not past the last, which is when what is needed first can leave; then all that is left is released.
     """
     held = set(range(len(tasks)))
     releases: list[list[int]] = []
     busy_until = times[0]
     for event, now in enumerate(times):
         last = event == len(times) - 1
-        horizon = now if last else now + _SLACK * (times[event + 1] - now)
+        horizon = now if last else min(now + _SLACK * (times[event + 1] - now), times[-1])
         busy_until = max(busy_until, now)
         released: list[int] = []
         while last or busy_until < horizon:

@@ -8,7 +8,8 @@ from itertools import groupby
 
 import torch
 
-from imagenet_fast.recipe.engines import Collective
+from imagenet_fast.recipe.engine_settings import Collective
+from imagenet_fast.sync.channel import Entry
 from imagenet_fast.sync.collectives import (
     Phase,
     Transfer,
@@ -133,22 +134,28 @@ class Scheduler(SyncEngine):
             if message.half == 1:
                 self._phases.append(rest)
                 continue
-            urgent = engine.planned and message.run[-1] is pool.spans[-1]  # ready last and needed first
             phases = all_reduce(
                 pool.buffer[message.part], self._wire, message.collective, self._topology, engine.servers,
-                engine.halves, urgent,
+                engine.halves, self._is_urgent(message),
             )  # fmt: skip
             turn = next((n for n, phase in enumerate(phases) if phase.gathers and engine.halves), len(phases))
             rest = phases[turn:]
             self._phases.append(phases[:turn])
 
     def _release(self, event: int) -> None:
+        gate: Sequence[Entry] = ()
         for number in self._releases[event]:
-            if self._engine.awaits == "each" and self._messages[number].run is not self._messages[number - 1].run:
+            message = self._messages[number]
+            if self._engine.awaits == "each" and message.run is not self._messages[number - 1].run:
                 self._await(list(self._travelling))
-            before = self._messages[number].task.after
-            after = None if before is None else self._travelling[before].last
-            self._travelling[number] = carry(self._phases[number], after)
+            before = () if message.task.after is None else self._travelling[message.task.after].last
+            transfer = self._travelling[number] = carry(self._phases[number], [*gate, *before])
+            if self._is_urgent(message) and event == len(self._pool.spans):
+                gate = transfer.last  # the wire is left to it, as what queues there is in its way on any channel
+
+    def _is_urgent(self, message: Message) -> bool:
+        """Whether it is ready last and needed first."""
+        return self._engine.planned and message.run[-1] is self._pool.spans[-1]
 
     def _await(self, numbers: Sequence[int]) -> None:
         """Wait for messages, and count them."""

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from imagenet_fast.sync.copies import Hook
 from imagenet_fast.sync.marks import Mark, mark, seconds_between
 from imagenet_fast.sync.span import Span
 from imagenet_fast.sync.topology import Topology
@@ -50,8 +51,8 @@ class Timetable:
         self._pushed: list[Mark] = []
         self._rows: list[list[float]] = []
         owners = dict.fromkeys([model, *(span.module for span in self._spans if layers and span.module is not None)])
-        self._hooks = [module.register_forward_pre_hook(self._call) for module in owners]
-        self._hooks.append(model.register_forward_hook(self._turn))
+        self._hooks = [module.register_forward_pre_hook(Hook(self._call)) for module in owners]
+        self._hooks.append(model.register_forward_hook(Hook(self._turn)))
         self._model = model
 
     @property

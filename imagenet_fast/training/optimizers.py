@@ -31,7 +31,8 @@ class MomentumSGD:
     """SGD with momentum: v <- mu v + g + wd w; w <- w - lr v, as ``torch.optim.SGD``.
 
     The rate stays outside the momentum buffer, so a change of rate takes effect at once on what the buffer
-    holds (the momentum correction of Goyal et al., arXiv 1706.02677). ``plain`` parameters are not decayed.
+    holds (the momentum correction of Goyal et al., arXiv 1706.02677). ``plain`` parameters are not decayed. Raises
+    ValueError for a parameter that does not fill its memory.
     """
 
     def __init__(
@@ -44,6 +45,11 @@ class MomentumSGD:
     ) -> None:
         self.params = [*decayed, *plain]
         """Everything it updates."""
+        if any(p.stride() != torch.empty_like(p, device="meta").stride() for p in self.params):
+            raise ValueError(
+                "a parameter is a part of a larger tensor, or overlaps itself, and the fused update would write past "
+                "it: give the model one of its own, nn.Parameter(p.clone())"
+            )
         self._decayed = set(decayed)
         self._momentum = momentum
         self._nesterov = nesterov

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from imagenet_fast.bench.counting import Count, bench_count, stated_link
 from imagenet_fast.bench.profile import Layer, Profile
 from imagenet_fast.cli import app
-from imagenet_fast.recipe.engines import Collective, LazySync, SparseSync, Sync
+from imagenet_fast.recipe.engine_settings import Collective, LazySync, SparseSync, Sync
 from tests.e2e.command import imagenet_fast
 
 SMALL = Profile(

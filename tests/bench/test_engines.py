@@ -23,7 +23,7 @@ from imagenet_fast.bench.network import parse_rate, sent_bytes, shaped_network
 from imagenet_fast.bench.profile import Layer, Profile, load_profile, save_profile
 from imagenet_fast.cli import app
 from imagenet_fast.errors import UserError
-from imagenet_fast.recipe.engines import Awaits
+from imagenet_fast.recipe.engine_settings import Awaits
 from imagenet_fast.recipe.reading import parse_engines
 from tests.e2e.command import imagenet_fast, wait_for
 

@@ -8,7 +8,7 @@ import pytest
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.doubts import doubts
-from imagenet_fast.recipe.engines import AllReduceSync, DdpSync, LazySync, SparseSync
+from imagenet_fast.recipe.engine_settings import AllReduceSync, DdpSync, LazySync, SparseSync
 from imagenet_fast.recipe.reading import find_recipe, load_recipe, parse_engines, parse_recipe, recipe_names, to_toml
 from imagenet_fast.recipe.schema import ImageData, Recipe, Sgd
 from tests.conftest import tables

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from imagenet_fast.ranks.roll_call import PeerLost
-from imagenet_fast.recipe.engines import Collective
+from imagenet_fast.recipe.engine_settings import Collective
 from imagenet_fast.sync.collectives import Transfer, all_reduce, carry, usual_collective
 from imagenet_fast.sync.collectives.butterfly import SHORT_BYTES
 from imagenet_fast.sync.topology import Topology

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from imagenet_fast.bench import profile
 from imagenet_fast.bench.engine_times import bench_sync
-from imagenet_fast.recipe.engines import Collective, Fusion, Wire
+from imagenet_fast.recipe.engine_settings import Collective, Fusion, Wire
 from imagenet_fast.sync import (
     AllReduceSync,
     AutoSync,

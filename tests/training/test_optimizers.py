@@ -208,6 +208,13 @@ def test_a_non_finite_step_changes_no_bit(kind: str):
         assert torch.equal(was, now)
 
 
+@pytest.mark.parametrize("param", [torch.ones(4, 6).chunk(2, 1)[0], torch.ones(3, 1).expand(3, 5), torch.ones(9)[::2]])
+def test_a_parameter_that_does_not_fill_its_memory_is_refused(param: Tensor):
+    with pytest.raises(ValueError, match=r"write past it: .*nn\.Parameter\(p\.clone\(\)\)"):
+        MomentumSGD([nn.Parameter(param)], [], MU, nesterov=False, weight_decay=WD)
+    MomentumSGD([nn.Parameter(param.clone()), nn.Parameter(torch.ones(3, 5).t())], [], MU, False, WD)
+
+
 def test_biases_and_norms_are_plain_by_module_and_frozen_ones_are_left_out():
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 4), nn.GroupNorm(2, 4), nn.LayerNorm(4), nn.Linear(4, 2)

@@ -9,7 +9,7 @@ from torch import nn
 
 from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.batching import split_batch
-from imagenet_fast.recipe.engines import LazySync
+from imagenet_fast.recipe.engine_settings import LazySync
 from imagenet_fast.recipe.reading import parse_recipe
 from imagenet_fast.recipe.schema import BFloat16, Float16
 from imagenet_fast.sync import attach

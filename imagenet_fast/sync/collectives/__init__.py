@@ -7,7 +7,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from imagenet_fast.recipe.engines import Collective
+from imagenet_fast.recipe.engine_settings import Collective
 from imagenet_fast.sync.channel import Channel
 from imagenet_fast.sync.collectives.butterfly import butterfly, butterfly_bytes
 from imagenet_fast.sync.collectives.halves import gather, scatter
@@ -28,8 +28,8 @@ def all_reduce(
     Its length is a multiple of ``topology.line``. Every rank must make and carry the same lists in the same order. With
     one rank nothing is sent and nothing is rounded. All ranks end with the same bits. Sums are made in fp32 and rounded
     once a level, but for the backend's own all-reduce (``native``, and ``ring`` between nodes), which adds in the
-    wire's dtype. ``cut``: of phases of two halves wherever there is a choice. ``urgent``: whose second half has channels
-    of its own and need not queue.
+    wire's dtype. ``cut``: of phases of two halves wherever there is a choice. ``urgent``: on channels of their own, so that
+    they need not queue.
 
     ``hierarchical``: scattered inside the node, averaged between the equal places of the nodes, gathered inside, so a
     node's link carries no more than a node's share (Mikami et al., arXiv 1811.05233, whose ``torus2d`` is the same on a
@@ -52,14 +52,14 @@ def all_reduce(
         case _:
             assert_never(collective)
     chain, prefix = Chain(), "urgent " if urgent else ""
-    _average(chain, values, wire, collective, grid, topology, servers, cut, prefix + "gather")
+    _average(chain, values, wire, collective, grid, topology, servers, cut, prefix)
     chain.land(topology.channel((), prefix + "landing"))
     return chain.phases
 
 
 def _average(
     chain: Chain, values: Tensor, wire: torch.dtype, collective: Collective, grid: Grid, topology: Topology,
-    servers: int, cut: bool, gathering: str,
+    servers: int, cut: bool, prefix: str,
 ) -> None:  # fmt: skip
     """Inside the rows, between them, inside again."""
     short = wire != values.dtype
@@ -75,7 +75,7 @@ def _average(
         if short:
             chain.locally(lambda: message.copy_(values))
         own = values.new_empty(values.numel() // inside, dtype=exact) if halving and wire != exact else None
-        shard = scatter(chain, message, topology.channel(grid.row, "scatter"), own, inside * early)
+        shard = scatter(chain, message, topology.channel(grid.row, prefix + "scatter"), own, inside * early)
     elif halving:
         shard = values if values.dtype == exact else torch.empty_like(values, dtype=exact)
         if early > 1:
@@ -86,7 +86,7 @@ def _average(
             chain.locally(lambda: torch.mul(values, 1 / early, out=message))
     mean = backend_adds and early == 1 and values.is_cuda
     if ranks > 1:
-        _between(chain, shard, wire, collective, backend_adds, mean, grid.column, topology, servers, gathering)
+        _between(chain, shard, wire, collective, backend_adds, mean, grid.column, topology, servers, prefix)
     if ((backend_adds and not mean) or halving) and early == 1 and ranks > 1:
         chain.locally(lambda: shard.div_(ranks))
     arrived = shard
@@ -94,7 +94,7 @@ def _average(
         if own is not None:
             part = message.view(inside, -1)[grid.row.index(topology.rank)]
             chain.locally(lambda: part.copy_(own))
-        gather(chain, message, topology.channel(grid.row, gathering))
+        gather(chain, message, topology.channel(grid.row, prefix + "gather"))
         arrived = message
     if arrived is not values:
         chain.locally(lambda: values.copy_(arrived))
@@ -102,10 +102,10 @@ def _average(
 
 def _between(
     chain: Chain, shard: Tensor, wire: torch.dtype, collective: Collective, backend_adds: bool, mean: bool,
-    ranks: tuple[int, ...], topology: Topology, servers: int, gathering: str,
+    ranks: tuple[int, ...], topology: Topology, servers: int, prefix: str,
 ) -> None:  # fmt: skip
     def channel(role: str) -> Channel:
-        return topology.channel(ranks, role)
+        return topology.channel(ranks, prefix + role)
 
     if backend_adds:
         whole = channel("all-reduce")
@@ -114,10 +114,10 @@ def _between(
         steps = channel("butterfly")
         chain.over(steps, lambda: butterfly(shard, wire, steps))
     elif collective == "parameter_server":
-        parameter_server(chain, shard, channel("scatter"), channel(gathering), servers)
+        parameter_server(chain, shard, channel("scatter"), channel("gather"), servers)
     else:
         scatter(chain, shard, channel("scatter"), None, len(ranks))
-        gather(chain, shard, channel(gathering))
+        gather(chain, shard, channel("gather"))
 
 
 def wire_for(dtype: torch.dtype, wire: torch.dtype, topology: Topology) -> torch.dtype:

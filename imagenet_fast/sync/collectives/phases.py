@@ -32,15 +32,16 @@ class Transfer:
     wait: Callable[[], None]
     traffic: Sequence[Traffic] = ()
     """Of each of its phases."""
-    last: Entry | None = None
+    last: Sequence[Entry] = ()
+    """Its last phase, for others to come after."""
 
 
-def carry(phases: Sequence[Phase], after: Entry | None = None) -> Transfer:
-    """Enter the phases of a message, one after another, the first once ``after`` is done."""
+def carry(phases: Sequence[Phase], after: Sequence[Entry] = ()) -> Transfer:
+    """Enter the phases of a message, one after another, the first once all of ``after`` are done."""
     traffic = [Traffic() for _ in phases]
     for phase, cost in zip(phases, traffic, strict=True):
-        after = phase.channel.enter(phase.start, after, cost)
-    return Transfer(after.wait if after is not None else _nothing, traffic, after)
+        after = [phase.channel.enter(phase.start, after, cost)]
+    return Transfer(after[0].wait if phases else _nothing, traffic, after if phases else ())
 
 
 class Chain:

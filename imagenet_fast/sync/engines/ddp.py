@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from imagenet_fast.recipe.engines import DdpSync
+from imagenet_fast.recipe.engine_settings import DdpSync
 from imagenet_fast.sync.channel import Traffic
 from imagenet_fast.sync.collectives import Transfer
 from imagenet_fast.sync.deferral import Update

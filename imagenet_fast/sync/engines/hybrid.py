@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from imagenet_fast.recipe.engines import Collective, HybridSync
+from imagenet_fast.recipe.engine_settings import Collective, HybridSync
 from imagenet_fast.sync.engine import Engine, Run, alike
 from imagenet_fast.sync.link import Network
 from imagenet_fast.sync.span import Span

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from imagenet_fast.recipe.engines import LazySync
+from imagenet_fast.recipe.engine_settings import LazySync
 from imagenet_fast.sync.engine import Engine
 
 

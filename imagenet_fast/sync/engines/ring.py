@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from imagenet_fast.recipe.engines import RingSync
+from imagenet_fast.recipe.engine_settings import RingSync
 from imagenet_fast.sync.engine import Engine
 
 

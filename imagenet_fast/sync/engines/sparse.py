@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imagenet_fast.recipe.engines import SparseSync
+from imagenet_fast.recipe.engine_settings import SparseSync
 from imagenet_fast.sync.collectives import Phase, Transfer, all_reduce, carry, piece_bytes, usual_collective, wire_for
 from imagenet_fast.sync.engine import Elements, Engine, Stopwatch, SyncEngine, SyncStats
 from imagenet_fast.sync.pool import GradientPool
@@ -44,6 +44,7 @@ class Sparse(SyncEngine):
         self._landing = self._topology.channel((), "landing")
         self._step = 0
         pool.lengthen(settings.chunk)
+        pool.buffer.zero_()  # of what another engine has sent nothing is left behind
         self.lay_out()
 
     def lay_out(self) -> None:
@@ -89,6 +90,12 @@ class Sparse(SyncEngine):
     def take(self, place: Tensor, gradient: Tensor | None) -> None:
         if gradient is not None:
             place.add_(gradient)
+        elif len(self._selected) == len(self._chunks):
+            place[-1] = 0.0  # unused; while a part stays behind no rank knows that of the others
+
+    def spoil(self, span: Span, gradient: Tensor) -> None:
+        for part in self.sent:
+            self._pool.buffer[max(part.start, span.start) : min(part.stop, span.stop)] = math.nan
 
     def push(self, span: Span) -> None:
         last = span.index == len(self._pool.spans) - 1

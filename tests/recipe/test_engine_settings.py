@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from imagenet_fast.recipe.engines import (
+from imagenet_fast.recipe.engine_settings import (
     AllReduceSync,
     AutoSync,
     DdpSync,

@@ -1,0 +1,47 @@
+"""Streams that lag behind read what was meant for them. Run with `pytest tests/gpu` where there is a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from imagenet_fast.recipe.schema import Sgd
+from imagenet_fast.sync import SparseSync
+from imagenet_fast.sync.engines.sparse import Sparse
+from imagenet_fast.training.optimizers import build_optimizer
+from tests.sync.loops import pooled
+from tests.sync.test_overflow import Given, integers, weights
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU on this machine"),
+]
+
+
+def test_sparse_chooses_the_same_chunks_though_its_norms_are_read_late():
+    """On a busy GPU, whose allocator hands freed memory out at once, as on a CPU."""
+    on_gpu = sparsely_trained(torch.device("cuda", 0))
+    assert torch.equal(on_gpu, sparsely_trained(torch.device("cpu")))
+
+
+def sparsely_trained(device: torch.device) -> Tensor:
+    """With gradients of integers, so that sums have no order."""
+    model = Given().to(device)
+    settings = SparseSync(wire="fp32", sparsity=0.75, chunk=32, dense_epochs=0, ramp_epochs=0)
+    pool = pooled(model, settings)
+    optimizer = build_optimizer(Sgd(kind="sgd", lr=2.0**-7, momentum=0.5, weight_decay=0.0), model)
+    engine = pool._engine
+    assert isinstance(engine, Sparse)
+    for step in range(10, 34):  # none of them overflows
+        pool.zero_grad()
+        model([gradient.to(device) for gradient in integers(step, 0)]).backward()
+        if device.type == "cuda":
+            with torch.cuda.stream(engine._packing._stream):
+                torch.cuda._sleep(10**7)
+        pool.finish()
+        for elements in range(1, 17):
+            torch.full((elements,), 1e9 * step, device=device)
+        pool.update(lambda params, elements=None: optimizer.step(2.0**-7, params, None, elements))
+    pool.close()
+    return weights(model).cpu()

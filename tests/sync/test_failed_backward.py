@@ -1,0 +1,100 @@
+"""After an exception in backward, say for want of memory, training goes on as if the step had not been."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from imagenet_fast.recipe.schema import Sgd
+from imagenet_fast.sync import EngineSettings, SparseSync
+from imagenet_fast.training.optimizers import build_optimizer
+from tests.spawning import run
+from tests.sync.loops import EXACT, Layers, alike, loss_of, pooled, sgd, state, take_step
+
+REGISTERED = (0, 1, 2, 3, 4)
+ODDLY = (3, 0, 4, 1, 2)
+"""So that in the first step nothing may have left when backward fails."""
+
+
+def failing(
+    settings: EngineSettings,
+    fails: dict[int, int],
+    order: tuple[int, ...] = REGISTERED,
+    guard: bool = False,
+    steps: int = 6,
+    left_out: int | None = None,
+) -> dict[str, Tensor]:
+    """Weights after some steps; ``fails``: in which of them the backward of which layer does, on this rank."""
+    model = Layers(order)
+    pool, optimizer = pooled(model, settings), sgd(model)
+    if guard:
+        pool.guard(1e4)
+    for step in range(steps):
+        if step == left_out:
+            continue
+        model.fails = fails.get(step)
+        pool.zero_grad()
+        try:
+            loss_of(model, step).backward()
+        except MemoryError:
+            continue
+        pool.finish()
+        if not pool.found_inf:
+            take_step(pool, optimizer, settings)
+    pool.close()
+    return state(model)
+
+
+def test_a_step_that_fails_on_every_rank_and_on_each_at_another_layer_leaves_no_trace():
+    run(2, _fails_everywhere)
+
+
+def _fails_everywhere() -> None:
+    layer = (3, 1)[dist.get_rank()]
+    for settings in EXACT:
+        for order, step, guard in ((REGISTERED, 3, False), (ODDLY, 0, True)):
+            expected = failing(settings, {}, order, guard, left_out=step)
+            assert alike(failing(settings, {step: layer}, order, guard), expected), (settings, order)
+
+
+def test_a_step_that_fails_on_one_rank_is_none_on_any():
+    """Where gradients are looked at; else it is one that nobody overlooks."""
+    run(2, _fails_on_one_rank)
+
+
+def _fails_on_one_rank() -> None:
+    rank = dist.get_rank()
+    for settings in EXACT:
+        expected = failing(settings, {}, ODDLY, guard=True, left_out=0)
+        for failed in (0, 1):
+            fails = {0: 2} if rank == failed else {}
+            assert alike(failing(settings, fails, ODDLY, guard=True), expected), (settings, failed)
+        weights = failing(settings, {2: 2} if rank == 1 else {}, steps=4)
+        assert all(weights[f"layer{layer}.weight"].isnan().all() for layer in (0, 1, 2)), settings
+
+
+def test_sparse_trains_on_after_a_backward_that_failed():
+    """What it had not to send in that step stays behind, as ever."""
+    (before, after), (_, other) = run(2, _sparse)
+    assert after.isfinite().all()
+    assert not torch.equal(before, after)
+    assert torch.equal(after, other), "the ranks agree"
+
+
+def _sparse() -> tuple[Tensor, Tensor]:
+    model = Layers()
+    pool = pooled(model, SparseSync(wire="fp32", sparsity=0.5, chunk=16, dense_epochs=0, ramp_epochs=0))
+    optimizer = build_optimizer(Sgd(kind="sgd", lr=0.01, weight_decay=1e-4), model)
+    seen = []
+    for step in range(10):
+        model.fails = (3, 1)[dist.get_rank()] if step in (2, 4) else None
+        pool.zero_grad()
+        try:
+            loss_of(model, step).backward()
+        except MemoryError:
+            continue
+        pool.finish()
+        pool.update(lambda params, elements=None: optimizer.step(0.01, params, None, elements))
+        seen.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    return seen[-2], seen[-1]

@@ -1,0 +1,275 @@
+"""With updates put off, nobody reads, saves or copies a weight of the step before."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune, spectral_norm, weight_norm
+
+from imagenet_fast.sync import EngineSettings, GradientPool, HybridSync, LazySync, build_engine
+from imagenet_fast.sync.stepping import captured_step
+from tests.spawning import run
+from tests.sync.loops import DEFERRING, HYBRID, alike, at_once, images, loss_of, pooled, sgd, state, trained
+
+
+def perceptron() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def same_as_at_once(settings: EngineSettings, build: Callable[[], nn.Module] = perceptron, **bent: object) -> bool:
+    return alike(trained(settings, build, after=at_once, **bent), trained(settings, build, **bent))
+
+
+def pruned() -> nn.Module:
+    model = perceptron()
+    for layer in (model[0], model[2]):
+        prune.l1_unstructured(layer, "weight", 0.3)
+    return model
+
+
+def weight_normed() -> nn.Module:
+    model = perceptron()
+    for layer in (model[0], model[2]):
+        weight_norm(layer)
+    return model
+
+
+def spectrally_normed() -> nn.Module:
+    model = perceptron()
+    for layer in (model[0], model[2]):
+        spectral_norm(layer)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("build", [pruned, weight_normed, spectrally_normed])
+@pytest.mark.parametrize("settings", DEFERRING, ids=["hybrid", "dear"])
+def test_hooks_that_make_a_weight_of_parameters_find_them_up_to_date(
+    settings: EngineSettings, build: Callable[[], nn.Module]
+):
+    assert same_as_at_once(settings, build)
+
+
+def decay(model: nn.Module) -> Tensor:
+    return 0.01 * torch.stack([p.square().sum() for p in model.parameters()]).sum()
+
+
+@pytest.mark.parametrize("settings", DEFERRING, ids=["hybrid", "dear"])
+def test_a_term_of_all_weights_is_right_after_forward_and_an_error_before_it(settings: EngineSettings):
+    """Autograd's own: nobody else sees who has read a tensor."""
+    assert same_as_at_once(settings, loss=lambda model, step: loss_of(model, step) + decay(model))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        trained(settings, perceptron, loss=lambda model, step: decay(model) + loss_of(model, step))
+    after_settling = trained(settings, perceptron, loss=lambda m, s: decay(m) + loss_of(m, s), after=at_once)
+    other_way_round = trained(settings, perceptron, loss=lambda m, s: loss_of(m, s) + decay(m), after=at_once)
+    for name, weight in after_settling.items():
+        torch.testing.assert_close(weight, other_way_round[name])
+
+
+class Rooted(nn.Module):
+    """The root has a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.ones(8))
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body(x * self.scale))
+        return out
+
+
+def put_off(settings: EngineSettings = HYBRID, steps: int = 2) -> tuple[Rooted, GradientPool]:
+    """A model whose last update is still to come."""
+    model = Rooted()
+    pool, optimizer = pooled(model, settings), sgd(model)
+    for step in range(steps):
+        pool.zero_grad()
+        loss_of(model, step).backward()
+        pool.step(optimizer)
+    return model, pool
+
+
+def up_to_date() -> dict[str, Tensor]:
+    model, pool = put_off()
+    pool.settle()
+    return state(model)
+
+
+def inside(weights: dict[str, Tensor], module: str) -> dict[str, Tensor]:
+    return {name.removeprefix(f"{module}."): w for name, w in weights.items() if name.startswith(f"{module}.")}
+
+
+def test_the_state_of_a_part_of_the_model_is_up_to_date():
+    model, _ = put_off()
+    assert alike(state(model.body), inside(up_to_date(), "body"))
+
+
+@pytest.mark.parametrize("part", ["", "body", "body.0"])
+def test_what_is_loaded_is_not_updated_from_before(part: str):
+    model, pool = put_off()
+    module = model.get_submodule(part)
+    module.load_state_dict({name: torch.ones_like(tensor) for name, tensor in module.state_dict().items()})
+    model(images(9))
+    pool.settle()
+    assert all(bool((p == 1).all()) for p in module.parameters())
+
+
+def saved(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert isinstance(loaded, nn.Module)
+    return loaded
+
+
+def pickled(module: nn.Module) -> nn.Module:
+    loaded = pickle.loads(pickle.dumps(module))
+    assert isinstance(loaded, nn.Module)
+    return loaded
+
+
+COPIES = pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved])
+
+
+@COPIES
+@pytest.mark.parametrize("part", ["", "body", "body.0", "head"])
+def test_a_copy_is_up_to_date(copied: Callable[[nn.Module], nn.Module], part: str):
+    model, _ = put_off()
+    assert alike(state(copied(model.get_submodule(part))), inside(up_to_date(), part) if part else up_to_date())
+
+
+@COPIES
+@pytest.mark.parametrize("settings", [HYBRID, LazySync()], ids=["hybrid", "lazy"])
+def test_a_copy_trains_by_itself_and_so_does_the_original(
+    copied: Callable[[nn.Module], nn.Module], settings: EngineSettings
+):
+    model, pool = put_off(settings)
+    twin = copied(copied(model))
+    before = state(twin)
+    optimizer = sgd(twin)
+    for step in range(2, 5):
+        optimizer.zero_grad()
+        loss_of(twin, step).backward()
+        optimizer.step()
+    assert not alike(state(twin), before)
+    pool.settle()
+    assert alike(state(model), before)
+    assert vars(twin).keys() == vars(Rooted()).keys()
+
+    second = pooled(copied(model), settings)
+    second.zero_grad()
+    assert second.model is not None
+    loss_of(second.model, 2).backward()
+    second.step(sgd(second.model))
+    second.settle()
+    assert alike(state(model), before)
+
+
+def test_a_copy_is_up_to_date_where_two_pools_share_the_model():
+    model = Rooted()
+    named = list(model.named_parameters())
+    pools = [GradientPool(some, model=model) for some in (named[:2], named[2:])]
+    for pool in pools:
+        pool.attach(build_engine(HYBRID, pool))
+    optimizer = sgd(model)
+    for step in range(2):
+        for pool in pools:
+            pool.zero_grad()
+        loss_of(model, step).backward()
+        for pool in pools:
+            pool.step(optimizer)
+    for copied in (copy.deepcopy, pickled):
+        assert alike(state(copied(model)), up_to_date())
+
+
+def test_a_model_can_be_copied_while_the_first_steps_are_watched():
+    run(2, _copied_while_watched)
+
+
+def _copied_while_watched() -> None:
+    for settings in (LazySync(), HybridSync()):
+        model, pool = put_off(settings)
+        for copied in (copy.deepcopy, pickled):
+            twin = copied(model)
+            assert not any(m._forward_pre_hooks and "Timetable" in str(m._forward_pre_hooks) for m in twin.modules())
+            pool.settle()
+            assert alike(state(twin), state(model))
+
+
+@pytest.mark.parametrize("settings", DEFERRING, ids=["hybrid", "dear"])
+def test_an_update_under_autocast_or_in_inference_mode_is_like_any_other(settings: EngineSettings):
+    """Also the first, in which optimisers make their state."""
+    results = []
+    for surroundings in (
+        lambda: torch.autocast("cpu", torch.bfloat16), torch.inference_mode, torch.enable_grad, None,
+    ):  # fmt: skip
+        model = perceptron()
+        pool, optimizer = pooled(model, settings), torch.optim.AdamW(model.parameters(), lr=0.1)
+        for step in range(4):
+            pool.zero_grad()
+            loss_of(model, step).backward()
+            pool.finish()
+            pool.update(partial(minding_surroundings, captured_step(optimizer)))
+            if surroundings is None:
+                pool.settle()
+            else:
+                with surroundings():
+                    model(images(9))
+        moments = [moment for values in optimizer.state.values() for moment in values.values()]
+        assert not any(moment.is_inference() for moment in moments)
+        assert {moment.dtype for moment in moments} == {torch.float32}
+        results.append(state(model))
+    assert all(alike(result, results[-1]) for result in results)
+
+
+def minding_surroundings(apply: Callable[[list[nn.Parameter]], None], params: list[nn.Parameter]) -> None:
+    assert not torch.is_inference_mode_enabled()
+    assert not torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+    apply(params)
+
+
+def test_threads_that_evaluate_at_once_do_not_update_twice():
+    def evaluate(pool: GradientPool, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        failures: list[Exception] = []
+
+        def forward() -> None:
+            try:
+                with torch.no_grad():
+                    model(images(9))
+            except Exception as failure:
+                failures.append(failure)
+
+        threads = [threading.Thread(target=forward) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        evaluated = trained(HYBRID, deep, after=evaluate, steps=12)
+    finally:
+        sys.setswitchinterval(interval)
+    assert alike(evaluated, trained(HYBRID, deep, steps=12))
+
+
+def deep() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(20)))
