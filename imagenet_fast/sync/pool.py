@@ -63,6 +63,11 @@ class GradientPool:
         if len(kinds) > 1:
             raise ValueError(f"parameters of one pool share a dtype and a device, found {sorted(map(str, kinds))}")
         ((self._dtype, device),) = kinds
+        if not self._dtype.is_floating_point:
+            raise ValueError(
+                f"a pool cannot hold {self._dtype}, which would travel without its imaginary part; "
+                "make parameters of torch.view_as_real's kind, and take torch.view_as_complex of them in forward"
+            )
         self.model = model
         self.topology = Topology(device, group, ranks_per_node)
         self.buffer = torch.zeros(0, dtype=self._dtype, device=device)

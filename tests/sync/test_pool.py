@@ -103,9 +103,11 @@ def test_an_unreached_parameter_is_pushed_as_zeros():
     assert model[0].weight.grad.count_nonzero() == 0
 
 
-def test_mixed_dtypes_and_nothing_to_train_are_refused():
+def test_mixed_dtypes_complex_numbers_and_nothing_to_train_are_refused():
     with pytest.raises(ValueError, match="share a dtype"):
         GradientPool(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).half()))
+    with pytest.raises(ValueError, match=r"cannot hold torch\.complex64.*view_as_real"):
+        GradientPool(nn.Linear(2, 2, dtype=torch.complex64))
     with pytest.raises(ValueError, match="no trainable parameter"):
         GradientPool(nn.ReLU())
 
