@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 
 from imagenet_fast.sync.copies import Hook, settle_before_copies, settle_no_longer
 from imagenet_fast.sync.engine import SyncEngine
+from imagenet_fast.sync.readers import Readers
 from imagenet_fast.sync.span import Span
 
 Update = Callable[..., object]
@@ -28,11 +29,11 @@ some elements behind it also takes which :class:`Elements <imagenet_fast.sync.en
 class Deferral:
     """Which spans of ``model`` still wait for their update, and hooks that carry it out in time.
 
-    A module's parameters are read by the module itself, or by an ancestor that never calls it (as
-    ``nn.MultiheadAttention`` reads its ``out_proj``); which of the two, the first forward shows. A parameter
-    that nobody called could read is updated at once. Our hooks go before a module's others, which may read its
-    parameters (as those of ``nn.utils.prune`` and ``weight_norm``). Who reads a parameter before its module is called
-    is told so by autograd, which finds it changed; a read that backward has no use for goes unnoticed.
+    A parameter is brought up to date before the forward of the module that reads it first, which the first forwards
+    show (:class:`Readers <imagenet_fast.sync.readers>`); one that nobody reads is updated at once. Our hooks go before
+    a module's others, which may read its parameters (as those of ``nn.utils.prune`` and ``weight_norm``). Who reads a
+    parameter before any forward is told so by autograd, which finds it changed; a read that backward has no use for
+    goes unnoticed.
 
     Saving, loading and copying the model, or a part of it, settle first; a copy is free of our hooks.
     """
@@ -48,8 +49,7 @@ class Deferral:
         self._used = used
         self._pending: dict[Span, None] = {}
         self._updates: list[Update] = []
-        self._called: set[nn.Module] = set()
-        self._model = model
+        self._readers = Readers(model, [span.param for span in spans])
         self._lock = threading.RLock()  # several threads may call the model, to evaluate it
         self.lay_out(spans)
         before_forward, settle = Hook(self._before_forward), Hook(lambda *_: self.settle())
@@ -64,6 +64,7 @@ class Deferral:
     def close(self) -> None:
         """Leave the model to others. Settles first."""
         self.settle()
+        self._readers.close()
         for hook in self._hooks:
             hook.remove()
         for module in self._modules:
@@ -79,8 +80,11 @@ class Deferral:
     def update(self, apply: Update, at_once: bool) -> None:
         """Put ``apply`` off for every parameter that a forward hook will reach, unless it is to be ``at_once``."""
         with self._lock:
-            if self._read_by is None and self._called:  # else there has been no forward yet to learn from
-                self._read_by = self._find_readers()
+            if self._read_by is None and self._readers.seen:  # else there has been no forward yet to learn from
+                self._readers.close()
+                by_param = {span.param: span for span in self._spans}
+                readers = self._readers.by_module()
+                self._read_by = {module: [by_param[param] for param in params] for module, params in readers.items()}
                 read = {span for spans in self._read_by.values() for span in spans}
                 self._unread = [span for span in self._spans if span not in read]
             if at_once or len(self._pending) < len(self._spans) - len(self._unread):
@@ -108,11 +112,8 @@ class Deferral:
         return span in self._pending
 
     def _before_forward(self, module: nn.Module, inputs: object) -> None:
-        if self._read_by is None:
-            self._called.add(module)
-            return
         with self._lock:
-            if self._pending:
+            if self._pending and self._read_by is not None:
                 self._bring_up_to_date(self._read_by.get(module, []))
 
     def _bring_up_to_date(self, spans: list[Span]) -> None:
@@ -141,20 +142,3 @@ class Deferral:
             for apply in updates:
                 apply(params)
         increment_version(params)  # fused optimisers don't, and then autograd could not tell a stale read
-
-    def _find_readers(self) -> dict[nn.Module, list[Span]]:
-        """By module: the spans to bring up to date before its forward."""
-        readers: dict[nn.Module, list[Span]] = {}
-        by_param = {span.param: span for span in self._spans}
-
-        def visit(module: nn.Module, reader: nn.Module | None) -> None:
-            if module in self._called:
-                reader = module
-            for param in module.parameters(recurse=False):
-                if reader is not None and param in by_param:
-                    readers.setdefault(reader, []).append(by_param[param])
-            for child in module.children():
-                visit(child, reader)
-
-        visit(self._model, None)
-        return readers

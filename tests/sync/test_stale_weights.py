@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils import prune, spectral_norm, weight_norm
 
 from imagenet_fast.sync import EngineSettings, GradientPool, HybridSync, LazySync, build_engine
@@ -58,6 +59,30 @@ def test_hooks_that_make_a_weight_of_parameters_find_them_up_to_date(
     settings: EngineSettings, build: Callable[[], nn.Module]
 ):
     assert same_as_at_once(settings, build)
+
+
+class ReadEarly(nn.Module):
+    """Reads weights before the layers that own them are called: of the data, of what has a gradient, and unrecorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.words = nn.Embedding(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.argmax(1)
+        h = F.linear(x, self.body.weight) + F.embedding(tokens, self.words.weight)
+        h = h + self.body(x) + self.words(tokens)
+        with torch.no_grad():
+            guess = F.linear(h, self.head.weight)
+        out: Tensor = self.head(h.tanh()) + guess + F.linear(h, self.head.weight)
+        return out.tanh()
+
+
+@pytest.mark.parametrize("settings", DEFERRING, ids=["hybrid", "dear"])
+def test_a_weight_read_in_forward_before_its_own_layer_is_called_is_up_to_date(settings: EngineSettings):
+    assert same_as_at_once(settings, ReadEarly)
 
 
 def decay(model: nn.Module) -> Tensor:
