@@ -28,8 +28,8 @@ def all_reduce(
     Its length is a multiple of ``topology.line``. Every rank must make and carry the same lists in the same order. With
     one rank nothing is sent and nothing is rounded. All ranks end with the same bits. Sums are made in fp32 and rounded
     once a level, but for the backend's own all-reduce (``native``, and ``ring`` between nodes), which adds in the
-    wire's dtype. ``cut``: of phases of two halves wherever there is a choice. ``urgent``: on channels of their own, so that
-    they need not queue.
+    wire's dtype. ``cut``: of phases of two halves wherever there is a choice. ``urgent``: on channels of their own,
+    so that they need not queue.
 
     ``hierarchical``: scattered inside the node, averaged between the equal places of the nodes, gathered inside, so a
     node's link carries no more than a node's share (Mikami et al., arXiv 1811.05233, whose ``torus2d`` is the same on a
