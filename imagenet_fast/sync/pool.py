@@ -94,10 +94,9 @@ class GradientPool:
         wire, else 0."""
 
     def attach(self, engine: SyncEngine) -> None:
-        """Send the spans of every later backward to ``engine``, instead of to any before. Settles first."""
+        """Send the spans of every later backward to ``engine``, instead of to any before."""
         if engine.defers and self.model is None:
             raise ValueError("an engine that defers updates needs to see the forward; give the pool model=...")
-        self.settle()
         if self._engine is not None:
             self._engine.close()
         self._engine = engine

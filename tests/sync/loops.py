@@ -78,8 +78,8 @@ def pooled(model: nn.Module, settings: EngineSettings) -> GradientPool:
     return pool
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.05)
+def sgd(model: nn.Module, fused: bool = False) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.05, fused=fused)
 
 
 def take_step(pool: GradientPool, optimizer: torch.optim.Optimizer, settings: EngineSettings) -> None:
