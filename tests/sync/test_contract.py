@@ -51,8 +51,8 @@ from tests.spawning import run
 WIRES: tuple[Wire, ...] = get_args(Wire)
 TOLERANCE = {"fp32": 1e-6, "bf16": 1.5e-2, "fp16": 2e-3}
 LINK = Link(1e-4, 1e-8)
-STEPS = 3  # the first teaches the pool the order of its gradients
-LEARNT = 9  # five more for an engine that learns, and one for what it has learnt
+STEPS = 2  # the first teaches the pool the order of its gradients
+LEARNT = 8  # five more for an engine that learns, and one for what it has learnt
 
 
 def pair_of(span: Span) -> int:
@@ -147,7 +147,7 @@ class Layer(nn.Module):
         return torch.stack([(p * g).sum() for p, g in zip(self.parameters(), gradients, strict=True)]).sum()
 
 
-LAYERS = (((2, 3, 3, 3), (1,)), ((17,), ()), ((3, 5), (1,)), ((128, 3),))
+LAYERS = (((2, 3, 3, 3), (1,)), ((17,), ()), ((128, 3),))
 
 
 class Sizes(nn.Module):
@@ -290,7 +290,7 @@ def _digest(
             applied[param] = param.grad.clone()
 
     for step in range(steps):
-        integers = step % 2 == 0
+        integers = step % 2 == 1
         applied.clear()
         sync.zero_grad()
         forward(gradients_of(dist.get_rank(), step, integers, len(ranks))).backward()
@@ -375,7 +375,7 @@ def _two_pools() -> None:
         model = Sizes()
         names = [name for name, p in model.named_parameters() if p.requires_grad]
         shared, apart = (
-            [(name, p) for name, p in model.named_parameters() if p.requires_grad and ("layers.3" in name) is one]
+            [(name, p) for name, p in model.named_parameters() if p.requires_grad and ("layers.2" in name) is one]
             for one in (False, True)
         )
         pools = [GradientPool(shared, model=model), GradientPool(apart, pairs[own], model=model)]
@@ -394,7 +394,7 @@ def _two_pools() -> None:
                 pool.settle()
             ours, theirs = (_means(ranks, step) for ranks in (world, own))
             for name, param, all_ranks, two_ranks in zip(names, model.weights, ours, theirs, strict=True):
-                mean = two_ranks if "layers.3" in name else all_ranks
+                mean = two_ranks if "layers.2" in name else all_ranks
                 assert torch.equal(applied[param], mean), (settings, step, name)
         for pool in pools:
             pool.close()

@@ -10,8 +10,9 @@ from imagenet_fast.recipe.schema import Sgd
 from imagenet_fast.sync import EngineSettings, SparseSync
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.spawning import run
-from tests.sync.loops import EXACT, Layers, alike, loss_of, pooled, sgd, state, take_step
+from tests.sync.loops import DENSE, EXACT, HYBRID, LAZY, Layers, alike, loss_of, pooled, sgd, state, take_step
 
+FEW = (HYBRID, LAZY, DENSE)
 REGISTERED = (0, 1, 2, 3, 4)
 ODDLY = (3, 0, 4, 1, 2)
 """So that in the first step nothing may have left when backward fails."""
@@ -22,7 +23,7 @@ def failing(
     fails: dict[int, int],
     order: tuple[int, ...] = REGISTERED,
     guard: bool = False,
-    steps: int = 6,
+    steps: int = 5,
     left_out: int | None = None,
 ) -> dict[str, Tensor]:
     """Weights after some steps; ``fails``: in which of them the backward of which layer does, on this rank."""
@@ -53,7 +54,7 @@ def test_a_step_that_fails_on_every_rank_and_on_each_at_another_layer_leaves_no_
 def _fails_everywhere() -> None:
     layer = (3, 1)[dist.get_rank()]
     for settings in EXACT:
-        for order, step, guard in ((REGISTERED, 3, False), (ODDLY, 0, True)):
+        for order, step, guard in ((REGISTERED, 3, False), (ODDLY, 0, True))[: 2 if settings in FEW else 1]:
             expected = failing(settings, {}, order, guard, left_out=step)
             assert alike(failing(settings, {step: layer}, order, guard), expected), (settings, order)
 
@@ -65,7 +66,7 @@ def test_a_step_that_fails_on_one_rank_is_none_on_any():
 
 def _fails_on_one_rank() -> None:
     rank = dist.get_rank()
-    for settings in EXACT:
+    for settings in FEW:
         expected = failing(settings, {}, ODDLY, guard=True, left_out=0)
         for failed in (0, 1):
             fails = {0: 2} if rank == failed else {}

@@ -150,7 +150,7 @@ class Hostile(nn.Module):
 
 
 def test_hostile_models_train_as_by_hand():
-    run(3, _as_by_hand)
+    run(2, _as_by_hand)
 
 
 @patch("imagenet_fast.sync.link.measure_link", lambda name, *_: LINKS.get(name, Link(1e-4, 1e-9)))
@@ -161,7 +161,7 @@ def _as_by_hand() -> None:
         for name, weight in expected.items():
             stays = name.startswith(("of_none", "frozen"))
             assert torch.equal(weight, start[name]) is stays, f"{name} has {'' if stays else 'not '}moved"
-        for settings in exact(0.01) if dtype == torch.float32 else exact(0.01)[2::3]:
+        for settings in exact(0.01) if dtype == torch.float32 else exact(0.01)[5:6]:
             for name, weight in hostile(settings, dtype).items():
                 torch.testing.assert_close(weight, expected[name], rtol=near, atol=near, msg=f"{settings}: {name}")
 

@@ -217,7 +217,7 @@ def test_an_engine_can_be_exchanged_and_two_pools_can_share_a_model():
 
 
 def _several_engines() -> None:
-    expected = trained(LAZY, steps=8)
+    expected = trained(LAZY, steps=6)
     for settings in (*DEFERRING, LAZY):
         for plan in (
             {0: settings, 2: settings},
@@ -233,7 +233,7 @@ def exchanging(plan: Mapping[int, EngineSettings]) -> dict[str, Tensor]:
     """Which engine from which step on."""
     model = Layers()
     pool, optimizer = GradientPool(model), sgd(model)
-    for step in range(8):
+    for step in range(6):
         if step in plan:
             settings = plan[step]
             pool.attach(build_engine(settings, pool))
@@ -252,7 +252,7 @@ def shared(pair: Sequence[EngineSettings]) -> dict[str, Tensor]:
     for pool, settings in zip(pools, pair, strict=True):
         pool.attach(build_engine(settings, pool))
     optimizer = sgd(model)
-    for step in range(8):
+    for step in range(6):
         for pool in pools:
             pool.zero_grad()
         loss_of(model, step).backward()

@@ -93,13 +93,13 @@ def joined(steps: int) -> list[float]:
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_exact_engines_follow_one_process_on_the_joined_batch(world: int):
-    expected = joined(200)
+    expected = joined(100)
     for name, losses in run(world, _exact_engines)[0].items():
         assert losses == pytest.approx(expected, rel=5e-5), name
 
 
 def _exact_engines() -> dict[str, list[float]]:
-    return {settings.kind: trained(convnet(), settings, 200) for settings in (DdpSync(), *EXACT)}
+    return {settings.kind: trained(convnet(), settings, 100) for settings in (DdpSync(), *EXACT)}
 
 
 def test_16_bit_wires_stay_near_it():
@@ -164,11 +164,11 @@ def integers(rank: int, step: int, shapes: list[torch.Size], world: int) -> list
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_with_integer_gradients_200_steps_agree_to_the_bit(world: int):
+def test_with_integer_gradients_100_steps_agree_to_the_bit(world: int):
     model = given()
     shapes = [p.shape for p in model.parameters()]
     optimizer = build_optimizer(SGD, model)
-    for step in range(200):
+    for step in range(100):
         everyone = [integers(rank, step, shapes, world) for rank in range(world)]
         for param, *parts in zip(model.parameters(), *everyone, strict=True):
             param.grad = sum(parts) / world
@@ -186,7 +186,7 @@ def _integer_steps(wire: str) -> dict[str, torch.Tensor]:
         settings = exact.model_copy(update={"wire": wire})
         _, sync = attach(model, settings)
         optimizer = build_optimizer(SGD, model)
-        for step in range(200):
+        for step in range(100):
             gradients = integers(dist.get_rank(), step, shapes, dist.get_world_size())
             sync.zero_grad()
             sum(layer(g) for layer, g in zip(model, gradients, strict=True)).backward()
