@@ -86,7 +86,7 @@ def _average(
             chain.locally(lambda: torch.mul(values, 1 / early, out=message))
     mean = backend_adds and early == 1 and values.is_cuda
     if ranks > 1:
-        _between(chain, shard, wire, collective, backend_adds, mean, grid.column, topology, servers, prefix)
+        _between(chain, shard, wire, collective, backend_adds, mean, grid.column, topology, servers, cut, prefix)
     if ((backend_adds and not mean) or halving) and early == 1 and ranks > 1:
         chain.locally(lambda: shard.div_(ranks))
     arrived = shard
@@ -94,7 +94,7 @@ def _average(
         if own is not None:
             part = message.view(inside, -1)[grid.row.index(topology.rank)]
             chain.locally(lambda: part.copy_(own))
-        gather(chain, message, topology.channel(grid.row, prefix + "gather"))
+        gather(chain, message, topology.channel(grid.row, prefix + "gather"), cut)
         arrived = message
     if arrived is not values:
         chain.locally(lambda: values.copy_(arrived))
@@ -102,7 +102,7 @@ def _average(
 
 def _between(
     chain: Chain, shard: Tensor, wire: torch.dtype, collective: Collective, backend_adds: bool, mean: bool,
-    ranks: tuple[int, ...], topology: Topology, servers: int, prefix: str,
+    ranks: tuple[int, ...], topology: Topology, servers: int, cut: bool, prefix: str,
 ) -> None:  # fmt: skip
     def channel(role: str) -> Channel:
         return topology.channel(ranks, prefix + role)
@@ -117,7 +117,7 @@ def _between(
         parameter_server(chain, shard, channel("scatter"), channel("gather"), servers)
     else:
         scatter(chain, shard, channel("scatter"), None, len(ranks))
-        gather(chain, shard, channel("gather"))
+        gather(chain, shard, channel("gather"), cut)
 
 
 def wire_for(dtype: torch.dtype, wire: torch.dtype, topology: Topology) -> torch.dtype:

@@ -29,6 +29,6 @@ def scatter(chain: Chain, values: Tensor, channel: Channel, own: Tensor | None, 
     return into
 
 
-def gather(chain: Chain, values: Tensor, channel: Channel) -> None:
-    """Spread every rank's part of ``values`` to all."""
-    chain.over(channel, lambda: channel.all_gather(values), gathers=True)
+def gather(chain: Chain, values: Tensor, channel: Channel, alone: bool) -> None:
+    """Spread every rank's part of ``values`` to all; ``alone``: with few scatters on the wire beside it."""
+    chain.over(channel, lambda: channel.all_gather(values, direct=alone), gathers=True)
