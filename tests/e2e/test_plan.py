@@ -66,7 +66,8 @@ def test_a_recipe_can_be_trained_at_its_full_size(planned: tuple[Recipe, World])
     assert sum(changed) == len(changed) - idle
     wire = sum(p.numel() for p in after) * (4 if recipe.sync.wire == "fp32" else 2)
     share = 2 * (recipe.ranks - 1) / recipe.ranks
-    assert take_step.meter.sent_bytes == pytest.approx(share * wire, rel=2e-3)  # padding to 64-byte lines included
+    padded = pytest.approx(share * wire, rel=4e-3)  # every tensor to a whole number of elements a rank, 512 of them
+    assert take_step.meter.sent_bytes == padded
 
 
 @pytest.mark.parametrize(
