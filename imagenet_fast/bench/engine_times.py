@@ -30,7 +30,7 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.engine_settings import Awaits, DdpSync, Sync, Wire
 from imagenet_fast.record.tables import compact_table
 from imagenet_fast.sync import Engine, SyncStats, attach, wire_dtype
-from imagenet_fast.sync.collectives import Phase, all_reduce, carry, piece_bytes
+from imagenet_fast.sync.collectives import Phase, all_reduce, carry, piece_elements
 from imagenet_fast.sync.prediction import Prediction
 from imagenet_fast.sync.topology import Topology
 from imagenet_fast.sync.trace import Trace
@@ -314,10 +314,10 @@ def _compute_block(profile: Profile, gradients: Gradients, steps: int) -> _Block
 def _raw_block(elements: int, wire: torch.dtype) -> _Block:
     """The fastest of three: the limit should not be the one that meets with the noise."""
     topology = Topology(torch.device("cpu"))
-    message = torch.zeros(-(-elements // topology.line) * topology.line, dtype=wire)
+    message = torch.zeros(topology.padded(elements), dtype=wire)
     pieces: list[list[Phase]] = []
     if topology.levels != topology.flat:
-        size = piece_bytes(topology) // wire.itemsize // topology.line * topology.line
+        size = piece_elements(wire, topology)
         pieces = [all_reduce(piece, wire, "hierarchical", topology) for piece in message.split(size)]
     seconds = []
     for _ in range(3):

@@ -29,8 +29,14 @@ Fusion = Bytes | Literal["auto"]
 the network and the model, both measured in the first steps."""
 
 
-def _bytes(fusion: Fusion) -> float | None:
+def fusion_bytes(fusion: Fusion) -> float | None:
+    """None: to be chosen."""
     return None if fusion == "auto" else fusion * 2**20
+
+
+def chosen_collective(collective: Collective | Literal["auto"]) -> Collective | None:
+    """None: the usual one."""
+    return None if collective == "auto" else collective
 
 
 class EngineTable(Table):
@@ -108,11 +114,6 @@ class RingSync(EngineTable):
     def learns(self) -> bool:
         return self.bucket_mb == "auto"
 
-    @property
-    def threshold(self) -> float | None:
-        """Bytes; None: chosen."""
-        return _bytes(self.bucket_mb)
-
 
 class LazySync(EngineTable):
     """Fused in the pool until ``threshold_mb``, overlapped with backward (GradientFlow, arXiv 1902.06855)."""
@@ -128,16 +129,6 @@ class LazySync(EngineTable):
     @property
     def learns(self) -> bool:
         return self.threshold_mb == "auto"
-
-    @property
-    def threshold(self) -> float | None:
-        """Bytes; None: chosen."""
-        return _bytes(self.threshold_mb)
-
-    @property
-    def chosen_collective(self) -> Collective | None:
-        """None: the usual one."""
-        return None if self.collective == "auto" else self.collective
 
 
 class SparseSync(EngineTable):
@@ -160,16 +151,6 @@ class SparseSync(EngineTable):
     threshold_mb: Fusion = "auto"
     collective: Collective | Literal["auto"] = "auto"
     """``auto``: as ``lazy``'s."""
-
-    @property
-    def threshold(self) -> float | None:
-        """Bytes; None: chosen."""
-        return _bytes(self.threshold_mb)
-
-    @property
-    def chosen_collective(self) -> Collective | None:
-        """None: the usual one."""
-        return None if self.collective == "auto" else self.collective
 
     @property
     def share(self) -> float:
@@ -200,11 +181,6 @@ class HybridSync(EngineTable):
     servers: PositiveInt = 1
     """Over which a parameter server is sharded."""
 
-    @property
-    def threshold(self) -> float | None:
-        """Bytes; None: chosen."""
-        return _bytes(self.fuse_mb)
-
 
 class DearSync(EngineTable):
     """Reduce-scatter during backward, all-gather during the next forward (arXiv 2302.12445)."""
@@ -215,11 +191,6 @@ class DearSync(EngineTable):
     kind: Literal["dear"] = "dear"
     wire: Wire = "bf16"
     bucket_mb: Fusion = "auto"
-
-    @property
-    def threshold(self) -> float | None:
-        """Bytes; None: chosen."""
-        return _bytes(self.bucket_mb)
 
 
 class AutoSync(EngineTable):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 
+from imagenet_fast.ranks.roll_call import PeerLost
 from imagenet_fast.sync.marks import Mark, mark
 
 # Renamed in torch 2.13.
@@ -128,39 +129,39 @@ class Channel:
         own = values.view(self.size, -1)[self.place]
         if direct and self._device.type == "cpu":
             return self.all_to_all(values, own.repeat(self.size))
-        share = values.nbytes // self.size
-        self._count(share * (self.size - 1), share * (self.size - 1))
-        self._note_ring("all_gather", self.size - 1, share)
+        self._count_ring("all_gather", self.size - 1, values)
         work: Work | None = _all_gather(values, own, self._group, async_op=True)
         return work
 
     def reduce_scatter(self, values: Tensor) -> Work | None:
         """The mean over the ranks of this rank's part of ``values``, in place, added by the backend in their dtype."""
-        share = values.nbytes // self.size
-        self._count(share * (self.size - 1), share * (self.size - 1))
-        self._note_ring("reduce_scatter", self.size - 1, share)
+        self._count_ring("reduce_scatter", self.size - 1, values)
         own = values.view(self.size, -1)[self.place]
         work: Work | None = _reduce_scatter(own, values, dist.ReduceOp.AVG, self._group, async_op=True)
         return work
 
     def all_reduce(self, values: Tensor, mean: bool = False) -> Work | None:
         """The sum over the ranks, or with NCCL the mean, in place, added by the backend in the dtype of ``values``."""
-        sent = 2 * (self.size - 1) * values.nbytes // self.size
-        self._count(sent, sent)
-        self._note_ring("all_reduce", 2 * (self.size - 1), values.nbytes // self.size)
+        self._count_ring("all_reduce", 2 * (self.size - 1), values)
         operation = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
         return dist.all_reduce(values, operation, self._group, async_op=True)
 
     def exchange(self, leaving: Sequence[tuple[int, Tensor]], arriving: Sequence[tuple[int, Tensor]]) -> None:
-        """Send and receive messages to and from ranks, by their number here, and wait for all of them."""
+        """Send and receive messages to and from ranks, by their number here, and wait for all of them.
+
+        Raises PeerLost.
+        """
         operations = [dist.P2POp(dist.irecv, t, group=self._group, group_peer=peer) for peer, t in arriving]
         operations += [dist.P2POp(dist.isend, t, group=self._group, group_peer=peer) for peer, t in leaving]
         self._count(sum(t.nbytes for _, t in leaving), sum(t.nbytes for _, t in arriving))
         if self.calls is not None:
             sent = tuple((self.ranks[peer], 1, t.nbytes) for peer, t in leaving)
             self.calls.append(Call("exchange", self.ranks, sent))
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
+        for number, work in enumerate(dist.batch_isend_irecv(operations)):
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise PeerLost(operations[min(number, len(operations) - 1)].peer, error) from error
 
     def close(self) -> None:
         """End its process group and thread. Nothing may be under way."""
@@ -177,11 +178,13 @@ class Channel:
         self._traffic.sent_bytes += sent
         self._traffic.received_bytes += received
 
-    def _note_ring(self, operation: str, messages: int, size: int) -> None:
+    def _count_ring(self, operation: str, hops: int, values: Tensor) -> None:
         """Backends send these round a ring (gloo's always are; NCCL's may be trees, with as many bytes)."""
+        sent = hops * values.nbytes // self.size
+        self._count(sent, sent)
         if self.calls is not None:
             after = self.ranks[(self.place + 1) % self.size]
-            self.calls.append(Call(operation, self.ranks, ((after, messages, size),)))
+            self.calls.append(Call(operation, self.ranks, ((after, hops, values.nbytes // self.size),)))
 
     def _hand_over(self, start: Callable[[], Work | None], after: Sequence[Entry], traffic: Traffic) -> Entry:
         begun: Future[Work | None] = Future()

@@ -65,7 +65,7 @@ def measure_link(collective: Collective, wire: torch.dtype, topology: Topology) 
 
 
 def _seconds(size: int, wire: torch.dtype, collective: Collective, topology: Topology) -> float:
-    elements = -(-size // wire.itemsize // topology.line) * topology.line
+    elements = topology.padded(size // wire.itemsize)
     values = torch.zeros(elements, dtype=wire, device=topology.device)
     phases = all_reduce(values, wire, collective, topology)
     dist.barrier(topology.group)

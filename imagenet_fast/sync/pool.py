@@ -10,6 +10,7 @@ import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -82,7 +83,7 @@ class GradientPool:
         self._engine: SyncEngine | None = None
         self._deferral: Deferral | None = None
         owners = {p: module for module in (model or nn.Module()).modules() for p in module.parameters(recurse=False)}
-        self._lay_out([(name, p, owners.get(p)) for name, p in reversed(trainable.items())])
+        self._lay_out([Span(0, name, p, owners.get(p), 0, 0) for name, p in reversed(trainable.items())])
         self._hooks = [param.register_post_accumulate_grad_hook(self._collect) for param in trainable.values()]
         self._sync = True
         self._learnt: list[Span] | None = []  # spans by when their gradients came; None once the order is known
@@ -231,13 +232,13 @@ class GradientPool:
     def lengthen(self, multiple: int) -> None:
         """Make the buffer's length a multiple of so many elements. For an engine, before it begins."""
         self._multiple = multiple
-        self._lay_out([(span.name, span.param, span.module) for span in self.spans])
+        self._lay_out(self.spans)
 
     def order(self, names: Sequence[str]) -> None:
         """Lay the pool out in this order of its parameters, and learn no other. The engine has to do so too."""
         by_name = {span.name: span for span in self.spans}
         self._learnt = self._better = None
-        self._lay_out([(name, by_name[name].param, by_name[name].module) for name in names])
+        self._lay_out([by_name[name] for name in names])
 
     def close(self) -> None:
         """End the engine, its threads and its process groups, and leave the model to others. Settles first."""
@@ -250,16 +251,16 @@ class GradientPool:
             self._engine.close()
             self._engine = None
 
-    def _lay_out(self, parameters: Sequence[tuple[str, nn.Parameter, nn.Module | None]]) -> None:
-        """Give every parameter its place. Values in the buffer move with it. Settles first."""
+    def _lay_out(self, order: Sequence[Span]) -> None:
+        """Give the parameter of every span its place. Values in the buffer move with it. Settles first."""
         self.settle()
         line = math.lcm(_LINE, self.topology.line)
         old, places = self.buffer, {span.param: span for span in self.spans}
         self.spans = []
         offset = 0
-        for index, (name, param, owner) in enumerate(parameters):
-            stop = offset + (param.numel() // line + 1) * line
-            self.spans.append(Span(index, name, param, owner, offset, stop))
+        for index, span in enumerate(order):
+            stop = offset + (span.param.numel() // line + 1) * line
+            self.spans.append(replace(span, index=index, start=offset, stop=stop))
             offset = stop
         self.buffer = torch.zeros(-(-offset // self._multiple) * self._multiple, dtype=self._dtype, device=old.device)
         self._views: list[Tensor] = []
@@ -375,7 +376,7 @@ class GradientPool:
         assert self._engine is not None
         self._better = None
         self._engine.begin()  # it may have sent what lies in the pool, and knows it by its place
-        self._lay_out([(span.name, span.param, span.module) for span in order])
+        self._lay_out(order)
         self._engine.lay_out()
 
 

@@ -17,6 +17,7 @@ from imagenet_fast.sync.collectives import (
     carry,
     cost_of,
     piece_bytes,
+    piece_elements,
     usual_collective,
     wire_for,
 )
@@ -212,8 +213,7 @@ def _link(messages: Sequence[Message], network: Network) -> Link:
 def messages_of(engine: Engine, pool: GradientPool, wire: torch.dtype, fuse: float, network: Network) -> list[Message]:
     """The messages of a step, fused until ``fuse`` bytes, in the order in which their gradients are ready."""
     messages: list[Message] = []
-    line = pool.topology.line
-    elements = -(-piece_bytes(pool.topology) // wire.itemsize // line) * line
+    elements = piece_elements(wire, pool.topology)
     for run in _runs(pool.spans, engine, fuse / wire.itemsize):
         collective = _collective(engine, run, pool, wire, network)
         cost = cost_of(collective, pool.topology, engine.servers)

@@ -97,6 +97,10 @@ class Topology:
         """A message of a multiple of so many elements can be cut evenly on every level."""
         return self.size
 
+    def padded(self, elements: int) -> int:
+        """The length of a message that holds so many elements and can be cut evenly."""
+        return -(-elements // self.line) * self.line
+
     def anew(self) -> Topology:
         """The same ranks and nodes, with channels of its own."""
         twin = copy.copy(self)

@@ -10,20 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from imagenet_fast.bench.counting import Count, bench_count, stated_link
-from imagenet_fast.bench.profile import Layer, Profile
 from imagenet_fast.cli import app
 from imagenet_fast.recipe.engine_settings import Collective, LazySync, SparseSync, Sync
+from tests.bench.small import SMALL
 from tests.e2e.command import imagenet_fast
 
-SMALL = Profile(
-    "small",
-    "made up for a test",
-    (
-        Layer("conv", "Conv2d", ((16, 3, 3, 3), (16,)), 6.0, 12.0),
-        Layer("hidden", "Linear", ((400, 1000), (400,)), 2.0, 4.0),
-        Layer("last", "Linear", ((100, 400), (100,)), 1.0, 2.0),
-    ),
-)
 BYTES = 2 * SMALL.elements
 """Of its gradients, in 16 bits."""
 

@@ -20,22 +20,13 @@ from typer.testing import CliRunner
 from imagenet_fast.bench.engine_times import bench_sync, limit_s, sync_table
 from imagenet_fast.bench.hosts import run_on
 from imagenet_fast.bench.network import parse_rate, sent_bytes, shaped_network
-from imagenet_fast.bench.profile import Layer, Profile, load_profile, save_profile
+from imagenet_fast.bench.profile import load_profile, save_profile
 from imagenet_fast.cli import app
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.engine_settings import Awaits
 from imagenet_fast.recipe.reading import parse_engines
+from tests.bench.small import SMALL
 from tests.e2e.command import imagenet_fast, wait_for
-
-SMALL = Profile(
-    "small",
-    "made up for a test",
-    (
-        Layer("conv", "Conv2d", ((16, 3, 3, 3), (16,)), 6.0, 12.0),
-        Layer("hidden", "Linear", ((400, 1000), (400,)), 2.0, 4.0),
-        Layer("last", "Linear", ((100, 400), (100,)), 1.0, 2.0),
-    ),
-)
 
 
 def namespaces(*places: str) -> set[str]:

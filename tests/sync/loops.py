@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -130,3 +130,15 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 def alike(some: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
     """To the bit."""
     return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)
+
+
+def take_steps_together(
+    pools: Sequence[GradientPool], model: nn.Module, optimizer: torch.optim.Optimizer, steps: int
+) -> None:
+    """Of a model whose parameters lie in several pools."""
+    for step in range(steps):
+        for pool in pools:
+            pool.zero_grad()
+        loss_of(model, step).backward()
+        for pool in pools:
+            pool.step(optimizer)

@@ -26,6 +26,7 @@ from tests.sync.loops import (
     sgd,
     state,
     take_step,
+    take_steps_together,
     trained,
 )
 
@@ -252,12 +253,7 @@ def shared(pair: Sequence[EngineSettings]) -> dict[str, Tensor]:
     for pool, settings in zip(pools, pair, strict=True):
         pool.attach(build_engine(settings, pool))
     optimizer = sgd(model)
-    for step in range(6):
-        for pool in pools:
-            pool.zero_grad()
-        loss_of(model, step).backward()
-        for pool in pools:
-            pool.step(optimizer)
+    take_steps_together(pools, model, optimizer, 6)
     for pool in pools:
         pool.close()
     return state(model)

@@ -19,7 +19,19 @@ from torch.nn.utils import prune, spectral_norm, weight_norm
 from imagenet_fast.sync import EngineSettings, GradientPool, HybridSync, LazySync, build_engine
 from imagenet_fast.sync.stepping import captured_step
 from tests.spawning import run
-from tests.sync.loops import DEFERRING, HYBRID, alike, at_once, images, loss_of, pooled, sgd, state, trained
+from tests.sync.loops import (
+    DEFERRING,
+    HYBRID,
+    alike,
+    at_once,
+    images,
+    loss_of,
+    pooled,
+    sgd,
+    state,
+    take_steps_together,
+    trained,
+)
 
 
 def perceptron() -> nn.Sequential:
@@ -214,13 +226,7 @@ def test_a_copy_is_up_to_date_where_two_pools_share_the_model():
     pools = [GradientPool(some, model=model) for some in (named[:2], named[2:])]
     for pool in pools:
         pool.attach(build_engine(HYBRID, pool))
-    optimizer = sgd(model)
-    for step in range(2):
-        for pool in pools:
-            pool.zero_grad()
-        loss_of(model, step).backward()
-        for pool in pools:
-            pool.step(optimizer)
+    take_steps_together(pools, model, sgd(model), 2)
     for copied in (copy.deepcopy, pickled):
         assert alike(state(copied(model)), up_to_date())
 

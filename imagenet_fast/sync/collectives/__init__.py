@@ -15,7 +15,17 @@ from imagenet_fast.sync.collectives.phases import Chain, Phase, Transfer, carry
 from imagenet_fast.sync.collectives.server import parameter_server, server_bytes
 from imagenet_fast.sync.topology import Grid, Topology
 
-__all__ = ["Phase", "Transfer", "all_reduce", "carry", "cost_of", "piece_bytes", "usual_collective", "wire_for"]
+__all__ = [
+    "Phase",
+    "Transfer",
+    "all_reduce",
+    "carry",
+    "cost_of",
+    "piece_bytes",
+    "piece_elements",
+    "usual_collective",
+    "wire_for",
+]
 
 
 def all_reduce(
@@ -138,6 +148,11 @@ def piece_bytes(topology: Topology) -> int:
     """A long message travels in pieces of this many bytes, so that one is added up while the next is under way; every
     rank's share of a piece still outweighs a message's latency."""
     return max(2**24 if topology.device.type != "cpu" else 2**19, 2**16 * topology.size)
+
+
+def piece_elements(wire: torch.dtype, topology: Topology) -> int:
+    """The same in values of the wire's dtype, and to be cut evenly."""
+    return topology.padded(piece_bytes(topology) // wire.itemsize)
 
 
 def cost_of(collective: Collective, topology: Topology, servers: int = 1) -> float:

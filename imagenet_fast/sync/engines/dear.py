@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from imagenet_fast.recipe.engine_settings import DearSync
+from imagenet_fast.recipe.engine_settings import DearSync, fusion_bytes
 from imagenet_fast.sync.engine import Engine
 
 
 def dear(settings: DearSync, wire: torch.dtype) -> Engine:
     """All-reduces cut in two, whose last phases are delayed."""
-    return Engine(wire, "read", settings.threshold, planned=True, halves=True)
+    return Engine(wire, "read", fusion_bytes(settings.bucket_mb), planned=True, halves=True)

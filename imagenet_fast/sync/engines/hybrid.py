@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from imagenet_fast.recipe.engine_settings import Collective, HybridSync
+from imagenet_fast.recipe.engine_settings import Collective, HybridSync, fusion_bytes
 from imagenet_fast.sync.engine import Engine, Run, alike
 from imagenet_fast.sync.link import Network
 from imagenet_fast.sync.span import Span
@@ -22,7 +22,7 @@ def hybrid(settings: HybridSync, wire: torch.dtype) -> Engine:
     bytes on this network, which is measured by all ranks together."""
     by_type = settings.policy == "by-type"
     return Engine(
-        wire, "read", settings.threshold, together=is_connected if by_type else alike,
+        wire, "read", fusion_bytes(settings.fuse_mb), together=is_connected if by_type else alike,
         collective=partial(_suiting if by_type else _faster, settings, wire.itemsize), servers=settings.servers,
         planned=True,
     )  # fmt: skip

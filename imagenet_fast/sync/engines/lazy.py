@@ -9,10 +9,16 @@ from __future__ import annotations
 
 import torch
 
-from imagenet_fast.recipe.engine_settings import LazySync
+from imagenet_fast.recipe.engine_settings import LazySync, chosen_collective, fusion_bytes
 from imagenet_fast.sync.engine import Engine
 
 
 def lazy(settings: LazySync, wire: torch.dtype) -> Engine:
     """A threshold of 0 sends every tensor by itself, an infinite one everything at the end of backward."""
-    return Engine(wire, "backward", settings.threshold, collective=settings.chosen_collective, servers=settings.servers)
+    return Engine(
+        wire,
+        "backward",
+        fusion_bytes(settings.threshold_mb),
+        collective=chosen_collective(settings.collective),
+        servers=settings.servers,
+    )

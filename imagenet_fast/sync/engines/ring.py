@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from imagenet_fast.recipe.engine_settings import RingSync
+from imagenet_fast.recipe.engine_settings import RingSync, fusion_bytes
 from imagenet_fast.sync.engine import Engine
 
 
 def ring(settings: RingSync, wire: torch.dtype) -> Engine:
     """Buckets of neighbouring gradients, overlapped with backward."""
-    return Engine(wire, "backward", settings.threshold, collective="ring")
+    return Engine(wire, "backward", fusion_bytes(settings.bucket_mb), collective="ring")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imagenet_fast.recipe.engine_settings import SparseSync
+from imagenet_fast.recipe.engine_settings import SparseSync, chosen_collective, fusion_bytes
 from imagenet_fast.sync.collectives import Phase, Transfer, all_reduce, carry, piece_bytes, usual_collective, wire_for
 from imagenet_fast.sync.engine import Elements, Engine, Stopwatch, SyncEngine, SyncStats
 from imagenet_fast.sync.pool import GradientPool
@@ -38,8 +38,11 @@ class Sparse(SyncEngine):
         self._settings = settings
         self._dense_steps = round((settings.dense_epochs or 0.0) * steps_per_epoch)
         self._ramp_steps = round(settings.ramp_epochs * steps_per_epoch)
-        self._threshold = piece_bytes(self._topology) / 4 if settings.threshold is None else settings.threshold
-        self._collective = settings.chosen_collective or usual_collective(pool.buffer.dtype, self._wire, self._topology)
+        threshold = fusion_bytes(settings.threshold_mb)
+        self._threshold = piece_bytes(self._topology) / 4 if threshold is None else threshold
+        self._collective = chosen_collective(settings.collective) or usual_collective(
+            pool.buffer.dtype, self._wire, self._topology
+        )
         self._packing = self._topology.channel((), "packing")
         self._landing = self._topology.channel((), "landing")
         self._step = 0
@@ -51,7 +54,7 @@ class Sparse(SyncEngine):
         device, topology, chunk = self._pool.buffer.device, self._topology, self._settings.chunk
         self._chunks = self._pool.buffer.view(-1, chunk)
         count = len(self._chunks)
-        self._scores = torch.zeros(-(-count // topology.line) * topology.line, device=device)
+        self._scores = torch.zeros(topology.padded(count), device=device)
         self._ages = torch.zeros(count, dtype=torch.int64, device=device)  # steps since a chunk was last sent
         fp32 = torch.float32
         self._agreement = [
@@ -188,7 +191,7 @@ class Sparse(SyncEngine):
             rows = self._chunks[first : last + 1]
             phases = all_reduce(rows.view(-1), self._wire, self._collective, topology)
         else:
-            values = self._pool.buffer.new_zeros(-(-count * chunk // topology.line) * topology.line)
+            values = self._pool.buffer.new_zeros(topology.padded(count * chunk))
             rows = values[: count * chunk].view(count, chunk)
             phases = [
                 Phase(self._packing, lambda: _done(torch.index_select(self._chunks, 0, ids, out=rows)), False),
@@ -232,7 +235,9 @@ class Sparse(SyncEngine):
 
 def likeness(settings: SparseSync, wire: torch.dtype) -> Engine:
     """What the cost model takes it for, given the share that it sends."""
-    return Engine(wire, "backward", settings.threshold, collective=settings.chosen_collective)
+    return Engine(
+        wire, "backward", fusion_bytes(settings.threshold_mb), collective=chosen_collective(settings.collective)
+    )
 
 
 def _done(_: Tensor) -> None:
