@@ -32,9 +32,10 @@ from imagenet_fast.sync.timetable import Timetable, Timing
 
 @dataclass(frozen=True)
 class Message:
-    """A piece of a run, or a half of its all-reduce."""
+    """A piece of what travels together, or a half of its all-reduce."""
 
     run: Run
+    """What it completes: a plan moves pieces singly, so there these are the spans that it has a part of."""
     part: slice
     """Of the pool."""
     collective: Collective
@@ -217,17 +218,18 @@ def messages_of(engine: Engine, pool: GradientPool, wire: torch.dtype, fuse: flo
     for run in _runs(pool.spans, engine, fuse / wire.itemsize):
         collective = _collective(engine, run, pool, wire, network)
         cost = cost_of(collective, pool.topology, engine.servers)
-        closes = len(pool.spans) if engine.awaits == "each" else run[-1].index
-        needed = -run[-1].index  # the pool's last layers are the first of the next forward
         for start in range(run[0].start, run[-1].stop, elements):
             part = slice(start, min(start + elements, run[-1].stop))
+            whose = [s for s in run if s.start < part.stop and part.start < s.stop] if engine.planned else run
+            closes = len(pool.spans) if engine.awaits == "each" else whose[-1].index
+            needed = -whose[-1].index  # the pool's last layers are the first of the next forward
             size = cost * (part.stop - part.start) * wire.itemsize
             if not engine.halves:
-                messages.append(Message(run, part, collective, None, Task(closes, size, (0, needed))))
+                messages.append(Message(whose, part, collective, None, Task(closes, size, (0, needed))))
                 continue
             for half in (0, 1):
                 after = len(messages) - 1 if half else None
-                messages.append(Message(run, part, collective, half, Task(closes, size / 2, (half, needed), after)))
+                messages.append(Message(whose, part, collective, half, Task(closes, size / 2, (half, needed), after)))
     return messages
 
 

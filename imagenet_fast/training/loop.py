@@ -8,6 +8,7 @@ from torch import nn
 from imagenet_fast.data.dataset import Dataset
 from imagenet_fast.models import build_model
 from imagenet_fast.ranks.agreement import average_batch_norms, same_everywhere
+from imagenet_fast.ranks.garbage import exempt_what_lives
 from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.schema import Recipe
@@ -37,6 +38,7 @@ def train(job: Job, dataset: Dataset, world: World, clock: Clock, record: Record
         val_images=dataset.val_order.images, note=job.note,
     )  # fmt: skip
 
+    exempt_what_lives()
     clock.begin_training()
     meter.restart()
     step = 0
@@ -55,6 +57,7 @@ def train(job: Job, dataset: Dataset, world: World, clock: Clock, record: Record
             outcome.advance(epoch, step, clock.train_s(), meter.sent_bytes)
             take_step.settle()
             with clock.pause() as evaluation:
+                exempt_what_lives()
                 average_batch_norms(judged)
                 accuracy = evaluate(judged, dataset, take_step.cast, world)
             meter.restart()
