@@ -28,6 +28,9 @@ from imagenet_fast.sync.prediction import THRESHOLDS, deferred_step, fused_step,
 from imagenet_fast.sync.releases import Task, plan_releases
 from imagenet_fast.sync.span import Span, label_of
 from imagenet_fast.sync.timetable import Timetable, Timing
+from imagenet_fast.sync.topology import Topology
+
+_URGENT = "urgent "  # a lane
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ class Message:
     collective: Collective
     half: int | None
     """0 or 1; None: both."""
+    lane: str
+    """Messages of one lane share their channels."""
     task: Task
 
 
@@ -138,7 +143,7 @@ class Scheduler(SyncEngine):
                 continue
             phases = all_reduce(
                 pool.buffer[message.part], self._wire, message.collective, self._topology, engine.servers,
-                engine.halves, self._is_urgent(message),
+                engine.halves, message.lane,
             )  # fmt: skip
             turn = next((n for n, phase in enumerate(phases) if phase.gathers and engine.halves), len(phases))
             rest = phases[turn:]
@@ -152,12 +157,8 @@ class Scheduler(SyncEngine):
                 self._await(list(self._travelling))
             before = () if message.task.after is None else self._travelling[message.task.after].last
             transfer = self._travelling[number] = carry(self._phases[number], [*gate, *before])
-            if self._is_urgent(message) and event == len(self._pool.spans):
+            if message.lane == _URGENT and event == len(self._pool.spans):
                 gate = transfer.last  # the wire is left to it, as what queues there is in its way on any channel
-
-    def _is_urgent(self, message: Message) -> bool:
-        """Whether it is ready last and needed first."""
-        return self._engine.planned and message.run[-1] is self._pool.spans[-1]
 
     def _await(self, numbers: Sequence[int]) -> None:
         """Wait for messages, and count them."""
@@ -218,19 +219,28 @@ def messages_of(engine: Engine, pool: GradientPool, wire: torch.dtype, fuse: flo
     for run in _runs(pool.spans, engine, fuse / wire.itemsize):
         collective = _collective(engine, run, pool, wire, network)
         cost = cost_of(collective, pool.topology, engine.servers)
-        for start in range(run[0].start, run[-1].stop, elements):
+        for piece, start in enumerate(range(run[0].start, run[-1].stop, elements)):
             part = slice(start, min(start + elements, run[-1].stop))
             whose = [s for s in run if s.start < part.stop and part.start < s.stop] if engine.planned else run
             closes = len(pool.spans) if engine.awaits == "each" else whose[-1].index
             needed = -whose[-1].index  # the pool's last layers are the first of the next forward
+            lane = _lane(engine.planned and whose[-1] is pool.spans[-1], piece, pool.topology)
             size = cost * (part.stop - part.start) * wire.itemsize
             if not engine.halves:
-                messages.append(Message(whose, part, collective, None, Task(closes, size, (0, needed))))
+                messages.append(Message(whose, part, collective, None, lane, Task(closes, size, (0, needed))))
                 continue
             for half in (0, 1):
-                after = len(messages) - 1 if half else None
-                messages.append(Message(whose, part, collective, half, Task(closes, size / 2, (half, needed), after)))
+                task = Task(closes, size / 2, (half, needed), len(messages) - 1 if half else None)
+                messages.append(Message(whose, part, collective, half, lane, task))
     return messages
+
+
+def _lane(urgent: bool, piece: int, topology: Topology) -> str:
+    """What is ready last and needed first queues behind nothing. gloo carries two operations of a process group at a
+    time, and both may be waiting for a rank that is behind, so pieces take two lanes in turn: 3 % of dear's step."""
+    if urgent:
+        return _URGENT
+    return "second " if piece % 2 and topology.device.type == "cpu" else ""
 
 
 def _by_run(messages: Sequence[Message]) -> Iterable[list[Message]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import assert_never
 
 import torch
@@ -30,7 +31,7 @@ __all__ = [
 
 def all_reduce(
     values: Tensor, wire: torch.dtype, collective: Collective, topology: Topology, servers: int = 1, cut: bool = False,
-    urgent: bool = False,
+    lane: str = "",
 ) -> list[Phase]:  # fmt: skip
     """The phases that average a 1-D tensor over all ranks, in place, its values travelling as ``wire``, or as they are
     where that is no wider.
@@ -38,8 +39,8 @@ def all_reduce(
     Its length is a multiple of ``topology.line``. Every rank must make and carry the same lists in the same order. With
     one rank nothing is sent and nothing is rounded. All ranks end with the same bits. Sums are made in fp32 and rounded
     once a level, but for the backend's own all-reduce (``native``, and ``ring`` between nodes), which adds in the
-    wire's dtype. ``cut``: of phases of two halves wherever there is a choice. ``urgent``: on channels of their own,
-    so that they need not queue.
+    wire's dtype. ``cut``: of phases of two halves wherever there is a choice. ``lane``: messages of different
+    lanes do not queue behind each other.
 
     ``hierarchical``: scattered inside the node, averaged between the equal places of the nodes, gathered inside, so a
     node's link carries no more than a node's share (Mikami et al., arXiv 1811.05233, whose ``torus2d`` is the same on a
@@ -61,22 +62,35 @@ def all_reduce(
             grid = topology.levels
         case _:
             assert_never(collective)
-    chain, prefix = Chain(), "urgent " if urgent else ""
-    _average(chain, values, wire, collective, grid, topology, servers, cut, prefix)
-    chain.land(topology.channel((), prefix + "landing"))
+    chain = Chain()
+    _average(chain, values, _Way(wire, collective, topology, servers, cut, lane), grid)
+    chain.land(topology.channel((), lane + "landing"))
     return chain.phases
 
 
-def _average(
-    chain: Chain, values: Tensor, wire: torch.dtype, collective: Collective, grid: Grid, topology: Topology,
-    servers: int, cut: bool, prefix: str,
-) -> None:  # fmt: skip
+@dataclass(frozen=True)
+class _Way:
+    """How a message travels."""
+
+    wire: torch.dtype
+    collective: Collective
+    topology: Topology
+    servers: int
+    cut: bool
+    lane: str
+
+    def channel(self, ranks: tuple[int, ...], role: str) -> Channel:
+        return self.topology.channel(ranks, self.lane + role)
+
+
+def _average(chain: Chain, values: Tensor, way: _Way, grid: Grid) -> None:
     """Inside the rows, between them, inside again."""
+    wire, collective = way.wire, way.collective
     short = wire != values.dtype
     inside, ranks = len(grid.row), len(grid.column)
     message = torch.empty_like(values, dtype=wire) if short else values
     halving = collective == "butterfly"
-    whole = collective == "hierarchical" and wire.itemsize >= 4 and not short and not cut
+    whole = collective == "hierarchical" and wire.itemsize >= 4 and not short and not way.cut
     backend_adds = whole or collective in ("native", "ring")
     # A sum of 16-bit values that the backend or a butterfly makes could overflow, so they are divided before.
     early = ranks if wire.itemsize < 4 and (backend_adds or halving) else 1
@@ -85,7 +99,7 @@ def _average(
         if short:
             chain.locally(lambda: message.copy_(values))
         own = values.new_empty(values.numel() // inside, dtype=exact) if halving and wire != exact else None
-        shard = scatter(chain, message, topology.channel(grid.row, prefix + "scatter"), own, inside * early)
+        shard = scatter(chain, message, way.channel(grid.row, "scatter"), own, inside * early)
     elif halving:
         shard = values if values.dtype == exact else torch.empty_like(values, dtype=exact)
         if early > 1:
@@ -96,38 +110,35 @@ def _average(
             chain.locally(lambda: torch.mul(values, 1 / early, out=message))
     mean = backend_adds and early == 1 and values.is_cuda
     if ranks > 1:
-        _between(chain, shard, wire, collective, backend_adds, mean, grid.column, topology, servers, cut, prefix)
+        _between(chain, shard, way, grid.column, backend_adds, mean)
     if ((backend_adds and not mean) or halving) and early == 1 and ranks > 1:
         chain.locally(lambda: shard.div_(ranks))
     arrived = shard
     if inside > 1:
         if own is not None:
-            part = message.view(inside, -1)[grid.row.index(topology.rank)]
+            part = message.view(inside, -1)[grid.row.index(way.topology.rank)]
             chain.locally(lambda: part.copy_(own))
-        gather(chain, message, topology.channel(grid.row, prefix + "gather"), cut)
+        gather(chain, message, way.channel(grid.row, "gather"), way.cut)
         arrived = message
     if arrived is not values:
         chain.locally(lambda: values.copy_(arrived))
 
 
-def _between(
-    chain: Chain, shard: Tensor, wire: torch.dtype, collective: Collective, backend_adds: bool, mean: bool,
-    ranks: tuple[int, ...], topology: Topology, servers: int, cut: bool, prefix: str,
-) -> None:  # fmt: skip
+def _between(chain: Chain, shard: Tensor, way: _Way, ranks: tuple[int, ...], backend_adds: bool, mean: bool) -> None:
     def channel(role: str) -> Channel:
-        return topology.channel(ranks, prefix + role)
+        return way.channel(ranks, role)
 
     if backend_adds:
         whole = channel("all-reduce")
         chain.over(whole, lambda: whole.all_reduce(shard, mean=mean))
-    elif collective == "butterfly":
+    elif way.collective == "butterfly":
         steps = channel("butterfly")
-        chain.over(steps, lambda: butterfly(shard, wire, steps))
-    elif collective == "parameter_server":
-        parameter_server(chain, shard, channel("scatter"), channel("gather"), servers)
+        chain.over(steps, lambda: butterfly(shard, way.wire, steps))
+    elif way.collective == "parameter_server":
+        parameter_server(chain, shard, channel("scatter"), channel("gather"), way.servers)
     else:
         scatter(chain, shard, channel("scatter"), None, len(ranks))
-        gather(chain, shard, channel("gather"), cut)
+        gather(chain, shard, channel("gather"), way.cut)
 
 
 def wire_for(dtype: torch.dtype, wire: torch.dtype, topology: Topology) -> torch.dtype:
