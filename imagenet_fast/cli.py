@@ -214,7 +214,12 @@ def bench_step(
 def bench_sync(
     context: typer.Context,
     model: Annotated[
-        str, typer.Option("--model", metavar="NAME|FILE", help="Layer profile: alexnet, resnet50, ... or a .json file.")
+        str,
+        typer.Option(
+            "--model",
+            metavar="NAME|FILE|random:SEED",
+            help="Layer profile: alexnet, resnet50, ..., a .json file, or a network drawn from a seed.",
+        ),
     ] = "alexnet",
     hosts: Annotated[
         int, typer.Option(min=1, help="Each on a link of its own where --rate is given; else all are this machine.")
@@ -254,7 +259,7 @@ def bench_sync(
     ] = "56gbit",
 ) -> None:
     """Replay a model's layer profile against every engine over a network of one's own, beside DDP and the limits."""
-    from imagenet_fast.bench.profile import load_profile
+    from imagenet_fast.cost.profile import load_profile
     from imagenet_fast.recipe.reading import parse_engines
 
     profile = load_profile(model)
@@ -295,8 +300,8 @@ def bench_profile(
 ) -> None:
     """Record how long each layer of a model computes here, for `bench sync`."""
     from imagenet_fast.bench.overhead import step_recipe
-    from imagenet_fast.bench.profile import save_profile
     from imagenet_fast.bench.recording import record_profile
+    from imagenet_fast.cost.profile import save_profile
     from imagenet_fast.ranks.world import prepare_device
 
     recipe = step_recipe(model, image_size, batch, precision, compiled=False)

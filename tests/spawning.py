@@ -29,9 +29,15 @@ def run(world: int, function: Callable[..., Any], *arguments: Any, backend: str 
     multiprocessing.set_forkserver_preload(
         ["imagenet_fast.training.loop"]
     )  # so that torch is imported once, not by each rank
+    # A store in a file would do as well, but looking into it takes longer than anything that ranks do here.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         context = mp.start_processes(
-            _rank, (world, backend, function, arguments, folder), nprocs=world, join=False, start_method="forkserver"
+            _rank,
+            (world, backend, function, arguments, folder, store.port),
+            nprocs=world,
+            join=False,
+            start_method="forkserver",
         )
         try:
             while not context.join():
@@ -43,13 +49,19 @@ def run(world: int, function: Callable[..., Any], *arguments: Any, backend: str 
 
 
 def _rank(
-    rank: int, world: int, backend: str, function: Callable[..., Any], arguments: tuple[Any, ...], folder: str
+    rank: int,
+    world: int,
+    backend: str,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    folder: str,
+    port: int,
 ) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
     try:
         dist.init_process_group(
-            backend, store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world,
+            backend, store=dist.TCPStore("127.0.0.1", port, wait_for_workers=False), rank=rank, world_size=world,
             timeout=timedelta(seconds=60), device_id=_take_gpu(rank, world) if backend == "nccl" else None,
         )  # fmt: skip
         result = function(*arguments)

@@ -20,7 +20,7 @@ FLOORS = (
     {"launch"},
     {"training"},
     {"sync", "record", "data", "models"},
-    {"ranks"},
+    {"ranks", "cost"},
     {"recipe"},
     {"errors", "__init__"},
 )

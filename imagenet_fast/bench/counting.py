@@ -30,7 +30,9 @@ from torch.utils._pytree import tree_leaves
 
 from imagenet_fast.bench.network import parse_rate
 from imagenet_fast.bench.processes import in_processes
-from imagenet_fast.bench.profile import Layer, Profile
+from imagenet_fast.cost.link import Link
+from imagenet_fast.cost.profile import Layer, Profile
+from imagenet_fast.cost.timing import Timing
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.engine_settings import Collective, SparseSync, Sync, Wire
 from imagenet_fast.record.tables import compact_table, number
@@ -38,10 +40,9 @@ from imagenet_fast.sync import EngineSettings, GradientPool, SyncEngine, declare
 from imagenet_fast.sync.channel import Call, Channel
 from imagenet_fast.sync.collectives import wire_for
 from imagenet_fast.sync.engines.sparse import Sparse
-from imagenet_fast.sync.link import Link, Network
+from imagenet_fast.sync.probing import Network
 from imagenet_fast.sync.scheduler import Scheduler, best_fuse, messages_of
 from imagenet_fast.sync.span import Span
-from imagenet_fast.sync.timetable import Timing
 from imagenet_fast.sync.topology import Topology
 
 COUNTED = "lazy,dear,ring,hybrid,sparse"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median, mode
-from typing import Any, ClassVar, Protocol, assert_never, get_args
+from typing import Any, ClassVar, Protocol, get_args
 
 import psutil
 import torch
@@ -24,14 +24,15 @@ from rich.table import Table
 
 from imagenet_fast.bench.hosts import run_on
 from imagenet_fast.bench.network import parse_rate, sent_bytes, shaped_network
-from imagenet_fast.bench.profile import Profile
 from imagenet_fast.bench.replay import Gradients, gradients_of, replay
+from imagenet_fast.cost.limit import least_step_s
+from imagenet_fast.cost.profile import Profile
+from imagenet_fast.cost.simulation import Prediction
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.engine_settings import Awaits, DdpSync, Sync, Wire
 from imagenet_fast.record.tables import compact_table
 from imagenet_fast.sync import Engine, SyncStats, attach, wire_dtype
 from imagenet_fast.sync.collectives import Phase, all_reduce, carry, piece_elements
-from imagenet_fast.sync.prediction import Prediction
 from imagenet_fast.sync.topology import Topology
 from imagenet_fast.sync.trace import Trace
 
@@ -63,7 +64,7 @@ class EngineTime:
     """One all-reduce of as many elements of the wire dtype, with nothing else going on: the backend's own, or ours by
     levels where hosts have several ranks, since the backend knows no hosts."""
     limit_s: float
-    """The least such an engine could take, from compute and raw."""
+    """The least such an engine could take, whatever it sends when (:mod:`imagenet_fast.cost.limit`)."""
     sent_bytes: int
     """By the engine's own count, of all the host's ranks: what they send each other is among it."""
     kernel_bytes: int | None
@@ -76,6 +77,15 @@ class EngineTime:
     """How many times the limit it takes."""
     predicted_s: float | None
     """What ``auto`` thought that a step would take, where it took part."""
+
+
+class Overlap(Protocol):
+    """What bounds an engine: see :class:`~imagenet_fast.recipe.engine_settings.EngineTable`."""
+
+    @property
+    def awaits(self) -> Awaits: ...
+    @property
+    def share(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -160,7 +170,7 @@ def bench_sync(
     def row(settings: Sync | Declared) -> EngineTime:
         times, wire = seconds[settings], settings.wire
         raw = median(seconds[wire])
-        limit = limit_s(settings, compute, profile.forward_s / profile.compute_s, raw)
+        limit = limit_s(settings, small, compute, raw)
 
         def over_ranks(field: str) -> float:
             return median(
@@ -179,30 +189,14 @@ def bench_sync(
     return [row(settings) for settings in chosen]
 
 
-class Overlap(Protocol):
-    """What bounds an engine: see :class:`~imagenet_fast.recipe.engine_settings.EngineTable`."""
-
-    @property
-    def awaits(self) -> Awaits: ...
-    @property
-    def share(self) -> float: ...
-
-
-def limit_s(settings: Overlap, compute_s: float, forward_share: float, raw_s: float) -> float:
-    """The least a step can take: all that an engine of this kind may overlap, perfectly overlapped.
+def limit_s(settings: Overlap, profile: Profile, compute_s: float, raw_s: float) -> float:
+    """The least that a step of ``compute_s`` can take, all that an engine of this kind may overlap being overlapped.
 
     ``raw_s`` is one undisturbed all-reduce of all gradients.
     """
-    forward, sending = forward_share * compute_s, settings.share * raw_s
-    match settings.awaits:
-        case "each":
-            return compute_s + sending
-        case "backward":
-            return forward + max(compute_s - forward, sending)
-        case "read":
-            return max(compute_s, sending)
-        case _:
-            assert_never(settings.awaits)
+    s_per_element = raw_s / profile.elements
+    seconds = [layer.elements * s_per_element for layer in reversed(profile.layers)]
+    return least_step_s(profile.lasting(compute_s).timing, seconds, settings.awaits, settings.share)
 
 
 def _check_memory(profile: Profile, engines: int, hosts: int, ranks_per_host: int) -> None:

@@ -11,7 +11,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from imagenet_fast.bench.profile import Layer, Profile
+from imagenet_fast.cost.profile import Layer, Profile
 from imagenet_fast.models import build_model
 from imagenet_fast.recipe.schema import Recipe, SyntheticData
 from imagenet_fast.training.precision import autocast, set_float32_math

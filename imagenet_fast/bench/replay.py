@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from imagenet_fast.bench.profile import Profile
+from imagenet_fast.cost.profile import Profile
 
 Gradients = list[list[Tensor]]
 """By layer, of each of its parameters."""

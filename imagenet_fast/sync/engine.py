@@ -11,11 +11,11 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from imagenet_fast.cost.simulation import Prediction
 from imagenet_fast.recipe.engine_settings import Collective
 from imagenet_fast.sync.collectives import Transfer
-from imagenet_fast.sync.link import Network
 from imagenet_fast.sync.marks import Mark, mark, seconds_between
-from imagenet_fast.sync.prediction import Prediction
+from imagenet_fast.sync.probing import Network
 from imagenet_fast.sync.span import Span
 
 Run = Sequence[Span]

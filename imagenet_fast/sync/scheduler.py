@@ -8,6 +8,10 @@ from itertools import groupby
 
 import torch
 
+from imagenet_fast.cost.link import Link
+from imagenet_fast.cost.releases import Task, plan_releases
+from imagenet_fast.cost.simulation import THRESHOLDS, deferred_step, fused_step, serial_step
+from imagenet_fast.cost.timing import Timing
 from imagenet_fast.recipe.engine_settings import Collective
 from imagenet_fast.sync.channel import Entry
 from imagenet_fast.sync.collectives import (
@@ -22,12 +26,10 @@ from imagenet_fast.sync.collectives import (
     wire_for,
 )
 from imagenet_fast.sync.engine import Engine, Run, Stopwatch, SyncEngine, SyncStats
-from imagenet_fast.sync.link import Link, Network
 from imagenet_fast.sync.pool import GradientPool
-from imagenet_fast.sync.prediction import THRESHOLDS, deferred_step, fused_step, serial_step
-from imagenet_fast.sync.releases import Task, plan_releases
+from imagenet_fast.sync.probing import Network
 from imagenet_fast.sync.span import Span, label_of
-from imagenet_fast.sync.timetable import Timetable, Timing
+from imagenet_fast.sync.timetable import Timetable
 from imagenet_fast.sync.topology import Topology
 
 _URGENT = "urgent "  # a lane

@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from imagenet_fast.cost.timing import Timing
 from imagenet_fast.sync.copies import Hook
 from imagenet_fast.sync.marks import Mark, mark, seconds_between
 from imagenet_fast.sync.span import Span
 from imagenet_fast.sync.topology import Topology
 
 _WARM_STEPS, _TIMED_STEPS = 2, 3
-
-
-@dataclass(frozen=True)
-class Timing:
-    """A step's course by span, in pool order; seconds, the same on every rank."""
-
-    needed: tuple[float, ...]
-    """From the beginning of forward until a span's layer is called."""
-    forward_s: float
-    ready: tuple[float, ...]
-    """From the beginning of backward until a span is pushed."""
-    backward_s: float
-
-    @property
-    def compute_s(self) -> float:
-        return self.forward_s + self.backward_s
 
 
 class Timetable:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -17,13 +16,12 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from imagenet_fast.bench.engine_times import bench_sync, limit_s, sync_table
+from imagenet_fast.bench.engine_times import bench_sync, sync_table
 from imagenet_fast.bench.hosts import run_on
 from imagenet_fast.bench.network import parse_rate, sent_bytes, shaped_network
-from imagenet_fast.bench.profile import load_profile, save_profile
 from imagenet_fast.cli import app
+from imagenet_fast.cost.profile import save_profile
 from imagenet_fast.errors import UserError
-from imagenet_fast.recipe.engine_settings import Awaits
 from imagenet_fast.recipe.reading import parse_engines
 from tests.bench.small import SMALL
 from tests.e2e.command import imagenet_fast, wait_for
@@ -133,31 +131,6 @@ def test_more_ranks_than_there_is_memory_for_are_refused_and_fewer_than_one(refu
     assert "--ranks-per-host" in none.output
 
 
-@dataclass(frozen=True)
-class Anything:
-    """What a limit needs to know of an engine."""
-
-    awaits: Awaits
-    share: float = 1.0
-
-
-@pytest.mark.parametrize(
-    ("engine", "raw_s", "least"),
-    [
-        (Anything("each"), 0.5, 1.5),
-        (Anything("each", share=0.5), 0.5, 1.25),
-        (Anything("backward"), 0.5, 1.0),
-        (Anything("backward"), 2.0, 2.25),
-        (Anything("backward", share=0.5), 2.0, 1.25),
-        (Anything("read"), 0.5, 1.0),
-        (Anything("read"), 2.0, 2.0),
-    ],
-)
-def test_the_limit_follows_from_where_an_engine_waits_and_what_it_sends(engine: Anything, raw_s: float, least: float):
-    """A second of compute, a quarter of it forward."""
-    assert limit_s(engine, 1.0, 0.25, raw_s) == pytest.approx(least)
-
-
 def test_nothing_is_left_of_a_network(rows: list[dict[str, object]]):
     before = namespaces()
     with shaped_network(3, parse_rate("1gbit")) as hosts:
@@ -166,6 +139,7 @@ def test_nothing_is_left_of_a_network(rows: list[dict[str, object]]):
     assert namespaces() == before
 
 
+@pytest.mark.long
 def test_several_run_at_once_and_an_end_by_force_leaves_nothing(root: None, tmp_path: Path):
     before = namespaces()
     save_profile(SMALL, tmp_path / "small.json")
@@ -181,20 +155,6 @@ def test_several_run_at_once_and_an_end_by_force_leaves_nothing(root: None, tmp_
         _, errors = process.communicate(timeout=20)
         assert errors == b""
     wait_for(lambda: namespaces() <= before, timeout_s=10)
-
-
-def test_profiles_are_read_as_they_were_written(tmp_path: Path):
-    save_profile(SMALL, tmp_path / "small.json")
-    assert load_profile(str(tmp_path / "small.json")) == SMALL
-    assert SMALL.lasting(2.0).compute_s == pytest.approx(2.0)
-    assert SMALL.shrunk(4).layers[1].shapes == ((100, 1000), (100,))
-    for name in ("alexnet", "resnet50", "alexnet-512", "resnet50-512"):
-        assert load_profile(name).elements == {"alexnet": 61_100_840, "resnet50": 25_557_032}[name.split("-")[0]]
-    with pytest.raises(UserError, match="there are alexnet"):
-        load_profile("vgg")
-    (tmp_path / "bad.json").write_text('{"model": "x"}')
-    with pytest.raises(UserError, match="is not a layer profile"):
-        load_profile(str(tmp_path / "bad.json"))
 
 
 def test_a_file_that_could_not_be_written_is_refused_before_anything_is_measured(refusal: Callable[..., str]):

@@ -41,6 +41,7 @@ def test_engines_are_compared_over_a_network_of_ones_own(root: None, tmp_path: P
     assert "sparse" in table
 
 
+@pytest.mark.long
 def test_what_has_finished_is_shown_though_one_run_fails_and_another_is_interrupted(tmp_path: Path):
     out = tmp_path / "my runs"
     (out / "allreduce" / ".job.json").mkdir(parents=True)  # so it fails before it can record anything

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.command import environment
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu-check.sh"
@@ -29,6 +31,7 @@ def gpu_check(*arguments: str, python: str = sys.executable) -> subprocess.Compl
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_dry_run_writes_every_section_and_none_fails(tmp_path: Path):
     done = gpu_check("--dry-run", str(tmp_path / "report.md"))
     report = (tmp_path / "report.md").read_text()

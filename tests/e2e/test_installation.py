@@ -80,6 +80,7 @@ def command(image: Path) -> str:
     return str(image / "env" / "bin" / "imagenet-fast")
 
 
+@pytest.mark.long
 def test_the_dockerfiles_install_step_pulls_no_torch_and_gives_a_working_command(image: Path):
     installed = subprocess.run(
         [image / "env" / "bin" / "pip", "list"], capture_output=True, text=True, check=True
@@ -92,6 +93,7 @@ def test_the_dockerfiles_install_step_pulls_no_torch_and_gives_a_working_command
     assert (wrong.returncode, wrong.stderr[:6]) == (2, "error:")
 
 
+@pytest.mark.long
 def test_the_licence_comes_with_what_is_installed(image: Path):
     (about,) = image.glob("env/lib/python*/site-packages/imagenet_fast-*.dist-info")
     metadata = Parser().parsestr((about / "METADATA").read_text())
@@ -101,6 +103,7 @@ def test_the_licence_comes_with_what_is_installed(image: Path):
     assert "Typing :: Typed" in metadata.get_all("Classifier", [])
 
 
+@pytest.mark.long
 def test_a_program_that_imports_it_is_checked_against_its_types(image: Path, tmp_path: Path):
     program = tmp_path / "program.py"
     program.write_text(
@@ -121,6 +124,7 @@ def test_a_program_that_imports_it_is_checked_against_its_types(image: Path, tmp
 SHORT = ("train", "--recipe", "smoke", "--set", "data.train_images=32", "--nproc", "1")
 
 
+@pytest.mark.long
 def test_a_user_whom_the_image_does_not_know_makes_data_and_trains_and_owns_what_is_left(
     image: Path, command: str, tmp_path: Path
 ):

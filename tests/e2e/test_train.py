@@ -114,6 +114,7 @@ def test_on_a_folder_of_pictures_with_fewer_ranks_than_the_recipes_its_own_launc
     assert outcome_of(run)["sync"] == "allreduce"
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_every_rank_within_five_seconds_from_the_terminal_or_as_a_signal_to_the_launcher(tmp_path: Path):
     runs = [tmp_path / "terminal", tmp_path / "launcher"]
     processes = [
@@ -145,6 +146,7 @@ def test_ctrl_c_ends_every_rank_within_five_seconds_from_the_terminal_or_as_a_si
         assert not any(rank.is_running() for rank in ranks)
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_takes_its_workers_with_it_and_leaves_a_readable_run(pictures: Path, tmp_path: Path):
     run = tmp_path / "run"
     options = ("--set", "data.loader=folder", "--set", "epochs=1000000", "--out", str(run))

@@ -57,6 +57,7 @@ def test_two_nodes_meet_by_address_and_share_a_folder(network: Hosts, tmp_path: 
     assert "--nodes" in json.loads((tmp_path / "run" / "job.json").read_text())["command"]
 
 
+@pytest.mark.long
 def test_a_node_that_nobody_joins_says_so_and_leaves_nothing(tmp_path: Path):
     with free_port() as port:
         options = ("--nodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--join-timeout", "1")
@@ -98,6 +99,7 @@ def test_whoever_has_the_endpoint_is_the_first(network: Hosts):
     assert {name for _, name in met}.isdisjoint(name for _, name in again), "torchrun takes it for the run's id"
 
 
+@pytest.mark.long
 def test_one_that_is_missing_ends_the_meeting_for_all_in_the_same_words(network: Hosts):
     answers = network.call([(0, number, ("node0:29404", 3, 1.5)), (1, number, ("node0:29404", 3, 9.0))])
     (sentence,) = set(said(answers))
@@ -119,6 +121,7 @@ def test_nodes_that_disagree_in_their_number_refuse_each_other(network: Hosts):
     assert set(said(answers)) == {"one node was told --nodes 3, the one at node0:29406 --nodes 2; correct one"}
 
 
+@pytest.mark.long
 def test_a_host_that_cannot_be_reached_is_named_in_time(network: Hosts):
     begun = time.monotonic()
     silent, unknown, refused = said(
@@ -166,6 +169,7 @@ def test_ranks_that_were_told_different_things_refuse_each_other_with_the_keys(n
     }
 
 
+@pytest.mark.long
 def test_ranks_that_do_not_come_are_named(network: Hosts):
     calls = [(n, introduced, (Place(n + n // 2, 6, 0, 1), {}, 29413, 1.0)) for n in range(3)]  # 0, 1 and 3
     (sentence,) = set(said(network.call(calls, timeout_s=30)))
@@ -174,6 +178,7 @@ def test_ranks_that_do_not_come_are_named(network: Hosts):
     assert "no node could be reached at node0:29414 within 1 s: connection refused" in said(lonely)[0]
 
 
+@pytest.mark.long
 def test_a_master_that_is_not_rank_0s_machine_is_named(network: Hosts):
     (sentence,) = said(network.call([(1, introduced, (Place(0, 2, 0, 1), {}, 29415, 1.0))], timeout_s=30))
     assert "node0 is no address of the machine that has rank 0" in sentence
@@ -186,6 +191,7 @@ def joined(place: Place, port: int, interface: str) -> None:
         pass
 
 
+@pytest.mark.long
 def test_ranks_that_cannot_connect_all_end_at_once(network: Hosts):
     """By the loopback interface, as those of a host whose name leads there did: one finds out, the others wait."""
     begun = time.monotonic()

@@ -9,6 +9,7 @@ from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -27,6 +28,7 @@ ENGINES: tuple[EngineSettings, ...] = (
 WORLD, DYING = 4, 2
 
 
+@pytest.mark.long
 def test_the_others_end_and_name_it(tmp_path: Path):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["imagenet_fast.training.loop"])

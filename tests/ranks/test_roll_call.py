@@ -77,6 +77,7 @@ def test_a_rank_that_is_stuck_answers_every_call():
     stuck.join()
 
 
+@pytest.mark.long
 def test_where_every_caller_is_lost_the_others_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(roll_call, "_CALLS", 2)
     shared = HashStore()

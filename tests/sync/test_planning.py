@@ -10,6 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from imagenet_fast.cost.link import Link
+from imagenet_fast.cost.releases import Task, plan_releases
+from imagenet_fast.cost.simulation import THRESHOLDS, deferred_step, fused_step, serial_step
+from imagenet_fast.cost.timing import Timing
 from imagenet_fast.recipe.schema import Sgd
 from imagenet_fast.sync import (
     AllReduceSync,
@@ -22,11 +26,8 @@ from imagenet_fast.sync import (
 )
 from imagenet_fast.sync.collectives import piece_bytes
 from imagenet_fast.sync.engine import Engine
-from imagenet_fast.sync.link import Link, Network
-from imagenet_fast.sync.prediction import THRESHOLDS, deferred_step, fused_step, serial_step
-from imagenet_fast.sync.releases import Task, plan_releases
+from imagenet_fast.sync.probing import Network
 from imagenet_fast.sync.scheduler import best_fuse, messages_of, predict
-from imagenet_fast.sync.timetable import Timing
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.spawning import run
 

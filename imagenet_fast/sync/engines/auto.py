@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from imagenet_fast.cost.simulation import Prediction
+from imagenet_fast.cost.timing import Timing
 from imagenet_fast.sync.collectives import wire_for
 from imagenet_fast.sync.engine import Engine, SyncEngine, SyncStats
-from imagenet_fast.sync.link import Network
 from imagenet_fast.sync.pool import GradientPool
-from imagenet_fast.sync.prediction import Prediction
+from imagenet_fast.sync.probing import Network
 from imagenet_fast.sync.scheduler import Scheduler, best_fuse, predict
 from imagenet_fast.sync.span import Span
-from imagenet_fast.sync.timetable import Timing
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 
 from imagenet_fast.recipe.engine_settings import Collective, HybridSync, fusion_bytes
 from imagenet_fast.sync.engine import Engine, Run, alike
-from imagenet_fast.sync.link import Network
+from imagenet_fast.sync.probing import Network
 from imagenet_fast.sync.span import Span
 
 

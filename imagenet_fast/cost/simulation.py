@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from imagenet_fast.sync.link import Link
-from imagenet_fast.sync.releases import Task, plan_releases
-from imagenet_fast.sync.timetable import Timing
+from imagenet_fast.cost.link import Link
+from imagenet_fast.cost.releases import Task, plan_releases
+from imagenet_fast.cost.timing import Timing
 
 _CYCLES = 6  # simulated steps, after which one is like the next
 THRESHOLDS = [*(2.0**power for power in range(16, 27)), math.inf]

@@ -1,32 +1,19 @@
-"""What the network costs: a latency and a time a byte, measured, the same on every rank."""
+"""What the network costs, measured: the same on every rank."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from imagenet_fast.cost.link import Link
 from imagenet_fast.recipe.engine_settings import Collective
 from imagenet_fast.sync.collectives import all_reduce, carry
 from imagenet_fast.sync.topology import Topology
 
 _TINY, _SHORT, _LONG = 2**13, 2**20, 2**22  # bytes; of the difference between two, what a link can burst drops out
 _REPEATS = 4
-
-
-@dataclass(frozen=True)
-class Link:
-    """An all-reduce of n bytes takes ``latency_s`` + n ``s_per_byte``, with nothing else on the wire."""
-
-    latency_s: float
-    s_per_byte: float
-    call_s: float = 0.0
-    """What a message costs at least, however short: it can't be hidden behind another."""
-
-    def seconds(self, message: float) -> float:
-        return self.latency_s + message * self.s_per_byte
 
 
 class Network:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
+from random import Random
 
+from imagenet_fast.cost.timing import Timing
 from imagenet_fast.errors import UserError
 
 SHIPPED = Path(__file__).parent / "profiles"
@@ -55,6 +58,13 @@ class Profile:
     def elements(self) -> int:
         return sum(layer.elements for layer in self.layers)
 
+    @property
+    def timing(self) -> Timing:
+        """Its course, the last layer's gradients first, with nothing in the way."""
+        needed = list(accumulate((layer.forward_ms / 1e3 for layer in self.layers), initial=0.0))[:-1]
+        ready = accumulate(layer.backward_ms / 1e3 for layer in reversed(self.layers))
+        return Timing(tuple(reversed(needed)), self.forward_s, tuple(ready), self.backward_s)
+
     def lasting(self, compute_s: float) -> Profile:
         """The same proportions in another time."""
         factor = compute_s / self.compute_s
@@ -76,11 +86,16 @@ class Profile:
 
 
 def load_profile(name: str) -> Profile:
-    """A shipped profile by its name, or a JSON file by its path. Raises UserError."""
+    """A shipped profile by its name, a JSON file by its path, or ``random:SEED``. Raises UserError."""
+    if name.startswith("random:"):
+        seed = name.removeprefix("random:")
+        if not (seed.isascii() and seed.isdigit()):
+            raise UserError(f"{name!r} is no random profile; give its seed, as random:7")
+        return random_profile(int(seed))
     path = Path(name) if name.endswith(".json") else SHIPPED / f"{name}.json"
     if not path.exists():
         known = ", ".join(sorted(p.stem for p in SHIPPED.glob("*.json")))
-        raise UserError(f"no layer profile {name!r}; there are {known}, or give a .json file")
+        raise UserError(f"no layer profile {name!r}; there are {known}, or give a .json file or random:SEED")
     try:
         raw = json.loads(path.read_text())
         layers = tuple(
@@ -93,6 +108,29 @@ def load_profile(name: str) -> Profile:
         return Profile(raw["model"], raw["source"], layers)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not a layer profile ({error}); `imagenet-fast bench profile` writes one") from None
+
+
+def random_profile(seed: int) -> Profile:
+    """A network of no family: 6 to 48 layers of sizes and times that differ by orders of magnitude, one of them, in any
+    place, a giant with a tenth to two thirds of the gradients. The same at every call."""
+    random = Random(seed)
+    count = random.randint(6, 48)
+    giant = random.randrange(count)
+    widths = [round(math.exp(random.uniform(math.log(32), math.log(2048)))) for _ in range(count)]
+    others = sum(width * width for place, width in enumerate(widths) if place != giant)
+    share = random.uniform(0.1, 2 / 3)
+    layers = []
+    for place, width in enumerate(widths):
+        shape: tuple[int, ...] = (width, width)
+        if place == giant:
+            shape = (max(1, round(others * share / (1 - share) / 1024)), 1024)
+        elif random.random() < 0.5:
+            shape = (width, max(1, width // 9), 3, 3)
+        forward_ms = math.exp(random.gauss(1, 1))
+        backward_ms = forward_ms * random.uniform(1.2, 2.8)
+        kind = "Conv2d" if len(shape) == 4 else "Linear"
+        layers.append(Layer(f"layers.{place}", kind, (shape, shape[:1]), forward_ms, backward_ms))
+    return Profile(f"random:{seed}", f"drawn with the seed {seed}", tuple(layers))
 
 
 def save_profile(profile: Profile, path: Path) -> None:
