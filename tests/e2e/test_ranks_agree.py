@@ -23,6 +23,7 @@ from tests.spawning import run
 STEPS, PICTURES = 6, 40
 
 
+@pytest.mark.long
 def test_one_two_and_four_ranks_agree_in_every_loss_and_in_accuracy(tmp_path: Path):
     """Batch-norm statistics included, in training and in evaluation: micro-batches do not depend on the ranks.
 
