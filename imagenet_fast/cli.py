@@ -257,6 +257,15 @@ def bench_sync(
     link: Annotated[
         str, typer.Option(metavar="RATE", help="With --count: of that link, for engines that plan.")
     ] = "56gbit",
+    ladder: Annotated[
+        bool, typer.Option("--ladder", help="What each technique of GradientFlow gains, one added to the others.")
+    ] = False,
+    batches: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,M", help="DDP and hybrid at these batch sizes; --compute is of the largest, as 16,32,64,128."
+        ),
+    ] = None,
 ) -> None:
     """Replay a model's layer profile against every engine over a network of one's own, beside DDP and the limits."""
     from imagenet_fast.cost.profile import load_profile
@@ -268,21 +277,50 @@ def bench_sync(
     if count:
         from imagenet_fast.bench.counting import COUNTED, bench_count, count_table
 
-        measuring = ("hosts", "ranks_per_host", "rate", "scale", "rounds", "steps", "png", "trace")
+        measuring = (
+            "hosts", "ranks_per_host", "rate", "scale", "rounds", "steps", "png", "trace", "ladder", "batches"
+        )  # fmt: skip
         _refuse_beside(context, measuring, "measures a network, and --count does without one; leave one of them out")
         engines = parse_engines(sync or COUNTED, wire, overrides)
         _show(bench_count(profile, engines, ranks, ranks_per_node, link), count_table, json_file)
         return
-    from imagenet_fast.bench.engine_times import ENGINES, draw_bars, sync_table
-    from imagenet_fast.bench.engine_times import bench_sync as measure
     from imagenet_fast.record.pictures import new_figure
 
     _refuse_beside(context, ("ranks", "ranks_per_node", "link"), "is for --count; add that, or give --hosts and --rate")
+    network = (hosts, ranks_per_host, rate, scale, rounds, steps)
+    if ladder or batches is not None:
+        asked, own = ("--ladder", ("batches",)) if ladder else ("--batches", ())
+        reason = f"does not go with {asked}, which has engines of its own; leave one of them out"
+        _refuse_beside(context, ("sync", "wire", "overrides", "trace", *own), reason)
+    if ladder:
+        from imagenet_fast.bench.ladder import bench_ladder, draw_ladder, ladder_table
+
+        figure = new_figure(png, 9, 4) if png is not None else None
+        rungs = bench_ladder(profile, *network)
+        _show(rungs, ladder_table, json_file)
+        if figure is not None:
+            draw_ladder(rungs, figure)
+            figure.savefig(png)
+        return
+    if batches is not None:
+        from imagenet_fast.bench.batches import batch_table, bench_batches, draw_batches, parse_batches
+
+        sizes = parse_batches(batches)
+        figure = new_figure(png, 7, 4) if png is not None else None
+        by_batch = bench_batches(profile, sizes, *network)
+        _show(by_batch, batch_table, json_file)
+        if figure is not None:
+            draw_batches(by_batch, figure)
+            figure.savefig(png)
+        return
+    from imagenet_fast.bench.engine_times import ENGINES, draw_bars, sync_table
+    from imagenet_fast.bench.engine_times import bench_sync as measure
+
     engines = parse_engines(sync or ENGINES, wire, overrides)
     figure = new_figure(png, 9, 0.4 * len(engines) + 2) if png is not None else None
     if trace is not None:
         trace.mkdir(parents=True, exist_ok=True)
-    rows = measure(profile, engines, hosts, ranks_per_host, rate, scale, rounds, steps, trace)
+    rows = measure(profile, engines, *network, trace)
     _show(rows, sync_table, json_file)
     if figure is not None:
         draw_bars(rows, figure)
@@ -418,7 +456,8 @@ def _refuse_beside(context: typer.Context, options: Sequence[str], reason: str) 
     for option in options:
         source = context.get_parameter_source(option)
         if source is not None and source.name != "DEFAULT":
-            raise UserError(f"--{option.replace('_', '-')} {reason}")
+            name = "set" if option == "overrides" else option.replace("_", "-")
+            raise UserError(f"--{name} {reason}")
 
 
 def _show(rows: list[Any], table: Callable[[list[Any]], Any], json_file: Path | None) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from statistics import median, mode
 from typing import Any
 
@@ -30,9 +29,9 @@ from torch.utils._pytree import tree_leaves
 
 from imagenet_fast.bench.network import parse_rate
 from imagenet_fast.bench.processes import in_processes
+from imagenet_fast.bench.replay import timing_of
 from imagenet_fast.cost.link import Link
 from imagenet_fast.cost.profile import Layer, Profile
-from imagenet_fast.cost.timing import Timing
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.engine_settings import Collective, SparseSync, Sync, Wire
 from imagenet_fast.record.tables import compact_table, number
@@ -42,7 +41,6 @@ from imagenet_fast.sync.collectives import wire_for
 from imagenet_fast.sync.engines.sparse import Sparse
 from imagenet_fast.sync.probing import Network
 from imagenet_fast.sync.scheduler import Scheduler, best_fuse, messages_of
-from imagenet_fast.sync.span import Span
 from imagenet_fast.sync.topology import Topology
 
 COUNTED = "lazy,dear,ring,hybrid,sparse"
@@ -126,18 +124,6 @@ def stated_link(nodes: int, ranks_per_node: int, bits_per_s: float) -> Link:
     """
     hops_s = (ranks_per_node - 1) * _INSIDE_S + math.ceil(math.log2(nodes)) * _BETWEEN_S
     return Link(_CALL_S + 2 * hops_s, 2 * (nodes - 1) / nodes * 8 / (_PAYLOAD * bits_per_s), _CALL_S)
-
-
-def timing_of(profile: Profile, model: nn.Sequential, spans: Sequence[Span]) -> Timing:
-    """A step's course over the ``spans`` of the profile's replayed ``model``, by the recorded times."""
-    forward = accumulate((layer.forward_ms / 1e3 for layer in profile.layers), initial=0.0)
-    backward = accumulate(layer.backward_ms / 1e3 for layer in reversed(profile.layers))
-    called: dict[nn.Module | None, float] = dict(zip(model, forward, strict=False))
-    done: dict[nn.Module | None, float] = dict(zip(reversed(list(model)), backward, strict=True))
-    return Timing(
-        tuple(called[span.module] for span in spans), profile.forward_s,
-        tuple(done[span.module] for span in spans), profile.backward_s,
-    )  # fmt: skip
 
 
 def count_table(counts: list[Count]) -> Table:

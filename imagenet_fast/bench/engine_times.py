@@ -21,18 +21,21 @@ import psutil
 import torch
 import torch.distributed as dist
 from rich.table import Table
+from torch import nn
 
 from imagenet_fast.bench.hosts import run_on
 from imagenet_fast.bench.network import parse_rate, sent_bytes, shaped_network
-from imagenet_fast.bench.replay import Gradients, gradients_of, replay
+from imagenet_fast.bench.replay import Gradients, gradients_of, replay, timing_of
 from imagenet_fast.cost.limit import least_step_s
 from imagenet_fast.cost.profile import Profile
 from imagenet_fast.cost.simulation import Prediction
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.engine_settings import Awaits, DdpSync, Sync, Wire
 from imagenet_fast.record.tables import compact_table
-from imagenet_fast.sync import Engine, SyncStats, attach, wire_dtype
-from imagenet_fast.sync.collectives import Phase, all_reduce, carry, piece_elements
+from imagenet_fast.sync import Engine, GradientPool, SyncStats, attach, declare, wire_dtype
+from imagenet_fast.sync.collectives import Phase, all_reduce, carry, piece_elements, wire_for
+from imagenet_fast.sync.probing import Network
+from imagenet_fast.sync.scheduler import best_fuse, predict
 from imagenet_fast.sync.topology import Topology
 from imagenet_fast.sync.trace import Trace
 
@@ -75,8 +78,8 @@ class EngineTime:
     """How many times faster than DDP with the same wire dtype."""
     ratio_to_limit: float
     """How many times the limit it takes."""
-    predicted_s: float | None
-    """What ``auto`` thought that a step would take, where it took part."""
+    predicted_s: float
+    """What the cost model makes of it, from the profile's times and the network as it was measured before."""
 
 
 class Overlap(Protocol):
@@ -155,12 +158,11 @@ def bench_sync(
     _check_memory(small, len(chosen), hosts, ranks_per_host)
     ranks_each = hosts * ranks_per_host if rate is None else ranks_per_host
     with shaped_network(hosts, parse_rate(rate)) if rate is not None else nullcontext() as network:
-        measured: list[tuple[_Blocks, tuple[Prediction, ...]]] = run_on(
+        measured: list[tuple[_Blocks, dict[Sync | Declared, float]]] = run_on(
             network, ranks_each, _measure, small, chosen, wires, rate is not None, rounds, steps, traces
         )
     by_rank = [blocks for blocks, _ in measured]
-    decision = measured[0][1]
-    modelled = {settings.wire for settings in chosen if settings.chooses}
+    predicted = measured[0][1]
     seconds = {
         key: [max(of_rank[key][turn].step_s for of_rank in by_rank) for turn in range(rounds)] for key in by_rank[0]
     }
@@ -183,7 +185,7 @@ def bench_sync(
             round(over_ranks("sent_bytes") * ranks_per_host),
             round(over_ranks("kernel_bytes")) if rate is not None else None, over_ranks("launches"),
             ddp_s[wire] / median(times), median(times) / limit,
-            _predicted_s(settings, decision) if wire in modelled else None,
+            predicted[settings],
         )  # fmt: skip
 
     return [row(settings) for settings in chosen]
@@ -202,19 +204,15 @@ def limit_s(settings: Overlap, profile: Profile, compute_s: float, raw_s: float)
 def _check_memory(profile: Profile, engines: int, hosts: int, ranks_per_host: int) -> None:
     """Refuse more ranks than there is memory for; what is counted of a rank is the least that it takes."""
     ranks = hosts * ranks_per_host
-    gradients = 4 * profile.elements * (1 + engines)  # of the replayed layers, and in every engine's pool
+    gradients = (
+        4 * profile.elements * (2 + engines)
+    )  # of the replayed layers, in every engine's pool and the predictor's
     needed, free = ranks * (_RANK_BYTES + gradients), psutil.virtual_memory().available
     if needed > free:
         raise UserError(
             f"--hosts {hosts} with --ranks-per-host {ranks_per_host} is {ranks} processes, which take more than "
             f"{needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} are free; ask for fewer, or a larger --scale"
         )
-
-
-def _predicted_s(settings: Sync | Declared, decision: tuple[Prediction, ...]) -> float | None:
-    """What the cost model made of an engine, or of the one that it chose."""
-    rows = (p for p in decision if (p.chosen if settings.chooses else p.engine == settings.kind))
-    return next((p.step_s for p in rows), None)
 
 
 def sync_table(times: list[EngineTime]) -> Table:
@@ -228,7 +226,7 @@ def sync_table(times: list[EngineTime]) -> Table:
                 t.engine if t.wire == main.wire else f"{t.engine} {t.wire}", f"{t.step_s:.3f}",
                 f"±{(t.step_s_max - t.step_s_min) / 2:.3f}", f"{t.sent_bytes / 1e6:.1f}",
                 "-" if t.kernel_bytes is None else f"{t.kernel_bytes / 1e6:.1f}", f"{t.ratio_to_ddp:.2f}",
-                f"{t.ratio_to_limit:.3f}", "-" if t.predicted_s is None else f"{t.predicted_s:.3f}",
+                f"{t.ratio_to_limit:.3f}", f"{t.predicted_s:.3f}",
             )
             for t in times
         ),
@@ -272,18 +270,19 @@ def _measure(
     rounds: int,
     steps: int,
     traces: Path | None,
-) -> tuple[_Blocks, tuple[Prediction, ...]]:
-    """On each rank: the blocks, and what an engine that chooses chose from."""
+) -> tuple[_Blocks, dict[Sync | Declared, float]]:
+    """On each rank: the blocks, and what the cost model makes of every engine."""
     gradients = gradients_of(profile)
+    predicted = _predictions(replay(profile, gradients), profile, engines)
     measurements: dict[Sync | Declared | Wire | None, Callable[[], _Block]] = {
         None: partial(_compute_block, profile, gradients, steps)
     }
     for wire in wires:
         measurements[wire] = partial(_raw_block, profile.elements, wire_dtype(wire))
-    decision: tuple[Prediction, ...] = ()
     for settings in engines:
         loop = _Loop(profile, gradients, settings, counted)
-        decision = loop.learn() or decision
+        if chosen := [prediction.step_s for prediction in loop.learn() if prediction.chosen]:
+            predicted[settings] = chosen[0]
         measurements[settings] = partial(loop.block, steps)
         if traces is not None:
             loop.trace(traces / f"{settings.kind}-{settings.wire}.json")
@@ -293,7 +292,28 @@ def _measure(
         for key in order[turn % len(order) :] + order[: turn % len(order)]:
             dist.barrier()
             blocks[key].append(measurements[key]())
-    return dict(blocks), decision
+    return dict(blocks), predicted
+
+
+def _predictions(
+    model: nn.Sequential, profile: Profile, engines: Sequence[Sync | Declared]
+) -> dict[Sync | Declared, float]:
+    """Seconds of a step by the cost model; of an engine that chooses only once it has chosen."""
+    pool = GradientPool(model)
+    timing = timing_of(profile, model, pool.spans)
+    predicted, networks = dict[Sync | Declared, float](), dict[torch.dtype, Network]()
+    topology = pool.topology.anew()
+    for settings in engines:
+        if settings.chooses:
+            continue
+        engine = settings.engine if isinstance(settings, Declared) else declare(settings)  # type: ignore[arg-type]
+        wire = wire_for(pool.buffer.dtype, engine.wire, topology)
+        network = networks.setdefault(wire, Network(topology, wire))
+        fuse = best_fuse(engine, pool, wire, timing, network)
+        predicted[settings] = predict(engine, pool, wire, fuse, timing, network, settings.share)
+    topology.close()
+    pool.close()
+    return predicted
 
 
 def _compute_block(profile: Profile, gradients: Gradients, steps: int) -> _Block:

@@ -6,12 +6,16 @@ Any engine, and DDP, runs on it unmodified, and the processor is left to communi
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from imagenet_fast.cost.profile import Profile
+from imagenet_fast.cost.timing import Timing
+from imagenet_fast.sync import Span
 
 Gradients = list[list[Tensor]]
 """By layer, of each of its parameters."""
@@ -31,6 +35,18 @@ def replay(profile: Profile, gradients: Gradients) -> nn.Sequential:
             for layer, own in zip(profile.layers, gradients, strict=True)
         )
     )
+
+
+def timing_of(profile: Profile, model: nn.Sequential, spans: Sequence[Span]) -> Timing:
+    """A step's course over the ``spans`` of the profile's replayed ``model``, by the recorded times."""
+    forward = accumulate((layer.forward_ms / 1e3 for layer in profile.layers), initial=0.0)
+    backward = accumulate(layer.backward_ms / 1e3 for layer in reversed(profile.layers))
+    called: dict[nn.Module | None, float] = dict(zip(model, forward, strict=False))
+    done: dict[nn.Module | None, float] = dict(zip(reversed(list(model)), backward, strict=True))
+    return Timing(
+        tuple(called[span.module] for span in spans), profile.forward_s,
+        tuple(done[span.module] for span in spans), profile.backward_s,
+    )  # fmt: skip
 
 
 class Replayed(nn.Module):
