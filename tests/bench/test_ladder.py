@@ -50,6 +50,7 @@ def test_each_step_is_what_it_says(ladder: tuple[list[dict], str, Path]):
     assert rungs[0]["limit_s"] > rungs[3]["limit_s"] >= rungs[6]["limit_s"]
 
 
+@pytest.mark.long
 def test_a_smaller_batch_computes_less_and_sends_as_much():
     small, large = bench_batches(SMALL, [16, 64], 2, 1, None, 1, 1, 1)
     assert (small.batch, large.batch) == (16, 64)
