@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -113,9 +113,7 @@ class Scheduler(SyncEngine):
             self._arrange(best_fuse(self._engine, self._pool, self._wire, timing, self._network))
         if self._engine.planned:
             tasks, times = [message.task for message in self._messages], [*timing.ready, timing.backward_s]
-            # With a collective of many pieces our own work is measured too; the wire is as fast as the faster.
-            wire = min(_link(self._messages, self._network).s_per_byte, self._network.link("native").s_per_byte)
-            self._releases = plan_releases(tasks, times, wire)
+            self._releases = plan_releases(tasks, times, _link(self._messages, self._network).s_per_byte)
 
     def close(self) -> None:
         self._watch_no_longer()
@@ -210,8 +208,10 @@ def _thresholds(engine: Engine, pool: GradientPool) -> list[float]:
 
 
 def _link(messages: Sequence[Message], network: Network) -> Link:
-    """Of the collective that carries most."""
-    return network.link(max(messages, key=lambda message: message.task.message).collective)
+    """Of the collective that carries most. A single message of it shows our own work beside the wire, which pieces
+    overlap, and bytes that ``cost_of`` counts: so the wire is as fast as the faster of it and the backend's."""
+    own = network.link(max(messages, key=lambda message: message.task.message).collective)
+    return replace(own, s_per_byte=min(own.s_per_byte, network.link("native").s_per_byte))
 
 
 def messages_of(engine: Engine, pool: GradientPool, wire: torch.dtype, fuse: float, network: Network) -> list[Message]:
