@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from statistics import median, mode
+from statistics import mode
 from typing import Any
 
 import torch
@@ -39,8 +39,10 @@ from imagenet_fast.sync import EngineSettings, GradientPool, SyncEngine, declare
 from imagenet_fast.sync.channel import Call, Channel
 from imagenet_fast.sync.collectives import wire_for
 from imagenet_fast.sync.engines.sparse import Sparse
+from imagenet_fast.sync.messages import messages_of
+from imagenet_fast.sync.prediction import best_fuse
 from imagenet_fast.sync.probing import Network
-from imagenet_fast.sync.scheduler import Scheduler, best_fuse, messages_of
+from imagenet_fast.sync.scheduler import Scheduler
 from imagenet_fast.sync.topology import Topology
 
 COUNTED = "lazy,dear,ring,hybrid,sparse"
@@ -78,8 +80,8 @@ class Count:
     kernels: int
     """Operations that compute or copy, not those that view or allocate, nor the backend's."""
     host_ms: float
-    """Processor time of a step, median of 20: hooks, launches and waits; without autograd, the optimiser's work and
-    what the backend's calls take by themselves."""
+    """Processor time of a step: hooks, launches and waits; without autograd, the optimiser's work and what the
+    backend's calls take by themselves. The least of 20, since what else the machine does only adds to it."""
     meta_ms: float
     """The part of it that the kernels take by themselves on the meta device, where a GPU's launches would be."""
     nic_bytes: int
@@ -249,9 +251,9 @@ class _Step:
         for _ in range(_STEPS):
             calling = _seconds(lambda: [call() for call in again])
             standing_in = _seconds(lambda: [kernel() for kernel in kernels])
-            rows.append((_seconds(self._run) - _seconds(self._run_alone) - calling, standing_in))
-        host_s, meta_s = (median(column) for column in zip(*rows, strict=True))
-        return host_s, meta_s
+            rows.append((_seconds(self._run), _seconds(self._run_alone), calling, standing_in))
+        running_s, alone_s, calling_s, meta_s = (min(column) for column in zip(*rows, strict=True))
+        return running_s - alone_s - calling_s, meta_s
 
     @property
     def averaged_bytes(self) -> int:

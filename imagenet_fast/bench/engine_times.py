@@ -34,8 +34,8 @@ from imagenet_fast.recipe.engine_settings import Awaits, DdpSync, Sync, Wire
 from imagenet_fast.record.tables import compact_table
 from imagenet_fast.sync import Engine, GradientPool, SyncStats, attach, declare, wire_dtype
 from imagenet_fast.sync.collectives import Phase, all_reduce, carry, piece_elements, wire_for
+from imagenet_fast.sync.prediction import best_fuse, predict
 from imagenet_fast.sync.probing import Network
-from imagenet_fast.sync.scheduler import best_fuse, predict
 from imagenet_fast.sync.topology import Topology
 from imagenet_fast.sync.trace import Trace
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from itertools import accumulate
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,14 +39,10 @@ def replay(profile: Profile, gradients: Gradients) -> nn.Sequential:
 
 def timing_of(profile: Profile, model: nn.Sequential, spans: Sequence[Span]) -> Timing:
     """A step's course over the ``spans`` of the profile's replayed ``model``, by the recorded times."""
-    forward = accumulate((layer.forward_ms / 1e3 for layer in profile.layers), initial=0.0)
-    backward = accumulate(layer.backward_ms / 1e3 for layer in reversed(profile.layers))
-    called: dict[nn.Module | None, float] = dict(zip(model, forward, strict=False))
-    done: dict[nn.Module | None, float] = dict(zip(reversed(list(model)), backward, strict=True))
-    return Timing(
-        tuple(called[span.module] for span in spans), profile.forward_s,
-        tuple(done[span.module] for span in spans), profile.backward_s,
-    )  # fmt: skip
+    course = profile.timing
+    places: dict[nn.Module | None, int] = {module: place for place, module in enumerate(reversed(list(model)))}
+    own = [places[span.module] for span in spans]
+    return replace(course, needed=tuple(course.needed[n] for n in own), ready=tuple(course.ready[n] for n in own))
 
 
 class Replayed(nn.Module):

@@ -65,6 +65,10 @@ class Profile:
         ready = accumulate(layer.backward_ms / 1e3 for layer in reversed(self.layers))
         return Timing(tuple(reversed(needed)), self.forward_s, tuple(ready), self.backward_s)
 
+    def sending(self, raw_s: float) -> list[float]:
+        """Each layer's part of an all-reduce of ``raw_s`` seconds, the last layer's first."""
+        return [raw_s * layer.elements / self.elements for layer in reversed(self.layers)]
+
     def lasting(self, compute_s: float) -> Profile:
         """The same proportions in another time."""
         factor = compute_s / self.compute_s

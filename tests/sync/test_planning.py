@@ -26,8 +26,9 @@ from imagenet_fast.sync import (
 )
 from imagenet_fast.sync.collectives import piece_bytes
 from imagenet_fast.sync.engine import Engine
+from imagenet_fast.sync.messages import messages_of
+from imagenet_fast.sync.prediction import best_fuse, predict
 from imagenet_fast.sync.probing import Network
-from imagenet_fast.sync.scheduler import best_fuse, messages_of, predict
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.spawning import run
 

@@ -10,8 +10,9 @@ from imagenet_fast.cost.timing import Timing
 from imagenet_fast.sync.collectives import wire_for
 from imagenet_fast.sync.engine import Engine, SyncEngine, SyncStats
 from imagenet_fast.sync.pool import GradientPool
+from imagenet_fast.sync.prediction import best_fuse, predict
 from imagenet_fast.sync.probing import Network
-from imagenet_fast.sync.scheduler import Scheduler, best_fuse, predict
+from imagenet_fast.sync.scheduler import Scheduler
 from imagenet_fast.sync.span import Span
 
 
