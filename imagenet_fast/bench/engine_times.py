@@ -30,9 +30,10 @@ from imagenet_fast.cost.limit import least_step_s
 from imagenet_fast.cost.profile import Profile
 from imagenet_fast.cost.simulation import Prediction
 from imagenet_fast.errors import UserError
-from imagenet_fast.recipe.engine_settings import Awaits, DdpSync, Sync, Wire
+from imagenet_fast.recipe.engine_settings import Awaits, Cast, DdpSync, Sync, Wire
 from imagenet_fast.record.tables import compact_table
 from imagenet_fast.sync import Engine, GradientPool, SyncStats, attach, declare, wire_dtype
+from imagenet_fast.sync.codecs import PLAIN, is_coded
 from imagenet_fast.sync.collectives import Phase, all_reduce, carry, piece_elements, wire_for
 from imagenet_fast.sync.prediction import best_fuse, predict
 from imagenet_fast.sync.probing import Network
@@ -75,7 +76,7 @@ class EngineTime:
     launches: float
     """Collectives that a rank starts."""
     ratio_to_ddp: float
-    """How many times faster than DDP with the same wire dtype."""
+    """How many times faster than DDP with the same wire dtype, or with bf16 where that is one of codes."""
     ratio_to_limit: float
     """How many times the limit it takes."""
     predicted_s: float
@@ -152,7 +153,8 @@ def bench_sync(
     chosen = [Declared(*engine) if isinstance(engine, tuple) else engine for engine in engines]
     wires = list(dict.fromkeys(settings.wire for settings in chosen))
     asked = {settings.wire: settings for settings in chosen if not settings.ours}
-    peers = {wire: asked.get(wire, DdpSync(wire=wire)) for wire in wires}
+    casts: dict[Wire, Cast] = {wire: wire for wire in get_args(Cast)}
+    peers = {wire: asked.get(casts.get(wire, "bf16"), DdpSync(wire=casts.get(wire, "bf16"))) for wire in wires}
     chosen += [peer for peer in peers.values() if peer not in chosen]
     small = profile.shrunk(scale)
     _check_memory(small, len(chosen), hosts, ranks_per_host)
@@ -278,7 +280,7 @@ def _measure(
         None: partial(_compute_block, profile, gradients, steps)
     }
     for wire in wires:
-        measurements[wire] = partial(_raw_block, profile.elements, wire_dtype(wire))
+        measurements[wire] = partial(_raw_block, profile.elements * wire_dtype(wire).itemsize, wire_dtype(wire))
     for settings in engines:
         loop = _Loop(profile, gradients, settings, counted)
         if chosen := [prediction.step_s for prediction in loop.learn() if prediction.chosen]:
@@ -325,10 +327,11 @@ def _compute_block(profile: Profile, gradients: Gradients, steps: int) -> _Block
     return _Block((time.perf_counter() - begun) / steps)
 
 
-def _raw_block(elements: int, wire: torch.dtype) -> _Block:
-    """The fastest of three: the limit should not be the one that meets with the noise."""
+def _raw_block(size: int, wire: torch.dtype) -> _Block:
+    """Of so many bytes, the fastest of three: the limit should not be the one that meets with the noise."""
     topology = Topology(torch.device("cpu"))
-    message = torch.zeros(topology.padded(elements), dtype=wire)
+    wire = PLAIN if is_coded(wire) else wire  # no backend adds codes up
+    message = torch.zeros(topology.padded(size // wire.itemsize), dtype=wire)
     pieces: list[list[Phase]] = []
     if topology.levels != topology.flat:
         size = piece_elements(wire, topology)
