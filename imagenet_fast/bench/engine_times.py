@@ -151,11 +151,13 @@ def bench_sync(
     do for so many ranks.
     """
     chosen = [Declared(*engine) if isinstance(engine, tuple) else engine for engine in engines]
-    wires = list(dict.fromkeys(settings.wire for settings in chosen))
     asked = {settings.wire: settings for settings in chosen if not settings.ours}
-    casts: dict[Wire, Cast] = {wire: wire for wire in get_args(Cast)}
-    peers = {wire: asked.get(casts.get(wire, "bf16"), DdpSync(wire=casts.get(wire, "bf16"))) for wire in wires}
-    chosen += [peer for peer in peers.values() if peer not in chosen]
+    peers: dict[Wire, Sync | Declared] = {
+        wire: asked.get(cast, DdpSync(wire=cast))
+        for wire, cast in ((settings.wire, _cast_for(settings.wire)) for settings in chosen)
+    }
+    chosen += [peer for peer in dict.fromkeys(peers.values()) if peer not in chosen]
+    wires = list(dict.fromkeys(settings.wire for settings in chosen))
     small = profile.shrunk(scale)
     _check_memory(small, len(chosen), hosts, ranks_per_host)
     ranks_each = hosts * ranks_per_host if rate is None else ranks_per_host
@@ -169,7 +171,6 @@ def bench_sync(
         key: [max(of_rank[key][turn].step_s for of_rank in by_rank) for turn in range(rounds)] for key in by_rank[0]
     }
     compute = median(seconds[None])
-    ddp_s = {wire: median(seconds[peer]) for wire, peer in peers.items()}
 
     def row(settings: Sync | Declared) -> EngineTime:
         times, wire = seconds[settings], settings.wire
@@ -186,11 +187,16 @@ def bench_sync(
             median(times), min(times), max(times), compute, median(times) - compute, raw, limit,
             round(over_ranks("sent_bytes") * ranks_per_host),
             round(over_ranks("kernel_bytes")) if rate is not None else None, over_ranks("launches"),
-            ddp_s[wire] / median(times), median(times) / limit,
+            median(seconds[peers.get(wire, settings)]) / median(times), median(times) / limit,
             predicted[settings],
         )  # fmt: skip
 
     return [row(settings) for settings in chosen]
+
+
+def _cast_for(wire: Wire) -> Cast:
+    """What DDP sends in where ours send ``wire``."""
+    return "bf16" if wire == "int8" or wire == "fp8" else wire
 
 
 def limit_s(settings: Overlap, profile: Profile, compute_s: float, raw_s: float) -> float:
