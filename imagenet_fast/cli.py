@@ -327,6 +327,46 @@ def bench_sync(
         figure.savefig(png)
 
 
+@bench_app.command("collectives")
+def bench_collectives(
+    sizes: Annotated[
+        str,
+        typer.Option(
+            metavar="A,B..C:N", help="Bytes of the messages: K, M and G are powers of 1024; B..C goes by N, or doubles."
+        ),
+    ] = "2KB..64MB",
+    collectives: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="native (the backend's own), ring, ..., mpi. Default: all that can be."),
+    ] = None,
+    hosts: Annotated[
+        int, typer.Option(min=1, help="Each on a link of its own where --rate is given; else all are this machine.")
+    ] = 4,
+    ranks_per_host: Annotated[int, typer.Option(min=1, help="Ranks on each host.")] = 1,
+    rate: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Each host's link, as 250mbit (Linux, root). Default: loopback.")
+    ] = None,
+    wire: Annotated[str, typer.Option(help="fp32, bf16 or fp16; MPI sends as many bytes of fp32.")] = "fp32",
+    device: Annotated[
+        str | None, typer.Option(help="cpu (gloo) or cuda (NCCL). Default: cuda where each rank can have a GPU.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 3,
+    json_file: JsonOption = None,
+    png: PngOption = None,
+) -> None:
+    """Time all-reduces by message size: latency, bandwidth and use of the link, by gloo, NCCL, MPI and ours."""
+    from imagenet_fast.bench.bandwidth import bandwidth_table, draw_bandwidth
+    from imagenet_fast.bench.bandwidth import bench_collectives as measure
+    from imagenet_fast.record.pictures import new_figure
+
+    figure = new_figure(png, 11, 5) if png is not None else None
+    rows = measure(sizes, collectives, hosts, ranks_per_host, rate, wire, device, rounds)
+    _show(rows, bandwidth_table, json_file)
+    if figure is not None:
+        draw_bandwidth(rows, figure)
+        figure.savefig(png)
+
+
 @bench_app.command("profile")
 def bench_profile(
     file: Annotated[Path, typer.Argument(metavar="FILE", callback=_in_a_directory, help="The JSON file to write.")],
