@@ -303,9 +303,10 @@ def bench_sync(
             figure.savefig(png)
         return
     if batches is not None:
-        from imagenet_fast.bench.batches import batch_table, bench_batches, draw_batches, parse_batches
+        from imagenet_fast.bench.batches import batch_table, bench_batches, draw_batches
+        from imagenet_fast.bench.whole_numbers import whole_numbers
 
-        sizes = parse_batches(batches)
+        sizes = whole_numbers("--batches", batches, "16,32,64,128")
         figure = new_figure(png, 7, 4) if png is not None else None
         by_batch = bench_batches(profile, sizes, *network)
         _show(by_batch, batch_table, json_file)
@@ -411,12 +412,14 @@ def compare(
     from rich.console import Console
 
     from imagenet_fast.bench.compare import compare as train_all
-    from imagenet_fast.bench.compare import contestants, whole_numbers
+    from imagenet_fast.bench.compare import contestants
+    from imagenet_fast.bench.whole_numbers import whole_numbers
     from imagenet_fast.launch.planning import new_folder
     from imagenet_fast.record.past_runs import draw_curves, report_table
 
     folder = out or new_folder(Path(recipe).stem, "compare")
-    runs = contestants(sync.split(","), whole_numbers(seeds), overrides)
+    seeded = [] if seeds is None else whole_numbers("--seeds", seeds, "1,2,3", zero=True)
+    runs = contestants(sync.split(","), seeded, overrides)
     ended = train_all(recipe, runs, data=data, hosts=hosts, rate=rate, folder=folder)
     past = [run.past for run in ended]
     failed = [run for run in ended if run.failed]

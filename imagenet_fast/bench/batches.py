@@ -14,7 +14,6 @@ from rich.table import Table
 
 from imagenet_fast.bench.engine_times import bench_sync
 from imagenet_fast.cost.profile import Profile
-from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.engine_settings import DdpSync, HybridSync, Sync
 from imagenet_fast.record.tables import compact_table
 
@@ -39,16 +38,6 @@ class BatchRow:
     """Of hybrid, by the cost model."""
     limit_s: float
     """Of hybrid."""
-
-
-def parse_batches(text: str) -> list[int]:
-    """The numbers of a list such as 16,32,64. Raises UserError."""
-    sizes = []
-    for part in text.split(","):
-        if not (part.strip().isascii() and part.strip().isdigit()) or int(part) == 0:
-            raise UserError(f"--batches {text} is not a list of whole numbers above 0; write for example 16,32,64,128")
-        sizes.append(int(part))
-    return sizes
 
 
 def bench_batches(
