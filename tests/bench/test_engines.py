@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from imagenet_fast.bench.engine_times import bench_sync, sync_table
+from imagenet_fast.bench.engine_tables import sync_table
+from imagenet_fast.bench.engine_times import bench_sync
 from imagenet_fast.bench.hosts import run_on
 from imagenet_fast.bench.network import parse_rate, sent_bytes, shaped_network
 from imagenet_fast.cli import app

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from imagenet_fast.bench.batches import bench_batches
+from imagenet_fast.bench.batches import batch_table, bench_batches
+from imagenet_fast.bench.engine_times import bench_sync
 from imagenet_fast.cost.profile import save_profile
 from tests.bench.small import SMALL
 from tests.e2e.command import imagenet_fast
@@ -52,13 +54,16 @@ def test_each_step_is_what_it_says(ladder: tuple[list[dict], str, Path]):
 
 @pytest.mark.long
 def test_a_smaller_batch_computes_less_and_sends_as_much():
-    small, large = bench_batches(SMALL, [16, 64], 2, 1, None, 1, 1, 1)
+    measure = partial(bench_sync, hosts=2, ranks_per_host=1, rate=None, scale=1, rounds=1, steps=1)
+    small, large = rows = bench_batches(SMALL, [16, 64], measure)
     assert (small.batch, large.batch) == (16, 64)
-    assert SMALL.compute_s / 4 <= small.compute_s < SMALL.compute_s <= large.compute_s
-    for row in (small, large):
-        assert row.gain == pytest.approx(1 - row.hybrid_s / row.ddp_s)
-        assert row.ddp_exposed_s == pytest.approx(row.ddp_s - row.compute_s)
-        assert row.limit_s >= row.compute_s
+    assert SMALL.compute_s / 4 <= small.ddp.compute_s < SMALL.compute_s <= large.ddp.compute_s
+    for row in rows:
+        assert (row.ddp.engine, row.hybrid.engine) == ("ddp", "hybrid")
+        assert row.ddp.compute_s == row.hybrid.compute_s
+        assert row.gain == pytest.approx(1 - row.hybrid.step_s / row.ddp.step_s)
+        assert row.hybrid.limit_s >= row.hybrid.compute_s
+    assert str(batch_table(rows).title) == "small, 2 hosts, loopback, bf16"
 
 
 @pytest.mark.parametrize(
