@@ -239,7 +239,7 @@ def bench_sync(
         str | None,
         typer.Option(metavar="A,B", help="Engines; NAME:WIRE for a wire dtype of its own. Default: all that can be."),
     ] = None,
-    wire: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
+    wire: Annotated[str, typer.Option(help="fp32, bf16 or fp16; int8 or fp8 for engines that can.")] = "bf16",
     overrides: Annotated[
         list[str], typer.Option("--set", metavar="ENGINE.KEY=VALUE", help="An engine's key; repeatable.")
     ] = [],  # noqa: B006
