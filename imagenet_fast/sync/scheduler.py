@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from imagenet_fast.cost.releases import plan_releases
 from imagenet_fast.cost.timing import Timing
 from imagenet_fast.sync.channel import Entry
 from imagenet_fast.sync.collectives import Phase, Transfer, all_reduce, carry, wire_for
 from imagenet_fast.sync.engine import Engine, Stopwatch, SyncEngine, SyncStats
 from imagenet_fast.sync.messages import URGENT, messages_of
 from imagenet_fast.sync.pool import GradientPool
-from imagenet_fast.sync.prediction import best_fuse, link_of, thresholds
+from imagenet_fast.sync.prediction import predict_best, releases_of, thresholds
 from imagenet_fast.sync.probing import Network
 from imagenet_fast.sync.span import Span, label_of
 from imagenet_fast.sync.timetable import Timetable
@@ -76,10 +75,8 @@ class Scheduler(SyncEngine):
     def plan(self, timing: Timing) -> None:
         """From now on fuse as is best, and begin every message when it is best begun. Nothing may be under way."""
         if self._engine.fuse is None:
-            self._arrange(best_fuse(self._engine, self._pool, self._wire, timing, self._network))
-        if self._engine.planned:
-            tasks, times = [message.task for message in self._messages], [*timing.ready, timing.backward_s]
-            self._releases = plan_releases(tasks, times, link_of(self._messages, self._network).s_per_byte)
+            self._arrange(predict_best(self._engine, self._pool, self._wire, timing, self._network)[0])
+        self._releases = releases_of(self._engine, self._messages, timing, self._network)
 
     def close(self) -> None:
         self._watch_no_longer()
