@@ -119,9 +119,10 @@ class Scheduler(SyncEngine):
             if self._engine.awaits == "each" and message.run is not self._messages[number - 1].run:
                 self._await(list(self._travelling))
             before = () if message.task.after is None else self._travelling[message.task.after].last
-            transfer = self._travelling[number] = carry(self._phases[number], [*gate, *before])
-            if message.lane == URGENT and event == len(self._pool.spans):
-                gate = transfer.last  # the wire is left to it, as what queues there is in its way on any channel
+            urgent = message.lane == URGENT
+            transfer = self._travelling[number] = carry(self._phases[number], [*(() if urgent else gate), *before])
+            if urgent and event == len(self._pool.spans):
+                gate = transfer.last  # the wire is left to its like, as what queues there is in its way on any channel
 
     def _await(self, numbers: Sequence[int]) -> None:
         """Wait for messages, and count them."""
