@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from unittest.mock import patch
 
 import pytest
@@ -27,7 +28,8 @@ from imagenet_fast.sync.collectives import piece_bytes
 from imagenet_fast.sync.engine import Elements
 from imagenet_fast.sync.engines.sparse import Sparse
 from imagenet_fast.sync.messages import messages_of
-from imagenet_fast.sync.probing import Network
+from imagenet_fast.sync.probing import Network, measure_codec
+from imagenet_fast.sync.topology import Topology
 from imagenet_fast.training.optimizers import MomentumSGD, build_optimizer
 from tests.spawning import run
 
@@ -60,16 +62,16 @@ def test_messages_tile_the_pool_and_none_is_longer_than_a_piece():
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> list[tuple[list[tuple[str, float, bool, bool]], list[str]]]:
-    return run(2, _decide_and_elect)
+def two_ranks() -> list[tuple[list[tuple[str, float, bool, bool]], list[str], list[float]]]:
+    return run(2, _decide_elect_and_measure)
 
 
-def _decide_and_elect() -> tuple[list[tuple[str, float, bool, bool]], list[str]]:
-    return _decide(), _elect()
+def _decide_elect_and_measure() -> tuple[list[tuple[str, float, bool, bool]], list[str], list[float]]:
+    return _decide(), _elect(), _measure()
 
 
 def test_auto_decides_alike_everywhere_and_trains_on(two_ranks):
-    decisions = [decision for decision, _ in two_ranks]
+    decisions = [decision for decision, *_ in two_ranks]
     assert decisions[0] == decisions[1]
     engines = {engine for engine, *_ in decisions[0]}
     assert engines == {"allreduce", "ring", "lazy", "hybrid", "dear", "sparse", "ddp"}
@@ -102,7 +104,7 @@ def _decide() -> list[tuple[str, float, bool, bool]]:
 
 
 def test_auto_elects_an_inexact_one_where_it_may_and_loses_no_gradient_at_the_change(two_ranks):
-    assert [elected for _, elected in two_ranks] == [["sparse"], ["sparse"]]
+    assert [elected for _, elected, _ in two_ranks] == [["sparse"], ["sparse"]]
 
 
 def _elect() -> list[str]:
@@ -148,3 +150,23 @@ def test_an_optimiser_of_torch_is_told_at_once_that_auto_may_leave_elements_behi
     with pytest.raises(ValueError, match="sends a part of the gradients"):
         pool.step(torch.optim.SGD(model.parameters(), lr=0.1))
     pool.close()
+
+
+def test_what_is_measured_is_the_same_on_every_rank(two_ranks):
+    figures = [measured for *_, measured in two_ranks]
+    assert figures[0] == figures[1]
+    latency_s, s_per_byte, call_s, encode, decode = figures[0]
+    assert latency_s > 0
+    assert min(s_per_byte, call_s) >= 0
+    assert encode > 2 * decode > 0
+
+
+def _measure() -> list[float]:
+    topology = Topology(torch.device("cpu"))
+    network = Network(topology, torch.bfloat16)
+    link = network.link("butterfly")
+    assert network.link("butterfly") is link, "measured once"
+    assert network.seconds("butterfly", 1e6) == link.seconds(1e6)
+    codec = measure_codec(lambda: time.sleep(4e-3), lambda: time.sleep(1e-3), 2**20, topology)
+    topology.close()
+    return [link.latency_s, link.s_per_byte, link.call_s, codec.encode_s_per_byte, codec.decode_s_per_byte]
