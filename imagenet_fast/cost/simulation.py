@@ -1,14 +1,15 @@
 """The cost model: how long a step takes, from its course, what travels in it, and what the network costs.
 
-The processor prepares one message after the other, and the wire carries them in that order; what a message waits for
-besides, its latency, overlaps the next ones' bytes. After the models of MG-WFBP (Shi et al., INFOCOM 2019), with the
-next forward, plans and codecs added.
+Messages under way share the wire evenly, as their connections do; what a message waits for besides, its latency, goes
+on beside other messages' bytes. The processor prepares one after the other. After the models of MG-WFBP (Shi et al.,
+INFOCOM 2019), with the next forward, plans, queues and codecs added.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -19,6 +20,10 @@ from imagenet_fast.cost.timing import Timing
 
 THRESHOLDS = [*(2.0**power for power in range(16, 27)), math.inf]
 """Bytes: 64 KiB to 64 MiB, and everything at once."""
+
+
+_CAME, _RELEASED, _BEGUN = range(3)
+"""Kinds of events, those first that free others."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +50,10 @@ class Sending:
     """Whether what is released with it at the end of backward, but is not urgent, waits until it has come."""
     run: int = 0
     """Messages of one run are pieces of what travels together."""
-    queue: str | None = None
-    """Messages of one queue leave one by one, each when the one before it has come."""
+    queue: str = ""
+    """Messages of one queue leave in their order,"""
+    abreast: float = math.inf
+    """of which so many are under way at a time."""
 
 
 def simulated_step_s(
@@ -74,33 +81,48 @@ def _came(
 ) -> list[float]:
     """When each message has come, from the beginning of backward; ``one_by_one``: no run leaves before the last has."""
     behind = _behind(sendings, releases, one_by_one)
-    awaited = [len(others) for others in behind]
-    following: list[list[int]] = [[] for _ in sendings]
-    for number, others in enumerate(behind):
-        for other in others:
-            following[other].append(number)
-    order = {number: place for place, number in enumerate(n for released in releases for n in released)}
-    earliest = [0.0] * len(sendings)
-    for moment, released in zip(moments, releases, strict=True):
-        for number in released:
-            earliest[number] = moment
-    ready = [(earliest[number], order[number], number) for number in order if not awaited[number]]
-    heapq.heapify(ready)
-    came = [0.0] * len(sendings)
-    processor = wire = 0.0
-    while ready:
-        begin, _, number = heapq.heappop(ready)
-        sending = sendings[number]
-        size, link, codec = sending.task.message, sending.link, sending.codec
-        encoded = max(begin, processor) + size * codec.encode_s_per_byte
-        processor = encoded + link.call_s + size * codec.decode_s_per_byte
-        wire = max(wire, encoded) + size * link.s_per_byte
-        came[number] = max(wire, encoded + link.call_s) + link.latency_s + size * codec.decode_s_per_byte
-        for other in following[number]:
-            awaited[other] -= 1
-            earliest[other] = max(earliest[other], came[number])
-            if not awaited[other]:
-                heapq.heappush(ready, (earliest[other], order[other], other))
+    released = [0.0] * len(sendings)
+    queues: dict[str, deque[int]] = {}
+    for moment, numbers in zip(moments, releases, strict=True):
+        for number in numbers:
+            released[number] = moment
+            queues.setdefault(sendings[number].queue, deque()).append(number)
+    under_way = dict.fromkeys(queues, 0)
+    came = [math.inf] * len(sendings)
+    begun = [0.0] * len(sendings)
+    events: list[tuple[float, int, int]] = [(moment, _RELEASED, -1) for moment in set(released)]
+    heapq.heapify(events)
+    wire: list[tuple[float, int]] = []  # what each of its messages will have been given when it is through
+    now = given = processor = 0.0
+    while events or wire:
+        through = now + (wire[0][0] - given) * len(wire) if wire else math.inf
+        if not events or through <= events[0][0]:
+            (given, number), now = heapq.heappop(wire), through
+            link, codec, size = sendings[number].link, sendings[number].codec, sendings[number].task.message
+            here = max(now, begun[number] + link.call_s) + link.latency_s + size * codec.decode_s_per_byte
+            heapq.heappush(events, (here, _CAME, number))
+            continue
+        moment, kind, number = heapq.heappop(events)
+        if wire:
+            given += (moment - now) / len(wire)
+        now = moment
+        if kind == _BEGUN:
+            heapq.heappush(wire, (given + sendings[number].task.message * sendings[number].link.s_per_byte, number))
+            continue
+        if kind == _CAME:
+            came[number] = now
+            under_way[sendings[number].queue] -= 1
+        for name, queue in queues.items():
+            while queue and released[queue[0]] <= now and all(came[other] <= now for other in behind[queue[0]]):
+                sending = sendings[queue[0]]
+                if under_way[name] >= sending.abreast:
+                    break
+                number = queue.popleft()
+                under_way[name] += 1
+                size = sending.task.message
+                begun[number] = max(now, processor) + size * sending.codec.encode_s_per_byte
+                processor = begun[number] + sending.link.call_s + size * sending.codec.decode_s_per_byte
+                heapq.heappush(events, (begun[number], _BEGUN, number))
     return came
 
 
@@ -110,16 +132,11 @@ def _behind(sendings: Sequence[Sending], releases: Sequence[Sequence[int]], one_
     run: list[int] = []
     before: list[int] = []  # the run before it
     urgent: list[int] = []  # the last of these
-    queues: dict[str, int] = {}  # the last of each
     for event, released in enumerate(releases):
         for number in released:
             sending = sendings[number]
             if sending.task.after is not None:
                 behind[number].append(sending.task.after)
-            if sending.queue is not None:
-                if sending.queue in queues:
-                    behind[number].append(queues[sending.queue])
-                queues[sending.queue] = number
             if one_by_one:
                 if run and sending.run != sendings[run[0]].run:
                     before, run = run, []

@@ -20,6 +20,7 @@ from imagenet_fast.sync.engine import Engine
 from imagenet_fast.sync.messages import URGENT, Message, messages_of
 from imagenet_fast.sync.pool import GradientPool
 from imagenet_fast.sync.probing import Network
+from imagenet_fast.sync.topology import Topology
 
 
 def predict_best(
@@ -42,17 +43,14 @@ def predict(
     engine: Engine, pool: GradientPool, wire: torch.dtype, fuse: float, timing: Timing, network: Network,
     share: float = 1.0,
 ) -> float:  # fmt: skip
-    """Seconds of a step by the cost model, of an engine that sends ``share`` of the values.
-
-    A butterfly's exchanges keep the thread of its lane until they are done; of other collectives the next is begun.
-    """
+    """Seconds of a step by the cost model, of an engine that sends ``share`` of the values."""
     messages = messages_of(engine, pool, wire, fuse / share, network)
     sendings = [
         Sending(
             replace(message.task, message=share * message.task.message),
             range(message.run[0].index, message.run[-1].index + 1),
             network.link(message.collective), network.codec(wire), message.lane == URGENT, run,
-            message.lane if message.collective == "butterfly" else None,
+            f"{message.lane}{message.collective} {message.half}", _abreast(message, pool.topology),
         )
         for run, pieces in enumerate(_by_run(messages)) for message in pieces
     ]  # fmt: skip
@@ -77,3 +75,12 @@ def thresholds(engine: Engine, pool: GradientPool) -> list[float]:
 def _by_run(messages: Sequence[Message]) -> list[list[Message]]:
     """``each`` waits for all pieces of a run before the next leaves."""
     return [list(pieces) for _, pieces in groupby(messages, key=lambda message: message.run[0])]
+
+
+def _abreast(message: Message, topology: Topology) -> int:
+    """How many such messages are under way at a time in their lane, by phases: a stream carries one operation, gloo two
+    of a process group. A butterfly keeps its thread until it is done."""
+    if message.collective == "butterfly":
+        return 1
+    phases = 1 if message.half is not None or message.collective in ("native", "ring") else 2
+    return phases * (2 if topology.device.type == "cpu" else 1)

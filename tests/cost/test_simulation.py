@@ -100,12 +100,26 @@ def test_what_is_urgent_at_the_end_of_backward_has_the_wire_to_itself():
     assert step_s([early, Sending(Task(0, 0.6e6, (1,)), range(1), link)], "backward", SECOND) == pytest.approx(2.45)
 
 
-def test_messages_of_one_queue_wait_for_each_other():
-    def queued(name: str | None) -> list[Sending]:
-        return [Sending(Task(2, 0.1e6, (0,)), range(2), Link(0.25, 1e-6), queue=name) for _ in range(4)]
+def test_of_a_queue_so_many_are_under_way_at_a_time():
+    def queued(abreast: float) -> list[Sending]:
+        return [Sending(Task(2, 0.1e6, (0,)), range(2), Link(0.25, 1e-6), abreast=abreast) for _ in range(4)]
 
-    assert step_s(queued(None), "backward", SECOND) == pytest.approx(2.0 + 4 * 0.1 + 0.25)
-    assert step_s(queued("second"), "backward", SECOND) == pytest.approx(2.0 + 4 * 0.35)
+    assert step_s(queued(4), "backward", SECOND) == pytest.approx(2.0 + 4 * 0.1 + 0.25)
+    assert step_s(queued(2), "backward", SECOND) == pytest.approx(2.0 + 2 * (2 * 0.1 + 0.25))
+    assert step_s(queued(1), "backward", SECOND) == pytest.approx(2.0 + 4 * (0.1 + 0.25))
+
+
+def test_what_is_under_way_shares_the_wire_so_what_is_needed_first_has_not_all_of_it():
+    def late(abreast: int) -> float:
+        sendings = [
+            Sending(Task(2, 0.2e6, (0,)), spans, Link(0.0, 1e-6), abreast=abreast)
+            for spans in (range(1, 2), range(1), range(1), range(1))
+        ]
+        return step_s(sendings, "read", SECOND) - 2.0
+
+    assert late(1) == pytest.approx(max(0.2, 0.8 - 0.5))
+    assert late(2) == pytest.approx(max(0.4, 0.8 - 0.5))
+    assert late(4) == pytest.approx(0.8)
 
 
 def test_codes_are_made_while_the_wire_is_busy_with_others_and_read_before_they_are_of_use():

@@ -119,27 +119,41 @@ def transformer(blocks: int = 24) -> Profile:
     )  # fmt: skip
 
 
-def test_a_transformers_engines_come_in_the_order_that_was_measured():
-    """4 hosts, 250 Mbit/s: sparse 1.520, hybrid 1.827, dear 1.909, ring and lazy 1.889, DDP 2.473."""
+def test_a_transformers_engines_on_four_hosts():
+    """250 Mbit/s, in two runs, whose compute was not the same."""
     profile = transformer().lasting(1.423)
     link = link_of(1.362, profile)
-    engines = [SparseSync(), HybridSync(), DearSync(), LazySync(), RingSync(), DdpSync(wire="bf16")]
-    seconds = predicted(profile, engines, link)
-    assert sorted(seconds, key=seconds.__getitem__) == ["sparse", "hybrid", "dear", "lazy", "ring", "ddp"]
-    assert seconds["lazy"] == pytest.approx(1.889, rel=0.05)
-    assert seconds["sparse"] == pytest.approx(1.520, rel=0.05)
-    assert seconds["ddp"] == pytest.approx(2.473, rel=0.05)
-    least = least_step_s(profile.timing, profile.sending(1.362), "read")
-    assert seconds["hybrid"] - least < seconds["dear"] - least
-    slow = Link(20e-3, link.s_per_byte)
-    late = predicted(profile, [HybridSync(), DearSync()], slow)
-    waits = {name: late[name] - seconds[name] for name in late}
-    assert waits["dear"] == pytest.approx(2 * waits["hybrid"], rel=0.5), "a half waits for the other: two latencies"
+    later = predicted(profile, [SparseSync(), LazySync(), RingSync(), DdpSync(wire="bf16")], link)
+    assert later == pytest.approx({"sparse": 1.520, "lazy": 1.889, "ring": 1.889, "ddp": 2.473}, rel=0.05)
+    profile = transformer().lasting(1.444)
+    deferring = predicted(profile, [HybridSync(), DearSync()], link_of(1.361, profile))
+    assert deferring == pytest.approx({"hybrid": 1.785, "dear": 1.824}, rel=0.05)
+    assert later["sparse"] < min(deferring.values()) <= max(deferring.values()) < later["lazy"] < later["ddp"]
+
+
+def test_networks_of_no_family_on_four_hosts():
+    """A giant in the fifth layer: with much more on the wire, a small message that is needed first has to share it."""
+    profile = load_profile("random:7").lasting(1.021)
+    seconds = predicted(profile, [LazySync(), HybridSync(), DearSync(), DdpSync(wire="bf16")], link_of(1.340, profile))
+    assert seconds == pytest.approx({"lazy": 2.014, "hybrid": 2.008, "dear": 1.953, "ddp": 2.321}, rel=0.05)
+    assert min(seconds, key=seconds.__getitem__) == "dear"
+
+
+def test_pieces_go_two_abreast_and_halves_wait_for_a_latency_more():
+    """Of a first layer of eleven pieces on a wire that takes no time, and gloo, which carries two of them."""
+    profile = transformer()
+
+    def step_s(latency_s: float) -> dict[str, float]:
+        return predicted(profile, [HybridSync(), DearSync()], Link(latency_s, 1e-12))
+
+    none, some = step_s(0.0), step_s(0.05)
+    waited = {name: some[name] - none[name] for name in none}
+    assert waited == pytest.approx({"hybrid": 6 * 0.05, "dear": 7 * 0.05}, rel=1e-3)
 
 
 @pytest.mark.parametrize("hosts", [2, 3, 4, 7])
 def test_no_engine_is_predicted_below_its_limit(hosts: int):
-    for seed in range(8):
+    for seed in range(4):
         chance = Random(seed + 100 * hosts)
         profile = random_profile(seed)
         pool, timing = pooled(profile, hosts)
@@ -161,8 +175,8 @@ def test_no_engine_is_predicted_below_its_limit(hosts: int):
 def test_the_best_threshold_is_never_worse_than_none_or_all(engine: Engine):
     pool, timing = pooled(ALEXNET, 4)
     sizes = [size for size in THRESHOLDS if not engine.planned or size >= piece_bytes(pool.topology)]
-    for latency_s in (0.0, 1e-3, 0.1, 1.0):
-        for s_per_byte in (1e-9, 1e-8, 1e-7):
+    for latency_s in (0.0, 1e-3, 0.1):
+        for s_per_byte in (1e-9, 1e-7):
             network = Network(pool.topology, torch.float32, Link(latency_s, s_per_byte))
             steps = [predict(engine, pool, torch.float32, size, timing, network) for size in sizes]
             best, step_s = predict_best(engine, pool, torch.float32, timing, network)
