@@ -54,6 +54,8 @@ class Sending:
     """Messages of one queue leave in their order,"""
     abreast: float = math.inf
     """of which so many are under way at a time."""
+    kind: str = ""
+    """At the end of backward a message waits for those before it of each other kind, but for the last."""
 
 
 def simulated_step_s(
@@ -133,6 +135,8 @@ def _behind(sendings: Sequence[Sending], releases: Sequence[Sequence[int]], one_
     before: list[int] = []  # the run before it
     urgent: list[int] = []  # the last of these
     for event, released in enumerate(releases):
+        last = event == len(releases) - 1
+        kinds: dict[str, list[int]] = {}
         for number in released:
             sending = sendings[number]
             if sending.task.after is not None:
@@ -142,7 +146,10 @@ def _behind(sendings: Sequence[Sending], releases: Sequence[Sequence[int]], one_
                     before, run = run, []
                 run.append(number)
                 behind[number] += before
-            if sending.urgent and event == len(releases) - 1:
+            if last:
+                behind[number] += [n for kind, ns in kinds.items() if kind != sending.kind for n in ns[-2:-1]]
+                kinds.setdefault(sending.kind, []).append(number)
+            if last and sending.urgent:
                 urgent = [number]
             elif not sending.urgent:
                 behind[number] += urgent

@@ -51,6 +51,7 @@ def predict(
             range(message.run[0].index, message.run[-1].index + 1),
             network.link(message.collective), network.codec(wire), message.lane == URGENT, run,
             f"{message.lane}{message.collective} {message.half}", _abreast(message, pool.topology),
+            message.collective if engine.planned else "",
         )
         for run, pieces in enumerate(_by_run(messages)) for message in pieces
     ]  # fmt: skip

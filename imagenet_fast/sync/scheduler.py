@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from imagenet_fast.cost.timing import Timing
+from imagenet_fast.recipe.engine_settings import Collective
 from imagenet_fast.sync.channel import Entry
 from imagenet_fast.sync.collectives import Phase, Transfer, all_reduce, carry, wire_for
 from imagenet_fast.sync.engine import Engine, Stopwatch, SyncEngine, SyncStats
@@ -113,16 +114,27 @@ class Scheduler(SyncEngine):
             self._phases.append(phases[:turn])
 
     def _release(self, event: int) -> None:
+        """Messages queue behind those of their lane and collective alone, and what is under way shares the wire. So at
+        the end of backward what is urgent has it to itself, and what goes by another collective than those before it
+        waits until one of these is left."""
+        ended = event == len(self._pool.spans)
         gate: Sequence[Entry] = ()
+        before: dict[Collective, list[Transfer]] = {}
         for number in self._releases[event]:
             message = self._messages[number]
             if self._engine.awaits == "each" and message.run is not self._messages[number - 1].run:
                 self._await(list(self._travelling))
-            before = () if message.task.after is None else self._travelling[message.task.after].last
             urgent = message.lane == URGENT
-            transfer = self._travelling[number] = carry(self._phases[number], [*(() if urgent else gate), *before])
-            if urgent and event == len(self._pool.spans):
-                gate = transfer.last  # the wire is left to its like, as what queues there is in its way on any channel
+            after = [] if urgent else [*gate]
+            if message.task.after is not None:
+                after += self._travelling[message.task.after].last
+            if ended and self._engine.planned:
+                others = [transfers for collective, transfers in before.items() if collective != message.collective]
+                after += [entry for transfers in others for transfer in transfers[-2:-1] for entry in transfer.last]
+            transfer = self._travelling[number] = carry(self._phases[number], after)
+            before.setdefault(message.collective, []).append(transfer)
+            if ended and urgent:
+                gate = transfer.last
 
     def _await(self, numbers: Sequence[int]) -> None:
         """Wait for messages, and count them."""

@@ -122,6 +122,18 @@ def test_what_is_under_way_shares_the_wire_so_what_is_needed_first_has_not_all_o
     assert late(4) == pytest.approx(0.8)
 
 
+def test_at_the_end_of_backward_kinds_take_turns():
+    """So what is needed last does not share the wire with what is needed first."""
+
+    def late(other: str) -> float:
+        first = [Sending(Task(2, 0.1e6, (0,)), range(1, 2), Link(0.0, 1e-6), queue="one", abreast=1)] * 3
+        last = [Sending(Task(2, 0.1e6, (1,)), range(1), Link(0.0, 1e-6), queue="two", abreast=1, kind=other)] * 3
+        return step_s([*first, *last], "read", SECOND) - 2.0
+
+    assert late("") == pytest.approx(0.6), "both share it to the end"
+    assert late("other") == pytest.approx(0.4), "the third of the first shares it with the first of the last"
+
+
 def test_codes_are_made_while_the_wire_is_busy_with_others_and_read_before_they_are_of_use():
     link = Link(0.0, 1e-6)
 

@@ -131,12 +131,15 @@ def test_a_transformers_engines_on_four_hosts():
     assert later["sparse"] < min(deferring.values()) <= max(deferring.values()) < later["lazy"] < later["ddp"]
 
 
-def test_networks_of_no_family_on_four_hosts():
-    """A giant in the fifth layer: with much more on the wire, a small message that is needed first has to share it."""
+def test_a_network_of_no_family_on_four_hosts():
+    """250 Mbit/s: two thirds of its gradients are ready last and needed first."""
     profile = load_profile("random:7").lasting(1.021)
-    seconds = predicted(profile, [LazySync(), HybridSync(), DearSync(), DdpSync(wire="bf16")], link_of(1.340, profile))
-    assert seconds == pytest.approx({"lazy": 2.014, "hybrid": 2.008, "dear": 1.953, "ddp": 2.321}, rel=0.05)
-    assert min(seconds, key=seconds.__getitem__) == "dear"
+    engines = [LazySync(), DearSync(), HybridSync(), DdpSync(wire="bf16")]
+    seconds = predicted(profile, engines, link_of(1.340, profile))
+    hybrid = seconds.pop("hybrid")
+    assert seconds == pytest.approx({"lazy": 2.014, "dear": 1.953, "ddp": 2.321}, rel=0.05)
+    least = least_step_s(profile.timing, profile.sending(1.340), "read")
+    assert least < hybrid < 1.04 * least, "its two collectives do not share the wire at the end of backward"
 
 
 def test_pieces_go_two_abreast_and_halves_wait_for_a_latency_more():
