@@ -41,7 +41,7 @@ from imagenet_fast.sync.channel import Call, Channel
 from imagenet_fast.sync.collectives import wire_for
 from imagenet_fast.sync.engines.sparse import Sparse
 from imagenet_fast.sync.messages import messages_of
-from imagenet_fast.sync.prediction import best_fuse
+from imagenet_fast.sync.prediction import predict_best
 from imagenet_fast.sync.probing import Network
 from imagenet_fast.sync.scheduler import Scheduler
 from imagenet_fast.sync.topology import Topology
@@ -218,7 +218,7 @@ class _Step:
             self._engine = Spread(settings, pool, wire)
         else:
             self._engine = Scheduler(declaration, pool, network, timing)
-        fuse = best_fuse(declaration, pool, self._wire, timing, network)
+        fuse, _ = predict_best(declaration, pool, self._wire, timing, network)
         size: Counter[Collective] = Counter()
         for message in messages_of(declaration, pool, self._wire, fuse, network):
             size[message.collective] += message.part.stop - message.part.start

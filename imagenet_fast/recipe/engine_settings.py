@@ -208,7 +208,8 @@ class DearSync(CodingTable):
 
 
 class AutoSync(CodingTable):
-    """Measures the network and the first steps, and takes the exact engine that the cost model finds fastest."""
+    """Measures the network and the first steps, and takes the engine that the cost model finds fastest: an exact one,
+    unless ``inexact`` allows others."""
 
     chooses: ClassVar[bool] = True
     learns: ClassVar[bool] = True
@@ -217,6 +218,11 @@ class AutoSync(CodingTable):
     wire: Wire = "bf16"
     defer: bool = True
     """Whether it may be one that overlaps the next forward."""
+    inexact: bool = False
+    """Whether it may be one that leaves a part of the gradients to later steps: ``sparse``, or gradients that travel
+    as 8-bit codes."""
+    dense_epochs: NonNegativeFloat | None = None
+    """Of ``sparse``, should it be chosen. Unset: while the recipe's learning rate warms up."""
 
     @property
     def awaits(self) -> Awaits:
@@ -224,8 +230,18 @@ class AutoSync(CodingTable):
         return "read" if self.defer else "backward"
 
     @property
+    def keeps(self) -> bool:
+        return self.inexact or super().keeps
+
+    @property
     def as_written(self) -> str:
-        return super().as_written + (" with sync.defer" if self.defer else "")
+        allowed = [name for name in ("defer", "inexact") if getattr(self, name)]
+        return super().as_written + (f" with {' and '.join(f'sync.{name}' for name in allowed)}" if allowed else "")
+
+    def warmed_up(self, epochs: float) -> Self:
+        if not self.inexact or self.dense_epochs is not None:
+            return self
+        return self.model_copy(update={"dense_epochs": epochs})
 
 
 class DdpSync(EngineTable):

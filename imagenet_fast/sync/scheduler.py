@@ -7,15 +7,15 @@ from typing import Any
 
 from torch import Tensor
 
-from imagenet_fast.cost.releases import plan_releases
 from imagenet_fast.cost.timing import Timing
+from imagenet_fast.recipe.engine_settings import Collective
 from imagenet_fast.sync.channel import Entry
 from imagenet_fast.sync.codecs import PLAIN, Residual, is_coded
 from imagenet_fast.sync.collectives import Phase, Transfer, all_reduce, carry, line_of, wire_for
 from imagenet_fast.sync.engine import Engine, Stopwatch, SyncEngine, SyncStats
 from imagenet_fast.sync.messages import URGENT, messages_of
 from imagenet_fast.sync.pool import GradientPool
-from imagenet_fast.sync.prediction import best_fuse, link_of, thresholds
+from imagenet_fast.sync.prediction import predict_best, releases_of, thresholds
 from imagenet_fast.sync.probing import Network
 from imagenet_fast.sync.span import Span, label_of
 from imagenet_fast.sync.timetable import Timetable
@@ -90,10 +90,8 @@ class Scheduler(SyncEngine):
     def plan(self, timing: Timing) -> None:
         """From now on fuse as is best, and begin every message when it is best begun. Nothing may be under way."""
         if self._engine.fuse is None:
-            self._arrange(best_fuse(self._engine, self._pool, self._wire, timing, self._network))
-        if self._engine.planned:
-            tasks, times = [message.task for message in self._messages], [*timing.ready, timing.backward_s]
-            self._releases = plan_releases(tasks, times, link_of(self._messages, self._network).s_per_byte)
+            self._arrange(predict_best(self._engine, self._pool, self._wire, timing, self._network)[0])
+        self._releases = releases_of(self._engine, self._messages, timing, self._network)
 
     def state_dict(self) -> dict[str, Any]:
         """What codes have left behind on this rank, and where."""
@@ -158,15 +156,27 @@ class Scheduler(SyncEngine):
             self._residual, self._left = residual, None
 
     def _release(self, event: int) -> None:
+        """Messages queue behind those of their lane and collective alone, and what is under way shares the wire. So at
+        the end of backward what is urgent has it to itself, and what goes by another collective than those before it
+        waits until one of these is left."""
+        ended = event == len(self._pool.spans)
         gate: Sequence[Entry] = ()
+        before: dict[Collective, list[Transfer]] = {}
         for number in self._releases[event]:
             message = self._messages[number]
             if self._engine.awaits == "each" and message.run is not self._messages[number - 1].run:
                 self._await(list(self._travelling))
-            before = () if message.task.after is None else self._travelling[message.task.after].last
-            transfer = self._travelling[number] = carry(self._phases[number], [*gate, *before])
-            if message.lane == URGENT and event == len(self._pool.spans):
-                gate = transfer.last  # the wire is left to it, as what queues there is in its way on any channel
+            urgent = message.lane == URGENT
+            after = [] if urgent else [*gate]
+            if message.task.after is not None:
+                after += self._travelling[message.task.after].last
+            if ended and self._engine.planned:
+                others = [transfers for collective, transfers in before.items() if collective != message.collective]
+                after += [entry for transfers in others for transfer in transfers[-2:-1] for entry in transfer.last]
+            transfer = self._travelling[number] = carry(self._phases[number], after)
+            before.setdefault(message.collective, []).append(transfer)
+            if ended and urgent:
+                gate = transfer.last
 
     def _await(self, numbers: Sequence[int]) -> None:
         """Wait for messages, and count them."""

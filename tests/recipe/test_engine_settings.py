@@ -19,6 +19,7 @@ from imagenet_fast.recipe.engine_settings import (
 
 ALL: list[EngineTable] = [member() for member in get_args(get_args(Sync)[0])]
 EAGER_AUTO = AutoSync(defer=False)
+INEXACT_AUTO = AutoSync(inexact=True)
 
 
 def kinds(engines: list[EngineTable]) -> list[str]:
@@ -40,6 +41,7 @@ def test_an_engine_defers_that_waits_before_a_layer_is_read_and_auto_only_where_
 def test_all_are_exact_but_sparse_and_compressed_ddp():
     assert kinds([engine for engine in ALL if not engine.exact]) == ["sparse"]
     assert not DdpSync(powersgd_rank=1).exact
+    assert not INEXACT_AUTO.exact
 
 
 def test_engines_learn_that_measure_before_they_plan():
@@ -53,6 +55,10 @@ def test_all_send_everything_but_sparse():
     assert SparseSync(sparsity=0.875).share == 0.125
 
 
+def test_what_is_not_sent_is_kept_by_sparse_and_by_what_auto_may_elect():
+    assert kinds([engine for engine in (*ALL, INEXACT_AUTO) if engine.keeps]) == ["sparse", "auto"]
+
+
 def test_ddp_is_not_ours_and_auto_takes_anothers_place():
     assert kinds([engine for engine in ALL if not engine.ours]) == ["ddp"]
     assert kinds([engine for engine in ALL if engine.chooses]) == ["auto"]
@@ -63,12 +69,14 @@ def test_a_warm_up_makes_sparse_dense_where_nothing_else_is_said_and_changes_no_
     for engine in (*ALL, SparseSync(dense_epochs=0)):
         if engine != SparseSync():
             assert engine.warmed_up(2.5) is engine
+    assert INEXACT_AUTO.warmed_up(2.5) == AutoSync(inexact=True, dense_epochs=2.5)
 
 
 def test_an_engine_is_told_apart_as_a_recipe_writes_it():
     assert RingSync().as_written == "sync.kind 'ring'"
     assert AutoSync().as_written == "sync.kind 'auto' with sync.defer"
     assert EAGER_AUTO.as_written == "sync.kind 'auto'"
+    assert INEXACT_AUTO.as_written == "sync.kind 'auto' with sync.defer and sync.inexact"
 
 
 def test_what_is_asked_is_no_setting():

@@ -60,6 +60,10 @@ def test_a_shipped_recipe_survives_being_written_out_in_full(name: str, tmp_path
         ({"sync": {"kind": "auto"}, "compile": True}, "sync.kind 'auto' with sync.defer waits for single layers"),
         ({"sync": {"kind": "sparse"}, "clip_norm": 1.0}, "it cannot clip the norm of one (clip_norm 1.0)"),
         ({"sync": {"kind": "sparse"}, "precision": {"kind": "fp16"}}, "it cannot drop one that overflows"),
+        (
+            {"sync": {"kind": "auto", "defer": False, "inexact": True}, "clip_norm": 1.0},
+            "sync.kind 'auto' with sync.inexact adds up gradients over steps, so it cannot clip",
+        ),
     ],
 )
 def test_a_wrong_recipe_is_met_with_the_key_and_the_fix(change: dict[str, object], sentence: str):
