@@ -239,7 +239,7 @@ def bench_sync(
         str | None,
         typer.Option(metavar="A,B", help="Engines; NAME:WIRE for a wire dtype of its own. Default: all that can be."),
     ] = None,
-    wire: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
+    wire: Annotated[str, typer.Option(help="fp32, bf16 or fp16; int8 or fp8 for engines that can.")] = "bf16",
     overrides: Annotated[
         list[str], typer.Option("--set", metavar="ENGINE.KEY=VALUE", help="An engine's key; repeatable.")
     ] = [],  # noqa: B006
@@ -312,6 +312,46 @@ def bench_sync(
         engines = parse_engines(sync or ENGINES, wire, overrides)
         by_engine = partial(measure, profile, engines, traces=trace)
         _show_and_draw(by_engine, sync_table, draw_sync, (9, 0.4 * len(engines) + 2), json_file, png)
+
+
+@bench_app.command("collectives")
+def bench_collectives(
+    sizes: Annotated[
+        str,
+        typer.Option(
+            metavar="A,B..C:N", help="Bytes of the messages: K, M and G are powers of 1024; B..C goes by N, or doubles."
+        ),
+    ] = "2KB..64MB",
+    collectives: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="native (the backend's own), ring, ..., mpi. Default: all that can be."),
+    ] = None,
+    hosts: Annotated[
+        int, typer.Option(min=1, help="Each on a link of its own where --rate is given; else all are this machine.")
+    ] = 4,
+    ranks_per_host: Annotated[int, typer.Option(min=1, help="Ranks on each host.")] = 1,
+    rate: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Each host's link, as 250mbit (Linux, root). Default: loopback.")
+    ] = None,
+    wire: Annotated[str, typer.Option(help="fp32, bf16 or fp16; MPI sends as many bytes of fp32.")] = "fp32",
+    device: Annotated[
+        str | None, typer.Option(help="cpu (gloo) or cuda (NCCL). Default: cuda where each rank can have a GPU.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 3,
+    json_file: JsonOption = None,
+    png: PngOption = None,
+) -> None:
+    """Time all-reduces by message size: latency, bandwidth and use of the link, by gloo, NCCL, MPI and ours."""
+    from imagenet_fast.bench.bandwidth import bandwidth_table, draw_bandwidth
+    from imagenet_fast.bench.bandwidth import bench_collectives as measure
+    from imagenet_fast.record.pictures import new_figure
+
+    figure = new_figure(png, 11, 5) if png is not None else None
+    rows = measure(sizes, collectives, hosts, ranks_per_host, rate, wire, device, rounds)
+    _show(rows, bandwidth_table, json_file)
+    if figure is not None:
+        draw_bandwidth(rows, figure)
+        figure.savefig(png)
 
 
 @bench_app.command("profile")

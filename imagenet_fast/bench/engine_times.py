@@ -29,8 +29,9 @@ from imagenet_fast.cost.limit import least_step_s
 from imagenet_fast.cost.profile import Profile
 from imagenet_fast.cost.simulation import Prediction
 from imagenet_fast.errors import UserError
-from imagenet_fast.recipe.engine_settings import Awaits, DdpSync, Sync, Wire
+from imagenet_fast.recipe.engine_settings import Awaits, Cast, DdpSync, Sync, Wire
 from imagenet_fast.sync import Engine, GradientPool, SyncStats, attach, declare, wire_dtype
+from imagenet_fast.sync.codecs import PLAIN, is_coded
 from imagenet_fast.sync.collectives import Phase, all_reduce, carry, piece_elements, wire_for
 from imagenet_fast.sync.prediction import best_fuse, predict
 from imagenet_fast.sync.probing import Network
@@ -73,7 +74,7 @@ class EngineTime:
     launches: float
     """Collectives that a rank starts."""
     ratio_to_ddp: float
-    """How many times faster than DDP with the same wire dtype."""
+    """How many times faster than DDP with the same wire dtype, or with bf16 where that is one of codes."""
     ratio_to_limit: float
     """How many times the limit it takes."""
     predicted_s: float
@@ -154,10 +155,13 @@ def bench_sync(
     UserError where the network cannot be made, or memory will not do for so many ranks.
     """
     chosen = [Declared(*engine) if isinstance(engine, tuple) else engine for engine in engines]
-    wires = list(dict.fromkeys(settings.wire for settings in chosen))
     asked = {settings.wire: settings for settings in chosen if not settings.ours}
-    peers = {wire: asked.get(wire, DdpSync(wire=wire)) for wire in wires}
-    chosen += [peer for peer in peers.values() if peer not in chosen]
+    peers: dict[Wire, Sync | Declared] = {
+        wire: asked.get(cast, DdpSync(wire=cast))
+        for wire, cast in ((settings.wire, _cast_for(settings.wire)) for settings in chosen)
+    }
+    chosen += [peer for peer in dict.fromkeys(peers.values()) if peer not in chosen]
+    wires = list(dict.fromkeys(settings.wire for settings in chosen))
     small = profile.shrunk(scale)
     _check_memory(small, len(chosen), hosts, ranks_per_host)
     if traces is not None:
@@ -173,7 +177,6 @@ def bench_sync(
         key: [max(of_rank[key][turn].step_s for of_rank in by_rank) for turn in range(rounds)] for key in by_rank[0]
     }
     compute = median(seconds[None])
-    ddp_s = {wire: median(seconds[peer]) for wire, peer in peers.items()}
 
     def row(settings: Sync | Declared) -> EngineTime:
         times, wire = seconds[settings], settings.wire
@@ -190,11 +193,16 @@ def bench_sync(
             median(times), min(times), max(times), compute, median(times) - compute, raw, limit,
             round(over_ranks("sent_bytes") * ranks_per_host),
             round(over_ranks("kernel_bytes")) if rate is not None else None, over_ranks("launches"),
-            ddp_s[wire] / median(times), median(times) / limit,
+            median(seconds[peers.get(wire, settings)]) / median(times), median(times) / limit,
             predicted[settings],
         )  # fmt: skip
 
     return [row(settings) for settings in chosen]
+
+
+def _cast_for(wire: Wire) -> Cast:
+    """What DDP sends in where ours send ``wire``."""
+    return "bf16" if wire == "int8" or wire == "fp8" else wire
 
 
 def limit_s(settings: Overlap, profile: Profile, compute_s: float, raw_s: float) -> float:
@@ -235,7 +243,7 @@ def _measure(
         None: partial(_compute_block, profile, gradients, steps)
     }
     for wire in wires:
-        measurements[wire] = partial(_raw_block, profile.elements, wire_dtype(wire))
+        measurements[wire] = partial(_raw_block, profile.elements * wire_dtype(wire).itemsize, wire_dtype(wire))
     for settings in engines:
         loop = _Loop(profile, gradients, settings, counted)
         if chosen := [prediction.step_s for prediction in loop.learn() if prediction.chosen]:
@@ -282,10 +290,11 @@ def _compute_block(profile: Profile, gradients: Gradients, steps: int) -> _Block
     return _Block((time.perf_counter() - begun) / steps)
 
 
-def _raw_block(elements: int, wire: torch.dtype) -> _Block:
-    """The fastest of three: the limit should not be the one that meets with the noise."""
+def _raw_block(size: int, wire: torch.dtype) -> _Block:
+    """Of so many bytes, the fastest of three: the limit should not be the one that meets with the noise."""
     topology = Topology(torch.device("cpu"))
-    message = torch.zeros(topology.padded(elements), dtype=wire)
+    wire = PLAIN if is_coded(wire) else wire  # no backend adds codes up
+    message = torch.zeros(topology.padded(size // wire.itemsize), dtype=wire)
     pieces: list[list[Phase]] = []
     if topology.levels != topology.flat:
         size = piece_elements(wire, topology)

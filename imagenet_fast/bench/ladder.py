@@ -29,6 +29,7 @@ _STEPS: tuple[tuple[str, Measured, int | None], ...] = (
     ("+ lazy (fused)", LazySync(wire="bf16"), 3),
     ("+ sparse (an eighth)", SparseSync(wire="bf16", dense_epochs=0.0, ramp_epochs=0.0), 4),
     ("hybrid instead of sparse", HybridSync(wire="bf16"), 4),
+    ("+ 8 bits (int8)", HybridSync(wire="int8"), 6),
 )
 """What is done, as which engine, and on top of which other step."""
 

@@ -11,6 +11,7 @@ for images, labels in batches:
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Protocol, assert_never, get_args
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from imagenet_fast.recipe.engine_settings import (
     AllReduceSync,
     AutoSync,
+    CodingTable,
     DdpSync,
     DearSync,
     EngineTable,
@@ -97,7 +99,7 @@ def build_engine(engine: EngineSettings | Engine, pool: GradientPool, steps_per_
         case SparseSync():
             return Sparse(engine, pool, wire_dtype(engine.wire), steps_per_epoch)
         case AutoSync():
-            meanwhile = LazySync(wire=engine.wire, threshold_mb=1.0)
+            meanwhile = LazySync(wire=engine.wire, bf16_steps=engine.bf16_steps, threshold_mb=1.0)
             return Auto(pool, declare(meanwhile), _candidates(engine))
         case _:
             return Scheduler(declare(engine), pool)
@@ -105,6 +107,11 @@ def build_engine(engine: EngineSettings | Engine, pool: GradientPool, steps_per_
 
 def declare(settings: AllReduceSync | RingSync | LazySync | HybridSync | DearSync | SparseSync | DdpSync) -> Engine:
     """What an engine's settings come to; of those that no scheduler runs, what the cost model takes them for."""
+    engine = _declare(settings)
+    return replace(engine, bf16_steps=settings.bf16_steps) if isinstance(settings, CodingTable) else engine
+
+
+def _declare(settings: AllReduceSync | RingSync | LazySync | HybridSync | DearSync | SparseSync | DdpSync) -> Engine:
     wire = wire_dtype(settings.wire)
     match settings:
         case AllReduceSync():
@@ -127,7 +134,19 @@ def declare(settings: AllReduceSync | RingSync | LazySync | HybridSync | DearSyn
 
 def wire_dtype(wire: Wire) -> torch.dtype:
     """The dtype gradients travel in."""
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[wire]
+    match wire:
+        case "fp32":
+            return torch.float32
+        case "bf16":
+            return torch.bfloat16
+        case "fp16":
+            return torch.float16
+        case "int8":
+            return torch.int8
+        case "fp8":
+            return torch.float8_e4m3fn
+        case _:
+            assert_never(wire)
 
 
 def _candidates(chooser: EngineTable) -> list[Candidate]:
@@ -135,10 +154,12 @@ def _candidates(chooser: EngineTable) -> list[Candidate]:
     tables: list[type[EngineTable]] = [table for table in get_args(get_args(Sync)[0]) if not table.chooses]
     candidates = []
     for table in tables:
+        if chooser.wire not in get_args(table.model_fields["wire"].annotation):
+            continue
         settings = table.model_validate({"wire": chooser.wire})
         if settings.defers and not chooser.defers:
             continue
-        electable = settings.exact and settings.ours
+        electable = (settings.exact or chooser.keeps) and settings.ours
         candidates.append(
             Candidate(settings.kind, declare(settings), settings.exact, settings.share, electable)  # type: ignore[arg-type]  # a table of the union
         )

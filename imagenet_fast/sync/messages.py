@@ -39,7 +39,7 @@ class Message:
 def messages_of(engine: Engine, pool: GradientPool, wire: torch.dtype, fuse: float, network: Network) -> list[Message]:
     """The messages of a step, fused until ``fuse`` bytes, in the order in which their gradients are ready."""
     messages: list[Message] = []
-    elements = piece_elements(wire, pool.topology)
+    elements = -(-piece_elements(wire, pool.topology) // pool.line) * pool.line
     for run in _runs(pool.spans, engine, fuse / wire.itemsize):
         collective = _collective(engine, run, pool, wire, network)
         cost = cost_of(collective, pool.topology, engine.servers)
@@ -48,7 +48,7 @@ def messages_of(engine: Engine, pool: GradientPool, wire: torch.dtype, fuse: flo
             whose = [s for s in run if s.start < part.stop and part.start < s.stop] if engine.planned else run
             closes = len(pool.spans) if engine.awaits == "each" else whose[-1].index
             needed = -whose[-1].index  # the pool's last layers are the first of the next forward
-            lane = _lane(engine.planned and whose[-1] is pool.spans[-1], piece, pool.topology)
+            lane = lane_of(engine.planned and whose[-1] is pool.spans[-1], piece, pool.topology)
             size = cost * (part.stop - part.start) * wire.itemsize
             if not engine.halves:
                 messages.append(Message(whose, part, collective, None, lane, Task(closes, size, (0, needed))))
@@ -59,7 +59,7 @@ def messages_of(engine: Engine, pool: GradientPool, wire: torch.dtype, fuse: flo
     return messages
 
 
-def _lane(urgent: bool, piece: int, topology: Topology) -> str:
+def lane_of(urgent: bool, piece: int, topology: Topology) -> str:
     """What is ready last and needed first queues behind nothing. gloo carries two operations of a process group at a
     time, and both may be waiting for a rank that is behind, so pieces take two lanes in turn: 3 % of dear's step."""
     if urgent:

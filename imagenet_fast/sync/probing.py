@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from imagenet_fast.cost.link import Link
 from imagenet_fast.recipe.engine_settings import Collective
+from imagenet_fast.sync.codecs import PLAIN, is_coded
 from imagenet_fast.sync.collectives import all_reduce, carry
 from imagenet_fast.sync.topology import Topology
 
@@ -22,7 +23,7 @@ class Network:
 
     def __init__(self, topology: Topology, wire: torch.dtype, stated: Link | None = None) -> None:
         self._topology = topology
-        self._wire = wire
+        self._wire = PLAIN if is_coded(wire) else wire  # what codes cost is not the network's
         self._stated = stated
         self._links: dict[Collective, Link] = {}
 

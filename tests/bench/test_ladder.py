@@ -31,7 +31,7 @@ def test_every_step_is_told_beside_the_one_it_is_added_to(ladder: tuple[list[dic
     rungs, printed, picture = ladder
     seconds = [rung["time"]["step_s"] for rung in rungs]
     assert rungs[0]["gain"] is None
-    for rung, below in zip(range(1, 7), (0, 1, 2, 3, 4, 4), strict=True):
+    for rung, below in zip(range(1, 8), (0, 1, 2, 3, 4, 4, 6), strict=True):
         assert rungs[rung]["gain"] == pytest.approx(seconds[below] / seconds[rung])
     assert [rung["in_all"] for rung in rungs] == pytest.approx([seconds[0] / s for s in seconds])
     assert all(rung["step"] in printed for rung in rungs)
@@ -42,11 +42,12 @@ def test_every_step_is_told_beside_the_one_it_is_added_to(ladder: tuple[list[dic
 def test_each_step_is_what_it_says(ladder: tuple[list[dict], str, Path]):
     rungs = [rung["time"] for rung in ladder[0]]
     tensors = sum(len(layer.shapes) for layer in SMALL.layers)
-    assert [rung["wire"] for rung in rungs] == ["fp32", "fp32", *["bf16"] * 5]
+    assert [rung["wire"] for rung in rungs] == ["fp32", "fp32", *["bf16"] * 5, "int8"]
     assert min(rung["launches"] for rung in rungs[:4]) >= tensors  # long ones go in pieces
     assert rungs[4]["launches"] < rungs[3]["launches"] == rungs[2]["launches"]
     assert rungs[2]["sent_bytes"] == pytest.approx(rungs[1]["sent_bytes"] / 2, rel=0.01)
     assert rungs[5]["sent_bytes"] < rungs[4]["sent_bytes"]
+    assert rungs[7]["sent_bytes"] == pytest.approx(rungs[6]["sent_bytes"] / 2, rel=0.05)
     assert all(rung["predicted_s"] >= SMALL.compute_s for rung in rungs)
     assert rungs[0]["limit_s"] > rungs[3]["limit_s"] >= rungs[6]["limit_s"]
 

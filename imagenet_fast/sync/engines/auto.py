@@ -67,7 +67,10 @@ class Auto(SyncEngine):
             fuse = best_fuse(candidate.engine, pool, wire, timing, network)
             seconds.append(predict(candidate.engine, pool, wire, fuse, timing, network, candidate.share))
         fastest = min((s, n) for n, s in enumerate(seconds) if self._candidates[n].electable)[1]
-        pool.attach(Scheduler(self._candidates[fastest].engine, pool, network, timing))
+        left = self._meanwhile.state_dict()  # by codes
+        chosen = Scheduler(self._candidates[fastest].engine, pool, network, timing)
+        pool.attach(chosen)
+        chosen.load_state_dict(left)
         topology.close()
         return tuple(
             Prediction(candidate.name, step_s, candidate.exact, number == fastest)
