@@ -7,6 +7,7 @@ to the next forward is counted there.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -87,8 +88,7 @@ class Overlap(Protocol):
 
     @property
     def awaits(self) -> Awaits: ...
-    @property
-    def share(self) -> float: ...
+    def travelling(self, shape: Sequence[int]) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,9 @@ class Declared:
     ours: ClassVar[bool] = True
     chooses: ClassVar[bool] = False
     share: ClassVar[float] = 1.0
+
+    def travelling(self, shape: Sequence[int]) -> float:
+        return float(math.prod(shape))
 
     @property
     def wire(self) -> Wire:
@@ -197,8 +200,9 @@ def limit_s(settings: Overlap, profile: Profile, compute_s: float, raw_s: float)
     ``raw_s`` is one undisturbed all-reduce of all gradients.
     """
     s_per_element = raw_s / profile.elements
-    seconds = [layer.elements * s_per_element for layer in reversed(profile.layers)]
-    return least_step_s(profile.lasting(compute_s).timing, seconds, settings.awaits, settings.share)
+    travelling = [sum(map(settings.travelling, layer.shapes)) for layer in reversed(profile.layers)]
+    seconds = [elements * s_per_element for elements in travelling]
+    return least_step_s(profile.lasting(compute_s).timing, seconds, settings.awaits)
 
 
 def _check_memory(profile: Profile, engines: int, hosts: int, ranks_per_host: int) -> None:

@@ -6,6 +6,7 @@ Nobody else needs to know which engine it is, save the ``match`` that builds it 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -81,6 +82,10 @@ class EngineTable(Table):
         """The share of the values that it sends, once it is past its ramp."""
         return 1.0
 
+    def travelling(self, shape: Sequence[int]) -> float:
+        """How many values it sends for a parameter, once it is past its ramp."""
+        return self.share * math.prod(shape)
+
     @property
     def as_written(self) -> str:
         """How a recipe asks for it, to be told where that will not do."""
@@ -131,22 +136,30 @@ class LazySync(EngineTable):
         return self.threshold_mb == "auto"
 
 
-class SparseSync(EngineTable):
+class KeepingTable(EngineTable):
+    """Of an engine that adds up over steps what it does not send. It sends everything during ``dense_epochs``."""
+
+    keeps: ClassVar[bool] = True
+    exact: ClassVar[bool] = False
+
+    dense_epochs: NonNegativeFloat | None = None
+    """Unset: while the recipe's learning rate warms up; without a recipe, not at all."""
+
+    def warmed_up(self, epochs: float) -> Self:
+        return self if self.dense_epochs is not None else self.model_copy(update={"dense_epochs": epochs})
+
+
+class SparseSync(KeepingTable):
     """Coarse-grained sparse communication (GradientFlow): all but ``sparsity`` of the pool's chunks stay behind.
 
     Everything is sent during ``dense_epochs``; over ``ramp_epochs`` the share that stays grows to ``sparsity``.
     """
-
-    keeps: ClassVar[bool] = True
-    exact: ClassVar[bool] = False
 
     kind: Literal["sparse"] = "sparse"
     wire: Wire = "bf16"
     sparsity: Fraction = 0.875
     chunk: PositiveInt = 32768
     """Elements."""
-    dense_epochs: NonNegativeFloat | None = None
-    """Unset: while the recipe's learning rate warms up; without a recipe, not at all."""
     ramp_epochs: NonNegativeFloat = 1.0
     threshold_mb: Fusion = "auto"
     collective: Collective | Literal["auto"] = "auto"
@@ -156,8 +169,44 @@ class SparseSync(EngineTable):
     def share(self) -> float:
         return 1 - self.sparsity
 
-    def warmed_up(self, epochs: float) -> Self:
-        return self if self.dense_epochs is not None else self.model_copy(update={"dense_epochs": epochs})
+
+class PowerSgdSync(KeepingTable):
+    """Matrices travel as two factors of ``rank`` columns, what they miss is added to the next gradient (PowerSGD, arXiv
+    1905.13727); vectors, and what would not become smaller, as they are. Messages leave and are waited for as those of
+    the engine ``timing``; under ``dear`` the second factor leaves later.
+    """
+
+    kind: Literal["powersgd"] = "powersgd"
+    wire: Wire = "bf16"
+    rank: PositiveInt = 4
+    timing: Literal["allreduce", "lazy", "hybrid", "dear"] = "lazy"
+    bucket_mb: Bytes = 8.0
+    """From how many MiB on the wire on, had they not been compressed, neighbours leave together; under ``allreduce`` a
+    layer's do."""
+    collective: Collective | Literal["auto"] = "auto"
+    """``auto``: that of the engine ``timing``."""
+
+    @property
+    def awaits(self) -> Awaits:
+        match self.timing:
+            case "allreduce":
+                return "each"
+            case "lazy":
+                return "backward"
+            case "hybrid" | "dear":
+                return "read"
+
+    @property
+    def learns(self) -> bool:
+        return self.timing in ("hybrid", "dear")
+
+    @property
+    def as_written(self) -> str:
+        return super().as_written + (f" with sync.timing '{self.timing}'" if self.defers else "")
+
+    def travelling(self, shape: Sequence[int]) -> float:
+        rows, size = shape[0] if shape else 1, math.prod(shape)
+        return min(size, self.rank * (rows + size // max(1, rows)))
 
 
 class HybridSync(EngineTable):
@@ -232,6 +281,6 @@ class DdpSync(EngineTable):
 
 
 Sync = Annotated[
-    AllReduceSync | RingSync | LazySync | SparseSync | HybridSync | DearSync | AutoSync | DdpSync,
+    AllReduceSync | RingSync | LazySync | SparseSync | PowerSgdSync | HybridSync | DearSync | AutoSync | DdpSync,
     Field(discriminator="kind"),
 ]

@@ -11,6 +11,7 @@ for images, labels in batches:
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Protocol, assert_never, get_args
 
 import torch
@@ -24,11 +25,14 @@ from imagenet_fast.recipe.engine_settings import (
     EngineTable,
     HybridSync,
     LazySync,
+    PowerSgdSync,
     RingSync,
     SparseSync,
     Sync,
     Wire,
+    chosen_collective,
 )
+from imagenet_fast.sync.compressors.powersgd import PowerSGD
 from imagenet_fast.sync.deferral import Update
 from imagenet_fast.sync.engine import Engine, SyncEngine, SyncStats
 from imagenet_fast.sync.engines import allreduce, ddp, dear, hybrid, lazy, ring, sparse
@@ -50,6 +54,7 @@ __all__ = [
     "GradientSync",
     "HybridSync",
     "LazySync",
+    "PowerSgdSync",
     "RingSync",
     "Span",
     "SparseSync",
@@ -60,7 +65,7 @@ __all__ = [
     "declare",
 ]
 
-EngineSettings = AllReduceSync | RingSync | LazySync | SparseSync | HybridSync | DearSync | AutoSync
+EngineSettings = AllReduceSync | RingSync | LazySync | SparseSync | PowerSgdSync | HybridSync | DearSync | AutoSync
 
 
 class GradientSync(Protocol):
@@ -96,6 +101,9 @@ def build_engine(engine: EngineSettings | Engine, pool: GradientPool, steps_per_
             return Scheduler(engine, pool)
         case SparseSync():
             return Sparse(engine, pool, wire_dtype(engine.wire), steps_per_epoch)
+        case PowerSgdSync():
+            dense_steps = round((engine.dense_epochs or 0.0) * steps_per_epoch)
+            return Scheduler(declare(engine), pool, dense_steps=dense_steps)
         case AutoSync():
             meanwhile = LazySync(wire=engine.wire, threshold_mb=1.0)
             return Auto(pool, declare(meanwhile), _candidates(engine))
@@ -103,7 +111,9 @@ def build_engine(engine: EngineSettings | Engine, pool: GradientPool, steps_per_
             return Scheduler(declare(engine), pool)
 
 
-def declare(settings: AllReduceSync | RingSync | LazySync | HybridSync | DearSync | SparseSync | DdpSync) -> Engine:
+def declare(
+    settings: AllReduceSync | RingSync | LazySync | HybridSync | DearSync | SparseSync | PowerSgdSync | DdpSync,
+) -> Engine:
     """What an engine's settings come to; of those that no scheduler runs, what the cost model takes them for."""
     wire = wire_dtype(settings.wire)
     match settings:
@@ -119,10 +129,30 @@ def declare(settings: AllReduceSync | RingSync | LazySync | HybridSync | DearSyn
             return dear.dear(settings, wire)
         case SparseSync():
             return sparse.likeness(settings, wire)
+        case PowerSgdSync():
+            return _compressed(declare(_timing_of(settings)), settings)
         case DdpSync():
             return ddp.likeness(settings, wire)
         case _:
             assert_never(settings)
+
+
+def _timing_of(settings: PowerSgdSync) -> AllReduceSync | LazySync | HybridSync | DearSync:
+    """The engine whose messages it compresses."""
+    match settings.timing:
+        case "allreduce":
+            return AllReduceSync(wire=settings.wire)
+        case "lazy":
+            return LazySync(wire=settings.wire, threshold_mb=settings.bucket_mb)
+        case "hybrid":
+            return HybridSync(wire=settings.wire, fuse_mb=settings.bucket_mb)
+        case "dear":
+            return DearSync(wire=settings.wire, bucket_mb=settings.bucket_mb)
+
+
+def _compressed(engine: Engine, settings: PowerSgdSync) -> Engine:
+    collective = chosen_collective(settings.collective) or engine.collective
+    return replace(engine, collective=collective, compressor=PowerSGD(settings.rank))
 
 
 def wire_dtype(wire: Wire) -> torch.dtype:

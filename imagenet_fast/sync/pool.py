@@ -215,7 +215,7 @@ class GradientPool:
         that no rank has used: their gradient becomes None. Asks the device about those that this rank has not used."""
         for span in spans:
             span.param.grad = self._views[span.index]
-        unused = {span for span in spans if span in self._unreached and not self.buffer[span.stop - 1].item()}
+        unused = {span for span in spans if span in self._unreached and not self.buffer[span.flag].item()}
         for span in unused:
             span.param.grad = None
         return [span.param for span in spans if span not in unused]
@@ -271,7 +271,7 @@ class GradientPool:
             if p in places:
                 place = places[p]
                 self.buffer[span.start : span.stop] = old[place.start : place.stop]
-        ends = [span.stop - 1 for span in self.spans]
+        ends = [span.flag for span in self.spans]
         self._ends = torch.tensor(ends, device=old.device)
         self._unreached = []
         self._ready = [False] * len(self.spans)
@@ -314,10 +314,10 @@ class GradientPool:
         if not self._open:
             engine.begin()
             late = [span for span in self.spans if self._deferral is not None and self._deferral.waits(span)]
-            flags = [self.buffer[span.stop - 1].clone() for span in late]  # their update has yet to look
+            flags = [self.buffer[span.flag].clone() for span in late]  # their update has yet to look
             self.buffer.index_fill_(0, self._ends, _USED)
             for span, flag in zip(late, flags, strict=True):
-                self.buffer[span.stop - 1] = flag
+                self.buffer[span.flag] = flag
             self._open = True
             self._finished = None
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
 
 from imagenet_fast.cost.releases import plan_releases
 from imagenet_fast.cost.timing import Timing
 from imagenet_fast.sync.channel import Entry
 from imagenet_fast.sync.collectives import Phase, Transfer, all_reduce, carry, wire_for
+from imagenet_fast.sync.compressors import Memory, phases_by_round
 from imagenet_fast.sync.engine import Engine, Stopwatch, SyncEngine, SyncStats
-from imagenet_fast.sync.messages import URGENT, messages_of
+from imagenet_fast.sync.messages import URGENT, Message, messages_of
 from imagenet_fast.sync.pool import GradientPool
 from imagenet_fast.sync.prediction import best_fuse, link_of, thresholds
 from imagenet_fast.sync.probing import Network
@@ -22,14 +28,20 @@ class Scheduler(SyncEngine):
 
     Which messages there are is settled before they travel, so a step only starts them. An engine that learns begins
     with what is usual, and plans once the first steps have been watched and the network has been measured; with
-    ``timing`` it plans at once.
+    ``timing`` it plans at once. Gradients travel as they are in the first ``dense_steps``, whatever compresses them
+    later.
     """
 
     def __init__(
-        self, engine: Engine, pool: GradientPool, network: Network | None = None, timing: Timing | None = None
-    ) -> None:
+        self, engine: Engine, pool: GradientPool, network: Network | None = None, timing: Timing | None = None,
+        dense_steps: int = 0,
+    ) -> None:  # fmt: skip
         self.defers = engine.awaits == "read"
-        self._engine = engine
+        self._declared = engine
+        self._engine = engine if not dense_steps else replace(engine, compressor=None)
+        self._dense_steps = dense_steps
+        self._step = 0
+        self._memory: Memory = {}  # the compressor's
         self._pool = pool
         self._topology = pool.topology.anew()
         self._wire = wire_for(pool.buffer.dtype, engine.wire, self._topology)
@@ -67,6 +79,11 @@ class Scheduler(SyncEngine):
             self._await(list(self._travelling))  # the network is measured with nothing else on it
             timing, self._timetable = self._timetable.timing(), None
             self.plan(timing)
+        self._step += 1
+        if self._step == self._dense_steps:
+            self._await(list(self._travelling))
+            self._engine = self._declared
+            self.lay_out()
         stats, self._stats = self._stats, SyncStats(Stopwatch(self._pool.buffer.device))
         return stats
 
@@ -80,6 +97,27 @@ class Scheduler(SyncEngine):
         if self._engine.planned:
             tasks, times = [message.task for message in self._messages], [*timing.ready, timing.backward_s]
             self._releases = plan_releases(tasks, times, link_of(self._messages, self._network).s_per_byte)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a compressor keeps; some of it differs between ranks."""
+        if self._declared.compressor is None:
+            return {}
+        self._await(list(self._travelling))
+        memory = {name: {kind: kept.clone() for kind, kept in own.items()} for name, own in self._memory.items()}
+        return {"step": self._step, "memory": memory, "order": [span.name for span in self._pool.spans]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._declared.compressor is None:
+            super().load_state_dict(state)
+            return
+        self._step = state["step"]
+        self._memory = {
+            name: {kind: kept.clone() for kind, kept in own.items()} for name, own in state["memory"].items()
+        }
+        if self._step >= self._dense_steps:
+            self._engine = self._declared
+        self._pool.order(state["order"])
+        self.lay_out()
 
     def close(self) -> None:
         self._watch_no_longer()
@@ -107,13 +145,28 @@ class Scheduler(SyncEngine):
             if message.half == 1:
                 self._phases.append(rest)
                 continue
-            phases = all_reduce(
-                pool.buffer[message.part], self._wire, message.collective, self._topology, engine.servers,
-                engine.halves, message.lane,
-            )  # fmt: skip
+            now, rest = self._halves(message)
+            self._phases.append(now)
+
+    def _halves(self, message: Message) -> tuple[Sequence[Phase], Sequence[Phase]]:
+        """The phases that leave first, and those that may leave later: none unless the engine divides them."""
+        engine, pool, topology = self._engine, self._pool, self._topology
+
+        def average(values: Tensor, lane: str) -> list[Phase]:
+            cut = engine.halves and engine.compressor is None
+            return all_reduce(values, self._wire, message.collective, topology, engine.servers, cut, lane)
+
+        if engine.compressor is None:
+            phases = average(pool.buffer[message.part], message.lane)
             turn = next((n for n, phase in enumerate(phases) if phase.gathers and engine.halves), len(phases))
-            rest = phases[turn:]
-            self._phases.append(phases[:turn])
+        elif topology.size == 1:
+            return [], []
+        else:
+            rounds, land = engine.compressor.rounds(message.run, pool.buffer, topology, self._memory)
+            first, *others = phases_by_round(rounds, land, topology, message.lane, average)
+            phases = [*first, *chain.from_iterable(others)]
+            turn = len(first) if engine.halves else len(phases)
+        return phases[:turn], phases[turn:]
 
     def _release(self, event: int) -> None:
         gate: Sequence[Entry] = ()

@@ -21,6 +21,11 @@ class Span:
     stop: int
 
     @property
+    def flag(self) -> int:
+        """The element of the pool that is not zero where a rank has used the parameter."""
+        return self.stop - 1
+
+    @property
     def layer(self) -> str:
         """The name of its module, whose other parameters lie beside it."""
         return self.name.rpartition(".")[0]
