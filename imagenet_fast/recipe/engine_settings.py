@@ -142,8 +142,14 @@ class KeepingTable(EngineTable):
     keeps: ClassVar[bool] = True
     exact: ClassVar[bool] = False
 
+    timing: str
+    """The engine whose timing it takes."""
     dense_epochs: NonNegativeFloat | None = None
     """Unset: while the recipe's learning rate warms up; without a recipe, not at all."""
+
+    @property
+    def as_written(self) -> str:
+        return super().as_written + (f" with sync.timing '{self.timing}'" if self.defers else "")
 
     def warmed_up(self, epochs: float) -> Self:
         return self if self.dense_epochs is not None else self.model_copy(update={"dense_epochs": epochs})
@@ -162,8 +168,14 @@ class SparseSync(KeepingTable):
     """Elements."""
     ramp_epochs: NonNegativeFloat = 1.0
     threshold_mb: Fusion = "auto"
+    timing: Literal["lazy", "hybrid"] = "lazy"
+    """Whether chunks are awaited at the end of backward, or just before the next forward reads a layer of theirs."""
     collective: Collective | Literal["auto"] = "auto"
     """``auto``: as ``lazy``'s."""
+
+    @property
+    def awaits(self) -> Awaits:
+        return "read" if self.timing == "hybrid" else "backward"
 
     @property
     def share(self) -> float:
@@ -199,10 +211,6 @@ class PowerSgdSync(KeepingTable):
     @property
     def learns(self) -> bool:
         return self.timing in ("hybrid", "dear")
-
-    @property
-    def as_written(self) -> str:
-        return super().as_written + (f" with sync.timing '{self.timing}'" if self.defers else "")
 
     def travelling(self, shape: Sequence[int]) -> float:
         rows, size = shape[0] if shape else 1, math.prod(shape)

@@ -38,6 +38,7 @@ def test_an_engine_defers_that_waits_before_a_layer_is_read_and_auto_only_where_
     assert [PowerSgdSync(timing=timing).awaits for timing in ("allreduce", "lazy", "hybrid", "dear")] == [
         "each", "backward", "read", "read",
     ]  # fmt: skip
+    assert SparseSync(timing="hybrid").defers
     assert (EAGER_AUTO.awaits, EAGER_AUTO.defers) == ("backward", False)
 
 

@@ -82,6 +82,40 @@ def _conserves() -> None:
     assert torch.equal(applied * world + residual, produced)
 
 
+def test_chunks_awaited_when_their_layer_is_read_are_those_awaited_at_once_to_the_bit():
+    """With layers that some forwards leave out, whose update is still put off when the next gradients come."""
+    run(2, _put_off)
+
+
+class Sometimes(nn.Module):
+    """Leaves out its second layer in every third forward, and its first in every fourth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(192, 20), nn.Linear(20, 20), nn.Linear(20, 10), nn.Linear(192, 20)])
+        self.forwards = 0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        first, second, last, other = self.layers
+        x = (first if self.forwards % 4 else other)(images.flatten(1)).relu()
+        return last(second(x).relu() if self.forwards % 3 else x)  # type: ignore[no-any-return]
+
+
+def _put_off() -> None:
+    for build in (network, Sometimes):
+        for changes in ({"sparsity": 0.75}, {"sparsity": 0.9, "dense_epochs": 3, "ramp_epochs": 3, "wire": "bf16"}):
+            weights = []
+            for timing in ("lazy", "hybrid"):
+                model = build()
+                pool, _ = pooled(model, settings(timing=timing, **changes))
+                _train(model, pool, build_optimizer(SGD, model), range(20))
+                pool.settle()
+                weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+            assert torch.equal(*weights), (build, changes)
+
+
 def test_no_chunk_starves():
     run(2, _waits)
 
@@ -149,7 +183,12 @@ def test_a_state_dict_continues_to_the_bit():
 
 
 def _continues() -> None:
-    chosen = settings(sparsity=0.75, dense_epochs=2, ramp_epochs=2)
+    _continues_so("lazy")
+    _continues_so("hybrid")
+
+
+def _continues_so(timing: str) -> None:
+    chosen = settings(sparsity=0.75, dense_epochs=2, ramp_epochs=2, timing=timing)
     model = network()
     pool, engine = pooled(model, chosen)
     optimizer = build_optimizer(SGD, model)
