@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from imagenet_fast.recipe.table import Fraction, Table
 
@@ -73,6 +73,11 @@ class EngineTable(Table):
         return True
 
     @property
+    def brings_momentum(self) -> bool:
+        """Whether the gradients that come of it have the optimiser's momentum in them."""
+        return False
+
+    @property
     def learns(self) -> bool:
         """Whether it measures a few steps before it plans the others."""
         return False
@@ -93,6 +98,10 @@ class EngineTable(Table):
 
     def warmed_up(self, epochs: float) -> Self:
         """With what follows from a learning rate that warms up over ``epochs``, where it has not been set."""
+        return self
+
+    def moved_by(self, momentum: float) -> Self:
+        """With what follows from the optimiser's momentum, where it has not been set."""
         return self
 
 
@@ -172,6 +181,34 @@ class SparseSync(KeepingTable):
     """Whether chunks are awaited at the end of backward, or just before the next forward reads a layer of theirs."""
     collective: Collective | Literal["auto"] = "auto"
     """``auto``: as ``lazy``'s."""
+    momentum_correction: bool = False
+    """Whether each rank adds up its velocity instead of its gradient, so that what stays behind gathers momentum (Deep
+    Gradient Compression, arXiv 1712.01887); then the optimiser takes none of its own."""
+    momentum: Fraction | None = None
+    """For that correction. Unset: the optimiser's; without a recipe, 0.9."""
+
+    @model_validator(mode="after")
+    def _can_correct(self) -> Self:
+        if self.momentum_correction and self.wire == "fp16":
+            raise ValueError(
+                "momentum_correction keeps in its velocity what overflows in wire 'fp16'; take 'bf16' or 'fp32'"
+            )
+        return self
+
+    @property
+    def brings_momentum(self) -> bool:
+        return self.momentum_correction
+
+    @property
+    def velocity_momentum(self) -> float | None:
+        """Of the correction; None without it."""
+        if not self.momentum_correction:
+            return None
+        return 0.9 if self.momentum is None else self.momentum
+
+    def moved_by(self, momentum: float) -> Self:
+        unset = self.momentum_correction and self.momentum is None
+        return self.model_copy(update={"momentum": momentum}) if unset else self
 
     @property
     def awaits(self) -> Awaits:

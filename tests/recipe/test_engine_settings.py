@@ -87,7 +87,10 @@ def test_an_engine_is_told_apart_as_a_recipe_writes_it():
 
 def test_what_is_asked_is_no_setting():
     """So that no recipe can say it, and no recipe written out in full does."""
-    asked = {"awaits", "defers", "exact", "learns", "share", "ours", "keeps", "chooses", "as_written", "travelling"}
+    asked = {
+        "awaits", "defers", "exact", "learns", "share", "ours", "keeps", "chooses", "as_written", "travelling",
+        "brings_momentum", "velocity_momentum",
+    }  # fmt: skip
     for engine in ALL:
         assert not asked & set(engine.model_dump())
     assert list(AllReduceSync().model_dump())[:3] == ["kind", "wire", "collective"]

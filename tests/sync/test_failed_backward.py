@@ -87,7 +87,8 @@ def test_sparse_trains_on_after_a_backward_that_failed():
 
 def _sparse_at_once_and_put_off() -> list[tuple[Tensor, Tensor]]:
     sparse = SparseSync(wire="fp32", sparsity=0.5, chunk=16, dense_epochs=0, ramp_epochs=0)
-    return [_sparse(sparse), _sparse(sparse.model_copy(update={"timing": "hybrid"}))]
+    corrected = {"sparsity": 0.0, "momentum_correction": True, "momentum": 0.5}
+    return [_sparse(sparse.model_copy(update=changes)) for changes in ({}, {"timing": "hybrid"}, corrected)]
 
 
 def _sparse(settings: SparseSync) -> tuple[Tensor, Tensor]:

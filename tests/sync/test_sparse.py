@@ -17,6 +17,7 @@ from imagenet_fast.sync.engine import Elements
 from imagenet_fast.sync.engines.sparse import Sparse
 from imagenet_fast.training.optimizers import MomentumSGD, build_optimizer
 from tests.spawning import run
+from tests.sync.loops import Layers, loss_of
 
 SGD = Sgd(kind="sgd", lr=0.1, weight_decay=1e-3)
 CHUNK = 64
@@ -104,8 +105,9 @@ class Sometimes(nn.Module):
 
 
 def _put_off() -> None:
+    ramped: dict[str, object] = {"sparsity": 0.9, "dense_epochs": 3, "ramp_epochs": 3, "wire": "bf16"}
     for build in (network, Sometimes):
-        for changes in ({"sparsity": 0.75}, {"sparsity": 0.9, "dense_epochs": 3, "ramp_epochs": 3, "wire": "bf16"}):
+        for changes in ({"sparsity": 0.75}, ramped, {**ramped, "momentum_correction": True}):
             weights = []
             for timing in ("lazy", "hybrid"):
                 model = build()
@@ -183,12 +185,12 @@ def test_a_state_dict_continues_to_the_bit():
 
 
 def _continues() -> None:
-    _continues_so("lazy")
-    _continues_so("hybrid")
+    _continues_so(timing="lazy", momentum_correction=True)
+    _continues_so(timing="hybrid")
 
 
-def _continues_so(timing: str) -> None:
-    chosen = settings(sparsity=0.75, dense_epochs=2, ramp_epochs=2, timing=timing)
+def _continues_so(**changes: object) -> None:
+    chosen = settings(sparsity=0.75, dense_epochs=2, ramp_epochs=2, **changes)
     model = network()
     pool, engine = pooled(model, chosen)
     optimizer = build_optimizer(SGD, model)
@@ -201,6 +203,56 @@ def _continues_so(timing: str) -> None:
     for mine, theirs in zip(other_optimizer.params, optimizer.params, strict=True):
         other_optimizer._velocity[mine].copy_(optimizer._velocity[theirs])
     assert _train(model, pool, optimizer, range(7, 12)) == _train(other, other_pool, other_optimizer, range(7, 12))
+
+
+def test_corrected_momentum_is_that_of_deep_gradient_compression():
+    run(2, _corrects)
+
+
+def _corrects() -> None:
+    """Beside its formulas, to the bit: gradients are integers, the momentum is a half. Everything is sent at first."""
+    size, world, rank = 12 * CHUNK - 1, 2, dist.get_rank()
+    model = Given(size)
+    pool, engine = pooled(model, settings(sparsity=0.75, dense_epochs=3, momentum_correction=True, momentum=0.5))
+    velocity, residual = torch.zeros(world, size), torch.zeros(world, size)
+    for step in range(16):
+        generator = torch.Generator().manual_seed(step)
+        gradients = world * torch.randint(-8, 9, (world, size), generator=generator).float()
+        velocity = 0.5 * velocity + gradients
+        residual += velocity
+        pool.zero_grad()
+        with pool.no_sync():
+            model(0.25 * gradients[rank]).backward()
+        model(0.75 * gradients[rank]).backward()
+        pool.finish()
+        for part in engine.sent:
+            assert model.weight.grad is not None
+            part = slice(part.start, min(part.stop, size))
+            assert torch.equal(model.weight.grad[part], residual.mean(0)[part]), step
+            residual[:, part] = 0.0
+            if step >= 3:
+                velocity[:, part] = 0.0
+        assert torch.equal(engine.state_dict()["velocity"][:size], velocity[rank]), step
+
+
+def test_where_everything_is_sent_corrected_momentum_is_momentum():
+    run(2, _momentum)
+
+
+def _momentum() -> None:
+    """Decay included; the pool learns the order of layers that are registered in another."""
+    weights = []
+    for chosen in (LazySync(wire="fp32"), settings(sparsity=0.0, momentum_correction=True)):
+        model = Layers((3, 0, 4, 1, 2))
+        pool, _ = pooled(model, chosen)
+        optimizer = build_optimizer(SGD, model, chosen.brings_momentum)
+        for step in range(12):
+            pool.zero_grad()
+            loss_of(model, step).backward()
+            pool.finish()
+            pool.update(lambda params, elements=None, optimizer=optimizer: optimizer.step(0.01, params, None, elements))
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*weights)
 
 
 def test_it_learns_and_sends_less_once_it_is_sparse():

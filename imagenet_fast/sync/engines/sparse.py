@@ -4,6 +4,10 @@ After GradientFlow (arXiv 1902.06855): the pool is cut into chunks of a fixed si
 L1 norms, and the largest are sent. What is not sent stays in the pool and grows until it is; its weights and their
 momentum stand still meanwhile. The chunks for a step are chosen from the norms of the step before, so they can leave
 while backward goes on, and the norms are agreed on during the next forward, in which chunks may still arrive.
+
+With momentum correction (Deep Gradient Compression, Lin et al., arXiv 1712.01887) it is each rank's velocity,
+u <- mu u + g, that adds up in the pool. Where a chunk is sent, u is cleared too, unless all chunks are: then the means
+are to the last digit or so what momentum makes of mean gradients.
 """
 
 from __future__ import annotations
@@ -60,6 +64,10 @@ class Sparse(SyncEngine):
         self._collective = chosen_collective(settings.collective) or usual_collective(
             pool.buffer.dtype, self._wire, self._topology
         )
+        self._momentum = settings.velocity_momentum
+        self._spans: list[Span] = []
+        self._velocity = pool.buffer.new_zeros(0)  # laid out as the pool; between take and push, what was in the pool
+        self._taken: set[int] = set()  # where in the pool this step's gradients have come
         self._step = 0
         self._stats = SyncStats(Stopwatch(pool.buffer.device))
         pool.lengthen(settings.chunk)
@@ -70,6 +78,13 @@ class Sparse(SyncEngine):
         device, topology, chunk = self._pool.buffer.device, self._topology, self._settings.chunk
         self._chunks = self._pool.buffer.view(-1, chunk)
         count = len(self._chunks)
+        if self._momentum is not None:
+            before, places = self._velocity, {span.param: span for span in self._spans}
+            self._velocity = torch.zeros_like(self._pool.buffer)
+            self._spans = list(self._pool.spans)
+            for span in self._spans:
+                if old := places.get(span.param):
+                    self._velocity[span.start : span.stop] = before[old.start : old.stop]
         self._scores = torch.zeros(topology.padded(count), device=device)
         self._ages = torch.zeros(count, dtype=torch.int64, device=device)  # steps since a chunk was last sent
         self._norms = torch.zeros(count, device=device)  # of the means that were sent, in their order
@@ -106,10 +121,17 @@ class Sparse(SyncEngine):
         else:
             everything = len(self._ids) == len(self._chunks)
             self._selected = list(range(len(self._chunks))) if everything else self._ids.tolist()
-        self._chunks.index_fill_(0, self._sent, 0.0)
+        self._clear(self._pool.buffer, self._velocity)
         self._sent = self._ids[:0]
+        self._taken.clear()
 
     def take(self, place: Tensor, gradient: Tensor | None) -> None:
+        if self._momentum is not None:
+            velocity = self._velocity.as_strided(place.size(), place.stride(), place.storage_offset())
+            moved = torch.add(place, velocity, alpha=self._momentum)
+            velocity.copy_(place)
+            place.copy_(moved)
+            self._taken.add(int(place.storage_offset()))
         if gradient is not None:
             place.add_(gradient)
         elif len(self._selected) == len(self._chunks):
@@ -120,6 +142,10 @@ class Sparse(SyncEngine):
             self._pool.buffer[max(part.start, span.start) : min(part.stop, span.stop)] = math.nan
 
     def push(self, span: Span) -> None:
+        if self._momentum is not None and span.start in self._taken:
+            own = slice(span.start, span.start + span.param.numel())
+            velocity = torch.sub(self._pool.buffer[own], self._velocity[own], out=self._velocity[own])
+            velocity.nan_to_num_(0.0, 0.0, 0.0)  # which is in the pool, and not to stay
         last = span.index == len(self._pool.spans) - 1
         ready = bisect_right(self._selected, span.stop // self._settings.chunk - 1)
         while self._packed < (len(self._selected) if last else ready):
@@ -174,11 +200,11 @@ class Sparse(SyncEngine):
         """What this rank has not sent, and what decides when it will be. Differs between ranks."""
         if self._agreed is not None:
             self._agreed.wait()
-        residual = self._pool.buffer.clone()
-        residual.view_as(self._chunks).index_fill_(0, self._sent, 0.0)
+        residual, velocity = self._pool.buffer.clone(), self._velocity.clone()
+        self._clear(residual, velocity)
         return {
-            "step": self._step, "residual": residual, "scores": self._scores.clone(), "ages": self._ages.clone(),
-            "order": [span.name for span in self._pool.spans],
+            "step": self._step, "residual": residual, "velocity": velocity, "scores": self._scores.clone(),
+            "ages": self._ages.clone(), "order": [span.name for span in self._pool.spans],
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -186,6 +212,7 @@ class Sparse(SyncEngine):
         self.lay_out()
         self._step = state["step"]
         self._pool.buffer.copy_(state["residual"])
+        self._velocity.copy_(state["velocity"])
         self._scores.copy_(state["scores"])
         self._ages.copy_(state["ages"])
         self._choose()
@@ -195,6 +222,12 @@ class Sparse(SyncEngine):
         if self._agreed is not None:
             self._agreed.wait()
         self._topology.close()
+
+    def _clear(self, residual: Tensor, velocity: Tensor) -> None:
+        """Of what was sent, nothing is left."""
+        residual.view_as(self._chunks).index_fill_(0, self._sent, 0.0)
+        if self._momentum is not None and len(self._sent) < len(self._chunks):
+            velocity.view_as(self._chunks).index_fill_(0, self._sent, 0.0)
 
     def _density(self, step: int) -> float:
         """The share of the chunks that leaves in a step."""
