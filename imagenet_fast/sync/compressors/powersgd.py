@@ -68,7 +68,7 @@ class PowerSGD:
         if span.name not in memory:
             generator = torch.Generator().manual_seed(zlib.crc32(span.name.encode()))  # the same on every rank
             start = torch.randn(columns, self.rank, generator=generator, device="cpu").to(pool.device, exact)
-            memory[span.name] = {"error": pool.new_zeros(shape, dtype=exact), "q": torch.linalg.qr(start).Q}
+            memory[span.name] = {"error": pool.new_zeros(shape, dtype=exact), "q": _orthonormal(start).T.contiguous()}
         own = memory[span.name]
         whole = place if pool.dtype == exact else pool.new_zeros(shape, dtype=exact)
         return _Matrix(place, pool[span.flag], whole, own["error"], own["q"])
@@ -86,7 +86,8 @@ class _Matrix:
     """M, where it is made: in its place, if that holds fp32."""
     error: Tensor
     q: Tensor
-    """Orthonormal, [m, rank]. The paper's is not, but spans the same, and 16 bits hold products with this one."""
+    """Qᵀ, [rank, m], so that its products go along the rows of M. Its rows are orthonormal; the paper's are not, but
+    span the same, and 16 bits hold products with these."""
 
 
 class _Message:
@@ -104,7 +105,7 @@ class _Message:
             return values, [part.view(shape) for part, shape in zip(parts, tensors, strict=True)]
 
         count = len(matrices)
-        lefts = [(len(matrix.place), matrix.q.shape[1]) for matrix in matrices]
+        lefts = [(len(matrix.place), len(matrix.q)) for matrix in matrices]
         self.left, parts = flat([*lefts, *(tuple(part.shape) for part in rest)])
         """Every P, then the rest."""
         self._p, self._rest_sent = parts[:count], parts[count:]
@@ -117,7 +118,7 @@ class _Message:
         """P = M Q."""
         for matrix, p in zip(self._matrices, self._p, strict=True):
             torch.add(matrix.place, matrix.error, out=matrix.whole)
-            torch.mm(matrix.whole, matrix.q, out=p)
+            torch.mm(matrix.whole, matrix.q.T, out=p)
         torch._foreach_copy_(self._rest_sent, self._rest)
 
     def reflect(self) -> None:
@@ -125,7 +126,7 @@ class _Message:
         torch.all(self._lefts.isfinite(), dim=0, out=self._finite)
         for matrix, p, q in zip(self._matrices, self._p, self._q, strict=True):
             p.copy_(_orthonormal(p))
-            torch.mm(matrix.whole.T, p, out=q)
+            torch.mm(p.T, matrix.whole, out=q)
 
     def restore(self) -> None:
         """The gradient is P Qᵀ of the mean Q, the error what is left of M."""
@@ -133,13 +134,16 @@ class _Message:
         if not self._matrices:
             return
         finite = self._finite & self.right.isfinite().all()
-        self.right.masked_fill_(~finite, math.nan)
+        self.right.masked_fill_(~finite, 0.0)
         for matrix, p, q in zip(self._matrices, self._p, self._q, strict=True):
-            mean = p @ q.T
-            torch.where(finite & (matrix.flag != 0), matrix.whole.sub_(mean), matrix.error, out=matrix.error)
-            matrix.place.copy_(mean)
+            told = finite & (matrix.flag != 0)
+            torch.where(told, matrix.whole, matrix.error, out=matrix.error)
+            matrix.error.addmm_(p.masked_fill(~told, 0.0), q, alpha=-1)
+            torch.mm(p.masked_fill(~finite, math.nan), q, out=matrix.whole)
+            if matrix.whole is not matrix.place:
+                matrix.place.copy_(matrix.whole)
             scaled = q / torch.linalg.vector_norm(q).clamp_min(torch.finfo(q.dtype).tiny)
-            torch.where(finite, _orthonormal(scaled + _OLD * matrix.q), matrix.q, out=matrix.q)
+            torch.where(finite, _orthonormal((scaled + _OLD * matrix.q).T).T, matrix.q, out=matrix.q)
 
 
 def _rest(span: Span, pool: Tensor, compressed: bool) -> Tensor:
