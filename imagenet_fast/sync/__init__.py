@@ -193,12 +193,14 @@ def _candidates(chooser: AutoSync, steps_per_epoch: int) -> list[Candidate]:
             if settings.defers and not chooser.defers:
                 continue
             name = settings.kind if wire == chooser.wire else f"{settings.kind} {wire}"
-            electable = settings.ours and (settings.exact or chooser.keeps)
+            engine = declare(settings)
+            # What a compressor's own work costs is not in the model.
+            electable = settings.ours and (settings.exact or chooser.keeps) and engine.compressor is None
             build: Callable[[GradientPool], SyncEngine] | None = None
-            if isinstance(settings, SparseSync | PowerSgdSync):
+            if isinstance(settings, SparseSync):
                 build = partial(build_engine, settings, steps_per_epoch=steps_per_epoch)
             candidates.append(
-                Candidate(name, declare(settings), settings.exact, settings.share, electable, settings.share < 1, build)
+                Candidate(name, engine, settings.exact, settings.share, electable, settings.share < 1, build)
             )
     return candidates
 

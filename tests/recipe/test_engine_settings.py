@@ -68,7 +68,7 @@ def test_all_send_everything_but_sparse_and_powersgd_of_matrices():
 
 
 def test_what_is_not_sent_is_kept_by_sparse_and_by_what_auto_may_elect():
-    assert kinds([engine for engine in (*ALL, INEXACT_AUTO) if engine.keeps]) == ["sparse", "auto"]
+    assert kinds([engine for engine in (*ALL, INEXACT_AUTO) if engine.keeps]) == ["sparse", "powersgd", "auto"]
 
 
 def test_ddp_is_not_ours_and_auto_takes_anothers_place():

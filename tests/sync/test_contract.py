@@ -253,8 +253,8 @@ def _in_their_groups(cases: Iterable[Case], learning: bool) -> dict[object, str]
     for case in cases:
         if case.place in own:
             for ranks in case.place.groups or (everybody,):
-                if case.engine == "sparse" and case.wire in CODES:
-                    continue  # it has chunks, not codes
+                if case.engine in ("sparse", "powersgd") and case.wire in CODES:
+                    continue  # they have chunks and factors, not codes
                 if dist.get_rank() in ranks:  # the others do something else
                     results[case, ranks] = _in_a_group(case, ranks, groups.get(ranks), learning)
     return results
