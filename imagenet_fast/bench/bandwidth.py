@@ -37,7 +37,7 @@ from imagenet_fast.recipe.engine_settings import Collective, Wire
 from imagenet_fast.record.tables import compact_table, number
 from imagenet_fast.sync import wire_dtype
 from imagenet_fast.sync.collectives import all_reduce, carry, piece_elements
-from imagenet_fast.sync.messages import lane_of
+from imagenet_fast.sync.collectives.phases import lane_of
 from imagenet_fast.sync.topology import Topology
 
 Means = Collective | Literal["mpi"]
@@ -358,7 +358,7 @@ def _all_reduces(collective: Collective, values: Tensor, topology: Topology) -> 
     if collective == "native":
         return partial(dist.all_reduce, values)
     pieces = [
-        all_reduce(piece, values.dtype, collective, topology, lane=lane_of(False, number, topology))
+        all_reduce(piece, values.dtype, collective, topology, lane=lane_of(number, topology.device))
         for number, piece in enumerate(values.split(piece_elements(values.dtype, topology)))
     ]
 

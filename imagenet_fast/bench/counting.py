@@ -41,7 +41,7 @@ from imagenet_fast.sync.channel import Call, Channel
 from imagenet_fast.sync.collectives import wire_for
 from imagenet_fast.sync.engines.sparse import Sparse
 from imagenet_fast.sync.messages import messages_of
-from imagenet_fast.sync.prediction import best_fuse
+from imagenet_fast.sync.prediction import predict_best
 from imagenet_fast.sync.probing import Network
 from imagenet_fast.sync.scheduler import Scheduler
 from imagenet_fast.sync.topology import Topology
@@ -208,6 +208,7 @@ class _Step:
         self._pool = pool = GradientPool(self._model, ranks_per_node=ranks_per_node)
         pool.topology = _Noting(ranks_per_node, self._calls if noting else None)
         pool.order([span.name for span in pool.spans])  # as it is: ranks without values can't agree on another
+        self._travelling = settings.travelling
         wire = wire_dtype(settings.wire)
         self._wire = wire_for(pool.buffer.dtype, wire, pool.topology)
         declaration = declare(settings)  # type: ignore[arg-type]  # none that chooses
@@ -218,7 +219,7 @@ class _Step:
             self._engine = Spread(settings, pool, wire)
         else:
             self._engine = Scheduler(declaration, pool, network, timing)
-        fuse = best_fuse(declaration, pool, self._wire, timing, network)
+        fuse, _ = predict_best(declaration, pool, self._wire, timing, network)
         size: Counter[Collective] = Counter()
         for message in messages_of(declaration, pool, self._wire, fuse, network):
             size[message.collective] += message.part.stop - message.part.start
@@ -258,8 +259,9 @@ class _Step:
         """On the wire, of what the last step has averaged: elements of parameters, without padding, and norms."""
         elements, wire = self._engine.elements(), self._wire.itemsize
         if elements is None:
-            elements = {p: [slice(0, p.numel())] for p in self._model.parameters()}
-        sent: int = sum(part.stop - part.start for parts in elements.values() for part in parts)
+            sent = round(sum(self._travelling(p.shape) for p in self._model.parameters()))
+        else:
+            sent = sum(part.stop - part.start for parts in elements.values() for part in parts)
         return wire * sent + (self._engine.norms_bytes if isinstance(self._engine, Spread) else 0)
 
     def _run(self) -> None:

@@ -7,6 +7,7 @@ to the next forward is counted there.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -15,12 +16,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
-from typing import ClassVar, Protocol, get_args
+from typing import ClassVar, get_args
 
 import psutil
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from imagenet_fast.bench.hosts import run_on
 from imagenet_fast.bench.network import parse_rate, sent_bytes, shaped_network
@@ -33,7 +33,7 @@ from imagenet_fast.recipe.engine_settings import Awaits, Cast, DdpSync, Sync, Wi
 from imagenet_fast.sync import Engine, GradientPool, SyncStats, attach, declare, wire_dtype
 from imagenet_fast.sync.codecs import PLAIN, is_coded
 from imagenet_fast.sync.collectives import Phase, all_reduce, carry, piece_elements, wire_for
-from imagenet_fast.sync.prediction import best_fuse, predict
+from imagenet_fast.sync.prediction import predict_best
 from imagenet_fast.sync.probing import Network
 from imagenet_fast.sync.topology import Topology
 from imagenet_fast.sync.trace import Trace
@@ -81,15 +81,6 @@ class EngineTime:
     """What the cost model makes of it, from the profile's times and the network as it was measured before."""
 
 
-class Overlap(Protocol):
-    """What bounds an engine: see :class:`~imagenet_fast.recipe.engine_settings.EngineTable`."""
-
-    @property
-    def awaits(self) -> Awaits: ...
-    @property
-    def share(self) -> float: ...
-
-
 @dataclass(frozen=True)
 class _Block:
     """Means over the steps of one block, on one rank."""
@@ -111,6 +102,9 @@ class Declared:
     ours: ClassVar[bool] = True
     chooses: ClassVar[bool] = False
     share: ClassVar[float] = 1.0
+
+    def travelling(self, shape: Sequence[int]) -> float:
+        return float(math.prod(shape))
 
     @property
     def wire(self) -> Wire:
@@ -177,11 +171,12 @@ def bench_sync(
         key: [max(of_rank[key][turn].step_s for of_rank in by_rank) for turn in range(rounds)] for key in by_rank[0]
     }
     compute = median(seconds[None])
+    timing = small.lasting(compute).timing
 
     def row(settings: Sync | Declared) -> EngineTime:
         times, wire = seconds[settings], settings.wire
         raw = median(seconds[wire])
-        limit = limit_s(settings, small, compute, raw)
+        limit = least_step_s(timing, small.sending(raw, settings.travelling), settings.awaits)
 
         def over_ranks(field: str) -> float:
             return median(
@@ -203,16 +198,6 @@ def bench_sync(
 def _cast_for(wire: Wire) -> Cast:
     """What DDP sends in where ours send ``wire``."""
     return "bf16" if wire == "int8" or wire == "fp8" else wire
-
-
-def limit_s(settings: Overlap, profile: Profile, compute_s: float, raw_s: float) -> float:
-    """The least that a step of ``compute_s`` can take, all that an engine of this kind may overlap being overlapped.
-
-    ``raw_s`` is one undisturbed all-reduce of all gradients.
-    """
-    s_per_element = raw_s / profile.elements
-    seconds = [layer.elements * s_per_element for layer in reversed(profile.layers)]
-    return least_step_s(profile.lasting(compute_s).timing, seconds, settings.awaits, settings.share)
 
 
 def _check_memory(profile: Profile, engines: int, hosts: int, ranks_per_host: int) -> None:
@@ -238,7 +223,7 @@ def _measure(
 ) -> tuple[_Blocks, dict[Sync | Declared, float]]:
     """On each rank: the blocks, and what the cost model makes of every engine."""
     gradients = gradients_of(profile)
-    predicted = _predictions(replay(profile, gradients), profile, engines)
+    predicted = _predictions(profile, gradients, engines)
     measurements: dict[Sync | Declared | Wire | None, Callable[[], _Block]] = {
         None: partial(_compute_block, profile, gradients, steps)
     }
@@ -261,9 +246,10 @@ def _measure(
 
 
 def _predictions(
-    model: nn.Sequential, profile: Profile, engines: Sequence[Sync | Declared]
+    profile: Profile, gradients: Gradients, engines: Sequence[Sync | Declared]
 ) -> dict[Sync | Declared, float]:
     """Seconds of a step by the cost model; of an engine that chooses only once it has chosen."""
+    model = replay(profile, gradients)
     pool = GradientPool(model)
     timing = timing_of(profile, model, pool.spans)
     predicted, networks = dict[Sync | Declared, float](), dict[torch.dtype, Network]()
@@ -274,8 +260,7 @@ def _predictions(
         engine = settings.engine if isinstance(settings, Declared) else declare(settings)  # type: ignore[arg-type]
         wire = wire_for(pool.buffer.dtype, engine.wire, topology)
         network = networks.setdefault(wire, Network(topology, wire))
-        fuse = best_fuse(engine, pool, wire, timing, network)
-        predicted[settings] = predict(engine, pool, wire, fuse, timing, network, settings.share)
+        _, predicted[settings] = predict_best(engine, pool, wire, timing, network, settings.share)
     topology.close()
     pool.close()
     return predicted

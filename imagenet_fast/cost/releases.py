@@ -56,3 +56,11 @@ def plan_releases(tasks: Sequence[Task], times: Sequence[float], s_per_byte: flo
         releases.append(released)
     assert not held, "a task that can never begin"
     return releases
+
+
+def as_ready(tasks: Sequence[Task], events: int) -> list[list[int]]:
+    """The releases where every task begins at its first event."""
+    releases: list[list[int]] = [[] for _ in range(events)]
+    for number, task in enumerate(tasks):
+        releases[task.event].append(number)
+    return releases

@@ -1,22 +1,29 @@
-"""The cost model: how long a step takes, from a step's course and what the network costs.
+"""The cost model: how long a step takes, from its course, what travels in it, and what the network costs.
 
-The wire is one resource that carries one message after the other. After the models of MG-WFBP (Shi et al., INFOCOM
-2019), with the next forward added.
+Messages under way share the wire evenly, as their connections do; what a message waits for besides, its latency, goes
+on beside other messages' bytes. The processor prepares one after the other. After the models of MG-WFBP (Shi et al.,
+INFOCOM 2019), with the next forward, plans, queues and codecs added.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from imagenet_fast.cost.link import Link
-from imagenet_fast.cost.releases import Task, plan_releases
+from imagenet_fast.cost.link import NO_CODEC, CodecCost, Link
+from imagenet_fast.cost.releases import Task
 from imagenet_fast.cost.timing import Timing
 
-_CYCLES = 6  # simulated steps, after which one is like the next
 THRESHOLDS = [*(2.0**power for power in range(16, 27)), math.inf]
 """Bytes: 64 KiB to 64 MiB, and everything at once."""
+
+
+_CAME, _RELEASED, _BEGUN = range(3)
+"""Kinds of events, those first that free others."""
 
 
 @dataclass(frozen=True)
@@ -29,41 +36,121 @@ class Prediction:
     chosen: bool
 
 
-def serial_step(messages: Iterable[float], timing: Timing, link: Link) -> float:
-    """Seconds of a step whose messages (bytes on the wire) leave after backward, one after the other."""
-    return timing.compute_s + sum(map(link.seconds, messages))
+@dataclass(frozen=True)
+class Sending:
+    """A message of a step, or a half of one."""
+
+    task: Task
+    """From when on it may leave, its bytes, and of which other it is the second half."""
+    spans: range
+    """Whose gradients, by number in pool order, are complete once it and its like have come."""
+    link: Link
+    codec: CodecCost = NO_CODEC
+    urgent: bool = False
+    """Whether what is released with it at the end of backward, but is not urgent, waits until it has come."""
+    run: int = 0
+    """Messages of one run are pieces of what travels together."""
+    queue: str = ""
+    """Messages of one queue leave in their order,"""
+    abreast: float = math.inf
+    """of which so many are under way at a time."""
+    kind: str = ""
+    """At the end of backward a message waits for those before it of each other kind, but for the last."""
 
 
-def fused_step(messages: Iterable[tuple[int, float]], timing: Timing, link: Link) -> float:
-    """Seconds of a step whose messages leave during backward, one after the other, and are awaited at its end.
+def simulated_step_s(
+    sendings: Sequence[Sending],
+    releases: Sequence[Sequence[int]],
+    awaits: Literal["each", "backward", "read"],
+    timing: Timing,
+) -> float:
+    """Seconds of a step that sends ``sendings``, those of ``releases`` by event: a push each, and backward's end.
 
-    Each is given by the span with which it is ready (as a number in pool order) and its bytes on the wire.
+    With ``read`` the next forward stands still at every layer whose gradients have not come, else where it begins. So
+    all of a step has come before the next backward: steps do not meet on the wire, and each is like the first.
     """
-    free = 0.0
-    for event, message in messages:
-        free = max(free, timing.ready[event]) + link.seconds(message)
-    return timing.forward_s + max(free, timing.backward_s)
+    moments = [*timing.ready, timing.backward_s]
+    came = _came(sendings, releases, awaits == "each", moments)
+    late = 0.0
+    for sending, moment in zip(sendings, came, strict=True):
+        needed = min(timing.needed[span] for span in sending.spans) if awaits == "read" else 0.0
+        late = max(late, moment - timing.backward_s - needed)
+    return timing.compute_s + late
 
 
-def deferred_step(tasks: Sequence[Task], carried: Sequence[range], timing: Timing, link: Link) -> float:
-    """Seconds of a step whose transfers overlap the next forward.
+def _came(
+    sendings: Sequence[Sending], releases: Sequence[Sequence[int]], one_by_one: bool, moments: Sequence[float]
+) -> list[float]:
+    """When each message has come, from the beginning of backward; ``one_by_one``: no run leaves before the last has."""
+    behind = _behind(sendings, releases, one_by_one)
+    released = [0.0] * len(sendings)
+    queues: dict[str, deque[int]] = {}
+    for moment, numbers in zip(moments, releases, strict=True):
+        for number in numbers:
+            released[number] = moment
+            queues.setdefault(sendings[number].queue, deque()).append(number)
+    under_way = dict.fromkeys(queues, 0)
+    came = [math.inf] * len(sendings)
+    begun = [0.0] * len(sendings)
+    events: list[tuple[float, int, int]] = [(moment, _RELEASED, -1) for moment in set(released)]
+    heapq.heapify(events)
+    wire: list[tuple[float, int]] = []  # what each of its messages will have been given when it is through
+    now = given = processor = 0.0
+    while events or wire:
+        through = now + (wire[0][0] - given) * len(wire) if wire else math.inf
+        if not events or through <= events[0][0]:
+            (given, number), now = heapq.heappop(wire), through
+            link, codec, size = sendings[number].link, sendings[number].codec, sendings[number].task.message
+            here = max(now, begun[number] + link.call_s) + link.latency_s + size * codec.decode_s_per_byte
+            heapq.heappush(events, (here, _CAME, number))
+            continue
+        moment, kind, number = heapq.heappop(events)
+        if wire:
+            given += (moment - now) / len(wire)
+        now = moment
+        if kind == _BEGUN:
+            heapq.heappush(wire, (given + sendings[number].task.message * sendings[number].link.s_per_byte, number))
+            continue
+        if kind == _CAME:
+            came[number] = now
+            under_way[sendings[number].queue] -= 1
+        for name, queue in queues.items():
+            while queue and released[queue[0]] <= now and all(came[other] <= now for other in behind[queue[0]]):
+                sending = sendings[queue[0]]
+                if under_way[name] >= sending.abreast:
+                    break
+                number = queue.popleft()
+                under_way[name] += 1
+                size = sending.task.message
+                begun[number] = max(now, processor) + size * sending.codec.encode_s_per_byte
+                processor = begun[number] + sending.link.call_s + size * sending.codec.decode_s_per_byte
+                heapq.heappush(events, (begun[number], _BEGUN, number))
+    return came
 
-    ``carried`` gives, by task, the spans (as numbers in pool order) that are complete once it and its like are.
-    """
-    releases = plan_releases(tasks, [*timing.ready, timing.backward_s], link.s_per_byte)
-    here = [0.0] * len(timing.needed)  # when a span's gradients had come, on the clock of the simulation
-    begin = free = period = 0.0
-    for _ in range(_CYCLES):
-        late = 0.0
-        for span in sorted(range(len(here)), key=timing.needed.__getitem__):
-            late = max(late, here[span] - begin - timing.needed[span])
-        turn = begin + timing.forward_s + late
-        here = [0.0] * len(here)
-        for moment, released in zip([*timing.ready, timing.backward_s], releases, strict=True):
-            for number in released:
-                free = max(free, turn + moment) + max(link.call_s, tasks[number].message * link.s_per_byte)
-                for span in carried[number]:
-                    here[span] = max(here[span], free + link.latency_s)
-        end = turn + timing.backward_s
-        period, begin = end - begin, end
-    return period
+
+def _behind(sendings: Sequence[Sending], releases: Sequence[Sequence[int]], one_by_one: bool) -> list[list[int]]:
+    """By message, those that must have come before it leaves."""
+    behind: list[list[int]] = [[] for _ in sendings]
+    run: list[int] = []
+    before: list[int] = []  # the run before it
+    urgent: list[int] = []  # the last of these
+    for event, released in enumerate(releases):
+        last = event == len(releases) - 1
+        kinds: dict[str, list[int]] = {}
+        for number in released:
+            sending = sendings[number]
+            if sending.task.after is not None:
+                behind[number].append(sending.task.after)
+            if one_by_one:
+                if run and sending.run != sendings[run[0]].run:
+                    before, run = run, []
+                run.append(number)
+                behind[number] += before
+            if last:
+                behind[number] += [n for kind, ns in kinds.items() if kind != sending.kind for n in ns[-2:-1]]
+                kinds.setdefault(sending.kind, []).append(number)
+            if last and sending.urgent:
+                urgent = [number]
+            elif not sending.urgent:
+                behind[number] += urgent
+    return behind

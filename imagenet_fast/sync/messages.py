@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
 from imagenet_fast.cost.releases import Task
 from imagenet_fast.recipe.engine_settings import Collective
 from imagenet_fast.sync.collectives import cost_of, piece_elements, usual_collective
+from imagenet_fast.sync.collectives.phases import lane_of
 from imagenet_fast.sync.engine import Engine, Run
 from imagenet_fast.sync.pool import GradientPool
 from imagenet_fast.sync.probing import Network
 from imagenet_fast.sync.span import Span
-from imagenet_fast.sync.topology import Topology
 
 URGENT = "urgent "
-"""The lane of what is ready last and needed first."""
+"""The lane of what is ready last and needed first: it queues behind nothing."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,13 @@ def messages_of(engine: Engine, pool: GradientPool, wire: torch.dtype, fuse: flo
     for run in _runs(pool.spans, engine, fuse / wire.itemsize):
         collective = _collective(engine, run, pool, wire, network)
         cost = cost_of(collective, pool.topology, engine.servers)
-        for piece, start in enumerate(range(run[0].start, run[-1].stop, elements)):
-            part = slice(start, min(start + elements, run[-1].stop))
+        for piece, (part, travelling) in enumerate(_parts(run, engine, elements)):
             whose = [s for s in run if s.start < part.stop and part.start < s.stop] if engine.planned else run
             closes = len(pool.spans) if engine.awaits == "each" else whose[-1].index
             needed = -whose[-1].index  # the pool's last layers are the first of the next forward
-            lane = lane_of(engine.planned and whose[-1] is pool.spans[-1], piece, pool.topology)
-            size = cost * (part.stop - part.start) * wire.itemsize
+            urgent = engine.planned and whose[-1] is pool.spans[-1]
+            lane = URGENT if urgent else lane_of(piece, pool.topology.device)
+            size = cost * travelling * wire.itemsize
             if not engine.halves:
                 messages.append(Message(whose, part, collective, None, lane, Task(closes, size, (0, needed))))
                 continue
@@ -59,12 +60,13 @@ def messages_of(engine: Engine, pool: GradientPool, wire: torch.dtype, fuse: flo
     return messages
 
 
-def lane_of(urgent: bool, piece: int, topology: Topology) -> str:
-    """What is ready last and needed first queues behind nothing. gloo carries two operations of a process group at a
-    time, and both may be waiting for a rank that is behind, so pieces take two lanes in turn: 3 % of dear's step."""
-    if urgent:
-        return URGENT
-    return "second " if piece % 2 and topology.device.type == "cpu" else ""
+def _parts(run: Run, engine: Engine, elements: int) -> list[tuple[slice, int]]:
+    """The pieces of a run, and how many values travel for each; what is compressed is one piece."""
+    start, stop = run[0].start, run[-1].stop
+    if engine.compressor is not None:
+        return [(slice(start, stop), sum(map(engine.compressor.travelling, run)))]
+    cuts = [*range(start, stop, elements), stop]
+    return [(slice(*ends), ends[1] - ends[0]) for ends in pairwise(cuts)]
 
 
 def _runs(spans: Iterable[Span], engine: Engine, fuse: float) -> list[Run]:

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
-from imagenet_fast.cost.link import Link
+from imagenet_fast.cost.link import NO_CODEC, CodecCost, Link
 from imagenet_fast.recipe.engine_settings import Collective
-from imagenet_fast.sync.codecs import PLAIN, is_coded
-from imagenet_fast.sync.collectives import all_reduce, carry
+from imagenet_fast.sync.codecs import PLAIN, Packing, all_coded, decode, encode, is_coded
+from imagenet_fast.sync.collectives import all_reduce, carry, cost_of, piece_bytes, piece_elements
+from imagenet_fast.sync.collectives.phases import lane_of
 from imagenet_fast.sync.topology import Topology
 
 _TINY, _SHORT, _LONG = 2**13, 2**20, 2**22  # bytes; of the difference between two, what a link can burst drops out
 _REPEATS = 4
+_MANY = 8  # messages at once, whose latencies overlap
 
 
 class Network:
-    """The link of each collective, measured when it is first asked for: every rank must ask alike, with nothing else
-    under way. ``stated`` is taken instead where there is nothing to measure."""
+    """The link of each collective and the cost of each codec, measured when first asked for: every rank must ask alike,
+    with nothing else under way. ``stated`` and ``codecs`` are taken instead where there is nothing to measure."""
 
-    def __init__(self, topology: Topology, wire: torch.dtype, stated: Link | None = None) -> None:
+    def __init__(
+        self, topology: Topology, wire: torch.dtype, stated: Link | None = None,
+        codecs: Mapping[torch.dtype, CodecCost] | None = None,
+    ) -> None:  # fmt: skip
         self._topology = topology
         self._wire = PLAIN if is_coded(wire) else wire  # what codes cost is not the network's
         self._stated = stated
         self._links: dict[Collective, Link] = {}
+        self._codecs = dict(codecs or {})
 
     def link(self, collective: Collective) -> Link:
         if self._stated is not None:
@@ -36,29 +43,87 @@ class Network:
             self._links[collective] = measure_link(collective, self._wire, self._topology)
         return self._links[collective]
 
+    def seconds(self, collective: Collective, message: float) -> float:
+        """Of a message of so many bytes, with nothing else on the wire."""
+        return self.link(collective).seconds(message * cost_of(collective, self._topology))
+
+    def codec(self, wire: torch.dtype) -> CodecCost:
+        if wire not in self._codecs and is_coded(wire) and self._stated is None and self._topology.size > 1:
+            self._codecs[wire] = measure_codec(wire, self._topology)
+        return self._codecs.get(wire, NO_CODEC)
+
 
 def measure_link(collective: Collective, wire: torch.dtype, topology: Topology) -> Link:
-    """Time three sizes of ``collective``, the fastest of four; the first rank's result, so that all ranks decide alike.
+    """Time three sizes of ``collective``, in pieces as they travel, and several short messages at once, the fastest of
+    four; the first rank's result, so that all ranks decide alike. Its bytes are a ring's: see :func:`cost_of`.
 
     Every rank must call it, with nothing else under way. The values have the wire's dtype already: casts of fresh
     memory cost the processor up to a third of the time and say nothing of the network.
     """
-    latency_s, short_s, long_s = (
-        min(_seconds(size, wire, collective, topology) for _ in range(_REPEATS)) for size in (_TINY, _SHORT, _LONG)
+    piece = piece_bytes(topology)
+    latency_s, many_s, short_s, long_s = (
+        min(_seconds(sizes, wire, collective, topology) for _ in range(_REPEATS))
+        for sizes in ([_TINY], [_TINY] * _MANY, _pieces(_SHORT, piece), _pieces(_LONG, piece))
     )
     s_per_byte = max(0.0, long_s - short_s) / (_LONG - _SHORT)
-    fit = torch.tensor([latency_s, s_per_byte], dtype=torch.float64, device=topology.device)
-    dist.broadcast(fit, src=topology.ranks[0], group=topology.group)
-    return Link(*fit.tolist())
+    call_s = max(0.0, (many_s - latency_s) / (_MANY - 1) - _TINY * s_per_byte)
+    return Link(*_of_first_rank([latency_s, s_per_byte / cost_of(collective, topology), call_s], topology))
 
 
-def _seconds(size: int, wire: torch.dtype, collective: Collective, topology: Topology) -> float:
-    elements = topology.padded(size // wire.itemsize)
-    values = torch.zeros(elements, dtype=wire, device=topology.device)
-    phases = all_reduce(values, wire, collective, topology)
+def measure_codec(wire: torch.dtype, topology: Topology) -> CodecCost:
+    """Time what a rank does for the codes of a piece, the fastest of four; the first rank's result. Every rank must
+    call it."""
+    elements = piece_elements(wire, topology)
+    values = torch.randn(elements, device=topology.device)
+    packing = Packing(all_coded(elements), topology.size, wire, topology.device)
+    packing.left = torch.zeros_like(packing.coded)
+    message = packing.message(topology.size)
+    scales, codes, _ = packing.parts(message)
+
+    def write() -> None:
+        packing.load(values)
+        encode(packing.coded, packing.left, scales, codes)
+
+    def read() -> None:
+        decode(scales, codes).sum(0)  # where parts are added up
+        packing.coded.copy_(decode(scales, codes))  # where means arrive
+        packing.land(values)
+
+    def seconds(work: Callable[[], object]) -> float:
+        begun = time.perf_counter()
+        work()
+        if topology.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - begun
+
+    figures = [min(seconds(work) for _ in range(_REPEATS)) / message.nbytes for work in (write, read)]
+    return CodecCost(*_of_first_rank(figures, topology))
+
+
+def _of_first_rank(figures: list[float], topology: Topology) -> list[float]:
+    agreed = torch.tensor(figures, dtype=torch.float64, device=topology.device)
+    if topology.size > 1:
+        dist.broadcast(agreed, src=topology.ranks[0], group=topology.group)
+    told: list[float] = agreed.tolist()
+    return told
+
+
+def _pieces(size: int, piece: int) -> list[int]:
+    """Bytes of each."""
+    return [min(piece, size - start) for start in range(0, size, piece)]
+
+
+def _seconds(sizes: Sequence[int], wire: torch.dtype, collective: Collective, topology: Topology) -> float:
+    """Of messages of so many bytes, begun at once."""
+    values = [torch.zeros(topology.padded(size // wire.itemsize), dtype=wire, device=topology.device) for size in sizes]
+    phases = [
+        all_reduce(message, wire, collective, topology, lane=lane_of(number, topology.device))
+        for number, message in enumerate(values)
+    ]
     dist.barrier(topology.group)
     begun = time.perf_counter()
-    carry(phases).wait()
-    if values.is_cuda:
+    for transfer in [carry(of_one) for of_one in phases]:
+        transfer.wait()
+    if values[0].is_cuda:
         torch.cuda.synchronize()
     return time.perf_counter() - begun

@@ -78,7 +78,7 @@ def test_it_lies_between_simpler_bounds_for_any_network():
     for seed in range(50):
         profile = random_profile(seed)
         raw = Random(seed).uniform(0.1, 3) * profile.compute_s
-        seconds = [raw * layer.elements / profile.elements for layer in reversed(profile.layers)]
+        seconds = profile.sending(raw)
         each, backward, read = (
             least_step_s(profile.timing, seconds, awaits) for awaits in ("each", "backward", "read")
         )
@@ -88,5 +88,4 @@ def test_it_lies_between_simpler_bounds_for_any_network():
 def test_alexnets_on_four_hosts_of_250_mbit():
     """With the compute and the raw all-reduce that were measured there: docs/benchmarks.md."""
     profile = load_profile("alexnet").shrunk(4).lasting(1.407)
-    seconds = [1.534 * layer.elements / profile.elements for layer in reversed(profile.layers)]
-    assert least_step_s(profile.timing, seconds, "read") == pytest.approx(1.558, abs=1e-3)
+    assert least_step_s(profile.timing, profile.sending(1.534), "read") == pytest.approx(1.558, abs=1e-3)

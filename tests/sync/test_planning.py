@@ -1,19 +1,16 @@
-"""The cost model and the plans made with it, on networks and steps that are given."""
+"""What travels in a step, and the engine that chooses an engine."""
 
 from __future__ import annotations
 
 import math
-import random
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from imagenet_fast.cost.link import Link
-from imagenet_fast.cost.releases import Task, plan_releases
-from imagenet_fast.cost.simulation import THRESHOLDS, deferred_step, fused_step, serial_step
-from imagenet_fast.cost.timing import Timing
+from imagenet_fast.cost.link import NO_CODEC, Link
 from imagenet_fast.recipe.schema import Sgd
 from imagenet_fast.sync import (
     AllReduceSync,
@@ -21,97 +18,25 @@ from imagenet_fast.sync import (
     DearSync,
     GradientPool,
     LazySync,
+    SparseSync,
     attach,
+    build_engine,
     declare,
 )
 from imagenet_fast.sync.collectives import piece_bytes
-from imagenet_fast.sync.engine import Engine
+from imagenet_fast.sync.engine import Elements
+from imagenet_fast.sync.engines.sparse import Sparse
 from imagenet_fast.sync.messages import messages_of
-from imagenet_fast.sync.prediction import best_fuse, predict
 from imagenet_fast.sync.probing import Network
-from imagenet_fast.training.optimizers import build_optimizer
+from imagenet_fast.sync.topology import Topology
+from imagenet_fast.training.optimizers import MomentumSGD, build_optimizer
 from tests.spawning import run
-
-# Five layers in pool order, last one first: two large ones whose gradients come early, three small ones.
-TIMING = Timing((0.8, 0.7, 0.4, 0.2, 0.0), 1.0, (0.1, 0.3, 0.8, 1.4, 2.0), 2.0)
-MESSAGES = (20e6, 80e6, 2e6, 1e6, 1e6)
-
-
-def tasks_of(pieces: int = 4) -> tuple[list[Task], list[range]]:
-    tasks, carried = [], []
-    for span, message in enumerate(MESSAGES):
-        for _ in range(pieces):
-            tasks.append(Task(span, message / pieces, (0, -span)))
-            carried.append(range(span, span + 1))
-    return tasks, carried
-
-
-def test_every_task_is_released_once_not_before_it_can_begin_nor_before_its_predecessor():
-    chance = random.Random(0)
-    for _ in range(50):
-        tasks: list[Task] = []
-        for number in range(40):
-            after = chance.choice([None, *range(number)])
-            tasks.append(Task(chance.randrange(5), chance.uniform(0, 3e6), (chance.randrange(3),), after))
-        times = sorted(chance.uniform(0, 1) for _ in range(6))
-        order = [(event, n) for event, ns in enumerate(plan_releases(tasks, times, 1e-8)) for n in ns]
-        assert sorted(n for _, n in order) == list(range(40))
-        position = {n: place for place, (_, n) in enumerate(order)}
-        for event, n in order:
-            assert event >= tasks[n].event
-            assert tasks[n].after is None or position[tasks[n].after] < position[n]
-
-
-def test_what_is_needed_sooner_overtakes_what_is_held_back():
-    tasks, _ = tasks_of()
-    releases = plan_releases(tasks, [*TIMING.ready, TIMING.backward_s], 4e-8)
-    flat = [n for event in releases for n in event]
-    assert flat != sorted(flat, key=lambda n: tasks[n].event), "some large pieces are held back"
-    small = [flat.index(n) for n, task in enumerate(tasks) if task.event >= 2]
-    large = [flat.index(n) for n, task in enumerate(tasks) if task.event == 1]
-    assert max(large) > max(small)
-
-
-def test_a_deferred_step_takes_the_longer_of_compute_and_wire():
-    tasks, carried = tasks_of(16)
-    for s_per_byte, busy in ((1e-9, 0.104), (1e-8, 1.04), (4e-8, 4.16)):
-        step = deferred_step(tasks, carried, TIMING, Link(1e-4, s_per_byte))
-        assert max(TIMING.compute_s, busy) <= step <= 1.12 * max(TIMING.compute_s, busy)
-
-
-def test_a_fused_step_hides_what_backward_covers_and_no_more():
-    fast, slow = Link(0.0, 1e-9), Link(0.0, 1e-7)
-    one_by_one, at_once = list(enumerate(MESSAGES)), [(4, sum(MESSAGES))]
-    assert fused_step(one_by_one, TIMING, fast) == pytest.approx(3.0, abs=2e-3)
-    assert fused_step(one_by_one, TIMING, slow) == pytest.approx(1.0 + 0.1 + 10.4)
-    assert fused_step(at_once, TIMING, slow) == pytest.approx(3.0 + 10.4)
-    assert serial_step(MESSAGES, TIMING, Link(0.5, 1e-7)) == pytest.approx(3.0 + 5 * 0.5 + 10.4)
 
 
 def pooled() -> GradientPool:
-    """A hundredth of the five layers, of one rank."""
-    sizes = [int(message / 4 / 100) - 1 for message in MESSAGES]
+    """Two large layers, three small ones, of one rank."""
+    sizes = [49999, 199999, 4999, 2499, 2499]
     return GradientPool((f"{n}.weight", nn.Parameter(torch.zeros(sizes[n]))) for n in reversed(range(len(sizes))))
-
-
-@pytest.mark.parametrize(
-    "engine", [declare(LazySync(wire="fp32")), declare(DearSync(wire="fp32"))], ids=["lazy", "dear"]
-)
-def test_the_best_threshold_is_never_worse_than_none_or_all(engine: Engine):
-    pool, fp32 = pooled(), torch.float32
-
-    def network(link: Link) -> Network:
-        return Network(pool.topology, fp32, link)
-
-    for latency in (0.0, 1e-3, 0.1, 1.0):
-        for s_per_byte in (1e-7, 1e-6, 1e-5):
-            wires = network(Link(latency, s_per_byte))
-            sizes = [size for size in THRESHOLDS if not engine.planned or size >= piece_bytes(pool.topology)]
-            steps = [predict(engine, pool, fp32, size, TIMING, wires) for size in sizes]
-            best = predict(engine, pool, fp32, best_fuse(engine, pool, fp32, TIMING, wires), TIMING, wires)
-            assert best <= 1.01 * min(steps)
-    if not engine.planned:
-        assert best_fuse(engine, pool, fp32, TIMING, network(Link(10.0, 1e-7))) == math.inf
 
 
 def test_messages_tile_the_pool_and_none_is_longer_than_a_piece():
@@ -135,11 +60,20 @@ def test_messages_tile_the_pool_and_none_is_longer_than_a_piece():
     assert len(messages_of(declare(AllReduceSync()), pool, torch.float32, math.inf, network)) > len(pool.spans)
 
 
-def test_auto_decides_alike_everywhere_and_trains_on():
-    decisions = run(2, _decide)
+@pytest.fixture(scope="module")
+def two_ranks() -> list[tuple[list[tuple[str, float, bool, bool]], list[str], list[float]]]:
+    return run(2, _decide_elect_and_measure)
+
+
+def _decide_elect_and_measure() -> tuple[list[tuple[str, float, bool, bool]], list[str], list[float]]:
+    return _decide(), _elect(), _measure()
+
+
+def test_auto_decides_alike_everywhere_and_trains_on(two_ranks):
+    decisions = [decision for decision, *_ in two_ranks]
     assert decisions[0] == decisions[1]
     engines = {engine for engine, *_ in decisions[0]}
-    assert engines == {"allreduce", "ring", "lazy", "hybrid", "dear", "sparse", "ddp"}
+    assert engines == {"allreduce", "ring", "lazy", "hybrid", "dear", "sparse", "powersgd", "ddp"}
     assert sum(chosen for *_, chosen in decisions[0]) == 1
     assert all(exact for _, _, exact, chosen in decisions[0] if chosen)
     assert all(seconds > 0 for _, seconds, *_ in decisions[0])
@@ -166,3 +100,74 @@ def _decide() -> list[tuple[str, float, bool, bool]]:
     assert torch.equal(weights[1], weights[2])
     assert not {"hybrid", "dear"} & {engine for engine, *_ in decisions[1]}
     return decisions[0]
+
+
+def test_auto_elects_an_inexact_one_where_it_may_and_loses_no_gradient_at_the_change(two_ranks):
+    assert [elected for _, elected, _ in two_ranks] == [["sparse"], ["sparse"]]
+
+
+def _elect() -> list[str]:
+    """On a wire so slow that fewer bytes are all that counts; against ``sparse`` put in lazy's place by hand."""
+    sparse = SparseSync(wire="fp32", dense_epochs=0.0)
+    slow = Link(0.0, 1e-3)
+    weights, chosen = [], []
+    for settings in (AutoSync(wire="fp32", inexact=True), LazySync(wire="fp32", threshold_mb=1.0)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(400, 500), nn.Tanh(), nn.Linear(500, 100))
+        pool = GradientPool(model)
+        pool.attach(build_engine(settings, pool, steps_per_epoch=1))
+        optimizer = build_optimizer(Sgd(kind="sgd", lr=0.1, weight_decay=0.0), model)
+
+        def update(
+            params: list[nn.Parameter], elements: Elements | None = None, optimizer: MomentumSGD = optimizer
+        ) -> None:
+            optimizer.step(0.1, params, elements=elements)
+
+        for step in range(9):
+            if step == 5 and isinstance(settings, LazySync):
+                pool.attach(build_engine(sparse, pool, steps_per_epoch=1))
+            images = torch.randn(4, 400, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+            pool.zero_grad()
+            model(images).square().mean().backward()
+            with patch("imagenet_fast.sync.probing.measure_link", lambda *_: slow):
+                stats = pool.finish()
+            pool.update(update)
+            chosen += [prediction.engine for prediction in stats.decision if prediction.chosen]
+        assert isinstance(pool._engine, Sparse)
+        assert 0 < len(pool._engine.sent) < len(pool.buffer) // 32768
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        pool.close()
+    assert torch.equal(*weights)
+    return chosen
+
+
+def test_an_optimiser_of_torch_is_told_at_once_that_auto_may_leave_elements_behind():
+    model = nn.Linear(3, 2)
+    pool = GradientPool(model)
+    pool.attach(build_engine(AutoSync(inexact=True), pool))
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(ValueError, match="sends a part of the gradients"):
+        pool.step(torch.optim.SGD(model.parameters(), lr=0.1))
+    pool.close()
+
+
+def test_what_is_measured_is_the_same_on_every_rank(two_ranks):
+    figures = [measured for *_, measured in two_ranks]
+    assert figures[0] == figures[1]
+    latency_s, s_per_byte, call_s, encode, decode = figures[0]
+    assert latency_s > 0
+    assert min(s_per_byte, call_s) >= 0
+    assert min(encode, decode) > 0
+
+
+def _measure() -> list[float]:
+    topology = Topology(torch.device("cpu"))
+    network = Network(topology, torch.bfloat16)
+    link = network.link("butterfly")
+    assert network.link("butterfly") is link, "measured once"
+    assert network.seconds("butterfly", 1e6) == link.seconds(1e6)
+    codec = network.codec(torch.int8)
+    assert network.codec(torch.int8) is codec, "measured once"
+    assert network.codec(torch.bfloat16) == NO_CODEC
+    topology.close()
+    return [link.latency_s, link.s_per_byte, link.call_s, codec.encode_s_per_byte, codec.decode_s_per_byte]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from imagenet_fast.cost.simulation import Prediction
@@ -10,7 +10,7 @@ from imagenet_fast.cost.timing import Timing
 from imagenet_fast.sync.collectives import wire_for
 from imagenet_fast.sync.engine import Engine, SyncEngine, SyncStats
 from imagenet_fast.sync.pool import GradientPool
-from imagenet_fast.sync.prediction import best_fuse, predict
+from imagenet_fast.sync.prediction import predict_best
 from imagenet_fast.sync.probing import Network
 from imagenet_fast.sync.scheduler import Scheduler
 from imagenet_fast.sync.span import Span
@@ -18,31 +18,56 @@ from imagenet_fast.sync.span import Span
 
 @dataclass(frozen=True)
 class Candidate:
-    """An engine to be predicted."""
+    """An engine to be predicted, which is not built for it."""
 
     name: str
     engine: Engine
+    """What it declares; of one that is more than that, what the cost model takes it for."""
     exact: bool = True
     share: float = 1.0
     """Of the values, which it sends."""
     electable: bool = True
     """Whether it may be chosen; else it is there for comparison."""
+    leaves_behind: bool = False
+    build: Callable[[GradientPool], SyncEngine] | None = None
+    """How it is made where a scheduler would not do."""
 
 
 class Auto(SyncEngine):
-    """Works as ``meanwhile`` for a few steps, then hands the pool to the fastest candidate by the cost model."""
+    """Works as ``meanwhile`` for a few steps, then hands the pool to the fastest candidate by the cost model.
+
+    That one is built when the next step's first gradient comes: it may give the pool another layout, in which the
+    gradients of a step that has yet to be applied would be lost.
+    """
 
     def __init__(self, pool: GradientPool, meanwhile: Engine, candidates: Sequence[Candidate]) -> None:
         self._pool = pool
-        self._wire = wire_for(pool.buffer.dtype, meanwhile.wire, pool.topology)
+        self._topology = pool.topology.anew()
+        self._network = Network(self._topology, wire_for(pool.buffer.dtype, meanwhile.wire, pool.topology))
         self._candidates = candidates
         self._meanwhile = Scheduler(meanwhile, pool)
         self._timetable = pool.watch(layers=any(c.engine.awaits == "read" and c.electable for c in candidates))
+        self._elected: tuple[Candidate, Timing] | None = None
+        self.leaves_behind = any(c.leaves_behind and c.electable for c in candidates)
 
     def lay_out(self) -> None:
         self._timetable.close()
         self._meanwhile.lay_out()
         self._timetable = self._pool.watch(self._timetable.layers)
+
+    def begin(self) -> None:
+        if self._elected is None:
+            return
+        candidate, timing = self._elected
+        if candidate.build is not None:
+            engine = candidate.build(self._pool)
+        else:
+            engine = Scheduler(candidate.engine, self._pool, self._network, timing)
+        left = self._meanwhile.state_dict()
+        self._pool.attach(engine)
+        if left:
+            engine.load_state_dict(left)
+        engine.begin()
 
     def push(self, span: Span) -> None:
         self._timetable.push()
@@ -51,27 +76,24 @@ class Auto(SyncEngine):
     def finish(self) -> SyncStats:
         self._timetable.finish()
         stats = self._meanwhile.finish()
-        if self._timetable.complete:
+        if self._timetable.complete and self._elected is None:
             stats.decision = self._decide(self._timetable.timing())
         return stats
 
     def close(self) -> None:
         self._timetable.close()
         self._meanwhile.close()
+        self._topology.close()
 
     def _decide(self, timing: Timing) -> tuple[Prediction, ...]:
-        pool, wire, topology = self._pool, self._wire, self._pool.topology.anew()
-        network = Network(topology, wire)
-        seconds: list[float] = []
-        for candidate in self._candidates:
-            fuse = best_fuse(candidate.engine, pool, wire, timing, network)
-            seconds.append(predict(candidate.engine, pool, wire, fuse, timing, network, candidate.share))
+        pool = self._pool
+        seconds = [
+            predict_best(c.engine, pool, wire_for(pool.buffer.dtype, c.engine.wire, pool.topology), timing,
+                         self._network, c.share)[1]
+            for c in self._candidates
+        ]  # fmt: skip
         fastest = min((s, n) for n, s in enumerate(seconds) if self._candidates[n].electable)[1]
-        left = self._meanwhile.state_dict()  # by codes
-        chosen = Scheduler(self._candidates[fastest].engine, pool, network, timing)
-        pool.attach(chosen)
-        chosen.load_state_dict(left)
-        topology.close()
+        self._elected = self._candidates[fastest], timing
         return tuple(
             Prediction(candidate.name, step_s, candidate.exact, number == fastest)
             for number, (candidate, step_s) in enumerate(zip(self._candidates, seconds, strict=True))

@@ -40,4 +40,4 @@ def _suiting(settings: HybridSync, itemsize: int, run: Run, network: Network) ->
 
 def _faster(settings: HybridSync, itemsize: int, run: Run, network: Network) -> Collective:
     message = (run[-1].stop - run[0].start) * itemsize
-    return min((settings.small, settings.large), key=lambda name: network.link(name).seconds(message))
+    return min((settings.small, settings.large), key=lambda name: network.seconds(name, message))
