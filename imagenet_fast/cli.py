@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -238,7 +239,7 @@ def bench_sync(
         str | None,
         typer.Option(metavar="A,B", help="Engines; NAME:WIRE for a wire dtype of its own. Default: all that can be."),
     ] = None,
-    wire: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
+    wire: Annotated[str, typer.Option(help="fp32, bf16 or fp16; int8 or fp8 for engines that can.")] = "bf16",
     overrides: Annotated[
         list[str], typer.Option("--set", metavar="ENGINE.KEY=VALUE", help="An engine's key; repeatable.")
     ] = [],  # noqa: B006
@@ -284,10 +285,13 @@ def bench_sync(
         engines = parse_engines(sync or COUNTED, wire, overrides)
         _show(bench_count(profile, engines, ranks, ranks_per_node, link), count_table, json_file)
         return
-    from imagenet_fast.record.pictures import new_figure
+    from imagenet_fast.bench.engine_times import ENGINES
+    from imagenet_fast.bench.engine_times import bench_sync as measure_all
 
     _refuse_beside(context, ("ranks", "ranks_per_node", "link"), "is for --count; add that, or give --hosts and --rate")
-    network = (hosts, ranks_per_host, rate, scale, rounds, steps)
+    measure = partial(
+        measure_all, hosts=hosts, ranks_per_host=ranks_per_host, rate=rate, scale=scale, rounds=rounds, steps=steps
+    )
     if ladder or batches is not None:
         asked, own = ("--ladder", ("batches",)) if ladder else ("--batches", ())
         reason = f"does not go with {asked}, which has engines of its own; leave one of them out"
@@ -295,35 +299,58 @@ def bench_sync(
     if ladder:
         from imagenet_fast.bench.ladder import bench_ladder, draw_ladder, ladder_table
 
-        figure = new_figure(png, 9, 4) if png is not None else None
-        rungs = bench_ladder(profile, *network)
-        _show(rungs, ladder_table, json_file)
-        if figure is not None:
-            draw_ladder(rungs, figure)
-            figure.savefig(png)
-        return
-    if batches is not None:
-        from imagenet_fast.bench.batches import batch_table, bench_batches, draw_batches, parse_batches
+        _show_and_draw(partial(bench_ladder, profile, measure), ladder_table, draw_ladder, (9, 4), json_file, png)
+    elif batches is not None:
+        from imagenet_fast.bench.batches import batch_table, bench_batches, draw_batches
+        from imagenet_fast.bench.whole_numbers import whole_numbers
 
-        sizes = parse_batches(batches)
-        figure = new_figure(png, 7, 4) if png is not None else None
-        by_batch = bench_batches(profile, sizes, *network)
-        _show(by_batch, batch_table, json_file)
-        if figure is not None:
-            draw_batches(by_batch, figure)
-            figure.savefig(png)
-        return
-    from imagenet_fast.bench.engine_times import ENGINES, draw_bars, sync_table
-    from imagenet_fast.bench.engine_times import bench_sync as measure
+        by_batch = partial(bench_batches, profile, whole_numbers("--batches", batches, "16,32,64,128"), measure)
+        _show_and_draw(by_batch, batch_table, draw_batches, (7, 4), json_file, png)
+    else:
+        from imagenet_fast.bench.engine_tables import draw_sync, sync_table
 
-    engines = parse_engines(sync or ENGINES, wire, overrides)
-    figure = new_figure(png, 9, 0.4 * len(engines) + 2) if png is not None else None
-    if trace is not None:
-        trace.mkdir(parents=True, exist_ok=True)
-    rows = measure(profile, engines, *network, trace)
-    _show(rows, sync_table, json_file)
+        engines = parse_engines(sync or ENGINES, wire, overrides)
+        by_engine = partial(measure, profile, engines, traces=trace)
+        _show_and_draw(by_engine, sync_table, draw_sync, (9, 0.4 * len(engines) + 2), json_file, png)
+
+
+@bench_app.command("collectives")
+def bench_collectives(
+    sizes: Annotated[
+        str,
+        typer.Option(
+            metavar="A,B..C:N", help="Bytes of the messages: K, M and G are powers of 1024; B..C goes by N, or doubles."
+        ),
+    ] = "2KB..64MB",
+    collectives: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="native (the backend's own), ring, ..., mpi. Default: all that can be."),
+    ] = None,
+    hosts: Annotated[
+        int, typer.Option(min=1, help="Each on a link of its own where --rate is given; else all are this machine.")
+    ] = 4,
+    ranks_per_host: Annotated[int, typer.Option(min=1, help="Ranks on each host.")] = 1,
+    rate: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Each host's link, as 250mbit (Linux, root). Default: loopback.")
+    ] = None,
+    wire: Annotated[str, typer.Option(help="fp32, bf16 or fp16; MPI sends as many bytes of fp32.")] = "fp32",
+    device: Annotated[
+        str | None, typer.Option(help="cpu (gloo) or cuda (NCCL). Default: cuda where each rank can have a GPU.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 3,
+    json_file: JsonOption = None,
+    png: PngOption = None,
+) -> None:
+    """Time all-reduces by message size: latency, bandwidth and use of the link, by gloo, NCCL, MPI and ours."""
+    from imagenet_fast.bench.bandwidth import bandwidth_table, draw_bandwidth
+    from imagenet_fast.bench.bandwidth import bench_collectives as measure
+    from imagenet_fast.record.pictures import new_figure
+
+    figure = new_figure(png, 11, 5) if png is not None else None
+    rows = measure(sizes, collectives, hosts, ranks_per_host, rate, wire, device, rounds)
+    _show(rows, bandwidth_table, json_file)
     if figure is not None:
-        draw_bars(rows, figure)
+        draw_bandwidth(rows, figure)
         figure.savefig(png)
 
 
@@ -411,12 +438,14 @@ def compare(
     from rich.console import Console
 
     from imagenet_fast.bench.compare import compare as train_all
-    from imagenet_fast.bench.compare import contestants, whole_numbers
+    from imagenet_fast.bench.compare import contestants
+    from imagenet_fast.bench.whole_numbers import whole_numbers
     from imagenet_fast.launch.planning import new_folder
     from imagenet_fast.record.past_runs import draw_curves, report_table
 
     folder = out or new_folder(Path(recipe).stem, "compare")
-    runs = contestants(sync.split(","), whole_numbers(seeds), overrides)
+    seeded = [] if seeds is None else whole_numbers("--seeds", seeds, "1,2,3", zero=True)
+    runs = contestants(sync.split(","), seeded, overrides)
     ended = train_all(recipe, runs, data=data, hosts=hosts, rate=rate, folder=folder)
     past = [run.past for run in ended]
     failed = [run for run in ended if run.failed]
@@ -451,13 +480,31 @@ def report(
         print(f"drawn to {png}")
 
 
-def _refuse_beside(context: typer.Context, options: Sequence[str], reason: str) -> None:
-    """Raises UserError where one of ``options`` has been given."""
-    for option in options:
-        source = context.get_parameter_source(option)
-        if source is not None and source.name != "DEFAULT":
-            name = "set" if option == "overrides" else option.replace("_", "-")
-            raise UserError(f"--{name} {reason}")
+def _refuse_beside(context: typer.Context, parameters: Sequence[str], reason: str) -> None:
+    """Raises UserError, which begins with the option, where one of ``parameters`` has been given."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name in parameters and source is not None and source.name != "DEFAULT":
+            raise UserError(f"{parameter.opts[-1]} {reason}")
+
+
+def _show_and_draw(
+    measure: Callable[[], list[Any]],
+    table: Callable[[list[Any]], Any],
+    draw: Callable[[list[Any], Any], None],
+    inches: tuple[float, float],
+    json_file: Path | None,
+    png: Path | None,
+) -> None:
+    """Show what is measured, and draw it where asked; a picture that cannot be drawn is refused before."""
+    from imagenet_fast.record.pictures import new_figure
+
+    figure = new_figure(png, *inches) if png is not None else None
+    rows = measure()
+    _show(rows, table, json_file)
+    if figure is not None:
+        draw(rows, figure)
+        figure.savefig(png)
 
 
 def _show(rows: list[Any], table: Callable[[list[Any]], Any], json_file: Path | None) -> None:

@@ -14,11 +14,17 @@ import torch
 from PIL import Image
 
 from imagenet_fast.cli import main
+from imagenet_fast.ranks.forking import start_fork_server
 from imagenet_fast.recipe.reading import parse_recipe
 from imagenet_fast.recipe.schema import Recipe
 from tests.root import require_root
 
 torch.set_num_threads(1)
+
+
+def pytest_collection() -> None:
+    """Begin with the imports of all ranks while tests are collected."""
+    start_fork_server("tests.forked")
 
 
 def tables(**changes: Any) -> dict[str, Any]:

@@ -62,7 +62,6 @@ class Hosts:
         """Call each function with its arguments on its node, all at once; what they returned, or the exceptions, or the
         exit codes of those that ended their process."""
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["imagenet_fast.training.loop"])
         under_way = []
         for node, function, arguments in calls:
             ours, theirs = context.Pipe()

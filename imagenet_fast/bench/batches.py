@@ -12,114 +12,73 @@ from typing import Any
 
 from rich.table import Table
 
-from imagenet_fast.bench.engine_times import bench_sync
+from imagenet_fast.bench.engine_tables import COMPUTE_COLOUR, EXPOSED_COLOUR, finish, setting
+from imagenet_fast.bench.engine_times import EngineTime, Measure
 from imagenet_fast.cost.profile import Profile
-from imagenet_fast.errors import UserError
-from imagenet_fast.recipe.engine_settings import DdpSync, HybridSync, Sync
+from imagenet_fast.recipe.engine_settings import DdpSync, HybridSync
 from imagenet_fast.record.tables import compact_table
 
 
 @dataclass(frozen=True)
 class BatchRow:
-    """Of one batch size, seconds a step: medians over the rounds."""
+    """Of one batch size."""
 
-    model: str
-    hosts: int
-    rate: str | None
-    scale: int
     batch: int
-    compute_s: float
-    ddp_s: float
-    ddp_exposed_s: float
-    hybrid_s: float
-    hybrid_exposed_s: float
     gain: float
     """The share of DDP's step that hybrid saves."""
-    predicted_s: float
-    """Of hybrid, by the cost model."""
-    limit_s: float
-    """Of hybrid."""
+    ddp: EngineTime
+    hybrid: EngineTime
 
 
-def parse_batches(text: str) -> list[int]:
-    """The numbers of a list such as 16,32,64. Raises UserError."""
-    sizes = []
-    for part in text.split(","):
-        if not (part.strip().isascii() and part.strip().isdigit()) or int(part) == 0:
-            raise UserError(f"--batches {text} is not a list of whole numbers above 0; write for example 16,32,64,128")
-        sizes.append(int(part))
-    return sizes
-
-
-def bench_batches(
-    profile: Profile,
-    batches: Sequence[int],
-    hosts: int,
-    ranks_per_host: int,
-    rate: str | None,
-    scale: int,
-    rounds: int,
-    steps: int,
-) -> list[BatchRow]:
+def bench_batches(profile: Profile, batches: Sequence[int], measure: Measure) -> list[BatchRow]:
     """DDP and hybrid in 16 bits at each of ``batches``, where the largest computes as long as ``profile`` says and the
-    others in proportion. Raises UserError as :func:`bench_sync` does."""
+    others in proportion. Raises what ``measure`` does."""
     rows = []
     for batch in batches:
         at = profile.lasting(profile.compute_s * batch / max(batches))
-        engines: list[Sync] = [DdpSync(wire="bf16"), HybridSync(wire="bf16")]
-        ddp, hybrid = bench_sync(at, engines, hosts, ranks_per_host, rate, scale, rounds, steps)
-        rows.append(
-            BatchRow(
-                profile.model, hosts, rate, scale, batch, ddp.compute_s, ddp.step_s, ddp.exposed_s, hybrid.step_s,
-                hybrid.exposed_s, 1 - hybrid.step_s / ddp.step_s, hybrid.predicted_s, hybrid.limit_s,
-            )
-        )  # fmt: skip
+        ddp, hybrid = measure(at, [DdpSync(wire="bf16"), HybridSync(wire="bf16")])
+        rows.append(BatchRow(batch, 1 - hybrid.step_s / ddp.step_s, ddp, hybrid))
     return rows
 
 
 def batch_table(rows: Sequence[BatchRow]) -> Table:
-    """One row a batch size; ``+`` is exposed communication."""
+    """One row a batch size; ``+`` is exposed communication, limit and prediction are hybrid's."""
     table = compact_table(
         (),
         ("batch", "compute", "ddp", "+", "hybrid", "+", "gain", "x limit", "predicted"),
         (
             (
-                str(row.batch), f"{row.compute_s:.3f}", f"{row.ddp_s:.3f}", f"{row.ddp_exposed_s:.3f}",
-                f"{row.hybrid_s:.3f}", f"{row.hybrid_exposed_s:.3f}", f"{row.gain:.1%}",
-                f"{row.hybrid_s / row.limit_s:.3f}", f"{row.predicted_s:.3f}",
+                str(row.batch), f"{row.ddp.compute_s:.3f}", f"{row.ddp.step_s:.3f}", f"{row.ddp.exposed_s:.3f}",
+                f"{row.hybrid.step_s:.3f}", f"{row.hybrid.exposed_s:.3f}", f"{row.gain:.1%}",
+                f"{row.hybrid.ratio_to_limit:.3f}", f"{row.hybrid.predicted_s:.3f}",
             )
             for row in rows
         ),
     )  # fmt: skip
-    table.title = _title(rows[0])
+    table.title = _title(rows)
     return table
 
 
 def draw_batches(rows: Sequence[BatchRow], figure: Any) -> None:
     """Two bars a batch size, DDP's and hybrid's: compute, what is exposed beyond it, and the gain."""
     axes = figure.subplots()
-    width = 0.38
-    for number, row in enumerate(rows):
-        for side, exposed, hatch in ((-1, row.ddp_exposed_s, "//"), (1, row.hybrid_exposed_s, "")):
-            place = number + side * width / 2
-            name = "hybrid" if side > 0 else "DDP"
-            first = number == 0
-            axes.bar(
-                place, row.compute_s, width * 0.95, color="#4c72b0", label="compute" if first and side < 0 else None
-            )
-            axes.bar(
-                place, max(0.0, exposed), width * 0.95, bottom=row.compute_s, color="#dd8452", hatch=hatch,
-                edgecolor="white", label=f"exposed under {name}" if first else None,
-            )  # fmt: skip
-        top = (number + width / 2, row.compute_s + max(0.0, row.hybrid_exposed_s))
-        axes.annotate(f"−{row.gain:.0%}", top, xytext=(0, 3), textcoords="offset points", ha="center")
-    axes.set_xticks(range(len(rows)), [str(row.batch) for row in rows])
+    width, places = 0.38, range(len(rows))
+    pairs = (("DDP", "//", [row.ddp for row in rows]), ("hybrid", "", [row.hybrid for row in rows]))
+    for side, (name, hatch, times) in zip((-0.5, 0.5), pairs, strict=True):
+        at = [place + side * width for place in places]
+        compute, exposed = [t.compute_s for t in times], [max(0.0, t.exposed_s) for t in times]
+        axes.bar(at, compute, 0.95 * width, color=COMPUTE_COLOUR, label="compute" if side < 0 else None)
+        axes.bar(
+            at, exposed, 0.95 * width, bottom=compute, color=EXPOSED_COLOUR, hatch=hatch, edgecolor="white",
+            label=f"exposed under {name}",
+        )  # fmt: skip
+    for place, row in zip(places, rows, strict=True):
+        top = (place + width / 2, max(row.hybrid.step_s, row.hybrid.compute_s))
+        axes.annotate(f"{-row.gain:+.0%}", top, xytext=(0, 3), textcoords="offset points", ha="center")
+    axes.set_xticks(places, [str(row.batch) for row in rows])
     axes.set(xlabel="batch a rank", ylabel="seconds a step")
-    axes.set_title(_title(rows[0]), fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    finish(axes, _title(rows), figure)
 
 
-def _title(row: BatchRow) -> str:
-    scale = f"1/{row.scale} of {row.model}" if row.scale > 1 else row.model
-    return f"{scale}, {row.hosts} hosts, {'loopback' if row.rate is None else row.rate}, bf16"
+def _title(rows: Sequence[BatchRow]) -> str:
+    return f"{setting(rows[0].hybrid)}, bf16"

@@ -70,14 +70,6 @@ def contestants(engines: Sequence[str], seeds: Sequence[int | None], overrides: 
     return runs
 
 
-def whole_numbers(text: str | None) -> list[int]:
-    """The seeds of a list such as 1,2,3. Raises UserError."""
-    try:
-        return [int(number) for number in text.split(",")] if text else []
-    except ValueError:
-        raise UserError(f"--seeds {text} is not a list of whole numbers; write for example 1,2,3") from None
-
-
 def _concerns(engine: str, override: str) -> bool:
     """Whether it is for ``engine``, or for all."""
     table = override.partition(".")[0]

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from imagenet_fast.bench.network import parse_rate
 from imagenet_fast.bench.processes import in_processes
 from imagenet_fast.bench.replay import timing_of
+from imagenet_fast.bench.whole_numbers import whole_numbers
 from imagenet_fast.cost.link import Link
 from imagenet_fast.cost.profile import Layer, Profile
 from imagenet_fast.errors import UserError
@@ -106,15 +107,12 @@ def bench_count(profile: Profile, engines: Sequence[Sync], ranks: str, ranks_per
 
 def parse_ranks(text: str, ranks_per_node: int) -> list[int]:
     """The numbers of a list such as 8,64,512. Raises UserError where one is no number of full nodes."""
-    sizes = []
-    for part in text.split(","):
-        if not part.strip().isdecimal() or int(part) == 0:
-            raise UserError(f"--ranks {text} is not a list of whole numbers above 0; write for example 8,64,512")
-        if int(part) % ranks_per_node:
+    sizes = whole_numbers("--ranks", text, "8,64,512")
+    for ranks in sizes:
+        if ranks % ranks_per_node:
             raise UserError(
-                f"--ranks {part.strip()} is no whole number of nodes of --ranks-per-node {ranks_per_node}; change one"
+                f"--ranks {ranks} is no whole number of nodes of --ranks-per-node {ranks_per_node}; change one"
             )
-        sizes.append(int(part))
     return sizes
 
 

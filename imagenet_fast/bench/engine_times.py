@@ -14,13 +14,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median, mode
-from typing import Any, ClassVar, get_args
+from statistics import fmean, median
+from typing import ClassVar, get_args
 
 import psutil
 import torch
 import torch.distributed as dist
-from rich.table import Table
 
 from imagenet_fast.bench.hosts import run_on
 from imagenet_fast.bench.network import parse_rate, sent_bytes, shaped_network
@@ -29,9 +28,9 @@ from imagenet_fast.cost.limit import least_step_s
 from imagenet_fast.cost.profile import Profile
 from imagenet_fast.cost.simulation import Prediction
 from imagenet_fast.errors import UserError
-from imagenet_fast.recipe.engine_settings import Awaits, DdpSync, Sync, Wire
-from imagenet_fast.record.tables import compact_table
+from imagenet_fast.recipe.engine_settings import Awaits, Cast, DdpSync, Sync, Wire
 from imagenet_fast.sync import Engine, GradientPool, SyncStats, attach, declare, wire_dtype
+from imagenet_fast.sync.codecs import PLAIN, is_coded
 from imagenet_fast.sync.collectives import Phase, all_reduce, carry, piece_elements, wire_for
 from imagenet_fast.sync.prediction import predict_best
 from imagenet_fast.sync.probing import Network
@@ -74,7 +73,7 @@ class EngineTime:
     launches: float
     """Collectives that a rank starts."""
     ratio_to_ddp: float
-    """How many times faster than DDP with the same wire dtype."""
+    """How many times faster than DDP with the same wire dtype, or with bf16 where that is one of codes."""
     ratio_to_limit: float
     """How many times the limit it takes."""
     predicted_s: float
@@ -121,9 +120,16 @@ _Blocks = dict[Sync | Declared | Wire | None, list[_Block]]
 """Of every engine, of a raw all-reduce by wire dtype, and of compute alone (None)."""
 
 
+Measured = Sync | tuple[str, Engine]
+"""What is measured: an engine that recipes name, or one of one's own with the name of its row."""
+
+Measure = Callable[[Profile, Sequence[Measured]], list[EngineTime]]
+""":func:`bench_sync` on a network that has been chosen."""
+
+
 def bench_sync(
     profile: Profile,
-    engines: Sequence[Sync | tuple[str, Engine]],
+    engines: Sequence[Measured],
     hosts: int,
     ranks_per_host: int,
     rate: str | None,
@@ -134,18 +140,22 @@ def bench_sync(
 ) -> list[EngineTime]:
     """Replay ``profile``, with a ``scale``-th of its gradients, on the ranks of ``hosts`` linked at ``rate``.
 
-    An engine of one's own comes with the name of its row. Without a rate this machine is the only host, of all ranks.
-    DDP is run with each wire dtype there is, with torch's defaults where it was not asked for. Rank 0 writes a timeline
-    of every engine into the directory ``traces``. Raises UserError where the network cannot be made, or memory will not
-    do for so many ranks.
+    Without a rate this machine is the only host, of all ranks. DDP is run with each wire dtype there is, with torch's
+    defaults where it was not asked for. Rank 0 writes a timeline of every engine into the directory ``traces``. Raises
+    UserError where the network cannot be made, or memory will not do for so many ranks.
     """
     chosen = [Declared(*engine) if isinstance(engine, tuple) else engine for engine in engines]
-    wires = list(dict.fromkeys(settings.wire for settings in chosen))
     asked = {settings.wire: settings for settings in chosen if not settings.ours}
-    peers = {wire: asked.get(wire, DdpSync(wire=wire)) for wire in wires}
-    chosen += [peer for peer in peers.values() if peer not in chosen]
+    peers: dict[Wire, Sync | Declared] = {
+        wire: asked.get(cast, DdpSync(wire=cast))
+        for wire, cast in ((settings.wire, _cast_for(settings.wire)) for settings in chosen)
+    }
+    chosen += [peer for peer in dict.fromkeys(peers.values()) if peer not in chosen]
+    wires = list(dict.fromkeys(settings.wire for settings in chosen))
     small = profile.shrunk(scale)
     _check_memory(small, len(chosen), hosts, ranks_per_host)
+    if traces is not None:
+        traces.mkdir(parents=True, exist_ok=True)
     ranks_each = hosts * ranks_per_host if rate is None else ranks_per_host
     with shaped_network(hosts, parse_rate(rate)) if rate is not None else nullcontext() as network:
         measured: list[tuple[_Blocks, dict[Sync | Declared, float]]] = run_on(
@@ -158,7 +168,6 @@ def bench_sync(
     }
     compute = median(seconds[None])
     timing = small.lasting(compute).timing
-    ddp_s = {wire: median(seconds[peer]) for wire, peer in peers.items()}
 
     def row(settings: Sync | Declared) -> EngineTime:
         times, wire = seconds[settings], settings.wire
@@ -175,72 +184,28 @@ def bench_sync(
             median(times), min(times), max(times), compute, median(times) - compute, raw, limit,
             round(over_ranks("sent_bytes") * ranks_per_host),
             round(over_ranks("kernel_bytes")) if rate is not None else None, over_ranks("launches"),
-            ddp_s[wire] / median(times), median(times) / limit,
+            median(seconds[peers.get(wire, settings)]) / median(times), median(times) / limit,
             predicted[settings],
         )  # fmt: skip
 
     return [row(settings) for settings in chosen]
 
 
+def _cast_for(wire: Wire) -> Cast:
+    """What DDP sends in where ours send ``wire``."""
+    return "bf16" if wire == "int8" or wire == "fp8" else wire
+
+
 def _check_memory(profile: Profile, engines: int, hosts: int, ranks_per_host: int) -> None:
     """Refuse more ranks than there is memory for; what is counted of a rank is the least that it takes."""
     ranks = hosts * ranks_per_host
-    gradients = (
-        4 * profile.elements * (2 + engines)
-    )  # of the replayed layers, in every engine's pool and the predictor's
+    gradients = 4 * profile.elements * (2 + engines)  # of the replay, in every engine's pool and the predictor's
     needed, free = ranks * (_RANK_BYTES + gradients), psutil.virtual_memory().available
     if needed > free:
         raise UserError(
             f"--hosts {hosts} with --ranks-per-host {ranks_per_host} is {ranks} processes, which take more than "
             f"{needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} are free; ask for fewer, or a larger --scale"
         )
-
-
-def sync_table(times: list[EngineTime]) -> Table:
-    """One row an engine."""
-    main = next(t for t in times if t.wire == mode(other.wire for other in times))
-    table = compact_table(
-        ("engine",),
-        ("s a step", "spread", "MB", "kernel", "x DDP", "x limit", "predicted"),
-        (
-            (
-                t.engine if t.wire == main.wire else f"{t.engine} {t.wire}", f"{t.step_s:.3f}",
-                f"±{(t.step_s_max - t.step_s_min) / 2:.3f}", f"{t.sent_bytes / 1e6:.1f}",
-                "-" if t.kernel_bytes is None else f"{t.kernel_bytes / 1e6:.1f}", f"{t.ratio_to_ddp:.2f}",
-                f"{t.ratio_to_limit:.3f}", f"{t.predicted_s:.3f}",
-            )
-            for t in times
-        ),
-    )  # fmt: skip
-    link = "loopback" if main.rate is None else main.rate
-    scale = f"1/{main.scale} of {main.model}" if main.scale > 1 else main.model
-    hosts = f"{main.hosts} host{'s' if main.hosts > 1 else ''}"
-    if main.ranks_per_host > 1:
-        hosts += f" of {main.ranks_per_host} ranks"
-    table.title = (
-        f"{scale}, {hosts}, {link}, {main.wire}: compute {main.compute_s:.3f} s, raw all-reduce {main.raw_s:.3f} s"
-    )
-    return table
-
-
-def draw_bars(times: list[EngineTime], figure: Any) -> None:
-    """A bar an engine: compute, what is exposed beyond it, and a mark at the limit."""
-    axes = figure.subplots()
-    common = mode(t.wire for t in times)
-    names = [t.engine if t.wire == common else f"{t.engine}, {t.wire}" for t in times]
-    axes.barh(names, [t.compute_s for t in times], color="#4c72b0", label="compute")
-    exposed = [max(0.0, t.exposed_s) for t in times]
-    axes.barh(names, exposed, left=[t.compute_s for t in times], color="#dd8452", label="exposed communication")
-    for row, t in enumerate(times):
-        axes.plot([t.limit_s] * 2, [row - 0.4, row + 0.4], color="black", label=None if row else "limit of its kind")
-        beyond = (max(t.step_s, t.limit_s), row)
-        axes.annotate(f"{t.step_s:.2f} s", beyond, xytext=(4, 0), textcoords="offset points", va="center")
-    axes.invert_yaxis()
-    axes.margins(x=0.12)
-    axes.set(xlabel="seconds a step")
-    axes.set_title(sync_table(times).title, fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
 
 
 def _measure(
@@ -259,7 +224,7 @@ def _measure(
         None: partial(_compute_block, profile, gradients, steps)
     }
     for wire in wires:
-        measurements[wire] = partial(_raw_block, profile.elements, wire_dtype(wire))
+        measurements[wire] = partial(_raw_block, profile.elements * wire_dtype(wire).itemsize, wire_dtype(wire))
     for settings in engines:
         loop = _Loop(profile, gradients, settings, counted)
         if chosen := [prediction.step_s for prediction in loop.learn() if prediction.chosen]:
@@ -306,10 +271,11 @@ def _compute_block(profile: Profile, gradients: Gradients, steps: int) -> _Block
     return _Block((time.perf_counter() - begun) / steps)
 
 
-def _raw_block(elements: int, wire: torch.dtype) -> _Block:
-    """The fastest of three: the limit should not be the one that meets with the noise."""
+def _raw_block(size: int, wire: torch.dtype) -> _Block:
+    """Of so many bytes, the fastest of three: the limit should not be the one that meets with the noise."""
     topology = Topology(torch.device("cpu"))
-    message = torch.zeros(topology.padded(elements), dtype=wire)
+    wire = PLAIN if is_coded(wire) else wire  # no backend adds codes up
+    message = torch.zeros(topology.padded(size // wire.itemsize), dtype=wire)
     pieces: list[list[Phase]] = []
     if topology.levels != topology.flat:
         size = piece_elements(wire, topology)

@@ -12,27 +12,34 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from imagenet_fast.bench.network import INTERFACE, Host, enter
 from imagenet_fast.bench.processes import in_processes
 from imagenet_fast.ranks.place import Place
+from imagenet_fast.ranks.world import prepare_device
 
-_TIMEOUT = timedelta(minutes=5)
+TIMEOUT = timedelta(minutes=5)
+"""How long a collective may take."""
 
 
-def run_on(hosts: list[Host] | None, ranks_each: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def run_on(
+    hosts: list[Host] | None, ranks_each: int, function: Callable[..., Any], *arguments: Any, gpus: bool = False
+) -> list[Any]:
     """``function(*arguments)`` on ``ranks_each`` gloo ranks a host, with one thread each; what they returned, by rank.
 
-    Without ``hosts`` this machine is the only one. Each rank finds torchrun's variables in its environment. Raises
-    torch's ProcessRaisedException with the traceback of the first rank that failed.
+    Without ``hosts`` this machine is the only one; with ``gpus`` each rank has one of its GPUs, and NCCL. Each finds
+    torchrun's variables in its environment. Raises torch's ProcessRaisedException with the traceback of the first rank
+    that failed.
     """
     count = ranks_each * (1 if hosts is None else len(hosts))
     with tempfile.TemporaryDirectory() as folder:
         return in_processes(
-            count, "imagenet_fast.bench.engine_times", _rank, count, hosts, ranks_each, folder, function, arguments
-        )
+            count, "imagenet_fast.bench.engine_times", _rank,
+            count, hosts, ranks_each, folder, gpus, function, arguments,
+        )  # fmt: skip
 
 
 def _rank(
@@ -41,6 +48,7 @@ def _rank(
     hosts: list[Host] | None,
     ranks_each: int,
     folder: str,
+    gpus: bool,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> Any:
@@ -49,9 +57,11 @@ def _rank(
     if hosts is not None:
         enter(hosts[node])
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+    device, backend = prepare_device(local_rank) if gpus else (torch.device("cpu"), "gloo")
     dist.init_process_group(
-        "gloo", store=FileStore(f"{folder}/store", count), rank=rank, world_size=count, timeout=_TIMEOUT
-    )
+        backend, store=FileStore(f"{folder}/store", count), rank=rank, world_size=count, timeout=TIMEOUT,
+        device_id=device if gpus else None,
+    )  # fmt: skip
     result = function(*arguments)
     dist.barrier()
     dist.destroy_process_group()

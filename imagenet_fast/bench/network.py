@@ -23,6 +23,8 @@ from typing import TypeVar
 from imagenet_fast.errors import UserError
 
 _CLONE_NEWNET = 0x40000000
+_CLONE_NEWNS = 0x00020000
+_MS_REC_PRIVATE = 0x4000 | 1 << 18
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 Result = TypeVar("Result")
@@ -62,6 +64,18 @@ def enter(host: Host) -> None:
         _set_namespace(descriptor)
     finally:
         os.close(descriptor)
+
+
+def inhabit(host: Host) -> None:
+    """As :func:`enter`, for programs that look for interfaces in ``/sys``: it shows the calling thread, and what that
+    starts from now on, those of ``host``."""
+    enter(host)
+    if (
+        _libc.unshare(_CLONE_NEWNS)
+        or _libc.mount(b"none", b"/", None, _MS_REC_PRIVATE, None)
+        or _libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None)
+    ):
+        raise OSError(ctypes.get_errno(), f"/sys cannot show {INTERFACE}: {os.strerror(ctypes.get_errno())}")
 
 
 def end_with_parent() -> None:

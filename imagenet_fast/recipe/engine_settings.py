@@ -6,13 +6,17 @@ Nobody else needs to know which engine it is, save the ``match`` that builds it 
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self, get_args
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from imagenet_fast.recipe.table import Fraction, Table
 
-Wire = Literal["fp32", "bf16", "fp16"]
+Cast = Literal["fp32", "bf16", "fp16"]
+Codes = Literal["int8", "fp8"]
+Wire = Literal[Cast, Codes]
+"""What values travel as: ``int8`` and ``fp8`` (e4m3) are codes with a scale for 512 values, and what they miss is added
+to a later step's gradients. Norms, biases, and what stays inside a node, travel in bf16 there."""
 Collective = Literal["native", "ring", "butterfly", "pairwise", "hierarchical", "torus2d", "parameter_server"]
 Awaits = Literal["each", "backward", "read"]
 
@@ -53,7 +57,7 @@ class EngineTable(Table):
     @property
     def keeps(self) -> bool:
         """Whether it adds up over steps what it does not send."""
-        return False
+        return self.wire in get_args(Codes)
 
     @property
     def awaits(self) -> Awaits:
@@ -72,7 +76,7 @@ class EngineTable(Table):
     @property
     def exact(self) -> bool:
         """Whether every step's gradients are the mean over ranks, but for the rounding of the wire."""
-        return True
+        return not self.keeps
 
     @property
     def learns(self) -> bool:
@@ -94,7 +98,14 @@ class EngineTable(Table):
         return self
 
 
-class AllReduceSync(EngineTable):
+class CodingTable(EngineTable):
+    """Of an engine whose gradients may travel as codes."""
+
+    bf16_steps: NonNegativeInt = 0
+    """The first so many steps travel in bf16 where ``wire`` is one of codes."""
+
+
+class AllReduceSync(CodingTable):
     """One all-reduce a layer after backward: the naive system."""
 
     awaits: ClassVar[Awaits] = "each"
@@ -106,7 +117,7 @@ class AllReduceSync(EngineTable):
     """Over which a parameter server is sharded."""
 
 
-class RingSync(EngineTable):
+class RingSync(CodingTable):
     """A ring all-reduce a bucket of ``bucket_mb``, overlapped with backward."""
 
     kind: Literal["ring"] = "ring"
@@ -118,7 +129,7 @@ class RingSync(EngineTable):
         return self.bucket_mb == "auto"
 
 
-class LazySync(EngineTable):
+class LazySync(CodingTable):
     """Fused in the pool until ``threshold_mb``, overlapped with backward (GradientFlow, arXiv 1902.06855)."""
 
     kind: Literal["lazy"] = "lazy"
@@ -144,7 +155,7 @@ class SparseSync(EngineTable):
     exact: ClassVar[bool] = False
 
     kind: Literal["sparse"] = "sparse"
-    wire: Wire = "bf16"
+    wire: Cast = "bf16"
     sparsity: Fraction = 0.875
     chunk: PositiveInt = 32768
     """Elements."""
@@ -163,7 +174,7 @@ class SparseSync(EngineTable):
         return self if self.dense_epochs is not None else self.model_copy(update={"dense_epochs": epochs})
 
 
-class HybridSync(EngineTable):
+class HybridSync(CodingTable):
     """Butterfly for small layers, ring for large ones, overlapped with backward and the next forward.
 
     ``policy`` tells small from large: ``by-type`` (convolutions and norms; fully connected), right for AlexNet, or
@@ -185,7 +196,7 @@ class HybridSync(EngineTable):
     """Over which a parameter server is sharded."""
 
 
-class DearSync(EngineTable):
+class DearSync(CodingTable):
     """Reduce-scatter during backward, all-gather during the next forward (arXiv 2302.12445)."""
 
     awaits: ClassVar[Awaits] = "read"
@@ -196,7 +207,7 @@ class DearSync(EngineTable):
     bucket_mb: Fusion = "auto"
 
 
-class AutoSync(EngineTable):
+class AutoSync(CodingTable):
     """Measures the network and the first steps, and takes the engine that the cost model finds fastest: an exact one,
     unless ``inexact`` allows others."""
 
@@ -220,11 +231,7 @@ class AutoSync(EngineTable):
 
     @property
     def keeps(self) -> bool:
-        return self.inexact
-
-    @property
-    def exact(self) -> bool:
-        return not self.inexact
+        return self.inexact or super().keeps
 
     @property
     def as_written(self) -> str:
@@ -243,7 +250,7 @@ class DdpSync(EngineTable):
     ours: ClassVar[bool] = False
 
     kind: Literal["ddp"] = "ddp"
-    wire: Wire = "fp32"
+    wire: Cast = "fp32"
     bucket_cap_mb: PositiveFloat | None = None
     """MiB; absent: torch's default, a first bucket of 1 and others of 25."""
     powersgd_rank: Annotated[int, Field(ge=0)] = 0

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Protocol, assert_never, get_args
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from imagenet_fast.recipe.engine_settings import (
     AllReduceSync,
     AutoSync,
+    CodingTable,
     DdpSync,
     DearSync,
     EngineTable,
@@ -99,7 +101,7 @@ def build_engine(engine: EngineSettings | Engine, pool: GradientPool, steps_per_
         case SparseSync():
             return Sparse(engine, pool, wire_dtype(engine.wire), steps_per_epoch)
         case AutoSync():
-            meanwhile = LazySync(wire=engine.wire, threshold_mb=1.0)
+            meanwhile = LazySync(wire=engine.wire, bf16_steps=engine.bf16_steps, threshold_mb=1.0)
             return Auto(pool, declare(meanwhile), _candidates(engine, steps_per_epoch))
         case _:
             return Scheduler(declare(engine), pool)
@@ -107,6 +109,11 @@ def build_engine(engine: EngineSettings | Engine, pool: GradientPool, steps_per_
 
 def declare(settings: AllReduceSync | RingSync | LazySync | HybridSync | DearSync | SparseSync | DdpSync) -> Engine:
     """What an engine's settings come to; of those that no scheduler runs, what the cost model takes them for."""
+    engine = _declare(settings)
+    return replace(engine, bf16_steps=settings.bf16_steps) if isinstance(settings, CodingTable) else engine
+
+
+def _declare(settings: AllReduceSync | RingSync | LazySync | HybridSync | DearSync | SparseSync | DdpSync) -> Engine:
     wire = wire_dtype(settings.wire)
     match settings:
         case AllReduceSync():
@@ -129,7 +136,19 @@ def declare(settings: AllReduceSync | RingSync | LazySync | HybridSync | DearSyn
 
 def wire_dtype(wire: Wire) -> torch.dtype:
     """The dtype gradients travel in."""
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[wire]
+    match wire:
+        case "fp32":
+            return torch.float32
+        case "bf16":
+            return torch.bfloat16
+        case "fp16":
+            return torch.float16
+        case "int8":
+            return torch.int8
+        case "fp8":
+            return torch.float8_e4m3fn
+        case _:
+            assert_never(wire)
 
 
 def _candidates(chooser: AutoSync, steps_per_epoch: int) -> list[Candidate]:
@@ -137,12 +156,13 @@ def _candidates(chooser: AutoSync, steps_per_epoch: int) -> list[Candidate]:
     that is not allowed."""
     candidates = []
     for table in get_args(get_args(Sync)[0]):
+        coding = {"bf16_steps": chooser.bf16_steps} if issubclass(table, CodingTable) else {}
         for wire in () if table.chooses else _wires(chooser, table):
-            settings = table.model_validate({"wire": wire}).warmed_up(chooser.dense_epochs or 0.0)
+            settings = table.model_validate({"wire": wire, **coding}).warmed_up(chooser.dense_epochs or 0.0)
             if settings.defers and not chooser.defers:
                 continue
             name = settings.kind if wire == chooser.wire else f"{settings.kind} {wire}"
-            electable = settings.ours and (settings.exact or chooser.inexact)
+            electable = settings.ours and (settings.exact or chooser.keeps)
             build: Callable[[GradientPool], SyncEngine] | None = None
             if isinstance(settings, SparseSync):
                 build = partial(build_engine, settings, steps_per_epoch=steps_per_epoch)

@@ -49,6 +49,8 @@ class Engine:
     """Of a parameter server."""
     planned: bool = False
     """Whether messages leave by a plan, the most urgent first, once steps have been watched; else at once."""
+    bf16_steps: int = 0
+    """The first so many steps travel in bf16, where the wire is one of codes."""
     halves: bool = False
     """Whether the second half of an all-reduce leaves by itself, later."""
 

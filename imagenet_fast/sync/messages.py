@@ -39,7 +39,7 @@ class Message:
 def messages_of(engine: Engine, pool: GradientPool, wire: torch.dtype, fuse: float, network: Network) -> list[Message]:
     """The messages of a step, fused until ``fuse`` bytes, in the order in which their gradients are ready."""
     messages: list[Message] = []
-    elements = piece_elements(wire, pool.topology)
+    elements = -(-piece_elements(wire, pool.topology) // pool.line) * pool.line
     for run in _runs(pool.spans, engine, fuse / wire.itemsize):
         collective = _collective(engine, run, pool, wire, network)
         cost = cost_of(collective, pool.topology, engine.servers)

@@ -42,8 +42,8 @@ class GradientPool:
 
     Spans reach the engine strictly in pool order, the same on every rank, although hooks fire in an order of their own.
     It is the reverse of the order of registration in the first step, and from the second on the order in which the
-    first rank's backward produced them. Behind each gradient lies one element that says whether a rank has used the
-    parameter: one that nobody used is left alone by the update, as DDP does.
+    first rank's backward produced them. Behind each gradient lies one element (``Span.flag``) that says whether a rank
+    has used the parameter: one that nobody used is left alone by the update, as DDP does.
     """
 
     def __init__(
@@ -72,6 +72,8 @@ class GradientPool:
         self.model = model
         self.topology = Topology(device, group, ranks_per_node)
         self.buffer = torch.zeros(0, dtype=self._dtype, device=device)
+        self.line = math.lcm(_LINE, self.topology.line)
+        """Elements: spans begin and end on multiples of it."""
         self._multiple = 1
         self._guard: float | None = None
         self._lock = threading.RLock()  # autograd may run several threads
@@ -154,7 +156,7 @@ class GradientPool:
             self._begin(self._engine)
             self._unreached = [span for span in self.spans if span.param.grad is None]
             for span in self._unreached:
-                self._engine.take(self.buffer[span.start : span.stop], None)
+                self._engine.take(self.buffer[span.start : span.flag + 1], None)
                 span.param.grad = self._views[span.index]
             self._ready = [True] * len(self.spans)
             self._advance(self._engine)
@@ -215,7 +217,7 @@ class GradientPool:
         that no rank has used: their gradient becomes None. Asks the device about those that this rank has not used."""
         for span in spans:
             span.param.grad = self._views[span.index]
-        unused = {span for span in spans if span in self._unreached and not self.buffer[span.stop - 1].item()}
+        unused = {span for span in spans if span in self._unreached and not self.buffer[span.flag].item()}
         for span in unused:
             span.param.grad = None
         return [span.param for span in spans if span not in unused]
@@ -233,6 +235,12 @@ class GradientPool:
         """Make the buffer's length a multiple of so many elements. For an engine, before it begins."""
         self._multiple = multiple
         self._lay_out(self.spans)
+
+    def align(self, elements: int) -> None:
+        """Have spans begin and end on multiples of so many elements. For an engine, before it begins."""
+        if self.line % elements:
+            self.line = math.lcm(self.line, elements)
+            self._lay_out(self.spans)
 
     def order(self, names: Sequence[str]) -> None:
         """Lay the pool out in this order of its parameters, and learn no other. The engine has to do so too."""
@@ -254,12 +262,11 @@ class GradientPool:
     def _lay_out(self, order: Sequence[Span]) -> None:
         """Give the parameter of every span its place. Values in the buffer move with it. Settles first."""
         self.settle()
-        line = math.lcm(_LINE, self.topology.line)
         old, places = self.buffer, {span.param: span for span in self.spans}
         self.spans = []
         offset = 0
         for index, span in enumerate(order):
-            stop = offset + (span.param.numel() // line + 1) * line
+            stop = offset + (span.param.numel() // self.line + 1) * self.line
             self.spans.append(replace(span, index=index, start=offset, stop=stop))
             offset = stop
         self.buffer = torch.zeros(-(-offset // self._multiple) * self._multiple, dtype=self._dtype, device=old.device)
@@ -270,9 +277,8 @@ class GradientPool:
             self._views.append(self.buffer.as_strided(p.size(), _dense_strides(p), span.start))
             if p in places:
                 place = places[p]
-                self.buffer[span.start : span.stop] = old[place.start : place.stop]
-        ends = [span.stop - 1 for span in self.spans]
-        self._ends = torch.tensor(ends, device=old.device)
+                self.buffer[span.start : span.flag + 1] = old[place.start : place.flag + 1]
+        self._flags = torch.tensor([span.flag for span in self.spans], device=old.device)
         self._unreached = []
         self._ready = [False] * len(self.spans)
         self._front = 0
@@ -314,10 +320,10 @@ class GradientPool:
         if not self._open:
             engine.begin()
             late = [span for span in self.spans if self._deferral is not None and self._deferral.waits(span)]
-            flags = [self.buffer[span.stop - 1].clone() for span in late]  # their update has yet to look
-            self.buffer.index_fill_(0, self._ends, _USED)
+            flags = [self.buffer[span.flag].clone() for span in late]  # their update has yet to look
+            self.buffer.index_fill_(0, self._flags, _USED)
             for span, flag in zip(late, flags, strict=True):
-                self.buffer[span.stop - 1] = flag
+                self.buffer[span.flag] = flag
             self._open = True
             self._finished = None
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from imagenet_fast.cost.link import NO_CODEC, CodecCost, Link
 from imagenet_fast.recipe.engine_settings import Collective
-from imagenet_fast.sync.collectives import all_reduce, carry, cost_of, piece_bytes
+from imagenet_fast.sync.codecs import PLAIN, Packing, all_coded, decode, encode, is_coded
+from imagenet_fast.sync.collectives import all_reduce, carry, cost_of, piece_bytes, piece_elements
 from imagenet_fast.sync.collectives.phases import lane_of
 from imagenet_fast.sync.topology import Topology
 
@@ -20,16 +21,15 @@ _MANY = 8  # messages at once, whose latencies overlap
 
 
 class Network:
-    """The link of each collective, measured when it is first asked for: every rank must ask alike, with nothing else
-    under way. ``stated`` is taken instead where there is nothing to measure. ``codecs`` are the costs of wires that
-    have one (:func:`measure_codec`)."""
+    """The link of each collective and the cost of each codec, measured when first asked for: every rank must ask alike,
+    with nothing else under way. ``stated`` and ``codecs`` are taken instead where there is nothing to measure."""
 
     def __init__(
         self, topology: Topology, wire: torch.dtype, stated: Link | None = None,
         codecs: Mapping[torch.dtype, CodecCost] | None = None,
     ) -> None:  # fmt: skip
         self._topology = topology
-        self._wire = wire
+        self._wire = PLAIN if is_coded(wire) else wire  # what codes cost is not the network's
         self._stated = stated
         self._links: dict[Collective, Link] = {}
         self._codecs = dict(codecs or {})
@@ -48,6 +48,8 @@ class Network:
         return self.link(collective).seconds(message * cost_of(collective, self._topology))
 
     def codec(self, wire: torch.dtype) -> CodecCost:
+        if wire not in self._codecs and is_coded(wire) and self._stated is None and self._topology.size > 1:
+            self._codecs[wire] = measure_codec(wire, self._topology)
         return self._codecs.get(wire, NO_CODEC)
 
 
@@ -68,11 +70,24 @@ def measure_link(collective: Collective, wire: torch.dtype, topology: Topology) 
     return Link(*_of_first_rank([latency_s, s_per_byte / cost_of(collective, topology), call_s], topology))
 
 
-def measure_codec(
-    encode: Callable[[], object], decode: Callable[[], object], wire_bytes: int, topology: Topology
-) -> CodecCost:
-    """Time what makes ``wire_bytes`` of codes and what reads them, the fastest of four; the first rank's result. Every
-    rank must call it."""
+def measure_codec(wire: torch.dtype, topology: Topology) -> CodecCost:
+    """Time what a rank does for the codes of a piece, the fastest of four; the first rank's result. Every rank must
+    call it."""
+    elements = piece_elements(wire, topology)
+    values = torch.randn(elements, device=topology.device)
+    packing = Packing(all_coded(elements), topology.size, wire, topology.device)
+    packing.left = torch.zeros_like(packing.coded)
+    message = packing.message(topology.size)
+    scales, codes, _ = packing.parts(message)
+
+    def write() -> None:
+        packing.load(values)
+        encode(packing.coded, packing.left, scales, codes)
+
+    def read() -> None:
+        decode(scales, codes).sum(0)  # where parts are added up
+        packing.coded.copy_(decode(scales, codes))  # where means arrive
+        packing.land(values)
 
     def seconds(work: Callable[[], object]) -> float:
         begun = time.perf_counter()
@@ -81,11 +96,8 @@ def measure_codec(
             torch.cuda.synchronize()
         return time.perf_counter() - begun
 
-    return CodecCost(
-        *_of_first_rank(
-            [min(seconds(work) for _ in range(_REPEATS)) / wire_bytes for work in (encode, decode)], topology
-        )
-    )
+    figures = [min(seconds(work) for _ in range(_REPEATS)) / message.nbytes for work in (write, read)]
+    return CodecCost(*_of_first_rank(figures, topology))
 
 
 def _of_first_rank(figures: list[float], topology: Topology) -> list[float]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
 
 from imagenet_fast.cost.timing import Timing
 from imagenet_fast.recipe.engine_settings import Collective
 from imagenet_fast.sync.channel import Entry
-from imagenet_fast.sync.collectives import Phase, Transfer, all_reduce, carry, wire_for
+from imagenet_fast.sync.codecs import PLAIN, Residual, is_coded
+from imagenet_fast.sync.collectives import Phase, Transfer, all_reduce, carry, line_of, wire_for
 from imagenet_fast.sync.engine import Engine, Stopwatch, SyncEngine, SyncStats
 from imagenet_fast.sync.messages import URGENT, messages_of
 from imagenet_fast.sync.pool import GradientPool
@@ -33,8 +37,13 @@ class Scheduler(SyncEngine):
         self._pool = pool
         self._topology = pool.topology.anew()
         self._wire = wire_for(pool.buffer.dtype, engine.wire, self._topology)
+        self._bf16_steps = engine.bf16_steps if is_coded(self._wire) else 0
         self._network = network or Network(self._topology, self._wire)
         self._timing = timing
+        self._residual: Residual | None = None
+        self._left: Tensor | None = None  # by codes before there is a residual
+        if is_coded(self._wire):
+            pool.align(line_of(self._wire, self._topology))
         self._timetable: Timetable | None = None
         self._travelling: dict[int, Transfer] = {}  # by message
         self._releases: list[list[int]] = []  # by event: a push each, and backward's end
@@ -67,6 +76,11 @@ class Scheduler(SyncEngine):
             self._await(list(self._travelling))  # the network is measured with nothing else on it
             timing, self._timetable = self._timetable.timing(), None
             self.plan(timing)
+        if self._bf16_steps:
+            self._bf16_steps -= 1
+            if not self._bf16_steps:
+                self._await(list(self._travelling))
+                self._prepare()
         stats, self._stats = self._stats, SyncStats(Stopwatch(self._pool.buffer.device))
         return stats
 
@@ -78,6 +92,20 @@ class Scheduler(SyncEngine):
         if self._engine.fuse is None:
             self._arrange(predict_best(self._engine, self._pool, self._wire, timing, self._network)[0])
         self._releases = releases_of(self._engine, self._messages, timing, self._network)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What codes have left behind on this rank, and where."""
+        if not is_coded(self._wire):
+            return {}
+        self._await(list(self._travelling))
+        left = self._left if self._residual is None else self._residual.gathered()
+        return {"bf16_steps": self._bf16_steps, "left": left, "order": [span.name for span in self._pool.spans]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            self._pool.order(state["order"])
+            self._bf16_steps, self._residual, self._left = state["bf16_steps"], None, state["left"]
+            self.lay_out()
 
     def close(self) -> None:
         self._watch_no_longer()
@@ -94,24 +122,38 @@ class Scheduler(SyncEngine):
         """Settle the messages of all later steps, which leave as soon as they are ready."""
         engine, pool = self._engine, self._pool
         self._messages = messages_of(engine, pool, self._wire, fuse, self._network)
-        self._phases: list[Sequence[Phase]] = []
         self._releases = [[] for _ in range(len(pool.spans) + 1)]
-        rest: Sequence[Phase] = ()
         self._numbers: dict[Span, list[int]] = {span: [] for span in pool.spans}
         for number, message in enumerate(self._messages):
             self._releases[message.task.event].append(number)
             for span in message.run:
                 self._numbers[span].append(number)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Make the phases of all messages. Nothing may be under way."""
+        engine, pool = self._engine, self._pool
+        wire = PLAIN if self._bf16_steps else self._wire
+        residual = None
+        if is_coded(wire):
+            left = self._left if self._residual is None else self._residual.moved(pool.spans)
+            residual = Residual(pool.spans, pool.buffer.device, left)
+        self._phases: list[Sequence[Phase]] = []
+        rest: Sequence[Phase] = ()
+        for message in self._messages:
             if message.half == 1:
                 self._phases.append(rest)
                 continue
             phases = all_reduce(
-                pool.buffer[message.part], self._wire, message.collective, self._topology, engine.servers,
-                engine.halves, message.lane,
+                pool.buffer[message.part], wire, message.collective, self._topology, engine.servers, engine.halves,
+                message.lane, None if residual is None else residual.blocks(message.part),
             )  # fmt: skip
             turn = next((n for n, phase in enumerate(phases) if phase.gathers and engine.halves), len(phases))
             rest = phases[turn:]
             self._phases.append(phases[:turn])
+        if residual is not None:
+            residual.arranged()
+            self._residual, self._left = residual, None
 
     def _release(self, event: int) -> None:
         """Messages queue behind those of their lane and collective alone, and what is under way shares the wire. So at

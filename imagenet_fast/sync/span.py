@@ -21,6 +21,11 @@ class Span:
     stop: int
 
     @property
+    def flag(self) -> int:
+        """The pool's element behind its gradient, which says whether any rank has used the parameter."""
+        return self.start + self.param.numel()
+
+    @property
     def layer(self) -> str:
         """The name of its module, whose other parameters lie beside it."""
         return self.name.rpartition(".")[0]

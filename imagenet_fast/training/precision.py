@@ -47,7 +47,8 @@ class LossScale:
         self._dynamic = not fixed
         self.scale = torch.full((), fixed or 2.0**16, device=device)
         self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
-        self.largest = torch.finfo(wire_dtype(wire)).max if self._active or wire == "fp16" else None
+        carried = wire_dtype(wire) if wire in ("fp32", "fp16") else torch.bfloat16  # codes have scales of that range
+        self.largest = torch.finfo(carried).max if self._active or wire == "fp16" else None
         """The largest gradient that can be used; None: they need not be looked at."""
 
     def __call__(self, loss: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from imagenet_fast.bench.counting import Count, bench_count, stated_link
 from imagenet_fast.cli import app
 from imagenet_fast.recipe.engine_settings import Collective, LazySync, SparseSync, Sync
 from tests.bench.small import SMALL
-from tests.e2e.command import imagenet_fast
+from tests.e2e.command import in_process
 
 BYTES = 2 * SMALL.elements
 """Of its gradients, in 16 bits."""
@@ -32,10 +32,9 @@ def count(settings: Sync, ranks: int, ranks_per_node: int) -> Count:
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     file = tmp_path_factory.mktemp("count") / "rows.json"
-    done = imagenet_fast("bench", "sync", "--count", "--model", "alexnet", "--ranks", "64,512", "--json", str(file))
-    assert done.returncode == 0, done.stderr
-    assert "alexnet, nodes of 8 ranks, bf16: counted, without a network" in done.stdout
-    assert all(len(line) <= 80 for line in done.stdout.splitlines()), done.stdout
+    printed = in_process("bench", "sync", "--count", "--model", "alexnet", "--ranks", "64,512", "--json", str(file))
+    assert "alexnet, nodes of 8 ranks, bf16: counted, without a network" in printed
+    assert all(len(line) <= 80 for line in printed.splitlines()), printed
     table: list[dict[str, float]] = json.loads(file.read_text())
     return table
 

@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from imagenet_fast.bench.batches import bench_batches
+from imagenet_fast.bench.batches import batch_table, bench_batches
+from imagenet_fast.bench.engine_times import bench_sync
 from imagenet_fast.cost.profile import save_profile
 from tests.bench.small import SMALL
-from tests.e2e.command import imagenet_fast
+from tests.e2e.command import in_process
 
 
 @pytest.fixture(scope="module")
 def ladder(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], str, Path]:
     folder = tmp_path_factory.mktemp("ladder")
     save_profile(SMALL, folder / "small.json")
-    done = imagenet_fast(
+    printed = in_process(
         "bench", "sync", "--ladder", "--model", str(folder / "small.json"), "--hosts", "2", "--rounds", "1",
         "--steps", "1", "--json", str(folder / "rows.json"), "--png", str(folder / "ladder.png"),
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads((folder / "rows.json").read_text()), done.stdout, folder / "ladder.png"
+    return json.loads((folder / "rows.json").read_text()), printed, folder / "ladder.png"
 
 
 def test_every_step_is_told_beside_the_one_it_is_added_to(ladder: tuple[list[dict], str, Path]):
     rungs, printed, picture = ladder
     seconds = [rung["time"]["step_s"] for rung in rungs]
     assert rungs[0]["gain"] is None
-    for rung, below in zip(range(1, 7), (0, 1, 2, 3, 4, 4), strict=True):
+    for rung, below in zip(range(1, 8), (0, 1, 2, 3, 4, 4, 6), strict=True):
         assert rungs[rung]["gain"] == pytest.approx(seconds[below] / seconds[rung])
     assert [rung["in_all"] for rung in rungs] == pytest.approx([seconds[0] / s for s in seconds])
     assert all(rung["step"] in printed for rung in rungs)
@@ -41,24 +42,28 @@ def test_every_step_is_told_beside_the_one_it_is_added_to(ladder: tuple[list[dic
 def test_each_step_is_what_it_says(ladder: tuple[list[dict], str, Path]):
     rungs = [rung["time"] for rung in ladder[0]]
     tensors = sum(len(layer.shapes) for layer in SMALL.layers)
-    assert [rung["wire"] for rung in rungs] == ["fp32", "fp32", *["bf16"] * 5]
+    assert [rung["wire"] for rung in rungs] == ["fp32", "fp32", *["bf16"] * 5, "int8"]
     assert min(rung["launches"] for rung in rungs[:4]) >= tensors  # long ones go in pieces
     assert rungs[4]["launches"] < rungs[3]["launches"] == rungs[2]["launches"]
     assert rungs[2]["sent_bytes"] == pytest.approx(rungs[1]["sent_bytes"] / 2, rel=0.01)
     assert rungs[5]["sent_bytes"] < rungs[4]["sent_bytes"]
+    assert rungs[7]["sent_bytes"] == pytest.approx(rungs[6]["sent_bytes"] / 2, rel=0.05)
     assert all(rung["predicted_s"] >= SMALL.compute_s for rung in rungs)
     assert rungs[0]["limit_s"] > rungs[3]["limit_s"] >= rungs[6]["limit_s"]
 
 
 @pytest.mark.long
 def test_a_smaller_batch_computes_less_and_sends_as_much():
-    small, large = bench_batches(SMALL, [16, 64], 2, 1, None, 1, 1, 1)
+    measure = partial(bench_sync, hosts=2, ranks_per_host=1, rate=None, scale=1, rounds=1, steps=1)
+    small, large = rows = bench_batches(SMALL, [16, 64], measure)
     assert (small.batch, large.batch) == (16, 64)
-    assert SMALL.compute_s / 4 <= small.compute_s < SMALL.compute_s <= large.compute_s
-    for row in (small, large):
-        assert row.gain == pytest.approx(1 - row.hybrid_s / row.ddp_s)
-        assert row.ddp_exposed_s == pytest.approx(row.ddp_s - row.compute_s)
-        assert row.limit_s >= row.compute_s
+    assert SMALL.compute_s / 4 <= small.ddp.compute_s < SMALL.compute_s <= large.ddp.compute_s
+    for row in rows:
+        assert (row.ddp.engine, row.hybrid.engine) == ("ddp", "hybrid")
+        assert row.ddp.compute_s == row.hybrid.compute_s
+        assert row.gain == pytest.approx(1 - row.hybrid.step_s / row.ddp.step_s)
+        assert row.hybrid.limit_s >= row.hybrid.compute_s
+    assert str(batch_table(rows).title) == "small, 2 hosts, loopback, bf16"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from typer.testing import CliRunner
+
+from imagenet_fast.cli import app
+
 COMMAND = [sys.executable, "-m", "imagenet_fast"]
 
 
@@ -24,6 +28,13 @@ def imagenet_fast(*arguments: str, **more: str) -> subprocess.CompletedProcess[s
     return subprocess.run(
         [*COMMAND, *arguments], capture_output=True, text=True, check=False, timeout=240, env=environment(**more)
     )
+
+
+def in_process(*arguments: str) -> str:
+    """What the CLI prints, in this process, which has imported torch already; it must exit with 0."""
+    done = CliRunner(env={"COLUMNS": "80"}).invoke(app, arguments, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
 
 
 def outcome_of(run: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from imagenet_fast.bench.bandwidth import measure
 from tests.spawning import run
 from tests.sync import test_collectives as collectives
 from tests.sync import test_contract as contract
@@ -54,6 +55,13 @@ def test_collectives_give_every_rank_the_mean_to_the_bit():
         backend="nccl",
     )
     assert ours == theirs, "ranks differ in a bit"
+
+
+def test_all_reduces_are_timed_by_message_size():
+    means = ["native", "ring", "butterfly", "pairwise", "torus2d", "parameter_server"]
+    for blocks in run(2, measure, [4, 2**20], means, "bf16", 1, True, backend="nccl"):
+        assert list(blocks) == [(name, size) for size in (4, 2**20) for name in means]
+        assert all(block.latency_s > 0 for of_kind in blocks.values() for block in of_kind)
 
 
 def _in_turn(*functions: Callable[[], Any]) -> list[Any]:

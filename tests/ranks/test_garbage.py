@@ -3,7 +3,7 @@
 import gc
 
 import pytest
-import torch
+import torch  # noqa: F401  (most of what lives in a rank)
 
 from imagenet_fast.ranks.garbage import exempt_what_lives
 
@@ -21,7 +21,6 @@ def _thaw():
 
 def test_what_lives_is_not_searched_again_and_later_garbage_still_is():
     cycles = [_Cycle() for _ in range(3)]
-    assert torch.nn.Module is not None
     assert len(gc.get_objects()) > 50_000
 
     exempt_what_lives()

@@ -31,7 +31,6 @@ WORLD, DYING = 4, 2
 @pytest.mark.long
 def test_the_others_end_and_name_it(tmp_path: Path):
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["imagenet_fast.training.loop"])
     worlds = []
     for number, engine in enumerate(ENGINES):
         folder = tmp_path / str(number)

@@ -84,5 +84,5 @@ def test_what_is_asked_is_no_setting():
     asked = {"awaits", "defers", "exact", "learns", "share", "ours", "keeps", "chooses", "as_written"}
     for engine in ALL:
         assert not asked & set(engine.model_dump())
-    assert list(AllReduceSync().model_dump())[:3] == ["kind", "wire", "collective"]
+    assert list(AllReduceSync().model_dump())[:4] == ["kind", "wire", "bf16_steps", "collective"]
     assert list(HybridSync().model_dump())[:2] == list(DearSync().model_dump())[:2] == ["kind", "wire"]

@@ -104,7 +104,8 @@ def test_engines_of_a_benchmark_take_a_wire_and_keys_of_their_own():
     assert lazy == LazySync(wire="fp16", threshold_mb=2)
     assert ddp == DdpSync(wire="fp32")
     for text, overrides, sentence in (
-        ("lazy:int8", [], "sync.wire is"),
+        ("lazy:int4", [], "sync.wire is"),
+        ("sparse:int8", [], "sync.wire is"),
         ("rng", [], "sync.kind is 'rng'"),
         ("lazy,ring,lazy", [], "names lazy twice"),
         ("lazy", ["ring.bucket_mb=2"], "is not ENGINE.KEY=VALUE with an engine of --sync lazy"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -10,10 +11,12 @@ from torch import Tensor
 
 from imagenet_fast.recipe.engine_settings import Collective
 from imagenet_fast.sync.channel import Channel
+from imagenet_fast.sync.codecs import BLOCK, PLAIN, Blocks, Packing, all_coded, is_coded
 from imagenet_fast.sync.collectives.butterfly import butterfly, butterfly_bytes
+from imagenet_fast.sync.collectives.coded import coded_butterfly, coded_pairwise
 from imagenet_fast.sync.collectives.halves import gather, scatter
 from imagenet_fast.sync.collectives.phases import Chain, Phase, Transfer, carry
-from imagenet_fast.sync.collectives.server import parameter_server, server_bytes
+from imagenet_fast.sync.collectives.server import parameter_server, server_bytes, server_places
 from imagenet_fast.sync.topology import Grid, Topology
 
 __all__ = [
@@ -22,6 +25,8 @@ __all__ = [
     "all_reduce",
     "carry",
     "cost_of",
+    "line_of",
+    "padded",
     "piece_bytes",
     "piece_elements",
     "usual_collective",
@@ -31,16 +36,20 @@ __all__ = [
 
 def all_reduce(
     values: Tensor, wire: torch.dtype, collective: Collective, topology: Topology, servers: int = 1, cut: bool = False,
-    lane: str = "",
+    lane: str = "", blocks: Blocks | None = None,
 ) -> list[Phase]:  # fmt: skip
     """The phases that average a 1-D tensor over all ranks, in place, its values travelling as ``wire``, or as they are
     where that is no wider.
 
-    Its length is a multiple of ``topology.line``. Every rank must make and carry the same lists in the same order. With
+    Its length is a multiple of :func:`line_of`. Every rank must make and carry the same lists in the same order. With
     one rank nothing is sent and nothing is rounded. All ranks end with the same bits. Sums are made in fp32 and rounded
     once a level, but for the backend's own all-reduce (``native``, and ``ring`` between nodes), which adds in the
     wire's dtype. ``cut``: of phases of two halves wherever there is a choice. ``lane``: messages of different
     lanes do not queue behind each other.
+
+    A wire of 8 bits is one of codes, between nodes; inside values travel in 16 bits. No backend adds codes up, so there
+    ``native`` and ``ring`` are ``pairwise``. ``blocks`` say which values have no codes, and where that is kept which
+    codes miss; without them all have, and it is lost.
 
     ``hierarchical``: scattered inside the node, averaged between the equal places of the nodes, gathered inside, so a
     node's link carries no more than a node's share (Mikami et al., arXiv 1811.05233, whose ``torus2d`` is the same on a
@@ -49,8 +58,8 @@ def all_reduce(
     """
     if topology.size == 1 or not values.numel():
         return []
-    assert values.numel() % topology.line == 0, "a message must be cut evenly"
     wire = wire_for(values.dtype, wire, topology)
+    assert values.numel() % line_of(wire, topology) == 0, "a message must be cut evenly"
     match collective:
         case "native" | "pairwise" | "parameter_server":
             grid = topology.flat
@@ -63,7 +72,9 @@ def all_reduce(
         case _:
             assert_never(collective)
     chain = Chain()
-    _average(chain, values, _Way(wire, collective, topology, servers, cut, lane), grid)
+    if is_coded(wire) and blocks is None:
+        blocks = all_coded(values.numel())
+    _average(chain, values, _Way(wire, collective, topology, servers, cut, lane, blocks), grid)
     chain.land(topology.channel((), lane + "landing"))
     return chain.phases
 
@@ -78,6 +89,8 @@ class _Way:
     servers: int
     cut: bool
     lane: str
+    blocks: Blocks | None
+    """Of a wire of codes."""
 
     def channel(self, ranks: tuple[int, ...], role: str) -> Channel:
         return self.topology.channel(ranks, self.lane + role)
@@ -85,21 +98,25 @@ class _Way:
 
 def _average(chain: Chain, values: Tensor, way: _Way, grid: Grid) -> None:
     """Inside the rows, between them, inside again."""
-    wire, collective = way.wire, way.collective
+    collective, coded = way.collective, is_coded(way.wire)
+    wire = wire_for(values.dtype, PLAIN, way.topology) if coded else way.wire
     short = wire != values.dtype
     inside, ranks = len(grid.row), len(grid.column)
-    message = torch.empty_like(values, dtype=wire) if short else values
-    halving = collective == "butterfly"
+    coded = coded and ranks > 1
+    message = torch.empty_like(values, dtype=wire) if short and (inside > 1 or not coded) else values
+    halving = collective == "butterfly" and not coded
     whole = collective == "hierarchical" and wire.itemsize >= 4 and not short and not way.cut
-    backend_adds = whole or collective in ("native", "ring")
+    backend_adds = not coded and (whole or collective in ("native", "ring"))
     # A sum of 16-bit values that the backend or a butterfly makes could overflow, so they are divided before.
     early = ranks if wire.itemsize < 4 and (backend_adds or halving) else 1
     exact = torch.promote_types(values.dtype, torch.float32)
     if inside > 1:
         if short:
             chain.locally(lambda: message.copy_(values))
-        own = values.new_empty(values.numel() // inside, dtype=exact) if halving and wire != exact else None
+        own = values.new_empty(values.numel() // inside, dtype=exact) if (halving or coded) and wire != exact else None
         shard = scatter(chain, message, way.channel(grid.row, "scatter"), own, inside * early)
+    elif coded:
+        shard = values
     elif halving:
         shard = values if values.dtype == exact else torch.empty_like(values, dtype=exact)
         if early > 1:
@@ -109,7 +126,9 @@ def _average(chain: Chain, values: Tensor, way: _Way, grid: Grid) -> None:
         if early > 1 or short:
             chain.locally(lambda: torch.mul(values, 1 / early, out=message))
     mean = backend_adds and early == 1 and values.is_cuda
-    if ranks > 1:
+    if coded:
+        _between_coded(chain, shard, way, grid)
+    elif ranks > 1:
         _between(chain, shard, way, grid.column, backend_adds, mean)
     if ((backend_adds and not mean) or halving) and early == 1 and ranks > 1:
         chain.locally(lambda: shard.div_(ranks))
@@ -141,6 +160,29 @@ def _between(chain: Chain, shard: Tensor, way: _Way, ranks: tuple[int, ...], bac
         gather(chain, shard, channel("gather"), way.cut)
 
 
+def _between_coded(chain: Chain, shard: Tensor, way: _Way, grid: Grid) -> None:
+    assert way.blocks is not None
+    ranks, inside = grid.column, len(grid.row)
+    blocks = way.blocks.part(grid.row.index(way.topology.rank), inside)
+    if blocks.residual is not None and inside > 1:
+        row = way.channel(grid.row, "residual")
+        blocks.residual.share(inside, lambda left: carry([Phase(row, lambda: row.all_reduce(left), False)]).wait())
+    halving = way.collective == "butterfly"
+    channels = [way.channel(ranks, role) for role in (["butterfly"] if halving else ["scatter", "gather"])]
+    if not (blocks.coded | blocks.plain).any():
+        return  # nothing but what spans are filled up with
+    owners = list(range(2 ** (len(ranks).bit_length() - 1) if halving else len(ranks)))
+    if way.collective == "parameter_server":
+        owners = server_places(len(ranks), way.servers)
+    packing = Packing(blocks, len(owners), way.wire, shard.device, inside)
+    if halving:
+        (steps,) = channels
+        chain.over(steps, lambda: coded_butterfly(shard, packing, steps))
+    else:
+        push, pull = channels
+        coded_pairwise(chain, shard, packing, push, pull, owners, way.cut)
+
+
 def wire_for(dtype: torch.dtype, wire: torch.dtype, topology: Topology) -> torch.dtype:
     """What values of ``dtype`` travel as: never wider than they are, and unrounded where they go nowhere."""
     return wire if wire.itemsize < dtype.itemsize and topology.size > 1 else dtype
@@ -151,6 +193,8 @@ def usual_collective(dtype: torch.dtype, wire: torch.dtype, topology: Topology) 
     are added up in fp32. Inside one node, and for a wire of 32 bits, the backend's own."""
     if topology.levels != topology.flat:
         return "hierarchical"
+    if is_coded(wire):
+        return "pairwise"
     several = len(topology.nodes) > 1
     return "pairwise" if several and wire_for(dtype, wire, topology).itemsize < 4 else "native"
 
@@ -163,7 +207,20 @@ def piece_bytes(topology: Topology) -> int:
 
 def piece_elements(wire: torch.dtype, topology: Topology) -> int:
     """The same in values of the wire's dtype, and to be cut evenly."""
-    return topology.padded(piece_bytes(topology) // wire.itemsize)
+    return padded(piece_bytes(topology) // wire.itemsize, wire, topology)
+
+
+def line_of(wire: torch.dtype, topology: Topology) -> int:
+    """A message of a multiple of so many elements can be cut evenly on every level, and between blocks of codes."""
+    if not is_coded(wire):
+        return topology.line
+    return math.lcm(topology.line, BLOCK * math.lcm(len(topology.levels.row), len(topology.square.row)))
+
+
+def padded(elements: int, wire: torch.dtype, topology: Topology) -> int:
+    """The length of a message that holds so many elements and can be cut evenly."""
+    line = line_of(wire, topology)
+    return -(-elements // line) * line
 
 
 def cost_of(collective: Collective, topology: Topology, servers: int = 1) -> float:

@@ -11,12 +11,12 @@ from imagenet_fast.sync.collectives.phases import Chain, mean_of
 def parameter_server(chain: Chain, values: Tensor, push: Channel, pull: Channel, servers: int) -> None:
     """Leave the mean over the channels' ranks in ``values``, a part of which each of ``servers`` ranks adds up in fp32.
 
-    The servers lie evenly among the ranks. The link of each carries P-1 parts in and P-1 parts out.
+    The link of each carries P-1 parts in and P-1 parts out.
     """
     ranks, servers = push.size, min(servers, push.size)
     parts = [0] * ranks
-    for number, part in enumerate(values.tensor_split(servers)):
-        parts[number * ranks // servers] = part.numel()
+    for place, part in zip(server_places(ranks, servers), values.tensor_split(servers), strict=True):
+        parts[place] = part.numel()
     own = parts[push.place]  # 0 unless this rank is a server
     arrived = values.new_empty(own * ranks)
     chain.over(push, lambda: push.all_to_all(arrived, values, [own] * ranks, parts))
@@ -28,6 +28,12 @@ def parameter_server(chain: Chain, values: Tensor, push: Channel, pull: Channel,
         return mean.repeat(ranks)
 
     chain.over(pull, lambda: pull.all_to_all(values, answer(), parts, [own] * ranks), gathers=True)
+
+
+def server_places(ranks: int, servers: int) -> list[int]:
+    """Which of the ranks are servers: evenly among them."""
+    servers = min(servers, ranks)
+    return [number * ranks // servers for number in range(servers)]
 
 
 def server_bytes(ranks: int, servers: int) -> float:

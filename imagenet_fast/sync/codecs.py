@@ -1,0 +1,219 @@
+"""Values as 8-bit codes with a scale a block, and what the codes leave behind for later steps.
+
+Error feedback: what a code misses of a value stays with the rank that made the code, and is added to the value of the
+next step, so nothing is lost (Seide et al., Interspeech 2014; Karimireddy et al., arXiv 1901.09847; in both halves of
+an all-reduce as in 1-bit Adam, arXiv 2102.02888). Scales are bf16 numbers: times a code of 8 bits they are exact in
+fp32, so what is left behind is exact too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from imagenet_fast.sync.span import Span
+
+BLOCK = 512
+"""Values with a common scale. Blocks lie on the pool's grid, so which gradients travel together changes no bit."""
+
+PLAIN = torch.bfloat16
+"""What values without codes travel as: inside a node, and in blocks of norms, of biases and of spans' ends."""
+
+_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+
+def is_coded(wire: torch.dtype) -> bool:
+    """Whether values travel as codes."""
+    return wire in _LARGEST
+
+
+def encode(values: Tensor, left: Tensor | None, scales: Tensor, codes: Tensor) -> None:
+    """Write the codes of fp32 ``values`` (..., blocks, BLOCK), a bf16 scale a block, and what they miss into ``left``.
+
+    A block that is not finite becomes one that is not, and leaves behind what it had left before.
+    """
+    scales.copy_(values.abs().amax(-1) / _LARGEST[codes.dtype])  # on a CPU vector_norm takes 20 times as long
+    exact = scales.float().unsqueeze(-1)
+    whole = values * torch.where(exact >= torch.finfo(torch.float32).tiny, 1 / exact, 0.0)
+    if codes.dtype == torch.int8:
+        codes.copy_(whole.round_())
+    else:
+        codes.copy_(whole)
+        whole = codes.float()
+    if left is not None:
+        finite = exact.isfinite()
+        if left.is_cpu and finite.all():
+            torch.addcmul(values, whole, exact, value=-1, out=left)
+        else:
+            left.copy_(torch.where(finite, torch.addcmul(values, whole, exact, value=-1), left))
+
+
+def decode(scales: Tensor, codes: Tensor) -> Tensor:
+    """The fp32 values (..., blocks, BLOCK) of codes."""
+    return codes.float().mul_(scales.float().unsqueeze(-1))
+
+
+class Residual:
+    """What the codes of a pool's gradients have left behind: fp32, by the pool's elements, on this rank.
+
+    Messages hold it in pieces, which only their codes change. ``left`` is what there was before those messages.
+    """
+
+    def __init__(self, spans: Sequence[Span], device: torch.device, left: Tensor | None = None) -> None:
+        self._spans = spans
+        blocks = spans[-1].stop // BLOCK
+        self._kinds = torch.zeros(2, blocks, dtype=torch.bool)
+        for span in spans:
+            first, last = span.start // BLOCK, span.flag // BLOCK
+            self._kinds[0 if span.param.dim() > 1 else 1, first:last] = True
+            self._kinds[1, last] = True
+        self._device = device
+        self._left = left
+        self._shared: dict[int, Tensor] = {}
+        self._pieces: list[tuple[Tensor, Tensor, Tensor, int]] = []
+
+    def blocks(self, part: slice) -> Blocks:
+        """Those of a part of the pool."""
+        coded, plain = self._kinds[:, part.start // BLOCK : part.stop // BLOCK]
+        return Blocks(coded, plain, part.start // BLOCK, self)
+
+    def share(self, ranks: int, add_up: Callable[[Tensor], object]) -> None:
+        """So many ranks, over which ``add_up`` sums a tensor, have rows in common from now on."""
+        if self._left is not None and ranks not in self._shared:
+            left = self._left.clone()
+            add_up(left)
+            self._shared[ranks] = left / ranks
+
+    def take(self, blocks: Tensor, real: Tensor, sharing: int) -> Tensor:
+        """Rows of what ``blocks`` of the pool have left behind, from now on theirs who asks; those that are not at
+        ``real`` places are repetitions. Of rows that ``sharing`` ranks have in common, in the units of their mean."""
+        rows = torch.zeros(len(blocks), BLOCK, device=self._device)
+        if self._left is not None:
+            left = self._left if sharing == 1 else self._shared[sharing]
+            torch.index_select(left.view(-1, BLOCK), 0, blocks, out=rows)
+        self._pieces.append((blocks, rows, real, sharing))
+        return rows
+
+    def arranged(self) -> None:
+        """All messages have taken what is theirs."""
+        self._left = None
+        self._shared.clear()
+
+    def gathered(self) -> Tensor:
+        """All that is left behind on this rank, by the pool's elements. Nothing may be under way."""
+        left = torch.zeros(self._kinds.shape[1], BLOCK, device=self._device)
+        for blocks, rows, real, sharing in self._pieces:
+            left.index_copy_(0, blocks[real], rows[real] * sharing)
+        return left.view(-1)
+
+    def moved(self, spans: Sequence[Span]) -> Tensor:
+        """The same, where the parameters have the places of other ``spans``."""
+        left = self.gathered()
+        places = {span.param: span for span in self._spans}
+        moved = left.new_zeros(spans[-1].stop)
+        for span in spans:
+            old = places[span.param]
+            moved[span.start : span.flag] = left[old.start : old.flag]
+        return moved
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Of a message, by block: whether it travels as codes, or plain, or has no values. And whose it is."""
+
+    coded: Tensor
+    plain: Tensor
+    first: int
+    """The number of its first block, by which its owner is found."""
+    residual: Residual | None
+    """None: nothing is kept of what codes miss."""
+
+    def part(self, number: int, parts: int) -> Blocks:
+        """One of equally many ``parts``."""
+        size = len(self.coded) // parts
+        assert size * parts == len(self.coded), "a message must be cut between blocks"
+        own = slice(number * size, (number + 1) * size)
+        return Blocks(self.coded[own], self.plain[own], self.first + own.start, self.residual)
+
+
+def all_coded(elements: int) -> Blocks:
+    """Blocks of a message that lies in no pool."""
+    coded = torch.ones(elements // BLOCK, dtype=torch.bool)
+    return Blocks(coded, ~coded, 0, None)
+
+
+class Packing:
+    """A message's blocks in rows, by owner, and those rows on the wire.
+
+    A block's owner follows from its place in the pool alone. Every owner has equally many rows, so those of some are
+    repetitions, which nobody reads.
+    """
+
+    def __init__(self, blocks: Blocks, owners: int, wire: torch.dtype, device: torch.device, sharing: int = 1) -> None:
+        self._owners, self._wire, self._device = owners, wire, device
+        coded, coded_rows = _by_owner(blocks.coded, blocks.first, owners)
+        plain, plain_rows = _by_owner(blocks.plain, blocks.first, owners)
+        self._codes, self._plains = coded.shape[1], plain.shape[1]
+        self.width = self._codes * (2 + BLOCK) + self._plains * 2 * BLOCK
+        """Bytes on the wire, of an owner's rows."""
+        self._chosen = torch.cat([coded.flatten(), plain.flatten()]).to(device)
+        back = torch.full_like(blocks.coded, len(self._chosen), dtype=torch.int64)  # the last row has no values
+        back[coded.flatten()[coded_rows]] = coded_rows
+        back[plain.flatten()[plain_rows]] = plain_rows + coded.numel()
+        self._back = back.to(device)
+        self._rows = torch.zeros(len(self._chosen) + 1, BLOCK, device=device)
+        self.coded = self._rows[: coded.numel()].view(owners, -1, BLOCK)
+        self.plain = self._rows[coded.numel() : -1].view(owners, -1, BLOCK)
+        self.left: Tensor | None = None
+        """What the codes have left behind, as ``coded``."""
+        if blocks.residual is not None:
+            own = (coded.flatten() + blocks.first).to(device)
+            rows = blocks.residual.take(own, coded_rows.to(device), sharing)
+            self.left = rows.view(owners, -1, BLOCK)
+
+    def load(self, values: Tensor) -> None:
+        """Bring ``values`` into the rows, and to those with codes add what earlier ones left behind."""
+        blocks = values.view(-1, BLOCK)
+        if values.dtype == torch.float32:
+            torch.index_select(blocks, 0, self._chosen, out=self._rows[:-1])
+        else:
+            self._rows[:-1] = blocks[self._chosen]
+        if self.left is not None:
+            self.coded += self.left
+
+    def land(self, values: Tensor) -> None:
+        """Bring the rows into ``values``."""
+        if values.dtype == torch.float32:
+            torch.index_select(self._rows, 0, self._back, out=values.view(-1, BLOCK))
+        else:
+            values.view(-1, BLOCK).copy_(self._rows[self._back])
+
+    def message(self, *owners: int) -> Tensor:
+        """Room for the rows of so many owners on the wire."""
+        return torch.zeros(*owners, self.width, dtype=torch.uint8, device=self._device)
+
+    def parts(self, message: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of such a room, as views: scales, codes, plain values."""
+        codes = self._codes * BLOCK
+        scales, coded, plain = message.split([2 * self._codes, codes, 2 * self._plains * BLOCK], -1)
+        return (
+            scales.view(torch.bfloat16), coded.view(self._wire).unflatten(-1, (self._codes, BLOCK)),
+            plain.view(PLAIN).unflatten(-1, (self._plains, BLOCK)),
+        )  # fmt: skip
+
+
+def _by_owner(chosen: Tensor, first: int, owners: int) -> tuple[Tensor, Tensor]:
+    """The numbers of the chosen blocks, a row an owner, filled up by repetitions; and the places that are none."""
+    numbers = chosen.nonzero().flatten()
+    owner = (numbers + first) % owners
+    counts = torch.bincount(owner, minlength=owners)
+    width = int(counts.max())
+    table = numbers[:1].expand(owners, width).clone()
+    order = owner.argsort(stable=True)
+    place = torch.arange(len(numbers)) - (counts.cumsum(0) - counts)[owner[order]]
+    real = owner[order] * width + place
+    table.view(-1)[real] = numbers[order]
+    return table, real

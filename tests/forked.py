@@ -1,0 +1,13 @@
+"""What ranks find imported: all that tests start are forked from one server, which imports this once."""
+
+# ruff: noqa: F401
+
+from __future__ import annotations
+
+import pytest
+
+import imagenet_fast.bench.counting
+import imagenet_fast.bench.engine_times
+import imagenet_fast.training.loop
+import tests.conftest
+import tests.spawning
