@@ -208,6 +208,7 @@ class _Step:
         self._pool = pool = GradientPool(self._model, ranks_per_node=ranks_per_node)
         pool.topology = _Noting(ranks_per_node, self._calls if noting else None)
         pool.order([span.name for span in pool.spans])  # as it is: ranks without values can't agree on another
+        self._travelling = settings.travelling
         wire = wire_dtype(settings.wire)
         self._wire = wire_for(pool.buffer.dtype, wire, pool.topology)
         declaration = declare(settings)  # type: ignore[arg-type]  # none that chooses
@@ -258,8 +259,9 @@ class _Step:
         """On the wire, of what the last step has averaged: elements of parameters, without padding, and norms."""
         elements, wire = self._engine.elements(), self._wire.itemsize
         if elements is None:
-            elements = {p: [slice(0, p.numel())] for p in self._model.parameters()}
-        sent: int = sum(part.stop - part.start for parts in elements.values() for part in parts)
+            sent = round(sum(self._travelling(p.shape) for p in self._model.parameters()))
+        else:
+            sent = sum(part.stop - part.start for parts in elements.values() for part in parts)
         return wire * sent + (self._engine.norms_bytes if isinstance(self._engine, Spread) else 0)
 
     def _run(self) -> None:

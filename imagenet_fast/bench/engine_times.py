@@ -7,6 +7,7 @@ to the next forward is counted there.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -102,6 +103,9 @@ class Declared:
     chooses: ClassVar[bool] = False
     share: ClassVar[float] = 1.0
 
+    def travelling(self, shape: Sequence[int]) -> float:
+        return float(math.prod(shape))
+
     @property
     def wire(self) -> Wire:
         names: tuple[Wire, ...] = get_args(Wire)
@@ -172,7 +176,7 @@ def bench_sync(
     def row(settings: Sync | Declared) -> EngineTime:
         times, wire = seconds[settings], settings.wire
         raw = median(seconds[wire])
-        limit = least_step_s(timing, small.sending(raw), settings.awaits, settings.share)
+        limit = least_step_s(timing, small.sending(raw, settings.travelling), settings.awaits)
 
         def over_ranks(field: str) -> float:
             return median(

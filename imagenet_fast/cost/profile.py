@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -65,9 +66,10 @@ class Profile:
         ready = accumulate(layer.backward_ms / 1e3 for layer in reversed(self.layers))
         return Timing(tuple(reversed(needed)), self.forward_s, tuple(ready), self.backward_s)
 
-    def sending(self, raw_s: float) -> list[float]:
-        """Each layer's part of an all-reduce of ``raw_s`` seconds, the last layer's first."""
-        return [raw_s * layer.elements / self.elements for layer in reversed(self.layers)]
+    def sending(self, raw_s: float, travelling: Callable[[Sequence[int]], float] = math.prod) -> list[float]:
+        """Each layer's part of an all-reduce of ``raw_s`` seconds, the last layer's first, where so many values are
+        ``travelling`` for a parameter of some shape."""
+        return [raw_s * sum(map(travelling, layer.shapes)) / self.elements for layer in reversed(self.layers)]
 
     def lasting(self, compute_s: float) -> Profile:
         """The same proportions in another time."""

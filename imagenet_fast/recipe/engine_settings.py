@@ -6,9 +6,18 @@ Nobody else needs to know which engine it is, save the ``match`` that builds it 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal, Self, get_args
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from imagenet_fast.recipe.table import Fraction, Table
 
@@ -79,6 +88,11 @@ class EngineTable(Table):
         return not self.keeps
 
     @property
+    def brings_momentum(self) -> bool:
+        """Whether the gradients that come of it have the optimiser's momentum in them."""
+        return False
+
+    @property
     def learns(self) -> bool:
         """Whether it measures a few steps before it plans the others."""
         return False
@@ -88,6 +102,10 @@ class EngineTable(Table):
         """The share of the values that it sends, once it is past its ramp."""
         return 1.0
 
+    def travelling(self, shape: Sequence[int]) -> float:
+        """How many values it sends for a parameter, once it is past its ramp."""
+        return self.share * math.prod(shape)
+
     @property
     def as_written(self) -> str:
         """How a recipe asks for it, to be told where that will not do."""
@@ -95,6 +113,10 @@ class EngineTable(Table):
 
     def warmed_up(self, epochs: float) -> Self:
         """With what follows from a learning rate that warms up over ``epochs``, where it has not been set."""
+        return self
+
+    def moved_by(self, momentum: float) -> Self:
+        """With what follows from the optimiser's momentum, where it has not been set."""
         return self
 
 
@@ -145,33 +167,113 @@ class LazySync(CodingTable):
         return self.threshold_mb == "auto"
 
 
-class SparseSync(EngineTable):
+class KeepingTable(EngineTable):
+    """Of an engine that adds up over steps what it does not send. It sends everything during ``dense_epochs``."""
+
+    keeps: ClassVar[bool] = True
+    exact: ClassVar[bool] = False
+
+    timing: str
+    """The engine whose timing it takes."""
+    dense_epochs: NonNegativeFloat | None = None
+    """Unset: while the recipe's learning rate warms up; without a recipe, not at all."""
+
+    @property
+    def as_written(self) -> str:
+        return super().as_written + (f" with sync.timing '{self.timing}'" if self.defers else "")
+
+    def warmed_up(self, epochs: float) -> Self:
+        return self if self.dense_epochs is not None else self.model_copy(update={"dense_epochs": epochs})
+
+
+class SparseSync(KeepingTable):
     """Coarse-grained sparse communication (GradientFlow): all but ``sparsity`` of the pool's chunks stay behind.
 
     Everything is sent during ``dense_epochs``; over ``ramp_epochs`` the share that stays grows to ``sparsity``.
     """
-
-    keeps: ClassVar[bool] = True
-    exact: ClassVar[bool] = False
 
     kind: Literal["sparse"] = "sparse"
     wire: Cast = "bf16"
     sparsity: Fraction = 0.875
     chunk: PositiveInt = 32768
     """Elements."""
-    dense_epochs: NonNegativeFloat | None = None
-    """Unset: while the recipe's learning rate warms up; without a recipe, not at all."""
     ramp_epochs: NonNegativeFloat = 1.0
     threshold_mb: Fusion = "auto"
+    timing: Literal["lazy", "hybrid"] = "lazy"
+    """Whether chunks are awaited at the end of backward, or just before the next forward reads a layer of theirs."""
     collective: Collective | Literal["auto"] = "auto"
     """``auto``: as ``lazy``'s."""
+    momentum_correction: bool = False
+    """Whether each rank adds up its velocity instead of its gradient, so that what stays behind gathers momentum (Deep
+    Gradient Compression, arXiv 1712.01887); then the optimiser takes none of its own."""
+    momentum: Fraction | None = None
+    """For that correction. Unset: the optimiser's; without a recipe, 0.9."""
+
+    @model_validator(mode="after")
+    def _can_correct(self) -> Self:
+        if self.momentum_correction and self.wire == "fp16":
+            raise ValueError(
+                "momentum_correction keeps in its velocity what overflows in wire 'fp16'; take 'bf16' or 'fp32'"
+            )
+        return self
+
+    @property
+    def brings_momentum(self) -> bool:
+        return self.momentum_correction
+
+    @property
+    def velocity_momentum(self) -> float | None:
+        """Of the correction; None without it."""
+        if not self.momentum_correction:
+            return None
+        return 0.9 if self.momentum is None else self.momentum
+
+    def moved_by(self, momentum: float) -> Self:
+        unset = self.momentum_correction and self.momentum is None
+        return self.model_copy(update={"momentum": momentum}) if unset else self
+
+    @property
+    def awaits(self) -> Awaits:
+        return "read" if self.timing == "hybrid" else "backward"
 
     @property
     def share(self) -> float:
         return 1 - self.sparsity
 
-    def warmed_up(self, epochs: float) -> Self:
-        return self if self.dense_epochs is not None else self.model_copy(update={"dense_epochs": epochs})
+
+class PowerSgdSync(KeepingTable):
+    """Matrices travel as two factors of ``rank`` columns, what they miss is added to the next gradient (PowerSGD, arXiv
+    1905.13727); vectors, and what would not become smaller, as they are. Messages leave and are waited for as those of
+    the engine ``timing``; under ``dear`` the second factor leaves later.
+    """
+
+    kind: Literal["powersgd"] = "powersgd"
+    wire: Cast = "bf16"
+    rank: PositiveInt = 4
+    timing: Literal["allreduce", "lazy", "hybrid", "dear"] = "lazy"
+    bucket_mb: Bytes = 8.0
+    """From how many MiB on the wire on, had they not been compressed, neighbours leave together; under ``allreduce`` a
+    layer's do."""
+    collective: Collective | Literal["auto"] = "auto"
+    """``auto``: that of the engine ``timing``."""
+
+    @property
+    def awaits(self) -> Awaits:
+        match self.timing:
+            case "allreduce":
+                return "each"
+            case "lazy":
+                return "backward"
+            case "hybrid" | "dear":
+                return "read"
+
+    @property
+    def learns(self) -> bool:
+        return self.timing in ("hybrid", "dear")
+
+    def travelling(self, shape: Sequence[int]) -> float:
+        rows, size = shape[0] if shape else 1, math.prod(shape)
+        return min(size, self.rank * (rows + size // max(1, rows)))
 
 
 class HybridSync(CodingTable):
@@ -262,6 +364,6 @@ class DdpSync(EngineTable):
 
 
 Sync = Annotated[
-    AllReduceSync | RingSync | LazySync | SparseSync | HybridSync | DearSync | AutoSync | DdpSync,
+    AllReduceSync | RingSync | LazySync | SparseSync | PowerSgdSync | HybridSync | DearSync | AutoSync | DdpSync,
     Field(discriminator="kind"),
 ]

@@ -214,7 +214,7 @@ class Recipe(Table):
                 f"data.image_size ({self.data.image_size}) is too small for {self.model.kind}, which needs {smallest}"
             )
         self._check_sync()
-        sync = self.sync.warmed_up(self.schedule.warmup_epochs)
+        sync = self.sync.warmed_up(self.schedule.warmup_epochs).moved_by(self.optim.momentum)
         return self if sync is self.sync else self.model_copy(update={"sync": sync})
 
     def _check_sync(self) -> None:
@@ -230,6 +230,12 @@ class Recipe(Table):
                 raise ValueError(
                     f"{sync.as_written} waits for single layers, so it cannot do with compiled blocks (compile true)"
                 )
+        if sync.brings_momentum and (isinstance(self.optim, Lars) or self.optim.nesterov):
+            which = "optim.kind 'lars'" if isinstance(self.optim, Lars) else "optim.nesterov true"
+            raise ValueError(
+                f"sync.momentum_correction gathers plain SGD's momentum before gradients are averaged, and {which} "
+                "is another; turn it off, or take optim.kind 'sgd' without nesterov"
+            )
         if sync.keeps:
             why = f"{sync.as_written} adds up gradients over steps, so it cannot"
             if self.clip_norm:

@@ -28,11 +28,14 @@ from imagenet_fast.recipe.engine_settings import (
     EngineTable,
     HybridSync,
     LazySync,
+    PowerSgdSync,
     RingSync,
     SparseSync,
     Sync,
     Wire,
+    chosen_collective,
 )
+from imagenet_fast.sync.compressors.powersgd import PowerSGD
 from imagenet_fast.sync.deferral import Update
 from imagenet_fast.sync.engine import Engine, SyncEngine, SyncStats
 from imagenet_fast.sync.engines import allreduce, ddp, dear, hybrid, lazy, ring, sparse
@@ -54,6 +57,7 @@ __all__ = [
     "GradientSync",
     "HybridSync",
     "LazySync",
+    "PowerSgdSync",
     "RingSync",
     "Span",
     "SparseSync",
@@ -64,7 +68,7 @@ __all__ = [
     "declare",
 ]
 
-EngineSettings = AllReduceSync | RingSync | LazySync | SparseSync | HybridSync | DearSync | AutoSync
+EngineSettings = AllReduceSync | RingSync | LazySync | SparseSync | PowerSgdSync | HybridSync | DearSync | AutoSync
 
 
 class GradientSync(Protocol):
@@ -100,6 +104,9 @@ def build_engine(engine: EngineSettings | Engine, pool: GradientPool, steps_per_
             return Scheduler(engine, pool)
         case SparseSync():
             return Sparse(engine, pool, wire_dtype(engine.wire), steps_per_epoch)
+        case PowerSgdSync():
+            dense_steps = round((engine.dense_epochs or 0.0) * steps_per_epoch)
+            return Scheduler(declare(engine), pool, dense_steps=dense_steps)
         case AutoSync():
             meanwhile = LazySync(wire=engine.wire, bf16_steps=engine.bf16_steps, threshold_mb=1.0)
             return Auto(pool, declare(meanwhile), _candidates(engine, steps_per_epoch))
@@ -107,13 +114,17 @@ def build_engine(engine: EngineSettings | Engine, pool: GradientPool, steps_per_
             return Scheduler(declare(engine), pool)
 
 
-def declare(settings: AllReduceSync | RingSync | LazySync | HybridSync | DearSync | SparseSync | DdpSync) -> Engine:
+def declare(
+    settings: AllReduceSync | RingSync | LazySync | HybridSync | DearSync | SparseSync | PowerSgdSync | DdpSync,
+) -> Engine:
     """What an engine's settings come to; of those that no scheduler runs, what the cost model takes them for."""
     engine = _declare(settings)
     return replace(engine, bf16_steps=settings.bf16_steps) if isinstance(settings, CodingTable) else engine
 
 
-def _declare(settings: AllReduceSync | RingSync | LazySync | HybridSync | DearSync | SparseSync | DdpSync) -> Engine:
+def _declare(
+    settings: AllReduceSync | RingSync | LazySync | HybridSync | DearSync | SparseSync | PowerSgdSync | DdpSync,
+) -> Engine:
     wire = wire_dtype(settings.wire)
     match settings:
         case AllReduceSync():
@@ -128,10 +139,30 @@ def _declare(settings: AllReduceSync | RingSync | LazySync | HybridSync | DearSy
             return dear.dear(settings, wire)
         case SparseSync():
             return sparse.likeness(settings, wire)
+        case PowerSgdSync():
+            return _compressed(declare(_timing_of(settings)), settings)
         case DdpSync():
             return ddp.likeness(settings, wire)
         case _:
             assert_never(settings)
+
+
+def _timing_of(settings: PowerSgdSync) -> AllReduceSync | LazySync | HybridSync | DearSync:
+    """The engine whose messages it compresses."""
+    match settings.timing:
+        case "allreduce":
+            return AllReduceSync(wire=settings.wire)
+        case "lazy":
+            return LazySync(wire=settings.wire, threshold_mb=settings.bucket_mb)
+        case "hybrid":
+            return HybridSync(wire=settings.wire, fuse_mb=settings.bucket_mb)
+        case "dear":
+            return DearSync(wire=settings.wire, bucket_mb=settings.bucket_mb)
+
+
+def _compressed(engine: Engine, settings: PowerSgdSync) -> Engine:
+    collective = chosen_collective(settings.collective) or engine.collective
+    return replace(engine, collective=collective, compressor=PowerSGD(settings.rank))
 
 
 def wire_dtype(wire: Wire) -> torch.dtype:
@@ -164,7 +195,7 @@ def _candidates(chooser: AutoSync, steps_per_epoch: int) -> list[Candidate]:
             name = settings.kind if wire == chooser.wire else f"{settings.kind} {wire}"
             electable = settings.ours and (settings.exact or chooser.keeps)
             build: Callable[[GradientPool], SyncEngine] | None = None
-            if isinstance(settings, SparseSync):
+            if isinstance(settings, SparseSync | PowerSgdSync):
                 build = partial(build_engine, settings, steps_per_epoch=steps_per_epoch)
             candidates.append(
                 Candidate(name, declare(settings), settings.exact, settings.share, electable, settings.share < 1, build)

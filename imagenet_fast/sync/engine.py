@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from imagenet_fast.cost.simulation import Prediction
 from imagenet_fast.recipe.engine_settings import Collective
 from imagenet_fast.sync.collectives import Transfer
+from imagenet_fast.sync.compressors import Compressor
 from imagenet_fast.sync.marks import Mark, mark, seconds_between
 from imagenet_fast.sync.probing import Network
 from imagenet_fast.sync.span import Span
@@ -52,7 +53,10 @@ class Engine:
     bf16_steps: int = 0
     """The first so many steps travel in bf16, where the wire is one of codes."""
     halves: bool = False
-    """Whether the second half of an all-reduce leaves by itself, later."""
+    """Whether the second half of an all-reduce leaves by itself, later; of a compressor's rounds, those after the
+    first."""
+    compressor: Compressor | None = None
+    """What makes of a run what travels instead; None: its gradients as they are, cut into pieces."""
 
     @property
     def learns(self) -> bool:

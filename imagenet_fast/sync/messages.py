@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -43,14 +44,13 @@ def messages_of(engine: Engine, pool: GradientPool, wire: torch.dtype, fuse: flo
     for run in _runs(pool.spans, engine, fuse / wire.itemsize):
         collective = _collective(engine, run, pool, wire, network)
         cost = cost_of(collective, pool.topology, engine.servers)
-        for piece, start in enumerate(range(run[0].start, run[-1].stop, elements)):
-            part = slice(start, min(start + elements, run[-1].stop))
+        for piece, (part, travelling) in enumerate(_parts(run, engine, elements)):
             whose = [s for s in run if s.start < part.stop and part.start < s.stop] if engine.planned else run
             closes = len(pool.spans) if engine.awaits == "each" else whose[-1].index
             needed = -whose[-1].index  # the pool's last layers are the first of the next forward
             urgent = engine.planned and whose[-1] is pool.spans[-1]
             lane = URGENT if urgent else lane_of(piece, pool.topology.device)
-            size = cost * (part.stop - part.start) * wire.itemsize
+            size = cost * travelling * wire.itemsize
             if not engine.halves:
                 messages.append(Message(whose, part, collective, None, lane, Task(closes, size, (0, needed))))
                 continue
@@ -58,6 +58,15 @@ def messages_of(engine: Engine, pool: GradientPool, wire: torch.dtype, fuse: flo
                 task = Task(closes, size / 2, (half, needed), len(messages) - 1 if half else None)
                 messages.append(Message(whose, part, collective, half, lane, task))
     return messages
+
+
+def _parts(run: Run, engine: Engine, elements: int) -> list[tuple[slice, int]]:
+    """The pieces of a run, and how many values travel for each; what is compressed is one piece."""
+    start, stop = run[0].start, run[-1].stop
+    if engine.compressor is not None:
+        return [(slice(start, stop), sum(map(engine.compressor.travelling, run)))]
+    cuts = [*range(start, stop, elements), stop]
+    return [(slice(*ends), ends[1] - ends[0]) for ends in pairwise(cuts)]
 
 
 def _runs(spans: Iterable[Span], engine: Engine, fuse: float) -> list[Run]:

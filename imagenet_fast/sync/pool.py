@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from imagenet_fast.sync.deferral import Deferral, Update
-from imagenet_fast.sync.engine import SyncEngine, SyncStats
+from imagenet_fast.sync.engine import Elements, SyncEngine, SyncStats
 from imagenet_fast.sync.span import Span
 from imagenet_fast.sync.stepping import captured_step, needs_all, settle_before_state
 from imagenet_fast.sync.timetable import Timetable
@@ -176,14 +177,12 @@ class GradientPool:
         While a parameter's update is put off, ``p.grad`` is None.
         """
         assert self._engine is not None
+        elements = self._engine.elements()
+        limited = apply if elements is None else partial(_apply_to, apply, elements)
         if self._engine.defers and self._deferral is not None:
-            self._deferral.update(apply, at_once)
-            return
-        used, elements = self.used(self.spans), self._engine.elements()
-        if elements is None:
-            apply(used)
+            self._deferral.update(limited, at_once)
         else:
-            apply(used, elements)
+            limited(self.used(self.spans))
 
     def step(self, optimizer: Optimizer) -> SyncStats:
         """End the step: :meth:`finish`, unless that has been called, and ``optimizer.step()`` with the means.
@@ -318,6 +317,8 @@ class GradientPool:
 
     def _begin(self, engine: SyncEngine) -> None:
         if not self._open:
+            if engine.leaves_behind:
+                self.settle()  # it takes what it has sent out of the pool
             engine.begin()
             late = [span for span in self.spans if self._deferral is not None and self._deferral.waits(span)]
             flags = [self.buffer[span.flag].clone() for span in late]  # their update has yet to look
@@ -381,9 +382,14 @@ class GradientPool:
     def _learn_order(self, order: Sequence[Span]) -> None:
         assert self._engine is not None
         self._better = None
+        self.settle()
         self._engine.begin()  # it may have sent what lies in the pool, and knows it by its place
         self._lay_out(order)
         self._engine.lay_out()
+
+
+def _apply_to(apply: Update, elements: Elements, params: list[nn.Parameter]) -> None:
+    apply(params, elements)
 
 
 def _dense_strides(param: nn.Parameter) -> tuple[int, ...]:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from imagenet_fast.cost.timing import Timing
 from imagenet_fast.recipe.engine_settings import Collective
 from imagenet_fast.sync.channel import Entry
-from imagenet_fast.sync.codecs import PLAIN, Residual, is_coded
+from imagenet_fast.sync.codecs import PLAIN, Blocks, Residual, is_coded
 from imagenet_fast.sync.collectives import Phase, Transfer, all_reduce, carry, line_of, wire_for
+from imagenet_fast.sync.compressors import Memory, phases_by_round
 from imagenet_fast.sync.engine import Engine, Stopwatch, SyncEngine, SyncStats
-from imagenet_fast.sync.messages import URGENT, messages_of
+from imagenet_fast.sync.messages import URGENT, Message, messages_of
 from imagenet_fast.sync.pool import GradientPool
 from imagenet_fast.sync.prediction import predict_best, releases_of, thresholds
 from imagenet_fast.sync.probing import Network
@@ -26,18 +30,22 @@ class Scheduler(SyncEngine):
 
     Which messages there are is settled before they travel, so a step only starts them. An engine that learns begins
     with what is usual, and plans once the first steps have been watched and the network has been measured; with
-    ``timing`` it plans at once.
+    ``timing`` it plans at once. In the first ``dense_steps`` gradients travel as they are, whatever compresses or
+    encodes them later.
     """
 
     def __init__(
-        self, engine: Engine, pool: GradientPool, network: Network | None = None, timing: Timing | None = None
-    ) -> None:
+        self, engine: Engine, pool: GradientPool, network: Network | None = None, timing: Timing | None = None,
+        dense_steps: int = 0,
+    ) -> None:  # fmt: skip
         self.defers = engine.awaits == "read"
-        self._engine = engine
+        self._declared = engine
+        self._step = 0
+        self._memory: Memory = {}  # the compressor's
         self._pool = pool
         self._topology = pool.topology.anew()
         self._wire = wire_for(pool.buffer.dtype, engine.wire, self._topology)
-        self._bf16_steps = engine.bf16_steps if is_coded(self._wire) else 0
+        self._plain_steps = max(dense_steps, engine.bf16_steps if is_coded(self._wire) else 0)
         self._network = network or Network(self._topology, self._wire)
         self._timing = timing
         self._residual: Residual | None = None
@@ -52,6 +60,8 @@ class Scheduler(SyncEngine):
 
     def lay_out(self) -> None:
         self._watch_no_longer()
+        self._plain = self._step < self._plain_steps
+        self._engine = replace(self._declared, compressor=None) if self._plain else self._declared
         if self._engine.fuse is not None:
             self._arrange(self._engine.fuse)
         elif self._timing is None:
@@ -74,13 +84,12 @@ class Scheduler(SyncEngine):
             self._await(list(self._travelling))
         if self._timetable is not None and self._timetable.complete:
             self._await(list(self._travelling))  # the network is measured with nothing else on it
-            timing, self._timetable = self._timetable.timing(), None
-            self.plan(timing)
-        if self._bf16_steps:
-            self._bf16_steps -= 1
-            if not self._bf16_steps:
-                self._await(list(self._travelling))
-                self._prepare()
+            self._timing, self._timetable = self._timetable.timing(), None
+            self.plan(self._timing)
+        self._step += 1
+        if self._step == self._plain_steps:
+            self._await(list(self._travelling))
+            self.lay_out()
         stats, self._stats = self._stats, SyncStats(Stopwatch(self._pool.buffer.device))
         return stats
 
@@ -94,18 +103,22 @@ class Scheduler(SyncEngine):
         self._releases = releases_of(self._engine, self._messages, timing, self._network)
 
     def state_dict(self) -> dict[str, Any]:
-        """What codes have left behind on this rank, and where."""
-        if not is_coded(self._wire):
+        """What codes have left behind and what a compressor keeps; differs between ranks."""
+        if not is_coded(self._wire) and self._declared.compressor is None:
             return {}
         self._await(list(self._travelling))
         left = self._left if self._residual is None else self._residual.gathered()
-        return {"bf16_steps": self._bf16_steps, "left": left, "order": [span.name for span in self._pool.spans]}
+        order = [span.name for span in self._pool.spans]
+        return {"step": self._step, "left": left, "memory": _copied(self._memory), "order": order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state:
-            self._pool.order(state["order"])
-            self._bf16_steps, self._residual, self._left = state["bf16_steps"], None, state["left"]
-            self.lay_out()
+        if not is_coded(self._wire) and self._declared.compressor is None:
+            super().load_state_dict(state)
+            return
+        self._step, self._left, self._residual = state["step"], state["left"], None
+        self._memory = _copied(state["memory"])
+        self._pool.order(state["order"])
+        self.lay_out()
 
     def close(self) -> None:
         self._watch_no_longer()
@@ -132,8 +145,8 @@ class Scheduler(SyncEngine):
 
     def _prepare(self) -> None:
         """Make the phases of all messages. Nothing may be under way."""
-        engine, pool = self._engine, self._pool
-        wire = PLAIN if self._bf16_steps else self._wire
+        pool = self._pool
+        wire = PLAIN if self._plain and is_coded(self._wire) else self._wire
         residual = None
         if is_coded(wire):
             left = self._left if self._residual is None else self._residual.moved(pool.spans)
@@ -144,16 +157,34 @@ class Scheduler(SyncEngine):
             if message.half == 1:
                 self._phases.append(rest)
                 continue
-            phases = all_reduce(
-                pool.buffer[message.part], wire, message.collective, self._topology, engine.servers, engine.halves,
-                message.lane, None if residual is None else residual.blocks(message.part),
-            )  # fmt: skip
-            turn = next((n for n, phase in enumerate(phases) if phase.gathers and engine.halves), len(phases))
-            rest = phases[turn:]
-            self._phases.append(phases[:turn])
+            coded = None if residual is None else residual.blocks(message.part)
+            now, rest = self._halves(message, wire, coded)
+            self._phases.append(now)
         if residual is not None:
             residual.arranged()
             self._residual, self._left = residual, None
+
+    def _halves(
+        self, message: Message, wire: torch.dtype, blocks: Blocks | None
+    ) -> tuple[Sequence[Phase], Sequence[Phase]]:
+        """The phases that leave first, and those that may leave later: none unless the engine divides them."""
+        engine, pool, topology = self._engine, self._pool, self._topology
+
+        def average(values: Tensor, lane: str) -> list[Phase]:
+            cut = engine.halves and engine.compressor is None
+            return all_reduce(values, wire, message.collective, topology, engine.servers, cut, lane, blocks)
+
+        if engine.compressor is None:
+            phases = average(pool.buffer[message.part], message.lane)
+            turn = next((n for n, phase in enumerate(phases) if phase.gathers and engine.halves), len(phases))
+        elif topology.size == 1:
+            return [], []
+        else:
+            rounds, land = engine.compressor.rounds(message.run, pool.buffer, topology, self._memory)
+            first, *others = phases_by_round(rounds, land, topology, message.lane, average)
+            phases = [*first, *chain.from_iterable(others)]
+            turn = len(first) if engine.halves else len(phases)
+        return phases[:turn], phases[turn:]
 
     def _release(self, event: int) -> None:
         """Messages queue behind those of their lane and collective alone, and what is under way shares the wire. So at
@@ -186,3 +217,7 @@ class Scheduler(SyncEngine):
             with self._stats.exposed(label):
                 transfer.wait()
             self._stats.add(label, transfer)
+
+
+def _copied(memory: Memory) -> Memory:
+    return {name: {kind: kept.clone() for kind, kept in own.items()} for name, own in memory.items()}

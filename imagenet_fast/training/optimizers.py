@@ -33,6 +33,9 @@ class MomentumSGD:
     The rate stays outside the momentum buffer, so a change of rate takes effect at once on what the buffer
     holds (the momentum correction of Goyal et al., arXiv 1706.02677). ``plain`` parameters are not decayed. Raises
     ValueError for a parameter that does not fill its memory.
+
+    ``corrected``: gradients come with their momentum in them (that of ``sparse``, of each rank), so only the decay has
+    it from here: v <- mu v + wd w; w <- w - lr (v + g).
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class MomentumSGD:
         momentum: float,
         nesterov: bool,
         weight_decay: float,
+        corrected: bool = False,
     ) -> None:
         self.params = [*decayed, *plain]
         """Everything it updates."""
@@ -54,6 +58,7 @@ class MomentumSGD:
         self._momentum = momentum
         self._nesterov = nesterov
         self._weight_decay = weight_decay
+        self._corrected = corrected
         self._velocity = {p: torch.zeros_like(p) for p in self.params}
 
     @torch.no_grad()
@@ -78,9 +83,23 @@ class MomentumSGD:
     def _descend(self, pieces: list[_Piece], lr: float, weight_decay: float, found_inf: Tensor | None) -> None:
         if not pieces:
             return
+        weights, grads, velocities = zip(*((p.weight, p.grad, p.velocity) for p in pieces), strict=True)
+        momentum = self._momentum
+        if self._corrected:
+            if weight_decay:
+                self._sgd(
+                    weights, [torch.zeros_like(g) for g in grads], velocities, momentum, lr, weight_decay, found_inf
+                )
+            momentum = weight_decay = 0.0
+        self._sgd(weights, grads, velocities, momentum, lr, weight_decay, found_inf)
+
+    def _sgd(
+        self, weights: Sequence[Tensor], grads: Sequence[Tensor], velocities: Sequence[Tensor], momentum: float,
+        lr: float, weight_decay: float, found_inf: Tensor | None,
+    ) -> None:  # fmt: skip
         sgd(
-            [p.weight for p in pieces], [p.grad for p in pieces], [p.velocity for p in pieces],
-            fused=True, grad_scale=None, found_inf=found_inf, weight_decay=weight_decay, momentum=self._momentum,
+            list(weights), list(grads), list(velocities) if momentum else [None] * len(weights),
+            fused=True, grad_scale=None, found_inf=found_inf, weight_decay=weight_decay, momentum=momentum,
             lr=lr, dampening=0.0, nesterov=self._nesterov, maximize=False,
         )  # fmt: skip
 
@@ -155,12 +174,12 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def build_optimizer(settings: schema.Optim, model: nn.Module) -> MomentumSGD:
-    """The optimiser a recipe names, over the trainable parameters of ``model``."""
+def build_optimizer(settings: schema.Optim, model: nn.Module, corrected: bool = False) -> MomentumSGD:
+    """The optimiser a recipe names, over the trainable parameters of ``model``. ``corrected``: see MomentumSGD."""
     decayed, plain = split_parameters(model)
     match settings:
         case schema.Sgd():
-            return MomentumSGD(decayed, plain, settings.momentum, settings.nesterov, settings.weight_decay)
+            return MomentumSGD(decayed, plain, settings.momentum, settings.nesterov, settings.weight_decay, corrected)
         case schema.Lars():
             return LARS(
                 decayed, plain, settings.momentum, settings.weight_decay,

@@ -113,7 +113,7 @@ def build_step(
     return TrainingStep(
         forward,
         sync,
-        build_optimizer(recipe.optim, model),
+        build_optimizer(recipe.optim, model, recipe.sync.brings_momentum),
         nn.CrossEntropyLoss(label_smoothing=recipe.label_smoothing),
         autocast(recipe.precision, world.device),
         scale,

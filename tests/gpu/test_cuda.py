@@ -37,11 +37,11 @@ def world() -> Iterator[World]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("sync", ["lazy", "allreduce", "ring", "hybrid", "dear", "auto", "sparse", "ddp"])
+@pytest.mark.parametrize("sync", ["lazy", "allreduce", "ring", "hybrid", "dear", "auto", "sparse", "powersgd", "ddp"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("optim", ["sgd", "lars"])
 def test_a_step_trains_and_reports(world: World, sync: str, precision: str, optim: str):
-    if (sync, precision) == ("sparse", "fp16"):
+    if sync in ("sparse", "powersgd") and precision == "fp16":
         sync = "lazy"  # a recipe may not combine them
     recipe = parse_recipe(
         "test",

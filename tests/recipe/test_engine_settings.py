@@ -12,6 +12,7 @@ from imagenet_fast.recipe.engine_settings import (
     EngineTable,
     HybridSync,
     LazySync,
+    PowerSgdSync,
     RingSync,
     SparseSync,
     Sync,
@@ -28,18 +29,23 @@ def kinds(engines: list[EngineTable]) -> list[str]:
 
 def test_every_engine_says_where_it_waits():
     assert {engine.kind: engine.awaits for engine in ALL} == {
-        "allreduce": "each", "ring": "backward", "lazy": "backward", "sparse": "backward", "hybrid": "read",
-        "dear": "read", "auto": "read", "ddp": "backward",
+        "allreduce": "each", "ring": "backward", "lazy": "backward", "sparse": "backward", "powersgd": "backward",
+        "hybrid": "read", "dear": "read", "auto": "read", "ddp": "backward",
     }  # fmt: skip
 
 
 def test_an_engine_defers_that_waits_before_a_layer_is_read_and_auto_only_where_it_may():
     assert kinds([engine for engine in ALL if engine.defers]) == ["hybrid", "dear", "auto"]
+    assert [PowerSgdSync(timing=timing).awaits for timing in ("allreduce", "lazy", "hybrid", "dear")] == [
+        "each", "backward", "read", "read",
+    ]  # fmt: skip
+    assert SparseSync(timing="hybrid").defers
     assert (EAGER_AUTO.awaits, EAGER_AUTO.defers) == ("backward", False)
 
 
-def test_all_are_exact_but_sparse_and_compressed_ddp():
-    assert kinds([engine for engine in ALL if not engine.exact]) == ["sparse"]
+def test_all_are_exact_but_sparse_and_powersgd_which_keep_what_they_do_not_send_and_compressed_ddp():
+    assert kinds([engine for engine in ALL if not engine.exact]) == ["sparse", "powersgd"]
+    assert kinds([engine for engine in ALL if engine.keeps]) == ["sparse", "powersgd"]
     assert not DdpSync(powersgd_rank=1).exact
     assert not INEXACT_AUTO.exact
 
@@ -47,12 +53,18 @@ def test_all_are_exact_but_sparse_and_compressed_ddp():
 def test_engines_learn_that_measure_before_they_plan():
     assert kinds([engine for engine in ALL if engine.learns]) == ["ring", "lazy", "hybrid", "dear", "auto"]
     assert not LazySync(threshold_mb=1).learns
+    assert PowerSgdSync(timing="dear").learns
     assert EAGER_AUTO.learns
 
 
-def test_all_send_everything_but_sparse():
-    assert kinds([engine for engine in ALL if engine.share < 1]) == kinds([engine for engine in ALL if engine.keeps])
+def test_all_send_everything_but_sparse_and_powersgd_of_matrices():
+    assert kinds([engine for engine in ALL if engine.share < 1]) == ["sparse"]
     assert SparseSync(sparsity=0.875).share == 0.125
+    shape = (32, 3, 5, 5)
+    assert {engine.kind: engine.travelling(shape) for engine in ALL if engine.travelling(shape) != 2400} == {
+        "sparse": 300, "powersgd": 4 * (32 + 75),
+    }  # fmt: skip
+    assert [PowerSgdSync(rank=2).travelling(shape) for shape in ((), (7,), (1, 9), (3, 9), (0, 4))] == [1, 7, 9, 24, 0]
 
 
 def test_what_is_not_sent_is_kept_by_sparse_and_by_what_auto_may_elect():
@@ -64,10 +76,11 @@ def test_ddp_is_not_ours_and_auto_takes_anothers_place():
     assert kinds([engine for engine in ALL if engine.chooses]) == ["auto"]
 
 
-def test_a_warm_up_makes_sparse_dense_where_nothing_else_is_said_and_changes_no_other():
+def test_a_warm_up_makes_what_keeps_dense_where_nothing_else_is_said_and_changes_no_other():
     assert SparseSync().warmed_up(2.5) == SparseSync(dense_epochs=2.5)
+    assert PowerSgdSync().warmed_up(2.5) == PowerSgdSync(dense_epochs=2.5)
     for engine in (*ALL, SparseSync(dense_epochs=0)):
-        if engine != SparseSync():
+        if engine not in (SparseSync(), PowerSgdSync()):
             assert engine.warmed_up(2.5) is engine
     assert INEXACT_AUTO.warmed_up(2.5) == AutoSync(inexact=True, dense_epochs=2.5)
 
@@ -77,11 +90,15 @@ def test_an_engine_is_told_apart_as_a_recipe_writes_it():
     assert AutoSync().as_written == "sync.kind 'auto' with sync.defer"
     assert EAGER_AUTO.as_written == "sync.kind 'auto'"
     assert INEXACT_AUTO.as_written == "sync.kind 'auto' with sync.defer and sync.inexact"
+    assert PowerSgdSync(timing="dear").as_written == "sync.kind 'powersgd' with sync.timing 'dear'"
 
 
 def test_what_is_asked_is_no_setting():
     """So that no recipe can say it, and no recipe written out in full does."""
-    asked = {"awaits", "defers", "exact", "learns", "share", "ours", "keeps", "chooses", "as_written"}
+    asked = {
+        "awaits", "defers", "exact", "learns", "share", "ours", "keeps", "chooses", "as_written", "travelling",
+        "brings_momentum", "velocity_momentum",
+    }  # fmt: skip
     for engine in ALL:
         assert not asked & set(engine.model_dump())
     assert list(AllReduceSync().model_dump())[:4] == ["kind", "wire", "bf16_steps", "collective"]

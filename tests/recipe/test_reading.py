@@ -18,6 +18,8 @@ SHIPPED = [
     "resnet50-1gpu", "resnet50-512gpu", "resnet50-8gpu", "smoke",
 ]  # fmt: skip
 
+CORRECTED = {"kind": "sparse", "momentum_correction": True}
+
 
 def test_the_promised_recipes_are_shipped_and_each_says_what_it_is():
     assert recipe_names() == SHIPPED
@@ -64,6 +66,14 @@ def test_a_shipped_recipe_survives_being_written_out_in_full(name: str, tmp_path
             {"sync": {"kind": "auto", "defer": False, "inexact": True}, "clip_norm": 1.0},
             "sync.kind 'auto' with sync.inexact adds up gradients over steps, so it cannot clip",
         ),
+        ({"sync": {"kind": "powersgd"}, "clip_norm": 1.0}, "it cannot clip the norm of one (clip_norm 1.0)"),
+        ({"sync": {"kind": "powersgd", "timing": "dear"}, "compile": True}, "with sync.timing 'dear' waits for single"),
+        ({"sync": CORRECTED, "optim": {"kind": "lars", "lr": 1, "weight_decay": 0}}, "optim.kind 'lars' is another"),
+        (
+            {"sync": CORRECTED, "optim": {"kind": "sgd", "lr": 1, "weight_decay": 0, "nesterov": True}},
+            "optim.nesterov true is another; turn it off",
+        ),
+        ({"sync": {**CORRECTED, "wire": "fp16"}}, "keeps in its velocity what overflows in wire 'fp16'"),
     ],
 )
 def test_a_wrong_recipe_is_met_with_the_key_and_the_fix(change: dict[str, object], sentence: str):
@@ -133,6 +143,16 @@ def test_sparse_sends_everything_while_the_rate_warms_up_unless_told_otherwise()
     demo = find_recipe("demo")
     assert load_recipe(demo, sync="sparse").sync == SparseSync(dense_epochs=load_recipe(demo).schedule.warmup_epochs)
     assert load_recipe(demo, sync="sparse", overrides=["sync.dense_epochs=0"]).sync == SparseSync(dense_epochs=0)
+
+
+def test_corrected_momentum_is_the_optimisers_unless_told_otherwise():
+    optim = {"kind": "sgd", "lr": 1, "weight_decay": 0, "momentum": 0.8}
+    for momentum, expected in ({}, 0.8), ({"momentum": 0.5}, 0.5):
+        sync = parse_recipe("my.toml", tables(sync={**CORRECTED, **momentum}, optim=optim)).sync
+        assert isinstance(sync, SparseSync)
+        assert (sync.momentum, sync.velocity_momentum, sync.brings_momentum) == (expected, expected, True)
+    assert SparseSync(momentum_correction=True).velocity_momentum == 0.9
+    assert SparseSync(momentum=0.5).velocity_momentum is None
 
 
 @pytest.mark.parametrize("override", ["epochs", "=3", "epochs.more=3"])

@@ -35,6 +35,7 @@ from imagenet_fast.sync import (
     GradientSync,
     HybridSync,
     LazySync,
+    PowerSgdSync,
     RingSync,
     Span,
     SparseSync,
@@ -68,7 +69,7 @@ def by_pairs(wire: torch.dtype) -> Engine:
 
 
 Policy = Literal["by-type", "by-size"]
-Name = Literal["allreduce", "ring", "lazy", "hybrid", "dear", "sparse", "auto", "by pairs"]
+Name = Literal["allreduce", "ring", "lazy", "hybrid", "dear", "sparse", "powersgd", "auto", "by pairs"]
 ENGINES: tuple[Name, ...] = get_args(Name)
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
@@ -129,7 +130,13 @@ def settings_of(case: Case) -> EngineSettings | Engine:
         case "dear":
             return replace(declare(DearSync(wire=wire, bucket_mb=fusion)), collective=collective, servers=servers)
         case "sparse":
-            return SparseSync(wire=wire, sparsity=0.0, chunk=64, threshold_mb=fusion, collective=collective)
+            when: Literal["lazy", "hybrid"] = "lazy" if case.policy == "by-size" else "hybrid"
+            return SparseSync(
+                wire=wire, sparsity=0.0, chunk=64, threshold_mb=fusion, timing=when, collective=collective
+            )
+        case "powersgd":  # of a rank at which nothing becomes smaller
+            timing: Literal["allreduce", "dear"] = "allreduce" if case.policy == "by-size" else "dear"
+            return PowerSgdSync(wire=wire, rank=64, timing=timing, collective=collective)
         case "auto":
             return AutoSync(wire=wire)
         case "by pairs":
@@ -457,6 +464,8 @@ def _awkward_models() -> None:
         HybridSync(wire="fp32", fuse_mb=1),
         DearSync(wire="fp32", bucket_mb=1),
         SparseSync(wire="fp32", sparsity=0.0, chunk=4),
+        SparseSync(wire="fp32", sparsity=0.0, chunk=4, timing="hybrid"),
+        PowerSgdSync(wire="fp32", rank=64),
         by_pairs(torch.float32),
     ):
         _accumulates(settings, rank)

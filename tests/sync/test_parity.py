@@ -20,6 +20,7 @@ from imagenet_fast.sync import (
     GradientPool,
     HybridSync,
     LazySync,
+    PowerSgdSync,
     RingSync,
     SparseSync,
     attach,
@@ -197,7 +198,9 @@ def _integer_steps(wire: str) -> dict[str, torch.Tensor]:
     return results
 
 
-@pytest.mark.parametrize("settings", [LazySync(), HybridSync()], ids=["lazy", "hybrid"])
+@pytest.mark.parametrize(
+    "settings", [LazySync(), HybridSync(), PowerSgdSync(timing="dear")], ids=["lazy", "hybrid", "powersgd"]
+)
 def test_the_pool_trains_a_small_transformer_with_an_optimiser_and_a_schedule_of_torch(settings: EngineSettings):
     """The example in the README, as a library user would write it."""
     (first, last, weights), (_, _, others) = run(2, _transformer, settings)
@@ -205,7 +208,7 @@ def test_the_pool_trains_a_small_transformer_with_an_optimiser_and_a_schedule_of
     assert torch.equal(weights, others), "the ranks agree"
 
 
-def _transformer(settings: LazySync | HybridSync) -> tuple[float, float, torch.Tensor]:
+def _transformer(settings: EngineSettings) -> tuple[float, float, torch.Tensor]:
     model = transformer()
     pool = GradientPool(model)
     pool.attach(build_engine(settings, pool))

@@ -78,7 +78,7 @@ def test_auto_decides_alike_everywhere_and_trains_on(two_ranks):
     decisions = [decision for decision, *_ in two_ranks]
     assert decisions[0] == decisions[1]
     engines = {engine for engine, *_ in decisions[0]}
-    assert engines == {"allreduce", "ring", "lazy", "hybrid", "dear", "sparse", "ddp"}
+    assert engines == {"allreduce", "ring", "lazy", "hybrid", "dear", "sparse", "powersgd", "ddp"}
     assert sum(chosen for *_, chosen in decisions[0]) == 1
     assert all(exact for _, _, exact, chosen in decisions[0] if chosen)
     assert all(seconds > 0 for _, seconds, *_ in decisions[0])

@@ -17,6 +17,7 @@ from imagenet_fast.sync.engine import Elements
 from imagenet_fast.sync.engines.sparse import Sparse
 from imagenet_fast.training.optimizers import MomentumSGD, build_optimizer
 from tests.spawning import run
+from tests.sync.loops import Layers, loss_of
 
 SGD = Sgd(kind="sgd", lr=0.1, weight_decay=1e-3)
 CHUNK = 64
@@ -80,6 +81,41 @@ def _conserves() -> None:
     dist.all_reduce(produced)
     dist.all_reduce(residual)
     assert torch.equal(applied * world + residual, produced)
+
+
+def test_chunks_awaited_when_their_layer_is_read_are_those_awaited_at_once_to_the_bit():
+    """With layers that some forwards leave out, whose update is still put off when the next gradients come."""
+    run(2, _put_off)
+
+
+class Sometimes(nn.Module):
+    """Leaves out its second layer in every third forward, and its first in every fourth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(192, 20), nn.Linear(20, 20), nn.Linear(20, 10), nn.Linear(192, 20)])
+        self.forwards = 0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        first, second, last, other = self.layers
+        x = (first if self.forwards % 4 else other)(images.flatten(1)).relu()
+        return last(second(x).relu() if self.forwards % 3 else x)  # type: ignore[no-any-return]
+
+
+def _put_off() -> None:
+    ramped: dict[str, object] = {"sparsity": 0.9, "dense_epochs": 3, "ramp_epochs": 3, "wire": "bf16"}
+    for build in (network, Sometimes):
+        for changes in ({"sparsity": 0.75}, ramped, {**ramped, "momentum_correction": True}):
+            weights = []
+            for timing in ("lazy", "hybrid"):
+                model = build()
+                pool, _ = pooled(model, settings(timing=timing, **changes))
+                _train(model, pool, build_optimizer(SGD, model), range(20))
+                pool.settle()
+                weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+            assert torch.equal(*weights), (build, changes)
 
 
 def test_no_chunk_starves():
@@ -149,7 +185,12 @@ def test_a_state_dict_continues_to_the_bit():
 
 
 def _continues() -> None:
-    chosen = settings(sparsity=0.75, dense_epochs=2, ramp_epochs=2)
+    _continues_so(timing="lazy", momentum_correction=True)
+    _continues_so(timing="hybrid")
+
+
+def _continues_so(**changes: object) -> None:
+    chosen = settings(sparsity=0.75, dense_epochs=2, ramp_epochs=2, **changes)
     model = network()
     pool, engine = pooled(model, chosen)
     optimizer = build_optimizer(SGD, model)
@@ -162,6 +203,56 @@ def _continues() -> None:
     for mine, theirs in zip(other_optimizer.params, optimizer.params, strict=True):
         other_optimizer._velocity[mine].copy_(optimizer._velocity[theirs])
     assert _train(model, pool, optimizer, range(7, 12)) == _train(other, other_pool, other_optimizer, range(7, 12))
+
+
+def test_corrected_momentum_is_that_of_deep_gradient_compression():
+    run(2, _corrects)
+
+
+def _corrects() -> None:
+    """Beside its formulas, to the bit: gradients are integers, the momentum is a half. Everything is sent at first."""
+    size, world, rank = 12 * CHUNK - 1, 2, dist.get_rank()
+    model = Given(size)
+    pool, engine = pooled(model, settings(sparsity=0.75, dense_epochs=3, momentum_correction=True, momentum=0.5))
+    velocity, residual = torch.zeros(world, size), torch.zeros(world, size)
+    for step in range(16):
+        generator = torch.Generator().manual_seed(step)
+        gradients = world * torch.randint(-8, 9, (world, size), generator=generator).float()
+        velocity = 0.5 * velocity + gradients
+        residual += velocity
+        pool.zero_grad()
+        with pool.no_sync():
+            model(0.25 * gradients[rank]).backward()
+        model(0.75 * gradients[rank]).backward()
+        pool.finish()
+        for part in engine.sent:
+            assert model.weight.grad is not None
+            part = slice(part.start, min(part.stop, size))
+            assert torch.equal(model.weight.grad[part], residual.mean(0)[part]), step
+            residual[:, part] = 0.0
+            if step >= 3:
+                velocity[:, part] = 0.0
+        assert torch.equal(engine.state_dict()["velocity"][:size], velocity[rank]), step
+
+
+def test_where_everything_is_sent_corrected_momentum_is_momentum():
+    run(2, _momentum)
+
+
+def _momentum() -> None:
+    """Decay included; the pool learns the order of layers that are registered in another."""
+    weights = []
+    for chosen in (LazySync(wire="fp32"), settings(sparsity=0.0, momentum_correction=True)):
+        model = Layers((3, 0, 4, 1, 2))
+        pool, _ = pooled(model, chosen)
+        optimizer = build_optimizer(SGD, model, chosen.brings_momentum)
+        for step in range(12):
+            pool.zero_grad()
+            loss_of(model, step).backward()
+            pool.finish()
+            pool.update(lambda params, elements=None, optimizer=optimizer: optimizer.step(0.01, params, None, elements))
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*weights)
 
 
 def test_it_learns_and_sends_less_once_it_is_sparse():

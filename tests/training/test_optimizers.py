@@ -225,3 +225,20 @@ def test_biases_and_norms_are_plain_by_module_and_frozen_ones_are_left_out():
     assert len(plain) == 3 + 6
     optimizer = build_optimizer(Lars(kind="lars", lr=1.0, weight_decay=WD), model)
     assert model[5].weight not in set(optimizer.params)
+
+
+def test_gradients_that_bring_their_momentum_are_stepped_as_those_that_get_it_here():
+    ours, corrected = (MomentumSGD(*problem(), MU, False, WD, corrected) for corrected in (False, True))
+    velocity = [torch.zeros(shape) for shape in SHAPES]
+    for step in range(8):
+        velocity = [MU * v + g for v, g in zip(velocity, gradients_of(step), strict=True)]
+        for optimizer, grads in ((ours, gradients_of(step)), (corrected, velocity)):
+            for param, grad in zip(optimizer.params, grads, strict=True):
+                param.grad = grad.clone()
+            optimizer.step(rate(step))
+    for param, other in zip(ours.params, corrected.params, strict=True):
+        torch.testing.assert_close(param, other)
+    overflow = torch.ones(())
+    before = [param.detach().clone() for param in corrected.params]
+    corrected.step(1.0, found_inf=overflow)
+    assert all(torch.equal(param, old) for param, old in zip(corrected.params, before, strict=True))

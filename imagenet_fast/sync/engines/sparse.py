@@ -3,13 +3,19 @@
 After GradientFlow (arXiv 1902.06855): the pool is cut into chunks of a fixed size, all ranks agree on the chunks'
 L1 norms, and the largest are sent. What is not sent stays in the pool and grows until it is; its weights and their
 momentum stand still meanwhile. The chunks for a step are chosen from the norms of the step before, so they can leave
-while backward goes on, and the norms are agreed on during the next forward.
+while backward goes on, and the norms are agreed on during the next forward, in which chunks may still arrive.
+
+With momentum correction (Deep Gradient Compression, Lin et al., arXiv 1712.01887) it is each rank's velocity,
+u <- mu u + g, that adds up in the pool. Where a chunk is sent, u is cleared too, unless all chunks are: then the means
+are to the last digit or so what momentum makes of mean gradients.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +24,22 @@ from torch import Tensor
 from imagenet_fast.recipe.engine_settings import SparseSync, chosen_collective, fusion_bytes
 from imagenet_fast.sync.collectives import Phase, Transfer, all_reduce, carry, piece_bytes, usual_collective, wire_for
 from imagenet_fast.sync.engine import Elements, Engine, Stopwatch, SyncEngine, SyncStats
+from imagenet_fast.sync.messages import URGENT
 from imagenet_fast.sync.pool import GradientPool
 from imagenet_fast.sync.span import Span
+
+
+@dataclass(frozen=True)
+class _Message:
+    """Chunks that travel together."""
+
+    begin: int
+    """In the pool; what lies between ``begin`` and ``end`` need not all be of it."""
+    end: int
+    values: Tensor
+    """Kept until they have landed."""
+    label: str
+    transfer: Transfer
 
 
 class Sparse(SyncEngine):
@@ -32,6 +52,7 @@ class Sparse(SyncEngine):
     leaves_behind = True
 
     def __init__(self, settings: SparseSync, pool: GradientPool, wire: torch.dtype, steps_per_epoch: int) -> None:
+        self.defers = settings.defers
         self._pool = pool
         self._topology = pool.topology.anew()
         self._wire = wire_for(pool.buffer.dtype, wire, self._topology)
@@ -43,9 +64,12 @@ class Sparse(SyncEngine):
         self._collective = chosen_collective(settings.collective) or usual_collective(
             pool.buffer.dtype, self._wire, self._topology
         )
-        self._packing = self._topology.channel((), "packing")
-        self._landing = self._topology.channel((), "landing")
+        self._momentum = settings.velocity_momentum
+        self._spans: list[Span] = []
+        self._velocity = pool.buffer.new_zeros(0)  # laid out as the pool; between take and push, what was in the pool
+        self._taken: set[int] = set()  # where in the pool this step's gradients have come
         self._step = 0
+        self._stats = SyncStats(Stopwatch(pool.buffer.device))
         pool.lengthen(settings.chunk)
         pool.buffer.zero_()  # of what another engine has sent nothing is left behind
         self.lay_out()
@@ -54,13 +78,22 @@ class Sparse(SyncEngine):
         device, topology, chunk = self._pool.buffer.device, self._topology, self._settings.chunk
         self._chunks = self._pool.buffer.view(-1, chunk)
         count = len(self._chunks)
+        if self._momentum is not None:
+            before, places = self._velocity, {span.param: span for span in self._spans}
+            self._velocity = torch.zeros_like(self._pool.buffer)
+            self._spans = list(self._pool.spans)
+            for span in self._spans:
+                if old := places.get(span.param):
+                    self._velocity[span.start : span.stop] = before[old.start : old.stop]
         self._scores = torch.zeros(topology.padded(count), device=device)
         self._ages = torch.zeros(count, dtype=torch.int64, device=device)  # steps since a chunk was last sent
+        self._norms = torch.zeros(count, device=device)  # of the means that were sent, in their order
         fp32 = torch.float32
+        self._measurement = [Phase(topology.channel((), "packing"), self._measure, False)]
         self._agreement = [
-            Phase(self._packing, self._measure, False),
+            Phase(topology.channel((), "packing"), self._put_means, False),
             *all_reduce(self._scores, fp32, usual_collective(fp32, fp32, topology), topology),
-            Phase(self._landing, self._choose, True),
+            Phase(topology.channel((), "landing"), self._choose, True),
         ]
         self._agreed: Transfer | None = None  # on the scores, and so on the chunks of the next step
         self._here = torch.empty(count, dtype=torch.int64, pin_memory=device.type == "cuda")  # ids, for the host
@@ -69,7 +102,7 @@ class Sparse(SyncEngine):
         self._selected: list[int] = []  # the ids of this step's chunks, rising
         self._next = 0  # the first of them that has not left
         self._packed = 0  # the first that is not ready to leave
-        self._messages: list[tuple[Tensor, Tensor, Transfer]] = []  # ids, values by chunk
+        self._messages: list[_Message] = []  # under way
 
     @property
     def sent(self) -> list[slice]:
@@ -78,6 +111,7 @@ class Sparse(SyncEngine):
 
     def begin(self) -> None:
         """Take what was sent out of the pool, and see which chunks this step sends."""
+        self._await(list(self._messages))  # those that nobody has read
         if self._agreed is not None:
             self._agreed.wait()
             ended = self._agreed.traffic[-1].ended
@@ -87,10 +121,17 @@ class Sparse(SyncEngine):
         else:
             everything = len(self._ids) == len(self._chunks)
             self._selected = list(range(len(self._chunks))) if everything else self._ids.tolist()
-        self._chunks.index_fill_(0, self._sent, 0.0)
+        self._clear(self._pool.buffer, self._velocity)
         self._sent = self._ids[:0]
+        self._taken.clear()
 
     def take(self, place: Tensor, gradient: Tensor | None) -> None:
+        if self._momentum is not None:
+            velocity = self._velocity.as_strided(place.size(), place.stride(), place.storage_offset())
+            moved = torch.add(place, velocity, alpha=self._momentum)
+            velocity.copy_(place)
+            place.copy_(moved)
+            self._taken.add(int(place.storage_offset()))
         if gradient is not None:
             place.add_(gradient)
         elif len(self._selected) == len(self._chunks):
@@ -101,6 +142,10 @@ class Sparse(SyncEngine):
             self._pool.buffer[max(part.start, span.start) : min(part.stop, span.stop)] = math.nan
 
     def push(self, span: Span) -> None:
+        if self._momentum is not None and span.start in self._taken:
+            own = slice(span.start, span.start + span.param.numel())
+            velocity = torch.sub(self._pool.buffer[own], self._velocity[own], out=self._velocity[own])
+            velocity.nan_to_num_(0.0, 0.0, 0.0)  # which is in the pool, and not to stay
         last = span.index == len(self._pool.spans) - 1
         ready = bisect_right(self._selected, span.stop // self._settings.chunk - 1)
         while self._packed < (len(self._selected) if last else ready):
@@ -109,29 +154,28 @@ class Sparse(SyncEngine):
                 self._launch()
 
     def finish(self) -> SyncStats:
-        exposed = Stopwatch(self._pool.buffer.device)
-        stats = SyncStats(exposed)
         if self._packed > self._next:
             self._launch()
-        for ids, _, transfer in self._messages:
-            label = f"{len(ids)} chunks"
-            with exposed(label):
-                transfer.wait()
-            stats.add(label, transfer)
+        if not self.defers:
+            self._await(list(self._messages))
         self._next = self._packed = 0
         self._sent = self._ids
         self._ages += 1
         self._ages[self._ids] = 0
         self._step += 1
         if self._agreed is not None:
-            stats.add("the chunks' norms", self._agreed)
+            self._stats.add("the chunks' norms", self._agreed)
             self._agreed = None
-        if self._density() < 1:
-            # What is sent is measured now, for the update may change it; the rest stands still.
-            self._norms = [(ids, torch.linalg.vector_norm(rows, 1, dim=1)) for ids, rows, _ in self._messages]
-            self._agreed = carry(self._agreement)
-        self._messages.clear()
+        if self._density(self._step) < 1:
+            # What stays behind is measured now, what was sent where it has landed, for the update may change it.
+            measured = carry(self._measurement)
+            landed = [entry for message in self._messages for entry in message.transfer.last]
+            self._agreed = carry(self._agreement, [*measured.last, *landed])
+        stats, self._stats = self._stats, SyncStats(Stopwatch(self._pool.buffer.device))
         return stats
+
+    def wait(self, span: Span) -> None:
+        self._await([m for m in self._messages if m.begin < span.stop and span.start < m.end])
 
     def elements(self) -> Elements | None:
         if len(self._selected) == len(self._chunks):
@@ -156,11 +200,11 @@ class Sparse(SyncEngine):
         """What this rank has not sent, and what decides when it will be. Differs between ranks."""
         if self._agreed is not None:
             self._agreed.wait()
-        residual = self._pool.buffer.clone()
-        residual.view_as(self._chunks).index_fill_(0, self._sent, 0.0)
+        residual, velocity = self._pool.buffer.clone(), self._velocity.clone()
+        self._clear(residual, velocity)
         return {
-            "step": self._step, "residual": residual, "scores": self._scores.clone(), "ages": self._ages.clone(),
-            "order": [span.name for span in self._pool.spans],
+            "step": self._step, "residual": residual, "velocity": velocity, "scores": self._scores.clone(),
+            "ages": self._ages.clone(), "order": [span.name for span in self._pool.spans],
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -168,44 +212,75 @@ class Sparse(SyncEngine):
         self.lay_out()
         self._step = state["step"]
         self._pool.buffer.copy_(state["residual"])
+        self._velocity.copy_(state["velocity"])
         self._scores.copy_(state["scores"])
         self._ages.copy_(state["ages"])
         self._choose()
 
     def close(self) -> None:
+        self._await(list(self._messages))
         if self._agreed is not None:
             self._agreed.wait()
         self._topology.close()
 
-    def _density(self) -> float:
-        """The share of the chunks that leaves in the next step."""
-        ramped = min(1.0, (self._step - self._dense_steps + 1) / (self._ramp_steps + 1))
-        return 1.0 if self._step < self._dense_steps else 1 - self._settings.sparsity * ramped
+    def _clear(self, residual: Tensor, velocity: Tensor) -> None:
+        """Of what was sent, nothing is left."""
+        residual.view_as(self._chunks).index_fill_(0, self._sent, 0.0)
+        if self._momentum is not None and len(self._sent) < len(self._chunks):
+            velocity.view_as(self._chunks).index_fill_(0, self._sent, 0.0)
+
+    def _density(self, step: int) -> float:
+        """The share of the chunks that leaves in a step."""
+        ramped = min(1.0, (step - self._dense_steps + 1) / (self._ramp_steps + 1))
+        return 1.0 if step < self._dense_steps else 1 - self._settings.sparsity * ramped
 
     def _launch(self) -> None:
         """Send the chunks that are ready: copied together, unless they lie so."""
         ids, count = self._ids[self._next : self._packed], self._packed - self._next
         first, last = self._selected[self._next], self._selected[self._packed - 1]
+        norms = self._norms[self._next : self._packed] if self._density(self._step + 1) < 1 else None
         topology, chunk = self._topology, self._settings.chunk
-        if last - first + 1 == count and count * chunk % topology.line == 0:
-            rows = self._chunks[first : last + 1]
-            phases = all_reduce(rows.view(-1), self._wire, self._collective, topology)
-        else:
-            values = self._pool.buffer.new_zeros(topology.padded(count * chunk))
-            rows = values[: count * chunk].view(count, chunk)
-            phases = [
-                Phase(self._packing, lambda: _done(torch.index_select(self._chunks, 0, ids, out=rows)), False),
-                *all_reduce(values, self._wire, self._collective, topology),
-                Phase(self._landing, lambda: _done(self._chunks.index_copy_(0, ids, rows)), True),
-            ]
-        self._messages.append((ids, rows, carry(phases)))
+        lane = URGENT if self.defers and self._packed == len(self._selected) else ""
+        apart = last - first + 1 != count or count * chunk % topology.line != 0
+        values = (
+            self._pool.buffer.new_zeros(topology.padded(count * chunk)) if apart else self._chunks[first : last + 1]
+        )
+        rows = values.view(-1)[: count * chunk].view(count, chunk)
+
+        def pack() -> None:
+            torch.index_select(self._chunks, 0, ids, out=rows)
+
+        def land() -> None:
+            if apart:
+                self._chunks.index_copy_(0, ids, rows)
+            if norms is not None:
+                torch.linalg.vector_norm(rows, 1, dim=1, out=norms)
+
+        phases = all_reduce(values.view(-1), self._wire, self._collective, topology, lane=lane)
+        if apart:
+            phases.insert(0, Phase(topology.channel((), lane + "packing"), pack, False))
+        if apart or norms is not None:
+            phases.append(Phase(topology.channel((), lane + "landing"), land, True))
+        begin, end = first * chunk, (last + 1) * chunk
+        self._messages.append(_Message(begin, end, values, f"{count} chunks", carry(phases)))
         self._next = self._packed
 
+    def _await(self, messages: Iterable[_Message]) -> None:
+        """Wait for messages, and count them."""
+        assert self._stats.exposed is not None
+        for message in messages:
+            with self._stats.exposed(message.label):
+                message.transfer.wait()
+            self._stats.add(message.label, message.transfer)
+            self._messages.remove(message)
+
     def _measure(self) -> None:
-        """Every chunk's L1 norm: of the mean where it was sent, else of what is left."""
+        """The L1 norm of every chunk that is left."""
         torch.linalg.vector_norm(self._chunks, 1, dim=1, out=self._scores[: len(self._chunks)])
-        for ids, norms in self._norms:
-            self._scores[ids] = norms
+
+    def _put_means(self) -> None:
+        """And of the mean, where it was sent."""
+        self._scores[self._ids] = self._norms[: len(self._ids)]
 
     def _choose(self) -> None:
         """The chunks of the next step, the same on every rank.
@@ -214,7 +289,7 @@ class Sparse(SyncEngine):
         would starve by their place.
         """
         chunks = len(self._chunks)
-        count = math.ceil(self._density() * chunks)
+        count = math.ceil(self._density(self._step) * chunks)
         urgency = torch.where(self._ages >= 2 * math.ceil(chunks / count), self._ages, 0)
         by_score = torch.sort(self._scores[:chunks], descending=True, stable=True).indices
         by_urgency = by_score[torch.sort(urgency[by_score], descending=True, stable=True).indices]
@@ -236,9 +311,5 @@ class Sparse(SyncEngine):
 def likeness(settings: SparseSync, wire: torch.dtype) -> Engine:
     """What the cost model takes it for, given the share that it sends."""
     return Engine(
-        wire, "backward", fusion_bytes(settings.threshold_mb), collective=chosen_collective(settings.collective)
+        wire, settings.awaits, fusion_bytes(settings.threshold_mb), collective=chosen_collective(settings.collective)
     )
-
-
-def _done(_: Tensor) -> None:
-    """Nothing to wait for."""
