@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from imagenet_fast.cost.link import NO_CODEC, Link
 from imagenet_fast.recipe.schema import Sgd
@@ -111,14 +111,26 @@ def test_auto_elects_an_inexact_one_where_it_may_and_loses_no_gradient_at_the_ch
     assert [elected for _, elected, _ in two_ranks] == [["sparse"], ["sparse"]]
 
 
+class Scaled(nn.Module):
+    """Vectors, which have no factors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.full((120_000,), 0.1) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = (x * weight).tanh()
+        return x
+
+
 def _elect() -> list[str]:
     """On a wire so slow that fewer bytes are all that counts; against ``sparse`` put in lazy's place by hand."""
     sparse = SparseSync(wire="fp32", dense_epochs=0.0)
     slow = Link(0.0, 1e-3)
     weights, chosen = [], []
     for settings in (AutoSync(wire="fp32", inexact=True), LazySync(wire="fp32", threshold_mb=1.0)):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(400, 500), nn.Tanh(), nn.Linear(500, 100))
+        model = Scaled()
         pool = GradientPool(model)
         pool.attach(build_engine(settings, pool, steps_per_epoch=1))
         optimizer = build_optimizer(Sgd(kind="sgd", lr=0.1, weight_decay=0.0), model)
@@ -131,7 +143,7 @@ def _elect() -> list[str]:
         for step in range(9):
             if step == 5 and isinstance(settings, LazySync):
                 pool.attach(build_engine(sparse, pool, steps_per_epoch=1))
-            images = torch.randn(4, 400, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+            images = torch.randn(4, 120_000, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
             pool.zero_grad()
             model(images).square().mean().backward()
             with patch("imagenet_fast.sync.probing.measure_link", lambda *_: slow):
