@@ -21,7 +21,6 @@ from imagenet_fast.cost.timing import Timing
 THRESHOLDS = [*(2.0**power for power in range(16, 27)), math.inf]
 """Bytes: 64 KiB to 64 MiB, and everything at once."""
 
-
 _CAME, _RELEASED, _BEGUN = range(3)
 """Kinds of events, those first that free others."""
 
@@ -90,42 +89,67 @@ def _came(
             released[number] = moment
             queues.setdefault(sendings[number].queue, deque()).append(number)
     under_way = dict.fromkeys(queues, 0)
-    came = [math.inf] * len(sendings)
-    begun = [0.0] * len(sendings)
-    events: list[tuple[float, int, int]] = [(moment, _RELEASED, -1) for moment in set(released)]
-    heapq.heapify(events)
-    wire: list[tuple[float, int]] = []  # what each of its messages will have been given when it is through
-    now = given = processor = 0.0
-    while events or wire:
-        through = now + (wire[0][0] - given) * len(wire) if wire else math.inf
-        if not events or through <= events[0][0]:
-            (given, number), now = heapq.heappop(wire), through
+    came, begun = [math.inf] * len(sendings), [0.0] * len(sendings)
+    events = [(moment, _RELEASED, -1) for moment in sorted(set(released))]
+    wire, processor = _Wire(), 0.0
+    while events or wire.busy:
+        if not events or wire.next_through <= events[0][0]:
+            now, number = wire.end()
             link, codec, size = sendings[number].link, sendings[number].codec, sendings[number].task.message
             here = max(now, begun[number] + link.call_s) + link.latency_s + size * codec.decode_s_per_byte
             heapq.heappush(events, (here, _CAME, number))
             continue
-        moment, kind, number = heapq.heappop(events)
-        if wire:
-            given += (moment - now) / len(wire)
-        now = moment
-        if kind == _BEGUN:
-            heapq.heappush(wire, (given + sendings[number].task.message * sendings[number].link.s_per_byte, number))
+        now, event, number = heapq.heappop(events)
+        if event == _BEGUN:
+            wire.begin(now, number, sendings[number].task.message * sendings[number].link.s_per_byte)
             continue
-        if kind == _CAME:
+        if event == _CAME:
             came[number] = now
             under_way[sendings[number].queue] -= 1
         for name, queue in queues.items():
             while queue and released[queue[0]] <= now and all(came[other] <= now for other in behind[queue[0]]):
-                sending = sendings[queue[0]]
+                sending, size = sendings[queue[0]], sendings[queue[0]].task.message
                 if under_way[name] >= sending.abreast:
                     break
                 number = queue.popleft()
                 under_way[name] += 1
-                size = sending.task.message
                 begun[number] = max(now, processor) + size * sending.codec.encode_s_per_byte
                 processor = begun[number] + sending.link.call_s + size * sending.codec.decode_s_per_byte
                 heapq.heappush(events, (begun[number], _BEGUN, number))
     return came
+
+
+class _Wire:
+    """Carries any number of messages at a time, each at the same share of its rate."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._given = 0.0
+        """Seconds of the whole wire that a message would have been given which had been on it from the beginning."""
+        self._ends: list[tuple[float, int]] = []
+        """By message, what that will be when it is through."""
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._ends)
+
+    @property
+    def next_through(self) -> float:
+        """When the next message is, if no other begins."""
+        return self._now + (self._ends[0][0] - self._given) * len(self._ends) if self._ends else math.inf
+
+    def begin(self, now: float, number: int, seconds: float) -> None:
+        """A message that would take so many ``seconds`` alone."""
+        if self._ends:
+            self._given += (now - self._now) / len(self._ends)
+        self._now = now
+        heapq.heappush(self._ends, (self._given + seconds, number))
+
+    def end(self) -> tuple[float, int]:
+        """When the next message is through, and which it is."""
+        self._now = self.next_through
+        self._given, number = heapq.heappop(self._ends)
+        return self._now, number
 
 
 def _behind(sendings: Sequence[Sending], releases: Sequence[Sequence[int]], one_by_one: bool) -> list[list[int]]:

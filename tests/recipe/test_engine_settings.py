@@ -67,7 +67,7 @@ def test_all_send_everything_but_sparse_and_powersgd_of_matrices():
     assert [PowerSgdSync(rank=2).travelling(shape) for shape in ((), (7,), (1, 9), (3, 9), (0, 4))] == [1, 7, 9, 24, 0]
 
 
-def test_what_is_not_sent_is_kept_by_sparse_and_by_what_auto_may_elect():
+def test_what_is_not_sent_is_kept_by_compressors_and_by_what_auto_may_elect():
     assert kinds([engine for engine in (*ALL, INEXACT_AUTO) if engine.keeps]) == ["sparse", "powersgd", "auto"]
 
 

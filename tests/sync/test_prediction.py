@@ -38,6 +38,8 @@ OURS: tuple[Sync, ...] = (
     SparseSync(), LazySync(wire="fp32", threshold_mb=0), LazySync(collective="parameter_server"),
 )  # fmt: skip
 
+USUAL: tuple[Sync, ...] = (*OURS[:4], DearSync(), SparseSync(), DdpSync(wire="bf16"))
+
 
 class Hosts(Topology):
     """Machines of one rank each, of which none is there."""
@@ -85,8 +87,7 @@ ALEXNETS_LINK = link_of(1.534, ALEXNET)
 
 
 def test_alexnets_engines_on_four_hosts():
-    usual = [AllReduceSync(wire="bf16"), RingSync(), LazySync(), HybridSync(), DearSync(), SparseSync()]
-    assert predicted(ALEXNET, [*usual, DdpSync(wire="bf16")], ALEXNETS_LINK) == pytest.approx(
+    assert predicted(ALEXNET, USUAL, ALEXNETS_LINK) == pytest.approx(
         {
             "allreduce": 3.023, "ring": 2.022, "lazy": 2.023, "hybrid": 1.607, "dear": 1.622, "sparse": 1.475,
             "ddp": 2.207,
@@ -140,6 +141,26 @@ def test_a_network_of_no_family_on_four_hosts():
     assert seconds == pytest.approx({"lazy": 2.014, "dear": 1.953, "ddp": 2.321}, rel=0.05)
     least = least_step_s(profile.timing, profile.sending(1.340), "read")
     assert least < hybrid < 1.04 * least, "its two collectives do not share the wire at the end of backward"
+
+
+@pytest.mark.parametrize(
+    ("model", "scale", "hosts", "compute_s", "raw_s", "measured"),
+    [
+        ("alexnet", 4, 4, 0.180, 1.534, {"ddp": 1.645, "hybrid": 1.542}),
+        ("alexnet", 4, 4, 0.706, 1.534, {"ddp": 1.836, "hybrid": 1.569}),
+        ("alexnet", 4, 3, 1.407, 1.364, {"ddp": 2.040, "ring": 1.847, "hybrid": 1.469, "dear": 1.505, "sparse": 1.438}),
+        ("alexnet", 5, 5, 1.407, 1.636, {"ddp": 2.306, "lazy": 2.140, "hybrid": 1.789, "dear": 1.734, "sparse": 1.454}),
+        ("resnet50", 8, 4, 1.533, 0.080, {"ddp": 1.612, "ring": 1.566, "lazy": 1.570, "hybrid": 1.564, "dear": 1.574}),
+        ("resnet50", 8, 4, 1.545, 0.641, {"ddp": 2.135, "ring": 1.606, "lazy": 1.565, "hybrid": 1.566, "dear": 1.618}),
+    ],
+)  # fmt: skip
+def test_other_models_batches_and_numbers_of_hosts(
+    model: str, scale: int, hosts: int, compute_s: float, raw_s: float, measured: dict[str, float]
+):
+    """Of docs/benchmarks.md."""
+    profile = load_profile(model).shrunk(scale).lasting(compute_s)
+    engines = [engine for engine in USUAL if engine.kind in measured]
+    assert predicted(profile, engines, link_of(raw_s, profile), hosts) == pytest.approx(measured, rel=0.05)
 
 
 def test_pieces_go_two_abreast_and_halves_wait_for_a_latency_more():

@@ -37,5 +37,6 @@ def server_places(ranks: int, servers: int) -> list[int]:
 
 
 def server_bytes(ranks: int, servers: int) -> float:
-    """What a server's link carries one way, in units of what each rank would send in a ring."""
-    return ranks / 2 / min(servers, ranks) + (0.5 if servers < ranks else 0.0)
+    """What a server's link carries one way, its own parts and its answers, in units of what each rank would send in a ring."""
+    servers = min(servers, ranks)
+    return ((servers - 1) + (ranks - 1)) / servers * ranks / (2 * (ranks - 1))
