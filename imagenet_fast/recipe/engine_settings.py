@@ -318,7 +318,9 @@ class DdpSync(EngineTable):
     bucket_cap_mb: PositiveFloat | None = None
     """MiB; absent: torch's default, a first bucket of 1 and others of 25."""
     powersgd_rank: Annotated[int, Field(ge=0)] = 0
-    """torch's PowerSGD hook with approximations of this rank; 0 turns it off."""
+    """torch's PowerSGD hook with approximations of this rank; 0 turns it off. It starts all-reduces from callbacks, whose
+    order two buckets may have otherwise on another rank; gloo then aborts. A ``bucket_cap_mb`` of the whole model helps.
+    """
 
     @property
     def exact(self) -> bool:
