@@ -356,7 +356,8 @@ class DdpSync(EngineTable):
     bucket_cap_mb: PositiveFloat | None = None
     """MiB; absent: torch's default, a first bucket of 1 and others of 25."""
     powersgd_rank: Annotated[int, Field(ge=0)] = 0
-    """torch's PowerSGD hook with approximations of this rank; 0 turns it off."""
+    """torch's PowerSGD hook with approximations of this rank; 0 turns it off. Its callbacks start all-reduces, those of
+    two buckets not in one order on all ranks, at which gloo may abort: there give a ``bucket_cap_mb`` of the model."""
 
     @property
     def exact(self) -> bool:
