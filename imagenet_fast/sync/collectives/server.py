@@ -37,6 +37,8 @@ def server_places(ranks: int, servers: int) -> list[int]:
 
 
 def server_bytes(ranks: int, servers: int) -> float:
-    """What a server's link carries one way, its own parts and its answers, in units of what each rank would send in a ring."""
+    """What a server sends, its own parts and its answers, in units of what each rank would in a ring."""
     servers = min(servers, ranks)
+    if ranks == 1:
+        return 1.0
     return ((servers - 1) + (ranks - 1)) / servers * ranks / (2 * (ranks - 1))
