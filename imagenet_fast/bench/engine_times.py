@@ -29,6 +29,7 @@ from imagenet_fast.cost.limit import least_step_s
 from imagenet_fast.cost.profile import Profile
 from imagenet_fast.cost.simulation import Prediction
 from imagenet_fast.errors import UserError
+from imagenet_fast.ranks.garbage import exempt_what_lives
 from imagenet_fast.recipe.engine_settings import Awaits, Cast, DdpSync, Sync, Wire
 from imagenet_fast.sync import Engine, GradientPool, SyncStats, attach, declare, wire_dtype
 from imagenet_fast.sync.codecs import PLAIN, is_coded
@@ -236,6 +237,7 @@ def _measure(
         measurements[settings] = partial(loop.block, steps)
         if traces is not None:
             loop.trace(traces / f"{settings.kind}-{settings.wire}.json")
+    exempt_what_lives()
     blocks: _Blocks = defaultdict(list)
     for turn in range(rounds):
         order = list(measurements)
