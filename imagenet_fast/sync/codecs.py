@@ -70,6 +70,7 @@ class Residual:
             first, last = span.start // BLOCK, span.flag // BLOCK
             self._kinds[0 if span.param.dim() > 1 else 1, first:last] = True
             self._kinds[1, last] = True
+        self._numbers = _numbered(self._kinds)
         self._device = device
         self._left = left
         self._shared: dict[int, Tensor] = {}
@@ -77,8 +78,8 @@ class Residual:
 
     def blocks(self, part: slice) -> Blocks:
         """Those of a part of the pool."""
-        coded, plain = self._kinds[:, part.start // BLOCK : part.stop // BLOCK]
-        return Blocks(coded, plain, part.start // BLOCK, self)
+        own = slice(part.start // BLOCK, part.stop // BLOCK)
+        return Blocks(self._kinds[:, own], self._numbers[:, own], own.start, self)
 
     def share(self, ranks: int, add_up: Callable[[Tensor], object]) -> None:
         """So many ranks, over which ``add_up`` sums a tensor, have rows in common from now on."""
@@ -122,45 +123,47 @@ class Residual:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Of a message, by block: whether it travels as codes, or plain, or has no values. And whose it is."""
+    """Of a message, by block."""
 
-    coded: Tensor
-    plain: Tensor
+    kinds: Tensor
+    """Whether it travels as codes, and whether plain; neither: it has no values."""
+    numbers: Tensor
+    """Its number among those of its kind in the whole pool, by which its owner is found: so all own equally many."""
     first: int
-    """The number of its first block, by which its owner is found."""
+    """The place of the first in the pool."""
     residual: Residual | None
     """None: nothing is kept of what codes miss."""
 
     def part(self, number: int, parts: int) -> Blocks:
         """One of equally many ``parts``."""
-        size = len(self.coded) // parts
-        assert size * parts == len(self.coded), "a message must be cut between blocks"
+        size, rest = divmod(self.kinds.shape[1], parts)
+        assert not rest, "a message must be cut between blocks"
         own = slice(number * size, (number + 1) * size)
-        return Blocks(self.coded[own], self.plain[own], self.first + own.start, self.residual)
+        return Blocks(self.kinds[:, own], self.numbers[:, own], self.first + own.start, self.residual)
 
 
 def all_coded(elements: int) -> Blocks:
     """Blocks of a message that lies in no pool."""
-    coded = torch.ones(elements // BLOCK, dtype=torch.bool)
-    return Blocks(coded, ~coded, 0, None)
+    kinds = torch.tensor([[True], [False]]).repeat(1, elements // BLOCK)
+    return Blocks(kinds, _numbered(kinds), 0, None)
 
 
 class Packing:
     """A message's blocks in rows, by owner, and those rows on the wire.
 
-    A block's owner follows from its place in the pool alone. Every owner has equally many rows, so those of some are
+    A block's owner follows from the pool alone. Every owner has equally many rows, so those of some are
     repetitions, which nobody reads.
     """
 
     def __init__(self, blocks: Blocks, owners: int, wire: torch.dtype, device: torch.device, sharing: int = 1) -> None:
         self._owners, self._wire, self._device = owners, wire, device
-        coded, coded_rows = _by_owner(blocks.coded, blocks.first, owners)
-        plain, plain_rows = _by_owner(blocks.plain, blocks.first, owners)
+        coded, coded_rows = _by_owner(blocks.kinds[0], blocks.numbers[0], owners)
+        plain, plain_rows = _by_owner(blocks.kinds[1], blocks.numbers[1], owners)
         self._codes, self._plains = coded.shape[1], plain.shape[1]
         self.width = self._codes * (2 + BLOCK) + self._plains * 2 * BLOCK
         """Bytes on the wire, of an owner's rows."""
         self._chosen = torch.cat([coded.flatten(), plain.flatten()]).to(device)
-        back = torch.full_like(blocks.coded, len(self._chosen), dtype=torch.int64)  # the last row has no values
+        back = torch.full_like(blocks.numbers[0], len(self._chosen))  # the last row has no values
         back[coded.flatten()[coded_rows]] = coded_rows
         back[plain.flatten()[plain_rows]] = plain_rows + coded.numel()
         self._back = back.to(device)
@@ -205,15 +208,19 @@ class Packing:
         )  # fmt: skip
 
 
-def _by_owner(chosen: Tensor, first: int, owners: int) -> tuple[Tensor, Tensor]:
-    """The numbers of the chosen blocks, a row an owner, filled up by repetitions; and the places that are none."""
-    numbers = chosen.nonzero().flatten()
-    owner = (numbers + first) % owners
+def _numbered(kinds: Tensor) -> Tensor:
+    return kinds.cumsum(1) - 1
+
+
+def _by_owner(chosen: Tensor, numbers: Tensor, owners: int) -> tuple[Tensor, Tensor]:
+    """The places of the chosen blocks, a row an owner, filled up by repetitions; and which of these are none."""
+    places = chosen.nonzero().flatten()
+    owner = numbers[places] % owners
     counts = torch.bincount(owner, minlength=owners)
     width = int(counts.max())
-    table = numbers[:1].expand(owners, width).clone()
+    table = places[:1].expand(owners, width).clone()
     order = owner.argsort(stable=True)
-    place = torch.arange(len(numbers)) - (counts.cumsum(0) - counts)[owner[order]]
-    real = owner[order] * width + place
-    table.view(-1)[real] = numbers[order]
+    within = torch.arange(len(places)) - (counts.cumsum(0) - counts)[owner[order]]
+    real = owner[order] * width + within
+    table.view(-1)[real] = places[order]
     return table, real

@@ -22,7 +22,7 @@ from imagenet_fast.sync import (
     build_engine,
     wire_dtype,
 )
-from imagenet_fast.sync.codecs import BLOCK, PLAIN, decode, encode
+from imagenet_fast.sync.codecs import BLOCK, PLAIN, Packing, Residual, decode, encode
 from tests.spawning import run
 
 WIRES = (torch.int8, torch.float8_e4m3fn)
@@ -65,6 +65,18 @@ def test_a_block_that_is_not_finite_arrives_so_and_leaves_no_trace(wire: torch.d
     assert not arrived[1].isfinite().any()
     assert torch.equal(left[1], before[1])
     assert torch.equal(arrived[[0, 2]] + left[[0, 2]], values[[0, 2]])
+
+
+def test_all_own_equally_many_blocks_however_spans_are_filled_up():
+    pool = GradientPool(nn.Sequential(*(nn.Linear(64, 256, bias=n % 3 == 0) for n in range(40))))
+    pool.align(16 * BLOCK)
+    blocks = Residual(pool.spans, torch.device("cpu")).blocks(slice(0, pool.spans[-1].stop))
+    values = [int(of_kind.sum()) for of_kind in blocks.kinds]
+    assert values == [40 * 32, 40 + 14]
+    for owners in (1, 3, 16, 64):
+        packing = Packing(blocks, owners, torch.int8, torch.device("cpu"))
+        codes, plain = (-(-count // owners) for count in values)
+        assert packing.width == codes * (2 + BLOCK) + plain * 2 * BLOCK
 
 
 class Net(nn.Sequential):

@@ -169,7 +169,7 @@ def _between_coded(chain: Chain, shard: Tensor, way: _Way, grid: Grid) -> None:
         blocks.residual.share(inside, lambda left: carry([Phase(row, lambda: row.all_reduce(left), False)]).wait())
     halving = way.collective == "butterfly"
     channels = [way.channel(ranks, role) for role in (["butterfly"] if halving else ["scatter", "gather"])]
-    if not (blocks.coded | blocks.plain).any():
+    if not blocks.kinds.any():
         return  # nothing but what spans are filled up with
     owners = list(range(2 ** (len(ranks).bit_length() - 1) if halving else len(ranks)))
     if way.collective == "parameter_server":
