@@ -126,6 +126,10 @@ class CodingTable(EngineTable):
     bf16_steps: NonNegativeInt = 0
     """The first so many steps travel in bf16 where ``wire`` is one of codes."""
 
+    @property
+    def as_written(self) -> str:
+        return super().as_written + (f" in sync.wire '{self.wire}'" if self.wire in get_args(Codes) else "")
+
 
 class AllReduceSync(CodingTable):
     """One all-reduce a layer after backward: the naive system."""

@@ -60,6 +60,11 @@ def test_a_shipped_recipe_survives_being_written_out_in_full(name: str, tmp_path
         ({"schedule__warmup_epochs": 9}, "schedule.warmup_epochs (9.0) exceeds epochs (2)"),
         ({"sync": {"kind": "hybrid"}, "clip_norm": 1.0}, "sync.kind 'hybrid' updates a layer before the gradients of"),
         ({"sync": {"kind": "auto"}, "compile": True}, "sync.kind 'auto' with sync.defer waits for single layers"),
+        (
+            {"sync": {"kind": "lazy", "wire": "int8"}, "clip_norm": 1.0},
+            "sync.kind 'lazy' in sync.wire 'int8' adds up gradients over steps, so it cannot clip",
+        ),
+        ({"sync": {"kind": "lazy", "wire": "fp8"}, "precision": {"kind": "fp16"}}, "it cannot drop one that overflows"),
         ({"sync": {"kind": "sparse"}, "clip_norm": 1.0}, "it cannot clip the norm of one (clip_norm 1.0)"),
         ({"sync": {"kind": "sparse"}, "precision": {"kind": "fp16"}}, "it cannot drop one that overflows"),
         (
