@@ -193,10 +193,19 @@ def test_an_end_by_force_leaves_no_rank_of_mpi(root: None, with_mpi: None):
 
     def ranks() -> list[psutil.Process]:
         below = psutil.Process(process.pid).children(recursive=True)
-        return [rank for rank in below if rank.cmdline()[1:3] == ["-m", "imagenet_fast.bench.mpi_rank"]]
+        living = [child for child in below if child.status() != psutil.STATUS_ZOMBIE]
+        return [rank for rank in living if rank.cmdline()[1:3] == ["-m", "imagenet_fast.bench.mpi_rank"]]
 
-    wait_for(lambda: len(ranks()) == 2)
-    left = psutil.Process(process.pid).children(recursive=True)
-    process.kill()
-    process.wait()
+    def both_are_there() -> bool:
+        try:
+            return len(ranks()) == 2
+        except psutil.Error:  # one of those in between has just ended
+            return False
+
+    try:
+        wait_for(both_are_there)
+        left = psutil.Process(process.pid).children(recursive=True)
+    finally:
+        process.kill()
+        process.wait()
     wait_for(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in left), timeout_s=10)
