@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from imagenet_fast.recipe.engine_settings import (
     AllReduceSync,
     AutoSync,
+    Codes,
     CodingTable,
     DdpSync,
     DearSync,
@@ -207,6 +208,6 @@ def _candidates(chooser: AutoSync, steps_per_epoch: int) -> list[Candidate]:
 
 def _wires(chooser: AutoSync, table: type[EngineTable]) -> list[Wire]:
     """What an engine's gradients may travel as: as they were asked to, and as codes where results may be inexact."""
-    codes = [wire for wire in get_args(Wire) if wire_dtype(wire).itemsize == 1] if chooser.inexact else []
+    codes = get_args(Codes) if chooser.inexact else ()
     allowed = get_args(table.model_fields["wire"].annotation)
     return [wire for wire in dict.fromkeys([chooser.wire, *codes]) if wire in allowed]

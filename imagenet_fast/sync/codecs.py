@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from imagenet_fast.sync.span import Span
+from imagenet_fast.sync.span import Span, move
 
 BLOCK = 512
 """Values with a common scale. Blocks lie on the pool's grid, so which gradients travel together changes no bit."""
@@ -113,11 +113,8 @@ class Residual:
     def moved(self, spans: Sequence[Span]) -> Tensor:
         """The same, where the parameters have the places of other ``spans``."""
         left = self.gathered()
-        places = {span.param: span for span in self._spans}
         moved = left.new_zeros(spans[-1].stop)
-        for span in spans:
-            old = places[span.param]
-            moved[span.start : span.flag] = left[old.start : old.flag]
+        move(left, self._spans, moved, spans)
         return moved
 
 
@@ -156,7 +153,7 @@ class Packing:
     """
 
     def __init__(self, blocks: Blocks, owners: int, wire: torch.dtype, device: torch.device, sharing: int = 1) -> None:
-        self._owners, self._wire, self._device = owners, wire, device
+        self._wire, self._device = wire, device
         coded, coded_rows = _by_owner(blocks.kinds[0], blocks.numbers[0], owners)
         plain, plain_rows = _by_owner(blocks.kinds[1], blocks.numbers[1], owners)
         self._codes, self._plains = coded.shape[1], plain.shape[1]
@@ -196,7 +193,7 @@ class Packing:
 
     def message(self, *owners: int) -> Tensor:
         """Room for the rows of so many owners on the wire."""
-        return torch.zeros(*owners, self.width, dtype=torch.uint8, device=self._device)
+        return torch.empty(*owners, self.width, dtype=torch.uint8, device=self._device)
 
     def parts(self, message: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of such a room, as views: scales, codes, plain values."""

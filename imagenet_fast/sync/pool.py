@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer
 
 from imagenet_fast.sync.deferral import Deferral, Update
 from imagenet_fast.sync.engine import Elements, SyncEngine, SyncStats
-from imagenet_fast.sync.span import Span
+from imagenet_fast.sync.span import Span, move
 from imagenet_fast.sync.stepping import captured_step, needs_all, settle_before_state
 from imagenet_fast.sync.timetable import Timetable
 from imagenet_fast.sync.topology import Topology
@@ -261,7 +261,7 @@ class GradientPool:
     def _lay_out(self, order: Sequence[Span]) -> None:
         """Give the parameter of every span its place. Values in the buffer move with it. Settles first."""
         self.settle()
-        old, places = self.buffer, {span.param: span for span in self.spans}
+        old, before = self.buffer, self.spans
         self.spans = []
         offset = 0
         for index, span in enumerate(order):
@@ -274,9 +274,7 @@ class GradientPool:
         for span in self.spans:
             p = span.param
             self._views.append(self.buffer.as_strided(p.size(), _dense_strides(p), span.start))
-            if p in places:
-                place = places[p]
-                self.buffer[span.start : span.flag + 1] = old[place.start : place.flag + 1]
+        move(old, before, self.buffer, self.spans)
         self._flags = torch.tensor([span.flag for span in self.spans], device=old.device)
         self._unreached = []
         self._ready = [False] * len(self.spans)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +29,14 @@ class Span:
     def layer(self) -> str:
         """The name of its module, whose other parameters lie beside it."""
         return self.name.rpartition(".")[0]
+
+
+def move(values: Tensor, spans: Sequence[Span], into: Tensor, others: Sequence[Span]) -> None:
+    """Bring what lies at ``spans`` of ``values`` to the places that its parameters have among ``others``."""
+    places = {span.param: span for span in spans}
+    for span in others:
+        if old := places.get(span.param):
+            into[span.start : span.flag + 1] = values[old.start : old.flag + 1]
 
 
 def label_of(spans: Sequence[Span]) -> str:

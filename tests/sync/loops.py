@@ -67,6 +67,17 @@ def images(step: int) -> Tensor:
     return torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
+def backward(model: Layers, pool: GradientPool, step: int, fails: int | None) -> bool:
+    """Of a step, in which layer ``fails`` does; whether it has come to its end, the exception being caught."""
+    model.fails = fails
+    pool.zero_grad()
+    try:
+        loss_of(model, step).backward()
+    except MemoryError:
+        return False
+    return True
+
+
 def loss_of(model: nn.Module, step: int) -> Tensor:
     loss: Tensor = model(images(step)).square().sum()
     return loss

@@ -10,7 +10,7 @@ from imagenet_fast.recipe.schema import Sgd
 from imagenet_fast.sync import EngineSettings, SparseSync
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.spawning import run
-from tests.sync.loops import DENSE, EXACT, HYBRID, LAZY, Layers, alike, loss_of, pooled, sgd, state, take_step
+from tests.sync.loops import DENSE, EXACT, HYBRID, LAZY, Layers, alike, backward, pooled, sgd, state, take_step
 
 FEW = (HYBRID, LAZY, DENSE)
 REGISTERED = (0, 1, 2, 3, 4)
@@ -34,11 +34,7 @@ def failing(
     for step in range(steps):
         if step == left_out:
             continue
-        model.fails = fails.get(step)
-        pool.zero_grad()
-        try:
-            loss_of(model, step).backward()
-        except MemoryError:
+        if not backward(model, pool, step, fails.get(step)):
             continue
         pool.finish()
         if not pool.found_inf:
@@ -97,11 +93,7 @@ def _sparse(settings: SparseSync) -> tuple[Tensor, Tensor]:
     optimizer = build_optimizer(Sgd(kind="sgd", lr=0.01, weight_decay=1e-4), model)
     seen = []
     for step in range(10):
-        model.fails = (3, 1)[dist.get_rank()] if step in (2, 4) else None
-        pool.zero_grad()
-        try:
-            loss_of(model, step).backward()
-        except MemoryError:
+        if not backward(model, pool, step, (3, 1)[dist.get_rank()] if step in (2, 4) else None):
             continue
         pool.finish()
         pool.update(lambda params, elements=None: optimizer.step(0.01, params, None, elements))

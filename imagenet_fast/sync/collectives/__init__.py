@@ -12,7 +12,7 @@ from torch import Tensor
 from imagenet_fast.recipe.engine_settings import Collective
 from imagenet_fast.sync.channel import Channel
 from imagenet_fast.sync.codecs import BLOCK, PLAIN, Blocks, Packing, all_coded, is_coded
-from imagenet_fast.sync.collectives.butterfly import butterfly, butterfly_bytes
+from imagenet_fast.sync.collectives.butterfly import butterfly, butterfly_bytes, core_of
 from imagenet_fast.sync.collectives.coded import coded_butterfly, coded_pairwise
 from imagenet_fast.sync.collectives.halves import gather, scatter
 from imagenet_fast.sync.collectives.phases import Chain, Phase, Transfer, carry
@@ -26,7 +26,6 @@ __all__ = [
     "carry",
     "cost_of",
     "line_of",
-    "padded",
     "piece_bytes",
     "piece_elements",
     "usual_collective",
@@ -171,7 +170,7 @@ def _between_coded(chain: Chain, shard: Tensor, way: _Way, grid: Grid) -> None:
     channels = [way.channel(ranks, role) for role in (["butterfly"] if halving else ["scatter", "gather"])]
     if not blocks.kinds.any():
         return  # nothing but what spans are filled up with
-    owners = list(range(2 ** (len(ranks).bit_length() - 1) if halving else len(ranks)))
+    owners = list(range(len(core_of(len(ranks))) if halving else len(ranks)))
     if way.collective == "parameter_server":
         owners = server_places(len(ranks), way.servers)
     packing = Packing(blocks, len(owners), way.wire, shard.device, inside)
@@ -207,7 +206,8 @@ def piece_bytes(topology: Topology) -> int:
 
 def piece_elements(wire: torch.dtype, topology: Topology) -> int:
     """The same in values of the wire's dtype, and to be cut evenly."""
-    return padded(piece_bytes(topology) // wire.itemsize, wire, topology)
+    line = line_of(wire, topology)
+    return -(-(piece_bytes(topology) // wire.itemsize) // line) * line
 
 
 def line_of(wire: torch.dtype, topology: Topology) -> int:
@@ -215,12 +215,6 @@ def line_of(wire: torch.dtype, topology: Topology) -> int:
     if not is_coded(wire):
         return topology.line
     return math.lcm(topology.line, BLOCK * math.lcm(len(topology.levels.row), len(topology.square.row)))
-
-
-def padded(elements: int, wire: torch.dtype, topology: Topology) -> int:
-    """The length of a message that holds so many elements and can be cut evenly."""
-    line = line_of(wire, topology)
-    return -(-elements // line) * line
 
 
 def cost_of(collective: Collective, topology: Topology, servers: int = 1) -> float:

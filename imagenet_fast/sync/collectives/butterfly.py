@@ -22,9 +22,8 @@ def butterfly(values: Tensor, wire: torch.dtype, channel: Channel) -> None:
 
     The order of additions does not depend on an element's place, so on an fp32 wire fusing tensors changes no bit.
     """
-    core = 2 ** (channel.size.bit_length() - 1)
-    surplus = channel.size - core
-    folded = channel.place < 2 * surplus  # of these, even ranks hand their values to their odd neighbour
+    core = core_of(channel.size)
+    folded = channel.place < 2 * (channel.size - len(core))  # of these, even ranks hand theirs to their odd neighbour
     if folded and channel.place % 2 == 0:
         message = _landing(values, wire)
         channel.exchange([(channel.place + 1, values.to(wire))], [])
@@ -35,19 +34,24 @@ def butterfly(values: Tensor, wire: torch.dtype, channel: Channel) -> None:
         message = _room(values, wire)
         channel.exchange([], [(channel.place - 1, message)])
         values += message
-    remaining = [*range(1, 2 * surplus, 2), *range(2 * surplus, channel.size)]
     if values.numel() * wire.itemsize <= SHORT_BYTES:
-        _double(values, wire, channel, remaining)
+        _double(values, wire, channel, core)
     else:
-        _halve_and_double(values, wire, channel, remaining)
+        _halve_and_double(values, wire, channel, core)
     message = _round_to(values, wire)
     if folded:
         channel.exchange([(channel.place - 1, message)], [])
 
 
+def core_of(ranks: int) -> list[int]:
+    """The places of a power of two of ranks that are left once the surplus is folded into neighbours."""
+    surplus = ranks - 2 ** (ranks.bit_length() - 1)
+    return [*range(1, 2 * surplus, 2), *range(2 * surplus, ranks)]
+
+
 def butterfly_bytes(ranks: int) -> float:
     """What the busiest rank sends of a long message, in units of what it would send in a ring: 1 for a power of two."""
-    core = 2 ** (ranks.bit_length() - 1)
+    core = len(core_of(ranks))
     return 1.0 if core == ranks else (1 + 2 * (core - 1) / core) / (2 * (ranks - 1) / ranks)
 
 

@@ -12,6 +12,7 @@ from torch.distributed import Work
 
 from imagenet_fast.sync.channel import Channel
 from imagenet_fast.sync.codecs import Packing, decode, encode
+from imagenet_fast.sync.collectives.butterfly import core_of
 from imagenet_fast.sync.collectives.phases import Chain
 
 
@@ -22,7 +23,7 @@ def coded_pairwise(
     place, and the codes of the means to all. ``direct``: see :meth:`Channel.all_gather`."""
     ranks, everybody = push.size, len(owners) == push.size
     mine = owners.index(push.place) if push.place in owners else None
-    leaving, means = packing.message(len(owners)), packing.message(len(owners))
+    leaving, means = packing.message(len(owners)).zero_(), packing.message(len(owners))  # nothing is sent to oneself
     arrived = packing.message(0 if mine is None else ranks)
     parts = [packing.width if place in owners else 0 for place in range(ranks)]
     whole = [0 if mine is None else packing.width] * ranks
@@ -68,23 +69,21 @@ def coded_butterfly(values: Tensor, packing: Packing, channel: Channel) -> None:
 
     A block's owner is the rank, of those of the largest power of two, that ends with its sum.
     """
-    core = 2 ** (channel.size.bit_length() - 1)
-    surplus = channel.size - core
-    folded = channel.place < 2 * surplus  # of these, even ranks hand their values to their odd neighbour
-    members = [*range(1, 2 * surplus, 2), *range(2 * surplus, channel.size)]
+    core = core_of(channel.size)
+    folded = channel.place < 2 * (channel.size - len(core))  # of these, even ranks hand theirs to their odd neighbour
     packing.load(values)
-    means = packing.message(core)
+    means = packing.message(len(core))
     if folded and channel.place % 2 == 0:
-        message = packing.message(core)
+        message = packing.message(len(core))
         _write(packing, message, packing.coded, packing.plain, packing.left)
         channel.exchange([(channel.place + 1, message)], [])
         channel.exchange([], [(channel.place + 1, means)])
     else:
         if folded:
-            message = packing.message(core)
+            message = packing.message(len(core))
             channel.exchange([], [(channel.place - 1, message)])
             _add(packing, message, packing.coded, packing.plain)
-        _halve_and_double(packing, means, channel, members)
+        _halve_and_double(packing, means, channel, core)
         if folded:
             channel.exchange([(channel.place - 1, means)], [])
     scales, codes, plain = packing.parts(means)

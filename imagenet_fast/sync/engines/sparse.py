@@ -26,7 +26,7 @@ from imagenet_fast.sync.collectives import Phase, Transfer, all_reduce, carry, p
 from imagenet_fast.sync.engine import Elements, Engine, Stopwatch, SyncEngine, SyncStats
 from imagenet_fast.sync.messages import URGENT
 from imagenet_fast.sync.pool import GradientPool
-from imagenet_fast.sync.span import Span
+from imagenet_fast.sync.span import Span, move
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,9 @@ class Sparse(SyncEngine):
         self._chunks = self._pool.buffer.view(-1, chunk)
         count = len(self._chunks)
         if self._momentum is not None:
-            before, places = self._velocity, {span.param: span for span in self._spans}
-            self._velocity = torch.zeros_like(self._pool.buffer)
-            self._spans = list(self._pool.spans)
-            for span in self._spans:
-                if old := places.get(span.param):
-                    self._velocity[span.start : span.stop] = before[old.start : old.stop]
+            before, spans = self._velocity, self._spans
+            self._velocity, self._spans = torch.zeros_like(self._pool.buffer), list(self._pool.spans)
+            move(before, spans, self._velocity, self._spans)
         self._scores = torch.zeros(topology.padded(count), device=device)
         self._ages = torch.zeros(count, dtype=torch.int64, device=device)  # steps since a chunk was last sent
         self._norms = torch.zeros(count, device=device)  # of the means that were sent, in their order
@@ -143,7 +140,7 @@ class Sparse(SyncEngine):
 
     def push(self, span: Span) -> None:
         if self._momentum is not None and span.start in self._taken:
-            own = slice(span.start, span.start + span.param.numel())
+            own = slice(span.start, span.flag)
             velocity = torch.sub(self._pool.buffer[own], self._velocity[own], out=self._velocity[own])
             velocity.nan_to_num_(0.0, 0.0, 0.0)  # which is in the pool, and not to stay
         last = span.index == len(self._pool.spans) - 1
