@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from imagenet_fast.bench.hosts import run_on
 from imagenet_fast.bench.network import parse_rate, sent_bytes, shaped_network
-from imagenet_fast.bench.replay import Gradients, gradients_of, replay, timing_of
+from imagenet_fast.bench.replay import Gradients, gradients_of, replay, timing_of, with_moves
 from imagenet_fast.cost.limit import least_step_s
 from imagenet_fast.cost.profile import Profile
 from imagenet_fast.cost.simulation import Prediction
@@ -224,14 +224,17 @@ def _measure(
 ) -> tuple[_Blocks, dict[Sync | Declared, float]]:
     """On each rank: the blocks, and what the cost model makes of every engine."""
     gradients = gradients_of(profile)
-    predicted = _predictions(profile, gradients, engines)
+    topology = Topology(torch.device("cpu"), lends=True)
+    predicted = _predictions(profile, gradients, engines, topology)
     measurements: dict[Sync | Declared | Wire | None, Callable[[], _Block]] = {
         None: partial(_compute_block, profile, gradients, steps)
     }
     for wire in wires:
-        measurements[wire] = partial(_raw_block, profile.elements * wire_dtype(wire).itemsize, wire_dtype(wire))
+        measurements[wire] = partial(
+            _raw_block, profile.elements * wire_dtype(wire).itemsize, wire_dtype(wire), topology
+        )
     for settings in engines:
-        loop = _Loop(profile, gradients, settings, counted)
+        loop = _Loop(profile, gradients, settings, counted, topology)
         if chosen := [prediction.step_s for prediction in loop.learn() if prediction.chosen]:
             predicted[settings] = chosen[0]
         measurements[settings] = partial(loop.block, steps)
@@ -248,14 +251,13 @@ def _measure(
 
 
 def _predictions(
-    profile: Profile, gradients: Gradients, engines: Sequence[Sync | Declared]
+    profile: Profile, gradients: Gradients, engines: Sequence[Sync | Declared], topology: Topology
 ) -> dict[Sync | Declared, float]:
     """Seconds of a step by the cost model; of an engine that chooses only once it has chosen."""
     model = replay(profile, gradients)
-    pool = GradientPool(model)
-    timing = timing_of(profile, model, pool.spans)
+    pool = GradientPool(model, topology=topology)
+    timing = with_moves(timing_of(profile, model, pool.spans), gradients, pool)
     predicted, networks = dict[Sync | Declared, float](), dict[torch.dtype, Network]()
-    topology = pool.topology.anew()
     for settings in engines:
         if settings.chooses:
             continue
@@ -263,7 +265,6 @@ def _predictions(
         wire = wire_for(pool.buffer.dtype, engine.wire, topology)
         network = networks.setdefault(wire, Network(topology, wire))
         _, predicted[settings] = predict_best(engine, pool, wire, timing, network, settings.share)
-    topology.close()
     pool.close()
     return predicted
 
@@ -277,9 +278,8 @@ def _compute_block(profile: Profile, gradients: Gradients, steps: int) -> _Block
     return _Block((time.perf_counter() - begun) / steps)
 
 
-def _raw_block(size: int, wire: torch.dtype) -> _Block:
+def _raw_block(size: int, wire: torch.dtype, topology: Topology) -> _Block:
     """Of so many bytes, the fastest of three: the limit should not be the one that meets with the noise."""
-    topology = Topology(torch.device("cpu"))
     wire = PLAIN if is_coded(wire) else wire  # no backend adds codes up
     message = torch.zeros(topology.padded(size // wire.itemsize), dtype=wire)
     pieces: list[list[Phase]] = []
@@ -296,16 +296,18 @@ def _raw_block(size: int, wire: torch.dtype) -> _Block:
         else:
             dist.all_reduce(message)
         seconds.append(time.perf_counter() - begun)
-    topology.close()
     return _Block(min(seconds))
 
 
 class _Loop:
     """A training loop of one engine over replayed layers, with an update that costs nothing."""
 
-    def __init__(self, profile: Profile, gradients: Gradients, settings: Sync | Declared, counted: bool) -> None:
+    def __init__(
+        self, profile: Profile, gradients: Gradients, settings: Sync | Declared, counted: bool, topology: Topology
+    ) -> None:
         self._model = replay(profile, gradients)
-        self._forward, self._sync = attach(self._model, settings.engine if isinstance(settings, Declared) else settings)
+        engine = settings.engine if isinstance(settings, Declared) else settings
+        self._forward, self._sync = attach(self._model, engine, topology=topology)
         self._x = torch.zeros(1, requires_grad=True)
         self._learns = settings.learns
         self._counted = counted

@@ -46,6 +46,7 @@ from imagenet_fast.sync.engines.sparse import Sparse
 from imagenet_fast.sync.pool import GradientPool
 from imagenet_fast.sync.scheduler import Scheduler
 from imagenet_fast.sync.span import Span
+from imagenet_fast.sync.topology import Topology
 
 __all__ = [
     "AllReduceSync",
@@ -87,13 +88,17 @@ class GradientSync(Protocol):
 
 
 def attach(
-    model: nn.Module, engine: EngineSettings | DdpSync | Engine, steps_per_epoch: int = 1
+    model: nn.Module,
+    engine: EngineSettings | DdpSync | Engine,
+    steps_per_epoch: int = 1,
+    topology: Topology | None = None,
 ) -> tuple[nn.Module, GradientSync]:
-    """Give ``model`` a synchroniser. Returns the module to call in forward, and the synchroniser."""
+    """Give ``model`` a synchroniser. Returns the module to call in forward, and the synchroniser. ``topology``: of its
+    pool, see there."""
     if isinstance(engine, DdpSync):
         peer = DdpPeer(model, wire_dtype(engine.wire), engine.bucket_cap_mb, engine.powersgd_rank)
         return peer.module, peer
-    pool = GradientPool(model)
+    pool = GradientPool(model, topology=topology)
     pool.attach(build_engine(engine, pool, steps_per_epoch))
     return model, pool
 

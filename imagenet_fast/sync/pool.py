@@ -39,7 +39,8 @@ class GradientPool:
 
     Gradients are averaged over the ranks of ``group``, by default all. Of a model whose parameters need several pools,
     each is given its named parameters, and the ``model`` whose forward reads them. Which ranks share a node is found by
-    :class:`Topology` unless ``ranks_per_node`` says it. All parameters must share one dtype and device.
+    :class:`Topology` unless ``ranks_per_node`` says it, or a ``topology`` says all of that. All parameters must share
+    one dtype and device.
 
     Spans reach the engine strictly in pool order, the same on every rank, although hooks fire in an order of their own.
     It is the reverse of the order of registration in the first step, and from the second on the order in which the
@@ -54,6 +55,7 @@ class GradientPool:
         *,
         model: nn.Module | None = None,
         ranks_per_node: int | None = None,
+        topology: Topology | None = None,
     ) -> None:
         if isinstance(parameters, nn.Module):
             model = parameters
@@ -71,7 +73,7 @@ class GradientPool:
                 "make parameters of torch.view_as_real's kind, and take torch.view_as_complex of them in forward"
             )
         self.model = model
-        self.topology = Topology(device, group, ranks_per_node)
+        self.topology = topology or Topology(device, group, ranks_per_node)
         self.buffer = torch.zeros(0, dtype=self._dtype, device=device)
         self.line = math.lcm(_LINE, self.topology.line)
         """Elements: spans begin and end on multiples of it."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from imagenet_fast.cost.link import NO_CODEC, CodecCost, Link
 from imagenet_fast.recipe.engine_settings import Collective
@@ -71,32 +72,37 @@ def measure_link(collective: Collective, wire: torch.dtype, topology: Topology) 
 
 
 def measure_codec(wire: torch.dtype, topology: Topology) -> CodecCost:
-    """Time what a rank does for the codes of a piece, the fastest of four; the first rank's result. Every rank must
-    call it."""
+    """Time what a rank does for the codes of several pieces, by now out of its caches as gradients are, the fastest of
+    four; the first rank's result. Every rank must call it: those of a machine share its memory, so all work at once."""
     elements = piece_elements(wire, topology)
-    values = torch.randn(elements, device=topology.device)
-    packing = Packing(all_coded(elements), topology.size, wire, topology.device)
-    packing.left = torch.zeros_like(packing.coded)
-    message = packing.message(topology.size)
-    scales, codes, _ = packing.parts(message)
+    pieces = [torch.randn(elements, device=topology.device) for _ in range(_MANY)]
+    packings = [Packing(all_coded(elements), topology.size, wire, topology.device) for _ in pieces]
+    messages = [packing.message(topology.size) for packing in packings]
+    for packing in packings:
+        packing.left = torch.zeros_like(packing.coded)
 
-    def write() -> None:
+    def write(values: Tensor, packing: Packing, message: Tensor) -> None:
+        scales, codes, _ = packing.parts(message)
         packing.load(values)
         encode(packing.coded, packing.left, scales, codes)
 
-    def read() -> None:
+    def read(values: Tensor, packing: Packing, message: Tensor) -> None:
+        scales, codes, _ = packing.parts(message)
         decode(scales, codes).sum(0)  # where parts are added up
         packing.coded.copy_(decode(scales, codes))  # where means arrive
         packing.land(values)
 
-    def seconds(work: Callable[[], object]) -> float:
+    def seconds(work: Callable[[Tensor, Packing, Tensor], None]) -> float:
+        dist.barrier(topology.group)
         begun = time.perf_counter()
-        work()
+        for piece in zip(pieces, packings, messages, strict=True):
+            work(*piece)
         if topology.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - begun
 
-    figures = [min(seconds(work) for _ in range(_REPEATS)) / message.nbytes for work in (write, read)]
+    size = sum(message.nbytes for message in messages)
+    figures = [min(seconds(work) for _ in range(_REPEATS)) / size for work in (write, read)]
     return CodecCost(*_of_first_rank(figures, topology))
 
 

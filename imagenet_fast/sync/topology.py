@@ -32,14 +32,22 @@ class Topology:
     A machine is ``ranks_per_node`` neighbouring ranks where that is given; else what torchrun says (``GROUP_RANK``, or
     ``LOCAL_WORLD_SIZE``), or the host's name, all of which the ranks tell each other: every rank of the group must make
     the same topologies in the same order. Raises ValueError where nodes of ``ranks_per_node`` do not come out even.
+
+    One that ``lends`` has its twins use its channels: for engines of which only one is at work at a time. Each process
+    group of gloo's has a thread that wakes a hundred times a second, so those of many idle engines disturb the one.
     """
 
     _made: ClassVar[int] = 2**30
     """The number of the next process group, far from any that torch counts."""
 
     def __init__(
-        self, device: torch.device, group: dist.ProcessGroup | None = None, ranks_per_node: int | None = None
+        self,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        ranks_per_node: int | None = None,
+        lends: bool = False,
     ) -> None:
+        self.lends = lends
         self.device = device
         self.group = group
         alone = group is None and not dist.is_initialized()
@@ -102,9 +110,10 @@ class Topology:
         return -(-elements // self.line) * self.line
 
     def anew(self) -> Topology:
-        """The same ranks and nodes, with channels of its own."""
+        """The same ranks and nodes, with channels of its own unless this one lends them."""
         twin = copy.copy(self)
-        twin._channels = {}
+        if not self.lends:
+            twin._channels = {}
         return twin
 
     def channel(self, ranks: tuple[int, ...], role: str) -> Channel:
@@ -117,7 +126,9 @@ class Topology:
         return self._channels[key]
 
     def close(self) -> None:
-        """End the process groups and threads. Nothing may be under way."""
+        """End the process groups and threads, but for those lent. Nothing may be under way."""
+        if self.lends:
+            return
         for channel in self._channels.values():
             channel.close()
         self._channels.clear()

@@ -279,6 +279,24 @@ def _usual() -> None:
     assert usual_collective(fp32, fp32, one_node) == usual_collective(fp32, fp32, four_nodes) == "native"
 
 
+def test_engines_that_take_turns_may_share_their_channels_and_none_ends_them_for_the_others():
+    run(2, _lending)
+
+
+def _lending() -> None:
+    apart, lending = all_ranks(), Topology(torch.get_default_device(), lends=True)
+    pair = (0, 1)
+    assert apart.anew().channel(pair, "scatter") is not apart.anew().channel(pair, "scatter")
+    first, second = lending.anew(), lending.anew()
+    channel = first.channel(pair, "scatter")
+    first.close()
+    assert second.channel(pair, "scatter") is channel
+    for topology in (second, lending.anew()):
+        tensor = values(dist.get_rank(), 300, 2, True).clone()
+        reduced(tensor, torch.bfloat16, "pairwise", topology)
+        assert torch.equal(tensor.double(), mean_of(300, 2, True))
+
+
 def test_levels_of_uneven_nodes_are_refused_in_words_and_all_else_works_there():
     run(3, _uneven_nodes)
 

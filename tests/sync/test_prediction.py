@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from imagenet_fast.bench.replay import replay, timing_of
+from imagenet_fast.bench.replay import gradients_of, replay, timing_of, with_moves
 from imagenet_fast.cost.limit import least_step_s
 from imagenet_fast.cost.link import CodecCost, Link
 from imagenet_fast.cost.profile import Layer, Profile, load_profile, random_profile
@@ -32,6 +32,7 @@ from imagenet_fast.sync.collectives import piece_bytes
 from imagenet_fast.sync.prediction import predict, predict_best
 from imagenet_fast.sync.probing import Network
 from imagenet_fast.sync.topology import Topology
+from tests.spawning import run
 
 OURS: tuple[Sync, ...] = (
     AllReduceSync(wire="bf16"), RingSync(), LazySync(), HybridSync(), HybridSync(policy="by-size"), DearSync(),
@@ -234,3 +235,25 @@ def test_a_prediction_needs_no_process_group():
         engine = declare(settings)  # type: ignore[arg-type]
         predict_best(engine, pool, engine.wire, timing, Network(pool.topology, engine.wire, Link(1e-4, 1e-9)))
     assert not pool.topology._channels
+
+
+def test_moving_gradients_into_a_pool_makes_backward_longer_and_puts_the_gradients_there():
+    run(1, _moves)
+
+
+def _moves() -> None:
+    profile = random_profile(3).shrunk(64)
+    gradients = gradients_of(profile)
+    model = replay(profile, gradients)
+    pool = GradientPool(model)
+    course = timing_of(profile, model, pool.spans)
+    moved = with_moves(course, gradients, pool)
+    late = [after - before for before, after in zip(course.ready, moved.ready, strict=True)]
+    assert late[0] > 0 and late == sorted(late)
+    assert moved.backward_s == pytest.approx(course.backward_s + late[-1])
+    assert (moved.needed, moved.forward_s) == (course.needed, course.forward_s)
+    own = {
+        p: g for layer, its in zip(model, gradients, strict=True) for p, g in zip(layer.parameters(), its, strict=True)
+    }
+    for span in pool.spans:
+        assert torch.equal(pool.buffer[span.start : span.flag], own[span.param].flatten()), span.name
