@@ -276,8 +276,7 @@ class PowerSgdSync(KeepingTable):
         return self.timing in ("hybrid", "dear")
 
     def travelling(self, shape: Sequence[int]) -> float:
-        rows, size = shape[0] if shape else 1, math.prod(shape)
-        return min(size, self.rank * (rows + size // max(1, rows)))
+        return _in_factors(shape, self.rank)
 
 
 class HybridSync(CodingTable):
@@ -367,8 +366,21 @@ class DdpSync(EngineTable):
     def exact(self) -> bool:
         return self.powersgd_rank == 0
 
+    @property
+    def learns(self) -> bool:
+        return self.powersgd_rank > 0
+
+    def travelling(self, shape: Sequence[int]) -> float:
+        return _in_factors(shape, self.powersgd_rank) if self.powersgd_rank else math.prod(shape)
+
 
 Sync = Annotated[
     AllReduceSync | RingSync | LazySync | SparseSync | PowerSgdSync | HybridSync | DearSync | AutoSync | DdpSync,
     Field(discriminator="kind"),
 ]
+
+
+def _in_factors(shape: Sequence[int], rank: int) -> int:
+    """How many values PowerSGD sends for a parameter."""
+    rows, size = shape[0] if shape else 1, math.prod(shape)
+    return min(size, rank * (rows + size // max(1, rows)))

@@ -34,6 +34,7 @@ def network(root: None) -> Iterator[Hosts]:
         yield network
 
 
+@pytest.mark.long
 def test_three_nodes_meet_by_name_and_each_says_how_it_ended(network: Hosts, tmp_path: Path):
     options = ("--nodes", "3", "--rdzv-endpoint", "node1:29400", "--set", "target_top1=99.9")
     ended = network.run([(*TINY, *options, "--out", str(tmp_path / f"run{n}")) for n in range(3)])

@@ -55,6 +55,7 @@ def test_engines_learn_that_measure_before_they_plan():
     assert not LazySync(threshold_mb=1).learns
     assert PowerSgdSync(timing="dear").learns
     assert EAGER_AUTO.learns
+    assert DdpSync(powersgd_rank=1).learns, "its hook begins after a few steps"
 
 
 def test_all_send_everything_but_sparse_and_powersgd_of_matrices():
@@ -64,7 +65,8 @@ def test_all_send_everything_but_sparse_and_powersgd_of_matrices():
     assert {engine.kind: engine.travelling(shape) for engine in ALL if engine.travelling(shape) != 2400} == {
         "sparse": 300, "powersgd": 4 * (32 + 75),
     }  # fmt: skip
-    assert [PowerSgdSync(rank=2).travelling(shape) for shape in ((), (7,), (1, 9), (3, 9), (0, 4))] == [1, 7, 9, 24, 0]
+    for settings in (PowerSgdSync(rank=2), DdpSync(powersgd_rank=2)):
+        assert [settings.travelling(shape) for shape in ((), (7,), (1, 9), (3, 9), (0, 4))] == [1, 7, 9, 24, 0]
 
 
 def test_what_is_not_sent_is_kept_by_compressors_and_by_what_auto_may_elect():

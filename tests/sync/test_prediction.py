@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 from random import Random
 
 import pytest
@@ -249,11 +250,10 @@ def _moves() -> None:
     course = timing_of(profile, model, pool.spans)
     moved = with_moves(course, gradients, pool)
     late = [after - before for before, after in zip(course.ready, moved.ready, strict=True)]
-    assert late[0] > 0 and late == sorted(late)
+    assert late[0] > 0
+    assert late == sorted(late)
     assert moved.backward_s == pytest.approx(course.backward_s + late[-1])
     assert (moved.needed, moved.forward_s) == (course.needed, course.forward_s)
-    own = {
-        p: g for layer, its in zip(model, gradients, strict=True) for p, g in zip(layer.parameters(), its, strict=True)
-    }
+    given = dict(zip(model.parameters(), chain.from_iterable(gradients), strict=True))
     for span in pool.spans:
-        assert torch.equal(pool.buffer[span.start : span.flag], own[span.param].flatten()), span.name
+        assert torch.equal(pool.buffer[span.start : span.flag], given[span.param].flatten()), span.name

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from imagenet_fast.recipe.engine_settings import DdpSync
 from imagenet_fast.sync.channel import Traffic
 from imagenet_fast.sync.collectives import Transfer
+from imagenet_fast.sync.compressors.powersgd import PowerSGD
 from imagenet_fast.sync.deferral import Update
 from imagenet_fast.sync.engine import Engine, SyncStats
 
@@ -27,7 +28,7 @@ _BUFFER_SWITCH = next(
     if name in inspect.signature(DistributedDataParallel).parameters
 )
 
-_POWERSGD_BEGINS = 10  # steps; DDP rebuilds its buckets after the first, and the hook's memory is a bucket's
+_POWERSGD_BEGINS = 5  # steps; DDP rebuilds its buckets after the first, and the hook's memory is a bucket's
 
 
 class DdpPeer:
@@ -114,7 +115,9 @@ class DdpPeer:
 def likeness(settings: DdpSync, wire: torch.dtype) -> Engine:
     """What the cost model takes it for. Its buckets are counted before a hook's cast; the first is a smaller one."""
     cap = settings.bucket_cap_mb or 25
-    return Engine(wire, "backward", cap * 2**20 * wire.itemsize / 4, first=1 / cap, collective="native")
+    compressor = PowerSGD(settings.powersgd_rank) if settings.powersgd_rank else None
+    fuse = cap * 2**20 * wire.itemsize / 4
+    return Engine(wire, "backward", fuse, first=1 / cap, collective="native", compressor=compressor)
 
 
 def _nothing() -> None:
