@@ -66,7 +66,11 @@ class Pools:
         return _sum_of(stats, self._pools[0].buffer.device)
 
     def update(self, apply: Update) -> None:
-        """See :meth:`GradientPool.update`; ``apply`` is called for each pool."""
+        """See :meth:`GradientPool.update`; ``apply`` is called for each pool.
+
+        It may ask the tensor group for norms: also an engine that defers comes to each layer in the order of forward,
+        the same on all ranks.
+        """
         for pool in self._pools:
             pool.update(apply)
 

@@ -178,7 +178,8 @@ class Parallel(Table):
 
     tensor: PositiveInt = 1
     """Ranks that hold AlexNet's large layers together, and exchange activations instead of those layers' gradients
-    (Krizhevsky's "one weird trick", arXiv 1404.5997)."""
+    (Krizhevsky's "one weird trick", arXiv 1404.5997). That is fewer bytes while those ranks see less than 4096 pictures
+    a step; but activations are waited for, and gradients may travel meanwhile."""
     pipeline: PositiveInt = 1
     """Stages, one after another, into which the model is cut; each has ranks of its own."""
     micro_batches: PositiveInt = 1
