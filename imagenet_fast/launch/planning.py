@@ -10,6 +10,7 @@ from pathlib import Path
 from imagenet_fast.data.imagefolder import check_folders
 from imagenet_fast.data.places import locate
 from imagenet_fast.errors import UserError
+from imagenet_fast.recipe.axes import check_axes
 from imagenet_fast.recipe.batching import explain, scale_recipe, split_batch
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.schema import Recipe, SyntheticData
@@ -30,6 +31,7 @@ def plan_job(
     Checks everything that can be checked without torch. Raises UserError with the first thing wrong.
     """
     recipe = scale_recipe(written, ranks) if scale else written
+    check_axes(recipe, ranks)
     batching = split_batch(recipe, ranks)
     root = None
     if isinstance(recipe.data, SyntheticData):

@@ -64,6 +64,8 @@ def explain(written: Recipe, recipe: Recipe, batching: Batching) -> str:
             f"; batch {written.global_batch} -> {recipe.global_batch}, "
             f"lr {written.optim.lr:g} -> {recipe.optim.lr:.4g} ({rule} scaling)"
         )
+    if recipe.parallel.ranks > 1:
+        line += f"; {recipe.parallel.as_written}, data-parallel x {batching.ranks // recipe.parallel.ranks}"
     return line
 
 

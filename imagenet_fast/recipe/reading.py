@@ -135,9 +135,13 @@ def _explain(error: ErrorDetails) -> str:
     location = [str(part) for part in error["loc"]]
     table: type[BaseModel] = Recipe
     path = location
-    if len(location) > 1 and location[0] in Recipe.model_fields:  # inside a union pydantic adds the member's tag
-        table = _member(location[0], location[1])
-        path = [location[0], *location[2:]]
+    if len(location) > 1 and location[0] in Recipe.model_fields:
+        annotation = Recipe.model_fields[location[0]].annotation
+        if isinstance(annotation, type) and issubclass(annotation, Table):
+            table = annotation
+        else:  # inside a union pydantic adds the member's tag
+            table = _member(location[0], location[1])
+            path = [location[0], *location[2:]]
     key = ".".join(path)
     context = error.get("ctx", {})
     tag = f"{key}.{str(context.get('discriminator')).strip(chr(39))}"

@@ -5,7 +5,7 @@ Importing this module does not import torch.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
@@ -18,12 +18,17 @@ Percent = Annotated[float, Field(gt=0, le=100)]
 class AlexNet(Table):
     """torchvision's AlexNet (Krizhevsky's "one weird trick" variant, 61.1 M parameters)."""
 
+    sharded_width: ClassVar[int] = 4096
+    """Units of the fully connected layers that ``parallel.tensor`` divides; 0: it has none so large."""
+
     kind: Literal["alexnet"]
     dropout: Fraction = 0.5
 
 
 class AlexNetBN(Table):
     """The AlexNet with batch norm that the large-batch papers train; ``pool5_norm`` as in Jia et al. 2018."""
+
+    sharded_width: ClassVar[int] = 4096
 
     kind: Literal["alexnet_bn"]
     dropout: Fraction = 0.5
@@ -32,6 +37,8 @@ class AlexNetBN(Table):
 
 class ResNet(Table):
     """torchvision's ResNet-18 or ResNet-50; ``zero_init_last_gamma`` starts residual blocks as identities."""
+
+    sharded_width: ClassVar[int] = 0
 
     kind: Literal["resnet18", "resnet50"]
     zero_init_last_gamma: bool = False
@@ -166,6 +173,53 @@ class Cosine(Warmup):
 Schedule = Annotated[Polynomial | StepDecay | Cosine, Field(discriminator="kind")]
 
 
+class Parallel(Table):
+    """The axes of parallelism. What ``tensor`` and ``pipeline`` leave of the ranks is data parallelism."""
+
+    tensor: PositiveInt = 1
+    """Ranks that hold AlexNet's large layers together, and exchange activations instead of those layers' gradients
+    (Krizhevsky's "one weird trick", arXiv 1404.5997). That is fewer bytes while those ranks see less than 4096 pictures
+    a step; but activations are waited for, and gradients may travel meanwhile."""
+    pipeline: PositiveInt = 1
+    """Stages, one after another, into which the model is cut; each has ranks of its own."""
+    micro_batches: PositiveInt = 1
+    """Into which a pipeline cuts what it sees at once; with one, a stage works while all others wait."""
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    """When a stage does which forward and which backward."""
+
+    @property
+    def ranks(self) -> int:
+        """That hold the model together; data parallelism is over as many times more."""
+        return self.tensor * self.pipeline
+
+    @property
+    def as_written(self) -> str:
+        """How a recipe asks for it, to be told where that will not do."""
+        axes = [f"parallel.{axis} {getattr(self, axis)}" for axis in ("tensor", "pipeline") if getattr(self, axis) > 1]
+        return " x ".join(axes)
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> Parallel:
+        if self.pipeline == 1:
+            if self.micro_batches > 1:
+                raise ValueError(f"micro_batches {self.micro_batches} are those of a pipeline, and pipeline is 1")
+            if self.schedule != "1f1b":
+                raise ValueError(f"schedule '{self.schedule}' is that of a pipeline, and pipeline is 1")
+        elif self.schedule != "gpipe":
+            if self.micro_batches < self.pipeline:
+                raise ValueError(
+                    f"schedule '{self.schedule}' needs a micro-batch a stage, and micro_batches {self.micro_batches} "
+                    f"is less than pipeline {self.pipeline} ('gpipe' does with fewer)"
+                )
+            rounds = self.micro_batches // self.pipeline
+            if self.schedule == "interleaved" and self.micro_batches % rounds:
+                raise ValueError(
+                    f"schedule 'interleaved' with pipeline {self.pipeline} takes micro_batches in {rounds} equal "
+                    f"rounds, and {self.micro_batches} does not divide by that"
+                )
+        return self
+
+
 class Recipe(Table):
     """A complete training run. The global batch is fixed; ranks decide how it is split, not what is learned."""
 
@@ -198,6 +252,7 @@ class Recipe(Table):
     optim: Optim
     schedule: Schedule
     sync: Sync
+    parallel: Parallel = Parallel()
 
     def evaluates_after(self, epoch: int) -> bool:
         """Whether an evaluation follows epoch ``epoch``, counted from 1."""
@@ -214,6 +269,7 @@ class Recipe(Table):
                 f"data.image_size ({self.data.image_size}) is too small for {self.model.kind}, which needs {smallest}"
             )
         self._check_sync()
+        self._check_parallel()
         sync = self.sync.warmed_up(self.schedule.warmup_epochs).moved_by(self.optim.momentum)
         return self if sync is self.sync else self.model_copy(update={"sync": sync})
 
@@ -242,3 +298,29 @@ class Recipe(Table):
                 raise ValueError(f"{why} clip the norm of one (clip_norm {self.clip_norm})")
             if isinstance(self.precision, Float16):
                 raise ValueError(f"{why} drop one that overflows (precision.kind 'fp16')")
+
+    def _check_parallel(self) -> None:
+        """Refuse to divide what the model does not have, or what an engine or a compiler takes for whole."""
+        tensor, width, kind = self.parallel.tensor, self.model.sharded_width, self.model.kind
+        if tensor > 1 and not width:
+            raise ValueError(
+                f"parallel.tensor {tensor} divides AlexNet's large fully connected layers, and model.kind '{kind}' has "
+                "no such layers"
+            )
+        if tensor > 1 and width % tensor:
+            below = next(n for n in range(tensor, 0, -1) if width % n == 0)
+            above = next((f" and {n}" for n in range(tensor, width + 1) if width % n == 0), "")
+            raise ValueError(
+                f"parallel.tensor {tensor} does not divide the {width} units of {kind}'s fully connected layers; the "
+                f"nearest that do are {below}{above}"
+            )
+        if self.parallel.ranks == 1:
+            return
+        asked = self.parallel.as_written
+        if self.compile:
+            raise ValueError(f"{asked} sends activations amid what would be compiled as one piece (compile true)")
+        if not self.sync.ours:
+            raise ValueError(
+                f"{asked} averages some parameters over other ranks than others, and {self.sync.as_written} has one "
+                "group of ranks for all"
+            )

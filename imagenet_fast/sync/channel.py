@@ -19,7 +19,7 @@ from imagenet_fast.ranks.roll_call import PeerLost
 from imagenet_fast.sync.marks import Mark, mark
 
 # Renamed in torch 2.13.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
@@ -130,7 +130,7 @@ class Channel:
         if direct and self._device.type == "cpu":
             return self.all_to_all(values, own.repeat(self.size))
         self._count_ring("all_gather", self.size - 1, values)
-        work: Work | None = _all_gather(values, own, self._group, async_op=True)
+        work: Work | None = all_gather_single(values, own, self._group, async_op=True)
         return work
 
     def reduce_scatter(self, values: Tensor) -> Work | None:
@@ -223,14 +223,14 @@ def _new_group(device: torch.device, ranks: tuple[int, ...]) -> dist.ProcessGrou
     world = dist.group.WORLD
     assert world is not None
     if device.type != "cuda":
-        group = dist.new_group(list(ranks), timeout=_patience(device), use_local_synchronization=True)
+        group = dist.new_group(list(ranks), timeout=patience(device), use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup), "this rank is a member"
         return group
     options, bound = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True), world.bound_device_id
     world.bound_device_id = None  # else the communicator would be split off the world's, for which all ranks must call
     try:
         group = dist.new_group(
-            list(ranks), _patience(device), "nccl", pg_options=options, use_local_synchronization=True
+            list(ranks), patience(device), "nccl", pg_options=options, use_local_synchronization=True
         )
     finally:
         world.bound_device_id = bound
@@ -239,7 +239,8 @@ def _new_group(device: torch.device, ranks: tuple[int, ...]) -> dist.ProcessGrou
     return group
 
 
-def _patience(device: torch.device) -> timedelta | None:
+def patience(device: torch.device) -> timedelta | None:
+    """How long an operation over all ranks may take; None where a backend does not tell."""
     world = dist.group.WORLD
     assert world is not None
     patience = getattr(getattr(world._get_backend(device), "options", None), "_timeout", None)

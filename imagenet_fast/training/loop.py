@@ -13,7 +13,6 @@ from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.record import Outcome, Record
-from imagenet_fast.training.averaging import MovingAverage
 from imagenet_fast.training.checkpoint import save_weights
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.evaluation import evaluate
@@ -25,11 +24,9 @@ def train(job: Job, dataset: Dataset, world: World, clock: Clock, record: Record
     """Train ``job`` until its target or its last epoch; ``outcome`` is kept up to date all the way."""
     recipe, batching = job.recipe, job.batching
     model = initial_model(recipe, dataset.classes, world)
-    average = MovingAverage(model, recipe.ema_decay) if recipe.ema_decay else None
-    judged = average.module if average is not None else model  # what is evaluated and saved
     steps_per_epoch = dataset.train_order.steps_per_epoch
     trace = job.folder / "trace.json" if job.trace and world.leads else None
-    take_step = build_step(recipe, batching, model, world, steps_per_epoch, trace, average)
+    take_step = build_step(recipe, batching, model, world, steps_per_epoch, trace)
     meter = take_step.meter
     record(
         "run", 0, recipe=job.name, sync=recipe.sync.kind, world_size=world.size, global_batch=batching.global_batch,
@@ -58,6 +55,7 @@ def train(job: Job, dataset: Dataset, world: World, clock: Clock, record: Record
             take_step.settle()
             with clock.pause() as evaluation:
                 exempt_what_lives()
+                judged = take_step.judged()
                 average_batch_norms(judged)
                 accuracy = evaluate(judged, dataset, take_step.cast, world)
             meter.restart()

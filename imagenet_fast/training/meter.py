@@ -21,7 +21,7 @@ class Meter:
         self._world = world
         self._global_batch = global_batch
         self.sent_bytes = 0
-        """Bytes this rank has sent for gradients since the run began."""
+        """Bytes this rank has sent since the run began, for gradients and, of sharded layers, for activations."""
         self.restart()
 
     def restart(self) -> None:

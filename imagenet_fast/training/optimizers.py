@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -12,6 +12,10 @@ from torch.optim.sgd import sgd
 
 from imagenet_fast.recipe import schema
 from imagenet_fast.sync.engine import Elements
+
+WholeNorms = Callable[[Sequence[nn.Parameter], Tensor], Tensor]
+"""Turns the norms [..., parameters] of what this rank holds of parameters into those of the whole ones. Ranks that hold
+parts of the same ones ask for them in the same order."""
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
 
@@ -35,7 +39,7 @@ class MomentumSGD:
     ValueError for a parameter that does not fill its memory.
 
     ``corrected``: gradients come with their momentum in them (that of ``sparse``, of each rank), so only the decay has
-    it from here: v <- mu v + wd w; w <- w - lr (v + g).
+    it from here: v <- mu v + wd w; w <- w - lr (v + g). ``whole_norms``: where parameters are shards.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class MomentumSGD:
         nesterov: bool,
         weight_decay: float,
         corrected: bool = False,
+        whole_norms: WholeNorms | None = None,
     ) -> None:
         self.params = [*decayed, *plain]
         """Everything it updates."""
@@ -59,6 +64,7 @@ class MomentumSGD:
         self._nesterov = nesterov
         self._weight_decay = weight_decay
         self._corrected = corrected
+        self._whole_norms = whole_norms or _as_they_are
         self._velocity = {p: torch.zeros_like(p) for p in self.params}
 
     @torch.no_grad()
@@ -74,10 +80,19 @@ class MomentumSGD:
         With ``elements``, only those are updated: the others keep their weight and their momentum.
         """
         chosen = self.params if params is None else params
-        self._step_decayed(self._pieces([p for p in chosen if p in self._decayed], elements), lr, found_inf)
-        self._descend(self._pieces([p for p in chosen if p not in self._decayed], elements), lr, 0.0, found_inf)
+        decayed, plain = [p for p in chosen if p in self._decayed], [p for p in chosen if p not in self._decayed]
+        self._step_decayed(decayed, self._pieces(decayed, elements), lr, found_inf)
+        self._descend(self._pieces(plain, elements), lr, 0.0, found_inf)
 
-    def _step_decayed(self, pieces: list[_Piece], lr: float, found_inf: Tensor | None) -> None:
+    def gradient_norm(self) -> Tensor:
+        """The L2 norm of all gradients together."""
+        params = [p for p in self.params if p.grad is not None]
+        norm: Tensor = torch.linalg.vector_norm(self._whole_norms(params, torch.stack(_each_norm(gradients(params)))))
+        return norm
+
+    def _step_decayed(
+        self, params: list[nn.Parameter], pieces: list[_Piece], lr: float, found_inf: Tensor | None
+    ) -> None:
         self._descend(pieces, lr, self._weight_decay, found_inf)
 
     def _descend(self, pieces: list[_Piece], lr: float, weight_decay: float, found_inf: Tensor | None) -> None:
@@ -134,19 +149,25 @@ class LARS(MomentumSGD):
 
     def __init__(
         self, decayed: Sequence[nn.Parameter], plain: Sequence[nn.Parameter], momentum: float, weight_decay: float,
-        trust_coefficient: float, epsilon: float, clip: bool,
+        trust_coefficient: float, epsilon: float, clip: bool, whole_norms: WholeNorms | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(decayed, plain, momentum, nesterov=False, weight_decay=weight_decay)
+        super().__init__(decayed, plain, momentum, False, weight_decay, whole_norms=whole_norms)
         self._eta = trust_coefficient
         self._epsilon = epsilon
         self._clip = clip
 
-    def _step_decayed(self, pieces: list[_Piece], lr: float, found_inf: Tensor | None) -> None:
-        if not pieces:
+    def _step_decayed(
+        self, params: list[nn.Parameter], pieces: list[_Piece], lr: float, found_inf: Tensor | None
+    ) -> None:
+        if not params:
             return
         weights, grads = [p.weight for p in pieces], [p.grad for p in pieces]
         owners = [p.owner for p in pieces]
-        ratios = self._trust_ratios(_norms(weights, owners), _norms(grads, owners), lr).unbind()
+        norms = torch.stack([_norms(weights, owners, params), _norms(grads, owners, params)])
+        weight_norms, grad_norms = self._whole_norms(params, norms)
+        ratios = self._trust_ratios(weight_norms, grad_norms, lr).unbind()
+        if not pieces:  # but other ranks may have some, and have asked for norms
+            return
         torch._foreach_add_(grads, weights, alpha=self._weight_decay)
         torch._foreach_mul_(grads, [ratios[owner] for owner in owners])
         self._descend(pieces, lr, 0.0, found_inf)
@@ -160,13 +181,24 @@ class LARS(MomentumSGD):
         return torch.where((weight > 0) & (grad > 0), ratio, 1.0)
 
 
-def _norms(tensors: list[Tensor], owners: list[int]) -> Tensor:
-    """L2 norms, of all the tensors of one owner together; owners rise from 0."""
-    norms = torch.stack(torch._foreach_norm(tensors))
-    if owners == list(range(len(tensors))):
-        return norms
-    index = torch.tensor(owners, device=norms.device)
-    return norms.new_zeros(owners[-1] + 1).index_add(0, index, norms.square()).sqrt()
+def _norms(tensors: list[Tensor], owners: list[int], params: list[nn.Parameter]) -> Tensor:
+    """L2 norms [parameters], of all the tensors of one owner together."""
+    norms = _each_norm(tensors)
+    if owners == list(range(len(params))):
+        return torch.stack(norms)
+    sums = params[0].new_zeros(len(params))
+    if norms:
+        sums.index_add_(0, torch.tensor(owners, device=sums.device), torch.stack(norms).square())
+    return sums.sqrt()
+
+
+def _each_norm(tensors: list[Tensor]) -> list[Tensor]:
+    return list(torch._foreach_norm(tensors)) if tensors else []
+
+
+def _as_they_are(params: Sequence[nn.Parameter], norms: Tensor) -> Tensor:
+    """This rank holds whole parameters."""
+    return norms
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
@@ -174,16 +206,21 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def build_optimizer(settings: schema.Optim, model: nn.Module, corrected: bool = False) -> MomentumSGD:
-    """The optimiser a recipe names, over the trainable parameters of ``model``. ``corrected``: see MomentumSGD."""
+def build_optimizer(
+    settings: schema.Optim, model: nn.Module, corrected: bool = False, whole_norms: WholeNorms | None = None
+) -> MomentumSGD:
+    """The optimiser a recipe names, over the trainable parameters of ``model``. ``corrected`` and ``whole_norms``: see
+    MomentumSGD."""
     decayed, plain = split_parameters(model)
     match settings:
         case schema.Sgd():
-            return MomentumSGD(decayed, plain, settings.momentum, settings.nesterov, settings.weight_decay, corrected)
+            return MomentumSGD(
+                decayed, plain, settings.momentum, settings.nesterov, settings.weight_decay, corrected, whole_norms
+            )
         case schema.Lars():
             return LARS(
                 decayed, plain, settings.momentum, settings.weight_decay,
-                settings.trust_coefficient, settings.epsilon, settings.clip,
+                settings.trust_coefficient, settings.epsilon, settings.clip, whole_norms,
             )  # fmt: skip
         case _:
             assert_never(settings)

@@ -10,7 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from imagenet_fast.errors import UserError
 from imagenet_fast.models import compile_blocks
+from imagenet_fast.parallel.layout import lay_out
+from imagenet_fast.parallel.pools import Pools
+from imagenet_fast.parallel.tensor import gathered, shard
 from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.schema import Recipe
@@ -40,6 +44,7 @@ class TrainingStep:
         statistics: StepStatistics,
         meter: Meter,
         trace: TracedSteps | None,
+        model: nn.Module,
         average: MovingAverage | None,
     ) -> None:
         self._forward = forward
@@ -51,9 +56,11 @@ class TrainingStep:
         self._accumulation = accumulation
         self._statistics = statistics
         self._trace = trace
-        self._average = average
+        self._model = model
         self.cast = cast
         self.meter = meter
+        self.average = average
+        """Follows the weights as they are updated, which an engine may put off: up to date after ``settle``."""
 
     def __call__(self, batches: Iterator[tuple[Tensor, Tensor]], lr: float) -> None:
         self._sync.zero_grad()
@@ -69,13 +76,28 @@ class TrainingStep:
         if self._trace is not None:
             self._trace.end_step(stats)
         found_inf = self._sync.found_inf
-        self._sync.update(partial(self._update, lr, self._scale.end_step(found_inf), found_inf))
-        if self._average is not None:
-            self._average.update_buffers()
+        factor = self._scale.end_step(found_inf)
+        if self._clip_norm:
+            factor = self._clipped(factor)
+        self._sync.update(partial(self._update, lr, factor, found_inf))
+        if self.average is not None:
+            self.average.update_buffers()
 
     def settle(self) -> None:
         """Bring every weight up to date, where the engine leaves that to the next forward."""
         self._sync.settle()
+
+    def judged(self) -> nn.Module:
+        """What is evaluated and saved, once settled: the moving average where there is one, else the model; whole, even
+        where each rank trains a part. Every rank must ask for it."""
+        return gathered(self.average.module if self.average is not None else self._model)
+
+    def _clipped(self, factor: Tensor | None) -> Tensor:
+        """``factor``, or less where the gradients that it multiplies would be longer than is allowed; as torch's
+        ``clip_grad_norm_`` has it. Gradients of all layers are here: engines that defer are refused."""
+        factor = torch.ones_like(self._scale.scale) if factor is None else factor
+        longest = self._clip_norm / (factor * self._optimizer.gradient_norm() + 1e-6)
+        return factor * longest.clamp(max=1.0)
 
     def _update(
         self, lr: float, factor: Tensor | None, found_inf: Tensor | None, params: list[nn.Parameter],
@@ -83,37 +105,39 @@ class TrainingStep:
     ) -> None:  # fmt: skip
         if factor is not None:
             torch._foreach_mul_(gradients(params), factor)
-        if self._clip_norm:
-            nn.utils.clip_grad_norm_(params, self._clip_norm)
         self._optimizer.step(lr, params, found_inf, elements)
-        if self._average is not None:
-            self._average.update(params)
+        if self.average is not None:
+            self.average.update(params)
 
 
 def build_step(
-    recipe: Recipe,
-    batching: Batching,
-    model: nn.Module,
-    world: World,
-    steps_per_epoch: int,
-    trace: Path | None = None,
-    average: MovingAverage | None = None,
+    recipe: Recipe, batching: Batching, model: nn.Module, world: World, steps_per_epoch: int, trace: Path | None = None
 ) -> TrainingStep:
-    """Give ``model`` the engine, optimiser and precision that a recipe names; ``trace`` a few steps to that file.
+    """Give ``model`` the layout, engine, optimiser and precision that a recipe names; ``trace`` a few steps to a file.
 
-    ``average`` follows the weights as they are updated, which an engine may put off: up to date after ``settle``.
+    Every rank holds the same model at first. With a layout it is left, in place, what is this rank's of it.
     """
     set_float32_math(recipe.precision)
+    parallel = recipe.parallel
+    if parallel.pipeline > 1:
+        raise UserError(
+            f"parallel.pipeline {parallel.pipeline} cannot be trained with yet; --set parallel.pipeline=1"
+        )  # until there are stages, in parallel/
+    shards = shard(model, lay_out(parallel, world.device)) if parallel.tensor > 1 else None
+    average = MovingAverage(model, recipe.ema_decay) if recipe.ema_decay else None
     if recipe.compile:
         compile_blocks(model)
-    forward, sync = attach(model, recipe.sync, steps_per_epoch)
+    if shards is None:
+        forward, sync = attach(model, recipe.sync, steps_per_epoch)
+    else:
+        forward, sync = model, Pools(model, recipe.sync, shards, steps_per_epoch)
     scale = LossScale(recipe.precision, recipe.sync.wire, world.device)
     if scale.largest is not None:
         sync.guard(scale.largest)
     return TrainingStep(
         forward,
         sync,
-        build_optimizer(recipe.optim, model, recipe.sync.brings_momentum),
+        build_optimizer(recipe.optim, model, recipe.sync.brings_momentum, shards.whole_norms if shards else None),
         nn.CrossEntropyLoss(label_smoothing=recipe.label_smoothing),
         autocast(recipe.precision, world.device),
         scale,
@@ -122,5 +146,6 @@ def build_step(
         StepStatistics(model, batching.accumulation),
         Meter(world, batching.global_batch),
         TracedSteps(model, world.device, trace) if trace is not None else None,
+        model,
         average,
     )

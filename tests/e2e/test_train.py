@@ -17,13 +17,16 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from torchvision.models import resnet18
+from torchvision.models import alexnet, resnet18
 
 from imagenet_fast.cli import main
+from imagenet_fast.data.dataset import open_dataset
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.nodes import meet
 from imagenet_fast.ranks.place import TORCHRUN
 from imagenet_fast.ranks.routes import Endpoint
+from imagenet_fast.recipe.batching import Batching
+from imagenet_fast.recipe.job import read_job
 from imagenet_fast.record import Outcome
 from tests.e2e.command import COMMAND, environment, events_of, imagenet_fast, outcome_of, wait_for
 
@@ -108,6 +111,29 @@ def test_on_a_folder_of_pictures_with_fewer_ranks_than_the_recipes_its_own_launc
     assert "global_batch = 8\n" in (run / "recipe.toml").read_text()
     assert next(e["images"] for e in events_of(run, "eval")) == 7
     assert outcome_of(run)["sync"] == "allreduce"
+
+
+def test_with_sharded_layers_the_final_weights_are_whole_and_as_good_as_the_run_reported(tmp_path: Path):
+    run = tmp_path / "run"
+    changes = (
+        "model.kind=alexnet", "data.image_size=63", "data.train_images=8", "data.val_images=21", "global_batch=8",
+        "micro_batch=4", "precision.kind=fp32", "parallel.tensor=2",
+    )  # fmt: skip
+    options = [option for change in changes for option in ("--set", change)]
+    done = imagenet_fast(*SMOKE, *ONE_EPOCH, *options, "--nproc", "2", "--out", str(run), OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    assert "1 accumulation step; parallel.tensor 2, data-parallel x 1\n" in done.stdout
+    outcome = outcome_of(run)
+    convolutions, activations = 2_469_696 + 40_970, 4 * 2 * (9216 + 4096) * 4
+    assert outcome["sent_bytes_per_step"] == pytest.approx(2 * convolutions + activations, rel=0.01)
+    model = alexnet(num_classes=10)
+    model.load_state_dict(load_file(run / "checkpoints" / "final.safetensors"))
+    job = read_job(run / "job.json")
+    pictures = open_dataset(job.recipe.data, None, Batching(1, 8, 1), 0, 1, torch.device("cpu"), job.recipe.seed)
+    with torch.inference_mode():
+        hits = sum(int((model.eval()(x).argmax(1) == y).sum()) for x, y in pictures.next_evaluation())
+    assert events_of(run, "eval")[-1]["top1"] == pytest.approx(100 * hits / 21)
 
 
 @pytest.mark.long
@@ -215,6 +241,12 @@ def test_of_the_ranks_of_a_torchrun_the_first_alone_warns(
         main()
     assert end.value.code == 0
     assert capsys.readouterr().err.count("warning: ") == warnings
+
+
+def test_a_layout_that_does_not_divide_the_ranks_is_refused_before_any_is_started(refusal: Callable[..., str]):
+    layout = ("model.kind=alexnet", "data.image_size=63", "parallel.tensor=2")
+    options = [option for change in layout for option in ("--set", change)]
+    assert "needs a multiple of 2 ranks, and there are 3; give" in refusal(*SMOKE, *options, "--nproc", "3")
 
 
 def test_a_second_run_into_the_same_directory_is_refused(smoke_run: tuple[Path, str], refusal: Callable[..., str]):

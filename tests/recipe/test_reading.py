@@ -18,6 +18,7 @@ SHIPPED = [
     "resnet50-1gpu", "resnet50-512gpu", "resnet50-8gpu", "smoke",
 ]  # fmt: skip
 
+ALEXNET = {"model": {"kind": "alexnet"}, "data__image_size": 63}
 CORRECTED = {"kind": "sparse", "momentum_correction": True}
 
 
@@ -79,6 +80,53 @@ def test_a_shipped_recipe_survives_being_written_out_in_full(name: str, tmp_path
             "optim.nesterov true is another; turn it off",
         ),
         ({"sync": {**CORRECTED, "wire": "fp16"}}, "keeps in its velocity what overflows in wire 'fp16'"),
+        ({"parallel": {"tenser": 2}}, "unknown key parallel.tenser; did you mean parallel.tensor?"),
+        ({"parallel": {"tensor": 0}}, "parallel.tensor is 0: input should be greater than 0"),
+        ({"parallel": {"tensor": -2}}, "parallel.tensor is -2: input should be greater than 0"),
+        ({"parallel": {"tensor": "two"}}, 'parallel.tensor is "two": input should be a valid integer'),
+        ({"parallel": {"tensor": True}}, "parallel.tensor is true: input should be a valid integer"),
+        ({"parallel": {"pipeline": 0}}, "parallel.pipeline is 0: input should be greater than 0"),
+        (
+            {"parallel": {"pipeline": 2, "micro_batches": 0}},
+            "parallel.micro_batches is 0: input should be greater than",
+        ),
+        ({"parallel": {"tensor": 1.5}}, "parallel.tensor is 1.5: input should be a valid integer"),
+        ({"parallel": {"schedule": "zero-bubble"}}, "parallel.schedule is \"zero-bubble\": input should be 'gpipe', "),
+        ({"parallel": 2}, "parallel is 2: "),
+        (
+            {"parallel": {"tensor": 2}},
+            "parallel.tensor 2 divides AlexNet's large fully connected layers, and model.",
+        ),
+        (
+            {**ALEXNET, "parallel": {"tensor": 3}},
+            "parallel.tensor 3 does not divide the 4096 units of alexnet's fully connected layers; the nearest that do "
+            "are 2 and 4; change one of them",
+        ),
+        ({**ALEXNET, "parallel": {"tensor": 8192}}, "the nearest that do are 4096; change one of them"),
+        ({**ALEXNET, "parallel": {"tensor": 2}, "compile": True}, "amid what would be compiled as one piece (compile"),
+        ({"parallel": {"pipeline": 2, "schedule": "gpipe"}, "compile": True}, "parallel.pipeline 2 sends activations"),
+        (
+            {**ALEXNET, "parallel": {"tensor": 2}, "sync": {"kind": "ddp"}},
+            "parallel.tensor 2 averages some parameters over other ranks than others, and sync.kind 'ddp' has one ",
+        ),
+        (
+            {"parallel": {"pipeline": 2, "schedule": "gpipe"}, "sync": {"kind": "ddp"}},
+            "parallel.pipeline 2 averages some parameters over other ranks",
+        ),
+        ({"parallel": {"micro_batches": 4}}, "parallel: micro_batches 4 are those of a pipeline, and pipeline is 1"),
+        ({"parallel": {"schedule": "gpipe"}}, "parallel: schedule 'gpipe' is that of a pipeline, and pipeline is 1"),
+        (
+            {"parallel": {"pipeline": 4, "micro_batches": 3}},
+            "schedule '1f1b' needs a micro-batch a stage, and micro_batches 3 is less than pipeline 4 ('gpipe' does",
+        ),
+        (
+            {"parallel": {"pipeline": 2, "schedule": "interleaved"}},
+            "schedule 'interleaved' needs a micro-batch a stage, and micro_batches 1 is less than pipeline 2",
+        ),
+        (
+            {"parallel": {"pipeline": 4, "micro_batches": 9, "schedule": "interleaved"}},
+            "takes micro_batches in 2 equal rounds, and 9 does not divide by that",
+        ),
     ],
 )
 def test_a_wrong_recipe_is_met_with_the_key_and_the_fix(change: dict[str, object], sentence: str):

@@ -79,8 +79,9 @@ def _train_with_hybrid() -> None:
     """Compare the average after three steps, before it is settled and then, with torch's of weights settled every
     step."""
     model, dataset = _model_and_dataset()
-    average = MovingAverage(model, 0.9)
-    take_step = build_step(RECIPE, split_batch(RECIPE, 2), model, _world(), 4, average=average)
+    take_step = build_step(AVERAGED, split_batch(RECIPE, 2), model, _world(), 4)
+    average = take_step.average
+    assert average is not None
     for _ in range(3):
         take_step(dataset.train, lr=0.1)
     waiting = average.module.fc.weight.detach().clone()
@@ -103,6 +104,7 @@ def _train_with_hybrid() -> None:
 
 
 RECIPE = parse_recipe("test", tables(sync={"kind": "hybrid", "wire": "fp32"}))
+AVERAGED = RECIPE.model_copy(update={"ema_decay": 0.9})
 
 
 def _world() -> World:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from timm.optim import Lars as TimmLars
@@ -206,6 +208,36 @@ def test_a_non_finite_step_changes_no_bit(kind: str):
         assert torch.equal(was, param)
     for was, now in zip(velocity, optimizer.state_dict()["velocity"], strict=True):
         assert torch.equal(was, now)
+
+
+def test_the_norm_of_all_gradients_is_torchs_also_where_some_parameters_have_none():
+    optimizer = build("sgd")
+    for param, gradient in zip(optimizer.params[1:], gradients_of(1)[1:], strict=True):
+        param.grad = gradient
+    torch.testing.assert_close(optimizer.gradient_norm(), nn.utils.clip_grad_norm_(optimizer.params, 1e9))
+
+
+def test_norms_of_shards_are_those_of_the_whole():
+    """Here each rank holds half of the second weight, all of its elements alike."""
+    halves: list[list[int]] = []
+
+    def whole(params: Sequence[nn.Parameter], norms: Tensor) -> Tensor:
+        held = [index for index, param in enumerate(params) if param.shape == (5, 16)]
+        halves.append([param.shape[0] for param in params])
+        return norms * torch.tensor([2**0.5 if index in held else 1.0 for index in range(len(params))])
+
+    weights = []
+    for rows, norms in ((10, None), (5, whole)):
+        first, second = nn.Parameter(torch.full((4, 3), 2.0)), nn.Parameter(torch.full((rows, 16), 3.0))
+        optimizer = LARS([first, second], [], MU, WD, ETA, 0.0, False, norms)
+        for _ in range(2):
+            for param in (first, second):
+                param.grad = torch.full_like(param, 0.1)
+            assert optimizer.gradient_norm().item() == pytest.approx((0.01 * (12 + 160)) ** 0.5)
+            optimizer.step(10.0)
+        weights.append((first, second[:5]))
+    assert halves == [[4, 5]] * 4
+    torch.testing.assert_close(weights[0], weights[1])
 
 
 @pytest.mark.parametrize("param", [torch.ones(4, 6).chunk(2, 1)[0], torch.ones(3, 1).expand(3, 5), torch.ones(9)[::2]])

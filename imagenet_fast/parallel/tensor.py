@@ -1,0 +1,230 @@
+"""Tensor parallelism of AlexNet's two large layers, which hold nine tenths of its weights.
+
+"One weird trick" (Krizhevsky, arXiv 1404.5997): convolutions are data-parallel, and the ranks of a tensor group, each
+with pictures of its own, compute fully connected layers together for the pictures of all. The first such layer is cut
+by outputs and the second by inputs (as in Megatron-LM, arXiv 1909.08053), so nothing travels between them; what comes
+out of the second is summed up, and goes back to the rank whose pictures it is of. The last layer is data-parallel
+again. So two activations of every picture travel, forth and back, in place of the gradients of the large layers.
+
+A rank's loss is the mean over its own pictures, and a pool takes the plain mean of its ranks' gradients. A shard's
+gradient is of the losses of all G ranks of its group, so it is divided by G, where gradients enter the sharded layers;
+where they leave these, for features of one rank's pictures, they are multiplied by G again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from imagenet_fast.parallel.layout import Layout
+from imagenet_fast.sync.channel import Traffic, all_gather_single
+from imagenet_fast.sync.collectives import Transfer
+from imagenet_fast.sync.engine import Stopwatch, SyncStats
+
+
+class TensorGroup:
+    """The ranks that hold the shards of a model's layers, and what they tell each other.
+
+    They must do so in one order, with as many pictures each. What activations cost is counted and timed.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.size = dist.get_world_size(layout.tensor)
+        self.shards: dict[nn.Parameter, None] = {}
+        """The parameters of which this rank holds one shard, in the order of layers."""
+        self.replicas = layout.data
+        """The ranks of all groups that hold the same shards as this one."""
+        self._group = layout.tensor
+        self._place = dist.get_rank(layout.tensor)
+        self._device = device
+        self._stats = SyncStats(Stopwatch(device))
+
+    def __deepcopy__(self, memo: object) -> TensorGroup:
+        """Copies of a model belong to the same ranks."""
+        return self
+
+    def gather(self, own: Tensor) -> Tensor:
+        """From [pictures, units] of each rank [G pictures, units], by rank."""
+        own = own.contiguous()
+        whole = own.new_empty(self.size * len(own), *own.shape[1:])
+        with self._counted((self.size - 1) * own.nbytes):
+            all_gather_single(whole, own, self._group)
+        return whole
+
+    def scatter(self, parts: Tensor) -> Tensor:
+        """From [G pictures, units] of each rank their sum, of which each rank has its own pictures' [pictures, units].
+
+        Added in fp32 at least and rounded once. gloo's own reduce-scatter would send twice as much.
+        """
+        parts = parts.contiguous()
+        arrived = torch.empty_like(parts)
+        with self._counted((self.size - 1) * parts.nbytes // self.size):
+            dist.all_to_all_single(arrived, parts, group=self._group)
+        exact = torch.promote_types(parts.dtype, torch.float32)
+        return arrived.view(self.size, -1, *parts.shape[1:]).sum(0, dtype=exact).to(parts.dtype)
+
+    def shard(self, whole: Tensor, dim: int) -> nn.Parameter:
+        """This rank's part of a parameter that all of them hold, cut along ``dim``."""
+        part = whole.detach().chunk(self.size, dim)[self._place]
+        shard = nn.Parameter(part.clone(memory_format=torch.contiguous_format), whole.requires_grad)
+        self.shards[shard] = None
+        return shard
+
+    def whole(self, shard: Tensor, dim: int) -> nn.Parameter:
+        """What :meth:`shard` has cut, by now perhaps trained; on every rank."""
+        parts = [torch.empty_like(shard) for _ in range(self.size)]
+        dist.all_gather(parts, shard.detach(), self._group)
+        return nn.Parameter(torch.cat(parts, dim), shard.requires_grad)
+
+    def whole_norms(self, params: Sequence[nn.Parameter], norms: Tensor) -> Tensor:
+        """From norms [..., parameters] of what this rank holds those of whole ones; added up in the order of layers,
+        for that of ``params`` is a pool's, and this rank's pool is not that of the others."""
+        held = dict(zip(params, norms.unbind(-1), strict=True))
+        shards = [param for param in self.shards if param in held]
+        if not shards:
+            return norms
+        squares = torch.stack([held[param] for param in shards]).square()
+        dist.all_reduce(squares, group=self._group)
+        held |= zip(shards, squares.sqrt(), strict=True)
+        return torch.stack([held[param] for param in params], -1)
+
+    def largest(self, value: Tensor) -> Tensor:
+        """Of the ranks' values, in place."""
+        dist.all_reduce(value, dist.ReduceOp.MAX, self._group)
+        return value
+
+    def spent(self) -> SyncStats:
+        """What activations have cost since this was asked last."""
+        stats, self._stats = self._stats, SyncStats(Stopwatch(self._device))
+        return stats
+
+    @contextmanager
+    def _counted(self, sent_bytes: int) -> Iterator[None]:
+        stopwatch = self._stats.exposed
+        assert stopwatch is not None
+        with stopwatch("activations"):
+            yield
+        _, begun, ended = stopwatch.blocks[-1]
+        self._stats.add("activations", Transfer(_nothing, [Traffic(sent_bytes, sent_bytes, begun, ended)]))
+
+
+class ColumnParallel(nn.Linear):
+    """Some outputs of a fully connected layer, for the group's pictures: [pictures, in] to [G pictures, out / G]."""
+
+    def __init__(self, whole: nn.Linear, group: TensorGroup) -> None:
+        super().__init__(whole.in_features, whole.out_features // group.size, whole.bias is not None, device="meta")
+        self.group = group
+        self.weight = group.shard(whole.weight, 0)
+        if whole.bias is not None:
+            self.bias = group.shard(whole.bias, 0)
+
+    def forward(self, features: Tensor) -> Tensor:
+        device = features.device.type
+        if torch.is_autocast_enabled(device):  # it would be multiplied in that dtype; so it travels in it
+            features = features.to(torch.get_autocast_dtype(device))
+        return super().forward(_Gather.apply(features, self.group))
+
+    def whole(self) -> nn.Linear:
+        """The layer, on every rank."""
+        weight = self.group.whole(self.weight, 0)
+        return _layer(weight, None if self.bias is None else self.group.whole(self.bias, 0))
+
+
+class RowParallel(nn.Linear):
+    """A fully connected layer of which each rank has some inputs: [G pictures, in / G] to [pictures, out]. Every rank
+    has the bias."""
+
+    def __init__(self, whole: nn.Linear, group: TensorGroup) -> None:
+        super().__init__(whole.in_features // group.size, whole.out_features, whole.bias is not None, device="meta")
+        self.group = group
+        self.weight = group.shard(whole.weight, 1)
+        if whole.bias is not None:
+            self.bias = whole.bias
+
+    def forward(self, units: Tensor) -> Tensor:
+        own: Tensor = _Scatter.apply(F.linear(units, self.weight), self.group)
+        return own if self.bias is None else own + self.bias.to(own.dtype)
+
+    def whole(self) -> nn.Linear:
+        """The layer, on every rank."""
+        return _layer(self.group.whole(self.weight, 1), self.bias)
+
+
+def shard(model: nn.Module, layout: Layout) -> TensorGroup:
+    """Leave of an AlexNet's first two fully connected layers only this rank's shard, in place, under the same names.
+
+    All ranks hold the same model at first. Dropout before these layers drops features of a rank's own pictures, between
+    them units of its own shard: as ever, if the ranks' random numbers differ. Raises ValueError where ``model`` has no
+    such layers, or they do not divide over the ranks.
+    """
+    layers = getattr(model, "classifier", nn.Module())
+    connected = [(name, layer) for name, layer in layers.named_children() if isinstance(layer, nn.Linear)]
+    if len(connected) < 3:
+        raise ValueError("tensor parallelism divides an AlexNet's fully connected layers, and this model has none")
+    (first, outputs), (second, inputs), *_ = connected
+    group = TensorGroup(layout, outputs.weight.device)
+    if outputs.out_features % group.size:
+        raise ValueError(f"{outputs.out_features} units do not divide over {group.size} ranks")
+    setattr(layers, first, ColumnParallel(outputs, group))
+    setattr(layers, second, RowParallel(inputs, group))
+    return group
+
+
+def gathered(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` whose layers are whole, as it was before :func:`shard`; a model without shards itself.
+
+    Every rank of the group must ask for it. Weights must be up to date (:meth:`GradientSync.settle`).
+    """
+    if not any(isinstance(module, ColumnParallel | RowParallel) for module in model.modules()):
+        return model
+    whole = copy.deepcopy(model)
+    for parent in list(whole.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, ColumnParallel | RowParallel):
+                setattr(parent, name, child.whole())
+    return whole
+
+
+class _Gather(torch.autograd.Function):
+    """Into the sharded layers; gradients come out."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return group.gather(own)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.scatter(gradient) * ctx.group.size, None
+
+
+class _Scatter(torch.autograd.Function):
+    """Out of the sharded layers; gradients go in."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return group.scatter(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.gather(gradient / ctx.group.size), None
+
+
+def _layer(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+    layer.weight = weight
+    if bias is not None:
+        layer.bias = bias
+    return layer
+
+
+def _nothing() -> None:
+    """Waited for where it was called."""

@@ -1,0 +1,44 @@
+"""How the ranks there are divide over a recipe's axes of parallelism."""
+
+from __future__ import annotations
+
+from imagenet_fast.errors import UserError
+from imagenet_fast.recipe.schema import Recipe
+
+
+def check_axes(recipe: Recipe, ranks: int) -> None:
+    """Raise UserError where ``ranks`` do not divide over the recipe's axes, with the nearest layouts over which they
+    do; or where a pipeline's micro-batches do not come out even."""
+    parallel = recipe.parallel
+    if ranks % parallel.ranks:
+        there = f"there are {ranks}" if ranks > 1 else "there is 1"
+        raise UserError(
+            f"{parallel.as_written} needs a multiple of {parallel.ranks} ranks, and {there}; "
+            f"give {' or '.join(_nearest(recipe, ranks))}, or choose another --nproc"
+        )
+    of_a_stage = ranks // parallel.pipeline
+    pieces = of_a_stage * parallel.micro_batches
+    if parallel.pipeline > 1 and recipe.global_batch % pieces:
+        nearest = max(1, recipe.global_batch // pieces) * pieces
+        raise UserError(
+            f"global_batch {recipe.global_batch} does not divide over the {of_a_stage} ranks of a stage in "
+            f"{parallel.micro_batches} equal micro-batches each; give --set global_batch={nearest}, or choose another "
+            "parallel.micro_batches"
+        )
+
+
+def _nearest(recipe: Recipe, ranks: int) -> list[str]:
+    """At most two layouts of ``ranks``, of the axes that the recipe uses, as options."""
+    asked = {axis: size for axis in ("tensor", "pipeline") if (size := getattr(recipe.parallel, axis)) > 1}
+    sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
+    layouts: list[dict[str, int]] = [{}]
+    for axis in asked:
+        layouts = [{**layout, axis: size} for layout in layouts for size in sizes]
+    even = [
+        layout
+        for layout in layouts
+        if ranks % (layout.get("tensor", 1) * layout.get("pipeline", 1)) == 0
+        and recipe.model.sharded_width % layout.get("tensor", 1) == 0
+    ]
+    even.sort(key=lambda layout: sum(abs(size - asked[axis]) for axis, size in layout.items()))
+    return [" ".join(f"--set parallel.{axis}={size}" for axis, size in layout.items()) for layout in even[:2]]

@@ -1,0 +1,119 @@
+"""Small models with fully connected layers to shard, and what is trained with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from imagenet_fast.models import build_model
+from imagenet_fast.models.half import Half
+from imagenet_fast.ranks.world import World
+from imagenet_fast.recipe.batching import split_batch
+from imagenet_fast.recipe.reading import parse_recipe
+from imagenet_fast.recipe.schema import AlexNet, AlexNetBN, Parallel
+from imagenet_fast.record import Event, Record
+from imagenet_fast.training.step import build_step
+from tests.conftest import tables
+
+CLASSES = 5
+CPU = torch.device("cpu")
+
+
+class Tiny(nn.Module):
+    """AlexNet's build in small: features in channels_last memory, then three fully connected layers of 12 units."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.features = Half(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True)).to(memory_format=torch.channels_last)
+        self.classifier = Half(
+            nn.Dropout(dropout), nn.Linear(4 * 3 * 3, 12), nn.ReLU(inplace=True),
+            nn.Dropout(dropout), nn.Linear(12, 12), nn.ReLU(inplace=True), nn.Linear(12, CLASSES),
+        )  # fmt: skip
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(self.features(images).flatten(1))
+        return logits
+
+
+def small_model(kind: str) -> nn.Module:
+    """With the same weights at every call: ``tiny``, or the table's ``alexnet`` or ``alexnet_bn`` with 256 units."""
+    torch.manual_seed(0)
+    match kind:
+        case "tiny":
+            return Tiny()
+        case "alexnet":
+            settings: AlexNet | AlexNetBN = AlexNet(kind="alexnet", dropout=0.0)
+        case _:
+            settings = AlexNetBN(kind="alexnet_bn", dropout=0.0)
+    with torch.device("meta"):
+        model = build_model(settings, CLASSES)
+        connected = [name for name, layer in model.classifier.named_children() if isinstance(layer, nn.Linear)]
+        for name, inputs, outputs in zip(connected, (9216, 256, 256), (256, 256, CLASSES), strict=True):
+            setattr(model.classifier, name, nn.Linear(inputs, outputs))
+    model = model.to_empty(device="cpu").to(memory_format=torch.channels_last)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear | nn.BatchNorm2d):
+            module.reset_parameters()
+    return model
+
+
+PIXELS = {"tiny": 5, "alexnet": 63, "alexnet_bn": 67}
+
+
+def images_of(kind: str, step: int, batch: int) -> tuple[Tensor, Tensor]:
+    """The joined batch of all ranks."""
+    generator = torch.Generator().manual_seed(step)
+    pixels = torch.randn(batch, PIXELS[kind], PIXELS[kind], 3, generator=generator).permute(0, 3, 1, 2)
+    return pixels, torch.randint(0, CLASSES, (batch,), generator=generator)
+
+
+@dataclass
+class Trained:
+    """What came of some steps: the loss of each over all ranks, and what would be saved."""
+
+    losses: list[float]
+    weights: dict[str, Tensor]
+
+
+def train(kind: str, steps: int, batch: int, lr: float = 0.1, tensor: int = 1, **changes: Any) -> Trained:
+    """On this rank and all others, by :func:`build_step`, over the same two batches again and again. ``changes`` are
+    the recipe's; ``tensor`` need not divide what the recipe's own model has."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model = {"model": {"kind": "alexnet" if kind == "tiny" else kind}, "data__image_size": 67}
+    recipe = parse_recipe("test", tables(**model, ranks=1, global_batch=batch, micro_batch=2, **changes))
+    recipe = recipe.model_copy(update={"parallel": Parallel(tensor=tensor)})
+    batching = split_batch(recipe, ranks)
+    take_step = build_step(recipe, batching, small_model(kind), World(rank, ranks, rank, ranks, CPU), 4)
+    seen = Seen()
+    record = Record(lambda: 0.0, [seen])
+    for step in range(steps):
+        images, labels = (
+            t.unflatten(0, (ranks, batching.accumulation, batching.micro_batch))[rank]
+            for t in images_of(kind, step % 2, batch)
+        )
+        take_step(zip(images, labels, strict=True), lr)
+        take_step.meter.report(record, step, 1, lr)
+    take_step.settle()
+    weights = {name: tensor.clone() for name, tensor in take_step.judged().state_dict().items()}
+    for name, tensor in weights.items():
+        first = tensor.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, tensor) or "running" in name, f"{name} differs between ranks"
+    return Trained(seen.losses, weights)
+
+
+class Seen:
+    """A sink that keeps the losses."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def write(self, event: Event) -> None:
+        if event.name == "train":
+            self.losses.append(event.values["loss"])
+
+    def close(self) -> None: ...

@@ -1,0 +1,102 @@
+"""Layouts: which divide over the ranks there are, and what is said of those that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from imagenet_fast.errors import UserError
+from imagenet_fast.recipe.axes import check_axes
+from imagenet_fast.recipe.batching import explain, split_batch
+from imagenet_fast.recipe.reading import parse_recipe, to_toml
+from imagenet_fast.recipe.schema import Parallel, Recipe
+from tests.conftest import tables
+
+Laid = Callable[..., Recipe]
+
+
+@pytest.fixture
+def laid() -> Laid:
+    """An AlexNet's recipe with a layout; ``global_batch`` is the other thing that decides."""
+
+    def recipe(global_batch: int = 64, **parallel: Any) -> Recipe:
+        model = {"model": {"kind": "alexnet"}, "data__image_size": 63}
+        return parse_recipe("test", tables(**model, global_batch=global_batch, parallel=parallel))
+
+    return recipe
+
+
+def test_without_the_table_all_ranks_are_data_parallel(make_recipe: Callable[..., Recipe]):
+    assert make_recipe().parallel == Parallel()
+    for ranks in (1, 2, 7, 512):
+        check_axes(make_recipe(), ranks)
+    assert "parallel" not in explain(make_recipe(), make_recipe(), split_batch(make_recipe(), 2))
+
+
+def test_a_layout_survives_being_written_out(laid: Laid):
+    recipe = laid(tensor=2, pipeline=2, micro_batches=4, schedule="interleaved")
+    assert 'schedule = "interleaved"' in to_toml(recipe)
+    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks"),
+    [({"tensor": 2}, 2), ({"tensor": 4}, 512), ({"pipeline": 3, "micro_batches": 4}, 6),
+     ({"tensor": 2, "pipeline": 2, "schedule": "gpipe"}, 4)],
+)  # fmt: skip
+def test_data_parallelism_is_what_is_left_of_the_ranks(laid: Laid, parallel: dict[str, Any], ranks: int):
+    recipe = laid(global_batch=3072, **parallel)
+    check_axes(recipe, ranks)
+    data = ranks // (parallel.get("tensor", 1) * parallel.get("pipeline", 1))
+    assert explain(recipe, recipe, split_batch(recipe, ranks)).endswith(f", data-parallel x {data}")
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "sentence"),
+    [
+        ({"tensor": 2}, 1, "parallel.tensor 2 needs a multiple of 2 ranks, and there is 1; give --set parallel."),
+        ({"tensor": 2}, 3, "a multiple of 2 ranks, and there are 3; give --set parallel.tensor=1, or choose another"),
+        ({"tensor": 4}, 6, "give --set parallel.tensor=2 or --set parallel.tensor=1, or choose another --nproc"),
+        ({"tensor": 16}, 8, "give --set parallel.tensor=8 or --set parallel.tensor=4, or"),
+        ({"pipeline": 4, "micro_batches": 4}, 6, "give --set parallel.pipeline=3 or --set parallel.pipeline=2, or"),
+        (
+            {"tensor": 2, "pipeline": 2, "schedule": "gpipe"}, 6,
+            "parallel.tensor 2 x parallel.pipeline 2 needs a multiple of 4 ranks, and there are 6; "
+            "give --set parallel.tensor=1 --set parallel.pipeline=2 or --set parallel.tensor=2 --set ",
+        ),
+        (
+            {"pipeline": 2, "micro_batches": 3}, 4,
+            "global_batch 64 does not divide over the 2 ranks of a stage in 3 equal micro-batches each; "
+            "give --set global_batch=60, or choose another parallel.micro_batches",
+        ),
+        ({"pipeline": 2, "micro_batches": 100}, 4, "give --set global_batch=200, or"),
+    ],
+)  # fmt: skip
+def test_a_layout_that_does_not_come_out_even_gets_one_sentence_with_the_nearest_that_do(
+    laid: Laid, parallel: dict[str, Any], ranks: int, sentence: str
+):
+    with pytest.raises(UserError) as error:
+        check_axes(laid(**parallel), ranks)
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_proposed_comes_out_even(laid: Laid):
+    for ranks in range(1, 25):
+        for tensor in (2, 4, 8):
+            for pipeline in (1, 2, 3):
+                asked = {"tensor": tensor, "pipeline": pipeline} | ({"schedule": "gpipe"} if pipeline > 1 else {})
+                try:
+                    check_axes(laid(global_batch=24 * ranks, **asked), ranks)
+                except UserError as error:
+                    first = str(error).partition("give ")[2].partition(" or ")[0].rstrip(",")
+                    for option in first.split("--set parallel.")[1:]:
+                        axis, _, size = option.strip(" ,").partition("=")
+                        asked[axis] = int(size)
+                    if asked["pipeline"] == 1:
+                        asked.pop("schedule", None)
+                    check_axes(laid(global_batch=24 * ranks, **asked), ranks)
+                else:
+                    assert ranks % (tensor * pipeline) == 0
