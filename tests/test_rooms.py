@@ -19,6 +19,7 @@ FLOORS = (
     {"bench"},
     {"launch"},
     {"training"},
+    {"parallel"},
     {"sync", "record", "data", "models"},
     {"ranks", "cost"},
     {"recipe"},

@@ -1,0 +1,1 @@
+"""Several ranks for one network: layers shared out, or activations handed on."""
