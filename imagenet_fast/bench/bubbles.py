@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import lcm
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class Busy:
 
 @dataclass(frozen=True)
 class PipelineTime:
-    """One schedule with one number of micro-batches: medians over the rounds."""
+    """One schedule with one number of micro-batches; of the rounds the one whose step is the median."""
 
     model: str
     schedule: str
@@ -69,9 +69,10 @@ class PipelineTime:
     images_per_s: float
     """Of the model itself, forward and backward."""
     activation_bytes: tuple[int, ...]
-    """The most that each rank keeps for backward; on GPUs all that a step allocates."""
+    """The most that each rank keeps for backward, autocast's copies of weights among it; on GPUs all that a step
+    allocates."""
     timeline: tuple[Busy, ...]
-    """Of the last round, all ranks."""
+    """Of all ranks, in that step."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,12 @@ def bench_pipeline(
     for schedule in schedules:
         if schedule not in (chosen for chosen, _ in runs):
             raise UserError(f"--schedules: {refused[schedule, micro_batches[0]]}")
-    with torch.device("meta"):
-        pieces_of(build_model(recipe.model, classes=1), stages * max(map(chunks_of, schedules)))
+    size, smallest = recipe.data.image_size, recipe.global_batch // max(micro_batches)
+    with torch.device("meta"):  # so that what cannot be is refused here, and not by a rank
+        cut(
+            build_model(recipe.model, classes=1), torch.empty(smallest, 3, size, size), 0, stages,
+            max(map(chunks_of, schedules)),
+        )  # fmt: skip
     gpus = _on_gpus(device, stages)
     profile = _profile_of(recipe, torch.device("cuda", 0) if gpus else torch.device("cpu"))
     by_rank: list[list[_Measured]] = run_on(
@@ -203,18 +208,18 @@ def _profile_of(recipe: Recipe, device: torch.device) -> Profile:
 
 
 def _row(recipe: Recipe, stages: int, schedule: str, micro_batches: int, of_ranks: Sequence[_Measured]) -> PipelineTime:
-    steps, bubbles = [], []
-    for of_round in zip(*(measured.slept for measured in of_ranks), strict=True):
-        step_s = max(seconds for seconds, _ in of_round)
-        busy_s = fmean(sum(busy.end_s - busy.begin_s for busy in line) for _, line in of_round)
-        steps.append(step_s)
-        bubbles.append(1 - busy_s / step_s)
+    slept = sorted(
+        (max(step_s for step_s, _ in of_round), turn, [busy for _, own in of_round for busy in own])
+        for turn, of_round in enumerate(zip(*(measured.slept for measured in of_ranks), strict=True))
+    )
+    step_s, _, timeline = slept[(len(slept) - 1) // 2]
+    busy_s = sum(busy.end_s - busy.begin_s for busy in timeline) / stages
     slowest = [max(of_round) for of_round in zip(*(measured.computed_s for measured in of_ranks), strict=True)]
     return PipelineTime(
-        recipe.model.kind, schedule, stages, micro_batches, median(steps), median(bubbles),
+        recipe.model.kind, schedule, stages, micro_batches, step_s, 1 - busy_s / step_s,
         (stages - 1) / (chunks_of(schedule) * micro_batches + stages - 1),
         recipe.global_batch / median(slowest), tuple(measured.activation_bytes for measured in of_ranks),
-        tuple(busy for measured in of_ranks for busy in measured.slept[-1][1]),
+        tuple(timeline),
     )  # fmt: skip
 
 

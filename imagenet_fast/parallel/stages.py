@@ -119,6 +119,8 @@ def recorded_times(pieces: Sequence[Piece], profile: Profile) -> list[float]:
 def _rehearse(model: nn.Module, pieces: Sequence[Piece], images: Tensor) -> tuple[list[Crossing], list[float]]:
     """What leaves each piece, and the floating-point operations of its forward. Leaves the model as it was."""
     modes = {module: module.training for module in model.modules()}
+    norms = [module for module in modes if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    hooks = [norm.register_forward_pre_hook(_refuse_single_values) for norm in norms]
     values = torch.zeros_like(images, device=next(model.parameters()).device)
     crossings, work = [], []
     model.eval()
@@ -131,9 +133,19 @@ def _rehearse(model: nn.Module, pieces: Sequence[Piece], images: Tensor) -> tupl
             crossings.append(Crossing(tuple(values.shape), values.dtype, lies_last and not values.is_contiguous()))
             work.append(float(counter.get_total_flops()))
     finally:
+        for hook in hooks:
+            hook.remove()
         for module, training in modes.items():
             module.training = training
     return crossings, work
+
+
+def _refuse_single_values(norm: nn.Module, inputs: tuple[Tensor]) -> None:
+    if inputs[0].numel() == inputs[0].size(1):
+        raise UserError(
+            "in micro-batches of one picture so small a batch norm has a single value of each channel, and nothing to "
+            "normalise by; take fewer micro-batches, or a larger batch"
+        )
 
 
 def _add(module: nn.Module, name: str, layer: nn.Module) -> None:

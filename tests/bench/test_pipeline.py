@@ -95,6 +95,7 @@ def test_what_autograd_keeps_is_counted_once_and_given_back():
         (("--device", "cuda", "--stages", "19"), "GPUs for 19 stages"),
         (("--device", "tpu"), "neither cpu nor cuda"),
         (("--model", "vgg"), "vgg"),
+        (("--image-size", "32", "--micro-batches", "2,32"), "a single value of each channel"),
         (("--model", "alexnet", "--image-size", "62"), "too small for alexnet"),
         (("--model", "alexnet", "--stages", "9"), "AlexNet comes in 8 pieces, too few for 9 stages"),
         (("--model", "alexnet", "--stages", "5", "--schedules", "interleaved"), "too few for 10 stages"),
