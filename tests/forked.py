@@ -8,6 +8,7 @@ import pytest
 
 import imagenet_fast.bench.counting
 import imagenet_fast.bench.engine_times
+import imagenet_fast.parallel.pipeline
 import imagenet_fast.training.loop
 import tests.conftest
 import tests.spawning

@@ -37,7 +37,7 @@ def run_on(
     count = ranks_each * (1 if hosts is None else len(hosts))
     with tempfile.TemporaryDirectory() as folder:
         return in_processes(
-            count, "imagenet_fast.bench.engine_times", _rank,
+            count, function.__module__, _rank,
             count, hosts, ranks_each, folder, gpus, function, arguments,
         )  # fmt: skip
 

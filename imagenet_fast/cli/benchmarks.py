@@ -175,6 +175,44 @@ def bench_collectives(
     _show_and_draw(times, bandwidth_table, draw_bandwidth, (11, 5), json_file, png)
 
 
+@bench_app.command("pipeline")
+def bench_pipeline(
+    stages: Annotated[int, typer.Option(min=2, help="Ranks of this machine, each with a stage of the model.")] = 4,
+    micro_batches: Annotated[str, typer.Option(metavar="N,M", help="Of one batch.")] = "1,2,4,8,16",
+    schedules: Annotated[
+        str, typer.Option(metavar="A,B", help="Of gpipe, 1f1b (no fewer micro-batches than stages) and interleaved.")
+    ] = "gpipe,1f1b,interleaved",
+    model: Annotated[str, typer.Option(help="alexnet, alexnet_bn, resnet18 or resnet50.")] = "resnet50",
+    image_size: Annotated[int, typer.Option(min=16)] = 64,
+    batch: Annotated[int, typer.Option(min=1)] = 32,
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
+    sleep: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="Seconds of a micro-batch's forward in a stage that sleeps. Default: by the layer profile."
+        ),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu (gloo) or cuda (NCCL). Default: cuda where each rank can have a GPU.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Steps of each kind.")] = 3,
+    json_file: JsonOption = None,
+    png: PngOption = None,
+) -> None:
+    """Measure a pipeline's bubble beside the formula's, what its ranks keep for backward, and pictures a second."""
+    from imagenet_fast.bench.bubbles import bench_pipeline as measure
+    from imagenet_fast.bench.bubbles import draw_pipeline, pipeline_table
+    from imagenet_fast.bench.overhead import step_recipe
+    from imagenet_fast.bench.whole_numbers import whole_numbers
+
+    recipe = step_recipe(model, image_size, batch, precision, compiled=False)
+    counts = whole_numbers("--micro-batches", micro_batches, "1,2,4,8,16")
+    chosen = [name.strip() for name in schedules.split(",")]
+    times = partial(measure, recipe, stages, counts, chosen, sleep, device, rounds)
+    inches = (9, 1 + len(chosen) * (0.6 + 0.3 * stages))
+    _show_and_draw(times, pipeline_table, draw_pipeline, inches, json_file, png)
+
+
 @bench_app.command("profile")
 def bench_profile(
     file: Annotated[Path, typer.Argument(metavar="FILE", callback=in_a_directory, help="The JSON file to write.")],

@@ -1,0 +1,234 @@
+"""A batch through the stages of several ranks, in micro-batches, by one of torch's schedules.
+
+GPipe (Huang et al., arXiv 1811.06965) sends all micro-batches forward and then all backward; 1F1B (PipeDream-Flush,
+Narayanan et al., arXiv 2006.09503) goes backward as soon as it can, and so keeps fewer activations; interleaved 1F1B
+(arXiv 2104.04473) gives each rank several stages, so that the pipeline fills sooner. Gradients are those of
+accumulation over the same micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from imagenet_fast.errors import UserError
+from imagenet_fast.parallel.stages import Part
+from imagenet_fast.sync import GradientSync
+from imagenet_fast.sync.engines.ddp import DdpPeer
+
+Pass = Literal["forward", "backward"]
+Observe = Callable[[Pass, int], AbstractContextManager[object]]
+"""What surrounds one pass of one micro-batch through a stage, which it is told by its place in the pipeline."""
+
+
+def chunks_of(schedule: str) -> int:
+    """How many stages a rank has."""
+    return 2 if schedule == "interleaved" else 1
+
+
+def misfit(schedule: str, ranks: int, micro_batches: int) -> str | None:
+    """Why ``schedule`` cannot take so many micro-batches through so many ranks, in a sentence; None: it can."""
+    rounds = max(1, micro_batches // ranks)
+    match schedule:
+        case "1f1b" if micro_batches < ranks:
+            return (
+                f"schedule 1f1b has a micro-batch for each of {ranks} stages at least, and {micro_batches} are fewer; "
+                "raise micro_batches, or take gpipe"
+            )
+        case "interleaved" if micro_batches % rounds:
+            return (
+                f"schedule interleaved takes micro-batches in equal rounds, and {micro_batches} do not make {rounds}; "
+                f"take a multiple of {ranks}"
+            )
+        case "gpipe" | "1f1b" | "interleaved":
+            return None
+        case _:
+            return (
+                f"schedule {schedule} is not one of gpipe, 1f1b and interleaved; those without a bubble assign "
+                "gradients where no engine sees them, so replicas would drift apart"
+            )
+
+
+class Pipeline:
+    """The ranks of ``group`` as a pipeline, of which this one runs ``part``.
+
+    ``sync`` averages the part's gradients with those of its replicas: they leave during the last micro-batch's
+    backward, unless a ``no_sync`` of the caller's says otherwise; None: there are no replicas. Forward and
+    ``criterion``, a mean over pictures, run under ``cast``. Running statistics of batch norms move once a batch, as in
+    accumulation (:mod:`imagenet_fast.training.statistics`). Raises UserError where schedule, micro-batches and engine
+    do not go together.
+    """
+
+    def __init__(
+        self,
+        part: Part,
+        group: dist.ProcessGroup | None,
+        schedule: str,
+        micro_batches: int,
+        criterion: Callable[[Tensor, Tensor], Tensor],
+        sync: GradientSync | None = None,
+        cast: AbstractContextManager[object] | None = None,
+        observe: Observe | None = None,
+    ) -> None:
+        self._ranks = dist.get_world_size(group)
+        if (why := misfit(schedule, self._ranks, micro_batches)) is not None:
+            raise UserError(why)
+        if isinstance(sync, DdpPeer):
+            raise UserError("the engine ddp watches the forward of a whole network, not stages; take another engine")
+        assert part.count == self._ranks * chunks_of(schedule), "the network has been cut for another schedule"
+        self._part = part
+        self._group = group
+        self._micro_batches = micro_batches
+        self._criterion = criterion
+        self._cast = cast or nullcontext()
+        self._scale: Callable[[Tensor], Tensor] = _as_it_is
+        self._loss = torch.zeros((), device=part.device)
+        self._stages = [
+            _MicroStage(part, number, group, micro_batches, sync, observe or _unobserved)
+            for number in range(len(part.stages))
+        ]
+        self._schedule = _schedule(schedule, self._stages, micro_batches, self._criterion_of)
+
+    def __call__(self, images: Tensor, labels: Tensor, scale: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Forward and backward of a batch, of which the first stage reads ``images`` and the last ``labels``.
+
+        Returns the mean loss, on every rank. What is differentiated is what ``scale`` makes of it. Raises UserError
+        where the batch is not of the size that the network was cut for.
+        """
+        pictures = self._micro_batches * len(self._part.images)
+        if len(images) != pictures or len(labels) != pictures:
+            raise UserError(
+                f"a batch of {len(images)} pictures is not the {pictures} of {self._micro_batches} equal micro-batches "
+                "that the pipeline's ranks have agreed on; give it full batches"
+            )
+        self._scale = scale or _as_it_is
+        self._loss = torch.zeros_like(self._loss)
+        for stage in self._stages:
+            stage.begin()
+        first, last = self._stages[0].is_first, self._stages[-1].is_last
+        with self._cast:  # over all micro-batches, which so share the copies of weights that it makes
+            self._schedule.step(*((images,) if first else ()), target=labels if last else None)
+        for stage in self._stages:
+            stage.end()
+        dist.broadcast(self._loss, group=self._group, group_src=self._ranks - 1)
+        return self._loss
+
+    def _criterion_of(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Of one micro-batch; the sum over all is the batch's mean."""
+        loss = self._criterion(logits, labels) / self._micro_batches
+        self._loss += loss.detach()
+        return self._scale(loss)
+
+
+def whole_state(part: Part, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+    """The state dict of the whole network, a copy on every rank of the pipeline. Every rank must call it."""
+    own, ranks, rank = part.state_dict(), dist.get_world_size(group), dist.get_rank(group)
+    described = {
+        stage.index: [
+            (name, value.shape, value.dtype)
+            for name, value in own.items()
+            if any(name.startswith(f"{layer}.") for layer in stage.layers)
+        ]
+        for stage in part.stages
+    }
+    by_rank: list[dict[int, list[tuple[str, torch.Size, torch.dtype]]]] = [{} for _ in range(ranks)]
+    dist.all_gather_object(by_rank, described, group)
+    whole = {}
+    for index in range(part.count):
+        owner = index % ranks
+        for name, shape, dtype in by_rank[owner][index]:
+            whole[name] = torch.empty(shape, dtype=dtype, device=part.device)
+            if owner == rank:
+                whole[name].copy_(own[name])
+            dist.broadcast(whole[name], group=group, group_src=owner)
+    return whole
+
+
+class _MicroStage(PipelineStage):
+    """A stage that hands its gradients to the engine during the last micro-batch's backward, and during no other."""
+
+    def __init__(
+        self,
+        part: Part,
+        number: int,
+        group: dist.ProcessGroup | None,
+        micro_batches: int,
+        sync: GradientSync | None,
+        observe: Observe,
+    ) -> None:
+        stage = part.stages[number]
+        arriving = part.images if stage.arriving is None else stage.arriving.likeness
+        super().__init__(part, stage.index, part.count, part.device, arriving, stage.leaving.likeness, group=group)
+        self._number = number
+        self._micro_batches = micro_batches
+        self._sync = sync
+        self._observe = observe
+        modules = [module for layer in stage.layers.values() for module in layer.modules()]
+        self._norms = [module for module in modules if isinstance(module, nn.modules.batchnorm._NormBase)]
+        self._momenta = [norm.momentum for norm in self._norms]
+        self._forwards = 0
+
+    def begin(self) -> None:
+        """A batch begins."""
+        self._forwards = 0
+
+    def end(self) -> None:
+        """The batch counts as one of the norms' batches."""
+        for norm, momentum in zip(self._norms, self._momenta, strict=True):
+            norm.momentum = momentum
+        moved = [n.num_batches_tracked for n in self._norms if n.training and n.num_batches_tracked is not None]
+        if moved:
+            torch._foreach_sub_(moved, self._micro_batches - 1)
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        for norm, momentum in zip(self._norms, self._momenta, strict=True):
+            if momentum is not None:
+                norm.momentum = micro_momentum(momentum, self._micro_batches, self._forwards)
+        self._forwards += 1
+        with self._observe("forward", self.stage_index):
+            return self.submod(*args, self._number)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        assert backward_type == "full", "gradients of a backward in halves come where the pool's hooks do not see them"
+        held = nullcontext() if self._sync is None or last_backward else self._sync.no_sync()
+        uncast = torch.autocast(self.device.type, enabled=False)
+        with self._observe("backward", self.stage_index), held, uncast:
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+
+def micro_momentum(momentum: float, micro_batches: int, number: int) -> float:
+    """With which micro-batch ``number`` moves running statistics, so that all weigh alike and together move them once.
+
+    r <- (1 - a) r + a mean(s), one s after the other: what is moved later shrinks what was moved before.
+    """
+    each = momentum / micro_batches
+    return each / (1 - (micro_batches - 1 - number) * each)
+
+
+def _schedule(
+    schedule: str, stages: list[_MicroStage], micro_batches: int, loss: Callable[[Tensor, Tensor], Tensor]
+) -> ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B:
+    """Losses are means already, so gradients are not to be divided once more."""
+    match schedule:
+        case "interleaved":
+            return ScheduleInterleaved1F1B([*stages], micro_batches, loss, scale_grads=False)
+        case "1f1b":
+            return Schedule1F1B(stages[0], micro_batches, loss, scale_grads=False)
+        case _:
+            return ScheduleGPipe(stages[0], micro_batches, loss, scale_grads=False)
+
+
+def _as_it_is(loss: Tensor) -> Tensor:
+    return loss
+
+
+def _unobserved(which: Pass, stage: int) -> AbstractContextManager[object]:
+    return nullcontext()

@@ -1,0 +1,159 @@
+"""A network cut into stages: runs of its layers, which keep the names that the whole network gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from imagenet_fast.cost.partition import linear_partition
+from imagenet_fast.cost.profile import Profile
+from imagenet_fast.errors import UserError
+from imagenet_fast.models.pieces import Piece, pieces_of
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """The activations of one micro-batch that leave a layer."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    channels_last: bool
+    """They travel as they lie, [n, height, width, channels], which backends take for contiguous."""
+
+    @property
+    def likeness(self) -> Tensor:
+        """What travels, on the meta device."""
+        shape = [self.shape[axis] for axis in (0, 2, 3, 1)] if self.channels_last else self.shape
+        return torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
+
+    def leaving(self, values: Tensor) -> Tensor:
+        return (values.permute(0, 2, 3, 1) if self.channels_last else values).contiguous()
+
+    def arrived(self, values: Tensor) -> Tensor:
+        return values.permute(0, 3, 1, 2) if self.channels_last else values
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Layers that one rank runs one after the other."""
+
+    index: int
+    """Its place in the pipeline."""
+    layers: Piece
+    arriving: Crossing | None
+    """None: pictures."""
+    leaving: Crossing
+
+    def __call__(self, values: Tensor) -> Tensor:
+        if self.arriving is not None:
+            values = self.arriving.arrived(values)
+        for layer in self.layers.values():
+            values = layer(values)
+        return self.leaving.leaving(values)
+
+
+class Part(nn.Module):
+    """The stages of one rank, ``count`` of all ranks together. Its state dict is a part of the whole network's.
+
+    ``forward`` takes what arrives at one of them, by its number here: pictures [n, 3, S, S] at the network's first
+    stage, logits [n, classes] leave its last.
+    """
+
+    def __init__(self, stages: Sequence[Stage], count: int, images: Tensor) -> None:
+        super().__init__()
+        self.stages = tuple(stages)
+        self.count = count
+        self.images = images
+        """One micro-batch, on the meta device."""
+        for stage in stages:
+            for name, layer in stage.layers.items():
+                _add(self, name, layer)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    def forward(self, values: Tensor, number: int = 0) -> Tensor:
+        return self.stages[number](values)
+
+
+def cut(
+    model: nn.Module, images: Tensor, rank: int, ranks: int, chunks: int = 1, profile: Profile | None = None
+) -> Part:
+    """What ``rank`` of ``ranks`` runs of ``model``: ``chunks`` stages, every ``ranks``-th.
+
+    The slowest stage is made as fast as can be, by the times of a layer ``profile`` of the model, or without one by
+    counted multiplications. ``images`` are like one micro-batch, be it on the meta device. Their way through the model
+    is tried out once, in evaluation mode: call it under the autocast that the stages will run in. Raises UserError
+    where the model cannot be cut so often.
+    """
+    count = ranks * chunks
+    pieces = pieces_of(model, count)
+    crossings, work = _rehearse(model, pieces, images)
+    runs = linear_partition(work if profile is None else recorded_times(pieces, profile), count)
+    leaving = [crossings[run.stop - 1] for run in runs]
+    stages = [
+        Stage(index, {name: layer for piece in pieces[run] for name, layer in piece.items()}, before, after)
+        for index, (run, before, after) in enumerate(zip(runs, [None, *leaving], leaving, strict=False))
+    ]
+    return Part(stages[rank::ranks], count, torch.empty_like(images, device="meta"))
+
+
+def recorded_times(pieces: Sequence[Piece], profile: Profile) -> list[float]:
+    """Milliseconds of each piece, forward and backward. Raises UserError where the profile is of another model."""
+    times = dict.fromkeys((name for piece in pieces for name in piece), 0.0)
+    for layer in profile.layers:
+        owner = next((name for name in times if f"{layer.name}.".startswith(f"{name}.")), None)
+        if owner is None:
+            raise UserError(
+                f"the layer profile {profile.model} has a layer {layer.name} that this network has not; take its own"
+            )
+        times[owner] += layer.forward_ms + layer.backward_ms
+    return [sum(times[name] for name in piece) for piece in pieces]
+
+
+def _rehearse(model: nn.Module, pieces: Sequence[Piece], images: Tensor) -> tuple[list[Crossing], list[float]]:
+    """What leaves each piece, and the floating-point operations of its forward. Leaves the model as it was."""
+    modes = {module: module.training for module in model.modules()}
+    norms = [module for module in modes if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    hooks = [norm.register_forward_pre_hook(_refuse_single_values) for norm in norms]
+    values = torch.zeros_like(images, device=next(model.parameters()).device)
+    crossings, work = [], []
+    model.eval()
+    try:
+        for piece in pieces:
+            with torch.no_grad(), FlopCounterMode(display=False) as counter:
+                for layer in piece.values():
+                    values = layer(values)
+            lies_last = values.dim() == 4 and values.is_contiguous(memory_format=torch.channels_last)
+            crossings.append(Crossing(tuple(values.shape), values.dtype, lies_last and not values.is_contiguous()))
+            work.append(float(counter.get_total_flops()))
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, training in modes.items():
+            module.training = training
+    return crossings, work
+
+
+def _refuse_single_values(norm: nn.Module, inputs: tuple[Tensor]) -> None:
+    if inputs[0].numel() == inputs[0].size(1):
+        raise UserError(
+            "in micro-batches of one picture so small a batch norm has a single value of each channel, and nothing to "
+            "normalise by; take fewer micro-batches, or a larger batch"
+        )
+
+
+def _add(module: nn.Module, name: str, layer: nn.Module) -> None:
+    """``layer`` under a name with dots."""
+    folder, _, rest = name.partition(".")
+    if not rest:
+        module.add_module(folder, layer)
+        return
+    if folder not in dict(module.named_children()):
+        module.add_module(folder, nn.Module())
+    _add(module.get_submodule(folder), rest, layer)

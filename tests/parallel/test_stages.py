@@ -1,0 +1,171 @@
+"""Networks cut into stages: what lies together, under which names, and how even stages are."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from imagenet_fast.cost.profile import Layer, Profile, load_profile
+from imagenet_fast.errors import UserError
+from imagenet_fast.models import build_model, compile_blocks
+from imagenet_fast.models.pieces import pieces_of
+from imagenet_fast.parallel.stages import Part, cut, recorded_times
+from imagenet_fast.recipe import schema
+
+MODELS: dict[str, tuple[schema.Model, int]] = {
+    "resnet18": (schema.ResNet(kind="resnet18"), 32),
+    "resnet50": (schema.ResNet(kind="resnet50"), 32),
+    "alexnet": (schema.AlexNet(kind="alexnet"), 63),
+    "alexnet_bn": (schema.AlexNetBN(kind="alexnet_bn", pool5_norm=True), 67),
+}
+
+
+def built(name: str) -> tuple[nn.Module, Tensor]:
+    """A model in channels_last memory, and two pictures."""
+    torch.manual_seed(0)
+    settings, size = MODELS[name]
+    model = build_model(settings, 10).to(memory_format=torch.channels_last)
+    return model, torch.randn(2, 3, size, size).contiguous(memory_format=torch.channels_last)
+
+
+def parts_of(model: nn.Module, images: Tensor, ranks: int, chunks: int = 1) -> list[Part]:
+    return [cut(model, images, rank, ranks, chunks) for rank in range(ranks)]
+
+
+def through(parts: list[Part], values: Tensor) -> Tensor:
+    """Stage by stage, each from a leaf, as it arrives from another rank."""
+    for index in range(parts[0].count):
+        part, number = parts[index % len(parts)], index // len(parts)
+        if (arriving := part.stages[number].arriving) is not None:
+            values = values.detach().requires_grad_()
+            assert values.is_contiguous()
+            assert (arriving.likeness.shape, arriving.likeness.dtype) == (values.shape, values.dtype)
+        values = part(values, number)
+    return values
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_stages_together_are_the_model_whatever_the_number_of_cuts(name: str):
+    model, images = built(name)
+    torch.manual_seed(1)  # of dropout
+    expected = model(images)
+    for ranks, chunks in ((3, 1), (2, 2)):
+        parts = parts_of(model, images, ranks, chunks)
+        states = [part.state_dict() for part in parts]
+        assert sorted(name for state in states for name in state) == sorted(model.state_dict())
+        assert all(torch.equal(value, model.state_dict()[name]) for state in states for name, value in state.items())
+        torch.manual_seed(1)
+        assert torch.equal(through(parts, images), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_stage_begins_with_an_operation_in_place_and_each_has_parameters(name: str):
+    model, _ = built(name)
+    for piece in pieces_of(model):
+        assert not getattr(next(iter(piece.values())), "inplace", False)
+        assert any(p.requires_grad for layer in piece.values() for p in layer.parameters())
+
+
+def test_names_of_pieces_are_those_of_torchvision_one_level_into_sequentials():
+    model, _ = built("resnet18")
+    assert [list(piece) for piece in pieces_of(model)] == [
+        ["conv1"], ["bn1", "relu", "maxpool"], *([f"layer{n}.{block}"] for n in (1, 2, 3) for block in (0, 1)),
+        ["layer4.0"], ["layer4.1", "avgpool", "flatten"], ["fc"],
+    ]  # fmt: skip
+    model, _ = built("alexnet")
+    assert list(pieces_of(model)[4]) == [
+        "features.10", "features.11", "features.12", "avgpool", "flatten", "classifier.0",
+    ]  # fmt: skip
+
+
+def test_trying_the_way_out_leaves_statistics_modes_and_random_numbers_alone():
+    model, images = built("resnet18")
+    model.get_submodule("layer1").eval()
+    before, modes = copy.deepcopy(model.state_dict()), [m.training for m in model.modules()]
+    state = torch.get_rng_state()
+    cut(model, torch.empty_like(images, device="meta"), 0, 2)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [m.training for m in model.modules()] == modes
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_what_crosses_has_the_type_of_autocast_and_lies_as_the_model_has_it():
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        for cast, dtype in ((nullcontext(), torch.float32), (torch.autocast("cpu", torch.bfloat16), torch.bfloat16)):
+            model, images = built("resnet18")
+            model = model.to(memory_format=memory_format)
+            with cast:
+                (stage,) = cut(model, images.contiguous(memory_format=memory_format), 0, 2).stages
+            assert stage.leaving.dtype == dtype
+            assert stage.leaving.channels_last == (memory_format == torch.channels_last)
+
+
+def test_stages_are_as_even_as_a_layer_profile_allows():
+    model, images = built("alexnet")
+    profile = load_profile("alexnet")
+    times = recorded_times(pieces_of(model), profile)
+    assert sum(times) == pytest.approx(1e3 * profile.compute_s)
+    slowest = {}
+    for ranks in (2, 4):
+        parts = [cut(model, images, rank, ranks, profile=profile) for rank in range(ranks)]
+        slowest[ranks] = max(sum(recorded_times([part.stages[0].layers], _only(profile, part))) for part in parts)
+    assert sum(times) / 2 / slowest[2] > 0.9
+    assert sum(times) / 4 / slowest[4] > 0.7
+
+
+def _only(profile: Profile, part: Part) -> Profile:
+    """The layers of one part."""
+    own = tuple(layer for layer in profile.layers if any(n.startswith(f"{layer.name}.") for n in part.state_dict()))
+    return Profile(profile.model, profile.source, own)
+
+
+def test_without_a_profile_work_is_counted_so_early_stages_of_a_resnet_are_short():
+    model, images = built("resnet18")
+    first, last = parts_of(model, images, 2)
+    assert len(first.stages[0].layers) < len(last.stages[0].layers) + 6
+    assert sum(p.numel() for p in first.parameters()) < sum(p.numel() for p in last.parameters()) / 3
+
+
+class Branching(nn.Module):
+    """Calls its layers in an order of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, values: Tensor) -> Tensor:
+        out: Tensor = self.last(self.first(values))
+        return out
+
+
+def test_what_cannot_be_cut_is_refused_in_a_sentence():
+    model, images = built("alexnet")
+    with pytest.raises(UserError, match="AlexNet comes in 8 pieces, too few for 9 stages; ask for fewer"):
+        cut(model, images, 0, 9)
+    with pytest.raises(UserError, match="too few for 10 stages"):
+        cut(model, images, 0, 5, chunks=2)
+    with pytest.raises(UserError, match="order Branching calls its layers is not known"):
+        pieces_of(Branching())
+    shared = nn.Linear(4, 4)
+    with pytest.raises(UserError, match="Sequential reads a weight in several layers"):
+        pieces_of(nn.Sequential(shared, nn.ReLU(), shared))
+    with pytest.raises(UserError, match=r"layer profile resnet50 has a layer conv1 .* take its own"):
+        cut(model, images, 0, 2, profile=load_profile("resnet50"))
+    compile_blocks(model)
+    with pytest.raises(UserError, match="has been compiled; set compile to false"):
+        pieces_of(model)
+
+
+def test_layers_without_parameters_stay_with_those_before_them_also_in_networks_of_ones_own():
+    relu = nn.ReLU(inplace=True)
+    block = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))
+    model = nn.Sequential(relu, nn.Linear(4, 4), relu, block, nn.Linear(4, 2))
+    assert [list(piece) for piece in pieces_of(model)] == [["0", "1", "2", "3.0"], ["3.1"], ["4"]]
+    nested = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Sequential(relu, nn.Linear(4, 4))))
+    assert [list(piece) for piece in pieces_of(nested)] == [["0", "1.0"]], "it would begin with the ReLU inside"
+    profile = Profile("own", "by hand", (Layer("3.1", "Linear", ((4, 4),), 1.0, 2.0),))
+    assert recorded_times(pieces_of(model), profile) == [0.0, 3.0, 0.0]
