@@ -209,6 +209,7 @@ def test_four_stages_follow_one_process_that_accumulates():
     )  # fmt: skip
 
 
+@pytest.mark.full
 def test_pipelines_with_replicas_follow_one_process_under_every_kind_of_engine():
     hybrid = HybridSync(wire="fp32", fuse_mb=0.001)
     cases = [

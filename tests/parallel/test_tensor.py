@@ -87,7 +87,7 @@ def _alone() -> dict[tuple[str, str], Trained]:
     return expected | {("alexnet_bn", "sgd"): train("alexnet_bn", 5, BATCH["alexnet_bn"], 0.01, **lazy, **RULES["sgd"])}
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.full)])
 def test_every_layout_and_engine_follows_one_process(world: int, alone: dict[tuple[str, str], Trained]):
     follows(alone, world, cases_of(world))
 
