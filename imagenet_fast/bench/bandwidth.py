@@ -29,7 +29,7 @@ from rich.table import Table
 from torch import Tensor
 
 from imagenet_fast.bench import mpi
-from imagenet_fast.bench.hosts import TIMEOUT, run_on
+from imagenet_fast.bench.hosts import TIMEOUT, on_gpus, run_on
 from imagenet_fast.bench.network import parse_rate, shaped_network
 from imagenet_fast.bench.repetitions import time_repetitions
 from imagenet_fast.errors import UserError, warn
@@ -111,7 +111,9 @@ def bench_collectives(
     ranks = hosts * ranks_per_host
     if ranks == 1:
         raise UserError("--hosts 1 with --ranks-per-host 1 is one rank, which has nobody to send to; raise one of them")
-    gpus = _on_gpus(device, ranks, rate)
+    if rate is not None and device == "cuda":
+        raise UserError("--device cuda does not go with --rate: NCCL talks past its links; leave one out")
+    gpus = on_gpus("cpu" if rate is not None and device is None else device, ranks)
     levels = rate is not None and min(hosts, ranks_per_host) > 1
     means = parse_collectives(collectives, levels, gpus)
     if rate is not None:
@@ -198,23 +200,6 @@ def parse_collectives(text: str | None, levels: bool, gpus: bool) -> list[Means]
     if "mpi" in chosen and lacking is not None:
         raise UserError(f"--collectives mpi: there is no {lacking}; {mpi.INSTALL}, or leave mpi out")
     return list(dict.fromkeys(chosen))  # type: ignore[arg-type]  # they are known
-
-
-def _on_gpus(device: str | None, ranks: int, rate: str | None) -> bool:
-    gpus = torch.cuda.device_count()
-    match device:
-        case "cpu":
-            return False
-        case "cuda":
-            if rate is not None:
-                raise UserError("--device cuda does not go with --rate: NCCL talks past its links; leave one out")
-            if gpus < ranks:
-                raise UserError(f"--device cuda: there are {gpus} GPUs for {ranks} ranks; give fewer --hosts")
-            return True
-        case None:
-            return rate is None and gpus >= ranks
-        case _:
-            raise UserError(f"--device {device} is neither cpu nor cuda; write one of them")
 
 
 def _check_memory(size: int, by_mpi: bool, ranks: int) -> None:

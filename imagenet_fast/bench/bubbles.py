@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from imagenet_fast.bench.activations import peak_activations
 from imagenet_fast.bench.engine_tables import COMPUTE_COLOUR, EXPOSED_COLOUR
-from imagenet_fast.bench.hosts import run_on
+from imagenet_fast.bench.hosts import on_gpus, run_on
 from imagenet_fast.bench.recording import record_profile
 from imagenet_fast.bench.replay import Pace, Replayed
 from imagenet_fast.cost.partition import linear_partition
@@ -117,7 +117,7 @@ def bench_pipeline(
             build_model(recipe.model, classes=1), torch.empty(smallest, 3, size, size), 0, stages,
             max(map(chunks_of, schedules)),
         )  # fmt: skip
-    gpus = _on_gpus(device, stages)
+    gpus = on_gpus(device, stages, "stages", "--stages")
     profile = _profile_of(recipe, torch.device("cuda", 0) if gpus else torch.device("cpu"))
     by_rank: list[list[_Measured]] = run_on(
         None, stages, _measure, recipe, profile, runs, sleep_s, rounds, gpus, gpus=gpus
@@ -183,21 +183,6 @@ def _typical(rows: Sequence[PipelineTime]) -> PipelineTime:
 def _label(row: PipelineTime, rank: int) -> str:
     own = sorted({busy.stage + 1 for busy in row.timeline if busy.stage % row.stages == rank})
     return f"stage{'s' if len(own) > 1 else ''} {', '.join(map(str, own))}"
-
-
-def _on_gpus(device: str | None, ranks: int) -> bool:
-    gpus = torch.cuda.device_count()
-    match device:
-        case "cpu":
-            return False
-        case "cuda":
-            if gpus < ranks:
-                raise UserError(f"--device cuda: there are {gpus} GPUs for {ranks} stages; give fewer --stages")
-            return True
-        case None:
-            return gpus >= ranks
-        case _:
-            raise UserError(f"--device {device} is neither cpu nor cuda; write one of them")
 
 
 def _profile_of(recipe: Recipe, device: torch.device) -> Profile:

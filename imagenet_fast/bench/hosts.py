@@ -18,11 +18,30 @@ from torch._C._distributed_c10d import FileStore
 
 from imagenet_fast.bench.network import INTERFACE, Host, enter
 from imagenet_fast.bench.processes import in_processes
+from imagenet_fast.errors import UserError
 from imagenet_fast.ranks.place import Place
 from imagenet_fast.ranks.world import prepare_device
 
 TIMEOUT = timedelta(minutes=5)
 """How long a collective may take."""
+
+
+def on_gpus(device: str | None, ranks: int, called: str = "ranks", option: str = "--hosts") -> bool:
+    """Whether that many ``ranks`` of this machine have a GPU each: asked for by ``device`` "cuda", or with None where
+    there are as many. Raises UserError in the words of a command, where they are ``called`` something and ``option``
+    says how many."""
+    gpus = torch.cuda.device_count()
+    match device:
+        case "cpu":
+            return False
+        case "cuda":
+            if gpus < ranks:
+                raise UserError(f"--device cuda: there are {gpus} GPUs for {ranks} {called}; give fewer {option}")
+            return True
+        case None:
+            return gpus >= ranks
+        case _:
+            raise UserError(f"--device {device} is neither cpu nor cuda; write one of them")
 
 
 def run_on(

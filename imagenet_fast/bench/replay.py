@@ -51,7 +51,8 @@ def timing_of(profile: Profile, model: nn.Sequential, spans: Sequence[Span]) -> 
 def with_moves(timing: Timing, gradients: Gradients, pool: GradientPool) -> Timing:
     """The course of a backward whose ``gradients`` are moved into ``pool``, which is timed here, the fastest of three.
 
-    Every rank must call it: those of all hosts share this machine's memory."""
+    Every rank must call it: those of all hosts share this machine's memory.
+    """
     sources = [gradient.flatten() for layer in reversed(gradients) for gradient in reversed(layer)]
     turns = []
     for _ in range(3):
