@@ -192,6 +192,11 @@ class Parallel(Table):
         """That hold the model together; data parallelism is over as many times more."""
         return self.tensor * self.pipeline
 
+    def layout(self, ranks: int) -> str:
+        """The name of what it makes of so many ranks: ``dp4``, ``tp4``, ``pp2dp2``."""
+        axes = {"pp": self.pipeline, "dp": ranks // self.ranks, "tp": self.tensor}
+        return "".join(f"{axis}{size}" for axis, size in axes.items() if size > 1) or "dp1"
+
     @property
     def as_written(self) -> str:
         """How a recipe asks for it, to be told where that will not do."""

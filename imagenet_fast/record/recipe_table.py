@@ -10,10 +10,11 @@ from imagenet_fast.record.tables import compact_table
 
 
 def recipe_table() -> Table:
-    """One row a recipe: what it trains, on how many ranks, how, and to which accuracy."""
+    """One row a recipe: what it trains, how, on how many ranks, and to which accuracy. Axes: ``tp4`` is four shards,
+    ``pp4`` four stages, ``dp`` data parallelism alone."""
     recipes = {name: load_recipe(recipe_folder() / f"{name}.toml") for name in recipe_names()}
     return compact_table(
-        ("recipe", "model", "optimiser", "engine"),
+        ("recipe", "model", "optim", "engine", "axes"),
         ("ranks", "batch", "epochs", "target"),
         (_row(name, recipe) for name, recipe in recipes.items()),
     )
@@ -22,4 +23,5 @@ def recipe_table() -> Table:
 def _row(name: str, recipe: Recipe) -> tuple[str, ...]:
     target = f"{recipe.target_top1:g} %" if recipe.target_top1 is not None else "–"
     numbers = (str(recipe.ranks), str(recipe.global_batch), str(recipe.epochs))
-    return name, recipe.model.kind, recipe.optim.kind, recipe.sync.kind, *numbers, target
+    axes = recipe.parallel.layout(recipe.parallel.ranks) if recipe.parallel.ranks > 1 else "dp"
+    return name, recipe.model.kind, recipe.optim.kind, recipe.sync.kind, axes, *numbers, target

@@ -28,5 +28,6 @@ def test_help_needs_neither_torch_nor_pydantic():
 
 def test_recipes_are_listed_and_shown():
     table = imagenet_fast("recipes", COLUMNS="80").stdout
-    assert re.search(r"alexnet-512gpu +alexnet_bn +lars +lazy +512 +65536 +95 +58.7 %", table)
+    assert re.search(r"alexnet-512gpu +alexnet_bn +lars +lazy +dp +512 +65536 +95 +58.7 %", table)
+    assert re.search(r"alexnet-4host +alexnet_bn +sgd +hybrid +tp4 +4 +512 +100 +58 %", table)
     assert imagenet_fast("recipes", "show", "demo").stdout == (ROOT / "recipes" / "demo.toml").read_text()

@@ -35,6 +35,18 @@ def test_without_the_table_all_ranks_are_data_parallel(make_recipe: Callable[...
     assert "parallel" not in explain(make_recipe(), make_recipe(), split_batch(make_recipe(), 2))
 
 
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "name"),
+    [
+        ({}, 1, "dp1"), ({}, 8, "dp8"), ({"tensor": 4}, 4, "tp4"), ({"tensor": 4}, 8, "dp2tp4"),
+        ({"pipeline": 2, "micro_batches": 4}, 4, "pp2dp2"),
+        ({"tensor": 2, "pipeline": 2, "micro_batches": 4}, 8, "pp2dp2tp2"),
+    ],
+)  # fmt: skip
+def test_a_layout_has_a_name(parallel: dict[str, Any], ranks: int, name: str):
+    assert Parallel(**parallel).layout(ranks) == name
+
+
 def test_a_layout_survives_being_written_out(laid: Laid):
     recipe = laid(tensor=2, pipeline=2, micro_batches=4, schedule="interleaved")
     assert 'schedule = "interleaved"' in to_toml(recipe)

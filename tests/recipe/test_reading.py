@@ -14,7 +14,7 @@ from imagenet_fast.recipe.schema import ImageData, Recipe, Sgd
 from tests.conftest import tables
 
 SHIPPED = [
-    "alexnet-1gpu", "alexnet-512gpu", "alexnet-8gpu", "cifar10-resnet18", "demo",
+    "alexnet-1gpu", "alexnet-4host", "alexnet-512gpu", "alexnet-8gpu", "cifar10-resnet18", "demo",
     "resnet50-1gpu", "resnet50-512gpu", "resnet50-8gpu", "smoke",
 ]  # fmt: skip
 
