@@ -1,5 +1,7 @@
 """What our training step costs beside a plain PyTorch loop: same model, precision, optimiser and data, one process.
 
+Where there are several GPUs, ``nn.DataParallel`` spreads that loop over them, as many pictures on each.
+
 Blocks of steps are timed in turn, so that both meet the same noise. Each block is compared with the plain loop's of
 the same round, and the median of these ratios is reported: a machine that slows down slows both.
 """
@@ -23,7 +25,7 @@ from imagenet_fast.models import compile_blocks
 from imagenet_fast.ranks.world import World, prepare_device
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.reading import parse_recipe
-from imagenet_fast.recipe.schema import Float16, Recipe, Sgd, SyntheticData
+from imagenet_fast.recipe.schema import Float16, Precision, Recipe, Sgd, SyntheticData
 from imagenet_fast.record import Record
 from imagenet_fast.record.tables import compact_table, number
 from imagenet_fast.training.clock import Clock
@@ -45,7 +47,7 @@ class StepTime:
     step_s_max: float
     images_per_s: float
     ratio_to_plain: float
-    """The median over rounds."""
+    """Of the time a step, the median over rounds. DataParallel's step has as many pictures on each GPU."""
     host_s: float | None
     """Until the host has enqueued a step that a GPU computes: the median of the blocks' first. None without a GPU."""
     warmup_s: float
@@ -74,11 +76,18 @@ def step_recipe(model: str, image_size: int, batch: int, precision: str, compile
 def bench_step(recipe: Recipe, engines: list[Recipe], rounds: int, steps: int) -> list[StepTime]:
     """Time ``steps`` steps of each loop in each of ``rounds`` rounds, on one rank.
 
-    ``engines`` are the recipe with different ``[sync]`` tables; the plain loop reads the rest of ``recipe``.
+    ``engines`` are the recipe with different ``[sync]`` tables; the plain loop reads the rest of ``recipe``, and so
+    does DataParallel's, unless :func:`no_data_parallel` says why not.
     """
     world = _alone()
     try:
         loops = {"plain PyTorch": _plain(recipe, world)}
+        images = {}
+        if no_data_parallel(recipe) is None:
+            gpus = torch.cuda.device_count()
+            wide = recipe.model_copy(update={"global_batch": gpus * recipe.global_batch})
+            name = f"nn.DataParallel, {gpus} GPUs"
+            loops[name], images[name] = _plain(wide, world, gpus), wide.global_batch
         for variant in engines:
             loops[f"ours, {variant.sync.kind}"] = _ours(variant, world)
         blocks: dict[str, list[float]] = {name: [] for name in loops}
@@ -95,12 +104,43 @@ def bench_step(recipe: Recipe, engines: list[Recipe], rounds: int, steps: int) -
     plain = blocks["plain PyTorch"]
     return [
         StepTime(
-            name, median(times), min(times), max(times), recipe.global_batch / median(times),
+            name, median(times), min(times), max(times), images.get(name, recipe.global_batch) / median(times),
             median(ours / theirs for ours, theirs in zip(times, plain, strict=True)),
             median(enqueued[name]) if world.device.type == "cuda" else None, warmups[name],
         )
         for name, times in blocks.items()
     ]  # fmt: skip
+
+
+def no_data_parallel(recipe: Recipe) -> str | None:
+    """Why ``nn.DataParallel`` is not timed here, in a sentence; None: it is."""
+    gpus = torch.cuda.device_count()
+    if gpus < 2:
+        there = "is one" if gpus else "are none"
+        return f"nn.DataParallel was skipped: it spreads a batch over GPUs, and of them there {there}"
+    if recipe.compile:
+        return "nn.DataParallel was skipped: it copies the model in every step, and blocks are compiled for one copy"
+    return None
+
+
+def over_gpus(model: nn.Module, precision: Precision, gpus: int) -> nn.Module:
+    """``model``, which lies on the first GPU, with each batch divided over the first ``gpus``; logits come back to the
+    first. On a machine without any, DataParallel is the model itself."""
+    return nn.DataParallel(_Cast(model, precision), list(range(gpus)))
+
+
+class _Cast(nn.Module):
+    """A forward that autocasts by itself: DataParallel's threads know that their caller does, not to which dtype."""
+
+    def __init__(self, model: nn.Module, precision: Precision) -> None:
+        super().__init__()
+        self.model = model
+        self.precision = precision
+
+    def forward(self, images: Tensor) -> Tensor:
+        with autocast(self.precision, images.device):
+            logits: Tensor = self.model(images)
+        return logits
 
 
 def step_table(times: list[StepTime]) -> Table:
@@ -146,9 +186,9 @@ def _ours(recipe: Recipe, world: World) -> Callable[[int], None]:
     return take
 
 
-def _plain(recipe: Recipe, world: World) -> Callable[[int], None]:
+def _plain(recipe: Recipe, world: World, gpus: int = 1) -> Callable[[int], None]:
     """What one would write by hand: forward, backward, ``torch.optim.SGD`` in its fused form, a loss every log line;
-    torch's ``GradScaler`` for fp16."""
+    torch's ``GradScaler`` for fp16. With several ``gpus`` that batch divided over them."""
     assert isinstance(recipe.data, SyntheticData)
     assert isinstance(recipe.optim, Sgd)
     set_float32_math(recipe.precision)
@@ -160,6 +200,7 @@ def _plain(recipe: Recipe, world: World) -> Callable[[int], None]:
     optimizer = torch.optim.SGD(
         groups, lr=recipe.optim.lr, momentum=recipe.optim.momentum, nesterov=recipe.optim.nesterov, fused=True
     )
+    forward = over_gpus(model, recipe.precision, gpus) if gpus > 1 else model
     criterion = nn.CrossEntropyLoss(label_smoothing=recipe.label_smoothing)
     cast = autocast(recipe.precision, world.device)
     scaler = torch.amp.GradScaler(world.device.type, enabled=isinstance(recipe.precision, Float16))
@@ -171,7 +212,7 @@ def _plain(recipe: Recipe, world: World) -> Callable[[int], None]:
         for _ in range(steps):
             images, labels = next(batches)
             with cast:
-                loss = criterion(model(images), labels)
+                loss = criterion(forward(images), labels)
             optimizer.zero_grad()
             scaler.scale(loss).backward()
             scaler.step(optimizer)

@@ -28,13 +28,15 @@ def bench_step(
     steps: Annotated[int, typer.Option(min=1, help="Steps of each loop in a round.")] = 2,
     json_file: JsonOption = None,
 ) -> None:
-    """Time our training step beside a plain PyTorch loop, interleaved, on one rank and synthetic data."""
-
+    """Time our training step beside a plain PyTorch loop, interleaved, on one rank and synthetic data; with two GPUs or
+    more also that loop in nn.DataParallel over all of them, --batch pictures on each."""
     from imagenet_fast.bench.overhead import bench_step as measure
-    from imagenet_fast.bench.overhead import step_recipe, step_table
+    from imagenet_fast.bench.overhead import no_data_parallel, step_recipe, step_table
 
     variants = [step_recipe(model, image_size, batch, precision, compiled, name) for name in sync.split(",")]
     _show(measure(variants[0], variants, rounds, steps), step_table, json_file)
+    if (reason := no_data_parallel(variants[0])) is not None:
+        print(reason)
 
 
 @bench_app.command("sync")

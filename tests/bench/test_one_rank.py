@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from imagenet_fast.bench.kernels import OPTIMIZERS, count_kernels
 from imagenet_fast.bench.loading import bench_loading, loading_table, make_photos, parse_loaders
-from imagenet_fast.bench.overhead import bench_step, step_recipe, step_table
+from imagenet_fast.bench.overhead import bench_step, no_data_parallel, over_gpus, step_recipe, step_table
 from imagenet_fast.data.imagefolder import scan
+from imagenet_fast.recipe.schema import BFloat16
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -23,6 +25,24 @@ def test_a_step_is_timed_beside_the_plain_loop(precision: str):
     assert all(row.step_s > 0 and row.warmup_s > 0 for row in rows)
     assert all(row.host_s is None for row in rows), "without a GPU the host does not run ahead"
     assert step_table(rows).row_count == 3
+
+
+def test_data_parallel_is_skipped_in_words_where_it_would_be_the_plain_loop(monkeypatch: pytest.MonkeyPatch):
+    recipes = {compiled: step_recipe("resnet18", 32, 2, "bf16", compiled) for compiled in (False, True)}
+    told = {}
+    for gpus in (0, 1, 2):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        told[gpus] = [no_data_parallel(recipes[compiled]) for compiled in (False, True)]
+    assert told[0] == 2 * ["nn.DataParallel was skipped: it spreads a batch over GPUs, and of them there are none"]
+    assert told[1] == 2 * ["nn.DataParallel was skipped: it spreads a batch over GPUs, and of them there is one"]
+    assert told[2][0] is None
+    assert "blocks are compiled for one copy" in str(told[2][1])
+
+
+def test_data_parallel_casts_in_the_forward_itself():
+    """Here without a GPU; `tests/gpu` looks at its threads."""
+    spread = over_gpus(torch.nn.Linear(3, 2), BFloat16(kind="bf16"), 2)
+    assert spread(torch.ones(4, 3)).dtype == torch.bfloat16
 
 
 def test_an_optimisers_operators_do_not_grow_with_the_tensors():
