@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from imagenet_fast.errors import UserError
+from imagenet_fast.ranks.counter import sent_bytes as sent_by
 
 _CLONE_NEWNET = 0x40000000
 _CLONE_NEWNS = 0x00020000
@@ -86,11 +87,9 @@ def end_with_parent() -> None:
 
 def sent_bytes() -> int:
     """Bytes that the calling thread's host has put on its link so far, by the kernel's own counter."""
-    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
-        name, _, counters = line.partition(":")
-        if name.strip() == INTERFACE:
-            return int(counters.split()[8])
-    raise AssertionError(f"this host has no {INTERFACE}")
+    sent = sent_by(INTERFACE)
+    assert sent is not None, f"this host has no {INTERFACE}"
+    return sent
 
 
 def parse_rate(text: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from rich.table import Table
@@ -14,6 +15,11 @@ from imagenet_fast.record.jsonl import read_events
 from imagenet_fast.record.outcome import Outcome, read_outcome
 from imagenet_fast.record.pictures import new_figure
 from imagenet_fast.record.tables import compact_table, number
+
+SETTLING_STEPS = 10
+"""In the first ones engines watch, measure the network and plan; what a step takes is told of the others."""
+
+_NOTHING = "–"
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,10 @@ class PastRun:
         if self.name:
             return self.name
         begun = next((e for e in self.events if e["event"] == "run"), None)
-        return f"{begun['recipe']} {begun['sync']} x{begun['world_size']}" if begun else self.folder.name
+        if begun is None:
+            return self.folder.name
+        layout = begun.get("layout", f"x{begun['world_size']}")  # of a run that was recorded before there were any
+        return f"{begun['recipe']} {begun['sync']} {layout}"
 
     @property
     def status(self) -> str:
@@ -43,6 +52,28 @@ class PastRun:
         points = [e for e in self.events if e["event"] == event]
         return [p["run_s"] / 60 for p in points], [math.nan if p[value] is None else p[value] for p in points]
 
+    def last(self, value: str, event: str | None = None) -> Any:
+        """What was recorded last, by ``event`` or by any; None where nothing was."""
+        return next((e[value] for e in reversed(self.events) if event in (None, e["event"])), None)
+
+    def by_step(self, event: str, value: str, after: int = 0) -> list[float]:
+        """What was recorded of each interval of steps that begins ``after`` so many, once for each of its steps; of an
+        interval of which it was not recorded, or not finite, nothing."""
+        values: list[float] = []
+        begun = 0
+        for interval in (e for e in self.events if e["event"] == event):
+            if begun >= after and interval.get(value) is not None:
+                values += [interval[value]] * (interval["step"] - begun)
+            begun = interval["step"]
+        return values
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds a step: the median, without the first."""
+        rates = self.by_step("speed", "images_per_s", SETTLING_STEPS)
+        batch = next((e["global_batch"] for e in self.events if e["event"] == "run"), None)
+        return median(batch / rate for rate in rates) if rates and batch is not None else None
+
 
 def read_run(folder: Path) -> PastRun:
     """A run directory's record. Raises UserError where there is none."""
@@ -52,23 +83,35 @@ def read_run(folder: Path) -> PastRun:
 
 
 def report_table(runs: list[PastRun]) -> Table:
-    """One row a run: top-1 in percent, seconds to the target and of training alone."""
+    """One row a run; a column in which no run has anything is left out.
+
+    Top-1 in percent; the loss of the last log interval; seconds to the target; seconds a step, the median without the
+    first; images/s of the whole training; MB that a rank sends a step, by our own count and by the kernel's.
+    """
+    rows = [_numbers(run) for run in runs]
+    filled = [heading for heading in rows[0] if any(row[heading] != _NOTHING for row in rows)] if rows else []
     return compact_table(
-        ("run", "status"), ("top-1 %", "to target s", "steps", "train s", "img/s", "MB/step"), map(_row, runs)
+        ("run", "status"),
+        filled,
+        ((run.label, run.status, *(row[heading] for heading in filled)) for run, row in zip(runs, rows, strict=True)),
     )
 
 
-def _row(run: PastRun) -> tuple[str, ...]:
-    o = run.outcome
-    if o is None or not o.steps:  # rank 0 was lost, or has not ended yet: what it had reached is in its events
-        top1 = next((e["top1"] for e in reversed(run.events) if e["event"] == "eval"), None)
-        steps = run.events[-1]["step"] if run.events else None
-        return run.label, run.status, number(top1, ".2f"), "–", number(steps, "d"), "–", "–", "–"
-    sent_MB = o.sent_bytes_per_step / 1e6 if o.sent_bytes_per_step is not None else None
-    return (
-        run.label, run.status, number(o.top1, ".2f"), number(o.time_to_accuracy_s, ".1f"), str(o.steps),
-        number(o.train_s, ".1f"), number(o.images_per_s, ".0f"), number(sent_MB, ".2f"),
-    )  # fmt: skip
+def _numbers(run: PastRun) -> dict[str, str]:
+    """By heading. Of a run whose rank 0 was lost, or has not ended yet, what its events tell."""
+    outcome = run.outcome if run.outcome is not None and run.outcome.steps else None
+    sent_MB = run.by_step("sync", "sent_MB")
+    link_MB = run.by_step("sync", "link_MB", SETTLING_STEPS)
+    return {
+        "top-1 %": number(outcome.top1 if outcome else run.last("top1", "eval"), ".2f"),
+        "loss": number(run.last("loss", "train"), ".4f"),
+        "target s": number(outcome.time_to_accuracy_s if outcome else None, ".1f"),
+        "steps": number(outcome.steps if outcome else run.last("step"), "d"),
+        "s/step": number(run.step_s, ".3f"),
+        "img/s": number(outcome.images_per_s if outcome else None, ".0f"),
+        "MB/step": number(fmean(sent_MB) if sent_MB else None, ".2f"),
+        "link MB": number(median(link_MB) if link_MB else None, ".2f"),
+    }
 
 
 def draw_curves(runs: list[PastRun], png: Path) -> None:

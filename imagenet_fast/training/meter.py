@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from imagenet_fast.ranks.agreement import total
+from imagenet_fast.ranks.counter import link_bytes
 from imagenet_fast.ranks.world import World
 from imagenet_fast.record import Record
 from imagenet_fast.sync import SyncStats
@@ -29,6 +31,7 @@ class Meter:
         self._loss = torch.zeros((), device=self._world.device)
         self._steps: list[SyncStats] = []
         self._waited = 0.0
+        self._link_begun = self._link_bytes()
         self._begun = time.perf_counter()
 
     def fetch(self, batches: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -47,11 +50,14 @@ class Meter:
         self.sent_bytes += stats.sent_bytes
 
     def report(self, record: Record, step: int, epoch: int, lr: float) -> None:
-        """Record the interval. Every rank must call it: the loss is averaged over ranks."""
+        """Record the interval. Every rank must call it: losses and bytes are averaged over ranks."""
         steps = len(self._steps)
         if not steps:
             return
-        (loss,) = total(float(self._loss), device=self._world.device)
+        own_loss, reached = float(self._loss), self._link_bytes()
+        own_sent = sum(s.sent_bytes for s in self._steps)
+        sums = total(own_loss, own_sent, reached - self._link_begun, device=self._world.device)
+        loss, sent, linked = (value / self._world.size / steps for value in sums)
         seconds = time.perf_counter() - self._begun
         record("data", step, wait_pct=100 * self._waited / seconds)
         record("speed", step, images_per_s=steps * self._global_batch / seconds)
@@ -60,7 +66,8 @@ class Meter:
             "sync",
             step,
             **({"exposed_ms": 1e3 * sum(exposed) / steps} if exposed else {}),
-            sent_MB=sum(s.sent_bytes for s in self._steps) / steps / 1e6,
+            sent_MB=sent / 1e6,
+            **({} if math.isnan(linked) else {"link_MB": linked / 1e6}),
             launches=sum(s.launches for s in self._steps) / steps,
         )
         for decision in (s.decision for s in self._steps if s.decision):
@@ -69,5 +76,10 @@ class Meter:
                 predicted_ms={p.engine: 1e3 * p.step_s for p in decision},
                 exact={p.engine: p.exact for p in decision},
             )  # fmt: skip
-        record("train", step, epoch=epoch, loss=loss / self._world.size / steps, lr=lr)
+        record("train", step, epoch=epoch, loss=loss, lr=lr)
         self.restart()
+        self._link_begun = reached  # what an engine that defers is sending meanwhile is not lost
+
+    def _link_bytes(self) -> float:
+        """NaN on GPUs, too, whose network cards may read their memory past the kernel."""
+        return link_bytes(self._world) if self._world.device.type == "cpu" else math.nan

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import shlex
 import subprocess
 import sys
@@ -41,8 +42,9 @@ def pretend_run(
 ) -> None:
     """The events of a two-epoch run, as train.py sends them."""
     record(
-        "run", 0, recipe="resnet50-8gpu", sync="lazy", world_size=8, global_batch=3200, epochs=37, steps_per_epoch=400,
-        steps=14800, target_top1=75.9, train_images=1281167, val_images=50000, note="recipe written for 8 ranks",
+        "run", 0, recipe="resnet50-8gpu", sync="lazy", world_size=8, layout="dp8", global_batch=3200, epochs=37,
+        steps_per_epoch=400, steps=14800, target_top1=75.9, train_images=1281167, val_images=50000,
+        note="recipe written for 8 ranks",
     )  # fmt: skip
     for epoch, loss, top1 in zip((1, 2), losses, (50.0, last_top1), strict=True):
         step = 400 * epoch
@@ -127,9 +129,9 @@ def test_a_diverged_run_is_recorded_in_strict_json_and_drawn_with_a_gap(tmp_path
     _, losses = run.curve("train", "loss")
     assert losses[0] == 2.5
     assert math.isnan(losses[1])
-    assert shown(report_table([run])).splitlines()[-1].split() == [
-        "resnet50-8gpu", "lazy", "x8", "failed", "–", "–", "800", "120.0", "–", "89.50",
-    ]  # fmt: skip
+    headings, row = shown(report_table([run])).splitlines()
+    assert headings.split() == ["run", "status", "steps", "s/step", "MB/step"], "of what was finite"
+    assert row.split() == ["resnet50-8gpu", "lazy", "dp8", "failed", "800", "0.160", "89.50"]
     draw_curves([run], tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
@@ -214,10 +216,36 @@ def test_a_report_needs_only_what_was_recorded(tmp_path: Path):
     pretend_run(Record(Clock().run_s, [JsonLines(tmp_path)]), result)
     result.write(tmp_path)
     run = read_run(tmp_path)
-    assert run.label == "resnet50-8gpu lazy x8"
-    assert "resnet50-8gpu lazy x8  reached" in shown(report_table([run]))
+    assert run.label == "resnet50-8gpu lazy dp8"
+    assert "resnet50-8gpu lazy dp8  reached" in shown(report_table([run]))
     draw_curves([run], tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_table_has_what_some_run_has_and_a_dash_for_those_that_have_not(tmp_path: Path):
+    whole = PastRun(tmp_path, outcome(), [], "whole")
+    assert whole.outcome is not None
+    pretend_run(Record(Clock().run_s, [JsonLines(tmp_path)]), whole.outcome)
+    runs = [PastRun(tmp_path, whole.outcome, read_events(tmp_path), "tp4"), PastRun(tmp_path / "dp4", None, [], "dp4")]
+    headings, first, second = shown(report_table(runs)).splitlines()
+    assert re.split("  +", headings) == [
+        "run", "status", "top-1 %", "loss", "target s", "steps", "s/step", "img/s", "MB/step"
+    ]  # fmt: skip
+    assert first.split() == ["tp4", "reached", "76.00", "1.5000", "140.0", "800", "0.160", "21333", "89.50"]
+    assert second.split() == ["dp4", "nothing", "recorded", *"–––––––"]
+
+
+def test_a_step_is_the_median_after_the_first_ten_and_an_interval_weighs_as_many_as_it_has():
+    events: list[dict[str, Any]] = [{"event": "run", "global_batch": 10}]
+    for step, rate, link_MB in ((4, 1.0, 9.0), (8, 1.0, 9.0), (11, 2.0, 9.0), (14, 5.0, 3.0), (15, 10.0, 7.0)):
+        events.append({"event": "speed", "step": step, "images_per_s": rate})
+        events.append({"event": "sync", "step": step, "sent_MB": 1.0 if step < 15 else 16.0, "link_MB": link_MB})
+    run = PastRun(Path(), None, events, "tp4")
+    assert run.step_s == 2.0
+    assert shown(report_table([run])).splitlines()[-1].split() == [
+        "tp4", "not", "ended", "15", "2.000", "2.00", "3.00"
+    ]  # fmt: skip
+    assert PastRun(Path(), None, events[:5], "tp4").step_s is None, "it has not settled"
 
 
 @pytest.mark.parametrize("left", ["no outcome", "the launcher's, which knows of no step"])
@@ -229,12 +257,14 @@ def test_of_a_run_whose_rank_0_was_killed_the_report_tells_what_it_had_reached(l
         outcome().write(tmp_path)
     row = shown(report_table([read_run(tmp_path)])).splitlines()[-1]
     status = "not ended" if left == "no outcome" else "failed"
-    assert row.split() == ["resnet50-8gpu", "lazy", "x8", *status.split(), "76.00", "–", "800", "–", "–", "–"]
+    told = ["76.00", "1.5000", "800", "0.160", "89.50"]
+    assert row.split() == ["resnet50-8gpu", "lazy", "dp8", *status.split(), *told]
 
 
 def test_runs_that_left_nothing_are_in_the_table_and_the_picture(tmp_path: Path):
     runs = [PastRun(tmp_path / name, None, [], name) for name in ("lazy", "ring")]
-    rows = shown(report_table(runs)).splitlines()[1:]
-    assert [row.split() for row in rows] == [[name, "nothing", "recorded", *"––––––"] for name in ("lazy", "ring")]
+    headings, *rows = shown(report_table(runs)).splitlines()
+    assert headings.split() == ["run", "status"]
+    assert [row.split() for row in rows] == [[name, "nothing", "recorded"] for name in ("lazy", "ring")]
     draw_curves(runs, tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
