@@ -1,4 +1,5 @@
-"""The same recipe trained once an engine, one after the other: who is first at the target, and after how many steps."""
+"""The same recipe trained once an engine and once a layout of the ranks, one run after the other: who is first at the
+target, and after how many steps."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
+from imagenet_fast.bench.layouts import NamedLayout, laid_out, refuse_axes
 from imagenet_fast.bench.network import Host, end_with_parent, enter, parse_rate, shaped_network
 from imagenet_fast.errors import UserError, warn
-from imagenet_fast.launch.nodes import local_ranks
 from imagenet_fast.launch.planning import check_writable, plan_job
 from imagenet_fast.launch.signals import GRACE_S, interrupt_on_signals
 from imagenet_fast.ranks.cores import usable_cores
@@ -32,15 +34,12 @@ _DONE = (0, 3)  # exit codes of a run that was trained to its end
 
 @dataclass(frozen=True)
 class Contestant:
-    """One run: an engine, a seed and the overrides that are its own."""
+    """One run: an engine, a seed and the overrides that are its own, its layout among them."""
 
+    label: str
     engine: str
     seed: int | None
     overrides: tuple[str, ...]
-
-    @property
-    def label(self) -> str:
-        return self.engine if self.seed is None else f"{self.engine}-seed{self.seed}"
 
     def arguments(self, recipe: str, data: Path | None, folder: Path) -> list[str]:
         """The command line of `train`."""
@@ -52,20 +51,37 @@ class Contestant:
         ]  # fmt: skip
 
 
-def contestants(engines: Sequence[str], seeds: Sequence[int | None], overrides: Sequence[str]) -> list[Contestant]:
-    """Every engine with every seed. ``ENGINE.KEY=VALUE`` among the overrides is for that engine alone.
+def contestants(
+    recipe: str,
+    ranks: int,
+    engines: Sequence[str],
+    seeds: Sequence[int],
+    overrides: Sequence[str],
+    layouts: Sequence[NamedLayout] = (),
+) -> list[Contestant]:
+    """Every engine in every layout of ``ranks`` ranks with every seed; none given means the recipe's own. A single
+    engine is not named beside its layouts. ``ENGINE.KEY=VALUE`` among the overrides is for that engine alone.
 
-    Raises UserError where such an engine is not among them, or two runs are the same.
+    Raises UserError where such an engine is not among them, two runs are the same, or a layout cannot be had.
     """
     for override in overrides:
         if (table := override.partition(".")[0]) in set(engine_names()) - set(engines):
             raise UserError(f"--set {override} is for {table}, which is not in --sync {','.join(engines)}; correct one")
-    runs = [
-        Contestant(engine, seed, tuple(_for(engine, override) for override in overrides if _concerns(engine, override)))
-        for engine in engines
-        for seed in seeds or [None]
-    ]
-    if twice := [run.label for run in runs if runs.count(run) > 1]:
+    if layouts:
+        refuse_axes(overrides, layouts)
+    asked: Sequence[NamedLayout | None] = layouts or [None]
+    seeded: Sequence[int | None] = seeds or [None]
+    runs = []
+    for engine, layout in product(engines, asked):
+        own = tuple(_for(engine, override) for override in overrides if _concerns(engine, override))
+        settled = own if layout is None else laid_out(find_recipe(recipe), engine, own, layout, ranks)
+        named = [engine] if layout is None or len(engines) > 1 else []
+        named += [layout.name] if layout is not None else []
+        for seed in seeded:
+            label = "-".join([*named, *([f"seed{seed}"] if seed is not None else [])])
+            runs.append(Contestant(label, engine, seed, settled))
+    labels = [run.label for run in runs]
+    if twice := [label for label in labels if labels.count(label) > 1]:
         raise UserError(f"{twice[0]} would be run twice; name an engine or a seed once")
     return runs
 
@@ -97,7 +113,7 @@ def compare(
     runs: Sequence[Contestant],
     *,
     data: Path | None,
-    hosts: int | None,
+    ranks: int,
     rate: str | None,
     folder: Path,
 ) -> list[Ended]:
@@ -107,7 +123,6 @@ def compare(
     the last. Raises UserError before anything is trained where a recipe or the network is at fault; exits with code 2
     where the ranks have found so in a run before any has succeeded, and have said it themselves.
     """
-    ranks = local_ranks(hosts)
     jobs: dict[Contestant, Job] = {}
     doubtful: dict[str, None] = {}  # in order, and each once
     for run in runs:

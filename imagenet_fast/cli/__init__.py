@@ -26,6 +26,10 @@ app.add_typer(recipes_app, name="recipes")
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 
+# What is compared where nobody says with which engines; layouts by one that is exact and overlaps all it can.
+_ENGINES = "ddp,ring,lazy,hybrid,sparse"
+_ENGINE_OF_LAYOUTS = "hybrid"
+
 
 def _print_version(asked: bool) -> None:
     if asked:
@@ -168,7 +172,21 @@ def fetch(
 @app.command()
 def compare(
     recipe: RecipeOption,
-    sync: Annotated[str, typer.Option(metavar="A,B", help="Engines, one run each.")] = "ddp,ring,lazy,hybrid,sparse",
+    sync: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B", help=f"Engines, one run each. Default: {_ENGINES}; with --layout: {_ENGINE_OF_LAYOUTS}."
+        ),
+    ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B",
+            help="A run for each of these, too, as dp4,tp4,pp2dp2: N of tpN, ppN are parallel.tensor and "
+            "parallel.pipeline, and all of one multiply to the ranks. A pipeline without parallel.micro_batches has "
+            "at least 4 and as many as stages, such that the batch divides. Default: the recipe's.",
+        ),
+    ] = None,
     seeds: Annotated[
         str | None, typer.Option(metavar="1,2", help="A run for each of these, too. Default: the recipe's seed.")
     ] = None,
@@ -185,27 +203,37 @@ def compare(
         Path | None, typer.Option(metavar="DIR", help="Of all runs. Default: runs/<time>-<recipe>-compare.")
     ] = None,
 ) -> None:
-    """Train a recipe once an engine, with the same seed, and compare time and steps to accuracy.
+    """Train a recipe once an engine or a layout, with the same seed, and compare time and steps to accuracy.
 
-    The curves are drawn to compare.png, and `tensorboard --logdir DIR` shows every run. A run that fails does not stop
-    the others; the exit code is then 1.
+    In the table s/step is the median over the steps without the first ten, each taken for its log interval's mean;
+    MB/step is what a rank sends for gradients and activations, by our own count, and link MB, with --rate, what it puts
+    on its host's link, by the kernel's: the mean of all ranks. The curves are drawn to compare.png, and `tensorboard
+    --logdir DIR` shows every run. A run that fails does not stop the others; the exit code is then 1.
     """
     from rich.console import Console
 
     from imagenet_fast.bench.compare import compare as train_all
     from imagenet_fast.bench.compare import contestants
+    from imagenet_fast.bench.layouts import parse_layouts
     from imagenet_fast.bench.whole_numbers import whole_numbers
+    from imagenet_fast.launch.nodes import local_ranks
     from imagenet_fast.launch.planning import new_folder
     from imagenet_fast.record.past_runs import draw_curves, report_table
 
     folder = out or new_folder(Path(recipe).stem, "compare")
     seeded = [] if seeds is None else whole_numbers("--seeds", seeds, "1,2,3", zero=True)
-    runs = contestants(sync.split(","), seeded, overrides)
-    ended = train_all(recipe, runs, data=data, hosts=hosts, rate=rate, folder=folder)
+    ranks = local_ranks(hosts)
+    layouts = [] if layout is None else parse_layouts(layout, ranks)
+    usual = _ENGINE_OF_LAYOUTS if layouts else _ENGINES
+    engines = (usual if sync is None else sync).split(",")
+    runs = contestants(recipe, ranks, engines, seeded, overrides, layouts)
+    ended = train_all(recipe, runs, data=data, ranks=ranks, rate=rate, folder=folder)
     past = [run.past for run in ended]
     failed = [run for run in ended if run.failed]
     print()
     Console().print(report_table(past))
+    if layouts and len(engines) == 1:
+        print(f"every layout with the engine {engines[0]}")
     for run in failed:
         left = f"what there is of it lies in {run.past.folder}" if run.past.folder.exists() else "it left nothing"
         print(f"{run.past.label} ended with exit code {run.exit_code}; {left}")

@@ -1,4 +1,4 @@
-"""One command trains a recipe with several engines, each on hosts of its own, and says who was first."""
+"""One command trains a recipe with several engines or layouts, each on hosts of its own, and says who was first."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rich.console import Console
 
 from imagenet_fast.bench import compare
 from imagenet_fast.bench.compare import Ended
+from imagenet_fast.bench.layouts import parse_layouts
 from imagenet_fast.record import Event
 from imagenet_fast.record.jsonl import JsonLines
 from imagenet_fast.record.past_runs import report_table
@@ -34,11 +35,59 @@ def test_engines_are_compared_over_a_network_of_ones_own(root: None, tmp_path: P
     outcomes = {name: json.loads((out / name / "outcome.json").read_text()) for name in ("lazy", "sparse")}
     assert all(outcome["status"] == "finished" and outcome["steps"] == 2 for outcome in outcomes.values())
     assert 0.4 < outcomes["sparse"]["sent_bytes_per_step"] / outcomes["lazy"]["sent_bytes_per_step"] < 0.6
+    for name in outcomes:  # acknowledgements and headers weigh little
+        (sent,) = events_of(out / name, "sync")
+        assert sent["link_MB"] == pytest.approx(sent["sent_MB"], rel=0.15), name
     assert (out / "compare.png").stat().st_size > 10_000
     assert all(list((out / name / "tb").iterdir()) for name in outcomes)
     table = done.stdout[done.stdout.index("run ") :]
     assert "lazy" in table
     assert "sparse" in table
+
+
+@pytest.mark.full
+def test_layouts_are_compared_in_one_table_with_what_a_step_takes_and_sends(root: None, tmp_path: Path):
+    out = tmp_path / "runs"
+    done = imagenet_fast(
+        "compare", "--recipe", str(tiny_alexnet(tmp_path)), "--layout", "dp2,tp2", "--hosts", "2", "--rate", "2gbit",
+        "--out", str(out),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    outcomes = {name: outcome_of(out / name) for name in ("dp2", "tp2")}
+    assert all(outcome["sync"] == "hybrid" and outcome["steps"] == 14 for outcome in outcomes.values())
+    losses = {name: [event["loss"] for event in events_of(out / name, "train")] for name in outcomes}
+    assert losses["tp2"] == pytest.approx(losses["dp2"], rel=1e-3), "the same training"
+    headings, *rows = done.stdout[done.stdout.index("run ") :].splitlines()[:3]
+    assert re.split("  +", headings) == [
+        "run", "status", "top-1 %", "loss", "steps", "s/step", "img/s", "MB/step", "link MB"
+    ]  # fmt: skip
+    sent = {}
+    for row in rows:
+        name, *_, ours, kernels = row.split()
+        assert float(kernels) == pytest.approx(float(ours), rel=0.1), name
+        sent[name] = float(kernels)
+    assert 0 < sent["tp2"] < 0.2 * sent["dp2"], "activations instead of gradients"
+    assert "every layout with the engine hybrid\n" in done.stdout
+
+
+def tiny_alexnet(folder: Path) -> Path:
+    """A recipe of as few pictures as show what a step takes, and those as small as AlexNet allows."""
+    recipe = folder / "alexnet.toml"
+    recipe.write_text(
+        """
+        ranks = 2
+        global_batch = 8
+        epochs = 1
+        log_every = 1
+        model = {kind = "alexnet", dropout = 0.0}
+        data = {loader = "synthetic", image_size = 63, classes = 10, train_images = 112, val_images = 8}
+        precision = {kind = "fp32"}
+        optim = {kind = "sgd", lr = 0.001, weight_decay = 0.0}
+        schedule = {kind = "cosine"}
+        sync = {kind = "lazy"}
+        """
+    )
+    return recipe
 
 
 @pytest.mark.long
@@ -76,8 +125,8 @@ def test_what_has_finished_is_shown_though_one_run_fails_and_another_is_interrup
 def compared(monkeypatch: pytest.MonkeyPatch, folder: Path, codes: dict[str, int]) -> list[Ended]:
     """Runs that end with these exit codes and record nothing."""
     monkeypatch.setattr(compare, "_on_this_machine", lambda arguments, ranks: codes[Path(arguments[-1]).name])
-    runs = compare.contestants(list(codes), [], [])
-    return compare.compare("smoke", runs, data=None, hosts=2, rate=None, folder=folder)
+    runs = compare.contestants("smoke", 2, list(codes), [], [])
+    return compare.compare("smoke", runs, data=None, ranks=2, rate=None, folder=folder)
 
 
 @pytest.mark.usefixtures("own_signals")
@@ -105,7 +154,32 @@ def test_a_run_that_lost_its_rank_0_is_shown_with_what_it_recorded(monkeypatch: 
     (run,) = compared(monkeypatch, tmp_path, {"lazy": 1})
     text = io.StringIO()
     Console(file=text, width=120).print(report_table([run.past]))
-    assert re.search(r"lazy +failed +12\.50 +– +2 ", text.getvalue()), text.getvalue()
+    assert re.search(r"lazy +failed +12\.50 +1\.0000 +2$", text.getvalue().rstrip()), text.getvalue()
+
+
+def test_every_layout_is_run_by_every_engine_with_every_seed():
+    layouts = parse_layouts("dp4,tp4,pp2dp2", 4)
+    runs = compare.contestants(
+        "alexnet-8gpu", 4, ["lazy", "hybrid"], [1, 2], ["hybrid.wire=fp32", "epochs=30"], layouts
+    )
+    assert [run.label for run in runs] == [
+        f"{engine}-{layout}-seed{seed}"
+        for engine in ("lazy", "hybrid")
+        for layout in ("dp4", "tp4", "pp2dp2")
+        for seed in (1, 2)
+    ]
+    *_, last = runs
+    assert last.overrides[:2] == ("sync.wire=fp32", "epochs=30")
+    arguments = last.arguments("alexnet-8gpu", None, Path("runs"))
+    assert ["--set", "parallel.pipeline=2"] in [arguments[i : i + 2] for i in range(len(arguments))]
+    assert arguments[arguments.index("--seed") + 1] == "2"
+
+
+def test_layouts_of_a_single_engine_are_named_without_it():
+    runs = compare.contestants("alexnet-8gpu", 4, ["hybrid"], [], [], parse_layouts("tp2dp2,dp4", 4))
+    assert [run.label for run in runs] == ["tp2dp2", "dp4"]
+    runs = compare.contestants("smoke", 4, ["hybrid"], [7], [], parse_layouts("dp4", 4))
+    assert [run.label for run in runs] == ["dp4-seed7"]
 
 
 @pytest.mark.parametrize(
@@ -120,6 +194,14 @@ def test_a_run_that_lost_its_rank_0_is_shown_with_what_it_recorded(monkeypatch: 
         (("--sync", "lazy", "--set", "sync.colective=ring"), "unknown key sync.colective"),
         (("--sync", "lazy", "--set", "ring.bucket_mb=1"), "is for ring, which is not in --sync lazy"),
         (("--sync", "lazy,ring,lazy"), "lazy would be run twice"),
+        (("--sync", ""), "sync.kind is ''"),
+        (("--sync", "lazy,lazy", "--layout", "dp2"), "lazy-dp2 would be run twice"),
+        (("--layout", ""), "--layout : '' is not made of ppN, dpN and tpN, each once at most; write for example dp4"),
+        (("--layout", "dp2,dp3"), "--layout dp2,dp3: dp3 is of 3 ranks, and there are 2; write for example dp2"),
+        (("--layout", "dp2,tp2"), "--layout tp2 with hybrid: smoke.toml: parallel.tensor 2 divides AlexNet's large"),
+        (("--layout", "pp2", "--sync", "lazy,ddp"), "--layout pp2 with ddp: smoke.toml: parallel.pipeline 2 averages"),
+        (("--layout", "dp2", "--set", "parallel.tensor=2"), "--set parallel.tensor=2 is what --layout says"),
+        (("--layout", "dp2", "--set", "parallel.schedule=gpipe"), "is for pipelines, and --layout dp2 has none"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_trained(
