@@ -205,10 +205,11 @@ def compare(
 ) -> None:
     """Train a recipe once an engine or a layout, with the same seed, and compare time and steps to accuracy.
 
-    In the table s/step is the median over the steps without the first ten, each taken for its log interval's mean;
-    MB/step is what a rank sends for gradients and activations, by our own count, and link MB, with --rate, what it puts
-    on its host's link, by the kernel's: the mean of all ranks. The curves are drawn to compare.png, and `tensorboard
-    --logdir DIR` shows every run. A run that fails does not stop the others; the exit code is then 1.
+    In the table s/step is the median of all steps but the first ten, each taken for its log interval's mean. MB/step is
+    what a rank sends in one for gradients and activations, by our own count, and with --rate link MB what it puts on
+    its host's link while it trains, by the kernel's: means of the same steps and of all ranks. The curves are drawn to
+    compare.png, and `tensorboard --logdir DIR` shows every run. A run that fails does not stop the others; the exit
+    code is then 1.
     """
     from rich.console import Console
 

@@ -83,24 +83,27 @@ def read_run(folder: Path) -> PastRun:
 
 
 def report_table(runs: list[PastRun]) -> Table:
-    """One row a run; a column in which no run has anything is left out.
+    """One row a run; a column in which no run has anything is left out, and names are folded where there is no room.
 
     Top-1 in percent; the loss of the last log interval; seconds to the target; seconds a step, the median without the
-    first; images/s of the whole training; MB that a rank sends a step, by our own count and by the kernel's.
+    first; images/s of the whole training; MB that a rank sends a step, by our own count and by the kernel's, means
+    without the first.
     """
     rows = [_numbers(run) for run in runs]
     filled = [heading for heading in rows[0] if any(row[heading] != _NOTHING for row in rows)] if rows else []
-    return compact_table(
+    table = compact_table(
         ("run", "status"),
         filled,
         ((run.label, run.status, *(row[heading] for heading in filled)) for run, row in zip(runs, rows, strict=True)),
     )
+    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
+    return table
 
 
 def _numbers(run: PastRun) -> dict[str, str]:
     """By heading. Of a run whose rank 0 was lost, or has not ended yet, what its events tell."""
     outcome = run.outcome if run.outcome is not None and run.outcome.steps else None
-    sent_MB = run.by_step("sync", "sent_MB")
+    sent_MB = run.by_step("sync", "sent_MB", SETTLING_STEPS) or run.by_step("sync", "sent_MB")
     link_MB = run.by_step("sync", "link_MB", SETTLING_STEPS)
     return {
         "top-1 %": number(outcome.top1 if outcome else run.last("top1", "eval"), ".2f"),
@@ -110,7 +113,7 @@ def _numbers(run: PastRun) -> dict[str, str]:
         "s/step": number(run.step_s, ".3f"),
         "img/s": number(outcome.images_per_s if outcome else None, ".0f"),
         "MB/step": number(fmean(sent_MB) if sent_MB else None, ".2f"),
-        "link MB": number(median(link_MB) if link_MB else None, ".2f"),
+        "link MB": number(fmean(link_MB) if link_MB else None, ".2f"),
     }
 
 

@@ -57,14 +57,14 @@ def test_layouts_are_compared_in_one_table_with_what_a_step_takes_and_sends(root
     assert all(outcome["sync"] == "hybrid" and outcome["steps"] == 14 for outcome in outcomes.values())
     losses = {name: [event["loss"] for event in events_of(out / name, "train")] for name in outcomes}
     assert losses["tp2"] == pytest.approx(losses["dp2"], rel=1e-3), "the same training"
-    headings, *rows = done.stdout[done.stdout.index("run ") :].splitlines()[:3]
+    headings, *rows = done.stdout[done.stdout.rindex("\nrun  ") + 1 :].splitlines()[:3]
     assert re.split("  +", headings) == [
         "run", "status", "top-1 %", "loss", "steps", "s/step", "img/s", "MB/step", "link MB"
     ]  # fmt: skip
     sent = {}
     for row in rows:
         name, *_, ours, kernels = row.split()
-        assert float(kernels) == pytest.approx(float(ours), rel=0.1), name
+        assert float(kernels) == pytest.approx(float(ours), rel=0.15), name
         sent[name] = float(kernels)
     assert 0 < sent["tp2"] < 0.2 * sent["dp2"], "activations instead of gradients"
     assert "every layout with the engine hybrid\n" in done.stdout
