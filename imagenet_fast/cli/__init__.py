@@ -182,9 +182,10 @@ def compare(
         str | None,
         typer.Option(
             metavar="A,B",
-            help="A run for each of these, too, as dp4,tp4,pp2dp2: N of tpN, ppN are parallel.tensor and "
-            "parallel.pipeline, and all of one multiply to the ranks. A pipeline without parallel.micro_batches has "
-            "at least 4 and as many as stages, such that the batch divides. Default: the recipe's.",
+            help="A run for each of these layouts, too, as dp4,tp4,pp2dp2: N replicas, N shards (parallel.tensor) and "
+            "N stages (parallel.pipeline), which multiply to the ranks. A pipeline that is given no "
+            "parallel.micro_batches has 4, or the fewest above that are no fewer than its stages and divide the batch. "
+            "Default: the recipe's.",
         ),
     ] = None,
     seeds: Annotated[
@@ -205,11 +206,15 @@ def compare(
 ) -> None:
     """Train a recipe once an engine or a layout, with the same seed, and compare time and steps to accuracy.
 
-    In the table s/step is the median of all steps but the first ten, each taken for its log interval's mean. MB/step is
-    what a rank sends in one for gradients and activations, by our own count, and with --rate link MB what it puts on
-    its host's link while it trains, by the kernel's: means of the same steps and of all ranks. The curves are drawn to
-    compare.png, and `tensorboard --logdir DIR` shows every run. A run that fails does not stop the others; the exit
-    code is then 1.
+    In the table s/step is the median of all steps but the first ten, each
+    taken for its log interval's mean. MB/step is what a rank sends in one for
+    gradients and activations, by our own count, and with --rate link MB what
+    it puts on its host's link while it trains, by the kernel's: means of the
+    same steps and of all ranks.
+
+    The curves are drawn to compare.png, and `tensorboard --logdir DIR` shows
+    every run. A run that fails does not stop the others; the exit code is
+    then 1.
     """
     from rich.console import Console
 
