@@ -14,12 +14,10 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.record.jsonl import read_events
 from imagenet_fast.record.outcome import Outcome, read_outcome
 from imagenet_fast.record.pictures import new_figure
-from imagenet_fast.record.tables import compact_table, number
+from imagenet_fast.record.tables import NOTHING, compact_table, number
 
 SETTLING_STEPS = 10
 """In the first ones engines watch, measure the network and plan; what a step takes is told of the others."""
-
-_NOTHING = "–"
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ def report_table(runs: list[PastRun]) -> Table:
     without the first.
     """
     rows = [_numbers(run) for run in runs]
-    filled = [heading for heading in rows[0] if any(row[heading] != _NOTHING for row in rows)] if rows else []
+    filled = [heading for heading in rows[0] if any(row[heading] != NOTHING for row in rows)] if rows else []
     table = compact_table(
         ("run", "status"),
         filled,

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Sequence
 
 from rich.table import Column, Table
 
+NOTHING = "–"
+
 
 def number(value: float | None, form: str, unit: str = "") -> str:
     """``value`` in the format ``form``, or a dash where there is none."""
-    return "–" if value is None else f"{value:{form}}{unit}"
+    return NOTHING if value is None else f"{value:{form}}{unit}"
 
 
 def compact_table(text: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:

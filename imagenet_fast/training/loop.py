@@ -29,11 +29,10 @@ def train(job: Job, dataset: Dataset, world: World, clock: Clock, record: Record
     take_step = build_step(recipe, batching, model, world, steps_per_epoch, trace)
     meter = take_step.meter
     record(
-        "run", 0, recipe=job.name, sync=recipe.sync.kind, world_size=world.size,
-        layout=recipe.parallel.layout(world.size), global_batch=batching.global_batch,
-        epochs=recipe.epochs, steps_per_epoch=steps_per_epoch, steps=recipe.epochs * steps_per_epoch,
-        target_top1=recipe.target_top1, train_images=dataset.train_order.images,
-        val_images=dataset.val_order.images, note=job.note,
+        "run", 0, recipe=job.name, sync=recipe.sync.kind, world_size=world.size, global_batch=batching.global_batch,
+        layout=recipe.parallel.layout(world.size), epochs=recipe.epochs, steps_per_epoch=steps_per_epoch,
+        steps=recipe.epochs * steps_per_epoch, target_top1=recipe.target_top1,
+        train_images=dataset.train_order.images, val_images=dataset.val_order.images, note=job.note,
     )  # fmt: skip
 
     exempt_what_lives()
