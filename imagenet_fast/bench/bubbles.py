@@ -26,12 +26,13 @@ from imagenet_fast.bench.hosts import on_gpus, run_on
 from imagenet_fast.bench.recording import record_profile
 from imagenet_fast.bench.replay import Pace, Replayed
 from imagenet_fast.cost.partition import linear_partition
-from imagenet_fast.cost.profile import SHIPPED, Profile, load_profile
+from imagenet_fast.cost.profile import Profile, shipped_profile
 from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model
 from imagenet_fast.models.pieces import pieces_of
-from imagenet_fast.parallel.pipeline import Pass, Pipeline, chunks_of, misfit
-from imagenet_fast.parallel.stages import cut, recorded_times
+from imagenet_fast.models.stages import cut, recorded_times
+from imagenet_fast.parallel.pipeline import Pass, Pipeline
+from imagenet_fast.recipe.schedules import chunks_of, misfit
 from imagenet_fast.recipe.schema import Recipe, SyntheticData
 from imagenet_fast.record.tables import compact_table
 from imagenet_fast.sync.marks import mark, seconds_between
@@ -187,9 +188,7 @@ def _label(row: PipelineTime, rank: int) -> str:
 
 def _profile_of(recipe: Recipe, device: torch.device) -> Profile:
     """The layer profile that is shipped for the recipe's model, or one recorded here."""
-    if (SHIPPED / f"{recipe.model.kind}.json").exists():
-        return load_profile(recipe.model.kind)
-    return record_profile(recipe, device, _RECORDED_STEPS)
+    return shipped_profile(recipe.model.kind) or record_profile(recipe, device, _RECORDED_STEPS)
 
 
 def _row(recipe: Recipe, stages: int, schedule: str, micro_batches: int, of_ranks: Sequence[_Measured]) -> PipelineTime:

@@ -10,6 +10,7 @@ from pathlib import Path
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.axes import check_axes
 from imagenet_fast.recipe.reading import load_recipe
+from imagenet_fast.recipe.schedules import misfit
 from imagenet_fast.recipe.schema import Recipe
 
 MICRO_BATCHES = 4
@@ -99,7 +100,7 @@ def _micro_batches(recipe: Recipe, ranks: int) -> int:
     stages = recipe.parallel.pipeline
     pictures = recipe.global_batch // (ranks // stages)
     least = max(MICRO_BATCHES, stages)
-    even = (n for n in range(least, pictures + 1) if pictures % n == 0 and n % (n // stages) == 0)
+    even = (n for n in range(least, pictures + 1) if pictures % n == 0 and misfit("interleaved", stages, n) is None)
     return next(even, least)
 
 

@@ -91,6 +91,11 @@ class Profile:
         return replace(self, layers=layers)
 
 
+def shipped_profile(model: str) -> Profile | None:
+    """The profile that comes with this package, if there is one of ``model``."""
+    return load_profile(model) if (SHIPPED / f"{model}.json").exists() else None
+
+
 def load_profile(name: str) -> Profile:
     """A shipped profile by its name, a JSON file by its path, or ``random:SEED``. Raises UserError."""
     if name.startswith("random:"):

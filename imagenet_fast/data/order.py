@@ -20,7 +20,8 @@ class TrainOrder:
     Every epoch is a new permutation of all images, the same on every rank. A step takes the next global batch
     of it, cut into micro-batches; which rank computes which of them depends on the number of ranks, the
     micro-batches themselves do not, so a run on other ranks sees the same ones (and the same batch-norm
-    statistics). What does not fill a global batch is left out of that epoch.
+    statistics). What does not fill a global batch is left out of that epoch. The ranks of a pipeline, a stride of
+    ``batching.readers`` apart, read the same.
     """
 
     images: int
@@ -34,13 +35,13 @@ class TrainOrder:
 
     def __iter__(self) -> Iterator[Indices]:
         epoch = 0
-        split = (self.batching.ranks, self.batching.accumulation, self.batching.micro_batch)
+        split = (self.batching.readers, self.batching.accumulation, self.batching.micro_batch)
         while True:
             order = np.random.default_rng((self.seed, epoch)).permutation(self.images)
             for step in range(self.steps_per_epoch):
                 start = step * self.batching.global_batch
                 batch = order[start : start + self.batching.global_batch]
-                yield from batch.reshape(split)[self.rank]
+                yield from batch.reshape(split)[self.rank % self.batching.readers]
             epoch += 1
 
 

@@ -28,15 +28,27 @@ class Layout:
     """The ranks that hold what this one does, and see other pictures."""
     tensor: dist.ProcessGroup
     """The ranks that hold the shards of one layer, by shard."""
+    stage: dist.ProcessGroup | None
+    """The ranks of one stage: replicas and shards together; None: all ranks are."""
 
 
 def lay_out(parallel: Parallel, device: torch.device) -> Layout:
     """Make the process groups of this rank, as patient as the one of all ranks. Every rank must call it, of which there
     must be a multiple of ``parallel.ranks``."""
-    shape = (parallel.pipeline, dist.get_world_size() // parallel.ranks, parallel.tensor)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
-    layout = Layout(*(mesh.get_group(axis) for axis in ("pp", "dp", "tp")))
+    stages, of_a_stage = parallel.pipeline, dist.get_world_size() // parallel.pipeline
+    mesh = init_device_mesh(
+        device.type, (stages, of_a_stage // parallel.tensor, parallel.tensor), mesh_dim_names=("pp", "dp", "tp")
+    )
+    pipeline, data, tensor = (mesh.get_group(axis) for axis in ("pp", "dp", "tp"))
+    stage = _neighbours(of_a_stage) if stages > 1 and parallel.tensor > 1 else data if stages > 1 else None
     if (limit := patience(device)) is not None:
-        for group in (layout.pipeline, layout.data, layout.tensor):
+        for group in (pipeline, data, tensor, *([stage] if stage is not None else [])):
             _set_timeout(limit, group)
-    return layout
+    return Layout(pipeline, data, tensor, stage)
+
+
+def _neighbours(size: int) -> dist.ProcessGroup:
+    """This rank's group, where all ranks are divided into groups of ``size`` neighbours."""
+    own, _ = dist.new_subgroups(size)
+    assert own is not None
+    return own

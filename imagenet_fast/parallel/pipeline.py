@@ -8,6 +8,7 @@ accumulation over the same micro-batches.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
@@ -18,41 +19,15 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.parallel.stages import Part
+from imagenet_fast.models.stages import Part
+from imagenet_fast.parallel.exchange import Activations
+from imagenet_fast.recipe.schedules import chunks_of, misfit
 from imagenet_fast.sync import GradientSync
 from imagenet_fast.sync.engines.ddp import DdpPeer
 
 Pass = Literal["forward", "backward"]
 Observe = Callable[[Pass, int], AbstractContextManager[object]]
 """What surrounds one pass of one micro-batch through a stage, which it is told by its place in the pipeline."""
-
-
-def chunks_of(schedule: str) -> int:
-    """How many stages a rank has."""
-    return 2 if schedule == "interleaved" else 1
-
-
-def misfit(schedule: str, ranks: int, micro_batches: int) -> str | None:
-    """Why ``schedule`` cannot take so many micro-batches through so many ranks, in a sentence; None: it can."""
-    rounds = max(1, micro_batches // ranks)
-    match schedule:
-        case "1f1b" if micro_batches < ranks:
-            return (
-                f"schedule 1f1b has a micro-batch for each of {ranks} stages at least, and {micro_batches} are fewer; "
-                "raise micro_batches, or take gpipe"
-            )
-        case "interleaved" if micro_batches % rounds:
-            return (
-                f"schedule interleaved takes micro-batches in equal rounds, and {micro_batches} do not make {rounds}; "
-                f"take a multiple of {ranks}"
-            )
-        case "gpipe" | "1f1b" | "interleaved":
-            return None
-        case _:
-            return (
-                f"schedule {schedule} is not one of gpipe, 1f1b and interleaved; those without a bubble assign "
-                "gradients where no engine sees them, so replicas would drift apart"
-            )
 
 
 class Pipeline:
@@ -75,6 +50,7 @@ class Pipeline:
         sync: GradientSync | None = None,
         cast: AbstractContextManager[object] | None = None,
         observe: Observe | None = None,
+        activations: Activations | None = None,
     ) -> None:
         self._ranks = dist.get_world_size(group)
         if (why := misfit(schedule, self._ranks, micro_batches)) is not None:
@@ -93,6 +69,7 @@ class Pipeline:
             _MicroStage(part, number, group, micro_batches, sync, observe or _unobserved)
             for number in range(len(part.stages))
         ]
+        self._activations = activations
         self._schedule = _schedule(schedule, self._stages, micro_batches, self._criterion_of)
 
     def __call__(self, images: Tensor, labels: Tensor, scale: Callable[[Tensor], Tensor] | None = None) -> Tensor:
@@ -116,6 +93,9 @@ class Pipeline:
             self._schedule.step(*((images,) if first else ()), target=labels if last else None)
         for stage in self._stages:
             stage.end()
+        if self._activations is not None:
+            crossed = self._micro_batches * self._part.crossing_bytes
+            self._activations.exchanged(crossed, crossed)  # either as activations or as their gradients
         dist.broadcast(self._loss, group=self._group, group_src=self._ranks - 1)
         return self._loss
 
@@ -126,28 +106,22 @@ class Pipeline:
         return self._scale(loss)
 
 
-def whole_state(part: Part, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
-    """The state dict of the whole network, a copy on every rank of the pipeline. Every rank must call it."""
-    own, ranks, rank = part.state_dict(), dist.get_world_size(group), dist.get_rank(group)
-    described = {
-        stage.index: [
-            (name, value.shape, value.dtype)
-            for name, value in own.items()
-            if any(name.startswith(f"{layer}.") for layer in stage.layers)
-        ]
-        for stage in part.stages
-    }
-    by_rank: list[dict[int, list[tuple[str, torch.Size, torch.dtype]]]] = [{} for _ in range(ranks)]
-    dist.all_gather_object(by_rank, described, group)
-    whole = {}
-    for index in range(part.count):
-        owner = index % ranks
-        for name, shape, dtype in by_rank[owner][index]:
-            whole[name] = torch.empty(shape, dtype=dtype, device=part.device)
-            if owner == rank:
-                whole[name].copy_(own[name])
-            dist.broadcast(whole[name], group=group, group_src=owner)
-    return whole
+def joined(part: Part, outline: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
+    """The whole network as the ranks of a pipeline hold it, a copy on each. ``outline`` is like it, on the meta device.
+
+    Every rank must ask for it.
+    """
+    own, rank, whole = part.state_dict(), dist.get_rank(group), dict[str, Tensor]()
+    for name, like in outline.state_dict().items():
+        owner = next(rank for layer, rank in part.owners.items() if name.startswith(f"{layer}."))
+        value = torch.empty(like.shape, dtype=like.dtype, device=part.device)
+        if owner == rank:
+            value.copy_(own[name])
+        dist.broadcast(value, group=group, group_src=owner)
+        whole[name] = torch.empty_like(like, device=part.device).copy_(value)
+    network = copy.deepcopy(outline)
+    network.load_state_dict(whole, assign=True)
+    return network
 
 
 class _MicroStage(PipelineStage):

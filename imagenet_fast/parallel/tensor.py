@@ -14,8 +14,7 @@ where they leave these, for features of one rank's pictures, they are multiplied
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,28 +22,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from imagenet_fast.parallel.layout import Layout
-from imagenet_fast.sync.channel import Traffic, all_gather_single
-from imagenet_fast.sync.collectives import Transfer
-from imagenet_fast.sync.engine import Stopwatch, SyncStats
+from imagenet_fast.parallel.exchange import Activations
+from imagenet_fast.sync.channel import all_gather_single
 
 
 class TensorGroup:
     """The ranks that hold the shards of a model's layers, and what they tell each other.
 
-    They must do so in one order, with as many pictures each. What activations cost is counted and timed.
+    They must do so in one order, with as many pictures each. What ``activations`` cost is counted and timed.
     """
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
-        self.size = dist.get_world_size(layout.tensor)
+    def __init__(self, group: dist.ProcessGroup, activations: Activations) -> None:
+        self.size = dist.get_world_size(group)
         self.shards: dict[nn.Parameter, None] = {}
         """The parameters of which this rank holds one shard, in the order of layers."""
-        self.replicas = layout.data
-        """The ranks of all groups that hold the same shards as this one."""
-        self._group = layout.tensor
-        self._place = dist.get_rank(layout.tensor)
-        self._device = device
-        self._stats = SyncStats(Stopwatch(device))
+        self._group = group
+        self._place = dist.get_rank(group)
+        self._activations = activations
 
     def __deepcopy__(self, memo: object) -> TensorGroup:
         """Copies of a model belong to the same ranks."""
@@ -54,7 +48,7 @@ class TensorGroup:
         """From [pictures, units] of each rank [G pictures, units], by rank."""
         own = own.contiguous()
         whole = own.new_empty(self.size * len(own), *own.shape[1:])
-        with self._counted((self.size - 1) * own.nbytes):
+        with self._activations.waited_for((self.size - 1) * own.nbytes):
             all_gather_single(whole, own, self._group)
         return whole
 
@@ -65,7 +59,7 @@ class TensorGroup:
         """
         parts = parts.contiguous()
         arrived = torch.empty_like(parts)
-        with self._counted((self.size - 1) * parts.nbytes // self.size):
+        with self._activations.waited_for((self.size - 1) * parts.nbytes // self.size):
             dist.all_to_all_single(arrived, parts, group=self._group)
         exact = torch.promote_types(parts.dtype, torch.float32)
         return arrived.view(self.size, -1, *parts.shape[1:]).sum(0, dtype=exact).to(parts.dtype)
@@ -94,25 +88,6 @@ class TensorGroup:
         dist.all_reduce(squares, group=self._group)
         held |= zip(shards, squares.sqrt(), strict=True)
         return torch.stack([held[param] for param in params], -1)
-
-    def largest(self, value: Tensor) -> Tensor:
-        """Of the ranks' values, in place."""
-        dist.all_reduce(value, dist.ReduceOp.MAX, self._group)
-        return value
-
-    def spent(self) -> SyncStats:
-        """What activations have cost since this was asked last."""
-        stats, self._stats = self._stats, SyncStats(Stopwatch(self._device))
-        return stats
-
-    @contextmanager
-    def _counted(self, sent_bytes: int) -> Iterator[None]:
-        stopwatch = self._stats.exposed
-        assert stopwatch is not None
-        with stopwatch("activations"):
-            yield
-        _, begun, ended = stopwatch.blocks[-1]
-        self._stats.add("activations", Transfer(_nothing, [Traffic(sent_bytes, sent_bytes, begun, ended)]))
 
 
 class ColumnParallel(nn.Linear):
@@ -157,7 +132,7 @@ class RowParallel(nn.Linear):
         return _layer(self.group.whole(self.weight, 1), self.bias)
 
 
-def shard(model: nn.Module, layout: Layout) -> TensorGroup:
+def shard(model: nn.Module, group: TensorGroup) -> None:
     """Leave of an AlexNet's first two fully connected layers only this rank's shard, in place, under the same names.
 
     All ranks hold the same model at first. Dropout before these layers drops features of a rank's own pictures, between
@@ -169,12 +144,10 @@ def shard(model: nn.Module, layout: Layout) -> TensorGroup:
     if len(connected) < 3:
         raise ValueError("tensor parallelism divides an AlexNet's fully connected layers, and this model has none")
     (first, outputs), (second, inputs), *_ = connected
-    group = TensorGroup(layout, outputs.weight.device)
     if outputs.out_features % group.size:
         raise ValueError(f"{outputs.out_features} units do not divide over {group.size} ranks")
     setattr(layers, first, ColumnParallel(outputs, group))
     setattr(layers, second, RowParallel(inputs, group))
-    return group
 
 
 def gathered(model: nn.Module) -> nn.Module:
@@ -224,7 +197,3 @@ def _layer(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
     if bias is not None:
         layer.bias = bias
     return layer
-
-
-def _nothing() -> None:
-    """Waited for where it was called."""

@@ -12,24 +12,34 @@ from imagenet_fast.recipe.schema import Recipe
 
 @dataclass(frozen=True)
 class Batching:
-    """One optimiser step sees ``global_batch = ranks * accumulation * micro_batch`` images."""
+    """One optimiser step sees ``global_batch = readers * accumulation * micro_batch`` images."""
 
     ranks: int
     micro_batch: int
+    """What a rank reads at once; the ranks of a pipeline read the same, and cut it up."""
     accumulation: int
+    stages: int = 1
+    """Ranks of a pipeline."""
+
+    @property
+    def readers(self) -> int:
+        """Ranks that read images of their own, or pipelines of such."""
+        return self.ranks // self.stages
 
     @property
     def global_batch(self) -> int:
-        return self.ranks * self.accumulation * self.micro_batch
+        return self.readers * self.accumulation * self.micro_batch
 
 
 def split_batch(recipe: Recipe, ranks: int) -> Batching:
     """Keep the recipe's global batch on ``ranks`` ranks by accumulating gradients.
 
-    The micro-batch is the recipe's own, or a smaller one that divides. Raises UserError with the nearest
-    global batches where there is none worth having.
+    The micro-batch is the recipe's own, or a smaller one that divides; a pipeline reads as many of them at once as it
+    has under way. Raises UserError with the nearest global batches where there is none worth having.
     """
-    return _split_or_refuse(recipe.global_batch, ranks, recipe.micro_batch or _share(recipe))
+    stages, under_way = recipe.parallel.pipeline, recipe.parallel.micro_batches
+    largest = recipe.micro_batch * under_way or max(_share(recipe) * stages, under_way)
+    return _split_or_refuse(recipe.global_batch, ranks, stages, largest, under_way)
 
 
 def scale_recipe(recipe: Recipe, ranks: int) -> Recipe:
@@ -54,9 +64,10 @@ def scale_recipe(recipe: Recipe, ranks: int) -> Recipe:
 
 def explain(written: Recipe, recipe: Recipe, batching: Batching) -> str:
     """What became of the batch of a recipe as it was ``written``, in one line."""
+    parallel = recipe.parallel
     line = (
-        f"recipe written for {_count(written.ranks, 'rank')}: {_count(batching.ranks, 'rank')}, "
-        f"micro-batch {batching.micro_batch}, {_count(batching.accumulation, 'accumulation step')}"
+        f"recipe written for {_count(written.ranks, 'rank')}: {_count(batching.ranks, 'rank')}, micro-batch "
+        f"{batching.micro_batch // parallel.micro_batches}, {_count(batching.accumulation, 'accumulation step')}"
     )
     if recipe.global_batch != written.global_batch:
         rule = "square-root" if recipe.optim.kind == "lars" else "linear"
@@ -64,13 +75,15 @@ def explain(written: Recipe, recipe: Recipe, batching: Batching) -> str:
             f"; batch {written.global_batch} -> {recipe.global_batch}, "
             f"lr {written.optim.lr:g} -> {recipe.optim.lr:.4g} ({rule} scaling)"
         )
-    if recipe.parallel.ranks > 1:
-        line += f"; {recipe.parallel.as_written}, data-parallel x {batching.ranks // recipe.parallel.ranks}"
+    if parallel.ranks > 1:
+        line += f"; {parallel.as_written}, data-parallel x {batching.ranks // parallel.ranks}"
+    if parallel.pipeline > 1:
+        line += f"; {_count(parallel.micro_batches, 'micro-batch', 'es')} under way by {parallel.schedule}"
     return line
 
 
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'s' if number > 1 else ''}"
+def _count(number: int, thing: str, plural: str = "s") -> str:
+    return f"{number} {thing}{plural if number > 1 else ''}"
 
 
 def _share(recipe: Recipe) -> int:
@@ -85,25 +98,26 @@ def _share(recipe: Recipe) -> int:
     return share
 
 
-def _split_or_refuse(batch: int, ranks: int, micro: int) -> Batching:
-    if (found := _split(batch, ranks, micro)) is not None:
+def _split_or_refuse(batch: int, ranks: int, stages: int, largest: int, multiple: int) -> Batching:
+    if (found := _split(batch, ranks, stages, largest, multiple)) is not None:
         return found
-    below = next((b for b in range(batch - 1, 0, -1) if _split(b, ranks, micro)), 0)
-    above = next(b for b in count(batch + 1) if _split(b, ranks, micro))
+    below = next((b for b in range(batch - 1, 0, -1) if _split(b, ranks, stages, largest, multiple)), 0)
+    above = next(b for b in count(batch + 1) if _split(b, ranks, stages, largest, multiple))
     raise UserError(
-        f"global_batch {batch} does not divide over {ranks} ranks in micro-batches of at most {micro}; "
+        f"global_batch {batch} does not divide over {ranks} ranks in micro-batches of at most {largest // multiple}; "
         f"the nearest that do {_near(below, above)}: --set global_batch={above}, or choose another --nproc"
     )
 
 
-def _split(batch: int, ranks: int, micro: int) -> Batching | None:
-    """The split with the fewest accumulation steps, if it needs at most twice as many as a perfect one."""
-    share, rest = divmod(batch, ranks)
+def _split(batch: int, ranks: int, stages: int, largest: int, multiple: int) -> Batching | None:
+    """The split with the fewest accumulation steps, if it needs at most twice as many as a perfect one. What is read at
+    once is a ``multiple``."""
+    share, rest = divmod(batch, ranks // stages)
     if rest or not share:
         return None
-    fewest = math.ceil(share / micro)
-    steps = next((a for a in range(fewest, min(2 * fewest, share) + 1) if share % a == 0), None)
-    return Batching(ranks, share // steps, steps) if steps else None
+    fewest = math.ceil(share / largest)
+    steps = next((a for a in range(fewest, min(2 * fewest, share) + 1) if share % (a * multiple) == 0), None)
+    return Batching(ranks, share // steps, steps, stages) if steps else None
 
 
 def _near(below: int, above: int) -> str:

@@ -159,7 +159,8 @@ def _explain(error: ErrorDetails) -> str:
         case "missing":
             return f"{key} is missing; add it"
         case "value_error":
-            return f"{key + ': ' if key else ''}{context['error']}; change one of them"
+            why = str(context["error"])
+            return f"{key + ': ' if key else ''}{why}{'' if '; ' in why else '; change one of them'}"
         case _:
             found = json.dumps(error["input"], default=str)
             return f"{key} is {found}: {error['msg'][0].lower()}{error['msg'][1:]}; correct it"

@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from imagenet_fast.recipe.engine_settings import Sync
+from imagenet_fast.recipe.schedules import chunks_of, misfit
 from imagenet_fast.recipe.table import Fraction, Table
 
 Percent = Annotated[float, Field(gt=0, le=100)]
@@ -20,6 +21,8 @@ class AlexNet(Table):
 
     sharded_width: ClassVar[int] = 4096
     """Units of the fully connected layers that ``parallel.tensor`` divides; 0: it has none so large."""
+    most_stages: ClassVar[int] = 8
+    """Into how many pieces a pipeline can cut it."""
 
     kind: Literal["alexnet"]
     dropout: Fraction = 0.5
@@ -29,6 +32,7 @@ class AlexNetBN(Table):
     """The AlexNet with batch norm that the large-batch papers train; ``pool5_norm`` as in Jia et al. 2018."""
 
     sharded_width: ClassVar[int] = 4096
+    most_stages: ClassVar[int] = 8
 
     kind: Literal["alexnet_bn"]
     dropout: Fraction = 0.5
@@ -42,6 +46,10 @@ class ResNet(Table):
 
     kind: Literal["resnet18", "resnet50"]
     zero_init_last_gamma: bool = False
+
+    @property
+    def most_stages(self) -> int:
+        return {"resnet18": 11, "resnet50": 19}[self.kind]
 
 
 Model = Annotated[AlexNet | AlexNetBN | ResNet, Field(discriminator="kind")]
@@ -184,8 +192,8 @@ class Parallel(Table):
     """Stages, one after another, into which the model is cut; each has ranks of its own."""
     micro_batches: PositiveInt = 1
     """Into which a pipeline cuts what it sees at once; with one, a stage works while all others wait."""
-    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
-    """When a stage does which forward and which backward."""
+    schedule: str = "1f1b"
+    """When a stage does which forward and which backward: gpipe, 1f1b or interleaved."""
 
     @property
     def ranks(self) -> int:
@@ -210,18 +218,8 @@ class Parallel(Table):
                 raise ValueError(f"micro_batches {self.micro_batches} are those of a pipeline, and pipeline is 1")
             if self.schedule != "1f1b":
                 raise ValueError(f"schedule '{self.schedule}' is that of a pipeline, and pipeline is 1")
-        elif self.schedule != "gpipe":
-            if self.micro_batches < self.pipeline:
-                raise ValueError(
-                    f"schedule '{self.schedule}' needs a micro-batch a stage, and micro_batches {self.micro_batches} "
-                    f"is less than pipeline {self.pipeline} ('gpipe' does with fewer)"
-                )
-            rounds = self.micro_batches // self.pipeline
-            if self.schedule == "interleaved" and self.micro_batches % rounds:
-                raise ValueError(
-                    f"schedule 'interleaved' with pipeline {self.pipeline} takes micro_batches in {rounds} equal "
-                    f"rounds, and {self.micro_batches} does not divide by that"
-                )
+        elif (why := misfit(self.schedule, self.pipeline, self.micro_batches)) is not None:
+            raise ValueError(why)
         return self
 
 
@@ -318,6 +316,12 @@ class Recipe(Table):
             raise ValueError(
                 f"parallel.tensor {tensor} does not divide the {width} units of {kind}'s fully connected layers; the "
                 f"nearest that do are {below}{above}"
+            )
+        stages = self.parallel.pipeline * chunks_of(self.parallel.schedule)
+        if self.parallel.pipeline > 1 and stages > self.model.most_stages:
+            raise ValueError(
+                f"parallel.pipeline {self.parallel.pipeline} with schedule {self.parallel.schedule} cuts {kind} into "
+                f"{stages} stages, and it comes in {self.model.most_stages} pieces; ask for fewer"
             )
         if self.parallel.ranks == 1:
             return

@@ -80,10 +80,9 @@ class Scheduler(SyncEngine):
         if self._timetable is not None:
             self._timetable.finish()
         self._release(len(self._pool.spans))
-        if self._engine.awaits != "read":
+        if self._engine.awaits != "read" or self._timetable is not None:  # what is watched must not wait in forward
             self._await(list(self._travelling))
         if self._timetable is not None and self._timetable.complete:
-            self._await(list(self._travelling))  # the network is measured with nothing else on it
             self._timing, self._timetable = self._timetable.timing(), None
             self.plan(self._timing)
         self._step += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from imagenet_fast.errors import UserError
+from imagenet_fast.cost.profile import shipped_profile
 from imagenet_fast.models import compile_blocks
-from imagenet_fast.parallel.layout import lay_out
-from imagenet_fast.parallel.pools import Pools
-from imagenet_fast.parallel.tensor import gathered, shard
+from imagenet_fast.models.stages import Part
+from imagenet_fast.parallel.division import Division, divide
+from imagenet_fast.parallel.pipeline import Pipeline
 from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.schema import Recipe
@@ -33,10 +33,9 @@ class TrainingStep:
 
     def __init__(
         self,
-        forward: nn.Module,
+        backpropagate: Callable[[Tensor, Tensor], Tensor],
         sync: GradientSync,
         optimizer: MomentumSGD,
-        criterion: nn.Module,
         cast: torch.autocast,
         scale: LossScale,
         clip_norm: float,
@@ -45,18 +44,19 @@ class TrainingStep:
         meter: Meter,
         trace: TracedSteps | None,
         model: nn.Module,
+        division: Division | None,
         average: MovingAverage | None,
     ) -> None:
-        self._forward = forward
+        self._backpropagate = backpropagate
         self._sync = sync
         self._optimizer = optimizer
-        self._criterion = criterion
         self._scale = scale
         self._clip_norm = clip_norm
         self._accumulation = accumulation
         self._statistics = statistics
         self._trace = trace
         self._model = model
+        self._division = division
         self.cast = cast
         self.meter = meter
         self.average = average
@@ -67,9 +67,7 @@ class TrainingStep:
         for left in reversed(range(self._accumulation)):
             images, labels = self.meter.fetch(batches)
             with self._sync.no_sync() if left else nullcontext(), self._statistics.micro_step():
-                with self.cast:
-                    loss = self._criterion(self._forward(images), labels) / self._accumulation
-                self._scale(loss).backward()
+                loss = self._backpropagate(images, labels)
             self.meter.add_loss(loss)
         stats = self._sync.finish()
         self.meter.add_step(stats)
@@ -90,13 +88,17 @@ class TrainingStep:
     def judged(self) -> nn.Module:
         """What is evaluated and saved, once settled: the moving average where there is one, else the model; whole, even
         where each rank trains a part. Every rank must ask for it."""
-        return gathered(self.average.module if self.average is not None else self._model)
+        trained = self.average.module if self.average is not None else self._model
+        return trained if self._division is None else self._division.whole(trained)
 
     def _clipped(self, factor: Tensor | None) -> Tensor:
         """``factor``, or less where the gradients that it multiplies would be longer than is allowed; as torch's
         ``clip_grad_norm_`` has it. Gradients of all layers are here: engines that defer are refused."""
         factor = torch.ones_like(self._scale.scale) if factor is None else factor
-        longest = self._clip_norm / (factor * self._optimizer.gradient_norm() + 1e-6)
+        norm = self._optimizer.gradient_norm()
+        if self._division is not None:
+            norm = self._division.length(norm)
+        longest = self._clip_norm / (factor * norm + 1e-6)
         return factor * longest.clamp(max=1.0)
 
     def _update(
@@ -118,28 +120,28 @@ def build_step(
     Every rank holds the same model at first. With a layout it is left, in place, what is this rank's of it.
     """
     set_float32_math(recipe.precision)
-    parallel = recipe.parallel
-    if parallel.pipeline > 1:
-        raise UserError(
-            f"parallel.pipeline {parallel.pipeline} cannot be trained with yet; --set parallel.pipeline=1"
-        )  # until there are stages, in parallel/
-    shards = shard(model, lay_out(parallel, world.device)) if parallel.tensor > 1 else None
+    parallel, cast, division = recipe.parallel, autocast(recipe.precision, world.device), None
+    if parallel.ranks > 1:
+        size = recipe.data.image_size
+        images = torch.empty(batching.micro_batch, 3, size, size, device="meta", memory_format=torch.channels_last)
+        division = divide(parallel, model, images, cast, shipped_profile(recipe.model.kind))
+        model = division.own
     average = MovingAverage(model, recipe.ema_decay) if recipe.ema_decay else None
     if recipe.compile:
         compile_blocks(model)
-    if shards is None:
+    if division is None:
         forward, sync = attach(model, recipe.sync, steps_per_epoch)
     else:
-        forward, sync = model, Pools(model, recipe.sync, shards, steps_per_epoch)
+        forward, sync = model, division.synchronised(recipe.sync, steps_per_epoch)
     scale = LossScale(recipe.precision, recipe.sync.wire, world.device)
     if scale.largest is not None:
         sync.guard(scale.largest)
+    whole_norms = None if division is None else division.whole_norms
     return TrainingStep(
-        forward,
+        _backpropagation(recipe, batching, forward, sync, cast, scale, division),
         sync,
-        build_optimizer(recipe.optim, model, recipe.sync.brings_momentum, shards.whole_norms if shards else None),
-        nn.CrossEntropyLoss(label_smoothing=recipe.label_smoothing),
-        autocast(recipe.precision, world.device),
+        build_optimizer(recipe.optim, model, recipe.sync.brings_momentum, whole_norms),
+        cast,
         scale,
         recipe.clip_norm,
         batching.accumulation,
@@ -147,5 +149,33 @@ def build_step(
         Meter(world, batching.global_batch),
         TracedSteps(model, world.device, trace) if trace is not None else None,
         model,
+        division,
         average,
     )
+
+
+def _backpropagation(
+    recipe: Recipe, batching: Batching, forward: nn.Module, sync: GradientSync, cast: torch.autocast, scale: LossScale,
+    division: Division | None,
+) -> Callable[[Tensor, Tensor], Tensor]:  # fmt: skip
+    """Forward and backward of what a rank reads at once: what it adds to the mean loss of a step."""
+    mean = nn.CrossEntropyLoss(label_smoothing=recipe.label_smoothing)
+
+    def criterion(logits: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = mean(logits, labels) / batching.accumulation
+        return loss
+
+    def backpropagate(images: Tensor, labels: Tensor) -> Tensor:
+        with cast:
+            loss = criterion(forward(images), labels)
+        scale(loss).backward()
+        return loss
+
+    if division is None or not isinstance(forward, Part):
+        return backpropagate
+    schedule, micro_batches = recipe.parallel.schedule, recipe.parallel.micro_batches
+    pipeline = Pipeline(
+        forward, division.layout.pipeline, schedule, micro_batches, criterion, sync, cast,
+        activations=division.activations,
+    )  # fmt: skip
+    return partial(pipeline, scale=scale)

@@ -9,11 +9,11 @@ import pytest
 
 from imagenet_fast.bench.layouts import NamedLayout, laid_out, parse_layouts, refuse_axes
 from imagenet_fast.errors import UserError
-from imagenet_fast.recipe.axes import check_axes
+from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.reading import find_recipe, load_recipe
 from imagenet_fast.recipe.schema import Parallel, Recipe
 
-ALEXNET = find_recipe("alexnet-8gpu")
+ALEXNET, RESNET = find_recipe("alexnet-8gpu"), find_recipe("resnet50-8gpu")
 WRONG = (
     "", "dp4,", "xx4", "4", "dp", "dp0", "dp-4", "dp4x", "dp2dp2", "DP4", "dp٤", "dp4;tp4", "tp 4", "dp" + "9" * 5000
 )  # fmt: skip
@@ -70,9 +70,12 @@ def test_a_recipe_is_laid_out_as_named_whatever_layout_it_has_itself(tmp_path: P
 
 def test_a_pipeline_that_is_told_no_number_cuts_its_pictures_evenly_into_four_or_as_many_as_stages():
     for stages, data, schedule in product((2, 3, 4, 5, 8), (1, 2, 3), ("gpipe", "1f1b", "interleaved")):
-        ranks, asked = stages * data, (f"global_batch={stages * data * 120}", f"parallel.schedule={schedule}")
-        recipe = laid(f"pp{stages}dp{data}", *asked, ranks=ranks)
-        check_axes(recipe, ranks)
+        ranks, asked = (
+            stages * data,
+            (f"ranks={stages * data}", f"global_batch={stages * data * 120}", f"parallel.schedule={schedule}"),
+        )
+        recipe = laid(f"pp{stages}dp{data}", *asked, ranks=ranks, path=RESNET)
+        assert split_batch(recipe, ranks).accumulation == 1
         assert max(4, stages) <= recipe.parallel.micro_batches <= 2 * max(4, stages)
     told = laid("pp2dp2", "parallel.micro_batches=1", "parallel.schedule=gpipe")
     assert told.parallel.micro_batches == 1, "the plain model parallelism of the sources"
@@ -98,7 +101,9 @@ def test_what_is_said_of_pipelines_is_for_layouts_that_have_one():
         ("tp3", 3, (), "--layout tp3 with hybrid: alexnet-8gpu.toml: parallel.tensor 3 does not divide the 4096 units"),
         ("tp4", 4, ("model={kind='resnet18'}",), "model.kind 'resnet18' has no such layers"),
         ("pp2dp2", 4, ("compile=true", "sync={kind='lazy'}"), "sends activations amid what would be compiled as one"),
-        ("pp4", 4, ("parallel.micro_batches=2",), "schedule '1f1b' needs a micro-batch a stage"),
+        ("pp4", 4, ("parallel.schedule=zb",), "schedule zb is not one of gpipe, 1f1b and interleaved"),
+        ("pp8", 8, ("parallel.schedule=interleaved",), "cuts alexnet_bn into 16 stages, and it comes in 8 pieces"),
+        ("pp4", 4, ("parallel.micro_batches=2",), "schedule 1f1b has a micro-batch for each of 4 stages at least"),
         ("pp2dp2", 4, ("global_batch=6", "micro_batch=1"), "global_batch 6 does not divide over the 2 ranks of a"),
     ],
 )

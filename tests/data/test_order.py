@@ -51,3 +51,12 @@ def test_an_evaluation_shows_every_image_once(ranks: int, batch: int):
         assert all(0 < len(indices) <= batch for indices in batches)
         seen += [int(i) for indices in batches for i in indices]
     assert seen == list(range(IMAGES))
+
+
+def test_the_ranks_of_one_pipeline_read_the_same_and_all_pipelines_together_everything():
+    batching = Batching(ranks=6, micro_batch=4, accumulation=2, stages=3)
+    orders = [TrainOrder(16, batching, rank, seed=1) for rank in range(6)]
+    read = [[tuple(micro) for micro in islice(order, 2)] for order in orders]
+    assert read[0] == read[2] == read[4]
+    assert read[1] == read[3] == read[5]
+    assert sorted(sum(read[0] + read[1], ())) == list(range(16))

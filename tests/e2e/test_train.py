@@ -28,6 +28,7 @@ from imagenet_fast.ranks.routes import Endpoint
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.job import read_job
 from imagenet_fast.record import Outcome
+from imagenet_fast.training.precision import autocast
 from tests.e2e.command import COMMAND, environment, events_of, imagenet_fast, outcome_of, wait_for
 
 SMOKE = ("train", "--recipe", "smoke")
@@ -113,25 +114,39 @@ def test_on_a_folder_of_pictures_with_fewer_ranks_than_the_recipes_its_own_launc
     assert outcome_of(run)["sync"] == "allreduce"
 
 
-def test_with_sharded_layers_the_final_weights_are_whole_and_as_good_as_the_run_reported(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        (("parallel.tensor=2",), "micro-batch 4, 1 accumulation step; parallel.tensor 2, data-parallel x 1\n"),
+        pytest.param(
+            ("parallel.pipeline=2", "parallel.micro_batches=2", "precision.kind=fp16", "ema_decay=0.5", "clip_norm=1"),
+            "micro-batch 4, 1 accumulation step; parallel.pipeline 2, data-parallel x 1; 2 micro-batches under way ",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_with_a_layout_the_final_weights_are_whole_and_as_good_as_the_run_reported(
+    layout: tuple[str, ...], said: str, tmp_path: Path
+):
     run = tmp_path / "run"
     changes = (
         "model.kind=alexnet", "data.image_size=63", "data.train_images=8", "data.val_images=21", "global_batch=8",
-        "micro_batch=4", "precision.kind=fp32", "parallel.tensor=2",
+        "micro_batch=4", "precision.kind=fp32", *layout,
     )  # fmt: skip
     options = [option for change in changes for option in ("--set", change)]
     done = imagenet_fast(*SMOKE, *ONE_EPOCH, *options, "--nproc", "2", "--out", str(run), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
-    assert "1 accumulation step; parallel.tensor 2, data-parallel x 1\n" in done.stdout
-    outcome = outcome_of(run)
-    convolutions, activations = 2_469_696 + 40_970, 4 * 2 * (9216 + 4096) * 4
-    assert outcome["sent_bytes_per_step"] == pytest.approx(2 * convolutions + activations, rel=0.01)
+    assert said in done.stdout
+    if layout == ("parallel.tensor=2",):
+        convolutions, activations = 2_469_696 + 40_970, 4 * 2 * (9216 + 4096) * 4
+        sent = 2 * convolutions + activations
+        assert outcome_of(run)["sent_bytes_per_step"] == pytest.approx(sent, rel=0.01)
+    job = read_job(run / "job.json")
     model = alexnet(num_classes=10)
     model.load_state_dict(load_file(run / "checkpoints" / "final.safetensors"))
-    job = read_job(run / "job.json")
     pictures = open_dataset(job.recipe.data, None, Batching(1, 8, 1), 0, 1, torch.device("cpu"), job.recipe.seed)
-    with torch.inference_mode():
+    with torch.inference_mode(), autocast(job.recipe.precision, torch.device("cpu")):
         hits = sum(int((model.eval()(x).argmax(1) == y).sum()) for x, y in pictures.next_evaluation())
     assert events_of(run, "eval")[-1]["top1"] == pytest.approx(100 * hits / 21)
 

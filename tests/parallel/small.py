@@ -8,13 +8,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchvision.models import AlexNet
 
 from imagenet_fast.models import build_model
 from imagenet_fast.models.half import Half
 from imagenet_fast.ranks.world import World
+from imagenet_fast.recipe import schema
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.reading import parse_recipe
-from imagenet_fast.recipe.schema import AlexNet, AlexNetBN, Parallel
+from imagenet_fast.recipe.schema import Parallel
 from imagenet_fast.record import Event, Record
 from imagenet_fast.training.step import build_step
 from tests.conftest import tables
@@ -23,11 +25,11 @@ CLASSES = 5
 CPU = torch.device("cpu")
 
 
-class Tiny(nn.Module):
+class Tiny(AlexNet):
     """AlexNet's build in small: features in channels_last memory, then three fully connected layers of 12 units."""
 
     def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.features = Half(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True)).to(memory_format=torch.channels_last)
         self.classifier = Half(
             nn.Dropout(dropout), nn.Linear(4 * 3 * 3, 12), nn.ReLU(inplace=True),
@@ -40,15 +42,17 @@ class Tiny(nn.Module):
 
 
 def small_model(kind: str) -> nn.Module:
-    """With the same weights at every call: ``tiny``, or the table's ``alexnet`` or ``alexnet_bn`` with 256 units."""
+    """With the same weights at every call: ``tiny``, ``resnet18``, or ``alexnet`` or ``alexnet_bn`` with 256 units."""
     torch.manual_seed(0)
     match kind:
         case "tiny":
             return Tiny()
+        case "resnet18":
+            return build_model(schema.ResNet(kind="resnet18"), CLASSES).to(memory_format=torch.channels_last)
         case "alexnet":
-            settings: AlexNet | AlexNetBN = AlexNet(kind="alexnet", dropout=0.0)
+            settings: schema.AlexNet | schema.AlexNetBN = schema.AlexNet(kind="alexnet", dropout=0.0)
         case _:
-            settings = AlexNetBN(kind="alexnet_bn", dropout=0.0)
+            settings = schema.AlexNetBN(kind="alexnet_bn", dropout=0.0)
     with torch.device("meta"):
         model = build_model(settings, CLASSES)
         connected = [name for name, layer in model.classifier.named_children() if isinstance(layer, nn.Linear)]
@@ -61,7 +65,8 @@ def small_model(kind: str) -> nn.Module:
     return model
 
 
-PIXELS = {"tiny": 5, "alexnet": 63, "alexnet_bn": 67}
+UNDIVIDED = Parallel()
+PIXELS = {"tiny": 5, "alexnet": 63, "alexnet_bn": 67, "resnet18": 32}
 
 
 def images_of(kind: str, step: int, batch: int) -> tuple[Tensor, Tensor]:
@@ -79,20 +84,23 @@ class Trained:
     weights: dict[str, Tensor]
 
 
-def train(kind: str, steps: int, batch: int, lr: float = 0.1, tensor: int = 1, **changes: Any) -> Trained:
-    """On this rank and all others, by :func:`build_step`, over the same two batches again and again. ``changes`` are
-    the recipe's; ``tensor`` need not divide what the recipe's own model has."""
+def train(
+    kind: str, steps: int, batch: int, lr: float = 0.1, parallel: Parallel = UNDIVIDED, micro: int = 2, **changes: Any
+) -> Trained:
+    """On this rank and all others, by :func:`build_step`, over the same two batches again and again, in micro-batches
+    of ``micro`` pictures. ``changes`` are the recipe's; ``parallel`` need not fit its own model."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    model = {"model": {"kind": "alexnet" if kind == "tiny" else kind}, "data__image_size": 67}
-    recipe = parse_recipe("test", tables(**model, ranks=1, global_batch=batch, micro_batch=2, **changes))
-    recipe = recipe.model_copy(update={"parallel": Parallel(tensor=tensor)})
+    model = {"model": {"kind": "resnet18" if kind == "tiny" else kind}, "data__image_size": 67}
+    recipe = parse_recipe("test", tables(**model, ranks=1, global_batch=batch, micro_batch=micro, **changes))
+    data = recipe.data.model_copy(update={"image_size": PIXELS[kind]})
+    recipe = recipe.model_copy(update={"parallel": parallel, "data": data})
     batching = split_batch(recipe, ranks)
     take_step = build_step(recipe, batching, small_model(kind), World(rank, ranks, rank, ranks, CPU), 4)
     seen = Seen()
     record = Record(lambda: 0.0, [seen])
     for step in range(steps):
         images, labels = (
-            t.unflatten(0, (ranks, batching.accumulation, batching.micro_batch))[rank]
+            t.unflatten(0, (batching.readers, batching.accumulation, batching.micro_batch))[rank % batching.readers]
             for t in images_of(kind, step % 2, batch)
         )
         take_step(zip(images, labels, strict=True), lr)

@@ -17,9 +17,10 @@ from torch.nn import functional as F
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model
-from imagenet_fast.parallel.pipeline import Pass, Pipeline, chunks_of, micro_momentum, misfit, whole_state
-from imagenet_fast.parallel.stages import Part, cut
+from imagenet_fast.models.stages import Part, cut
+from imagenet_fast.parallel.pipeline import Pass, Pipeline, joined, micro_momentum
 from imagenet_fast.recipe import schema
+from imagenet_fast.recipe.schedules import chunks_of, misfit
 from imagenet_fast.sync import (
     AllReduceSync,
     AutoSync,
@@ -156,7 +157,7 @@ def _piped(case: Case, pp: dist.ProcessGroup, dp: dist.ProcessGroup) -> Trained:
         pool.update(partial(optimizer.step, case.lr))
         dist.all_reduce(loss, group=dp)
         losses.append(loss.item() / dp.size())
-    state = whole_state(part, pp)
+    state = joined(part, case.model().to("meta"), pp).state_dict()
     pool.close()
     for value in state.values():
         if value.is_floating_point():

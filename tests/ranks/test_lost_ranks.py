@@ -5,7 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -15,9 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import FileStore
 
-from imagenet_fast.parallel.layout import lay_out
-from imagenet_fast.parallel.pools import Pools
-from imagenet_fast.parallel.tensor import shard
+from imagenet_fast.models.stages import Part
+from imagenet_fast.parallel.division import divide
+from imagenet_fast.parallel.pipeline import Pipeline
 from imagenet_fast.ranks.roll_call import answering_roll_calls, report_failure
 from imagenet_fast.recipe.schema import Parallel
 from imagenet_fast.sync import DearSync, EngineSettings, HybridSync, LazySync, RingSync, SparseSync, attach
@@ -30,8 +32,12 @@ ENGINES: tuple[EngineSettings, ...] = (
     DearSync(),
     SparseSync(dense_epochs=0),
 )
-CASES = [*((engine, 1) for engine in ENGINES), (LazySync(), 2), (HybridSync(), 4)]
-"""Engines, and over how many ranks layers are sharded."""
+LAYOUTS = (
+    Parallel(tensor=2), Parallel(tensor=4), Parallel(pipeline=2, micro_batches=2),
+    Parallel(pipeline=4, schedule="gpipe", micro_batches=2), Parallel(tensor=2, pipeline=2, micro_batches=2),
+)  # fmt: skip
+CASES = [*((engine, Parallel()) for engine in ENGINES), *((HybridSync(), layout) for layout in LAYOUTS)]
+"""Engines and layouts."""
 WORLD, DYING = 4, 2
 
 
@@ -55,23 +61,34 @@ def test_the_others_end_and_name_it(tmp_path: Path):
         assert messages == {"rank 2 ended or stopped answering; its own output says why"}, case
 
 
-def _train(rank: int, engine: EngineSettings, tensor: int, folder: Path) -> None:
+def _train(rank: int, engine: EngineSettings, parallel: Parallel, folder: Path) -> None:
     torch.set_num_threads(1)
     store = FileStore(f"{folder}/store", WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=20))
+    images, labels = torch.ones(2, 3, 5, 5), torch.zeros(2, dtype=torch.int64)
     model: nn.Module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(72, 2000))
-    if tensor == 1:
+    if parallel.ranks == 1:
         _, sync = attach(model, engine)
     else:
-        model = Tiny()
-        sync = Pools(model, engine, shard(model, lay_out(Parallel(tensor=tensor), torch.device("cpu"))))
+        division = divide(parallel, Tiny(), images, nullcontext())
+        model, sync = division.own, division.synchronised(engine)
+
+    def backpropagate() -> None:
+        nn.functional.cross_entropy(model(images), labels).backward()
+
+    if isinstance(model, Part):
+        pipeline = Pipeline(
+            model, division.layout.pipeline, parallel.schedule, parallel.micro_batches, nn.functional.cross_entropy,
+            sync,
+        )  # fmt: skip
+        backpropagate = partial(pipeline, images, labels)
     with answering_roll_calls():
         try:
             for step in range(1000):
                 if rank == DYING and step == 3:
                     os._exit(9)
                 sync.zero_grad()
-                model(torch.ones(2, 3, 5, 5)).sum().backward()
+                backpropagate()
                 sync.finish()
                 sync.update(lambda *_: None)
         except RuntimeError as error:

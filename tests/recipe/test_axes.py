@@ -62,7 +62,7 @@ def test_data_parallelism_is_what_is_left_of_the_ranks(laid: Laid, parallel: dic
     recipe = laid(global_batch=3072, **parallel)
     check_axes(recipe, ranks)
     data = ranks // (parallel.get("tensor", 1) * parallel.get("pipeline", 1))
-    assert explain(recipe, recipe, split_batch(recipe, ranks)).endswith(f", data-parallel x {data}")
+    assert f", data-parallel x {data}" in explain(recipe, recipe, split_batch(recipe, ranks))
 
 
 @pytest.mark.parametrize(
@@ -93,6 +93,28 @@ def test_a_layout_that_does_not_come_out_even_gets_one_sentence_with_the_nearest
         check_axes(laid(**parallel), ranks)
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "micro_batch", "ranks", "expected", "line"),
+    [
+        # A pipeline reads what its ranks would have read together.
+        ({"pipeline": 2, "micro_batches": 4}, 0, 2, (1, 64, 1), "2 ranks, micro-batch 16, 1 accumulation step; "),
+        ({"pipeline": 2, "micro_batches": 4}, 0, 4, (2, 32, 1), "x 2; 4 micro-batches under way by 1f1b"),
+        # As many pictures at a time as the recipe has it, and as many times as they need.
+        ({"pipeline": 2, "micro_batches": 4}, 8, 2, (1, 32, 2), "micro-batch 8, 2 accumulation steps; "),
+        ({"pipeline": 2, "schedule": "gpipe"}, 64, 2, (1, 64, 1), "; 1 micro-batch under way by gpipe"),
+        ({"tensor": 2, "pipeline": 2, "micro_batches": 4}, 2, 8, (4, 8, 2), "data-parallel x 2; 4 micro-batches"),
+    ],
+)
+def test_the_ranks_of_a_pipeline_read_one_batch_of_several_micro_batches(
+    laid: Laid, parallel: dict[str, Any], micro_batch: int, ranks: int, expected: tuple[int, int, int], line: str
+):
+    recipe = laid(**parallel).model_copy(update={"micro_batch": micro_batch, "ranks": ranks})
+    batching = split_batch(recipe, ranks)
+    assert (batching.readers, batching.micro_batch, batching.accumulation) == expected
+    assert batching.global_batch == 64
+    assert line in explain(recipe, recipe, batching)
 
 
 def test_what_is_proposed_comes_out_even(laid: Laid):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,10 +63,12 @@ class Part(nn.Module):
     stage, logits [n, classes] leave its last.
     """
 
-    def __init__(self, stages: Sequence[Stage], count: int, images: Tensor) -> None:
+    def __init__(self, stages: Sequence[Stage], count: int, images: Tensor, owners: Mapping[str, int]) -> None:
         super().__init__()
         self.stages = tuple(stages)
         self.count = count
+        self.owners = owners
+        """Which rank has each layer of the network, by its name."""
         self.images = images
         """One micro-batch, on the meta device."""
         for stage in stages:
@@ -76,6 +78,13 @@ class Part(nn.Module):
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
+
+    @property
+    def crossing_bytes(self) -> int:
+        """What one micro-batch's activations take that come from other ranks and go to them."""
+        arriving = [stage.arriving for stage in self.stages if stage.arriving is not None]
+        leaving = [stage.leaving for stage in self.stages if stage.index < self.count - 1]
+        return sum(crossing.likeness.nbytes for crossing in arriving + leaving)
 
     def forward(self, values: Tensor, number: int = 0) -> Tensor:
         return self.stages[number](values)
@@ -100,7 +109,8 @@ def cut(
         Stage(index, {name: layer for piece in pieces[run] for name, layer in piece.items()}, before, after)
         for index, (run, before, after) in enumerate(zip(runs, [None, *leaving], leaving, strict=False))
     ]
-    return Part(stages[rank::ranks], count, torch.empty_like(images, device="meta"))
+    owners = {name: stage.index % ranks for stage in stages for name in stage.layers}
+    return Part(stages[rank::ranks], count, torch.empty_like(images, device="meta"), owners)
 
 
 def recorded_times(pieces: Sequence[Piece], profile: Profile) -> list[float]:

@@ -13,7 +13,7 @@ from imagenet_fast.cost.profile import Layer, Profile, load_profile
 from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model, compile_blocks
 from imagenet_fast.models.pieces import pieces_of
-from imagenet_fast.parallel.stages import Part, cut, recorded_times
+from imagenet_fast.models.stages import Part, cut, recorded_times
 from imagenet_fast.recipe import schema
 
 MODELS: dict[str, tuple[schema.Model, int]] = {
@@ -68,6 +68,11 @@ def test_no_stage_begins_with_an_operation_in_place_and_each_has_parameters(name
     for piece in pieces_of(model):
         assert not getattr(next(iter(piece.values())), "inplace", False)
         assert any(p.requires_grad for layer in piece.values() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_recipes_know_how_many_pieces_there_are(name: str):
+    assert MODELS[name][0].most_stages == len(pieces_of(built(name)[0]))
 
 
 def test_names_of_pieces_are_those_of_torchvision_one_level_into_sequentials():

@@ -1,0 +1,104 @@
+"""A model divided over ranks: what this one trains of it, and what it asks of those that train the rest."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from imagenet_fast.cost.profile import Profile
+from imagenet_fast.models.stages import Part, cut
+from imagenet_fast.parallel.exchange import Activations
+from imagenet_fast.parallel.layout import Layout, lay_out
+from imagenet_fast.parallel.pipeline import joined
+from imagenet_fast.parallel.tensor import TensorGroup, gathered, shard
+from imagenet_fast.recipe.schedules import chunks_of
+from imagenet_fast.recipe.schema import Parallel
+from imagenet_fast.sync import DdpSync, Engine, EngineSettings, GradientPool, GradientSync, build_engine
+from imagenet_fast.sync.pools import Pools
+
+
+@dataclass(frozen=True)
+class Division:
+    """This rank's part of a model. Ranks of one model must ask for the same, in the same order."""
+
+    own: nn.Module
+    """What this rank trains: the model with shards in place of layers, or some stages of it."""
+    layout: Layout
+    group: TensorGroup
+    activations: Activations
+    outline: nn.Module
+    """The whole model, on the meta device."""
+
+    def whole(self, trained: nn.Module) -> nn.Module:
+        """A copy of the whole model with the weights of ``trained``, which is ``own`` or like it; on every rank.
+
+        Weights must be up to date (:meth:`GradientSync.settle`).
+        """
+        trained = gathered(trained)
+        return joined(trained, self.outline, self.layout.pipeline) if isinstance(trained, Part) else trained
+
+    def whole_norms(self, params: Sequence[nn.Parameter], norms: Tensor) -> Tensor:
+        """From norms [..., parameters] of what this rank holds of parameters those of the whole ones."""
+        return self.group.whole_norms(params, norms)
+
+    def length(self, own: Tensor) -> Tensor:
+        """From the norm of what one stage holds, of whole parameters, that of all stages."""
+        squared = own.square()
+        dist.all_reduce(squared, group=self.layout.pipeline)
+        return squared.sqrt()
+
+    def largest(self, value: Tensor) -> Tensor:
+        """Of the values of all ranks that hold the same model, in place."""
+        for group in (self.layout.tensor, self.layout.pipeline):
+            dist.all_reduce(value, dist.ReduceOp.MAX, group)
+        return value
+
+    def synchronised(self, engine: EngineSettings | DdpSync | Engine, steps_per_epoch: int = 1) -> GradientSync:
+        """Shards are averaged over the ranks that hold the same ones, all else over the ranks of the stage; each pool
+        by an engine of its own. Raises ValueError for torch's DDP, which has one group for all parameters."""
+        if isinstance(engine, DdpSync):
+            raise ValueError("torch's DDP averages all parameters over the same ranks; take an engine that has a pool")
+        pools = []
+        named = list(self.own.named_parameters())
+        for shards, ranks in ((True, self.layout.data), (False, self.layout.stage)):
+            chosen = [(name, param) for name, param in named if (param in self.group.shards) == shards]
+            if any(param.requires_grad for _, param in chosen):
+                pools.append(pool := GradientPool(chosen, ranks, model=self.own))
+                pool.attach(build_engine(engine, pool, steps_per_epoch))
+        return Pools(pools, self.largest, self.activations.spent)
+
+
+def divide(
+    parallel: Parallel,
+    model: nn.Module,
+    images: Tensor,
+    cast: AbstractContextManager[object],
+    profile: Profile | None = None,
+) -> Division:
+    """Give this rank its part of ``model``, of which it is left, in place, no more than that. All ranks hold the same
+    at first.
+
+    ``images`` are like what a rank reads at once, be it on the meta device; forward will run under ``cast``. Stages are
+    made even by a layer ``profile``, or without one by counted work. Raises UserError or ValueError where ``model``
+    cannot be divided so.
+    """
+    device = next(model.parameters()).device
+    outline = copy.deepcopy(model).to("meta")
+    layout, activations = lay_out(parallel, device), Activations(device)
+    group = TensorGroup(layout.tensor, activations)
+    own = model
+    if parallel.tensor > 1:
+        shard(model, group)
+    if parallel.pipeline > 1:
+        stage, micro_batch = layout.pipeline.rank(), images.chunk(parallel.micro_batches)[0]
+        with cast:
+            own = cut(model, micro_batch, stage, parallel.pipeline, chunks_of(parallel.schedule), profile)
+        for name, layer in model.named_modules():
+            if own.owners.get(name, stage) != stage:
+                layer.to("meta")
+    return Division(own, layout, group, activations, outline)

@@ -1,0 +1,155 @@
+"""Whatever the layout, engine and rule of update, ranks follow one process on the joined batch."""
+
+from __future__ import annotations
+
+import math
+from itertools import cycle, product
+from typing import Any
+
+import pytest
+import torch
+
+from imagenet_fast.recipe.schema import Parallel
+from tests.parallel.small import Trained, train
+from tests.spawning import run
+
+EXACT: tuple[dict[str, Any], ...] = (
+    {"kind": "lazy", "wire": "fp32", "threshold_mb": 0.001},
+    {"kind": "ring", "wire": "fp32", "bucket_mb": 0.001},
+    {"kind": "hybrid", "wire": "fp32", "fuse_mb": 0.001},
+    {"kind": "dear", "wire": "fp32", "bucket_mb": 0.001},
+    {"kind": "allreduce", "wire": "fp32"},
+)
+SPARSE: dict[str, Any] = {"kind": "sparse", "wire": "fp32", "chunk": 16, "ramp_epochs": 0, "dense_epochs": 0}
+OTHERS: tuple[dict[str, Any], ...] = (
+    {"kind": "lazy", "wire": "fp32"},  # it learns its threshold
+    {**SPARSE, "sparsity": 0.0},
+    {**SPARSE, "sparsity": 0.0, "timing": "hybrid"},
+    {"kind": "powersgd", "wire": "fp32", "rank": 36, "timing": "dear"},  # of full rank
+)
+SGD: dict[str, Any] = {"kind": "sgd", "lr": 0.1, "weight_decay": 1e-3, "nesterov": True}
+LARS: dict[str, Any] = {"kind": "lars", "lr": 0.1, "weight_decay": 1e-3, "trust_coefficient": 0.05}
+RULES: dict[str, dict[str, Any]] = {
+    "sgd": {"optim": SGD},
+    "lars": {"optim": LARS},
+    "larc": {"optim": {**LARS, "clip": True}},
+    "clipped": {"optim": SGD, "clip_norm": 0.05},
+    "averaged": {"optim": LARS, "ema_decay": 0.7},
+}
+BATCH = {"tiny": 12, "alexnet": 12, "alexnet_bn": 8}
+Case = tuple[str, str, Parallel, dict[str, Any]]
+"""The model, the rule by which it is updated, the layout, the engine."""
+
+PIPED = Parallel(pipeline=2, micro_batches=2)
+LAYOUTS: dict[int, tuple[Parallel, ...]] = {
+    2: (Parallel(tensor=2), PIPED, Parallel(pipeline=2, micro_batches=3, schedule="gpipe")),
+    3: (Parallel(tensor=3), Parallel(pipeline=3, schedule="gpipe")),
+    4: (
+        Parallel(tensor=4), Parallel(tensor=2), PIPED, Parallel(pipeline=4, micro_batches=6),
+        Parallel(tensor=2, pipeline=2, micro_batches=3),
+    ),
+}  # fmt: skip
+"""By the number of ranks; what a layout leaves of them is data-parallel."""
+
+
+def cases_of(world: int) -> list[Case]:
+    """Every engine and every rule in each number of ranks; AlexNet, where there are two, by every engine."""
+    layouts, updates = cycle(LAYOUTS[world]), cycle(("lars", "sgd"))
+    cases: list[Case] = [("tiny", next(updates), next(layouts), engine) for engine in EXACT]
+    cases += [("tiny", rule, next(layouts), EXACT[2 if rule == "averaged" else 0]) for rule in RULES]
+    match world:
+        case 2:
+            cases += [("tiny", "lars", Parallel(tensor=2), engine) for engine in OTHERS]
+            cases += [("alexnet", next(updates), next(layouts), engine) for engine in EXACT]
+        case 4:
+            cases += [("tiny", "lars", Parallel(tensor=2), EXACT[2]), ("tiny", "lars", Parallel(tensor=4), EXACT[3])]
+            cases += [("alexnet", next(updates), layout, EXACT[2]) for layout in LAYOUTS[4]]
+    return cases
+
+
+def all_cases_of(world: int) -> list[Case]:
+    """Every engine in every layout, updated by turns."""
+    updates = cycle(("sgd", "lars"))
+    tiny = [("tiny", next(updates), *case) for case in product(LAYOUTS[world], [*EXACT, *OTHERS])]
+    clipped = [("tiny", "clipped", *case) for case in product(LAYOUTS[world], EXACT[:1])]
+    return tiny + clipped + [("alexnet", next(updates), *case) for case in product(LAYOUTS[world], EXACT)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[tuple[str, str], Trained]:
+    return dict(run(1, _alone)[0])
+
+
+def _alone() -> dict[tuple[str, str], Trained]:
+    lazy = {"sync": EXACT[0]}
+    expected = {("tiny", rule): train("tiny", 7, BATCH["tiny"], **lazy, **changes) for rule, changes in RULES.items()}
+    assert expected["tiny", "clipped"].losses != expected["tiny", "sgd"].losses
+    for rule in ("sgd", "lars"):
+        expected["alexnet", rule] = train("alexnet", 5, BATCH["alexnet"], **lazy, **RULES[rule])
+    return expected | {("alexnet_bn", "sgd"): train("alexnet_bn", 5, BATCH["alexnet_bn"], 0.01, **lazy, **RULES["sgd"])}
+
+
+@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.full)])
+def test_every_layout_and_engine_follows_one_process(world: int, alone: dict[tuple[str, str], Trained]):
+    follows(alone, world, cases_of(world))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_engine_follows_one_process_in_every_layout(world: int, alone: dict[tuple[str, str], Trained]):
+    follows(alone, world, all_cases_of(world))
+
+
+def follows(alone: dict[tuple[str, str], Trained], world: int, cases: list[Case]) -> None:
+    for (kind, rule, layout, engine), trained in run(world, _laid_out, cases)[0]:
+        expected, what = alone[kind, rule], f"{kind}, {rule}, {layout!r} of {world}, {engine}"
+        assert expected.losses[-1] < expected.losses[0], f"{what} learns"
+        assert trained.losses == pytest.approx(expected.losses, rel=1e-5), what
+        assert trained.weights.keys() == expected.weights.keys()
+        for name, weight in trained.weights.items():
+            torch.testing.assert_close(
+                weight, expected.weights[name], rtol=1e-3, atol=1e-5, msg=lambda text, at=f"{name}, {what}": at + text
+            )
+
+
+def _laid_out(cases: list[Case]) -> list[tuple[Case, Trained]]:
+    trained = []
+    for case in cases:
+        kind, rule, layout, engine = case
+        steps = 7 if kind == "tiny" else 5
+        micro = 1 if layout.pipeline > 1 and BATCH[kind] % (2 * layout.micro_batches) else 2
+        changes = RULES[rule]
+        trained.append((case, train(kind, steps, BATCH[kind], parallel=layout, micro=micro, sync=engine, **changes)))
+    return trained
+
+
+def test_batch_norm_has_the_statistics_of_accumulation(alone: dict[tuple[str, str], Trained]):
+    losses = run(4, _batch_norm)[0]
+    assert losses == pytest.approx(alone["alexnet_bn", "sgd"].losses, rel=1e-5)
+
+
+def _batch_norm() -> list[float]:
+    return train(
+        "alexnet_bn", 5, BATCH["alexnet_bn"], 0.01, parallel=Parallel(tensor=2), sync=EXACT[0], **RULES["sgd"]
+    ).losses
+
+
+def test_engines_that_leave_something_behind_keep_all_ranks_alike_and_waiting_for_none():
+    run(2, _inexact_engines)
+
+
+def _inexact_engines() -> None:
+    """A rank may have nothing to update where another, which asks it for norms, has."""
+    piped = Parallel(pipeline=2, micro_batches=2)
+    for rule, engine in (
+        ("lars", {**SPARSE, "sparsity": 0.9}),
+        ("lars", {**SPARSE, "sparsity": 0.9, "timing": "hybrid"}),
+        ("sgd", {**SPARSE, "sparsity": 0.5, "momentum_correction": True}),
+        ("lars", {"kind": "powersgd", "wire": "bf16", "rank": 2}),
+        ("lars", {"kind": "lazy", "wire": "int8", "bf16_steps": 2}),
+        ("lars", {"kind": "auto", "wire": "bf16", "inexact": True}),
+    ):
+        optim = {key: value for key, value in RULES[rule]["optim"].items() if key != "nesterov"}
+        for layout in (Parallel(tensor=2), piped):
+            losses = train("tiny", 8, BATCH["tiny"], parallel=layout, sync=engine, optim=optim).losses
+            assert all(math.isfinite(loss) for loss in losses), engine
