@@ -70,10 +70,8 @@ def test_a_recipe_is_laid_out_as_named_whatever_layout_it_has_itself(tmp_path: P
 
 def test_a_pipeline_that_is_told_no_number_cuts_its_pictures_evenly_into_four_or_as_many_as_stages():
     for stages, data, schedule in product((2, 3, 4, 5, 8), (1, 2, 3), ("gpipe", "1f1b", "interleaved")):
-        ranks, asked = (
-            stages * data,
-            (f"ranks={stages * data}", f"global_batch={stages * data * 120}", f"parallel.schedule={schedule}"),
-        )
+        ranks = stages * data
+        asked = (f"ranks={ranks}", f"global_batch={120 * ranks}", f"parallel.schedule={schedule}")
         recipe = laid(f"pp{stages}dp{data}", *asked, ranks=ranks, path=RESNET)
         assert split_batch(recipe, ranks).accumulation == 1
         assert max(4, stages) <= recipe.parallel.micro_batches <= 2 * max(4, stages)
