@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,12 @@ def export_program(network: nn.Module, image_size: int, path: Path, about: Mappi
     partial = path.with_name(f".{path.name}")
     example = torch.randn(2, 3, image_size, image_size)  # not 1, which torch would take for a constant
     program = torch.export.export(network, (example,), dynamic_shapes=({0: Dim("batch")},))
+    archive = BytesIO()  # and not the file: torch ends the process where that has a strange name or finds no space
+    torch.export.save(program, archive, extra_files={ABOUT: json.dumps(about, sort_keys=True)})
     try:
-        torch.export.save(program, partial, extra_files={ABOUT: json.dumps(about, sort_keys=True)})
-        written = torch.export.load(partial).module()
+        partial.write_bytes(archive.getbuffer())
+        with partial.open("rb") as opened:
+            written = torch.export.load(opened).module()
         for pictures in (torch.randn(n, 3, image_size, image_size) for n in (1, 3)):
             with torch.inference_mode():
                 ours, theirs = network(pictures), written(pictures)

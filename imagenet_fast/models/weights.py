@@ -173,6 +173,11 @@ def _read_pickle(file: Path) -> object:
                 f"{file} would have {asked[1]} called when it is read, which may run any code; give a file of the "
                 "state dict alone, as torch.save(model.state_dict(), FILE) makes it"
             ) from None
+        if "data.pkl: file not found" in str(error):
+            raise UserError(
+                f"{file} is an archive without a state dict, as a .pt2 is, of which nothing is read; give a "
+                ".safetensors file, a .pth of a state dict, or a run"
+            ) from None
         reason = "" if isinstance(error, UnpicklingError) else f" ({_first_line(error)})"
         raise UserError(f"{file} is damaged, or no state dict{reason}; copy or fetch it again") from None
 
@@ -254,4 +259,4 @@ def _name(model: schema.Model) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
+    return next(iter(str(error).splitlines()), "").partition(". ")[0] or type(error).__name__

@@ -207,11 +207,21 @@ def test_an_exported_file_carries_what_is_known_and_nothing_is_overwritten(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again.safetensors", "w.safetensors"]
 
 
-def test_an_exported_program_gives_the_networks_results_for_any_number_of_pictures(trained: Path, tmp_path: Path):
+def test_an_exported_program_gives_the_networks_results_for_any_number_of_pictures_and_is_not_taken_back(
+    trained: Path, tmp_path: Path, refusal: Callable[..., str]
+):
     out = tmp_path / "smoke.pt2"
     in_process("export", "--weights", str(trained), "--format", "pt2", "--out", str(out))
     _check_program(out, resnet18(num_classes=10), load_file(trained / FINAL_WEIGHTS), 32, "smoke")
+    back = refusal("export", "--weights", str(out), "--out", str(tmp_path / "w.safetensors"))
+    assert "smoke.pt2 is an archive without a state dict, as a .pt2 is, of which nothing is read; give" in back
     assert [path.name for path in tmp_path.iterdir()] == ["smoke.pt2"]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pt2"])
+def test_where_nothing_can_be_written_that_is_said(kind: str, trained: Path, refusal: Callable[..., str]):
+    options = ("--weights", str(trained), "--format", kind, "--out", f"/proc/w.{kind}")
+    assert f"/proc/w.{kind} cannot be written (" in refusal("export", *options)
 
 
 @pytest.mark.long
