@@ -27,7 +27,7 @@ from imagenet_fast.training.starting import starting_weights
 
 @dataclass(frozen=True)
 class Verdict:
-    """What weights are worth: percent of ``images``, seconds from the first of them to the last."""
+    """What weights are worth: percent of ``images``, seconds from the first of them to the last, compiling included."""
 
     weights: str
     recipe: str
