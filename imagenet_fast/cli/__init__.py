@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,19 @@ import typer
 
 from imagenet_fast import __version__
 from imagenet_fast.cli.benchmarks import bench_app
-from imagenet_fast.cli.options import PngOption, RecipeOption, SetOption
+from imagenet_fast.cli.options import (
+    DataOption,
+    EndpointOption,
+    NodesOption,
+    NprocOption,
+    PatienceOption,
+    PngOption,
+    RecipeOption,
+    SetOption,
+    WeightsOption,
+    WeightsRecipeOption,
+    in_a_directory,
+)
 from imagenet_fast.errors import UserError, refuse, warn
 
 app = typer.Typer(
@@ -74,21 +87,21 @@ def options(
 @app.command()
 def train(
     recipe: RecipeOption,
-    data: Annotated[Path | None, typer.Option(metavar="DIR", help="Holds train/<class>/* and val/<class>/*.")] = None,
+    data: DataOption = None,
     overrides: SetOption = [],  # noqa: B006  (typer's way to say: an empty list)
     sync: Annotated[
         str | None, typer.Option(metavar="NAME", help="Gradient-sync engine instead of the recipe's.")
     ] = None,
-    nproc: Annotated[int | None, typer.Option(min=1, help="Ranks on this machine. Default: one a GPU, else 2.")] = None,
-    nodes: Annotated[
-        int | None, typer.Option(min=1, help="Machines; run the same command on each. Default: 1, or all of srun's.")
+    nproc: NprocOption = None,
+    nodes: NodesOption = None,
+    rdzv_endpoint: EndpointOption = None,
+    join_timeout: PatienceOption = 300,
+    init_from: Annotated[
+        Path | None, typer.Option(metavar="FILE|RUN", help="Start from these weights instead of fresh ones.")
     ] = None,
-    rdzv_endpoint: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Where several nodes meet: a free port of one of them.")
-    ] = None,
-    join_timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", min=1, help="How long nodes and ranks wait for each other at the start.")
-    ] = 300,
+    fresh_head: Annotated[
+        bool, typer.Option("--fresh-head", help="With --init-from: start the last layer anew, as for other classes.")
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Run directory. Default: runs/<time>-<recipe>-<sync>.")
     ] = None,
@@ -117,6 +130,10 @@ def train(
 
     path = find_recipe(recipe)
     written = load_recipe(path, sync, [*overrides, *([f"seed={seed}"] if seed is not None else [])])
+    plan = partial(
+        plan_job, path.stem, written, data=data, folder=out, scale=scale_batch, trace=trace, init_from=init_from,
+        fresh_head=fresh_head,
+    )  # fmt: skip
     adopt_step(os.environ)
     place = own_place()
     if not silent and (place is None or place.leads):
@@ -125,15 +142,75 @@ def train(
     if place is not None:  # a torchrun or an srun of the user's has started us: we are a rank
         from imagenet_fast.launch.rank import train_as_rank
 
-        job = plan_job(path.stem, written, place.size, data=data, folder=out, scale=scale_batch, trace=trace)
+        job = plan(place.size)
         raise typer.Exit(train_as_rank(job, place, join_timeout).exit_code)
 
     from imagenet_fast.launch.launcher import launch
     from imagenet_fast.launch.nodes import plan_nodes
 
     cluster = plan_nodes(nproc, nodes, rdzv_endpoint, join_timeout)
-    job = plan_job(path.stem, written, cluster.ranks, data=data, folder=out, scale=scale_batch, trace=trace)
-    raise typer.Exit(launch(job, cluster))
+    raise typer.Exit(launch(plan(cluster.ranks), cluster))
+
+
+@app.command("eval")
+def evaluate(
+    weights: WeightsOption,
+    data: DataOption = None,
+    recipe: WeightsRecipeOption = None,
+    overrides: SetOption = [],  # noqa: B006
+    nproc: NprocOption = None,
+    nodes: NodesOption = None,
+    rdzv_endpoint: EndpointOption = None,
+    join_timeout: PatienceOption = 300,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", callback=in_a_directory, help="Write the result there too."),
+    ] = None,
+) -> None:
+    """Classify the whole validation set with given weights, each picture once: top-1 and top-5.
+
+    A run directory says itself by which recipe, and on which pictures if they are still where they were.
+    """
+    from imagenet_fast.launch.planning import plan_evaluation
+    from imagenet_fast.launch.slurm import adopt_step
+    from imagenet_fast.ranks.place import own_place
+
+    plan = partial(plan_evaluation, weights, recipe, overrides, data=data, report=json_file)
+    adopt_step(os.environ)
+    place = own_place()
+    if place is not None:  # a torchrun or an srun of the user's has started us: we are a rank
+        from imagenet_fast.launch.judging import evaluate_as_rank
+
+        evaluate_as_rank(plan(place.size), place, join_timeout)
+        return
+
+    from imagenet_fast.launch.launcher import launch_evaluation
+    from imagenet_fast.launch.nodes import plan_nodes
+
+    cluster = plan_nodes(nproc, nodes, rdzv_endpoint, join_timeout)
+    raise typer.Exit(launch_evaluation(plan(cluster.ranks), cluster))
+
+
+@app.command()
+def export(
+    weights: WeightsOption,
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", callback=in_a_directory, help="Ends as its format; must not exist yet.")
+    ],
+    recipe: WeightsRecipeOption = None,
+    kind: Annotated[
+        str, typer.Option("--format", metavar="safetensors|pt2", help="Weights; or a program of torch.export.")
+    ] = "safetensors",
+) -> None:
+    """Write weights as a file to be used elsewhere.
+
+    `safetensors` holds them under torchvision's names. `pt2` is the whole network for evaluation, in fp32 and for any
+    number of pictures, which torch.export.load runs without this program. Both say for which classes, and how pictures
+    are prepared, as far as that is known.
+    """
+    from imagenet_fast.launch.delivering import deliver
+
+    print(f"written to {deliver(weights, recipe, kind, out)}")
 
 
 @recipes_app.callback()
@@ -191,7 +268,7 @@ def compare(
     seeds: Annotated[
         str | None, typer.Option(metavar="1,2", help="A run for each of these, too. Default: the recipe's seed.")
     ] = None,
-    data: Annotated[Path | None, typer.Option(metavar="DIR", help="Holds train/<class>/* and val/<class>/*.")] = None,
+    data: DataOption = None,
     overrides: Annotated[
         list[str],
         typer.Option("--set", metavar="KEY=VALUE", help="As in train; ENGINE.KEY=VALUE for that engine alone."),

@@ -24,6 +24,32 @@ JsonOption = Annotated[
 PngOption = Annotated[
     Path | None, typer.Option("--png", metavar="FILE", callback=in_a_directory, help="Draw them there.")
 ]
+DataOption = Annotated[
+    Path | None, typer.Option("--data", metavar="DIR", help="Holds train/<class>/* and val/<class>/*.")
+]
+WeightsOption = Annotated[
+    Path, typer.Option("--weights", metavar="FILE|RUN", help="A .safetensors or .pth file, or a run directory.")
+]
+WeightsRecipeOption = Annotated[
+    str | None, typer.Option("--recipe", metavar="NAME|PATH", help="What the weights are for. Default: the run's.")
+]
+NprocOption = Annotated[
+    int | None, typer.Option("--nproc", min=1, help="Ranks on this machine. Default: one a GPU, else 2.")
+]
+NodesOption = Annotated[
+    int | None,
+    typer.Option("--nodes", min=1, help="Machines; run the same command on each. Default: 1, or all of srun's."),
+]
+EndpointOption = Annotated[
+    str | None,
+    typer.Option("--rdzv-endpoint", metavar="HOST:PORT", help="Where several nodes meet: a free port of one of them."),
+]
+PatienceOption = Annotated[
+    float,
+    typer.Option(
+        "--join-timeout", metavar="SECONDS", min=1, help="How long nodes and ranks wait for each other at the start."
+    ),
+]
 RecipeOption = Annotated[
     str, typer.Option("--recipe", metavar="NAME|PATH", help="A shipped recipe's name, or a TOML file.")
 ]

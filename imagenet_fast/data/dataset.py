@@ -13,8 +13,8 @@ from torch import Tensor
 
 from imagenet_fast.data.dali import DaliLoader
 from imagenet_fast.data.folder import FolderLoader
-from imagenet_fast.data.imagefolder import scan
-from imagenet_fast.data.order import EvalOrder, TrainOrder
+from imagenet_fast.data.imagefolder import ImageFolder, scan_training, scan_validation
+from imagenet_fast.data.order import EvalOrder, Order, TrainOrder
 from imagenet_fast.data.synthetic import SyntheticLoader
 from imagenet_fast.errors import UserError
 from imagenet_fast.ranks.cores import usable_cores
@@ -31,20 +31,28 @@ class Loader(Protocol):
 
 
 @dataclass(frozen=True)
-class Dataset:
-    """Both splits as one rank reads them."""
+class Validation:
+    """The validation split as one rank reads it."""
 
     classes: int
-    train_order: TrainOrder
+    class_names: list[str]
+    """By label; nothing for pictures that are made up."""
     val_order: EvalOrder
-    train: Iterator[Batch]
-    """Micro-batches of epoch after epoch, without end."""
     val: Iterator[Batch]
     """Evaluation after evaluation, without end."""
 
     def next_evaluation(self) -> Iterator[Batch]:
         """This rank's batches of one evaluation."""
         return islice(self.val, self.val_order.batches)
+
+
+@dataclass(frozen=True)
+class Dataset(Validation):
+    """Both splits as one rank reads them."""
+
+    train_order: TrainOrder
+    train: Iterator[Batch]
+    """Micro-batches of epoch after epoch, without end."""
 
 
 def open_dataset(
@@ -60,29 +68,67 @@ def open_dataset(
 
     Raises UserError where the pictures cannot be trained on, or not with this batch.
     """
+    folder = None
     match data:
         case schema.SyntheticData():
-            sizes, classes = (data.train_images, data.val_images), data.classes
+            images = data.train_images
         case schema.ImageData():
             assert root is not None
-            train_folder, val_folder = scan(root)
-            sizes, classes = (len(train_folder), len(val_folder)), len(train_folder.classes)
+            folder = scan_training(root)
+            images = len(folder)
         case _:
             assert_never(data)
-    train_order = TrainOrder(sizes[0], batching, rank, seed)
-    val_order = EvalOrder(sizes[1], batching.micro_batch, batching.ranks, rank)
-    if not train_order.steps_per_epoch:
+    order = TrainOrder(images, batching, rank, seed)
+    if not order.steps_per_epoch:
         raise UserError(
-            f"the training set has {sizes[0]} images, fewer than one global batch of {batching.global_batch}; "
-            f"--set global_batch={sizes[0]} or less, or give more images"
+            f"the training set has {images} images, fewer than one global batch of {batching.global_batch}; "
+            f"--set global_batch={images} or less, or give more images"
         )
+    validation = open_validation(data, root, batching, rank, local_ranks, device, seed)
+    train = _open(data, folder, order, local_ranks, device, seed)
+    return Dataset(**vars(validation), train_order=order, train=iter(train))
+
+
+def open_validation(
+    data: schema.Data,
+    root: Path | None,
+    batching: Batching,
+    rank: int,
+    local_ranks: int,
+    device: torch.device,
+    seed: int,
+) -> Validation:
+    """Make this rank's loader of the validation split, in micro-batches; the training split need not be there."""
+    folder = None
+    names: list[str] = []
     match data:
         case schema.SyntheticData():
-            train: Loader = SyntheticLoader(train_order, data, device, seed)
-            val: Loader = SyntheticLoader(val_order, data, device, seed)
+            images, classes = data.val_images, data.classes
         case schema.ImageData():
-            load = DaliLoader if data.loader == "dali" else FolderLoader
+            assert root is not None
+            folder = scan_validation(root)
+            images, classes, names = len(folder), len(folder.classes), folder.classes
+        case _:
+            assert_never(data)
+    order = EvalOrder(images, batching.micro_batch, batching.ranks, rank)
+    return Validation(classes, names, order, iter(_open(data, folder, order, local_ranks, device, seed)))
+
+
+def _open(
+    data: schema.Data,
+    folder: ImageFolder | None,
+    order: Order,
+    local_ranks: int,
+    device: torch.device,
+    seed: int,
+) -> Loader:
+    match data:
+        case schema.SyntheticData():
+            return SyntheticLoader(order, data, device, seed)
+        case schema.ImageData():
+            assert folder is not None
             workers = min(data.workers, max(1, usable_cores() // local_ranks))
-            train = load(train_folder, train_order, data, device, seed + rank, workers)
-            val = load(val_folder, val_order, data, device, seed + rank, workers)
-    return Dataset(classes, train_order, val_order, iter(train), iter(val))
+            load = DaliLoader if data.loader == "dali" else FolderLoader
+            return load(folder, order, data, device, seed + order.rank, workers)
+        case _:
+            assert_never(data)

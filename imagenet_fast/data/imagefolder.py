@@ -28,10 +28,14 @@ class ImageFolder:
 
 def check_folders(root: Path) -> None:
     """Raise UserError where :func:`scan` would, without listing every image."""
-    for split, names in zip(("train", "val"), _class_names(root), strict=True):
-        for name in names:
-            with os.scandir(root / split / name) as entries:
-                _require(any(_is_image(e) for e in entries), root / split / name)
+    for split, names in zip(("train", "val"), _both_splits(root), strict=True):
+        _check_classes(root / split, names)
+
+
+def check_validation(root: Path) -> None:
+    """Raise UserError where :func:`scan_validation` would, without listing every image."""
+    names, _ = _validation_split(root)
+    _check_classes(root / "val", names)
 
 
 def scan(root: Path) -> tuple[ImageFolder, ImageFolder]:
@@ -39,20 +43,32 @@ def scan(root: Path) -> tuple[ImageFolder, ImageFolder]:
 
     Raises UserError where a folder is missing, a class has no images, or val has a class that train lacks.
     """
-    train, val = _class_names(root)
-    return _list(root / "train", train, train), _list(root / "val", val, train)
+    return scan_training(root), scan_validation(root)
 
 
-def _class_names(root: Path) -> tuple[list[str], list[str]]:
-    if not root.is_dir():
-        raise UserError(f"there is no data directory {root}; give one with --data DIR")
-    for split in ("train", "val"):
-        if not (root / split).is_dir():
-            raise UserError(f"{root} has no folder {split}; it must hold train/<class>/* and val/<class>/*")
-    train, val = (sorted(e.name for e in os.scandir(root / s) if e.is_dir()) for s in ("train", "val"))
-    for split, names in (("train", train), ("val", val)):
-        if not names:
-            raise UserError(f"{root / split} has no class folders; it must hold one folder of images a class")
+def scan_training(root: Path) -> ImageFolder:
+    """List the training split. Raises UserError as :func:`scan` does."""
+    train, _ = _both_splits(root)
+    return _list(root / "train", train, train)
+
+
+def scan_validation(root: Path) -> ImageFolder:
+    """List the validation split; where there is no other its classes are its own. Raises UserError as :func:`scan`."""
+    names, classes = _validation_split(root)
+    return _list(root / "val", names, classes)
+
+
+def _validation_split(root: Path) -> tuple[list[str], list[str]]:
+    """Its class folders, and the classes that number them."""
+    if (root / "train").is_dir():
+        classes, names = _both_splits(root)
+        return names, classes
+    names = _class_names(root, "val")
+    return names, names
+
+
+def _both_splits(root: Path) -> tuple[list[str], list[str]]:
+    train, val = (_class_names(root, split) for split in ("train", "val"))
     strangers = sorted(set(val) - set(train))
     if strangers:
         raise UserError(
@@ -60,6 +76,23 @@ def _class_names(root: Path) -> tuple[list[str], list[str]]:
             "class folders must have the same names in both"
         )
     return train, val
+
+
+def _class_names(root: Path, split: str) -> list[str]:
+    if not root.is_dir():
+        raise UserError(f"there is no data directory {root}; give one with --data DIR")
+    if not (root / split).is_dir():
+        raise UserError(f"{root} has no folder {split}; it must hold train/<class>/* and val/<class>/*")
+    names = sorted(entry.name for entry in os.scandir(root / split) if entry.is_dir())
+    if not names:
+        raise UserError(f"{root / split} has no class folders; it must hold one folder of images a class")
+    return names
+
+
+def _check_classes(folder: Path, names: list[str]) -> None:
+    for name in names:
+        with os.scandir(folder / name) as entries:
+            _require(any(_is_image(e) for e in entries), folder / name)
 
 
 def _list(folder: Path, names: list[str], classes: list[str]) -> ImageFolder:

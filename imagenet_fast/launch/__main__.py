@@ -1,7 +1,7 @@
-"""``python -m imagenet_fast.launch JOB SECONDS``: what our launcher has torchrun start on every rank of its node.
+"""``python -m imagenet_fast.launch train|eval FILE SECONDS``: what our launcher has torchrun start on every rank.
 
-The launcher reads how it ended beside the job file, so the exit code, which torchrun would flatten, only says whether
-it ended well.
+The launcher reads how a run ended beside the job file, so the exit code, which torchrun would flatten, only says
+whether it ended well.
 """
 
 from __future__ import annotations
@@ -14,21 +14,37 @@ from imagenet_fast.launch.leaving import leave
 
 
 def main() -> None:
-    """Train the job in the file JOB, waiting SECONDS at most for the other ranks."""
-    path, patience_s = Path(sys.argv[1]), float(sys.argv[2])
+    """Do what FILE says, waiting SECONDS at most for the other ranks."""
+    task, path, patience_s = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
     try:
-        from imagenet_fast.launch.rank import train_as_rank  # seconds of imports, in which Ctrl-C may come
-        from imagenet_fast.ranks.place import own_place
-        from imagenet_fast.recipe.job import read_job
-
-        place = own_place()
-        assert place is not None, "torchrun tells a rank its place"
-        outcome = train_as_rank(read_job(path), place, patience_s, handover=path.parent)
+        well = _evaluate(path, patience_s) if task == "eval" else _train(path, patience_s)
     except UserError as error:
         refuse(str(error))
     except KeyboardInterrupt:
         raise SystemExit(1) from None
-    raise SystemExit(0 if outcome.status in ("reached", "finished") else 1)
+    raise SystemExit(0 if well else 1)
+
+
+def _train(path: Path, patience_s: float) -> bool:
+    from imagenet_fast.launch.rank import train_as_rank  # seconds of imports, in which Ctrl-C may come
+    from imagenet_fast.ranks.place import own_place
+    from imagenet_fast.recipe.job import read_job
+
+    place = own_place()
+    assert place is not None, "torchrun tells a rank its place"
+    outcome = train_as_rank(read_job(path), place, patience_s, handover=path.parent)
+    return outcome.status in ("reached", "finished")
+
+
+def _evaluate(path: Path, patience_s: float) -> bool:
+    from imagenet_fast.launch.judging import evaluate_as_rank
+    from imagenet_fast.ranks.place import own_place
+    from imagenet_fast.recipe.evaluating import read_evaluation
+
+    place = own_place()
+    assert place is not None, "torchrun tells a rank its place"
+    evaluate_as_rank(read_evaluation(path), place, patience_s)
+    return True
 
 
 if __name__ == "__main__":

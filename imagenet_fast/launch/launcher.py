@@ -1,4 +1,4 @@
-"""A training run on this node and others: the job handed to ranks of our own, and how they ended."""
+"""A training run, or an evaluation, on this node and others: handed to ranks of our own, and how they ended."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from imagenet_fast.launch.nodes import Nodes
 from imagenet_fast.launch.planning import check_writable
 from imagenet_fast.launch.signals import interrupt_on_signals
 from imagenet_fast.launch.torchrun import run_ranks
+from imagenet_fast.recipe.evaluating import Evaluation
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.record.outcome import Outcome, read_outcome
 
@@ -28,7 +29,7 @@ def launch(job: Job, nodes: Nodes) -> int:
     with tempfile.TemporaryDirectory(prefix="imagenet-fast-") as handover:
         job.write(Path(handover) / "job.json")
         try:
-            code, fate = run_ranks(Path(handover) / "job.json", nodes)
+            code, fate = run_ranks("train", Path(handover) / "job.json", nodes)
         except KeyboardInterrupt:
             interrupted = True
         left = read_outcome(Path(handover))
@@ -48,3 +49,21 @@ def launch(job: Job, nodes: Nodes) -> int:
     if has_run:
         outcome.write(job.folder)
     return code if code == 2 else outcome.exit_code
+
+
+def launch_evaluation(evaluation: Evaluation, nodes: Nodes) -> int:
+    """Evaluate on this node's ranks, and on those of the other ``nodes``; the command's exit code.
+
+    Rank 0 says what came of it. Raises UserError where the nodes cannot meet.
+    """
+    interrupt_on_signals()
+    with tempfile.TemporaryDirectory(prefix="imagenet-fast-") as handover:
+        path = Path(handover) / "evaluation.json"
+        evaluation.write(path)
+        try:
+            code, fate = run_ranks("eval", path, nodes)
+        except KeyboardInterrupt:
+            return 1
+    if code and code != 2:  # 2: the rank has said itself what is wrong
+        print(f"failed: {fate}")
+    return code if code in (0, 2) else 1

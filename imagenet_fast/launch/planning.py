@@ -5,15 +5,18 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from imagenet_fast.data.imagefolder import check_folders
+from imagenet_fast.data.imagefolder import check_folders, check_validation
 from imagenet_fast.data.places import locate
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.axes import check_axes
-from imagenet_fast.recipe.batching import explain, scale_recipe, split_batch
-from imagenet_fast.recipe.job import Job
-from imagenet_fast.recipe.schema import Recipe, SyntheticData
+from imagenet_fast.recipe.batching import Batching, explain, scale_recipe, split_batch
+from imagenet_fast.recipe.evaluating import Evaluation
+from imagenet_fast.recipe.job import Job, read_job
+from imagenet_fast.recipe.reading import find_recipe, load_recipe
+from imagenet_fast.recipe.schema import Data, Recipe, SyntheticData
 
 
 def plan_job(
@@ -25,6 +28,8 @@ def plan_job(
     folder: Path | None = None,
     scale: bool = False,
     trace: bool = False,
+    init_from: Path | None = None,
+    fresh_head: bool = False,
 ) -> Job:
     """Settle what ``ranks`` ranks train, from which folder into which; None for the usual ones.
 
@@ -33,18 +38,73 @@ def plan_job(
     recipe = scale_recipe(written, ranks) if scale else written
     check_axes(recipe, ranks)
     batching = split_batch(recipe, ranks)
-    root = None
-    if isinstance(recipe.data, SyntheticData):
-        if data is not None:
-            raise UserError(
-                f"--data {data} would not be read: data.loader is 'synthetic', which makes its own pictures; "
-                "leave --data out, or choose a recipe with another loader"
-            )
-    else:
-        root = locate(recipe.data.dataset, data).absolute()
-        check_folders(root)
+    root = _find_data(recipe.data, data, check_folders)
     place = (folder or new_folder(name, recipe.sync.kind)).absolute()
-    return Job(name, recipe, batching, root, place, explain(written, recipe, batching), trace, tuple(sys.argv))
+    note = explain(written, recipe, batching)
+    if init_from is not None:
+        init_from = init_from.absolute()
+        note += f"; starts from {init_from}" + (" with a fresh last layer" if fresh_head else "")
+    elif fresh_head:
+        raise UserError("--fresh-head is for weights to start from; add --init-from FILE, or leave it out")
+    return Job(name, recipe, batching, root, place, note, trace, init_from, fresh_head, tuple(sys.argv))
+
+
+def plan_evaluation(
+    weights: Path,
+    named: str | None,
+    overrides: Sequence[str],
+    ranks: int,
+    *,
+    data: Path | None = None,
+    report: Path | None = None,
+) -> Evaluation:
+    """Settle how ``ranks`` ranks evaluate ``weights``: by the recipe ``named``, or as the run they come from did.
+
+    Raises UserError with the first thing wrong, as far as it shows without torch.
+    """
+    name, recipe, run = recipe_of(weights, named, overrides)
+    batch = recipe.micro_batch or max(1, recipe.global_batch // recipe.ranks)
+    if run is not None:
+        batch = run.batching.micro_batch
+        if not isinstance(recipe.data, SyntheticData):
+            data = data or run.data
+    root = _find_data(recipe.data, data, check_validation)
+    place = report.absolute() if report is not None else None
+    return Evaluation(name, recipe, Batching(ranks, batch, 1), weights.absolute(), root, place)
+
+
+def recipe_of(weights: Path, named: str | None, overrides: Sequence[str] = ()) -> tuple[str, Recipe, Job | None]:
+    """The recipe ``named``, with its name; or where none is, that of the run directory ``weights``, with its job.
+
+    Raises UserError where it can be neither.
+    """
+    if named is not None:
+        path = find_recipe(named)
+        return path.stem, load_recipe(path, overrides=overrides), None
+    if not (weights / "job.json").is_file():
+        raise UserError(f"{weights} does not say by which recipe to use it, as a run directory does; add --recipe NAME")
+    try:
+        job = read_job(weights / "job.json")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        raise UserError(
+            f"{weights / 'job.json'} is damaged or of another version; name a recipe with --recipe"
+        ) from None
+    recipe = load_recipe(weights / "recipe.toml", overrides=overrides) if overrides else job.recipe
+    return job.name, recipe, job
+
+
+def _find_data(data: Data, given: Path | None, check: Callable[[Path], None]) -> Path | None:
+    """Where the pictures lie, after a ``check``; None for those that are made up."""
+    if not isinstance(data, SyntheticData):
+        root = locate(data.dataset, given).absolute()
+        check(root)
+        return root
+    if given is not None:
+        raise UserError(
+            f"--data {given} would not be read: data.loader is 'synthetic', which makes its own pictures; "
+            "leave --data out, or choose a recipe with another loader"
+        )
+    return None
 
 
 def new_folder(recipe: str, what: str) -> Path:

@@ -20,13 +20,14 @@ from imagenet_fast.record.opening import open_record
 from imagenet_fast.record.outcome import Outcome
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.loop import train
+from imagenet_fast.training.starting import starting_weights
 
 
 def train_as_rank(job: Job, place: Place, patience_s: float, handover: Path | None = None) -> Outcome:
     """Join the others, waiting ``patience_s`` for them at most, and train; how that ended.
 
     Rank 0 leaves the outcome in the run directory, the first rank of each node in ``handover`` too. Raises UserError
-    where the ranks cannot meet, or were given different jobs.
+    where the ranks cannot meet, were given different jobs, or cannot start from the weights they were told to.
     """
     if place.leads:
         check_writable(job.folder)
@@ -38,9 +39,12 @@ def train_as_rank(job: Job, place: Place, patience_s: float, handover: Path | No
         dataset = open_dataset(
             job.recipe.data, job.data, job.batching, world.rank, world.local_size, world.device, job.recipe.seed
         )
+        weights = None
+        if job.init_from is not None:
+            weights = starting_weights(job.init_from, job.recipe.model, dataset.classes, world, job.fresh_head)
         record = open_record(job, world, clock.run_s)
         try:
-            train(job, dataset, world, clock, record, outcome)
+            train(job, dataset, world, clock, record, outcome, weights)
         except KeyboardInterrupt:
             outcome.message = reported_failure()  # another rank's, after which torchrun has stopped this one
             outcome.status = "failed" if outcome.message else "interrupted"

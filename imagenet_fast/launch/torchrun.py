@@ -6,13 +6,14 @@ import logging
 import os
 import signal
 from pathlib import Path
+from typing import Literal
 
 from imagenet_fast.launch.nodes import Nodes, meet
 from imagenet_fast.ranks.cores import usable_cores
 
 
-def run_ranks(job: Path, nodes: Nodes) -> tuple[int, str]:
-    """Train the job in the file ``job`` on this node's ranks, once the other nodes have come, until all have ended.
+def run_ranks(task: Literal["train", "eval"], job: Path, nodes: Nodes) -> tuple[int, str]:
+    """Do what the file ``job`` says on this node's ranks, once the other nodes have come, until all have ended.
 
     Returns the exit code of the rank that failed first and what became of it, or 0 and nothing. Raises UserError
     where the nodes cannot meet, and KeyboardInterrupt when told to stop.
@@ -37,7 +38,7 @@ def run_ranks(job: Path, nodes: Nodes) -> tuple[int, str]:
     )
     if os.environ.get("TORCH_CPP_LOG_LEVEL") == "FATAL":  # as the command line has it for a launcher
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    torchrun.training_script_args = [str(job), str(nodes.patience_s)]
+    torchrun.training_script_args = [task, str(job), str(nodes.patience_s)]
     try:
         run(torchrun)
     except ChildFailedError as error:

@@ -1,4 +1,4 @@
-"""What all ranks hold alike: initial weights, batch-norm statistics, sums."""
+"""What all ranks hold alike: initial weights, batch-norm statistics, sums, refusals."""
 
 from __future__ import annotations
 
@@ -36,6 +36,13 @@ def total(*values: float, device: torch.device) -> list[float]:
     sums = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(sums)
     return [float(value) for value in sums]
+
+
+def refused_by_first(refusal: str, device: torch.device) -> str:
+    """What rank 0 refuses, in a sentence, on every rank; nothing where it refuses nothing. Others' are not heard."""
+    said = [refusal]
+    dist.broadcast_object_list(said, src=0, device=device)
+    return said[0]
 
 
 def _scatter(flat: Tensor, tensors: list[Tensor]) -> None:

@@ -24,23 +24,30 @@ class Job:
     """What became of the recipe's batch."""
     trace: bool = False
     """Whether to write a timeline of a few steps."""
+    init_from: Path | None = None
+    """A file of weights, or a run directory, to start from. Rank 0 reads it."""
+    fresh_head: bool = False
+    """Whether the last layer starts anew all the same."""
     command: tuple[str, ...] = ()
     """How it was asked for."""
 
     def agreed(self) -> dict[str, Any]:
         """What all nodes must have alike. Folders are not among it: each may keep data and runs where it likes."""
-        return {"recipe": self.name, **_tables(self.recipe), "all ranks": self.batching.ranks}
+        starts = {"--init-from": self.init_from.name, "--fresh-head": self.fresh_head} if self.init_from else {}
+        return {"recipe": self.name, **recipe_tables(self.recipe), "all ranks": self.batching.ranks, **starts}
 
     def write(self, path: Path) -> None:
         """Write it as JSON, in one move, so that a reader never sees half of it."""
         table = {
             "name": self.name,
-            "recipe": _tables(self.recipe),
+            "recipe": recipe_tables(self.recipe),
             "batching": vars(self.batching),
             "data": str(self.data) if self.data is not None else None,
             "folder": str(self.folder),
             "note": self.note,
             "trace": self.trace,
+            "init_from": str(self.init_from) if self.init_from is not None else None,
+            "fresh_head": self.fresh_head,
             "command": self.command,
         }
         partial = path.with_name(f".{path.name}")
@@ -49,8 +56,9 @@ class Job:
 
 
 def read_job(path: Path) -> Job:
-    """What :meth:`Job.write` wrote."""
+    """What :meth:`Job.write` wrote, also before jobs could start from weights."""
     table = json.loads(path.read_text())
+    init_from = table.get("init_from")
     return Job(
         table["name"],
         Recipe.model_validate_json(json.dumps(table["recipe"])),
@@ -59,11 +67,13 @@ def read_job(path: Path) -> Job:
         Path(table["folder"]),
         table["note"],
         table["trace"],
+        Path(init_from) if init_from is not None else None,
+        table.get("fresh_head", False),
         tuple(table["command"]),
     )
 
 
-def _tables(recipe: Recipe) -> dict[str, Any]:
-    """As JSON has it, without infinities."""
+def recipe_tables(recipe: Recipe) -> dict[str, Any]:
+    """A recipe as JSON has it, without infinities."""
     tables: dict[str, Any] = json.loads(recipe.model_dump_json(exclude_none=True))
     return tables

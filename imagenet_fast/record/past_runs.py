@@ -19,6 +19,9 @@ from imagenet_fast.record.tables import NOTHING, compact_table, number
 SETTLING_STEPS = 10
 """In the first ones engines watch, measure the network and plan; what a step takes is told of the others."""
 
+FINAL_WEIGHTS = Path("checkpoints") / "final.safetensors"
+"""Inside the directory of a run that came to its end."""
+
 
 @dataclass(frozen=True)
 class PastRun:
@@ -78,6 +81,26 @@ def read_run(folder: Path) -> PastRun:
     if not (folder / "events.jsonl").is_file():
         raise UserError(f"{folder} is not a run directory (it has no events.jsonl); give one that `train` made")
     return PastRun(folder, read_outcome(folder), read_events(folder))
+
+
+def weights_file(given: Path) -> Path:
+    """The weights that ``given`` stands for: a file itself, a run directory its final ones. Raises UserError."""
+    try:
+        if given.is_file():
+            return given
+        if (given / FINAL_WEIGHTS).is_file():
+            return given / FINAL_WEIGHTS
+        ended = not (given / "job.json").exists()
+    except OSError as error:
+        raise UserError(f"{given} cannot be read ({error.strerror}); give a file of weights, or a run") from None
+    if not ended:
+        raise UserError(
+            f"{given} holds a run without {FINAL_WEIGHTS}, since it has not come to its end; give another, or a "
+            "file of weights"
+        )
+    if given.is_dir():
+        raise UserError(f"{given} is a directory without a run; give one that `train` made, or a file of weights")
+    raise UserError(f"there is no file {given}; give a file of weights, or a run directory that `train` made")
 
 
 def report_table(runs: list[PastRun]) -> Table:

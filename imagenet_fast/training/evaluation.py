@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from imagenet_fast.data.dataset import Dataset
+from imagenet_fast.data.dataset import Validation
 from imagenet_fast.ranks.agreement import total
 from imagenet_fast.ranks.world import World
 
@@ -21,7 +21,7 @@ class Accuracy:
     images: int
 
 
-def evaluate(model: nn.Module, dataset: Dataset, cast: torch.autocast, world: World) -> Accuracy:
+def evaluate(model: nn.Module, dataset: Validation, cast: torch.autocast, world: World) -> Accuracy:
     """Classify this rank's shard and add up the counts of all ranks.
 
     Ranks may hold different numbers of batches, so nothing is communicated before the end. The images seen

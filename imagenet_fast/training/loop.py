@@ -7,23 +7,28 @@ from torch import nn
 
 from imagenet_fast.data.dataset import Dataset
 from imagenet_fast.models import build_model
+from imagenet_fast.models.weights import Weights, describe, fill, write_weights
 from imagenet_fast.ranks.agreement import average_batch_norms, same_everywhere
 from imagenet_fast.ranks.garbage import exempt_what_lives
 from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.record import Outcome, Record
-from imagenet_fast.training.checkpoint import save_weights
+from imagenet_fast.record.past_runs import FINAL_WEIGHTS
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.evaluation import evaluate
 from imagenet_fast.training.schedule import learning_rate
 from imagenet_fast.training.step import build_step
 
 
-def train(job: Job, dataset: Dataset, world: World, clock: Clock, record: Record, outcome: Outcome) -> None:
-    """Train ``job`` until its target or its last epoch; ``outcome`` is kept up to date all the way."""
+def train(
+    job: Job, dataset: Dataset, world: World, clock: Clock, record: Record, outcome: Outcome,
+    weights: Weights | None = None,
+) -> None:  # fmt: skip
+    """Train ``job`` until its target or its last epoch, from rank 0's ``weights`` if it has some; ``outcome`` is kept
+    up to date all the way."""
     recipe, batching = job.recipe, job.batching
-    model = initial_model(recipe, dataset.classes, world)
+    model = initial_model(recipe, dataset.classes, world, weights)
     steps_per_epoch = dataset.train_order.steps_per_epoch
     trace = job.folder / "trace.json" if job.trace and world.leads else None
     take_step = build_step(recipe, batching, model, world, steps_per_epoch, trace)
@@ -69,13 +74,18 @@ def train(job: Job, dataset: Dataset, world: World, clock: Clock, record: Record
     else:
         outcome.status = "finished"
     if world.leads:
-        save_weights(judged, job.folder / "checkpoints" / "final.safetensors")
+        about = describe(job.name, recipe, dataset.class_names)
+        write_weights(judged.state_dict(), job.folder / FINAL_WEIGHTS, about)
 
 
-def initial_model(recipe: Recipe, classes: int, world: World) -> nn.Module:
-    """The recipe's model on this rank's device, with the same weights everywhere."""
+def initial_model(recipe: Recipe, classes: int, world: World, weights: Weights | None = None) -> nn.Module:
+    """The recipe's model on this rank's device, with the same weights everywhere: rank 0's ``weights`` (of
+    :func:`starting_weights`), or fresh ones."""
     torch.manual_seed(recipe.seed)
-    model = build_model(recipe.model, classes).to(world.device)
+    model = build_model(recipe.model, classes)
+    if weights is not None:
+        fill(model, weights)
+    model = model.to(world.device)
     if recipe.channels_last:
         model = model.to(memory_format=torch.channels_last)
     same_everywhere(model)

@@ -164,3 +164,22 @@ def test_a_folder_that_cannot_be_trained_on_is_refused(make: RefusedFolder, sent
     for look in (check_folders, scan):
         with pytest.raises(UserError, match=sentence):
             look(root)
+
+
+def test_without_a_training_split_validation_is_numbered_by_its_own_classes(tmp_path: Path):
+    from imagenet_fast.data.imagefolder import check_validation, scan_validation
+
+    with pytest.raises(UserError, match="has no folder val"):
+        check_validation(tmp_path)
+    for name in ("dog", "cat"):
+        (tmp_path / "val" / name).mkdir(parents=True)
+        (tmp_path / "val" / name / "1.png").touch()
+    check_validation(tmp_path)
+    assert scan_validation(tmp_path).labels.tolist() == [0, 1]
+    for name in ("dog", "cat", "bird"):
+        (tmp_path / "train" / name).mkdir(parents=True)
+    assert scan_validation(tmp_path).labels.tolist() == [1, 2]
+    (tmp_path / "train" / "cat").rmdir()
+    for look in (check_validation, scan_validation):
+        with pytest.raises(UserError, match=r"1 class.* that train lacks, the first 'cat'"):
+            look(tmp_path)

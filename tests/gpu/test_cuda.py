@@ -11,14 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torchvision.models import resnet18
 
 from imagenet_fast.data.dataset import open_dataset
+from imagenet_fast.errors import UserError
+from imagenet_fast.launch.judging import judge
+from imagenet_fast.launch.planning import plan_evaluation
 from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.batching import Batching, split_batch
 from imagenet_fast.recipe.reading import parse_recipe
 from imagenet_fast.recipe.schema import ImageData
 from imagenet_fast.sync.marks import mark, seconds_between
 from imagenet_fast.training.loop import initial_model
+from imagenet_fast.training.starting import starting_weights
 from imagenet_fast.training.step import build_step
 from tests.conftest import tables
 
@@ -100,6 +105,19 @@ def test_a_mark_is_told_from_a_later_one_whichever_is_given_first(world: World):
     torch.ones(2**28, device=world.device).sum()
     second = mark(world.device)
     assert seconds_between(second, first) < 0 < seconds_between(first, second)
+
+
+def test_weights_from_a_file_are_judged_and_started_from(world: World, tmp_path: Path):
+    file = tmp_path / "w.pth"
+    theirs = resnet18(num_classes=10)
+    torch.save(theirs.state_dict(), file)
+    recipe = parse_recipe("test", tables(ranks=1))
+    model = initial_model(recipe, 10, world, starting_weights(file, recipe.model, 10, world))
+    assert all(torch.equal(t.cpu(), theirs.state_dict()[name]) for name, t in model.state_dict().items())
+    verdict = judge(plan_evaluation(file, "smoke", ["precision.kind=fp32"], 1), world)
+    assert (verdict.images, verdict.world_size) == (63, 1)
+    with pytest.raises(UserError, match="10 classes apart, and the data has 3"):
+        starting_weights(file, recipe.model, 3, world)
 
 
 def test_dali_decodes_on_the_gpu_what_it_decodes_on_the_cpu(world: World, pictures: Path):

@@ -1,0 +1,262 @@
+"""Weights on disk: safetensors, and what ``torch.save`` makes of a state dict.
+
+The latter are pickles, which may run whatever they like when they are read. They are read by torch's own reader of
+weights, which makes tensors, containers and numbers and nothing else; a file that asks for more is refused. What a
+file is, its first bytes say and not its name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, TypeGuard
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from imagenet_fast.errors import UserError
+from imagenet_fast.models import build_model
+from imagenet_fast.recipe import schema
+from imagenet_fast.recipe.schema import Recipe
+
+_KEY = "imagenet_fast"  # the one of the metadata: safetensors writes several in any order, and files would differ
+_LFS = b"version https://git-lfs"
+_ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
+_LONGEST_HEADER = 2**32
+_ENTRIES = ("state_dict_ema", "model_ema", "state_dict", "model")
+"""Where others' checkpoints keep weights, a moving average first: it is what they report."""
+_LISTED = 3  # of the weights that do not fit
+_MODELS: tuple[schema.Model, ...] = (
+    schema.AlexNet(kind="alexnet"),
+    schema.AlexNetBN(kind="alexnet_bn"),
+    schema.AlexNetBN(kind="alexnet_bn", pool5_norm=True),
+    schema.ResNet(kind="resnet18"),
+    schema.ResNet(kind="resnet50"),
+)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a file holds, under the names of the model's own state dict."""
+
+    source: str
+    """What to call it in a sentence."""
+    tensors: dict[str, Tensor]
+    about: dict[str, Any] = field(default_factory=dict)
+    """What :func:`describe` said of it; nothing in others' files."""
+
+    @property
+    def class_names(self) -> list[str]:
+        """Nothing where they are not known."""
+        names = self.about.get("classes")
+        return [str(name) for name in names] if isinstance(names, list) else []
+
+
+def read_weights(file: Path) -> Weights:
+    """The weights in ``file``, on the CPU. Raises UserError where there are none, or it would run code."""
+    try:
+        with file.open("rb") as opened:
+            start = opened.read(64)
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror}); give a file of weights, or a run") from None
+    if start.startswith(_LFS):
+        raise UserError(f"{file} is a pointer of Git LFS and not the weights; run `git lfs pull` where it lies")
+    if start[8:9] == b"{" and int.from_bytes(start[:8], "little") < _LONGEST_HEADER:
+        return _read_safetensors(file)
+    if start.startswith((_ZIP, _PICKLE)):
+        return _unwrap(file, _read_pickle(file))
+    raise UserError(f"{file} holds no weights; give a .safetensors file, a .pth of a state dict, or a run")
+
+
+def write_weights(tensors: Mapping[str, Tensor], path: Path, about: Mapping[str, Any]) -> None:
+    """Write them as safetensors with what is to be said about them; in one move, so never half."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}")
+    metadata = {_KEY: json.dumps(about, sort_keys=True)} if about else None
+    try:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, partial, metadata)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def describe(name: str, recipe: Recipe, class_names: Sequence[str]) -> dict[str, Any]:
+    """What one needs to know of weights to use them: their model, and how pictures are prepared for it.
+
+    ``name`` is the recipe's. Without names of classes nothing is said of them.
+    """
+    data = recipe.data.model_dump(include={"image_size", "resize", "mean", "std"})
+    classes = {"classes": list(class_names)} if class_names else {}
+    return {"recipe": name, "model": recipe.model.model_dump(), **data, **classes}
+
+
+def fit(weights: Weights, model: schema.Model, classes: int, fresh_head: bool = False) -> Weights:
+    """Those of ``weights`` that a ``model`` for so many ``classes`` is to be filled with, in its own dtypes.
+
+    ``fresh_head`` leaves out its last layer. Counts of batches, which nothing here reads, may be missing, as in files
+    from before torch had them. Raises UserError where something is missing, unknown, of another shape or not finite.
+    """
+    network = _blank(model, classes)
+    expected = network.state_dict()
+    found = weights.tensors
+    if fresh_head:
+        head = _head(network)
+        expected = {name: tensor for name, tensor in expected.items() if name not in head}
+        found = {name: tensor for name, tensor in found.items() if name not in head}
+    if wrong := _differences(found, expected):
+        raise UserError(_misfit(weights, model, classes, wrong))
+    fitting = {}
+    for name, tensor in found.items():
+        dtype = expected[name].dtype
+        plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+        if not plain or tensor.is_floating_point() != dtype.is_floating_point:
+            form = f"{tensor.layout} {tensor.dtype} on {tensor.device}"
+            raise UserError(
+                f"{name} in {weights.source} is {form}, and plain {dtype} is wanted; give weights in floating point"
+            )
+        fitting[name] = tensor.detach().to(dtype)
+        if not fitting[name].isfinite().all():
+            raise UserError(f"{name} in {weights.source} holds values that are not finite; give other weights")
+    return replace(weights, tensors=fitting)
+
+
+def fill(network: nn.Module, fitting: Weights) -> None:
+    """Give ``network`` what :func:`fit` has found for it. What that left out stays as it is."""
+    network.load_state_dict(fitting.tensors, strict=False)
+
+
+def recognise(weights: Weights) -> tuple[schema.Model, int] | None:
+    """Which of our models these are weights of, and for how many classes."""
+    for model in _MODELS:
+        classes = classes_of(weights, model)
+        if classes and not _differences(weights.tensors, _blank(model, classes).state_dict()):
+            return model, classes
+    return None
+
+
+def classes_of(weights: Weights, model: schema.Model) -> int:
+    """How many classes they tell apart, if they are a ``model``'s; 0 where they have no last layer of that name."""
+    _, bias = _head(_blank(model, 1))
+    return weights.tensors[bias].numel() if bias in weights.tensors else 0
+
+
+def _read_safetensors(file: Path) -> Weights:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            said = opened.metadata() or {}
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (it is no dict)
+    except Exception as error:  # what a damaged file does to a reader is nowhere listed
+        raise UserError(f"{file} is damaged or cut off ({_first_line(error)}); copy or fetch it again") from None
+    try:
+        about = json.loads(said.get(_KEY, "{}"))
+    except (ValueError, RecursionError):
+        about = {}
+    return Weights(str(file), _plain_names(tensors), about if isinstance(about, dict) else {})
+
+
+def _read_pickle(file: Path) -> object:
+    try:
+        with file.open("rb") as opened, warnings.catch_warnings(), torch.serialization.safe_globals([Namespace]):
+            warnings.simplefilter("ignore")  # of TorchScript, which is refused
+            return torch.load(opened, map_location="cpu", weights_only=True)  # by its name torch would judge it
+    except Exception as error:  # what a damaged file does to a reader is nowhere listed
+        if asked := re.search(r"GLOBAL (\S+)", str(error)):
+            raise UserError(
+                f"{file} would have {asked[1]} called when it is read, which may run any code; give a file of the "
+                "state dict alone, as torch.save(model.state_dict(), FILE) makes it"
+            ) from None
+        if "data.pkl: file not found" in str(error):
+            raise UserError(
+                f"{file} is an archive without a state dict, as a .pt2 is, of which nothing is read; give a "
+                ".safetensors file, a .pth of a state dict, or a run"
+            ) from None
+        reason = "" if isinstance(error, UnpicklingError) else f" ({_first_line(error)})"
+        raise UserError(f"{file} is damaged, or no state dict{reason}; copy or fetch it again") from None
+
+
+def _unwrap(file: Path, content: object) -> Weights:
+    """The state dict in what was read: the whole of it, or the entry that the usual names or their sort tell."""
+    if _is_state_dict(content):
+        return Weights(str(file), _plain_names(content))
+    entries = content if isinstance(content, dict) else {}
+    inside = {str(name): value for name, value in entries.items() if _is_state_dict(value)}
+    usual = [name for name in _ENTRIES if name in inside] or list(inside)
+    if not usual or (len(usual) > 1 and usual[0] not in _ENTRIES):
+        among = f"; its entries are {', '.join(map(str, list(entries)[:8]))}" if entries else ""
+        raise UserError(
+            f"{file} holds {'several state dicts' if usual else 'no state dict'}{among}; give a file of one alone, as "
+            "torch.save(model.state_dict(), FILE) makes it"
+        )
+    return Weights(f"{file} ({usual[0]})", _plain_names(inside[usual[0]]))
+
+
+def _is_state_dict(value: object) -> TypeGuard[dict[str, Tensor]]:
+    return (
+        isinstance(value, dict)
+        and bool(value)
+        and all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in value.items())
+    )
+
+
+def _plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Without what torch's wrappers put before names: compiled modules, averaged models, DDP."""
+    plain = {name.replace("_orig_mod.", ""): tensor for name, tensor in tensors.items() if name != "n_averaged"}
+    while plain and all(name.startswith("module.") for name in plain):
+        plain = {name.removeprefix("module."): tensor for name, tensor in plain.items()}
+    return plain
+
+
+def _blank(model: schema.Model, classes: int) -> nn.Module:
+    """The network without memory for its weights."""
+    with torch.device("meta"):
+        return build_model(model, classes)
+
+
+def _head(network: nn.Module) -> tuple[str, str]:
+    """The names of the last layer's weight and bias."""
+    name = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)][-1]
+    return f"{name}.weight", f"{name}.bias"
+
+
+def _differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, str]:
+    """What is wrong with each that does not fit, by name."""
+    missing = [n for n in expected if n not in found and not n.endswith(".num_batches_tracked")]
+    unknown = [n for n in found if n not in expected]
+    other = [n for n in expected if n in found and found[n].shape != expected[n].shape]
+    shapes = {n: f"is {list(found[n].shape)} instead of {list(expected[n].shape)}" for n in other}
+    return shapes | dict.fromkeys(missing, "is missing") | dict.fromkeys(unknown, "is not known to it")
+
+
+def _misfit(weights: Weights, model: schema.Model, classes: int, wrong: Mapping[str, str]) -> str:
+    """Why they do not fit, as shortly as it can be said."""
+    source, wanted = weights.source, _name(model)
+    match recognise(weights):
+        case (known, theirs) if _name(known) == wanted:
+            return (
+                f"{source} tells {theirs} classes apart, and the data has {classes}; give weights and data of the same "
+                "classes, or train with --fresh-head, which starts the last layer anew"
+            )
+        case (known, theirs):
+            return (
+                f"{source} is of the model {_name(known)} for {theirs} classes, and the recipe's is {wanted}; give "
+                f"weights of that, or a recipe with {_name(known)}"
+            )
+    listed = [f"{name} {what}" for name, what in list(wrong.items())[:_LISTED]]
+    more = f" and {len(wrong) - _LISTED} more do not fit" if len(wrong) > _LISTED else ""
+    return f"{source} is not of the recipe's model {wanted}: {', '.join(listed)}{more}; give weights of that model"
+
+
+def _name(model: schema.Model) -> str:
+    return f"{model.kind} with pool5_norm" if getattr(model, "pool5_norm", False) else model.kind
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "").partition(". ")[0] or type(error).__name__

@@ -1,0 +1,57 @@
+"""One evaluation of weights, settled once: what every rank classifies, and by which network."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from imagenet_fast.recipe.batching import Batching
+from imagenet_fast.recipe.job import recipe_tables
+from imagenet_fast.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Of the recipe the model, the pictures and the precision matter."""
+
+    name: str
+    """The recipe's."""
+    recipe: Recipe
+    batching: Batching
+    weights: Path
+    """A file, or a run directory. Rank 0 reads it."""
+    data: Path | None
+    report: Path | None = None
+    """Where rank 0 writes the result as JSON."""
+
+    def agreed(self) -> dict[str, Any]:
+        """What all nodes must have alike. Folders are not among it."""
+        ranks = {"all ranks": self.batching.ranks, "micro-batch": self.batching.micro_batch}
+        return {"recipe": self.name, **recipe_tables(self.recipe), **ranks, "--weights": self.weights.name}
+
+    def write(self, path: Path) -> None:
+        """Write it as JSON."""
+        table = {
+            "name": self.name,
+            "recipe": recipe_tables(self.recipe),
+            "batching": vars(self.batching),
+            "weights": str(self.weights),
+            "data": str(self.data) if self.data is not None else None,
+            "report": str(self.report) if self.report is not None else None,
+        }
+        path.write_text(json.dumps(table, indent=2, allow_nan=False) + "\n")
+
+
+def read_evaluation(path: Path) -> Evaluation:
+    """What :meth:`Evaluation.write` wrote."""
+    table = json.loads(path.read_text())
+    return Evaluation(
+        table["name"],
+        Recipe.model_validate_json(json.dumps(table["recipe"])),
+        Batching(**table["batching"]),
+        Path(table["weights"]),
+        Path(table["data"]) if table["data"] is not None else None,
+        Path(table["report"]) if table["report"] is not None else None,
+    )

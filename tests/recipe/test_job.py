@@ -1,0 +1,50 @@
+"""What is handed to ranks comes back as it was."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+from imagenet_fast.recipe.batching import Batching
+from imagenet_fast.recipe.evaluating import Evaluation, read_evaluation
+from imagenet_fast.recipe.job import Job, read_job
+from imagenet_fast.recipe.reading import parse_recipe
+from tests.conftest import tables
+
+RECIPE = parse_recipe("test", tables(sync={"kind": "lazy", "threshold_mb": math.inf}))
+STRANGE = Path(os.fsdecode(b"/runs/caf\xe9 \n'\"$x"))
+"""Not in UTF-8, on two lines."""
+
+
+def test_a_job_is_read_back_as_it_was_written(tmp_path: Path):
+    for init_from, fresh in ((None, False), (STRANGE, True)):
+        job = Job("test", RECIPE, Batching(3, 5, 2), STRANGE, tmp_path, "a note", True, init_from, fresh, ("a", "b"))
+        job.write(tmp_path / "job.json")
+        assert read_job(tmp_path / "job.json") == job
+
+
+def test_a_job_from_before_runs_could_start_from_weights_is_read_too(tmp_path: Path):
+    job = Job("test", RECIPE, Batching(3, 5, 2), None, tmp_path)
+    job.write(tmp_path / "job.json")
+    table = json.loads((tmp_path / "job.json").read_text())
+    del table["init_from"], table["fresh_head"]
+    (tmp_path / "job.json").write_text(json.dumps(table))
+    assert read_job(tmp_path / "job.json") == job
+
+
+def test_nodes_that_start_from_different_weights_disagree(tmp_path: Path):
+    starts: list[Path | None] = [None, Path("/a/w.pth"), Path("/b/w.pth"), Path("/a/other.pth")]
+    fresh, here, there, other = (
+        Job("test", RECIPE, Batching(1, 1, 1), None, tmp_path, init_from=start).agreed() for start in starts
+    )
+    assert here == there, "each may keep them where it likes"
+    assert fresh != here != other
+
+
+def test_an_evaluation_is_read_back_as_it_was_written(tmp_path: Path):
+    for data, report in ((None, None), (STRANGE, STRANGE)):
+        evaluation = Evaluation("test", RECIPE, Batching(3, 5, 1), STRANGE, data, report)
+        evaluation.write(tmp_path / "evaluation.json")
+        assert read_evaluation(tmp_path / "evaluation.json") == evaluation
