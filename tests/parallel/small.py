@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from imagenet_fast.models import build_model
 from imagenet_fast.models.half import Half
 from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.batching import split_batch
@@ -18,6 +17,7 @@ from imagenet_fast.recipe.schema import AlexNet, AlexNetBN, Parallel
 from imagenet_fast.record import Event, Record
 from imagenet_fast.training.step import build_step
 from tests.conftest import tables
+from tests.models.narrow import narrow_model
 
 CLASSES = 5
 CPU = torch.device("cpu")
@@ -46,19 +46,9 @@ def small_model(kind: str) -> nn.Module:
         case "tiny":
             return Tiny()
         case "alexnet":
-            settings: AlexNet | AlexNetBN = AlexNet(kind="alexnet", dropout=0.0)
+            return narrow_model(AlexNet(kind="alexnet", dropout=0.0), CLASSES)
         case _:
-            settings = AlexNetBN(kind="alexnet_bn", dropout=0.0)
-    with torch.device("meta"):
-        model = build_model(settings, CLASSES)
-        connected = [name for name, layer in model.classifier.named_children() if isinstance(layer, nn.Linear)]
-        for name, inputs, outputs in zip(connected, (9216, 256, 256), (256, 256, CLASSES), strict=True):
-            setattr(model.classifier, name, nn.Linear(inputs, outputs))
-    model = model.to_empty(device="cpu").to(memory_format=torch.channels_last)
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d | nn.Linear | nn.BatchNorm2d):
-            module.reset_parameters()
-    return model
+            return narrow_model(AlexNetBN(kind="alexnet_bn", dropout=0.0), CLASSES)
 
 
 PIXELS = {"tiny": 5, "alexnet": 63, "alexnet_bn": 67}
@@ -73,7 +63,7 @@ def images_of(kind: str, step: int, batch: int) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Trained:
-    """What came of some steps: the loss of each over all ranks, and what would be saved."""
+    """What came of some steps: the loss of each over all ranks, and on the first rank what would be saved."""
 
     losses: list[float]
     weights: dict[str, Tensor]
@@ -104,7 +94,7 @@ def train(kind: str, steps: int, batch: int, lr: float = 0.1, tensor: int = 1, *
         dist.broadcast(first, 0)
         assert torch.equal(first, tensor) or "running" in name, f"{name} differs between ranks"
     take_step._sync.close()  # else the groups of all cases are open, and their threads wake
-    return Trained(seen.losses, weights)
+    return Trained(seen.losses, weights if rank == 0 else {})
 
 
 class Seen:
