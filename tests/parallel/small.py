@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.models.half import Half
+from imagenet_fast.parallel.layout import lay_out
 from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.reading import parse_recipe
@@ -18,6 +21,7 @@ from imagenet_fast.record import Event, Record
 from imagenet_fast.training.step import build_step
 from tests.conftest import tables
 from tests.models.narrow import narrow_model
+from tests.sync.loops import unmeasured
 
 CLASSES = 5
 CPU = torch.device("cpu")
@@ -69,9 +73,11 @@ class Trained:
     weights: dict[str, Tensor]
 
 
+@unmeasured()
+@patch("imagenet_fast.training.step.lay_out", cache(lay_out))
 def train(kind: str, steps: int, batch: int, lr: float = 0.1, tensor: int = 1, **changes: Any) -> Trained:
     """On this rank and all others, by :func:`build_step`, over the same two batches again and again. ``changes`` are
-    the recipe's; ``tensor`` need not divide what the recipe's own model has."""
+    the recipe's; ``tensor`` need not divide what the recipe's own model has. Of a layout groups are made once."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = {"model": {"kind": "alexnet" if kind == "tiny" else kind}, "data__image_size": 67}
     recipe = parse_recipe("test", tables(**model, ranks=1, global_batch=batch, micro_batch=2, **changes))
