@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, assert_never
+from typing import Protocol, assert_never
 
 import torch
 from torch import Tensor
 
 from imagenet_fast.data.dali import DaliLoader
+from imagenet_fast.data.folder import FolderLoader
 from imagenet_fast.data.imagefolder import scan
 from imagenet_fast.data.order import EvalOrder, TrainOrder
 from imagenet_fast.data.synthetic import SyntheticLoader
@@ -19,9 +20,6 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.ranks.cores import usable_cores
 from imagenet_fast.recipe import schema
 from imagenet_fast.recipe.batching import Batching
-
-if TYPE_CHECKING:
-    from imagenet_fast.data.folder import FolderLoader
 
 Batch = tuple[Tensor, Tensor]
 
@@ -83,16 +81,8 @@ def open_dataset(
             train: Loader = SyntheticLoader(train_order, data, device, seed)
             val: Loader = SyntheticLoader(val_order, data, device, seed)
         case schema.ImageData():
-            load = _loader(data.loader)
+            load = DaliLoader if data.loader == "dali" else FolderLoader
             workers = min(data.workers, max(1, usable_cores() // local_ranks))
             train = load(train_folder, train_order, data, device, seed + rank, workers)
             val = load(val_folder, val_order, data, device, seed + rank, workers)
     return Dataset(classes, train_order, val_order, iter(train), iter(val))
-
-
-def _loader(name: Literal["dali", "folder"]) -> type[DaliLoader | FolderLoader]:
-    if name == "dali":
-        return DaliLoader
-    from imagenet_fast.data.folder import FolderLoader  # and with it torchvision, which takes seconds
-
-    return FolderLoader

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import assert_never
 
 from torch import nn
+from torch._dynamo import config
+from torchvision.models import alexnet
+from torchvision.models.resnet import BasicBlock, Bottleneck
 
-from imagenet_fast.models.alexnet import AlexNet
 from imagenet_fast.models.alexnet_bn import AlexNetBN
 from imagenet_fast.models.half import Half
-from imagenet_fast.models.resnet import BasicBlock, Bottleneck, ResNet
+from imagenet_fast.models.resnet import ResNet
 from imagenet_fast.recipe import schema
 
 _FORMS = 3
@@ -21,13 +23,14 @@ def build_model(model: schema.Model, classes: int) -> nn.Module:
     network: nn.Module
     match model:
         case schema.AlexNet():
-            network = AlexNet(classes, model.dropout)
+            theirs = alexnet(num_classes=classes, dropout=model.dropout)
+            theirs.features, theirs.classifier = Half(*theirs.features), Half(*theirs.classifier)
+            network = theirs
         case schema.AlexNetBN():
             network = AlexNetBN(classes, model.dropout, model.pool5_norm)
         case schema.ResNet():
-            small = model.kind == "resnet18"
-            block, blocks = (BasicBlock, (2, 2, 2, 2)) if small else (Bottleneck, (3, 4, 6, 3))
-            network = ResNet(block, blocks, classes, model.zero_init_last_gamma)
+            block, blocks = (BasicBlock, [2, 2, 2, 2]) if model.kind == "resnet18" else (Bottleneck, [3, 4, 6, 3])
+            network = ResNet(block, blocks, num_classes=classes, zero_init_residual=model.zero_init_last_gamma)
         case _:
             assert_never(model)
     return network
@@ -54,7 +57,5 @@ def _allow_compilations(more: int) -> None:
     All blocks are one function to it, in every model of this process. A form that fits several blocks is made once, so
     fewer are made than are allowed.
     """
-    from torch._dynamo import config  # seconds of imports, which nobody needs who compiles nothing
-
     config.recompile_limit += more
     config.accumulated_recompile_limit += more

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from torch import nn
+from torchvision.models import AlexNet
+from torchvision.models.resnet import ResNet
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.models.alexnet import AlexNet
 from imagenet_fast.models.alexnet_bn import AlexNetBN
-from imagenet_fast.models.resnet import ResNet
 
 Piece = dict[str, nn.Module]
 """Layers by their names in the whole network: one with parameters, and what follows it up to the next such layer."""

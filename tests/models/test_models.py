@@ -12,7 +12,6 @@ import torchvision.models
 from torch import Tensor, nn
 
 from imagenet_fast.models import build_model, compile_blocks
-from imagenet_fast.models.resnet import Bottleneck
 from imagenet_fast.recipe.schema import AlexNet, AlexNetBN, Model, ResNet
 from tests.models.narrow import narrow_model
 
@@ -22,25 +21,14 @@ NETWORKS: dict[str, Model] = {
     "resnet18": ResNet(kind="resnet18"),
     "resnet50": ResNet(kind="resnet50", zero_init_last_gamma=True),
 }
-TORCHVISIONS: dict[str, dict[str, Any]] = {"alexnet": {}, "resnet18": {}, "resnet50": {"zero_init_residual": True}}
 
 
-@pytest.mark.parametrize(("kind", "image_size"), [("alexnet", 63), ("resnet18", 33), ("resnet50", 33)])
-def test_names_first_weights_results_and_gradients_are_torchvisions(kind: str, image_size: int):
-    torch.manual_seed(1)
-    ours = build_model(NETWORKS[kind], 10)
-    torch.manual_seed(1)
-    theirs = getattr(torchvision.models, kind)(num_classes=10, **TORCHVISIONS[kind])
-    assert list(ours.state_dict()) == list(theirs.state_dict())
-    assert all(map(torch.equal, ours.state_dict().values(), theirs.state_dict().values()))
-    images, logits = torch.randn(3, 3, image_size, image_size), []
-    for network in (ours, theirs):
-        torch.manual_seed(1)  # of dropout
-        logits.append(network(images))
-        logits[-1].square().sum().backward()
-    assert torch.equal(*logits)
-    assert all(torch.equal(p.grad, q.grad) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True))
-    assert all(map(torch.equal, ours.buffers(), theirs.buffers()))
+@pytest.mark.parametrize("kind", ["alexnet", "resnet18", "resnet50"])
+def test_weights_carry_torchvisions_names_and_shapes(kind: str):
+    with torch.device("meta"):
+        ours = build_model(NETWORKS[kind], 1000).state_dict()
+        theirs = getattr(torchvision.models, kind)().state_dict()
+    assert {name: tensor.shape for name, tensor in ours.items()} == {n: t.shape for n, t in theirs.items()}
 
 
 def test_alexnet_with_batch_norm_is_nvidia_caffes():
@@ -59,7 +47,7 @@ def test_alexnet_with_batch_norm_is_nvidia_caffes():
 
 def test_a_zeroed_gamma_makes_residual_blocks_begin_as_identities():
     model = build_model(NETWORKS["resnet50"], 10)
-    last = [m.bn3.weight for m in model.modules() if isinstance(m, Bottleneck)]
+    last = [m.bn3.weight for m in model.modules() if isinstance(m, torchvision.models.resnet.Bottleneck)]
     assert len(last) == 16
     assert not any(weight.any() for weight in last)
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torchvision.models.resnet import BasicBlock
 
 from imagenet_fast.models import compile_blocks
-from imagenet_fast.models.resnet import BasicBlock
 from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.reading import parse_recipe
