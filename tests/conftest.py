@@ -73,7 +73,8 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 @pytest.fixture
 def own_signals() -> Iterator[None]:
     """For what answers signals in this process: afterwards it is pytest again that does."""
-    answers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # the last one torchrun's
+    answers = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, answer in answers.items():
         signal.signal(number, answer)

@@ -6,17 +6,16 @@ import ctypes
 import multiprocessing
 import os
 import socket
-import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from imagenet_fast.bench.network import Host, enter, parse_rate, shaped_network
-from tests.e2e.command import COMMAND, environment
+from imagenet_fast.cli import entry
 
 _CLONE_NEWNS, _CLONE_NEWUTS, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000000, 0x1000, 0x4000, 0x40000
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -41,20 +40,10 @@ class Hosts:
             (folder / f"hosts{number}").write_text("".join(lines))
 
     def run(self, commands: Sequence[Sequence[str]], timeout_s: float = 120.0) -> list[Ended]:
-        """Run ``imagenet-fast`` with these arguments, one on each node, to the end."""
-        processes = [
-            subprocess.Popen(
-                [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                preexec_fn=partial(self.move, number), env=environment(OMP_NUM_THREADS="1"),
-            )
-            for number, arguments in enumerate(commands)
-        ]  # fmt: skip
-        try:
-            ended = [process.communicate(timeout=timeout_s) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        return [(process.returncode, *printed) for process, printed in zip(processes, ended, strict=True)]
+        """Run ``imagenet-fast`` with these arguments, one on each node, to the end. Torch is there already."""
+        said = [[self._folder / f"{stream}{n}" for stream in ("stdout", "stderr")] for n in range(len(commands))]
+        codes = self.call([(n, _command, (said[n], arguments)) for n, arguments in enumerate(commands)], timeout_s)
+        return [(code, *(file.read_text() for file in files)) for code, files in zip(codes, said, strict=True)]
 
     def call(
         self, calls: Sequence[tuple[int, Callable[..., Any], tuple[Any, ...]]], timeout_s: float = 60.0
@@ -94,6 +83,14 @@ def _answer(hosts: Hosts, node: int, function: Callable[..., Any], arguments: tu
         end.send(function(*arguments))
     except Exception as error:
         end.send(error)
+
+
+def _command(said: Sequence[Path], arguments: Sequence[str]) -> None:
+    for descriptor, file in enumerate(said, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    sys.argv = ["imagenet-fast", *arguments]
+    entry()
 
 
 @contextmanager

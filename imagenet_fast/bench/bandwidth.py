@@ -45,7 +45,7 @@ Means = Collective | Literal["mpi"]
 
 _DTYPES: tuple[Wire, ...] = ("fp32", "bf16", "fp16")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
-_BLOCK_S, _MOST_TIMES = 0.4, 200  # of all-reduces between two readings of the clock: how long, but how many at most
+_MOST_TIMES = 200  # all-reduces between two readings of the clock
 _RANK_BYTES = 10 * 2**20  # of a forked rank's own, as in bench/engine_times
 _MPI_RANK_BYTES = 60 * 2**20
 _COPIES, _MPI_COPIES = 4, 2  # of a message that lie in a rank's memory at a time: by the parts of others that arrive
@@ -99,8 +99,10 @@ def bench_collectives(
     wire: str,
     device: str | None,
     rounds: int,
+    block_s: float,
 ) -> list[AllReduceTime]:
-    """Time all-reduces of ``sizes`` by each of ``collectives`` (None: all that can be) over ``rounds`` rounds.
+    """Time all-reduces of ``sizes`` by each of ``collectives`` (None: all that can be) over ``rounds`` rounds, in each
+    of which each is repeated for about ``block_s``.
 
     Without a rate this machine is the only host, of all ranks; they have a GPU each, and NCCL, where ``device`` is
     "cuda", or None and there are as many. Raises UserError.
@@ -126,7 +128,7 @@ def bench_collectives(
         mpi.mpi_ranks(network, ranks_each) if "mpi" in means else nullcontext() as folder,
     ):
         by_rank: list[Blocks] = run_on(
-            network, ranks_each, measure, asked, means, wire, rounds, gpus, rate is not None, folder, gpus=gpus
+            network, ranks_each, measure, asked, means, wire, rounds, block_s, gpus, rate is not None, folder, gpus=gpus
         )
 
     def row(collective: Means, size: int) -> AllReduceTime:
@@ -293,12 +295,13 @@ def measure(
     means: Sequence[Means],
     wire: Wire,
     rounds: int,
+    block_s: float,
     gpus: bool,
     counted: bool = False,
     mpi_folder: Path | None = None,
 ) -> Blocks:
-    """On each rank: all collectives in turn, size by size, ``rounds`` times. How often each is repeated follows from a
-    first time, and is the same on all ranks."""
+    """On each rank: all collectives in turn, size by size, ``rounds`` times. How often each is repeated within
+    ``block_s`` follows from a first time, and is the same on all ranks."""
     device = torch.device("cuda", torch.cuda.current_device()) if gpus else torch.device("cpu")
     topology, dtype = Topology(device), wire_dtype(wire)
     lengths = list(dict.fromkeys(topology.padded(-(-size // dtype.itemsize)) for size in sizes))
@@ -324,14 +327,14 @@ def measure(
     often: dict[tuple[Means, int], int] = {}
     for elements in lengths:
         for name in means:
-            seconds = torch.tensor(block(name, elements, 1, checked=True).latency_s, device=device)
-            dist.all_reduce(seconds, dist.ReduceOp.MAX)
-            often[name, elements] = min(_MOST_TIMES, max(1, math.ceil(_BLOCK_S / float(seconds))))
+            first = torch.tensor(block(name, elements, 1, checked=True).latency_s, device=device)
+            dist.all_reduce(first, dist.ReduceOp.MAX)
+            often[name, elements] = min(_MOST_TIMES, max(1, math.ceil(block_s / float(first))))
     blocks: Blocks = {(name, elements * dtype.itemsize): [] for elements in lengths for name in means}
     for turn in range(rounds):
-        first = turn % len(means)
+        begin = turn % len(means)
         for elements in lengths:
-            for name in [*means[first:], *means[:first]]:
+            for name in [*means[begin:], *means[:begin]]:
                 times = often[name, elements]
                 blocks[name, elements * dtype.itemsize].append(block(name, elements, times))
     topology.close()

@@ -166,6 +166,7 @@ def bench_collectives(
         str | None, typer.Option(help="cpu (gloo) or cuda (NCCL). Default: cuda where each rank can have a GPU.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 3,
+    seconds: Annotated[float, typer.Option(min=0, help="To repeat an all-reduce in a round, 200 times at most.")] = 0.4,
     json_file: JsonOption = None,
     png: PngOption = None,
 ) -> None:
@@ -173,7 +174,7 @@ def bench_collectives(
     from imagenet_fast.bench.bandwidth import bandwidth_table, draw_bandwidth
     from imagenet_fast.bench.bandwidth import bench_collectives as measure
 
-    times = partial(measure, sizes, collectives, hosts, ranks_per_host, rate, wire, device, rounds)
+    times = partial(measure, sizes, collectives, hosts, ranks_per_host, rate, wire, device, rounds, seconds)
     _show_and_draw(times, bandwidth_table, draw_bandwidth, (11, 5), json_file, png)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from datetime import timedelta
 from pathlib import Path
 
+import torch.distributed as dist
+
 from imagenet_fast.data.dataset import open_dataset
 from imagenet_fast.launch.planning import check_writable
 from imagenet_fast.launch.signals import end_on_signals
@@ -59,4 +61,6 @@ def train_as_rank(job: Job, place: Place, patience_s: float, handover: Path | No
                 outcome.write(handover)
             record("end", outcome.steps, **vars(outcome))
             record.close()
+        if outcome.status in ("reached", "finished"):
+            dist.barrier()  # a torchrun whose first rank to end had missed the target would interrupt those that write
     return outcome

@@ -14,18 +14,19 @@ from imagenet_fast.ranks.cores import usable_cores
 from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.reading import to_toml
-from imagenet_fast.record.console import ConsoleSink
 from imagenet_fast.record.event import Record
 from imagenet_fast.record.jsonl import JsonLines
 from imagenet_fast.record.mllog import MLLog
 from imagenet_fast.record.strict_json import to_json
-from imagenet_fast.record.tensorboard import TensorBoard
 
 
 def open_record(job: Job, world: World, run_s: Callable[[], float]) -> Record:
     """On rank 0 make the run directory, say in it what is run and where, and open every sink; elsewhere nothing."""
     if not world.leads:
         return Record(run_s)
+    from imagenet_fast.record.console import ConsoleSink  # only here: together they take half a second
+    from imagenet_fast.record.tensorboard import TensorBoard
+
     job.folder.mkdir(parents=True, exist_ok=True)
     job.write(job.folder / "job.json")
     (job.folder / "recipe.toml").write_text(to_toml(job.recipe))

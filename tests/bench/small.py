@@ -8,8 +8,8 @@ SMALL = Profile(
     "small",
     "made up for a test",
     (
-        Layer("conv", "Conv2d", ((16, 3, 3, 3), (16,)), 6.0, 12.0),
-        Layer("hidden", "Linear", ((400, 1000), (400,)), 2.0, 4.0),
-        Layer("last", "Linear", ((100, 400), (100,)), 1.0, 2.0),
+        Layer("conv", "Conv2d", ((16, 3, 3, 3), (16,)), 2.0, 4.0),
+        Layer("hidden", "Linear", ((400, 1000), (400,)), 0.7, 1.3),
+        Layer("last", "Linear", ((100, 400), (100,)), 0.3, 0.7),
     ),
 )

@@ -26,7 +26,7 @@ from imagenet_fast.bench.bandwidth import (
 from imagenet_fast.bench.network import inhabit, parse_rate, shaped_network
 from imagenet_fast.errors import UserError
 from imagenet_fast.record.pictures import new_figure
-from tests.e2e.command import COMMAND, environment, imagenet_fast, wait_for
+from tests.e2e.command import COMMAND, environment, imagenet_fast, in_process, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -39,18 +39,19 @@ def with_mpi() -> None:
     pytest.skip(f"there is no {missing}")
 
 
+SHAPED = (
+    "bench", "collectives", "--sizes", "4KB,1MB", "--collectives", "native,hierarchical,mpi", "--hosts", "2",
+    "--ranks-per-host", "2", "--rate", "1gbit", "--wire", "bf16", "--rounds", "1", "--seconds", "0.1",
+)  # fmt: skip
+"""Two hosts of two ranks."""
+
+
 @pytest.fixture(scope="module")
 def shaped(root: None, with_mpi: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], str]:
-    """Two hosts of two ranks."""
     folder = tmp_path_factory.mktemp("bandwidth")
-    done = imagenet_fast(
-        "bench", "collectives", "--sizes", "4KB,1MB", "--collectives", "native,hierarchical,mpi", "--hosts", "2",
-        "--ranks-per-host", "2", "--rate", "1gbit", "--wire", "bf16", "--rounds", "1",
-        "--json", str(folder / "rows.json"), "--png", str(folder / "rows.png"),
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
+    printed = in_process(*SHAPED, "--json", str(folder / "rows.json"), "--png", str(folder / "rows.png"))
     assert (folder / "rows.png").stat().st_size > 10_000
-    return json.loads((folder / "rows.json").read_text()), done.stdout
+    return json.loads((folder / "rows.json").read_text()), printed
 
 
 def test_there_is_a_row_a_size_and_collective_with_nccl_tests_figures(shaped: tuple[list[dict[str, Any]], str]):
@@ -79,7 +80,7 @@ def test_the_link_carries_what_must_leave_a_host_by_levels_and_no_less_by_mpi(sh
 
 
 def test_three_ranks_of_one_machine_take_part_in_all_that_can_be():
-    rows = bench_collectives("1,2", None, 3, 1, None, "fp16", "cpu", 1)
+    rows = bench_collectives("1,2", None, 3, 1, None, "fp16", "cpu", rounds=1, block_s=0.02)
     assert {row.collective for row in rows} == set(parse_collectives(None, levels=False, gpus=False))
     assert {row.bytes for row in rows} == {3 * 2}, "a message has a part for each rank"
     assert len(rows) == len({row.collective for row in rows})
@@ -184,6 +185,12 @@ def test_who_inhabits_a_host_sees_its_interfaces_alone(root: None):
         thread.submit(inhabit, host).result()
         assert thread.submit(interfaces).result() == {"lo", "eth0"}
         assert interfaces() == before
+
+
+@pytest.mark.long
+def test_neither_its_ranks_nor_those_of_mpi_say_anything_beside(root: None, with_mpi: None):
+    done = imagenet_fast(*SHAPED)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.long

@@ -31,9 +31,11 @@ def imagenet_fast(*arguments: str, **more: str) -> subprocess.CompletedProcess[s
 
 
 def in_process(*arguments: str) -> str:
-    """What the CLI prints, in this process, which has imported torch already; it must exit with 0."""
+    """What the CLI prints, in this process, which has imported torch already; it must exit with 0, and warn of
+    nothing."""
     done = CliRunner(env={"COLUMNS": "80"}).invoke(app, arguments, catch_exceptions=False)
     assert done.exit_code == 0, done.output
+    assert done.output == done.stdout
     return done.stdout
 
 

@@ -32,6 +32,10 @@ from imagenet_fast.training.precision import autocast
 from tests.e2e.command import COMMAND, environment, events_of, imagenet_fast, outcome_of, wait_for
 
 SMOKE = ("train", "--recipe", "smoke")
+IN_SMALL = (
+    "--set", "global_batch=8", "--set", "micro_batch=2", "--set", "data.train_images=64", "--set", "data.val_images=15",
+)  # fmt: skip
+"""As many steps as shipped, of a quarter of the pictures."""
 ONE_EPOCH = ("--set", "epochs=1", "--set", "schedule.warmup_epochs=0")
 
 
@@ -39,10 +43,28 @@ def on(pictures: Path) -> tuple[str, ...]:
     return ("--data", str(pictures), "--set", "global_batch=16", "--set", "micro_batch=8")
 
 
+@pytest.fixture
+def launched(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], own_signals: None
+) -> Callable[..., tuple[int, str, str]]:
+    """Runs the command line with its launcher in this process, which has imported torch already; the exit code, and
+    what launcher and ranks have printed and complained of."""
+
+    def launched(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["imagenet-fast", *arguments])
+        for key, value in (("OMP_NUM_THREADS", "1"), ("TORCH_CPP_LOG_LEVEL", "FATAL")):
+            monkeypatch.setenv(key, value)
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code, *capfd.readouterr()
+
+    return launched
+
+
 @pytest.fixture(scope="module")
 def smoke_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     run = tmp_path_factory.mktemp("runs") / "smoke"
-    done = imagenet_fast(*SMOKE, "--out", str(run), "--seed", "5", "--trace", OMP_NUM_THREADS="1")
+    done = imagenet_fast(*SMOKE, *IN_SMALL, "--out", str(run), "--seed", "5", "--trace", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     return run, done.stdout
@@ -50,12 +72,12 @@ def smoke_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_it_launches_its_own_ranks_and_says_how_it_went(smoke_run: tuple[Path, str]):
     run, printed = smoke_run
-    assert "recipe written for 2 ranks: 2 ranks, micro-batch 8, 2 accumulation steps\n" in printed
+    assert "recipe written for 2 ranks: 2 ranks, micro-batch 2, 2 accumulation steps\n" in printed
     assert "Trained to the end; the recipe has no target." in printed
     assert f"tensorboard --logdir {run}" in printed
     outcome = outcome_of(run)
     assert outcome["status"] == "finished"
-    assert (outcome["world_size"], outcome["global_batch"], outcome["epochs"], outcome["steps"]) == (2, 32, 2, 16)
+    assert (outcome["world_size"], outcome["global_batch"], outcome["epochs"], outcome["steps"]) == (2, 8, 2, 16)
     assert outcome["sent_bytes_per_step"] == pytest.approx(2 * 11_181_642, rel=1e-3)  # bf16, two ranks
     assert 0 < outcome["train_s"] < outcome["run_s"]
 
@@ -70,7 +92,7 @@ def test_the_run_directory_is_complete(smoke_run: tuple[Path, str]):
     assert len(json.loads((run / "trace.json").read_text())["traceEvents"]) > 5 * 2 * 41  # steps, phases, layers
     assert json.loads((run / "environment.json").read_text())["packages"]["torch"].startswith("2.")
     evaluations = events_of(run, "eval")
-    assert [e["images"] for e in evaluations] == [63, 63]
+    assert [e["images"] for e in evaluations] == [15, 15]
     assert len(events_of(run, "train")) == 4
     weights = load_file(run / "checkpoints" / "final.safetensors")
     resnet18(num_classes=10).load_state_dict(weights)
@@ -83,12 +105,12 @@ def test_under_torchrun_the_same_seed_gives_the_same_run_to_the_digit_and_short_
     options = ("--set", "target_top1=99.9", "--out", str(again), "--seed", "5")
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--module", "--")
     done = subprocess.run(
-        [*torchrun, "imagenet_fast", *SMOKE, *options],
+        [*torchrun, "imagenet_fast", *SMOKE, *IN_SMALL, *options],
         capture_output=True, text=True, check=False, timeout=240, env=environment(OMP_NUM_THREADS="1"),
     )  # fmt: skip
     assert done.returncode == 1, "torchrun flattens every exit code to 1"
     assert "exitcode  : 3" in done.stderr
-    assert done.stdout.count("recipe written for 2 ranks: 2 ranks, micro-batch 8, 2 accumulation steps\n") == 1
+    assert done.stdout.count("recipe written for 2 ranks: 2 ranks, micro-batch 2, 2 accumulation steps\n") == 1
     assert "Trained to the end without reaching 99.9 % top-1" in done.stdout
     assert outcome_of(again)["status"] == "finished"
     for name, values in (("train", ("loss", "lr")), ("eval", ("top1", "top5"))):
@@ -100,15 +122,14 @@ def test_under_torchrun_the_same_seed_gives_the_same_run_to_the_digit_and_short_
 
 
 def test_on_a_folder_of_pictures_with_fewer_ranks_than_the_recipes_its_own_launcher_keeps_the_exit_code(
-    pictures: Path, tmp_path: Path
+    pictures: Path, tmp_path: Path, launched: Callable[..., tuple[int, str, str]]
 ):
     run = tmp_path / "run"
     options = (*on(pictures), *ONE_EPOCH, "--sync", "allreduce", "--nproc", "1", "--scale-batch", "--out", str(run))
-    done = imagenet_fast("train", "--recipe", "demo", *options)
-    assert done.returncode == 3, done.stdout + done.stderr
-    assert done.stderr == ""
-    assert "recipe written for 2 ranks: 1 rank, micro-batch 8, " in done.stdout
-    assert "batch 16 -> 8, lr 1 -> 0.7071 (square-root scaling)" in done.stdout
+    code, printed, errors = launched("train", "--recipe", "demo", *options)
+    assert (code, errors) == (3, ""), printed
+    assert "recipe written for 2 ranks: 1 rank, micro-batch 8, " in printed
+    assert "batch 16 -> 8, lr 1 -> 0.7071 (square-root scaling)" in printed
     assert "global_batch = 8\n" in (run / "recipe.toml").read_text()
     assert next(e["images"] for e in events_of(run, "eval")) == 7
     assert outcome_of(run)["sync"] == "allreduce"
@@ -126,7 +147,7 @@ def test_on_a_folder_of_pictures_with_fewer_ranks_than_the_recipes_its_own_launc
     ],
 )
 def test_with_a_layout_the_final_weights_are_whole_and_as_good_as_the_run_reported(
-    layout: tuple[str, ...], said: str, tmp_path: Path
+    layout: tuple[str, ...], said: str, tmp_path: Path, launched: Callable[..., tuple[int, str, str]]
 ):
     run = tmp_path / "run"
     changes = (
@@ -134,10 +155,9 @@ def test_with_a_layout_the_final_weights_are_whole_and_as_good_as_the_run_report
         "micro_batch=4", "precision.kind=fp32", *layout,
     )  # fmt: skip
     options = [option for change in changes for option in ("--set", change)]
-    done = imagenet_fast(*SMOKE, *ONE_EPOCH, *options, "--nproc", "2", "--out", str(run), OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == ""
-    assert said in done.stdout
+    code, printed, errors = launched(*SMOKE, *ONE_EPOCH, *options, "--nproc", "2", "--out", str(run))
+    assert (code, errors) == (0, ""), printed
+    assert said in printed
     if layout == ("parallel.tensor=2",):
         convolutions, activations = 2_469_696 + 40_970, 4 * 2 * (9216 + 4096) * 4
         sent = 2 * convolutions + activations
@@ -149,6 +169,17 @@ def test_with_a_layout_the_final_weights_are_whole_and_as_good_as_the_run_report
     with torch.inference_mode(), autocast(job.recipe.precision, torch.device("cpu")):
         hits = sum(int((model.eval()(x).argmax(1) == y).sum()) for x, y in pictures.next_evaluation())
     assert events_of(run, "eval")[-1]["top1"] == pytest.approx(100 * hits / 21)
+
+
+@pytest.mark.long
+def test_the_smoke_recipe_runs_as_it_is_shipped(tmp_path: Path):
+    run = tmp_path / "run"
+    done = imagenet_fast(*SMOKE, "--out", str(run))
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert "recipe written for 2 ranks: 2 ranks, micro-batch 8, 2 accumulation steps\n" in done.stdout
+    outcome = outcome_of(run)
+    assert (outcome["world_size"], outcome["global_batch"], outcome["epochs"], outcome["steps"]) == (2, 32, 2, 16)
+    assert [e["images"] for e in events_of(run, "eval")] == [63, 63]
 
 
 @pytest.mark.long
@@ -233,11 +264,13 @@ def test_bad_input_is_met_with_one_sentence_and_exit_code_2(
     assert not (tmp_path / "run").exists(), "the directory is still free for a second try"
 
 
-def test_what_only_the_ranks_can_see_is_met_with_one_sentence_too_after_one_on_what_is_hardly_meant(tmp_path: Path):
+def test_what_only_the_ranks_can_see_is_met_with_one_sentence_too_after_one_on_what_is_hardly_meant(
+    tmp_path: Path, launched: Callable[..., tuple[int, str, str]]
+):
     wrong = ("--set", "data.train_images=8", "--set", "target_top1=0.85", "--nproc", "1")
-    done = imagenet_fast(*SMOKE, *wrong, "--out", str(tmp_path / "run"))
-    assert done.returncode == 2, done.stdout + done.stderr
-    warning, error = done.stderr.splitlines()
+    code, printed, errors = launched(*SMOKE, *wrong, "--out", str(tmp_path / "run"))
+    assert code == 2, printed + errors
+    warning, error = errors.splitlines()
     assert warning == "warning: target_top1 is 0.85 %; did you mean 85?"
     assert re.fullmatch("error: .*fewer than one global batch.*", error)
     assert not (tmp_path / "run").exists()

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from imagenet_fast.cost.profile import Layer, Profile, load_profile
 from imagenet_fast.errors import UserError
-from imagenet_fast.models import build_model, compile_blocks
+from imagenet_fast.models import compile_blocks
 from imagenet_fast.models.pieces import pieces_of
 from imagenet_fast.models.stages import Part, cut, recorded_times
 from imagenet_fast.recipe import schema
+from tests.models.narrow import narrow_model
 
 MODELS: dict[str, tuple[schema.Model, int]] = {
     "resnet18": (schema.ResNet(kind="resnet18"), 32),
@@ -28,8 +29,7 @@ def built(name: str) -> tuple[nn.Module, Tensor]:
     """A model in channels_last memory, and two pictures."""
     torch.manual_seed(0)
     settings, size = MODELS[name]
-    model = build_model(settings, 10).to(memory_format=torch.channels_last)
-    return model, torch.randn(2, 3, size, size).contiguous(memory_format=torch.channels_last)
+    return narrow_model(settings, 10), torch.randn(2, 3, size, size).contiguous(memory_format=torch.channels_last)
 
 
 def parts_of(model: nn.Module, images: Tensor, ranks: int, chunks: int = 1) -> list[Part]:

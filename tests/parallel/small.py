@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchvision.models import AlexNet
 
-from imagenet_fast.models import build_model
 from imagenet_fast.models.half import Half
+from imagenet_fast.parallel.layout import lay_out
 from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe import schema
 from imagenet_fast.recipe.batching import split_batch
@@ -20,6 +22,8 @@ from imagenet_fast.recipe.schema import Parallel
 from imagenet_fast.record import Event, Record
 from imagenet_fast.training.step import build_step
 from tests.conftest import tables
+from tests.models.narrow import narrow_model
+from tests.sync.loops import unmeasured
 
 CLASSES = 5
 CPU = torch.device("cpu")
@@ -48,21 +52,11 @@ def small_model(kind: str) -> nn.Module:
         case "tiny":
             return Tiny()
         case "resnet18":
-            return build_model(schema.ResNet(kind="resnet18"), CLASSES).to(memory_format=torch.channels_last)
+            return narrow_model(schema.ResNet(kind="resnet18"), CLASSES)
         case "alexnet":
-            settings: schema.AlexNet | schema.AlexNetBN = schema.AlexNet(kind="alexnet", dropout=0.0)
+            return narrow_model(schema.AlexNet(kind="alexnet", dropout=0.0), CLASSES)
         case _:
-            settings = schema.AlexNetBN(kind="alexnet_bn", dropout=0.0)
-    with torch.device("meta"):
-        model = build_model(settings, CLASSES)
-        connected = [name for name, layer in model.classifier.named_children() if isinstance(layer, nn.Linear)]
-        for name, inputs, outputs in zip(connected, (9216, 256, 256), (256, 256, CLASSES), strict=True):
-            setattr(model.classifier, name, nn.Linear(inputs, outputs))
-    model = model.to_empty(device="cpu").to(memory_format=torch.channels_last)
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d | nn.Linear | nn.BatchNorm2d):
-            module.reset_parameters()
-    return model
+            return narrow_model(schema.AlexNetBN(kind="alexnet_bn", dropout=0.0), CLASSES)
 
 
 UNDIVIDED = Parallel()
@@ -78,17 +72,20 @@ def images_of(kind: str, step: int, batch: int) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Trained:
-    """What came of some steps: the loss of each over all ranks, and what would be saved."""
+    """What came of some steps: the loss of each over all ranks, and on the first rank what would be saved."""
 
     losses: list[float]
     weights: dict[str, Tensor]
 
 
+@unmeasured()
+@patch("imagenet_fast.parallel.division.lay_out", cache(lay_out))
 def train(
     kind: str, steps: int, batch: int, lr: float = 0.1, parallel: Parallel = UNDIVIDED, micro: int = 2, **changes: Any
 ) -> Trained:
     """On this rank and all others, by :func:`build_step`, over the same two batches again and again, in micro-batches
-    of ``micro`` pictures. ``changes`` are the recipe's; ``parallel`` need not fit its own model."""
+    of ``micro`` pictures. ``changes`` are the recipe's; ``parallel`` need not fit its own model. Of a layout groups are
+    made once."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = {"model": {"kind": "resnet18" if kind == "tiny" else kind}, "data__image_size": 67}
     recipe = parse_recipe("test", tables(**model, ranks=1, global_batch=batch, micro_batch=micro, **changes))
@@ -112,7 +109,7 @@ def train(
         dist.broadcast(first, 0)
         assert torch.equal(first, tensor) or "running" in name, f"{name} differs between ranks"
     take_step._sync.close()  # else the groups of all cases are open, and their threads wake
-    return Trained(seen.losses, weights)
+    return Trained(seen.losses, weights if rank == 0 else {})
 
 
 class Seen:

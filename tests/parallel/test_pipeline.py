@@ -39,6 +39,7 @@ from imagenet_fast.sync import (
 )
 from imagenet_fast.training.optimizers import build_optimizer
 from imagenet_fast.training.statistics import StepStatistics
+from tests.models.narrow import narrow_model
 from tests.spawning import run
 
 SGD = schema.Sgd(kind="sgd", lr=0.01, weight_decay=1e-4)
@@ -59,13 +60,7 @@ def resnet18() -> nn.Module:
 
 
 def alexnet() -> nn.Module:
-    """With narrow fully connected layers."""
-    with torch.device("meta"):
-        model = build_model(schema.AlexNet(kind="alexnet", dropout=0), 10)
-        classifier = model.get_submodule("classifier")
-        assert isinstance(classifier, nn.Sequential)
-        classifier[1], classifier[4], classifier[6] = nn.Linear(9216, 256), nn.Linear(256, 256), nn.Linear(256, 10)
-    model.to_empty(device="cpu")
+    model = narrow_model(schema.AlexNet(kind="alexnet", dropout=0), 10)
     for param in model.parameters():
         if param.dim() > 1:
             nn.init.kaiming_normal_(param)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from imagenet_fast.cost.link import CodecCost, Link
 from imagenet_fast.sync import (
     AllReduceSync,
     DearSync,
@@ -19,6 +23,7 @@ from imagenet_fast.sync import (
     SparseSync,
     build_engine,
 )
+from imagenet_fast.sync.topology import Topology
 
 # Every tensor travels by itself, so that there is something to lose between two of them.
 HYBRID, DEAR = HybridSync(wire="fp32", fuse_mb=0), DearSync(wire="fp32", bucket_mb=0)
@@ -81,6 +86,23 @@ def backward(model: Layers, pool: GradientPool, step: int, fails: int | None) ->
 def loss_of(model: nn.Module, step: int) -> Tensor:
     loss: Tensor = model(images(step)).square().sum()
     return loss
+
+
+@contextmanager
+def unmeasured() -> Iterator[None]:
+    """Where it is no matter what the network is like, and what codes cost: measuring takes longer than a case."""
+    with (
+        patch("imagenet_fast.sync.probing.measure_link", lambda *_: Link(1e-4, 1e-8)),
+        patch("imagenet_fast.sync.probing.measure_codec", lambda *_: CodecCost(1e-9, 1e-9)),
+    ):
+        yield
+
+
+@cache
+def lending(ranks_per_node: int | None = None) -> Topology:
+    """All ranks, with channels that pools use one after the other: connecting takes longer than most of what tests do
+    with them. Every rank must make the first call alike."""
+    return Topology(torch.get_default_device(), ranks_per_node=ranks_per_node, lends=True)
 
 
 def pooled(model: nn.Module, settings: EngineSettings) -> GradientPool:

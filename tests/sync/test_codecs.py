@@ -24,6 +24,7 @@ from imagenet_fast.sync import (
 )
 from imagenet_fast.sync.codecs import BLOCK, PLAIN, Packing, Residual, decode, encode
 from tests.spawning import run
+from tests.sync.loops import lending, unmeasured
 
 WIRES = (torch.int8, torch.float8_e4m3fn)
 
@@ -95,7 +96,7 @@ class Steps:
 
     def __init__(self, settings: CodingTable, ranks_per_node: int = 1) -> None:
         self.model = Net()
-        self.pool = GradientPool(self.model, ranks_per_node=ranks_per_node)
+        self.pool = GradientPool(self.model, topology=lending(ranks_per_node))
         self.pool.attach(build_engine(settings, self.pool))  # type: ignore[arg-type]  # one of ours
         self.applied = {p: torch.zeros_like(p) for p in self.model.parameters()}
         self.given = {p: torch.zeros_like(p) for p in self.model.parameters()}
@@ -175,6 +176,7 @@ def test_engines_that_plan_lose_nothing_when_messages_change():
     run(4, _with_plans)
 
 
+@unmeasured()
 def _with_plans() -> None:
     for settings in (
         LazySync(wire="int8"), HybridSync(wire="int8"), DearSync(wire="int8"), AutoSync(wire="int8"),
@@ -190,6 +192,7 @@ def test_a_run_goes_on_from_its_state_bit_for_bit():
     run(2, _again_from_its_state)
 
 
+@unmeasured()
 def _again_from_its_state() -> None:
     for settings in (LazySync(wire="int8"), HybridSync(wire="fp8"), LazySync(wire="int8", bf16_steps=5)):
         first = Steps(settings).take(3)

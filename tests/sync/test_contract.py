@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import cycle, product
 from typing import Literal, get_args
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -47,8 +46,10 @@ from imagenet_fast.sync import (
 )
 from imagenet_fast.sync.probing import Network
 from imagenet_fast.sync.scheduler import Scheduler
+from imagenet_fast.sync.topology import Topology
 from tests.covering import covering
 from tests.spawning import run
+from tests.sync.loops import unmeasured
 
 WIRES: tuple[Wire, ...] = get_args(Wire)
 TOLERANCE = {"fp32": 1e-6, "bf16": 1.5e-2, "fp16": 2e-3}
@@ -247,30 +248,34 @@ def _full_product() -> dict[object, str]:
 
 
 def _in_their_groups(cases: Iterable[Case], learning: bool) -> dict[object, str]:
-    """By case and group: what became of this rank's parameters."""
-    everybody = tuple(range(dist.get_world_size()))
+    """By case and group: what became of this rank's parameters. Channels of a place are made once."""
+    rank, everybody = dist.get_rank(), tuple(range(dist.get_world_size()))
     own = [place for place in PLACES if place.world == len(everybody)]
     groups = {ranks: dist.new_group(list(ranks)) for place in own for ranks in place.groups}
+    topologies = {
+        (place, ranks): Topology(torch.get_default_device(), groups.get(ranks), place.ranks_per_node, lends=True)
+        for place in own
+        for ranks in place.groups or (everybody,)
+        if rank in ranks  # the others do something else
+    }
     results: dict[object, str] = {}
     for case in cases:
-        if case.place in own:
-            for ranks in case.place.groups or (everybody,):
-                if case.engine in ("sparse", "powersgd") and case.wire in CODES:
-                    continue  # they have chunks and factors, not codes
-                if dist.get_rank() in ranks:  # the others do something else
-                    results[case, ranks] = _in_a_group(case, ranks, groups.get(ranks), learning)
+        for (place, ranks), topology in topologies.items():
+            if case.engine in ("sparse", "powersgd") and case.wire in CODES:
+                continue  # they have chunks and factors, not codes
+            if case.place == place:
+                results[case, ranks] = _in_a_group(case, topology, learning)
     return results
 
 
-def _in_a_group(case: Case, ranks: tuple[int, ...], group: dist.ProcessGroup | None, learning: bool) -> str:
+def _in_a_group(case: Case, topology: Topology, learning: bool) -> str:
     model, settings = Sizes().to(case.dtype), settings_of(case)
-    pool = GradientPool(model, group, ranks_per_node=case.place.ranks_per_node)
-    # what the network is like is no matter here
-    with patch("imagenet_fast.sync.probing.measure_link", lambda *_: LINK):
+    pool = GradientPool(model, topology=topology)
+    with unmeasured():
         try:
             pool.attach(build_engine(settings, pool) if learning else _planned(settings, pool))
             learns = case.engine == "auto" or (learning and settings.learns)
-            return _digest(model, model, pool, case.wire, case.dtype, ranks, LEARNT if learns else STEPS)
+            return _digest(model, model, pool, case.wire, case.dtype, topology.ranks, LEARNT if learns else STEPS)
         except (AssertionError, RuntimeError) as error:
             raise AssertionError(f"{case}, rank {dist.get_rank()}") from error
         finally:
@@ -440,7 +445,7 @@ def _long() -> None:
         case = Case(Place(3, 1), name, wire, "pairwise", math.inf)
         model = Sizes([[shape] for shape in shapes])
         _, sync = attach(model, settings_of(case))
-        with patch("imagenet_fast.sync.probing.measure_link", lambda *_: LINK):
+        with unmeasured():
             for step in range(2):
                 sync.zero_grad()
                 model(gradients_of(dist.get_rank(), step, True, 3, shapes)).backward()

@@ -18,6 +18,7 @@ from imagenet_fast.recipe.schema import Lars, Optim, Sgd
 from imagenet_fast.sync import DearSync, GradientPool, HybridSync, build_engine
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.spawning import run
+from tests.sync.loops import lending
 
 DEFERRING: tuple[HybridSync | DearSync, ...] = (
     HybridSync(wire="bf16", fuse_mb=0.001),
@@ -47,7 +48,7 @@ def train(
 ) -> dict[str, torch.Tensor]:
     """Weights and buffers after ``steps`` with a rising learning rate; ``after`` is called at the end of each."""
     model = convnet()
-    pool = GradientPool(model)
+    pool = GradientPool(model, topology=lending())
     pool.attach(build_engine(settings, pool))
     optimizer = build_optimizer(optim, model)
     for step in range(steps):
@@ -57,7 +58,9 @@ def train(
         pool.finish()
         pool.update(partial(optimizer.step, optim.lr * (step + 1) / steps))
         after(pool, model)
-    return copy.deepcopy(model.state_dict())
+    state = copy.deepcopy(model.state_dict())
+    pool.close()
+    return state
 
 
 def test_deferred_training_is_synchronous_training_to_the_bit():
@@ -145,6 +148,7 @@ def _read_by_others() -> None:
             if settle:
                 pool.settle()
         results.append(copy.deepcopy(model.state_dict()))
+        pool.close()
     assert all(torch.equal(results[0][key], results[1][key]) for key in results[0])
 
 

@@ -30,6 +30,7 @@ from imagenet_fast.sync import (
     build_engine,
 )
 from tests.spawning import run
+from tests.sync.loops import lending
 
 
 def exact(mb: float) -> tuple[EngineSettings, ...]:
@@ -91,7 +92,7 @@ def trained(
     torch.manual_seed(0)
     model = family()
     begun = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    forward, sync = attach(model, settings)
+    forward, sync = attach(model, settings, topology=lending())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, weight_decay=1e-3)
     for step in range(steps):
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
@@ -181,7 +182,7 @@ def hostile(settings: EngineSettings | None, dtype: torch.dtype) -> dict[str, Te
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
     pool = None
     if settings is not None:
-        pool = GradientPool(model)
+        pool = GradientPool(model, topology=lending())
         pool.attach(build_engine(settings, pool))
     for step in range(8):
         tokens = torch.randint(0, 12, (4, 6), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))

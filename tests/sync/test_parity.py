@@ -28,6 +28,7 @@ from imagenet_fast.sync import (
 )
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.spawning import run
+from tests.sync.loops import lending
 
 BATCH = 24
 SGD = Sgd(kind="sgd", lr=0.02, weight_decay=1e-4)
@@ -55,7 +56,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def trained(model: nn.Module, settings: EngineSettings | DdpSync, steps: int) -> list[float]:
-    forward, sync = attach(model, settings)
+    forward, sync = attach(model, settings, topology=lending())
     optimizer = build_optimizer(SGD, model)
     losses = []
     for step in range(steps):
@@ -66,6 +67,7 @@ def trained(model: nn.Module, settings: EngineSettings | DdpSync, steps: int) ->
         sync.finish()
         sync.update(partial(optimizer.step, SGD.lr))
         losses.append(loss.detach())
+    sync.close()
     mean = torch.stack(losses)
     dist.all_reduce(mean)
     return (mean / dist.get_world_size()).tolist()
@@ -136,6 +138,7 @@ def _powersgd() -> tuple[list[int], dict[str, torch.Tensor]]:
         F.cross_entropy(forward(images), labels).backward()
         sent.append(sync.finish().sent_bytes)
         sync.update(partial(optimizer.step, SGD.lr))
+    sync.close()
     return sent, model.state_dict()
 
 
@@ -185,7 +188,7 @@ def _integer_steps(wire: str) -> dict[str, torch.Tensor]:
         model = given()
         shapes = [p.shape for p in model.parameters()]
         settings = exact.model_copy(update={"wire": wire})
-        _, sync = attach(model, settings)
+        _, sync = attach(model, settings, topology=lending())
         optimizer = build_optimizer(SGD, model)
         for step in range(100):
             gradients = integers(dist.get_rank(), step, shapes, dist.get_world_size())
@@ -193,19 +196,22 @@ def _integer_steps(wire: str) -> dict[str, torch.Tensor]:
             sum(layer(g) for layer, g in zip(model, gradients, strict=True)).backward()
             sync.finish()
             sync.update(partial(optimizer.step, SGD.lr))
-        sync.settle()
+        sync.close()
         results[repr(settings)] = torch.cat([p.detach().flatten() for p in model.parameters()])
     return results
 
 
-@pytest.mark.parametrize(
-    "settings", [LazySync(), HybridSync(), PowerSgdSync(timing="dear")], ids=["lazy", "hybrid", "powersgd"]
-)
-def test_the_pool_trains_a_small_transformer_with_an_optimiser_and_a_schedule_of_torch(settings: EngineSettings):
+def test_the_pool_trains_a_small_transformer_with_an_optimiser_and_a_schedule_of_torch():
     """The example in the README, as a library user would write it."""
-    (first, last, weights), (_, _, others) = run(2, _transformer, settings)
-    assert last < 0.5 * first
-    assert torch.equal(weights, others), "the ranks agree"
+    engines = (LazySync(), HybridSync(), PowerSgdSync(timing="dear"))
+    for settings, first, second in zip(engines, *run(2, _transformers, engines), strict=True):
+        begun, ended, weights = first
+        assert ended < 0.5 * begun, settings
+        assert torch.equal(weights, second[-1]), f"the ranks differ: {settings}"
+
+
+def _transformers(engines: tuple[EngineSettings, ...]) -> list[tuple[float, float, torch.Tensor]]:
+    return [_transformer(settings) for settings in engines]
 
 
 def _transformer(settings: EngineSettings) -> tuple[float, float, torch.Tensor]:
@@ -224,6 +230,7 @@ def _transformer(settings: EngineSettings) -> tuple[float, float, torch.Tensor]:
         scheduler.step()
         losses.append(loss.item())
     state = model.state_dict()
+    pool.close()
     return losses[0], losses[-1], torch.cat([state[name].flatten() for name in state])
 
 
@@ -282,6 +289,7 @@ def _stepped(ways: tuple[str, ...]) -> list[tuple[list[torch.Tensor], list[torch
             elif step == 4:
                 optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         state = optimizer.state_dict()["state"]
+        pool.close()
         moments = [state[number][name] for number in sorted(state) for name in ("exp_avg", "exp_avg_sq", "step")]
         results.append(([p.detach() for p in model.parameters()], moments, len(hooked)))
     return results
