@@ -55,8 +55,10 @@ def open_dataset(
     local_ranks: int,
     device: torch.device,
     seed: int,
+    first_step: int = 0,
 ) -> Dataset:
-    """Make this rank's loaders; ``root`` is not read for synthetic data.
+    """Make this rank's loaders; ``root`` is not read for synthetic data. Training begins with the batches of step
+    ``first_step``, counted over all epochs, which are what loaders opened at 0 give then, on any number of ranks.
 
     Raises UserError where the pictures cannot be trained on, or not with this batch.
     """
@@ -69,7 +71,7 @@ def open_dataset(
             sizes, classes = (len(train_folder), len(val_folder)), len(train_folder.classes)
         case _:
             assert_never(data)
-    train_order = TrainOrder(sizes[0], batching, rank, seed)
+    train_order = TrainOrder(sizes[0], batching, rank, seed, first_step)
     val_order = EvalOrder(sizes[1], batching.micro_batch, batching.ranks, rank)
     if not train_order.steps_per_epoch:
         raise UserError(
@@ -83,6 +85,6 @@ def open_dataset(
         case schema.ImageData():
             load = DaliLoader if data.loader == "dali" else FolderLoader
             workers = min(data.workers, max(1, usable_cores() // local_ranks))
-            train = load(train_folder, train_order, data, device, seed + rank, workers)
-            val = load(val_folder, val_order, data, device, seed + rank, workers)
+            train = load(train_folder, train_order, data, device, workers)
+            val = load(val_folder, val_order, data, device, workers)
     return Dataset(classes, train_order, val_order, iter(train), iter(val))

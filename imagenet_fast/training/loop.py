@@ -15,6 +15,7 @@ from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.record import Outcome, Record
 from imagenet_fast.training.checkpoint import save_weights
 from imagenet_fast.training.clock import Clock
+from imagenet_fast.training.dropout import seed_step
 from imagenet_fast.training.evaluation import evaluate
 from imagenet_fast.training.schedule import learning_rate
 from imagenet_fast.training.step import build_step
@@ -43,6 +44,7 @@ def train(job: Job, dataset: Dataset, world: World, clock: Clock, record: Record
         record("epoch", step, epoch=epoch)
         for _ in range(steps_per_epoch):
             lr = learning_rate(recipe.schedule, recipe.optim.lr, step, steps_per_epoch, recipe.epochs)
+            seed_step(recipe.seed, step, world)
             take_step(dataset.train, lr)
             step += 1
             if step % recipe.log_every == 0:
@@ -79,5 +81,4 @@ def initial_model(recipe: Recipe, classes: int, world: World) -> nn.Module:
     if recipe.channels_last:
         model = model.to(memory_format=torch.channels_last)
     same_everywhere(model)
-    torch.manual_seed(recipe.seed + world.rank)  # from here on random numbers, as of dropout, differ between ranks
     return model
