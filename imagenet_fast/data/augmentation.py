@@ -14,12 +14,11 @@ from imagenet_fast.data.chance import uniforms
 from imagenet_fast.data.order import MicroBatch, Order, TrainOrder
 from imagenet_fast.recipe import schema
 
-ATTEMPTS = 10
-NUMBERS = 2 + 2 * ATTEMPTS
-"""Random numbers that choose a window: its place, then the area and the shape of each attempt."""
+_ATTEMPTS = 10
+_WINDOW_NUMBERS = 2 + 2 * _ATTEMPTS
+"""That choose a window: its place, then the area and the aspect ratio of each attempt."""
 
 _ASPECTS = (3 / 4, 4 / 3)
-_LOG_ASPECTS = (math.log(_ASPECTS[0]), math.log(_ASPECTS[1]))
 
 
 class Window(NamedTuple):
@@ -39,13 +38,10 @@ class Augmentation:
     area: tuple[float, float]
     flip: bool
 
-    def windows(self, batch: MicroBatch) -> NDArray[np.float64]:
-        """What :meth:`window` needs to know of each picture, [n, NUMBERS] from [0, 1)."""
-        return uniforms(NUMBERS, "window", self.seed, batch.epoch, batch.pictures)
-
-    def flips(self, batch: MicroBatch) -> NDArray[np.bool_]:
-        """Which pictures are mirrored, [n]."""
-        return self.flip & (uniforms(1, "flip", self.seed, batch.epoch, batch.pictures)[:, 0] < 0.5)
+    def draw(self, batch: MicroBatch) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """The numbers [n, 22] by which :meth:`window` chooses, and which pictures are mirrored, [n]."""
+        numbers = uniforms(_WINDOW_NUMBERS + 1, "augmentation", self.seed, batch.epoch, of=batch.pictures)
+        return numbers[:, :-1], self.flip & (numbers[:, -1] < 0.5)
 
     def window(self, height: int, width: int, numbers: Sequence[float]) -> Window:
         """Of a picture of that size, by torchvision's rule (``RandomResizedCrop``).
@@ -54,14 +50,14 @@ class Augmentation:
         window that does, lies anywhere. Where none fits, as in a long strip, it is the largest central one of such a
         ratio.
         """
-        vertical, horizontal, *attempts = numbers
-        for area, aspect in zip(attempts[::2], attempts[1::2], strict=True):
-            pixels = height * width * _between(self.area, area)
-            ratio = math.exp(_between(_LOG_ASPECTS, aspect))
-            tall, wide = round(math.sqrt(pixels / ratio)), round(math.sqrt(pixels * ratio))
+        (smallest, largest), (narrowest, widest) = self.area, _ASPECTS
+        for attempt in range(2, _WINDOW_NUMBERS, 2):
+            pixels = height * width * (smallest + (largest - smallest) * numbers[attempt])
+            aspect = narrowest * (widest / narrowest) ** numbers[attempt + 1]
+            tall, wide = round(math.sqrt(pixels / aspect)), round(math.sqrt(pixels * aspect))
             if 0 < tall <= height and 0 < wide <= width:
-                return Window(int(vertical * (height - tall + 1)), int(horizontal * (width - wide + 1)), tall, wide)
-        tall, wide = min(height, round(width / _ASPECTS[0])), min(width, round(height * _ASPECTS[1]))
+                return Window(int(numbers[0] * (height - tall + 1)), int(numbers[1] * (width - wide + 1)), tall, wide)
+        tall, wide = min(height, round(width / narrowest)), min(width, round(height * widest))
         return Window((height - tall) // 2, (width - wide) // 2, tall, wide)
 
 
@@ -70,7 +66,3 @@ def augmentation_of(data: schema.ImageData, order: Order) -> Augmentation | None
     if data.augment and isinstance(order, TrainOrder):
         return Augmentation(order.seed, data.crop_area, data.flip)
     return None
-
-
-def _between(bounds: tuple[float, float], share: float) -> float:
-    return bounds[0] + (bounds[1] - bounds[0]) * share

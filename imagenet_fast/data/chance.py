@@ -11,30 +11,36 @@ next name picks from.
 from __future__ import annotations
 
 import zlib
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 Bits = NDArray[np.uint64]
-Name = str | int | NDArray[np.int64]
+Indices = NDArray[np.int64]
 
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIXERS = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
 
 
-def bits(*names: Name) -> Bits:
-    """64 random bits, uint64 [n], for names of which some may be arrays [n] of integers from 0 on; else n is 1."""
-    state = np.zeros(1, dtype=np.uint64)
-    for name in names:
-        index = zlib.crc32(name.encode()) if isinstance(name, str) else name
-        state = _pick(state, np.atleast_1d(np.asarray(index, dtype=np.uint64)))
-    return state
+def bits(purpose: str, *names: int, of: Indices | int) -> Bits:
+    """64 random bits, uint64 [n], for ``of``, [n] integers from 0 on or one; other names are from 0 on too."""
+    return _pick(_generator(purpose, *names), np.atleast_1d(np.asarray(of, dtype=np.uint64)))
 
 
-def uniforms(count: int, *names: Name) -> NDArray[np.float64]:
+def uniforms(count: int, purpose: str, *names: int, of: Indices | int) -> NDArray[np.float64]:
     """``count`` random numbers from [0, 1) for each, float64 [n, count]."""
-    picked = _pick(bits(*names)[:, None], np.arange(count, dtype=np.uint64))
+    picked = _pick(bits(purpose, *names, of=of)[:, None], np.arange(count, dtype=np.uint64))
     return (picked >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+@lru_cache(maxsize=16)  # which many small batches ask for
+def _generator(purpose: str, *names: int) -> Bits:
+    """The state [1] that names lead to."""
+    state = np.zeros(1, dtype=np.uint64)
+    for name in (zlib.crc32(purpose.encode()), *names):
+        state = _pick(state, np.array([name], dtype=np.uint64))
+    return state
 
 
 def _pick(state: Bits, index: Bits) -> Bits:

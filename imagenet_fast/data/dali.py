@@ -78,19 +78,23 @@ def _samples(folder: ImageFolder, order: Order, chance: Augmentation | None) -> 
     """What DALI is asked for next: file names as bytes, labels, and in training what chooses windows, and flips."""
     for batch in order:
         names = [np.frombuffer(folder.paths[i].encode(), dtype=np.uint8) for i in batch.pictures]
-        drawn = (chance.windows(batch), chance.flips(batch).astype(np.int32)) if chance else ()
-        yield names, folder.labels[batch.pictures], *drawn
+        labels = folder.labels[batch.pictures]
+        if chance:
+            numbers, flips = chance.draw(batch)
+            yield names, labels, np.ascontiguousarray(numbers), flips.astype(np.int32)
+        else:
+            yield names, labels
 
 
 def _windows(chance: Augmentation) -> Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]:
     """Places and sizes [2] of the windows of a batch, from the pictures' shapes [3] and random numbers."""
 
     def windows(shapes: list[Any], numbers: list[Any]) -> tuple[list[Any], list[Any]]:
-        chosen = [
-            chance.window(int(height), int(width), drawn.tolist())
-            for (height, width, _), drawn in zip(shapes, numbers, strict=True)
-        ]
-        return [np.array(w[:2], dtype=np.int32) for w in chosen], [np.array(w[2:], dtype=np.int32) for w in chosen]
+        sizes = np.stack(shapes)[:, :2].tolist()
+        drawn = np.stack(numbers).tolist()
+        chosen = [chance.window(height, width, row) for (height, width), row in zip(sizes, drawn, strict=True)]
+        windows = np.array(chosen, dtype=np.int32)
+        return list(windows[:, :2]), list(windows[:, 2:])
 
     return windows
 

@@ -67,10 +67,10 @@ class _Pictures(Dataset[tuple[Tensor, Tensor]]):
         return (self._central(self._picture(index)) for index in batch.pictures)
 
     def _crops(self, batch: MicroBatch, augmentation: Augmentation) -> Iterator[Image.Image]:
-        windows, flips = augmentation.windows(batch), augmentation.flips(batch)
-        for index, numbers, flip in zip(batch.pictures, windows.tolist(), flips, strict=True):
+        numbers, flips = augmentation.draw(batch)
+        for index, drawn, flip in zip(batch.pictures, numbers.tolist(), flips, strict=True):
             picture = self._picture(index)
-            window = augmentation.window(picture.height, picture.width, numbers)
+            window = augmentation.window(picture.height, picture.width, drawn)
             crop = functional.resized_crop(picture, *window, self._size)
             yield functional.horizontal_flip(crop) if flip else crop
 

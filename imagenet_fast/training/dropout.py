@@ -14,7 +14,7 @@ def seed_step(seed: int, step: int, world: World) -> None:
     So a run that goes on at a step draws what one that never stopped would have. Compiled code and replayed CUDA graphs
     take their numbers from the same generators. The CPU's uses 32 bits of a seed, a GPU's all 64.
     """
-    number = int(bits("step", seed, step, world.rank)[0])
+    number = int(bits("step", seed, step, of=world.rank)[0])
     torch.default_generator.manual_seed(number)
     if world.device.type == "cuda":
         torch.cuda.default_generators[world.device.index].manual_seed(number)

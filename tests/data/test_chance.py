@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from itertools import islice
 
@@ -23,36 +24,45 @@ def splitmix64(state: int) -> Iterator[int]:
         yield z ^ (z >> 31)
 
 
+def chain(state: int, *names: int) -> int:
+    for name in names:
+        state = next(islice(splitmix64(state), name, None))
+    return state
+
+
 def test_each_name_picks_a_number_of_the_generator_which_the_one_before_has_picked():
-    assert next(splitmix64(1234567)) == 6457827717110365317  # as in other implementations
-    expected = 0
-    for name in (3, 0, 12):
-        expected = next(islice(splitmix64(expected), name, None))
-    assert bits(3, 0, 12).tolist() == [expected]
-    numbers = [(number >> 11) / 2**53 for number in islice(splitmix64(expected), 5)]
-    assert uniforms(5, 3, 0, 12).tolist() == [numbers]
+    assert chain(1234567, 4) == 16408922859458223821  # the fifth number that other implementations have
+    state = (zlib.crc32(b"flip") * 0x9E3779B97F4A7C15) % 2**64  # so many numbers after 0
+    found = chain(chain(state, 0), 3, 0, 12)
+    assert bits("flip", 3, 0, of=12).tolist() == [found]
+    numbers = [(number >> 11) / 2**53 for number in islice(splitmix64(found), 5)]
+    assert uniforms(5, "flip", 3, 0, of=12).tolist() == [numbers]
 
 
 def test_a_number_is_the_same_whoever_asks_for_it_beside_which_others():
-    together = uniforms(3, "window", 7, 2, np.array([5, 1_281_166, 0]))
+    together = uniforms(3, "flip", 7, 2, of=np.array([5, 1_281_166, 0]))
     for row, picture in zip(together, (5, 1_281_166, 0), strict=True):
-        assert np.array_equal(uniforms(3, "window", 7, 2, np.array([picture]))[0], row)
-        assert np.array_equal(uniforms(3, "window", 7, 2, picture)[0], row)
-    assert uniforms(3, "window", 7, 2, PICTURES[:0]).shape == (0, 3)
+        assert np.array_equal(uniforms(3, "flip", 7, 2, of=np.array([picture]))[0], row)
+        assert np.array_equal(uniforms(3, "flip", 7, 2, of=picture)[0], row)
+    assert uniforms(3, "flip", 7, 2, of=PICTURES[:0]).shape == (0, 3)
 
 
 def test_what_numbers_are_for_tells_them_apart():
-    names = [("flip", 1, 2), ("window", 1, 2), ("flip", 2, 1), ("flip", 1), ("flip", 1, 2, 0), (2**31 - 1, 2**63 - 1)]
-    assert len({int(bits(*name)[0]) for name in names}) == len(names)
+    names = [("flip", 1, 2), ("crop", 1, 2), ("flip", 2, 1), ("flip", 1), ("flip", 1, 2, 0), ("flip", 2**31 - 1, 2**40)]
+    assert len({int(bits(*name, of=of)[0]) for name in names for of in (0, 1, 2**62)}) == 3 * len(names)
+
+
+def numbers(*names: int, purpose: str = "flip", of: np.ndarray = PICTURES) -> np.ndarray:
+    return uniforms(1, purpose, *names, of=of)[:, 0]
 
 
 NEIGHBOURS = {
-    "pictures": (uniforms(1, "flip", 1, 0, PICTURES)[:, 0], uniforms(1, "flip", 1, 0, PICTURES + 1)[:, 0]),
-    "epochs": (uniforms(1, "flip", 1, 0, PICTURES)[:, 0], uniforms(1, "flip", 1, 1, PICTURES)[:, 0]),
-    "seeds": (uniforms(1, "flip", 1, 5, PICTURES)[:, 0], uniforms(1, "flip", 2, 5, PICTURES)[:, 0]),
-    "purposes": (uniforms(1, "flip", 1, 0, PICTURES)[:, 0], uniforms(1, "window", 1, 0, PICTURES)[:, 0]),
-    "numbers": tuple(uniforms(2, "window", 1, 0, PICTURES).T),
-    "a seed and an epoch": (uniforms(1, "flip", 1, 2, PICTURES)[:, 0], uniforms(1, "flip", 2, 1, PICTURES)[:, 0]),
+    "pictures": (numbers(1, 0), numbers(1, 0, of=PICTURES + 1)),
+    "epochs": (numbers(1, 0), numbers(1, 1)),
+    "seeds": (numbers(1, 5), numbers(2, 5)),
+    "purposes": (numbers(1, 0), numbers(1, 0, purpose="crop")),
+    "numbers of a picture": tuple(uniforms(2, "flip", 1, 0, of=PICTURES).T),
+    "a seed and an epoch": (numbers(1, 2), numbers(2, 1)),
 }
 
 
