@@ -63,8 +63,10 @@ def open_dataset(
     local_ranks: int,
     device: torch.device,
     seed: int,
+    first_step: int = 0,
 ) -> Dataset:
-    """Make this rank's loaders; ``root`` is not read for synthetic data.
+    """Make this rank's loaders; ``root`` is not read for synthetic data. Training begins with the batches of step
+    ``first_step``, counted over all epochs, which are what loaders opened at 0 give then, on any number of ranks.
 
     Raises UserError where the pictures cannot be trained on, or not with this batch.
     """
@@ -78,7 +80,7 @@ def open_dataset(
             images = len(folder)
         case _:
             assert_never(data)
-    order = TrainOrder(images, batching, rank, seed)
+    order = TrainOrder(images, batching, rank, seed, first_step)
     if not order.steps_per_epoch:
         raise UserError(
             f"the training set has {images} images, fewer than one global batch of {batching.global_batch}; "
@@ -129,6 +131,6 @@ def _open(
             assert folder is not None
             workers = min(data.workers, max(1, usable_cores() // local_ranks))
             load = DaliLoader if data.loader == "dali" else FolderLoader
-            return load(folder, order, data, device, seed + order.rank, workers)
+            return load(folder, order, data, device, workers)
         case _:
             assert_never(data)

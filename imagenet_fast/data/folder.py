@@ -9,9 +9,11 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional
 
+from imagenet_fast.data.augmentation import Augmentation, augmentation_of
 from imagenet_fast.data.imagefolder import ImageFolder
-from imagenet_fast.data.order import Order, TrainOrder
+from imagenet_fast.data.order import MicroBatch, Order
 from imagenet_fast.ranks.forking import end_with_starter, start_fork_server
 from imagenet_fast.recipe import schema
 
@@ -20,25 +22,18 @@ class FolderLoader:
     """Batches in ``order``, without end: images fp32 [n, 3, S, S] in channels_last memory, labels int64 [n]."""
 
     def __init__(
-        self,
-        folder: ImageFolder,
-        order: Order,
-        data: schema.ImageData,
-        device: torch.device,
-        seed: int,
-        workers: int,
+        self, folder: ImageFolder, order: Order, data: schema.ImageData, device: torch.device, workers: int
     ) -> None:
         start_fork_server(__name__)
-        augment = isinstance(order, TrainOrder) and data.augment
         self._device = device
         self._batches: DataLoader[tuple[Tensor, Tensor]] = DataLoader(
-            _Pictures(folder, _transform(data, augment)),
-            batch_sampler=order,  # type: ignore[arg-type]  # endless, which torch's Sampler type does not foresee
+            _Pictures(folder, data, augmentation_of(data, order)),
+            batch_sampler=order,  # type: ignore[arg-type]  # endless, of micro-batches: unforeseen by torch's Sampler
             num_workers=workers,
             pin_memory=device.type == "cuda",
             multiprocessing_context="forkserver",  # a fork of the rank would inherit its threads half-way
             worker_init_fn=_end_with_rank,
-            generator=torch.Generator().manual_seed(seed),
+            generator=torch.Generator(),  # for seeds that no worker needs; else they were drawn from the model's
         )
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -52,23 +47,33 @@ def _end_with_rank(worker: int) -> None:
 
 
 class _Pictures(Dataset[tuple[Tensor, Tensor]]):
-    def __init__(self, folder: ImageFolder, transform: v2.Compose) -> None:
+    """Read by micro-batches, as torch's workers ask for them."""
+
+    def __init__(self, folder: ImageFolder, data: schema.ImageData, augmentation: Augmentation | None) -> None:
         self._folder = folder
-        self._transform = transform
+        self._size = [data.image_size, data.image_size]
+        self._augmentation = augmentation
+        self._central = v2.Compose([v2.Resize(data.resize), v2.CenterCrop(data.image_size)])
+        self._normalised = v2.Compose(
+            [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(data.mean, data.std)]
+        )
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitems__(self, batch: MicroBatch) -> list[tuple[Tensor, Tensor]]:
+        crops = self._central_crops(batch) if self._augmentation is None else self._crops(batch, self._augmentation)
+        labels = torch.from_numpy(self._folder.labels[batch.pictures])
+        return [(self._normalised(crop), label) for crop, label in zip(crops, labels, strict=True)]
+
+    def _central_crops(self, batch: MicroBatch) -> Iterator[Image.Image]:
+        return (self._central(self._picture(index)) for index in batch.pictures)
+
+    def _crops(self, batch: MicroBatch, augmentation: Augmentation) -> Iterator[Image.Image]:
+        numbers, flips = augmentation.draw(batch)
+        for index, drawn, flip in zip(batch.pictures, numbers.tolist(), flips, strict=True):
+            picture = self._picture(index)
+            window = augmentation.window(picture.height, picture.width, drawn)
+            crop = functional.resized_crop(picture, *window, self._size)
+            yield functional.horizontal_flip(crop) if flip else crop
+
+    def _picture(self, index: int) -> Image.Image:
         with Image.open(self._folder.paths[index]) as picture:
-            return self._transform(picture.convert("RGB")), torch.tensor(self._folder.labels[index])
-
-
-def _transform(data: schema.ImageData, augment: bool) -> v2.Compose:
-    crop: list[v2.Transform]
-    if augment:
-        crop = [
-            v2.RandomResizedCrop(data.image_size, scale=data.crop_area),
-            v2.RandomHorizontalFlip(0.5 * data.flip),
-        ]
-    else:
-        crop = [v2.Resize(data.resize), v2.CenterCrop(data.image_size)]
-    normalise = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(data.mean, data.std)]
-    return v2.Compose([*crop, *normalise])
+            return picture.convert("RGB")

@@ -25,6 +25,6 @@ class SyntheticLoader:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         device = self._pictures.device
-        for indices in self._order:
+        for _, indices in self._order:
             chosen = torch.from_numpy(indices).to(device, non_blocking=True)
             yield self._pictures[chosen % _BANK], chosen % self._classes

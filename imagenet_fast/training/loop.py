@@ -16,6 +16,7 @@ from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.record import Outcome, Record
 from imagenet_fast.record.past_runs import FINAL_WEIGHTS
 from imagenet_fast.training.clock import Clock
+from imagenet_fast.training.dropout import seed_step
 from imagenet_fast.training.evaluation import evaluate
 from imagenet_fast.training.schedule import learning_rate
 from imagenet_fast.training.step import build_step
@@ -48,6 +49,7 @@ def train(
         record("epoch", step, epoch=epoch)
         for _ in range(steps_per_epoch):
             lr = learning_rate(recipe.schedule, recipe.optim.lr, step, steps_per_epoch, recipe.epochs)
+            seed_step(recipe.seed, step, world)
             take_step(dataset.train, lr)
             step += 1
             if step % recipe.log_every == 0:
@@ -89,5 +91,4 @@ def initial_model(recipe: Recipe, classes: int, world: World, weights: Weights |
     if recipe.channels_last:
         model = model.to(memory_format=torch.channels_last)
     same_everywhere(model)
-    torch.manual_seed(recipe.seed + world.rank)  # from here on random numbers, as of dropout, differ between ranks
     return model

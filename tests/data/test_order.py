@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -17,7 +18,10 @@ def steps(ranks: int, micro_batch: int, count: int) -> list[list[tuple[int, ...]
     """The micro-batches of the first steps, over all ranks."""
     batching = Batching(ranks, micro_batch, GLOBAL // ranks // micro_batch)
     orders = [iter(TrainOrder(IMAGES, batching, rank, seed=3)) for rank in range(ranks)]
-    return [sorted(tuple(m) for order in orders for m in islice(order, batching.accumulation)) for _ in range(count)]
+    return [
+        sorted(tuple(m.pictures) for order in orders for m in islice(order, batching.accumulation))
+        for _ in range(count)
+    ]
 
 
 def test_the_same_micro_batches_make_up_a_step_on_any_number_of_ranks():
@@ -37,8 +41,37 @@ def test_an_epoch_shows_no_image_twice_and_the_next_one_is_another():
 
 def test_another_seed_is_another_order():
     batching = Batching(1, 8, 1)
-    orders = [next(iter(TrainOrder(IMAGES, batching, 0, seed))) for seed in (1, 2)]
+    orders = [next(iter(TrainOrder(IMAGES, batching, 0, seed))).pictures for seed in (1, 2)]
     assert not np.array_equal(*orders)
+
+
+@pytest.mark.parametrize("first_step", [0, 1, 3, 4, 9, 4_000_001])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_an_order_that_begins_later_goes_on_as_the_whole_one(first_step: int, ranks: int):
+    """From the middle of an epoch, from its end, into the next."""
+    batching = Batching(ranks, 4, GLOBAL // ranks // 4)
+    whole = TrainOrder(IMAGES, batching, ranks - 1, seed=3, first_step=first_step // 4 * 4)
+    later = replace(whole, first_step=first_step)
+    skipped = first_step % 4 * batching.accumulation
+    for one, other in zip(islice(whole, skipped, skipped + 20), islice(later, 20), strict=True):
+        assert one.epoch == other.epoch
+        assert np.array_equal(one.pictures, other.pictures)
+    assert next(iter(later)).epoch == first_step // 4
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 3), (3, 1), (6, 2)])
+def test_an_epoch_begun_on_some_ranks_and_ended_on_others_shows_every_picture_once(before: int, after: int):
+    seen: list[int] = []
+    for ranks, begin, end in ((before, 4, 6), (after, 6, 8)):
+        batching = Batching(ranks, 2, GLOBAL // ranks // 2)
+        for rank in range(ranks):
+            order = TrainOrder(IMAGES, batching, rank, 3, begin)
+            batches = list(islice(order, (end - begin) * batching.accumulation))
+            assert {batch.epoch for batch in batches} == {1}
+            seen += [int(i) for batch in batches for i in batch.pictures]
+    assert len(seen) == len(set(seen)) == IMAGES // GLOBAL * GLOBAL
+    undisturbed = islice(TrainOrder(IMAGES, Batching(1, GLOBAL, 1), 0, 3, 4), 4)
+    assert sorted(seen) == sorted(int(i) for batch in undisturbed for i in batch.pictures)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 120])
@@ -48,15 +81,15 @@ def test_an_evaluation_shows_every_image_once(ranks: int, batch: int):
     for rank in range(ranks):
         order = EvalOrder(IMAGES, batch, ranks, rank)
         batches = list(islice(iter(order), order.batches))
-        assert all(0 < len(indices) <= batch for indices in batches)
-        seen += [int(i) for indices in batches for i in indices]
+        assert all(0 < len(pictures) <= batch for _, pictures in batches)
+        seen += [int(i) for _, pictures in batches for i in pictures]
     assert seen == list(range(IMAGES))
 
 
 def test_the_ranks_of_one_pipeline_read_the_same_and_all_pipelines_together_everything():
     batching = Batching(ranks=6, micro_batch=4, accumulation=2, stages=3)
     orders = [TrainOrder(16, batching, rank, seed=1) for rank in range(6)]
-    read = [[tuple(micro) for micro in islice(order, 2)] for order in orders]
+    read = [[tuple(micro.pictures) for micro in islice(order, 2)] for order in orders]
     assert read[0] == read[2] == read[4]
     assert read[1] == read[3] == read[5]
     assert sorted(sum(read[0] + read[1], ())) == list(range(16))

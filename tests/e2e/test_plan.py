@@ -44,7 +44,7 @@ def test_a_recipe_can_be_trained_at_its_full_size(planned: tuple[Recipe, World])
     assert batching.global_batch == recipe.global_batch
     assert batching.accumulation == (2 if recipe.micro_batch else 1)
     order = TrainOrder(images, batching, rank=recipe.ranks - 1, seed=recipe.seed)
-    assert len(next(iter(order))) == batching.micro_batch
+    assert len(next(iter(order)).pictures) == batching.micro_batch
     steps_per_epoch = order.steps_per_epoch
     assert steps_per_epoch == images // recipe.global_batch
 

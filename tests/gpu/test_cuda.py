@@ -22,6 +22,7 @@ from imagenet_fast.recipe.batching import Batching, split_batch
 from imagenet_fast.recipe.reading import parse_recipe
 from imagenet_fast.recipe.schema import ImageData
 from imagenet_fast.sync.marks import mark, seconds_between
+from imagenet_fast.training.dropout import seed_step
 from imagenet_fast.training.loop import initial_model
 from imagenet_fast.training.starting import starting_weights
 from imagenet_fast.training.step import build_step
@@ -133,3 +134,28 @@ def test_dali_decodes_on_the_gpu_what_it_decodes_on_the_cpu(world: World, pictur
         assert ours.device == labels.device == world.device
         assert torch.equal(labels.cpu(), reference_labels)
         assert (ours.cpu() - reference).abs().mean() < 0.08
+
+
+def test_a_replayed_graph_and_compiled_code_draw_what_seed_and_step_say(world: World):
+    ones = torch.ones(4096, device=world.device)
+    torch.nn.functional.dropout(ones)  # before it is captured
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = torch.nn.functional.dropout(ones)
+    compiled = torch.compile(torch.nn.functional.dropout)
+
+    def masks(step: int) -> list[torch.Tensor]:
+        drawn = []
+        for call in (
+            lambda: torch.nn.functional.dropout(ones),
+            lambda: graph.replay() or captured,
+            lambda: compiled(ones),
+        ):
+            seed_step(1, step, world)
+            drawn.append(call().clone())
+        return drawn
+
+    first, second, again = masks(7), masks(8), masks(7)
+    for one, other, same in zip(first, second, again, strict=True):
+        assert torch.equal(one, same)
+        assert not torch.equal(one, other)

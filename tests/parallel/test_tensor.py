@@ -60,7 +60,7 @@ def _dropped() -> None:
     for param in model.parameters():
         nn.init.constant_(param, 0.1)
     division = sharded(model)
-    torch.manual_seed(3 + dist.get_rank())  # as initial_model has it
+    torch.manual_seed(3 + dist.get_rank())  # ranks draw numbers of their own, as in a step
     seen: list[Tensor] = []
     for number in (1, 4):
         model.classifier[number].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))

@@ -1,0 +1,68 @@
+"""What is done to a picture by chance: a function of (seed, epoch, picture), whatever the loader and the rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from imagenet_fast.data.chance import uniforms
+from imagenet_fast.data.order import MicroBatch, Order, TrainOrder
+from imagenet_fast.recipe import schema
+
+_ATTEMPTS = 10
+_WINDOW_NUMBERS = 2 + 2 * _ATTEMPTS
+"""That choose a window: its place, then the area and the aspect ratio of each attempt."""
+
+_ASPECTS = (3 / 4, 4 / 3)
+
+
+class Window(NamedTuple):
+    """A part of a picture, in pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """Random-resized crop to windows of ``area`` (smallest and largest share), and a horizontal flip in half of all."""
+
+    seed: int
+    area: tuple[float, float]
+    flip: bool
+
+    def draw(self, batch: MicroBatch) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """The numbers [n, 22] by which :meth:`window` chooses, and which pictures are mirrored, [n]."""
+        numbers = uniforms(_WINDOW_NUMBERS + 1, "augmentation", self.seed, batch.epoch, of=batch.pictures)
+        return numbers[:, :-1], self.flip & (numbers[:, -1] < 0.5)
+
+    def window(self, height: int, width: int, numbers: Sequence[float]) -> Window:
+        """Of a picture of that size, by torchvision's rule (``RandomResizedCrop``).
+
+        An area, and an aspect ratio from 3:4 to 4:3 of uniform logarithm, are tried up to ten times until they fit; a
+        window that does, lies anywhere. Where none fits, as in a long strip, it is the largest central one of such a
+        ratio.
+        """
+        (smallest, largest), (narrowest, widest) = self.area, _ASPECTS
+        for attempt in range(2, _WINDOW_NUMBERS, 2):
+            pixels = height * width * (smallest + (largest - smallest) * numbers[attempt])
+            aspect = narrowest * (widest / narrowest) ** numbers[attempt + 1]
+            tall, wide = round(math.sqrt(pixels / aspect)), round(math.sqrt(pixels * aspect))
+            if 0 < tall <= height and 0 < wide <= width:
+                return Window(int(numbers[0] * (height - tall + 1)), int(numbers[1] * (width - wide + 1)), tall, wide)
+        tall, wide = min(height, round(width / narrowest)), min(width, round(height * widest))
+        return Window((height - tall) // 2, (width - wide) // 2, tall, wide)
+
+
+def augmentation_of(data: schema.ImageData, order: Order) -> Augmentation | None:
+    """Of the pictures in ``order``, if they are for training and the recipe wants one."""
+    if data.augment and isinstance(order, TrainOrder):
+        return Augmentation(order.seed, data.crop_area, data.flip)
+    return None

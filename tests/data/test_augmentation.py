@@ -1,0 +1,102 @@
+"""Windows and flips: torchvision's distributions, as functions of (seed, epoch, picture)."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torchvision.transforms import RandomResizedCrop
+
+from imagenet_fast.data.augmentation import Augmentation, Window
+from imagenet_fast.data.order import MicroBatch
+
+DRAWS = 3000
+WHOLE = (0.08, 1.0)
+
+
+def windows(height: int, width: int, area: tuple[float, float], count: int = DRAWS, **names: int) -> np.ndarray:
+    """Of as many pictures of one size: [count, 4]."""
+    augmentation = Augmentation(names.get("seed", 1), area, flip=True)
+    numbers, _ = augmentation.draw(MicroBatch(names.get("epoch", 0), np.arange(count)))
+    return np.array([augmentation.window(height, width, drawn) for drawn in numbers.tolist()])
+
+
+def torchvisions(height: int, width: int, area: tuple[float, float], count: int = DRAWS) -> np.ndarray:
+    torch.manual_seed(0)
+    picture = torch.empty(1, height, width)
+    return np.array([RandomResizedCrop.get_params(picture, list(area), [3 / 4, 4 / 3]) for _ in range(count)])
+
+
+def distance(one: np.ndarray, other: np.ndarray) -> float:
+    """Between two samples' distributions: Kolmogorov's and Smirnov's statistic."""
+    values = np.concatenate([one, other])
+    shares = [np.searchsorted(np.sort(sample), values, side="right") / len(sample) for sample in (one, other)]
+    return np.abs(shares[0] - shares[1]).max()
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "area"),
+    [(375, 500, WHOLE), (500, 333, WHOLE), (32, 32, (0.7, 1.0)), (100, 260, WHOLE), (300, 90, (0.3, 0.6))],
+)
+def test_windows_are_distributed_as_torchvisions(height: int, width: int, area: tuple[float, float]):
+    """Also where most attempts do not fit, and the central window is taken often."""
+    ours, theirs = windows(height, width, area), torchvisions(height, width, area)
+    sides = {"area": [w[:, 2] * w[:, 3] for w in (ours, theirs)], "aspect": [w[:, 3] / w[:, 2] for w in (ours, theirs)]}
+    places = {side: [w[:, column] for w in (ours, theirs)] for column, side in enumerate(("top", "left"))}
+    centres = {"middle": [w[:, 0] + w[:, 2] / 2 - w[:, 1] - w[:, 3] / 2 for w in (ours, theirs)]}
+    for name, (one, other) in (sides | places | centres).items():
+        assert distance(one, other) < 1.95 * math.sqrt(2 / DRAWS), name  # one in a thousand exceeds it by chance
+
+
+@pytest.mark.parametrize("size", [(10, 1000), (1000, 10), (7, 300), (1, 500), (3, 2)])
+def test_where_no_attempt_fits_it_is_torchvisions_central_window(size: tuple[int, int]):
+    area = (1.0, 1.0)
+    if size == (3, 2):  # an attempt may fit here, but not one of so little area: no side is a pixel long
+        area = (1e-6, 2e-6)
+    ours, theirs = windows(*size, area, count=20), torchvisions(*size, area, count=20)
+    assert np.array_equal(ours, theirs)
+    assert len(np.unique(ours, axis=0)) == 1
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 2), (2, 1), (5, 4), (1, 3000), (65500, 3), (4, 4)])
+@pytest.mark.parametrize("area", [WHOLE, (1.0, 1.0), (0.001, 0.002)])
+def test_every_window_lies_within_its_picture(size: tuple[int, int], area: tuple[float, float]):
+    corner, extent = np.split(windows(*size, area, count=300), 2, axis=1)
+    assert (corner >= 0).all()
+    assert (extent > 0).all()
+    assert (corner + extent <= size).all()
+
+
+def test_a_window_reaches_every_edge():
+    corner, extent = np.split(windows(12, 12, (0.5, 0.6)), 2, axis=1)
+    assert corner.min(axis=0).tolist() == [0, 0]
+    assert (corner + extent).max(axis=0).tolist() == [12, 12]
+
+
+def test_the_largest_of_numbers_stays_within_the_picture():
+    augmentation = Augmentation(1, (0.1, 0.2), flip=True)
+    last = 1 - 2.0**-53
+    window = augmentation.window(65535, 65535, [last] * 22)
+    assert (window.top + window.height, window.left + window.width) == (65535, 65535)
+    assert augmentation.window(100, 100, [0.0] * 22)[:2] == (0, 0)
+    assert isinstance(window, Window)
+
+
+@pytest.mark.parametrize("names", [{"epoch": 1}, {"seed": 2}])
+def test_another_epoch_or_seed_is_another_window_of_the_same_picture(names: dict[str, int]):
+    first, other = windows(375, 500, WHOLE), windows(375, 500, WHOLE, **names)
+    areas = [np.log(w[:, 2] * w[:, 3]) for w in (first, other)]
+    for one, another in ((first[:, 0], other[:, 0]), (first[:, 1], other[:, 1]), areas):
+        assert abs(np.corrcoef(one, another)[0, 1]) < 4 / math.sqrt(DRAWS)
+    assert (first == other).all(axis=1).mean() < 0.01
+
+
+def test_half_of_all_pictures_are_mirrored_each_in_half_of_all_epochs_if_any():
+    mirrored = Augmentation(1, WHOLE, flip=True)
+    flips = np.array([mirrored.draw(MicroBatch(epoch, np.arange(DRAWS)))[1] for epoch in range(40)])
+    assert abs(flips.mean() - 0.5) < 4 * 0.5 / math.sqrt(flips.size)
+    assert np.abs(flips.mean(axis=1) - 0.5).max() < 5 * 0.5 / math.sqrt(DRAWS)
+    assert np.abs(flips.mean(axis=0) - 0.5).max() < 5 * 0.5 / math.sqrt(40)
+    assert not Augmentation(1, WHOLE, flip=False).draw(MicroBatch(0, np.arange(DRAWS)))[1].any()
