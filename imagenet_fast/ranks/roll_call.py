@@ -55,9 +55,12 @@ def answer_roll_calls(store: Store, rank: int, leaving: threading.Event) -> None
 def report_failure(error: Exception) -> str:
     """Why this rank ends, in a sentence, left for the other ranks in the store they met at; the first one stays.
 
-    Where the error is a broken connection, the sentence names the ranks that were lost.
+    Where the error is a broken connection, the sentence names the ranks that were lost. Of an error that was raised
+    from another, as torch's pipelines do, the first one counts.
     """
     rank = dist.get_rank()
+    while isinstance(error.__cause__, Exception):
+        error = error.__cause__
     message = f"rank {rank}: {type(error).__name__}: {error}"
     with suppress(dist.DistError):
         store = dist.distributed_c10d._get_default_store()
