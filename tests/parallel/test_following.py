@@ -36,7 +36,8 @@ RULES: dict[str, dict[str, Any]] = {
     "clipped": {"optim": SGD, "clip_norm": 0.05},
     "averaged": {"optim": LARS, "ema_decay": 0.7},
 }
-BATCH = {"tiny": 12, "alexnet": 12, "alexnet_bn": 8}
+BATCH = {"tiny": 12, "alexnet": 12, "alexnet_bn": 8, "resnet18": 16}
+RATE = {"tiny": 0.1, "alexnet": 0.1, "alexnet_bn": 0.01, "resnet18": 1e-5}
 Case = tuple[str, str, Parallel, dict[str, Any]]
 """The model, the rule by which it is updated, the layout, the engine."""
 
@@ -68,11 +69,14 @@ def cases_of(world: int) -> list[Case]:
 
 
 def all_cases_of(world: int) -> list[Case]:
-    """Every engine in every layout, updated by turns."""
+    """Every engine in every layout, updated by turns; ResNet-18 at a rate at which one process follows itself when it
+    has another number of threads: at 1e-4 the two are 0.4 % apart after five steps."""
     updates = cycle(("sgd", "lars"))
+    resnets = (Parallel(), PIPED, Parallel(pipeline=4, micro_batches=4)) if world == 4 else ()
     tiny = [("tiny", next(updates), *case) for case in product(LAYOUTS[world], [*EXACT, *OTHERS])]
     clipped = [("tiny", "clipped", *case) for case in product(LAYOUTS[world], EXACT[:1])]
-    return tiny + clipped + [("alexnet", next(updates), *case) for case in product(LAYOUTS[world], EXACT)]
+    alexnet = [("alexnet", next(updates), *case) for case in product(LAYOUTS[world], EXACT)]
+    return tiny + clipped + alexnet + [("resnet18", next(updates), *case) for case in product(resnets, EXACT)]
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +90,7 @@ def _alone() -> dict[tuple[str, str], Trained]:
     assert expected["tiny", "clipped"].losses != expected["tiny", "sgd"].losses
     for rule in ("sgd", "lars"):
         expected["alexnet", rule] = train("alexnet", 5, BATCH["alexnet"], **lazy, **RULES[rule])
+        expected["resnet18", rule] = train("resnet18", 5, 16, RATE["resnet18"], micro=4, **lazy, **RULES[rule])
     return expected | {("alexnet_bn", "sgd"): train("alexnet_bn", 5, BATCH["alexnet_bn"], 0.01, **lazy, **RULES["sgd"])}
 
 
@@ -103,10 +108,12 @@ def test_every_engine_follows_one_process_in_every_layout(world: int, alone: dic
 def follows(alone: dict[tuple[str, str], Trained], world: int, cases: list[Case]) -> None:
     for (kind, rule, layout, engine), trained in run(world, _laid_out, cases)[0]:
         expected, what = alone[kind, rule], f"{kind}, {rule}, {layout!r} of {world}, {engine}"
-        assert expected.losses[-1] < expected.losses[0], f"{what} learns"
+        assert expected.losses[4] < expected.losses[0], f"{what} learns"
         assert trained.losses == pytest.approx(expected.losses, rel=1e-5), what
         assert trained.weights.keys() == expected.weights.keys()
         for name, weight in trained.weights.items():
+            if "running" in name and kind == "resnet18":
+                continue  # statistics are averaged over ranks before an evaluation
             torch.testing.assert_close(
                 weight, expected.weights[name], rtol=1e-3, atol=1e-5, msg=lambda text, at=f"{name}, {what}": at + text
             )
@@ -117,9 +124,9 @@ def _laid_out(cases: list[Case]) -> list[tuple[Case, Trained]]:
     for case in cases:
         kind, rule, layout, engine = case
         steps = 7 if kind == "tiny" else 5
-        micro = 1 if layout.pipeline > 1 and BATCH[kind] % (2 * layout.micro_batches) else 2
+        micro = 4 if kind == "resnet18" else 1 if BATCH[kind] % (2 * layout.micro_batches) else 2
         changes = RULES[rule]
-        trained.append((case, train(kind, steps, BATCH[kind], parallel=layout, micro=micro, sync=engine, **changes)))
+        trained.append((case, train(kind, steps, BATCH[kind], RATE[kind], layout, micro, sync=engine, **changes)))
     return trained
 
 
