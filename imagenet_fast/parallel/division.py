@@ -31,8 +31,8 @@ class Division:
     layout: Layout
     group: TensorGroup
     activations: Activations
-    outline: nn.Module
-    """The whole model, on the meta device."""
+    outline: nn.Module | None
+    """The whole model, on the meta device; None where no stage is missing here."""
 
     def whole(self, trained: nn.Module) -> nn.Module:
         """A copy of the whole model with the weights of ``trained``, which is ``own`` or like it; on every rank.
@@ -40,7 +40,10 @@ class Division:
         Weights must be up to date (:meth:`GradientSync.settle`).
         """
         trained = gathered(trained)
-        return joined(trained, self.outline, self.layout.pipeline) if isinstance(trained, Part) else trained
+        if self.outline is None:
+            return trained
+        assert isinstance(trained, Part)
+        return joined(trained, self.outline, self.layout.pipeline)
 
     def whole_norms(self, params: Sequence[nn.Parameter], norms: Tensor) -> Tensor:
         """From norms [..., parameters] of what this rank holds of parameters those of the whole ones."""
@@ -88,7 +91,7 @@ def divide(
     cannot be divided so.
     """
     device = next(model.parameters()).device
-    outline = copy.deepcopy(model).to("meta")
+    outline = copy.deepcopy(model).to("meta") if parallel.pipeline > 1 else None
     layout, activations = lay_out(parallel, device), Activations(device)
     group = TensorGroup(layout.tensor, activations)
     own = model
