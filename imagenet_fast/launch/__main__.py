@@ -11,13 +11,16 @@ from pathlib import Path
 
 from imagenet_fast.errors import UserError, refuse
 from imagenet_fast.launch.leaving import leave
+from imagenet_fast.ranks.place import Place, own_place
 
 
 def main() -> None:
     """Do what FILE says, waiting SECONDS at most for the other ranks."""
     task, path, patience_s = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
     try:
-        well = _evaluate(path, patience_s) if task == "eval" else _train(path, patience_s)
+        place = own_place()
+        assert place is not None, "torchrun tells a rank its place"
+        well = _evaluate(path, place, patience_s) if task == "eval" else _train(path, place, patience_s)
     except UserError as error:
         refuse(str(error))
     except KeyboardInterrupt:
@@ -25,24 +28,18 @@ def main() -> None:
     raise SystemExit(0 if well else 1)
 
 
-def _train(path: Path, patience_s: float) -> bool:
+def _train(path: Path, place: Place, patience_s: float) -> bool:
     from imagenet_fast.launch.rank import train_as_rank  # seconds of imports, in which Ctrl-C may come
-    from imagenet_fast.ranks.place import own_place
     from imagenet_fast.recipe.job import read_job
 
-    place = own_place()
-    assert place is not None, "torchrun tells a rank its place"
     outcome = train_as_rank(read_job(path), place, patience_s, handover=path.parent)
     return outcome.status in ("reached", "finished")
 
 
-def _evaluate(path: Path, patience_s: float) -> bool:
+def _evaluate(path: Path, place: Place, patience_s: float) -> bool:
     from imagenet_fast.launch.judging import evaluate_as_rank
-    from imagenet_fast.ranks.place import own_place
     from imagenet_fast.recipe.evaluating import read_evaluation
 
-    place = own_place()
-    assert place is not None, "torchrun tells a rank its place"
     evaluate_as_rank(read_evaluation(path), place, patience_s)
     return True
 
