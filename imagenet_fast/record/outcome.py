@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -70,8 +71,8 @@ class Outcome:
                 return 1
 
     def write(self, folder: Path) -> None:
-        """Replace ``outcome.json`` in one move, so that a reader never sees half of it."""
-        partial = folder / ".outcome.json"
+        """Replace ``outcome.json`` in one move, so that a reader never sees half of it; nodes may share ``folder``."""
+        partial = folder / f".outcome.{uuid.uuid4().hex}.json"
         partial.write_text(to_json(asdict(self), indent=2) + "\n")
         partial.replace(folder / "outcome.json")
 

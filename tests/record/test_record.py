@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,15 @@ def test_the_outcome_follows_the_run_and_stands_for_an_exit_code(tmp_path: Path)
     aimless = Outcome("finished", "r", "lazy", 1, 1)
     interrupted = Outcome("interrupted", "r", "lazy", 1, 1)
     assert [o.exit_code for o in (short, aimless, interrupted)] == [3, 0, 1]
+
+
+def test_launchers_that_share_a_folder_leave_a_whole_outcome_whoever_is_last(tmp_path: Path):
+    outcomes = [Outcome("failed", "r", "lazy", 1, 1, message=str(n) * 5000) for n in range(4)]
+    with ThreadPoolExecutor(len(outcomes)) as launchers:
+        for written in [launchers.submit(one.write, tmp_path) for one in outcomes * 50]:
+            written.result()
+    assert read_outcome(tmp_path) in outcomes
+    assert [path.name for path in tmp_path.iterdir()] == ["outcome.json"]
 
 
 def test_events_are_read_back_and_a_torn_last_line_is_left_out(tmp_path: Path):
