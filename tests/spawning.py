@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -57,6 +58,7 @@ def _rank(
     port: int,
 ) -> None:
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the server that forks ranks is deaf to it
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
     try:
         dist.init_process_group(

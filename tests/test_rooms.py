@@ -20,7 +20,7 @@ FLOORS = (
     {"launch"},
     {"training"},
     {"parallel"},
-    {"sync", "record", "data", "models"},
+    {"sync", "record", "data", "models", "checkpoint"},
     {"ranks", "cost"},
     {"recipe"},
     {"errors", "__init__"},
@@ -120,5 +120,5 @@ def _picture(text: str) -> list[str]:
 def test_tests_mirror_the_rooms():
     here = PACKAGE.parent / "tests"
     folders = {path.name for path in here.iterdir() if path.is_dir() and (path / "__init__.py").is_file()}
-    assert folders <= FLOOR.keys() | {"e2e", "gpu"}
+    assert folders <= FLOOR.keys() | {"e2e", "faults", "gpu"}
     assert {name for name in FLOOR if (PACKAGE / name).is_dir()} <= folders

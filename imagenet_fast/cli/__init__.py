@@ -17,6 +17,7 @@ from imagenet_fast.cli.options import (
     EndpointOption,
     NodesOption,
     NprocOption,
+    OptionalRecipeOption,
     PatienceOption,
     PngOption,
     RecipeOption,
@@ -86,7 +87,7 @@ def options(
 
 @app.command()
 def train(
-    recipe: RecipeOption,
+    recipe: OptionalRecipeOption = None,
     data: DataOption = None,
     overrides: SetOption = [],  # noqa: B006  (typer's way to say: an empty list)
     sync: Annotated[
@@ -102,6 +103,16 @@ def train(
     fresh_head: Annotated[
         bool, typer.Option("--fresh-head", help="With --init-from: start the last layer anew, as for other classes.")
     ] = False,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|RUN",
+            help="Go on from that run's last checkpoint; auto: with the run in --out, or begin it.",
+        ),
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(metavar="N", min=0, help="So often all ranks start again, and go on, where one was lost.")
+    ] = 0,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Run directory. Default: runs/<time>-<recipe>-<sync>.")
     ] = None,
@@ -119,20 +130,23 @@ def train(
 ) -> None:
     """Train a recipe to its target accuracy.
 
+    Ctrl-C, SIGTERM or SIGUSR1, at this command or at any rank, saves the state and ends within 20 s; twice ends at
+    once. The same command with --resume auto goes on.
+
     Exit codes: 0 target reached (or none set), 1 error or interrupted, 2 usage, 3 trained to the end without
-    reaching the target.
+    reaching the target, 4 stopped by a signal and saved.
     """
-    from imagenet_fast.launch.planning import plan_job
+    from imagenet_fast.launch.planning import plan_job, recipe_to_train, run_to_resume
     from imagenet_fast.launch.slurm import adopt_step
     from imagenet_fast.ranks.place import own_place
     from imagenet_fast.recipe.doubts import doubts
-    from imagenet_fast.recipe.reading import find_recipe, load_recipe
 
-    path = find_recipe(recipe)
-    written = load_recipe(path, sync, [*overrides, *([f"seed={seed}"] if seed is not None else [])])
+    run = run_to_resume(resume, out) if resume is not None else None
+    overrides = [*overrides, *([f"seed={seed}"] if seed is not None else [])]
+    name, written, data = recipe_to_train(recipe, run, sync, overrides, data)
     plan = partial(
-        plan_job, path.stem, written, data=data, folder=out, scale=scale_batch, trace=trace, init_from=init_from,
-        fresh_head=fresh_head,
+        plan_job, name, written, data=data, folder=run or out, scale=scale_batch, trace=trace, init_from=init_from,
+        fresh_head=fresh_head, resume=run is not None,
     )  # fmt: skip
     adopt_step(os.environ)
     place = own_place()
@@ -148,7 +162,7 @@ def train(
     from imagenet_fast.launch.launcher import launch
     from imagenet_fast.launch.nodes import plan_nodes
 
-    cluster = plan_nodes(nproc, nodes, rdzv_endpoint, join_timeout)
+    cluster = plan_nodes(nproc, nodes, rdzv_endpoint, join_timeout, max_restarts)
     raise typer.Exit(launch(plan(cluster.ranks), cluster))
 
 

@@ -53,6 +53,9 @@ PatienceOption = Annotated[
 RecipeOption = Annotated[
     str, typer.Option("--recipe", metavar="NAME|PATH", help="A shipped recipe's name, or a TOML file.")
 ]
+OptionalRecipeOption = Annotated[
+    str | None, typer.Option("--recipe", metavar="NAME|PATH", help="A shipped recipe's name, or a TOML file.")
+]
 SetOption = Annotated[
     list[str],
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. optim.lr=0.5; repeatable."),

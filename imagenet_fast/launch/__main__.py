@@ -11,11 +11,13 @@ from pathlib import Path
 
 from imagenet_fast.errors import UserError, refuse
 from imagenet_fast.launch.leaving import leave
+from imagenet_fast.ranks.forking import end_with_parent
 from imagenet_fast.ranks.place import Place, own_place
 
 
 def main() -> None:
     """Do what FILE says, waiting SECONDS at most for the other ranks."""
+    end_with_parent()
     task, path, patience_s = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
     try:
         place = own_place()
@@ -33,7 +35,7 @@ def _train(path: Path, place: Place, patience_s: float) -> bool:
     from imagenet_fast.recipe.job import read_job
 
     outcome = train_as_rank(read_job(path), place, patience_s, handover=path.parent)
-    return outcome.status in ("reached", "finished")
+    return outcome.status in ("reached", "finished", "preempted")
 
 
 def _evaluate(path: Path, place: Place, patience_s: float) -> bool:

@@ -22,7 +22,8 @@ def launch(job: Job, nodes: Nodes) -> int:
 
     Raises UserError where the run cannot be written or the nodes cannot meet.
     """
-    check_writable(job.folder)
+    check_writable(job.folder, job.resume)
+    before = _version_of(job.folder / "job.json")
     interrupt_on_signals()  # until torchrun, which answers them itself, has started ranks
     interrupted = False
     code, fate = 0, ""
@@ -33,7 +34,7 @@ def launch(job: Job, nodes: Nodes) -> int:
         except KeyboardInterrupt:
             interrupted = True
         left = read_outcome(Path(handover))
-    has_run = (job.folder / "job.json").exists()  # rank 0 is here, and came so far
+    has_run = _version_of(job.folder / "job.json") not in (None, before)  # rank 0 is here, and came so far
     outcome = left or (read_outcome(job.folder) if has_run else None)
     if outcome is None and not has_run:
         if fate and code != 2:  # 2: the rank has said itself what is wrong
@@ -49,6 +50,15 @@ def launch(job: Job, nodes: Nodes) -> int:
     if has_run:
         outcome.write(job.folder)
     return code if code == 2 else outcome.exit_code
+
+
+def _version_of(path: Path) -> tuple[int, int] | None:
+    """Which differs from that of any file that was there before; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def launch_evaluation(evaluation: Evaluation, nodes: Nodes) -> int:

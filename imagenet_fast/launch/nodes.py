@@ -30,13 +30,17 @@ class Nodes:
     count: int = 1
     endpoint: Endpoint | None = None
     patience_s: float = 300.0
+    restarts: int = 0
+    """So often ranks are started again where one was lost."""
 
     @property
     def ranks(self) -> int:
         return self.count * self.ranks_each
 
 
-def plan_nodes(nproc: int | None, count: int | None, endpoint: str | None, patience_s: float) -> Nodes:
+def plan_nodes(
+    nproc: int | None, count: int | None, endpoint: str | None, patience_s: float, restarts: int = 0
+) -> Nodes:
     """What the command line asks for; None for the usual number of ranks, and for the nodes that srun has started.
 
     Raises UserError.
@@ -47,7 +51,7 @@ def plan_nodes(nproc: int | None, count: int | None, endpoint: str | None, patie
     if count > 1 and endpoint is None:
         raise UserError(f"--nodes {count} needs --rdzv-endpoint HOST:PORT, the same on every node")
     meeting_place = parse_endpoint(endpoint) if endpoint is not None else None
-    return Nodes(local_ranks(nproc), count, meeting_place, patience_s)
+    return Nodes(local_ranks(nproc), count, meeting_place, patience_s, restarts)
 
 
 def local_ranks(asked: int | None) -> int:

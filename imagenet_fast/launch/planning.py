@@ -30,6 +30,7 @@ def plan_job(
     trace: bool = False,
     init_from: Path | None = None,
     fresh_head: bool = False,
+    resume: bool = False,
 ) -> Job:
     """Settle what ``ranks`` ranks train, from which folder into which; None for the usual ones.
 
@@ -46,7 +47,41 @@ def plan_job(
         note += f"; starts from {init_from}" + (" with a fresh last layer" if fresh_head else "")
     elif fresh_head:
         raise UserError("--fresh-head is for weights to start from; add --init-from FILE, or leave it out")
-    return Job(name, recipe, batching, root, place, note, trace, init_from, fresh_head, tuple(sys.argv))
+    return Job(name, recipe, batching, root, place, note, trace, init_from, fresh_head, resume, tuple(sys.argv))
+
+
+def run_to_resume(asked: str, folder: Path | None) -> Path:
+    """The directory of the run that ``--resume`` names; ``auto`` is the one in ``--out``, which may be none yet.
+
+    Raises UserError.
+    """
+    if asked == "auto":
+        if folder is None:
+            raise UserError("--resume auto goes on with the run in --out, or begins it there; add --out DIR")
+        return folder
+    run = Path(asked)
+    if folder is not None and folder.absolute() != run.absolute():
+        raise UserError(f"--resume {run} goes on in that directory, and --out is {folder}; leave --out out")
+    if not (run / "job.json").is_file():
+        raise UserError(f"{run} holds no run to go on with; give the directory of one, or --resume auto --out DIR")
+    return run
+
+
+def recipe_to_train(
+    named: str | None, run: Path | None, sync: str | None, overrides: Sequence[str], data: Path | None
+) -> tuple[str, Recipe, Path | None]:
+    """The recipe's name, the recipe and where the pictures are: as given, or else as in the ``run`` to go on with.
+
+    Raises UserError.
+    """
+    if named is not None:
+        path = find_recipe(named)
+        return path.stem, load_recipe(path, sync, overrides), data
+    if run is None or not (run / "job.json").is_file():
+        raise UserError("which recipe? add --recipe NAME, one of `imagenet-fast recipes`, or the path of a TOML file")
+    name, _, job = recipe_of(run, None)
+    assert job is not None
+    return name, load_recipe(run / "recipe.toml", sync, overrides), data or job.data
 
 
 def plan_evaluation(
@@ -112,11 +147,13 @@ def new_folder(recipe: str, what: str) -> Path:
     return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{recipe}-{what}"
 
 
-def check_writable(folder: Path) -> None:
-    """Raise UserError where a run cannot be put into ``folder``."""
+def check_writable(folder: Path, resume: bool = False) -> None:
+    """Raise UserError where a run cannot be put into ``folder``, or not go on there."""
     try:
-        if (folder / "events.jsonl").exists():
-            raise UserError(f"{folder} already holds a run; give another --out, or remove it")
+        if (folder / "events.jsonl").exists() and not resume:
+            raise UserError(
+                f"{folder} already holds a run; go on with it by --resume auto, give another --out, or remove it"
+            )
         nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
         tempfile.TemporaryFile(dir=nearest).close()  # root may write almost anywhere, but not everywhere it is told
     except OSError as error:

@@ -6,51 +6,82 @@ has settled the job from the rank's command line.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 
-from imagenet_fast.data.dataset import open_dataset
+from imagenet_fast.checkpoint import CheckpointWriter
+from imagenet_fast.data.dataset import Dataset, open_dataset
+from imagenet_fast.errors import warn
 from imagenet_fast.launch.planning import check_writable
-from imagenet_fast.launch.signals import end_on_signals
+from imagenet_fast.launch.resuming import CHECKPOINTS, common_folder, find_resumption, hold
+from imagenet_fast.launch.signals import Signals, end_on_signals
+from imagenet_fast.models.weights import describe, write_weights
 from imagenet_fast.ranks.place import Place, number_node
 from imagenet_fast.ranks.roll_call import report_failure, reported_failure
-from imagenet_fast.ranks.world import join
+from imagenet_fast.ranks.world import World, join
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.record.opening import open_record
 from imagenet_fast.record.outcome import Outcome
+from imagenet_fast.record.past_runs import FINAL_WEIGHTS
 from imagenet_fast.training.clock import Clock
-from imagenet_fast.training.loop import train
+from imagenet_fast.training.keeping import Keeper
+from imagenet_fast.training.loop import initial_model, train
 from imagenet_fast.training.starting import starting_weights
+from imagenet_fast.training.state import TrainState
+from imagenet_fast.training.step import build_step
 
 
 def train_as_rank(job: Job, place: Place, patience_s: float, handover: Path | None = None) -> Outcome:
-    """Join the others, waiting ``patience_s`` for them at most, and train; how that ended.
+    """Join the others, waiting ``patience_s`` for them at most, and train, or go on training; how that ended.
 
     Rank 0 leaves the outcome in the run directory, the first rank of each node in ``handover`` too. Raises UserError
-    where the ranks cannot meet, were given different jobs, or cannot start from the weights they were told to.
+    where the ranks cannot meet, were given different jobs, or cannot start from the weights or go on from the
+    checkpoint they were told to.
     """
+    job = _restarted(job)
     if place.leads:
-        check_writable(job.folder)
+        check_writable(job.folder, job.resume)
     number_node(place)
-    end_on_signals()
+    signals = end_on_signals()
     outcome = Outcome.beginning(job)
     with join(place, job.agreed(), timedelta(seconds=patience_s)) as world:
+        resumption = find_resumption(job, world) if job.resume else None
         clock = Clock()
         dataset = open_dataset(
-            job.recipe.data, job.data, job.batching, world.rank, world.local_size, world.device, job.recipe.seed
-        )
+            job.recipe.data, job.data, job.batching, world.rank, world.local_size, world.device, job.recipe.seed,
+            resumption.step if resumption is not None else 0,
+        )  # fmt: skip
+        if resumption is not None:
+            resumption.check_pictures(dataset.train_order.images)
         weights = None
-        if job.init_from is not None:
+        if job.init_from is not None and resumption is None:
             weights = starting_weights(job.init_from, job.recipe.model, dataset.classes, world, job.fresh_head)
-        record = open_record(job, world, clock.run_s)
+        record = open_record(job, world, clock.run_s, resumption.step if resumption is not None else None)
+        if world.leads and resumption is None and not job.resume:
+            hold(job.folder)
         try:
-            train(job, dataset, world, clock, record, outcome, weights)
+            trace = job.folder / "trace.json" if job.trace and world.leads else None
+            model = initial_model(job.recipe, dataset.classes, world, weights)
+            steps_per_epoch = dataset.train_order.steps_per_epoch
+            take_step = build_step(job.recipe, job.batching, model, world, steps_per_epoch, trace, clock, outcome)
+            if resumption is not None:
+                resumption.load(take_step.state, world)
+                record("resume", resumption.step, gap_s=resumption.gap_s, moved=resumption.elsewhere)
+            with keeping(job, world, dataset.train_order.images, signals) as keep:
+                train(job, dataset, world, take_step, record, keep)
+            if outcome.status != "preempted":
+                _write_final_weights(job, take_step.state, dataset, world)
         except KeyboardInterrupt:
             outcome.message = reported_failure()  # another rank's, after which torchrun has stopped this one
             outcome.status = "failed" if outcome.message else "interrupted"
         except Exception as error:
+            outcome.status = "failed"
             outcome.message = report_failure(error)
             raise
         finally:
@@ -61,6 +92,35 @@ def train_as_rank(job: Job, place: Place, patience_s: float, handover: Path | No
                 outcome.write(handover)
             record("end", outcome.steps, **vars(outcome))
             record.close()
-        if outcome.status in ("reached", "finished"):
+        if outcome.status in ("reached", "finished", "preempted"):
             dist.barrier()  # a torchrun whose first rank to end had missed the target would interrupt those that write
     return outcome
+
+
+@contextmanager
+def keeping(job: Job, world: World, images: int, signals: Signals) -> Iterator[Keeper]:
+    """What saves the state of the run into its directory, while ``signals`` ask instead of ending this rank."""
+    root = common_folder(job.folder / CHECKPOINTS, world, make=True)
+    if root is None and world.leads:
+        warn(
+            f"no checkpoints are written, since not every node sees {job.folder}; give an --out that all of them share"
+        )
+    store = dist.distributed_c10d._get_default_store()
+    with nullcontext() if root is None else CheckpointWriter(root, world, store, job.recipe.checkpoint.keep) as writer:
+        keep = Keeper(job, world, writer, images, signals.ask_first())
+        yield keep
+        keep.close()
+
+
+def _restarted(job: Job) -> Job:
+    """As torchrun has started it: again, where ranks have been lost."""
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return replace(job, resume=True) if again else job
+
+
+def _write_final_weights(job: Job, state: TrainState, dataset: Dataset, world: World) -> None:
+    state.settle()
+    whole = state.whole()
+    if world.leads:
+        about = describe(job.name, job.recipe, dataset.class_names)
+        write_weights(whole.state_dict(), job.folder / FINAL_WEIGHTS, about)

@@ -11,6 +11,8 @@ from typing import Literal
 from imagenet_fast.launch.nodes import Nodes, meet
 from imagenet_fast.ranks.cores import usable_cores
 
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torchrun passes them on to the ranks
+
 
 def run_ranks(task: Literal["train", "eval"], job: Path, nodes: Nodes) -> tuple[int, str]:
     """Do what the file ``job`` says on this node's ranks, once the other nodes have come, until all have ended.
@@ -33,8 +35,8 @@ def run_ranks(task: Literal["train", "eval"], job: Path, nodes: Nodes) -> tuple[
         met = meet(endpoint, nodes.count, nodes.patience_s)
         where = [f"--node-rank={met.number}", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={met.name}"]
     torchrun = get_args_parser().parse_args(
-        [f"--nnodes={nodes.count}", f"--nproc-per-node={nodes.ranks_each}", "--max-restarts=0", *where]
-        + ["--module", "imagenet_fast.launch"]
+        [f"--nnodes={nodes.count}", f"--nproc-per-node={nodes.ranks_each}", f"--max-restarts={nodes.restarts}", *where]
+        + [f"--signals-to-handle={_SIGNALS}", "--module", "imagenet_fast.launch"]
     )
     if os.environ.get("TORCH_CPP_LOG_LEVEL") == "FATAL":  # as the command line has it for a launcher
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from imagenet_fast.models.stages import Part, cut
 from imagenet_fast.parallel.exchange import Activations
 from imagenet_fast.parallel.layout import Layout, lay_out
 from imagenet_fast.parallel.pipeline import joined
-from imagenet_fast.parallel.tensor import TensorGroup, gathered, shard
+from imagenet_fast.parallel.tensor import TensorGroup, gathered, shard, sharded
 from imagenet_fast.recipe.schedules import chunks_of
 from imagenet_fast.recipe.schema import Parallel
 from imagenet_fast.sync import DdpSync, Engine, EngineSettings, GradientPool, GradientSync, build_engine
@@ -44,6 +44,11 @@ class Division:
             return trained
         assert isinstance(trained, Part)
         return joined(trained, self.outline, self.layout.pipeline)
+
+    def parts(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of tensors by the names of a whole model's what this rank has of them, by the names in ``own``."""
+        held = self.own.state_dict().keys()
+        return sharded(self.own, {name: tensor for name, tensor in whole.items() if name in held})
 
     def whole_norms(self, params: Sequence[nn.Parameter], norms: Tensor) -> Tensor:
         """From norms [..., parameters] of what this rank holds of parameters those of the whole ones."""

@@ -14,7 +14,7 @@ where they leave these, for features of one rank's pictures, they are multiplied
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class TensorGroup:
         self.shards: dict[nn.Parameter, None] = {}
         """The parameters of which this rank holds one shard, in the order of layers."""
         self._group = group
-        self._place = dist.get_rank(group)
+        self.place = dist.get_rank(group)
         self._activations = activations
 
     def __deepcopy__(self, memo: object) -> TensorGroup:
@@ -66,7 +66,7 @@ class TensorGroup:
 
     def shard(self, whole: Tensor, dim: int) -> nn.Parameter:
         """This rank's part of a parameter that all of them hold, cut along ``dim``."""
-        part = whole.detach().chunk(self.size, dim)[self._place]
+        part = whole.detach().chunk(self.size, dim)[self.place]
         shard = nn.Parameter(part.clone(memory_format=torch.contiguous_format), whole.requires_grad)
         self.shards[shard] = None
         return shard
@@ -93,6 +93,8 @@ class TensorGroup:
 class ColumnParallel(nn.Linear):
     """Some outputs of a fully connected layer, for the group's pictures: [pictures, in] to [G pictures, out / G]."""
 
+    dim, shards = 0, ("weight", "bias")
+
     def __init__(self, whole: nn.Linear, group: TensorGroup) -> None:
         super().__init__(whole.in_features, whole.out_features // group.size, whole.bias is not None, device="meta")
         self.group = group
@@ -115,6 +117,8 @@ class ColumnParallel(nn.Linear):
 class RowParallel(nn.Linear):
     """A fully connected layer of which each rank has some inputs: [G pictures, in / G] to [pictures, out]. Every rank
     has the bias."""
+
+    dim, shards = 1, ("weight",)
 
     def __init__(self, whole: nn.Linear, group: TensorGroup) -> None:
         super().__init__(whole.in_features // group.size, whole.out_features, whole.bias is not None, device="meta")
@@ -163,6 +167,18 @@ def gathered(model: nn.Module) -> nn.Module:
             if isinstance(child, ColumnParallel | RowParallel):
                 setattr(parent, name, child.whole())
     return whole
+
+
+def sharded(model: nn.Module, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of tensors by the names of a whole model's what ``model``, of :func:`shard`, has of them; the others as they
+    are."""
+    own = dict(whole)
+    for layer, module in model.named_modules():
+        if isinstance(module, ColumnParallel | RowParallel):
+            for name in (f"{layer}.{name}" for name in module.shards):
+                if name in own:  # a layer may have no bias
+                    own[name] = own[name].chunk(module.group.size, module.dim)[module.group.place]
+    return own
 
 
 class _Gather(torch.autograd.Function):

@@ -17,8 +17,8 @@ def same_everywhere(model: nn.Module) -> None:
         _scatter(flat, alike)
 
 
-def average_batch_norms(model: nn.Module) -> None:
-    """Replace the running statistics of every rank by their mean over ranks.
+def average_batch_norms(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Replace the running statistics of every rank of ``group``, by default of all, by their mean over these.
 
     Each rank normalises by the images it saw, so the running means and variances drift apart; an evaluation
     or a save must come from one model.
@@ -27,8 +27,8 @@ def average_batch_norms(model: nn.Module) -> None:
     running = [t for m in norms for t in (m.running_mean, m.running_var) if t is not None]
     if running:
         flat = torch.cat(running)
-        dist.all_reduce(flat)
-        _scatter(flat.div_(dist.get_world_size()), running)
+        dist.all_reduce(flat, group=group)
+        _scatter(flat.div_(dist.get_world_size(group)), running)
 
 
 def total(*values: float, device: torch.device) -> list[float]:

@@ -28,13 +28,22 @@ class Job:
     """A file of weights, or a run directory, to start from. Rank 0 reads it."""
     fresh_head: bool = False
     """Whether the last layer starts anew all the same."""
+    resume: bool = False
+    """Whether to go on from the last checkpoint in ``folder``, if there is one."""
     command: tuple[str, ...] = ()
     """How it was asked for."""
 
     def agreed(self) -> dict[str, Any]:
         """What all nodes must have alike. Folders are not among it: each may keep data and runs where it likes."""
         starts = {"--init-from": self.init_from.name, "--fresh-head": self.fresh_head} if self.init_from else {}
-        return {"recipe": self.name, **recipe_tables(self.recipe), "all ranks": self.batching.ranks, **starts}
+        goes_on = {"--resume": True} if self.resume else {}
+        return {
+            "recipe": self.name,
+            **recipe_tables(self.recipe),
+            "all ranks": self.batching.ranks,
+            **starts,
+            **goes_on,
+        }
 
     def write(self, path: Path) -> None:
         """Write it as JSON, in one move, so that a reader never sees half of it."""
@@ -48,6 +57,7 @@ class Job:
             "trace": self.trace,
             "init_from": str(self.init_from) if self.init_from is not None else None,
             "fresh_head": self.fresh_head,
+            "resume": self.resume,
             "command": self.command,
         }
         partial = path.with_name(f".{path.name}")
@@ -69,6 +79,7 @@ def read_job(path: Path) -> Job:
         table["trace"],
         Path(init_from) if init_from is not None else None,
         table.get("fresh_head", False),
+        table.get("resume", False),
         tuple(table["command"]),
     )
 

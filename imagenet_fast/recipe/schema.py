@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from imagenet_fast.recipe.engine_settings import Sync
 from imagenet_fast.recipe.schedules import chunks_of, misfit
@@ -202,8 +202,11 @@ class Parallel(Table):
 
     def layout(self, ranks: int) -> str:
         """The name of what it makes of so many ranks: ``dp4``, ``tp4``, ``pp2dp2``."""
-        axes = {"pp": self.pipeline, "dp": ranks // self.ranks, "tp": self.tensor}
-        return "".join(f"{axis}{size}" for axis, size in axes.items() if size > 1) or "dp1"
+        return "".join(f"{axis}{size}" for axis, size in self.axes(ranks).items() if size > 1) or "dp1"
+
+    def axes(self, ranks: int) -> dict[str, int]:
+        """The size of each axis, over so many ranks."""
+        return {"pp": self.pipeline, "dp": ranks // self.ranks, "tp": self.tensor}
 
     @property
     def as_written(self) -> str:
@@ -221,6 +224,17 @@ class Parallel(Table):
         elif (why := misfit(self.schedule, self.pipeline, self.micro_batches)) is not None:
             raise ValueError(why)
         return self
+
+
+class Checkpointing(Table):
+    """When the training's state is saved, besides at each evaluation and at the end."""
+
+    every_steps: NonNegativeInt = 0
+    """0: not after a number of steps."""
+    every_minutes: NonNegativeFloat = 10.0
+    """Since the last one was begun; 0: not after a time."""
+    keep: NonNegativeInt = 1
+    """Checkpoints kept besides the newest and the best. With 0 there may be no other if the newest is damaged."""
 
 
 class Recipe(Table):
@@ -256,6 +270,7 @@ class Recipe(Table):
     schedule: Schedule
     sync: Sync
     parallel: Parallel = Parallel()
+    checkpoint: Checkpointing = Checkpointing()
 
     def evaluates_after(self, epoch: int) -> bool:
         """Whether an evaluation follows epoch ``epoch``, counted from 1."""

@@ -35,6 +35,10 @@ class ConsoleSink:
                 if self._console.is_terminal:
                     self._live = Live(console=self._console, auto_refresh=False, transient=True)
                     self._live.start()
+            case "resume":
+                where = " on other ranks or with another layout" if event.values["moved"] else ""
+                gap = _clock(event.values["gap_s"])
+                self._print(f"goes on from the checkpoint of step {event.step}{where}, {gap} after it was written")
             case "train":
                 if self._begun is None:
                     self._begun = (event.step, event.run_s)
@@ -139,6 +143,8 @@ class ConsoleSink:
             "run": folder,
             "look at it": f"tensorboard --logdir {folder}",
         }
+        if outcome["resumed"]:
+            rows["not counted"] = f"{_clock(outcome['gap_s'])} between a checkpoint and going on from it"
         self._print(_verdict(outcome))
         for label, value in rows.items():
             self._print(f"  {label:<17} {value}")
@@ -153,6 +159,8 @@ def _verdict(outcome: dict[str, Any]) -> str:
             return f"Trained to the end without reaching {target:g} % top-1 (last {number(outcome['top1'], '.2f')} %)."
         case "finished":
             return "Trained to the end; the recipe has no target."
+        case "preempted":
+            return f"Stopped by a signal after step {outcome['steps']}, and saved; go on with --resume."
         case "interrupted":
             return f"Interrupted in step {outcome['steps']}."
         case _:

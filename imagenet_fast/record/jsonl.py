@@ -11,9 +11,12 @@ from imagenet_fast.record.strict_json import to_json
 
 
 class JsonLines:
-    """Appends to ``events.jsonl``; a line is flushed as soon as it is written."""
+    """Appends to ``events.jsonl``; a line is flushed as soon as it is written. What came after step ``resumed`` is
+    taken back first, as the run goes on from there."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, resumed: int | None = None) -> None:
+        if resumed is not None:
+            _take_back(folder, resumed)
         self._file = (folder / "events.jsonl").open("a", buffering=1)
 
     def write(self, event: Event) -> None:
@@ -22,6 +25,17 @@ class JsonLines:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _take_back(folder: Path, step: int) -> None:
+    """In one move, so that there is always a whole record."""
+    if not (folder / "events.jsonl").exists():
+        return
+    kept = [e for e in read_events(folder) if e["step"] <= step and e["event"] != "end"]
+    kept = [e for e in kept if not (e["event"] == "epoch" and e["step"] == step)]  # it begins again
+    partial = folder / ".events.jsonl"
+    partial.write_text("".join(to_json(event) + "\n" for event in kept))
+    partial.replace(folder / "events.jsonl")
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -15,17 +16,24 @@ Kind = Literal["INTERVAL_START", "INTERVAL_END", "POINT_IN_TIME"]
 
 
 class MLLog:
-    """Writes one ``:::MLLOG`` line a key, in the order MLPerf's training rules (4.0) expect them."""
+    """Writes one ``:::MLLOG`` line a key, in the order MLPerf's training rules (4.0) expect them.
 
-    def __init__(self, folder: Path, recipe: Recipe, batching: Batching) -> None:
-        self._file = (folder / "mllog.txt").open("a", buffering=1)
+    A run that goes on from step ``resumed`` takes back what came after it.
+    """
+
+    def __init__(self, folder: Path, recipe: Recipe, batching: Batching, resumed: int | None = None) -> None:
+        self._path = folder / "mllog.txt"
+        self._file = self._path.open("a", buffering=1)
         self._recipe = recipe
         self._batching = batching
         self._epoch: int | None = None
+        self._resumed = resumed
 
     def write(self, event: Event) -> None:
         values = event.values
         match event.name:
+            case "run" if self._resumed is not None and self._path.stat().st_size:
+                self._go_on(*divmod(self._resumed, values["steps_per_epoch"]))
             case "run":
                 self._begin(values["train_images"], values["val_images"], values["steps_per_epoch"], event.run_s)
             case "epoch":
@@ -45,6 +53,17 @@ class MLLog:
 
     def close(self) -> None:
         self._file.close()
+
+    def _go_on(self, done: int, into: int) -> None:
+        """``done`` epochs are over, and so many steps of the next one."""
+        lines = self._path.read_text().splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and _belongs(line, done, into > 0)]
+        self._file.close()
+        partial = self._path.with_name(".mllog.txt")
+        partial.write_text("".join(kept))
+        partial.replace(self._path)
+        self._file = self._path.open("a", buffering=1)
+        self._epoch = done + 1 if into else None
 
     def _end_epoch(self, ago_s: float = 0.0) -> None:
         if self._epoch is not None:
@@ -100,3 +119,12 @@ class MLLog:
             "metadata": {"file": "imagenet_fast/training/loop.py", "lineno": 0, **metadata},
         }
         self._file.write(f":::MLLOG {to_json(entry)}\n")
+
+
+def _belongs(line: str, done: int, begun: bool) -> bool:
+    """Whether it was written before ``done`` epochs were over, or when the next one had ``begun``."""
+    entry = json.loads(line.removeprefix(":::MLLOG "))
+    epoch = entry["metadata"].get("epoch_num", 0)
+    return entry["key"] != "run_stop" and (
+        epoch <= done or (begun and entry["key"] == "epoch_start" and epoch == done + 1)
+    )

@@ -20,23 +20,27 @@ from imagenet_fast.record.mllog import MLLog
 from imagenet_fast.record.strict_json import to_json
 
 
-def open_record(job: Job, world: World, run_s: Callable[[], float]) -> Record:
-    """On rank 0 make the run directory, say in it what is run and where, and open every sink; elsewhere nothing."""
+def open_record(job: Job, world: World, run_s: Callable[[], float], resumed: int | None = None) -> Record:
+    """On rank 0 make the run directory, say in it what is run and where, and open every sink; elsewhere nothing.
+
+    A run that was cut off and goes on from step ``resumed`` has one record: what came later is taken back.
+    """
     if not world.leads:
         return Record(run_s)
     from imagenet_fast.record.console import ConsoleSink  # only here: together they take half a second
     from imagenet_fast.record.tensorboard import TensorBoard
 
     job.folder.mkdir(parents=True, exist_ok=True)
+    (job.folder / "outcome.json").unlink(missing_ok=True)
     job.write(job.folder / "job.json")
     (job.folder / "recipe.toml").write_text(to_toml(job.recipe))
     (job.folder / "environment.json").write_text(to_json(environment(job, world), indent=2) + "\n")
     return Record(
         run_s,
         [
-            JsonLines(job.folder),
-            MLLog(job.folder, job.recipe, job.batching),
-            TensorBoard(job.folder, job.recipe),
+            JsonLines(job.folder, resumed),
+            MLLog(job.folder, job.recipe, job.batching, resumed),
+            TensorBoard(job.folder, job.recipe, resumed),
             ConsoleSink(job.folder),
         ],
     )

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.job import Job
+from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.record.strict_json import to_json
 
-Status = Literal["reached", "finished", "failed", "interrupted"]
+Status = Literal["reached", "finished", "preempted", "failed", "interrupted"]
 
 
 @dataclass
@@ -35,14 +38,34 @@ class Outcome:
     images_per_s: float = 0.0
     sent_bytes_per_step: float = 0.0
     message: str = ""
+    resumed: int = 0
+    """How often it has gone on from a checkpoint."""
+    gap_s: float = 0.0
+    """That lay between a checkpoint and going on from it, all together; in no other time."""
+
+    @classmethod
+    def of(cls, name: str, recipe: Recipe, batching: Batching) -> Outcome:
+        """Of a run of the recipe ``name`` in which nothing has happened yet."""
+        return cls("failed", name, recipe.sync.kind, batching.ranks, batching.global_batch, recipe.target_top1)
 
     @classmethod
     def beginning(cls, job: Job) -> Outcome:
-        """Of a run in which nothing has happened yet."""
-        batching = job.batching
-        return cls(
-            "failed", job.name, job.recipe.sync.kind, batching.ranks, batching.global_batch, job.recipe.target_top1
-        )
+        """Of ``job``, before it."""
+        return cls.of(job.name, job.recipe, job.batching)
+
+    def go_on(self, saved: Mapping[str, Any]) -> None:
+        """What has been reached is what a checkpoint has ``saved``; who trains, and for which target, is as it is."""
+        ours = ("status", "recipe", "sync", "world_size", "global_batch", "target_top1", "message")
+        for key in vars(self).keys() - ours:
+            setattr(self, key, saved[key])
+        if self._meets_target:
+            self.status = "reached"
+        else:
+            self.time_to_accuracy_s = None
+
+    @property
+    def _meets_target(self) -> bool:
+        return self.target_top1 is not None and self.top1 is not None and self.top1 >= self.target_top1
 
     def advance(self, epoch: int, step: int, train_s: float, sent_bytes: int) -> None:
         """Step ``step``, in epoch ``epoch``, is done."""
@@ -55,18 +78,21 @@ class Outcome:
     def judge(self, top1: float, top5: float, run_s: float) -> None:
         """An evaluation has ended ``run_s`` into the run."""
         self.top1, self.top5 = top1, top5
-        if self.target_top1 is not None and top1 >= self.target_top1:
+        if self._meets_target:
             self.status = "reached"
             self.time_to_accuracy_s = run_s
 
     @property
     def exit_code(self) -> int:
-        """0 target reached or none set, 1 error or interrupted, 3 trained to the end short of the target."""
+        """0 target reached or none set, 1 error or interrupted, 3 trained to the end short of it, 4 stopped by a signal
+        and saved."""
         match self.status:
             case "reached":
                 return 0
             case "finished":
                 return 3 if self.target_top1 is not None else 0
+            case "preempted":
+                return 4
             case _:
                 return 1
 

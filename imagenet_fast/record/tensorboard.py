@@ -15,10 +15,13 @@ _SCALARS = {"train", "speed", "sync", "data", "eval"}
 
 
 class TensorBoard:
-    """Writes to ``tb/`` in the run directory."""
+    """Writes to ``tb/`` in the run directory. What came after step ``resumed`` is not shown any more."""
 
-    def __init__(self, folder: Path, recipe: Recipe) -> None:
-        self._writer = SummaryWriter(str(folder / "tb"), flush_secs=10)
+    def __init__(self, folder: Path, recipe: Recipe, resumed: int | None = None) -> None:
+        purge = None if resumed is None else resumed + 1
+        self._writer = SummaryWriter(str(folder / "tb"), flush_secs=10, purge_step=purge)
+        if resumed is not None:
+            return
         # SummaryWriter.add_hparams would open a second, stray run; its three summaries belong in this one.
         flat = dict(_flatten(recipe.model_dump(exclude_none=True)))
         for summary in hparams(flat, {"eval/top1": 0.0}):

@@ -212,7 +212,7 @@ class Channel:
 
         if self._idle:
             self._idle = False
-            threading.Thread(target=_issue, args=(self._queue,), daemon=True).start()
+            threading.Thread(target=_issue, args=(self._queue, torch.get_num_threads()), daemon=True).start()
             weakref.finalize(self, self._queue.put, None)
         self._queue.put(task)
         return Entry(wait)
@@ -247,7 +247,8 @@ def patience(device: torch.device) -> timedelta | None:
     return patience if isinstance(patience, timedelta) else None
 
 
-def _issue(queue: SimpleQueue[Callable[[], None] | None]) -> None:
+def _issue(queue: SimpleQueue[Callable[[], None] | None], threads: int) -> None:
+    torch.set_num_threads(threads)  # a thread's first product would take all cores, and may be rounded another way
     while (task := queue.get()) is not None:
         task()
         del task

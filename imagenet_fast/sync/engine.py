@@ -128,6 +128,9 @@ class SyncEngine(Protocol):
     leaves_behind: bool = False
     """Whether a step may send some elements of a parameter and not the others: see :meth:`elements`."""
 
+    elected: str = ""
+    """By what name ``auto`` has chosen it, if it has."""
+
     def lay_out(self) -> None:
         """The pool's spans have new places: nothing is under way."""
         return
@@ -163,12 +166,16 @@ class SyncEngine(Protocol):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """What must survive a restart, such as residuals; empty for most engines."""
+        """What must survive a restart, such as residuals and plans; nothing is under way afterwards."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`'s value, bit for bit."""
+        """Continue from :meth:`state_dict`'s value: bit for bit, if that is of as many ranks."""
         assert not state, f"this engine keeps no state, got {sorted(state)}"
+
+    def elect(self, name: str) -> None:
+        """Of an engine that chooses: hand the pool to the candidate ``name``, which has been chosen before."""
+        raise AssertionError(f"this engine has no candidates, such as {name}")
 
     def close(self) -> None:
         """Its work is over."""

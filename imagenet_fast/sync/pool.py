@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -243,11 +244,37 @@ class GradientPool:
             self.line = math.lcm(self.line, elements)
             self._lay_out(self.spans)
 
-    def order(self, names: Sequence[str]) -> None:
-        """Lay the pool out in this order of its parameters, and learn no other. The engine has to do so too."""
+    def order(self, names: Collection[str]) -> None:
+        """Lay the pool out in this order of its parameters, and learn no other; nothing happens where ``names`` are
+        those of another model. The engine has to do so too."""
         by_name = {span.name: span for span in self.spans}
+        if by_name.keys() != set(names):
+            return
         self._learnt = self._better = None
         self._lay_out([by_name[name] for name in names])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What later steps depend on besides parameters and optimiser; between steps, by every rank. Settles first.
+
+        It differs between ranks."""
+        assert self._engine is not None
+        self.settle()
+        with self._lock:
+            if self._better is not None:
+                self._learn_order(self._better)
+            self._engine.begin()  # it may be about to hand the pool to another
+            order = [span.name for span in self.spans] if self._learnt is None else None
+            return {"order": order, "elected": self._engine.elected, "engine": self._engine.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`'s value, which may be of another number of ranks."""
+        assert self._engine is not None
+        if state["elected"]:
+            self._engine.elect(state["elected"])
+        if state["order"] is not None:
+            self.order(state["order"])
+            self._engine.lay_out()
+        self._engine.load_state_dict(state["engine"])
 
     def close(self) -> None:
         """End the engine, its threads and its process groups, and leave the model to others. Settles first."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,6 +71,16 @@ class Pools:
         """Carry out every update that an engine has put off."""
         for pool in self._pools:
             pool.settle()
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """See :meth:`GradientPool.state_dict`, of each pool."""
+        return [pool.state_dict() for pool in self._pools]
+
+    def load_state_dict(self, state: list[dict[str, Any]] | dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`'s value, or from one of all parameters, of which each pool takes its own."""
+        states = state if isinstance(state, list) else [state] * len(self._pools)
+        for pool, own in zip(self._pools, states, strict=True):
+            pool.load_state_dict(own)
 
     def close(self) -> None:
         """End the engines."""

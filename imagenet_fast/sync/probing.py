@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,6 +45,19 @@ class Network:
         if collective not in self._links:
             self._links[collective] = measure_link(collective, self._wire, self._topology)
         return self._links[collective]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been measured so far."""
+        links = {collective: astuple(link) for collective, link in self._links.items()}
+        return {
+            "links": links,
+            "codecs": {str(wire).removeprefix("torch."): astuple(cost) for wire, cost in self._codecs.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take :meth:`state_dict`'s value for measured."""
+        self._links = {collective: Link(*figures) for collective, figures in state["links"].items()}
+        self._codecs = {getattr(torch, wire): CodecCost(*figures) for wire, figures in state["codecs"].items()}
 
     def seconds(self, collective: Collective, message: float) -> float:
         """Of a message of so many bytes, with nothing else on the wire."""

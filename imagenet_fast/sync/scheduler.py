@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import chain
 from typing import Any
 
@@ -21,7 +21,7 @@ from imagenet_fast.sync.messages import URGENT, Message, messages_of
 from imagenet_fast.sync.pool import GradientPool
 from imagenet_fast.sync.prediction import predict_best, releases_of, thresholds
 from imagenet_fast.sync.probing import Network
-from imagenet_fast.sync.span import Span, label_of
+from imagenet_fast.sync.span import Span, bring, label_of, places_of
 from imagenet_fast.sync.timetable import Timetable
 
 
@@ -102,22 +102,38 @@ class Scheduler(SyncEngine):
         self._releases = releases_of(self._engine, self._messages, timing, self._network)
 
     def state_dict(self) -> dict[str, Any]:
-        """What codes have left behind and what a compressor keeps; differs between ranks."""
-        if not is_coded(self._wire) and self._declared.compressor is None:
-            return {}
+        """What it has learnt, the same on every rank; what codes have left behind and what a compressor keeps, which
+        differs. Empty where there is neither."""
         self._await(list(self._travelling))
+        learnt = None
+        if self._timing is not None:
+            learnt = {"timing": asdict(self._timing), "network": self._network.state_dict()}
+        if not self._keeps and learnt is None:
+            return {}
         left = self._left if self._residual is None else self._residual.gathered()
-        order = [span.name for span in self._pool.spans]
-        return {"step": self._step, "left": left, "memory": _copied(self._memory), "order": order}
+        return {
+            "step": self._step, "left": left, "memory": _copied(self._memory),
+            "places": places_of(self._pool.spans), "learnt": learnt,
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not is_coded(self._wire) and self._declared.compressor is None:
-            super().load_state_dict(state)
+        if not state:
             return
-        self._step, self._left, self._residual = state["step"], state["left"], None
-        self._memory = _copied(state["memory"])
-        self._pool.order(state["order"])
+        self._pool.order(state["places"])
+        self._step, self._memory = state["step"], _copied(state["memory"])
+        self._residual, self._left = None, None
+        if state["left"] is not None:
+            self._left = state["left"].new_zeros(self._pool.spans[-1].stop)
+            bring(state["left"], state["places"], self._left, self._pool.spans)
+        if learnt := state["learnt"]:
+            self._timing = Timing(**learnt["timing"])
+            self._network.load_state_dict(learnt["network"])
         self.lay_out()
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether steps depend on those before."""
+        return is_coded(self._wire) or self._declared.compressor is not None
 
     def close(self) -> None:
         self._watch_no_longer()

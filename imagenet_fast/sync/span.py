@@ -39,6 +39,22 @@ def move(values: Tensor, spans: Sequence[Span], into: Tensor, others: Sequence[S
             into[span.start : span.flag + 1] = values[old.start : old.flag + 1]
 
 
+Places = dict[str, tuple[int, int]]
+"""Of parameters by name, in the order of a pool: where their gradient begins, and the flag behind it."""
+
+
+def places_of(spans: Sequence[Span]) -> Places:
+    return {span.name: (span.start, span.flag) for span in spans}
+
+
+def bring(values: Tensor, places: Places, into: Tensor, spans: Sequence[Span]) -> None:
+    """As :func:`move`, from a pool that is no more: ``places`` tell how it was laid out."""
+    for span in spans:
+        start, flag = places.get(span.name, (0, -1))
+        if flag - start == span.param.numel():
+            into[span.start : span.flag + 1] = values[start : flag + 1]
+
+
 def label_of(spans: Sequence[Span]) -> str:
     """The layers of neighbouring spans, for a person."""
     first, last = spans[0].layer, spans[-1].layer

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,14 @@ class MovingAverage:
         """Follow the model's buffers, at the end of a step. Whole numbers, such as counts of batches, are copied."""
         self._follow(zip(self.module.buffers(), self._model.buffers(), strict=True))
 
+    def state_dict(self) -> list[str]:
+        """The names of those parameters and buffers that have been copied; :attr:`module` is saved as such."""
+        return [name for name, tensor in _named(self.module) if tensor in self._begun]
+
+    def load_state_dict(self, begun: Collection[str]) -> None:
+        """Continue from :meth:`state_dict`'s value, with a :attr:`module` that has been filled."""
+        self._begun = {tensor for name, tensor in _named(self.module) if name in begun}
+
     @torch.no_grad()
     def _follow(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         copied: list[tuple[Tensor, Tensor]] = []
@@ -46,3 +55,7 @@ class MovingAverage:
         if moved:
             averages, values = zip(*moved, strict=True)
             torch._foreach_lerp_(averages, values, 1 - self._decay)
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return chain(model.named_parameters(), model.named_buffers())

@@ -2,7 +2,8 @@
 
 *Run time* starts when the data set is first touched and never stops. *Training time* starts with the first
 step and leaves out evaluations. *Time to accuracy* is the run time at the end of the first evaluation that
-meets the target, that evaluation included.
+meets the target, that evaluation included. Of a run that goes on after it was cut off both count on
+from the checkpoint: what lay between, and what was trained in vain, is in neither.
 """
 
 from __future__ import annotations
@@ -27,18 +28,27 @@ class Clock:
         self._begun = time.perf_counter()
         self._training_begun: float | None = None
         self._paused = 0.0
+        self._trained_before = 0.0
 
     def run_s(self) -> float:
         return time.perf_counter() - self._begun
 
     def train_s(self) -> float:
         if self._training_begun is None:
-            return 0.0
-        return time.perf_counter() - self._training_begun - self._paused
+            return self._trained_before
+        return self._trained_before + time.perf_counter() - self._training_begun - self._paused
 
     def begin_training(self) -> None:
-        """The first step starts now."""
+        """The first step starts now; of a run that goes on, the first step of this part of it."""
         self._training_begun = time.perf_counter()
+
+    def state_dict(self) -> dict[str, float]:
+        return {"run_s": self.run_s(), "train_s": self.train_s()}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from there: what has passed since this clock was made is run time, what lay between is none."""
+        self._begun -= state["run_s"]
+        self._trained_before = state["train_s"]
 
     @contextmanager
     def pause(self) -> Iterator[Pause]:

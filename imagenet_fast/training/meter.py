@@ -22,8 +22,6 @@ class Meter:
     def __init__(self, world: World, global_batch: int) -> None:
         self._world = world
         self._global_batch = global_batch
-        self.sent_bytes = 0
-        """Bytes this rank has sent since the run began, for gradients and, of sharded layers, for activations."""
         self.restart()
 
     def restart(self) -> None:
@@ -47,7 +45,6 @@ class Meter:
 
     def add_step(self, stats: SyncStats) -> None:
         self._steps.append(stats)
-        self.sent_bytes += stats.sent_bytes
 
     def report(self, record: Record, step: int, epoch: int, lr: float) -> None:
         """Record the interval. Every rank must call it: losses and bytes are averaged over ranks."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, assert_never
+from typing import assert_never
 
 import torch
 from torch import Tensor, nn
@@ -128,8 +128,10 @@ class MomentumSGD:
                 pieces += [_Piece(w[part], g[part], v[part], owner) for part in elements.get(param, ())]
         return pieces
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"velocity": list(self._velocity.values())}
+    @property
+    def velocity(self) -> Mapping[nn.Parameter, Tensor]:
+        """The momentum of each parameter, laid out as it is: all the state there is."""
+        return self._velocity
 
 
 class LARS(MomentumSGD):

@@ -51,6 +51,14 @@ class LossScale:
         self.largest = torch.finfo(carried).max if self._active or wire == "fp16" else None
         """The largest gradient that can be used; None: they need not be looked at."""
 
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"scale": self.scale, "good_steps": self._good_steps}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Continue from :meth:`state_dict`'s value, the same on every rank."""
+        self.scale.copy_(state["scale"])
+        self._good_steps.copy_(state["good_steps"])
+
     def __call__(self, loss: Tensor) -> Tensor:
         return loss * self.scale if self._active else loss
 

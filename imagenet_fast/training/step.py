@@ -18,13 +18,16 @@ from imagenet_fast.parallel.pipeline import Pipeline
 from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.record import Outcome
 from imagenet_fast.sync import GradientSync, attach
 from imagenet_fast.sync.engine import Elements
 from imagenet_fast.sync.trace import TracedSteps
 from imagenet_fast.training.averaging import MovingAverage
+from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.meter import Meter
-from imagenet_fast.training.optimizers import MomentumSGD, build_optimizer, gradients
+from imagenet_fast.training.optimizers import build_optimizer, gradients
 from imagenet_fast.training.precision import LossScale, autocast, set_float32_math
+from imagenet_fast.training.state import TrainState
 from imagenet_fast.training.statistics import StepStatistics
 
 
@@ -33,71 +36,52 @@ class TrainingStep:
 
     def __init__(
         self,
+        state: TrainState,
         backpropagate: Callable[[Tensor, Tensor], Tensor],
-        sync: GradientSync,
-        optimizer: MomentumSGD,
         cast: torch.autocast,
-        scale: LossScale,
         clip_norm: float,
         accumulation: int,
-        statistics: StepStatistics,
         meter: Meter,
         trace: TracedSteps | None,
-        model: nn.Module,
-        division: Division | None,
-        average: MovingAverage | None,
     ) -> None:
-        self._backpropagate = backpropagate
-        self._sync = sync
-        self._optimizer = optimizer
-        self._scale = scale
-        self._clip_norm = clip_norm
-        self._accumulation = accumulation
-        self._statistics = statistics
-        self._trace = trace
-        self._model = model
-        self._division = division
+        self.state = state
         self.cast = cast
         self.meter = meter
-        self.average = average
-        """Follows the weights as they are updated, which an engine may put off: up to date after ``settle``."""
+        self._backpropagate = backpropagate
+        self._clip_norm = clip_norm
+        self._accumulation = accumulation
+        self._statistics = StepStatistics(state.model, accumulation)
+        self._trace = trace
 
     def __call__(self, batches: Iterator[tuple[Tensor, Tensor]], lr: float) -> None:
-        self._sync.zero_grad()
+        state = self.state
+        state.sync.zero_grad()
         for left in reversed(range(self._accumulation)):
             images, labels = self.meter.fetch(batches)
-            with self._sync.no_sync() if left else nullcontext(), self._statistics.micro_step():
+            with state.sync.no_sync() if left else nullcontext(), self._statistics.micro_step():
                 loss = self._backpropagate(images, labels)
             self.meter.add_loss(loss)
-        stats = self._sync.finish()
+        stats = state.sync.finish()
         self.meter.add_step(stats)
         if self._trace is not None:
             self._trace.end_step(stats)
-        found_inf = self._sync.found_inf
-        factor = self._scale.end_step(found_inf)
+        found_inf = state.sync.found_inf
+        factor = state.scale.end_step(found_inf)
         if self._clip_norm:
             factor = self._clipped(factor)
-        self._sync.update(partial(self._update, lr, factor, found_inf))
-        if self.average is not None:
-            self.average.update_buffers()
-
-    def settle(self) -> None:
-        """Bring every weight up to date, where the engine leaves that to the next forward."""
-        self._sync.settle()
-
-    def judged(self) -> nn.Module:
-        """What is evaluated and saved, once settled: the moving average where there is one, else the model; whole, even
-        where each rank trains a part. Every rank must ask for it."""
-        trained = self.average.module if self.average is not None else self._model
-        return trained if self._division is None else self._division.whole(trained)
+        state.sync.update(partial(self._update, lr, factor, found_inf))
+        if state.average is not None:
+            state.average.update_buffers()
+        state.step += 1
+        state.sent_bytes += stats.sent_bytes
 
     def _clipped(self, factor: Tensor | None) -> Tensor:
         """``factor``, or less where the gradients that it multiplies would be longer than is allowed; as torch's
         ``clip_grad_norm_`` has it. Gradients of all layers are here: engines that defer are refused."""
-        factor = torch.ones_like(self._scale.scale) if factor is None else factor
-        norm = self._optimizer.gradient_norm()
-        if self._division is not None:
-            norm = self._division.length(norm)
+        factor = torch.ones_like(self.state.scale.scale) if factor is None else factor
+        norm = self.state.optimizer.gradient_norm()
+        if self.state.division is not None:
+            norm = self.state.division.length(norm)
         longest = self._clip_norm / (factor * norm + 1e-6)
         return factor * longest.clamp(max=1.0)
 
@@ -107,17 +91,25 @@ class TrainingStep:
     ) -> None:  # fmt: skip
         if factor is not None:
             torch._foreach_mul_(gradients(params), factor)
-        self._optimizer.step(lr, params, found_inf, elements)
-        if self.average is not None:
-            self.average.update(params)
+        self.state.optimizer.step(lr, params, found_inf, elements)
+        if self.state.average is not None:
+            self.state.average.update(params)
 
 
 def build_step(
-    recipe: Recipe, batching: Batching, model: nn.Module, world: World, steps_per_epoch: int, trace: Path | None = None
+    recipe: Recipe,
+    batching: Batching,
+    model: nn.Module,
+    world: World,
+    steps_per_epoch: int,
+    trace: Path | None = None,
+    clock: Clock | None = None,
+    outcome: Outcome | None = None,
 ) -> TrainingStep:
     """Give ``model`` the layout, engine, optimiser and precision that a recipe names; ``trace`` a few steps to a file.
 
-    Every rank holds the same model at first. With a layout it is left, in place, what is this rank's of it.
+    Every rank holds the same model at first. With a layout it is left, in place, what is this rank's of it. ``clock``
+    and ``outcome`` are those of the run that the steps are of, if it is one.
     """
     set_float32_math(recipe.precision)
     parallel, cast, division = recipe.parallel, autocast(recipe.precision, world.device), None
@@ -137,20 +129,18 @@ def build_step(
     if scale.largest is not None:
         sync.guard(scale.largest)
     whole_norms = None if division is None else division.whole_norms
+    optimizer = build_optimizer(recipe.optim, model, recipe.sync.brings_momentum, whole_norms)
+    state = TrainState(
+        model, division, average, optimizer, sync, scale, clock or Clock(), outcome or Outcome.of("", recipe, batching)
+    )
     return TrainingStep(
+        state,
         _backpropagation(recipe, batching, forward, sync, cast, scale, division),
-        sync,
-        build_optimizer(recipe.optim, model, recipe.sync.brings_momentum, whole_norms),
         cast,
-        scale,
         recipe.clip_norm,
         batching.accumulation,
-        StepStatistics(model, batching.accumulation),
         Meter(world, batching.global_batch),
         TracedSteps(model, world.device, trace) if trace is not None else None,
-        model,
-        division,
-        average,
     )
 
 

@@ -66,7 +66,7 @@ def test_a_recipe_can_be_trained_at_its_full_size(planned: tuple[Recipe, World])
     size = min(recipe.data.image_size, SMALLEST)
     pixels = torch.randn(2, size, size, 3).permute(0, 3, 1, 2)
     take_step(iter([(pixels, torch.tensor([1, 2]))] * batching.accumulation), lr=0.01)
-    take_step.settle()
+    take_step.state.settle()
 
     after = list(model.parameters())
     assert all(p.isfinite().all() for p in after)
@@ -79,7 +79,7 @@ def test_a_recipe_can_be_trained_at_its_full_size(planned: tuple[Recipe, World])
     share = 2 * (recipe.ranks - 1) / recipe.ranks
     picture = 2 * (recipe.parallel.tensor - 1) * (9216 + 4096) * 2  # what comes to the layers and leaves them, and back
     sent = share * wire + 2 * batching.accumulation * picture
-    assert take_step.meter.sent_bytes == pytest.approx(sent, rel=4e-3)  # tensors are padded to a multiple of the ranks
+    assert take_step.state.sent_bytes == pytest.approx(sent, rel=4e-3)  # tensors are padded to a multiple of the ranks
 
 
 @pytest.mark.parametrize(

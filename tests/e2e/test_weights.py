@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torchvision.models import alexnet, resnet18
 
-from imagenet_fast.data.dataset import open_dataset
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.judging import Verdict, judge
 from imagenet_fast.launch.planning import plan_evaluation
@@ -27,15 +26,14 @@ from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job, read_job
 from imagenet_fast.recipe.reading import load_recipe, parse_recipe
-from imagenet_fast.record import Outcome, Record
 from imagenet_fast.record.past_runs import FINAL_WEIGHTS
-from imagenet_fast.training.clock import Clock
-from imagenet_fast.training.loop import initial_model, train
+from imagenet_fast.training.loop import initial_model
 from imagenet_fast.training.starting import starting_weights
 from imagenet_fast.training.step import build_step
 from tests.conftest import tables
 from tests.e2e.command import events_of, imagenet_fast, in_process, outcome_of
 from tests.spawning import run
+from tests.training.jobs import train_job
 
 ONE_EPOCH = ("--set", "epochs=1", "--set", "schedule.warmup_epochs=0")
 
@@ -158,7 +156,8 @@ def _start(file: Path, folder: Path) -> list[str]:
     model = initial_model(recipe, 10, world, weights)
     said.append("same" if same(model) else "others")
     step = build_step(recipe, split_batch(recipe, 2), model, world, 4)
-    said.append("average too" if step.average is not None and same(step.average.module) else "not averaged")
+    average = step.state.average
+    said.append("average too" if average is not None and same(average.module) else "not averaged")
     try:
         starting_weights(given, recipe.model, 4, world)
     except UserError as error:
@@ -170,9 +169,7 @@ def _start(file: Path, folder: Path) -> list[str]:
     said.append("same but for the head" if same(fresh, head) and fresh.fc.weight.any() else "others")
 
     job = Job("test", recipe, split_batch(recipe, 2), None, folder / "run")
-    dataset = open_dataset(recipe.data, None, job.batching, world.rank, 2, world.device, recipe.seed)
-    clock, outcome = Clock(), Outcome("failed", "test", "lazy", 2, 16)
-    train(job, dataset, world, clock, Record(clock.run_s), outcome, weights)
+    outcome = train_job(job, world, weights)
     return [*said, "trained" if outcome.status == "finished" else outcome.status]
 
 

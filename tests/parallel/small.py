@@ -32,12 +32,12 @@ CPU = torch.device("cpu")
 class Tiny(AlexNet):
     """AlexNet's build in small: features in channels_last memory, then three fully connected layers of 12 units."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, units: int = 12) -> None:
         nn.Module.__init__(self)
         self.features = Half(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True)).to(memory_format=torch.channels_last)
         self.classifier = Half(
-            nn.Dropout(dropout), nn.Linear(4 * 3 * 3, 12), nn.ReLU(inplace=True),
-            nn.Dropout(dropout), nn.Linear(12, 12), nn.ReLU(inplace=True), nn.Linear(12, CLASSES),
+            nn.Dropout(dropout), nn.Linear(4 * 3 * 3, units), nn.ReLU(inplace=True),
+            nn.Dropout(dropout), nn.Linear(units, units), nn.ReLU(inplace=True), nn.Linear(units, CLASSES),
         )  # fmt: skip
 
     def forward(self, images: Tensor) -> Tensor:
@@ -102,13 +102,13 @@ def train(
         )
         take_step(zip(images, labels, strict=True), lr)
         take_step.meter.report(record, step, 1, lr)
-    take_step.settle()
-    weights = {name: tensor.clone() for name, tensor in take_step.judged().state_dict().items()}
+    take_step.state.settle()
+    weights = {name: tensor.clone() for name, tensor in take_step.state.whole().state_dict().items()}
     for name, tensor in weights.items():
         first = tensor.clone()
         dist.broadcast(first, 0)
         assert torch.equal(first, tensor) or "running" in name, f"{name} differs between ranks"
-    take_step._sync.close()  # else the groups of all cases are open, and their threads wake
+    take_step.state.sync.close()  # else the groups of all cases are open, and their threads wake
     return Trained(seen.losses, weights if rank == 0 else {})
 
 

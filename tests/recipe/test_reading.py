@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.doubts import doubts
 from imagenet_fast.recipe.engine_settings import AllReduceSync, DdpSync, LazySync, SparseSync
 from imagenet_fast.recipe.reading import find_recipe, load_recipe, parse_engines, parse_recipe, recipe_names, to_toml
-from imagenet_fast.recipe.schema import ImageData, Recipe, Sgd
+from imagenet_fast.recipe.schema import Checkpointing, ImageData, Recipe, Sgd
 from tests.conftest import tables
 
 SHIPPED = [
@@ -110,6 +111,13 @@ def test_a_shipped_recipe_survives_being_written_out_in_full(name: str, tmp_path
             "into 20 stages, and it comes in 19 pieces",
         ),
         ({"parallel": 2}, "parallel is 2: "),
+        ({"checkpoint": {"every_step": 5}}, "unknown key checkpoint.every_step; did you mean checkpoint.every_steps?"),
+        ({"checkpoint": {"every_steps": -1}}, "checkpoint.every_steps is -1: input should be greater than or equal to"),
+        ({"checkpoint": {"every_steps": 0.5}}, "checkpoint.every_steps is 0.5: input should be a valid integer"),
+        ({"checkpoint": {"every_minutes": -0.5}}, "checkpoint.every_minutes is -0.5: input should be greater than or"),
+        ({"checkpoint": {"every_minutes": float("nan")}}, "checkpoint.every_minutes is NaN: input should be a finite"),
+        ({"checkpoint": {"keep": True}}, "checkpoint.keep is true: input should be a valid integer"),
+        ({"checkpoint": 5}, "checkpoint is 5: "),
         (
             {"parallel": {"tensor": 2}},
             "parallel.tensor 2 divides AlexNet's large fully connected layers, and model.",
@@ -147,6 +155,13 @@ def test_a_wrong_recipe_is_met_with_the_key_and_the_fix(change: dict[str, object
         parse_recipe("my.toml", tables(**change))
     assert str(error.value).startswith("my.toml: ")
     assert sentence in str(error.value)
+
+
+def test_without_its_table_checkpoints_are_made_every_ten_minutes_and_at_evaluations():
+    assert parse_recipe("my.toml", tables()).checkpoint == Checkpointing(every_steps=0, every_minutes=10.0, keep=1)
+    some = parse_recipe("my.toml", tables(checkpoint={"every_steps": 20, "every_minutes": 2.5, "keep": 0}))
+    assert some.checkpoint == Checkpointing(every_steps=20, every_minutes=2.5, keep=0)
+    assert parse_recipe("my.toml", tomllib.loads(to_toml(some))) == some
 
 
 @pytest.mark.parametrize(

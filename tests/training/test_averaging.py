@@ -80,19 +80,19 @@ def _train_with_hybrid() -> None:
     step."""
     model, dataset = _model_and_dataset()
     take_step = build_step(AVERAGED, split_batch(RECIPE, 2), model, _world(), 4)
-    average = take_step.average
+    average = take_step.state.average
     assert average is not None
     for _ in range(3):
         take_step(dataset.train, lr=0.1)
     waiting = average.module.fc.weight.detach().clone()
-    take_step.settle()
+    take_step.state.settle()
 
     model, dataset = _model_and_dataset()
     expected = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
     take_step = build_step(RECIPE, split_batch(RECIPE, 2), model, _world(), 4)
     for _ in range(3):
         take_step(dataset.train, lr=0.1)
-        take_step.settle()
+        take_step.state.settle()
         expected.update_parameters(model)
 
     settled, at_once = average.module.state_dict(), expected.module.state_dict()

@@ -7,16 +7,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from imagenet_fast.data.dataset import open_dataset
 from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.reading import parse_recipe
-from imagenet_fast.record import Outcome, Record
-from imagenet_fast.training.clock import Clock
-from imagenet_fast.training.loop import train
 from tests.conftest import tables
 from tests.spawning import run
+from tests.training.jobs import train_job
 
 
 def test_the_moving_average_is_what_is_saved(tmp_path: Path):
@@ -39,8 +36,5 @@ def _train_with_and_without(folder: Path) -> None:
             ),
         )  # fmt: skip
         job = Job("test", recipe, split_batch(recipe, 1), None, folder / name)
-        outcome = Outcome("failed", "test", "lazy", 1, 16)
-        clock = Clock()
-        dataset = open_dataset(recipe.data, None, job.batching, 0, 1, world.device, recipe.seed)
-        train(job, dataset, world, clock, Record(clock.run_s), outcome)
+        outcome = train_job(job, world)
         assert (outcome.status, outcome.steps) == ("finished", epochs)

@@ -200,13 +200,13 @@ def test_a_non_finite_step_changes_no_bit(kind: str):
     optimizer = build(kind)
     descend(optimizer, steps=2)
     weights = [p.detach().clone() for p in optimizer.params]
-    velocity = [v.clone() for v in optimizer.state_dict()["velocity"]]
+    velocity = [v.clone() for v in optimizer.velocity.values()]
     for param in optimizer.params:
         param.grad = torch.full_like(param, torch.inf)
     optimizer.step(1.0, found_inf=torch.ones(()))
     for was, param in zip(weights, optimizer.params, strict=True):
         assert torch.equal(was, param)
-    for was, now in zip(velocity, optimizer.state_dict()["velocity"], strict=True):
+    for was, now in zip(velocity, optimizer.velocity.values(), strict=True):
         assert torch.equal(was, now)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from imagenet_fast.cost.simulation import Prediction
 from imagenet_fast.cost.timing import Timing
@@ -59,15 +60,31 @@ class Auto(SyncEngine):
         if self._elected is None:
             return
         candidate, timing = self._elected
+        left = self._meanwhile.state_dict()
+        engine = self._hand_over(candidate, timing)
+        if left and candidate.build is None:
+            engine.load_state_dict(left | {"learnt": None})
+        engine.begin()
+
+    def elect(self, name: str) -> None:
+        """Hand the pool to that candidate, which has been chosen before."""
+        self._hand_over(next(candidate for candidate in self._candidates if candidate.name == name))
+
+    def _hand_over(self, candidate: Candidate, timing: Timing | None = None) -> SyncEngine:
         if candidate.build is not None:
             engine = candidate.build(self._pool)
         else:
             engine = Scheduler(candidate.engine, self._pool, self._network, timing)
-        left = self._meanwhile.state_dict()
+        engine.elected = candidate.name
         self._pool.attach(engine)
-        if left:
-            engine.load_state_dict(left)
-        engine.begin()
+        return engine
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._meanwhile.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._meanwhile.load_state_dict(state)
+        self.lay_out()
 
     def push(self, span: Span) -> None:
         self._timetable.push()

@@ -5,6 +5,7 @@
 import inspect
 import math
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -89,6 +90,13 @@ class DdpPeer:
 
     def settle(self) -> None:
         """Nothing is ever put off."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: it makes its buckets anew. What PowerSGD's hook has kept is lost, and it begins again."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`'s value."""
 
     def close(self) -> None:
         """DDP uses the process group of all ranks."""

@@ -26,7 +26,7 @@ from imagenet_fast.sync.collectives import Phase, Transfer, all_reduce, carry, p
 from imagenet_fast.sync.engine import Elements, Engine, Stopwatch, SyncEngine, SyncStats
 from imagenet_fast.sync.messages import URGENT
 from imagenet_fast.sync.pool import GradientPool
-from imagenet_fast.sync.span import Span, move
+from imagenet_fast.sync.span import Span, bring, move, places_of
 
 
 @dataclass(frozen=True)
@@ -201,17 +201,22 @@ class Sparse(SyncEngine):
         self._clear(residual, velocity)
         return {
             "step": self._step, "residual": residual, "velocity": velocity, "scores": self._scores.clone(),
-            "ages": self._ages.clone(), "order": [span.name for span in self._pool.spans],
+            "ages": self._ages.clone(), "places": places_of(self._pool.spans),
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._pool.order(state["order"])
+        self._pool.order(state["places"])
         self.lay_out()
         self._step = state["step"]
-        self._pool.buffer.copy_(state["residual"])
-        self._velocity.copy_(state["velocity"])
-        self._scores.copy_(state["scores"])
-        self._ages.copy_(state["ages"])
+        spans, places = self._pool.spans, state["places"]
+        bring(state["residual"], places, self._pool.buffer, spans)
+        if self._momentum is not None:
+            bring(state["velocity"], places, self._velocity, spans)
+        if "scores" in state and places == places_of(
+            spans
+        ):  # else chunks hold other values than those that were measured
+            self._scores[: len(self._chunks)] = state["scores"][: len(self._chunks)]
+            self._ages.copy_(state["ages"])
         self._choose()
 
     def close(self) -> None:

@@ -1,0 +1,26 @@
+"""Checkpoints: a training's state on disk, whole or not there.
+
+A checkpoint is a directory of a run, written once and never changed:
+
+    checkpoints/step-00001234/
+        shared.safetensors       what all ranks hold alike, by rank 0
+        rank-00003.safetensors   what is that rank's own
+        manifest.json            written last: where it is missing, or disagrees with the files, there is no checkpoint
+
+A file holds a tree of dicts, lists, tensors and plain values (`tree.py`). The training thread copies it to host memory
+(`host_copy.py`); a thread writes that (`background.py`), each file under another name first, synced and then renamed
+(`durable.py`). The ranks tell one another through the store they met at, so no collective is issued and no stream is
+touched (`correspondence.py`). Nothing here knows what is trained.
+
+torch.distributed.checkpoint would divide a tree over ranks and put it together for others. It is not used because its
+metadata is a pickle, it writes what is no tensor with ``torch.save`` and reads it with ``weights_only=False``, and
+its planners talk in collectives that pickle. Nor have its files checksums.
+"""
+
+from __future__ import annotations
+
+from imagenet_fast.checkpoint.background import CheckpointWriter
+from imagenet_fast.checkpoint.finding import Checkpoint, best, newest, open_checkpoint
+from imagenet_fast.checkpoint.manifest import Stamp
+
+__all__ = ["Checkpoint", "CheckpointWriter", "Stamp", "best", "newest", "open_checkpoint"]

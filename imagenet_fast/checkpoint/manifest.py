@@ -1,0 +1,77 @@
+"""What a checkpoint holds: of which moment of which training, in which files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
+
+from imagenet_fast.checkpoint.durable import FileSum, sum_of, write_durably
+from imagenet_fast.recipe.table import Table
+
+MANIFEST = "manifest.json"
+SHARED = "shared.safetensors"
+
+
+def part_name(rank: int) -> str:
+    """The file of what is a rank's own."""
+    return f"rank-{rank:05}.safetensors"
+
+
+class Damaged(Exception):
+    """A checkpoint is not whole; the message is the name of the file and what is wrong with it."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        super().__init__(f"{path.name} {what}")
+
+
+class Stamp(Table):
+    """The moment of a training, and the training."""
+
+    step: NonNegativeInt
+    epoch: NonNegativeInt
+    world: PositiveInt
+    """How many ranks there were."""
+    layout: dict[str, PositiveInt]
+    """Their number along each axis, such as data and tensor."""
+    recipe: str
+    """A digest of what decides the result."""
+    top1: float | None = None
+    """Percent, where the weights have been evaluated."""
+
+
+class Manifest(Stamp):
+    format: Literal[1] = 1
+    number: PositiveInt
+    """The how many-eth checkpoint of its run. A run that went back writes later ones at earlier steps, and the clock
+    may be set back, so this alone says which is the newest."""
+    files: dict[Annotated[str, Field(pattern=r"^[a-z0-9-]+\.safetensors$")], FileSum]
+    crc32: str = ""
+    """Of all else that is here."""
+
+    def write(self, folder: Path) -> None:
+        """Make ``folder`` a checkpoint. Raises OSError."""
+        sealed = self.model_copy(update={"crc32": self._sum()})
+        write_durably(folder / MANIFEST, [sealed.model_dump_json(indent=2).encode() + b"\n"])
+
+    def _sum(self) -> str:
+        return sum_of([self.model_dump_json(exclude={"crc32"}).encode()]).crc32
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises Damaged; FileNotFoundError where ``folder`` is no checkpoint, or not yet."""
+    path = folder / MANIFEST
+    try:
+        manifest = Manifest.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise Damaged(path, f"cannot be read ({error.strerror})") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise Damaged(path, f"is not a manifest of format 1 ({where + ': ' if where else ''}{first['msg']})") from None
+    if manifest.crc32 != manifest._sum():
+        raise Damaged(path, "disagrees with its own checksum")
+    return manifest

@@ -1,0 +1,80 @@
+"""The checkpoints of a run beside one another: which are there, room for another, which go."""
+
+from __future__ import annotations
+
+import shutil
+from itertools import count
+from pathlib import Path
+
+from imagenet_fast.checkpoint.durable import sync_folder
+from imagenet_fast.checkpoint.manifest import MANIFEST, Damaged, Manifest, read_manifest
+
+
+def _folders(root: Path) -> list[Path]:
+    """What may be a checkpoint, or have been meant for one. A link is somebody's own. Raises OSError."""
+    try:
+        named = [path for path in root.iterdir() if path.name.startswith("step-")]
+    except FileNotFoundError:
+        return []
+    return sorted(path for path in named if path.is_dir() and not path.is_symlink())
+
+
+def survey(root: Path) -> tuple[dict[Path, Manifest], dict[Path, Damaged]]:
+    """What the manifests say, from the newest checkpoint to the oldest; and those that cannot be read. Raises OSError
+    where one cannot even look, which is not to be taken for an empty directory."""
+    found, damaged = {}, {}
+    for folder in _folders(root):
+        try:
+            found[folder] = read_manifest(folder)
+        except FileNotFoundError:
+            continue
+        except Damaged as error:
+            damaged[folder] = error
+    return dict(sorted(found.items(), key=lambda item: item[1].number, reverse=True)), damaged
+
+
+def by_merit(found: dict[Path, Manifest]) -> list[Path]:
+    """Those that were evaluated, from the highest top-1 to the lowest; among equal ones in the order given."""
+    judged = {folder: manifest.top1 for folder, manifest in found.items() if manifest.top1 is not None}
+    return sorted(judged, key=lambda folder: -judged[folder])
+
+
+def new_folder(root: Path, step: int) -> Path:
+    """An empty directory for a checkpoint of ``step``, of which there may be one already. Raises OSError."""
+    root.mkdir(exist_ok=True)  # not what it is in: a run whose directory was removed does not make it anew
+    for number in count(1):
+        folder = root / (f"step-{step:08}" if number == 1 else f"step-{step:08}-{number}")
+        try:
+            folder.mkdir()
+            break
+        except FileExistsError:
+            continue
+    sync_folder(root.parent)
+    sync_folder(root)
+    return folder
+
+
+def retain(root: Path, keep: int) -> None:
+    """Remove all but the newest checkpoint, the best one, and of the others the ``keep`` newest. Raises OSError.
+
+    What has a damaged manifest stays, for whoever looks why.
+    """
+    found, _ = survey(root)
+    kept = [*found][:1] + by_merit(found)[:1]
+    kept += [folder for folder in found if folder not in kept][:keep]
+    for folder in found.keys() - set(kept):
+        remove(folder)
+
+
+def sweep(root: Path) -> None:
+    """Remove what killed writes and removals have left. Nobody may be writing. Raises OSError."""
+    for folder in _folders(root):
+        if not (folder / MANIFEST).exists():
+            shutil.rmtree(folder)
+
+
+def remove(folder: Path) -> None:
+    """First it is no checkpoint any more, then it is gone: killed in between, it is taken for none. Raises OSError."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    sync_folder(folder)
+    shutil.rmtree(folder)

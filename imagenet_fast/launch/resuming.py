@@ -1,0 +1,169 @@
+"""A run that goes on: the checkpoint it goes on from, and the state of every rank."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from imagenet_fast.checkpoint import Checkpoint, newest, open_checkpoint
+from imagenet_fast.errors import UserError, warn
+from imagenet_fast.ranks.agreement import refused_by_first, total
+from imagenet_fast.ranks.world import World
+from imagenet_fast.recipe.changes import differences
+from imagenet_fast.recipe.job import Job
+from imagenet_fast.training.state import TrainState, joined
+
+_PATIENCE_S = 5.0  # for what another node has written to be seen over NFS, for a rank to see that it is alone
+
+CHECKPOINTS = "checkpoints"
+"""In a run directory."""
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """Where a run goes on; the same on every rank."""
+
+    checkpoint: Checkpoint
+    shared: dict[str, Any]
+    elsewhere: bool
+    """On another number of ranks, or with another layout."""
+    found_at: float
+    """By the clock on the wall."""
+
+    @property
+    def step(self) -> int:
+        return self.checkpoint.manifest.step
+
+    def load(self, state: TrainState, world: World) -> None:
+        """Put ``state`` where the checkpoint has it."""
+        checkpoint = self.checkpoint
+        if self.elsewhere:
+            parts = (part for _, part in checkpoint.parts(world.device))
+            own = joined(parts, sharded=checkpoint.manifest.layout.get("tp", 1) > 1)
+        else:
+            own = checkpoint.part(world.rank, world.device)
+        state.load(self.shared, own)
+        state.outcome.resumed += 1
+        state.outcome.gap_s += self.gap_s
+
+    def check_pictures(self, images: int) -> None:
+        """Raise UserError where the training set has another number of them by now."""
+        if (before := self.shared["images"]) != images:
+            raise UserError(
+                f"the training set has {images} images and had {before} when {self.checkpoint.folder} was written; "
+                "restore it, or begin another run with --init-from"
+            )
+
+    @property
+    def gap_s(self) -> float:
+        """Since the checkpoint; nothing where the clock was set back."""
+        saved_at: float = self.shared["saved_at"]
+        return max(0.0, self.found_at - saved_at)
+
+
+def find_resumption(job: Job, world: World) -> Resumption | None:
+    """Where ``job`` goes on, which rank 0 finds; None where there is no checkpoint yet.
+
+    Raises UserError, the same on every rank, where it cannot go on from there.
+    """
+    found, refusal, checkpoint = "", "", None
+    if world.leads:
+        try:
+            hold(job.folder)
+            checkpoint = newest(job.folder / CHECKPOINTS)
+            if checkpoint is not None:
+                found = checkpoint.folder.name
+                _check_recipe(job, checkpoint)
+            elif (job.folder / "events.jsonl").exists():
+                forget_run(job.folder)
+        except UserError as error:
+            refusal = str(error)
+    if refusal := refused_by_first(refusal, world.device):
+        raise UserError(refusal)
+    told = [found]
+    dist.broadcast_object_list(told, src=0, device=world.device)
+    if not told[0]:
+        return None
+    root = common_folder(job.folder / CHECKPOINTS, world)
+    if root is None:
+        raise UserError(
+            f"not every node sees the checkpoints that rank 0 has in {job.folder}; put the run where all of them do"
+        )
+    checkpoint = open_checkpoint(root / told[0])
+    manifest = checkpoint.manifest
+    elsewhere = (manifest.world, manifest.layout) != (world.size, job.recipe.parallel.axes(world.size))
+    return Resumption(checkpoint, checkpoint.shared(world.device), elsewhere, time.time())
+
+
+def hold(folder: Path) -> None:
+    """Keep the run in ``folder``, if there is one, to this process until it ends.
+
+    Raises UserError where another one trains it, such as a rank whose launcher has been killed and which is about to
+    notice.
+    """
+    if not folder.is_dir():
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise UserError(f"{folder} is being trained by another process; stop that first") from None
+            time.sleep(0.1)
+        except OSError:  # a file system without locks, or, as NFS, without those of directories
+            return
+        else:
+            return
+
+
+def _check_recipe(job: Job, checkpoint: Checkpoint) -> None:
+    """Raise UserError where the recipe is another one than the checkpoint's."""
+    changed = differences(checkpoint.shared()["recipe"], job.recipe)
+    if changed:
+        raise UserError(
+            f"{job.folder} was begun with another recipe and cannot go on with this one: {', '.join(changed)}; "
+            "change that back, or give another --out"
+        )
+
+
+def common_folder(folder: Path, world: World, make: bool = False) -> Path | None:
+    """Rank 0's ``folder`` as this rank sees it: by its own path or by rank 0's. None, on every rank, where some rank
+    sees it by neither. ``make``: rank 0 makes it, in a directory that is there."""
+    told = [str(folder.absolute()), uuid.uuid4().hex]
+    dist.broadcast_object_list(told, src=0, device=world.device)
+    mark = f".seen-{told[1]}"
+    if world.leads:
+        with suppress(OSError):
+            if make:
+                folder.mkdir(exist_ok=True)
+            (folder / mark).touch()
+    dist.barrier()
+    deadline = time.monotonic() + (0.0 if world.size == world.local_size else _PATIENCE_S)
+    while (seen := _first_with(mark, folder.absolute(), Path(told[0]))) is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    (missing,) = total(float(seen is None), device=world.device)
+    if world.leads:
+        with suppress(OSError):
+            (folder / mark).unlink()
+    return None if missing else seen
+
+
+def _first_with(name: str, *folders: Path) -> Path | None:
+    return next((folder for folder in folders if (folder / name).exists()), None)
+
+
+def forget_run(folder: Path) -> None:
+    """Of a run that has come to no checkpoint nothing is left but its directory, so it can be begun anew."""
+    for name in ("events.jsonl", "mllog.txt", "outcome.json", "job.json", "trace.json"):
+        (folder / name).unlink(missing_ok=True)
+    warn(f"{folder} holds a run that had come to no checkpoint; it starts from the beginning")

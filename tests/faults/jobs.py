@@ -1,0 +1,99 @@
+"""Real jobs that are killed, and go on by the same command."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from tests.e2e.command import COMMAND, environment, events_of
+
+Victim = Literal["rank", "launcher", "all"]
+SMALL = (
+    "--recipe", "smoke", "--nproc", "3", "--set", "ranks=3", "--set", "global_batch=12", "--set", "epochs=2",
+    "--set", "schedule.warmup_epochs=0", "--set", "data.train_images=120", "--set", "data.val_images=12",
+    "--set", "log_every=1", "--set", "checkpoint.every_steps=4", "--set", "optim.lr=0.05",
+)  # fmt: skip
+"""Twenty steps, with a checkpoint after every fourth and after each of two evaluations."""
+
+
+@dataclass
+class Running:
+    """The command, at work."""
+
+    command: subprocess.Popen[str]
+    out: Path
+
+    @property
+    def ranks(self) -> list[psutil.Process]:
+        with suppress(psutil.Error):
+            children = psutil.Process(self.command.pid).children()
+            return [child for child in children if "imagenet_fast.launch" in child.cmdline()]
+        return []
+
+    @property
+    def step(self) -> int:
+        with suppress(OSError, ValueError):
+            return max((event["step"] for event in events_of(self.out, "train")), default=0)
+        return 0
+
+    def kill(self, victim: Victim, choice: random.Random) -> None:
+        ranks = self.ranks
+        chosen = [choice.choice(ranks)] if victim == "rank" and ranks else ranks if victim == "all" else []
+        if victim != "rank" or not chosen:
+            chosen = [*chosen, psutil.Process(self.command.pid)]
+        for process in chosen:
+            with suppress(psutil.Error):
+                process.kill()
+
+    def ended(self, within_s: float) -> int:
+        try:
+            return self.command.wait(within_s)
+        finally:
+            with suppress(OSError):
+                os.killpg(self.command.pid, signal.SIGKILL)
+
+
+def start(out: Path, *arguments: str) -> Running:
+    command = [*COMMAND, "train", *SMALL, "--out", str(out), "--resume", "auto", *arguments]
+    log = (out.parent / f"{out.name}.log").open("a")
+    with log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, text=True, env=environment(), start_new_session=True
+        )
+    return Running(process, out)
+
+
+def train(out: Path, *arguments: str) -> str:
+    """To the end; the final weights' digest."""
+    running = start(out, *arguments)
+    assert running.ended(240) == 0, (out.parent / f"{out.name}.log").read_text()[-2000:]
+    return digest(out)
+
+
+def digest(out: Path) -> str:
+    return sha256((out / "checkpoints" / "final.safetensors").read_bytes()).hexdigest()[:16]
+
+
+def kill_at(out: Path, victim: Victim, step: int, delay_s: float, choice: random.Random, *arguments: str) -> int:
+    """Start or continue, and kill ``delay_s`` after ``step`` has been recorded; the step by then. Nothing is left."""
+    running = start(out, *arguments)
+    deadline = time.monotonic() + 120
+    while running.step < step and running.command.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(delay_s)
+    ranks, reached = running.ranks, running.step
+    running.kill(victim, choice)
+    running.ended(60)
+    _, alive = psutil.wait_procs(ranks, timeout=30)
+    assert not alive, "ranks outlive their launcher"
+    return reached
