@@ -1,4 +1,4 @@
-"""What is meant for the person at the terminal: the one exception whose message is, and warnings."""
+"""What is meant for the person at the terminal: the exceptions whose messages are, and warnings."""
 
 from __future__ import annotations
 
@@ -14,13 +14,20 @@ class UserError(Exception):
     """
 
 
+class Fault(Exception):
+    """Another rank has failed or is lost, and so this one ends. The message is one sentence naming it.
+
+    Exit code 1, and no traceback: it would show where this rank waited.
+    """
+
+
 def warn(sentence: str) -> None:
     """Say so on stderr, and go on."""
     print(f"warning: {sentence}", file=sys.stderr)
 
 
-def refuse(sentence: str) -> NoReturn:
-    """Say so on stderr, once a node, since every rank of it finds the same; then exit with code 2."""
+def refuse(sentence: str, code: int = 2) -> NoReturn:
+    """Say so on stderr, once a node, since every rank of it finds the same; then exit with ``code``."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"error: {sentence}", file=sys.stderr)
-    raise SystemExit(2) from None
+    raise SystemExit(code) from None

@@ -26,7 +26,7 @@ from imagenet_fast.cli.options import (
     WeightsRecipeOption,
     in_a_directory,
 )
-from imagenet_fast.errors import UserError, refuse, warn
+from imagenet_fast.errors import Fault, UserError, refuse, warn
 
 app = typer.Typer(
     add_completion=False,
@@ -70,6 +70,8 @@ def main() -> None:
         app()
     except UserError as error:
         refuse(str(error))
+    except Fault as fault:
+        refuse(str(fault), code=1)
     except (OSError, UnicodeDecodeError) as error:
         if "RANK" in os.environ:  # in the middle of a run the place matters
             raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from imagenet_fast.errors import UserError, refuse
+from imagenet_fast.errors import Fault, UserError, refuse
 from imagenet_fast.launch.leaving import leave
 from imagenet_fast.ranks.forking import end_with_parent
 from imagenet_fast.ranks.place import Place, own_place
@@ -25,6 +25,10 @@ def main() -> None:
         well = _evaluate(path, place, patience_s) if task == "eval" else _train(path, place, patience_s)
     except UserError as error:
         refuse(str(error))
+    except Fault as fault:
+        if task == "eval":  # of a training the launcher tells
+            refuse(str(fault), code=1)
+        raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(1) from None
     raise SystemExit(0 if well else 1)
@@ -42,7 +46,7 @@ def _evaluate(path: Path, place: Place, patience_s: float) -> bool:
     from imagenet_fast.launch.judging import evaluate_as_rank
     from imagenet_fast.recipe.evaluating import read_evaluation
 
-    evaluate_as_rank(read_evaluation(path), place, patience_s)
+    evaluate_as_rank(read_evaluation(path), place, patience_s, left=path.parent)
     return True
 
 

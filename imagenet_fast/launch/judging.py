@@ -41,15 +41,15 @@ class Verdict:
     images_per_s: float
 
 
-def evaluate_as_rank(evaluation: Evaluation, place: Place, patience_s: float) -> None:
+def evaluate_as_rank(evaluation: Evaluation, place: Place, patience_s: float, left: Path | None = None) -> None:
     """Join the others, waiting ``patience_s`` for them at most, and judge; rank 0 prints, and writes what it was asked
-    to.
+    to, and each leaves in ``left`` where it is.
 
     Raises UserError where the ranks cannot meet, were told different things, or the weights or pictures do not fit.
     """
     number_node(place)
     end_on_signals()
-    with join(place, evaluation.agreed(), timedelta(seconds=patience_s)) as world:
+    with join(place, evaluation.agreed(), timedelta(seconds=patience_s), evaluation.recipe.timeout, left=left) as world:
         verdict = judge(evaluation, world)
         if world.leads:
             Console().print(verdict_table(verdict))

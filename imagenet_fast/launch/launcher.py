@@ -39,7 +39,7 @@ def launch(job: Job, nodes: Nodes) -> int:
     if outcome is None and not has_run:
         if fate and code != 2:  # 2: the rank has said itself what is wrong
             print(f"failed: {fate}")
-        return 1 if interrupted else code
+        return 1 if interrupted or code < 0 else code
     outcome = outcome or Outcome.beginning(job)
     if interrupted and outcome.status == "failed":
         outcome.status = "interrupted"

@@ -24,6 +24,7 @@ from imagenet_fast.launch.signals import Signals, end_on_signals
 from imagenet_fast.models.weights import describe, write_weights
 from imagenet_fast.ranks.place import Place, number_node
 from imagenet_fast.ranks.roll_call import report_failure, reported_failure
+from imagenet_fast.ranks.whereabouts import here
 from imagenet_fast.ranks.world import World, join
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.record.opening import open_record
@@ -50,7 +51,21 @@ def train_as_rank(job: Job, place: Place, patience_s: float, handover: Path | No
     number_node(place)
     signals = end_on_signals()
     outcome = Outcome.beginning(job)
-    with join(place, job.agreed(), timedelta(seconds=patience_s)) as world:
+
+    def leave_outcome() -> None:
+        if place.leads and job.folder.is_dir():
+            outcome.write(job.folder)
+        speaks = place.leads_node or outcome.message  # the node's first rank may be the one that is lost
+        if handover is not None and speaks:
+            outcome.write(handover)
+
+    def end(reason: str) -> None:
+        """By the thread beside this one, which may be stuck."""
+        outcome.status, outcome.message = "failed", reason
+        leave_outcome()
+
+    meeting = timedelta(seconds=patience_s)
+    with join(place, job.agreed(), meeting, job.recipe.timeout, end, job.folder, handover) as world:
         resumption = find_resumption(job, world) if job.resume else None
         clock = Clock()
         dataset = open_dataset(
@@ -75,6 +90,7 @@ def train_as_rank(job: Job, place: Place, patience_s: float, handover: Path | No
                 record("resume", resumption.step, gap_s=resumption.gap_s, moved=resumption.elsewhere)
             with keeping(job, world, dataset.train_order.images, signals) as keep:
                 train(job, dataset, world, take_step, record, keep)
+            here.enter("checkpoint")
             if outcome.status != "preempted":
                 _write_final_weights(job, take_step.state, dataset, world)
         except KeyboardInterrupt:
@@ -86,14 +102,13 @@ def train_as_rank(job: Job, place: Place, patience_s: float, handover: Path | No
             raise
         finally:
             outcome.run_s = clock.run_s()
-            if world.leads:
-                outcome.write(job.folder)
-            if handover is not None and place.leads_node:
-                outcome.write(handover)
+            leave_outcome()
             record("end", outcome.steps, **vars(outcome))
             record.close()
         if outcome.status in ("reached", "finished", "preempted"):
-            dist.barrier()  # a torchrun whose first rank to end had missed the target would interrupt those that write
+            with here.waiting():
+                # A torchrun whose first rank to end had missed the target would interrupt those that write.
+                dist.barrier()
     return outcome
 
 

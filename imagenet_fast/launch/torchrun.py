@@ -25,6 +25,8 @@ def run_ranks(task: Literal["train", "eval"], job: Path, nodes: Nodes) -> tuple[
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import get_args_parser, run
 
+    from imagenet_fast.ranks.whereabouts import tell_ended
+
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # torchrun's own account of an end, which we give instead
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -47,7 +49,7 @@ def run_ranks(task: Literal["train", "eval"], job: Path, nodes: Nodes) -> tuple[
         rank, failure = error.get_first_failure()
         code = failure.exitcode
         fate = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return code, f"rank {rank} {fate}"
+        return code, tell_ended(rank, fate, job.parent)
     except SignalException:
         raise KeyboardInterrupt from None
     except DistError:

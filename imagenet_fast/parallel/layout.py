@@ -8,11 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from imagenet_fast.ranks.time_limit import set_timeout
 from imagenet_fast.recipe.schema import Parallel
 from imagenet_fast.sync.channel import patience
-
-# Public since torch 2.15, and the old name deprecated.
-_set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ def lay_out(parallel: Parallel, device: torch.device) -> Layout:
     stage = _neighbours(of_a_stage) if stages > 1 and parallel.tensor > 1 else data if stages > 1 else None
     if (limit := patience(device)) is not None:
         for group in (pipeline, data, tensor, *([stage] if stage is not None else [])):
-            _set_timeout(limit, group)
+            set_timeout(limit, group)
     return Layout(pipeline, data, tensor, stage)
 
 

@@ -21,6 +21,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from imagenet_fast.errors import UserError
 from imagenet_fast.models.stages import Part
 from imagenet_fast.parallel.exchange import Activations
+from imagenet_fast.ranks.whereabouts import here
 from imagenet_fast.recipe.schedules import chunks_of, misfit
 from imagenet_fast.sync import GradientSync
 from imagenet_fast.sync.engines.ddp import DdpPeer
@@ -89,6 +90,7 @@ class Pipeline:
         for stage in self._stages:
             stage.begin()
         first, last = self._stages[0].is_first, self._stages[-1].is_last
+        here.enter("sync")  # but for the passes: stages wait for one another
         with self._cast:  # over all micro-batches, which so share the copies of weights that it makes
             self._schedule.step(*((images,) if first else ()), target=labels if last else None)
         for stage in self._stages:
@@ -165,8 +167,11 @@ class _MicroStage(PipelineStage):
             if momentum is not None:
                 norm.momentum = micro_momentum(momentum, self._micro_batches, self._forwards)
         self._forwards += 1
+        here.enter("forward")
         with self._observe("forward", self.stage_index):
-            return self.submod(*args, self._number)
+            arrived = self.submod(*args, self._number)
+        here.enter("sync")
+        return arrived
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -174,8 +179,11 @@ class _MicroStage(PipelineStage):
         assert backward_type == "full", "gradients of a backward in halves come where the pool's hooks do not see them"
         held = nullcontext() if self._sync is None or last_backward else self._sync.no_sync()
         uncast = torch.autocast(self.device.type, enabled=False)
+        here.enter("backward")
         with self._observe("backward", self.stage_index), held, uncast:
-            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+            gradients = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        here.enter("sync")
+        return gradients
 
 
 def micro_momentum(momentum: float, micro_batches: int, number: int) -> float:

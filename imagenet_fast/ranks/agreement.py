@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from imagenet_fast.ranks.whereabouts import here
+
 
 def same_everywhere(model: nn.Module) -> None:
     """Give every rank the weights and buffers of rank 0."""
@@ -13,7 +15,8 @@ def same_everywhere(model: nn.Module) -> None:
     for dtype in dict.fromkeys(t.dtype for t in tensors):  # not a set, whose order differs between ranks
         alike = [t.detach() for t in tensors if t.dtype == dtype]
         flat = torch.cat([t.reshape(-1) for t in alike])
-        dist.broadcast(flat, src=0)
+        with here.waiting():
+            dist.broadcast(flat, src=0)
         _scatter(flat, alike)
 
 
@@ -27,21 +30,24 @@ def average_batch_norms(model: nn.Module, group: dist.ProcessGroup | None = None
     running = [t for m in norms for t in (m.running_mean, m.running_var) if t is not None]
     if running:
         flat = torch.cat(running)
-        dist.all_reduce(flat, group=group)
+        with here.waiting():
+            dist.all_reduce(flat, group=group)
         _scatter(flat.div_(dist.get_world_size(group)), running)
 
 
 def total(*values: float, device: torch.device) -> list[float]:
     """The sum of each value over all ranks, added in float64."""
     sums = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(sums)
-    return [float(value) for value in sums]
+    with here.waiting():
+        dist.all_reduce(sums)
+        return [float(value) for value in sums]
 
 
 def refused_by_first(refusal: str, device: torch.device) -> str:
     """What rank 0 refuses, in a sentence, on every rank; nothing where it refuses nothing. Others' are not heard."""
     said = [refusal]
-    dist.broadcast_object_list(said, src=0, device=device)
+    with here.waiting():
+        dist.broadcast_object_list(said, src=0, device=device)
     return said[0]
 
 

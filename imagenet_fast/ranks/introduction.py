@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from imagenet_fast.errors import UserError, refuse
-from imagenet_fast.ranks.place import Place
+from imagenet_fast.ranks.place import Place, ranges
 from imagenet_fast.ranks.routes import Endpoint, await_listener, is_here, route_to
 
 _LOOK_S = 0.05  # between two looks who has come
@@ -142,7 +142,7 @@ def _judge(books: Store, size: int, deadline: float, patience: timedelta) -> dic
     missing = list(range(size))
     while missing := [rank for rank in missing if not books.check([f"card/{rank}"])]:
         if time.monotonic() > deadline:
-            who = f"rank {_ranges(missing)} of {size} did not come within {patience.total_seconds():g} s"
+            who = f"rank {ranges(missing)} of {size} did not come within {patience.total_seconds():g} s"
             return {"refusal": f"{who}; see what its node says, or wait longer with --join-timeout", "elsewhere": ""}
         time.sleep(_LOOK_S)
     cards = [json.loads(books.get(f"card/{rank}").decode()) for rank in range(size)]
@@ -169,17 +169,6 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 def _said(flat: Mapping[str, Any], key: str) -> str:
     return json.dumps(flat[key]) if key in flat else "unset"
-
-
-def _ranges(numbers: list[int]) -> str:
-    """1, 2, 3, 7 as 1-3, 7."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ", ".join("-".join(map(str, run)) for run in runs)
 
 
 def _first_line(error: Exception) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 
 from imagenet_fast.errors import UserError
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 """What torchrun tells a process of its place, in its environment; ``GROUP_RANK``, the number of its node, it adds."""
+
+_RUNS = 6  # of neighbouring ranks that are listed
 
 
 @dataclass(frozen=True)
@@ -69,3 +71,15 @@ def own_place() -> Place | None:
             f"torchrun (or srun), or unset {there} to have it start ranks of its own"
         )
     return None
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """1, 2, 3, 7 as 1-3, 7; where there are many runs the first few, and how many ranks follow."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    shown, more = runs[:_RUNS], sum(run[-1] - run[0] + 1 for run in runs[_RUNS:])
+    return ", ".join("-".join(map(str, run)) for run in shown) + (f" and {more} more" if more else "")

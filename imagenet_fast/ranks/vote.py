@@ -7,6 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
+from imagenet_fast.ranks.whereabouts import here
 from imagenet_fast.ranks.world import World
 
 _EVERY_S = 0.2  # so often ranks vote, whatever a step takes
@@ -53,7 +54,8 @@ class Vote:
     def _heard(self) -> list[bool]:
         if self._under_way is None:
             return [False] * (len(self._ballot) - 1)
-        self._under_way.wait()
+        with here.waiting():
+            self._under_way.wait()
         self._under_way = None
         *heard, self._stride = self._ballot.tolist()
         return [bool(wish) for wish in heard]

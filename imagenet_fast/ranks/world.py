@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from imagenet_fast.errors import UserError
+from imagenet_fast.ranks.attendance import attending
+from imagenet_fast.ranks.flight_recorder import record_flights
 from imagenet_fast.ranks.introduction import connecting, introduce
 from imagenet_fast.ranks.place import Place
-from imagenet_fast.ranks.roll_call import answering_roll_calls
+from imagenet_fast.ranks.time_limit import SLACK_S
+from imagenet_fast.recipe.schema import Timeout
 
 
 @dataclass(frozen=True)
@@ -27,30 +31,36 @@ class World(Place):
 
 @contextmanager
 def join(
-    place: Place, agreed: Mapping[str, Any], patience: timedelta, timeout: timedelta = timedelta(minutes=10)
-) -> Iterator[World]:
+    place: Place, agreed: Mapping[str, Any], patience: timedelta, timeout: Timeout | None = None,
+    end: Callable[[str], None] = lambda sentence: None, traces: Path | None = None, left: Path | None = None,
+) -> Iterator[World]:  # fmt: skip
     """Join the process group that torchrun's environment describes: NCCL where there are GPUs, else gloo.
 
-    The others are waited for with ``patience``, and every collective later on until ``timeout``. Raises UserError
-    where the ranks do not come together, or disagree in what should be ``agreed`` among them.
+    The others are waited for with ``patience``; later on a rank that stands still for longer than ``timeout`` allows
+    is named, and all end: ``end`` is told why, by another thread, where this one is stuck. NCCL leaves its last
+    operations in ``traces``, and this rank in ``left`` where it was last. Raises UserError where the ranks do not come
+    together, or disagree in what should be ``agreed`` among them.
     """
-    device, backend = prepare_device(place.local_rank)
+    timeout = timeout or Timeout()
+    device, backend = prepare_device(place.local_rank, traces)
     store = introduce(place, agreed, patience)
     with connecting(place, store, patience):
         dist.init_process_group(
-            backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout,
+            backend, store=store, rank=place.rank, world_size=place.size,
+            timeout=timedelta(seconds=timeout.first_step_s + SLACK_S),
             device_id=device if device.type == "cuda" else None,
         )  # fmt: skip
-    with answering_roll_calls():
+    with attending(timeout, end, left):
         yield World(place.rank, place.size, place.local_rank, place.local_size, device)
     dist.destroy_process_group()  # not after an error: it would wait for collectives that never end
 
 
-def prepare_device(local_rank: int) -> tuple[torch.device, str]:
+def prepare_device(local_rank: int, traces: Path | None = None) -> tuple[torch.device, str]:
     """This rank's GPU, set up for speed, and the backends for it; the CPU and gloo where there is none.
 
     Beside NCCL gloo connects to a rank only when asked to reach it, unless ``TORCH_GLOO_LAZY_INIT`` is set already.
-    Raises UserError where there are more ranks than GPUs.
+    NCCL's last operations are left in ``traces`` where one never ends. Raises UserError where there are more ranks than
+    GPUs.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu"), "gloo"
@@ -64,4 +74,5 @@ def prepare_device(local_rank: int) -> tuple[torch.device, str]:
     # around us that sends from a CPU, and would otherwise hold a socket to every rank, once a group. NCCL alone tries
     # the connections at the start.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    record_flights(traces)
     return device, "cpu:gloo,cuda:nccl"

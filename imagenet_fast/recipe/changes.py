@@ -12,7 +12,7 @@ from imagenet_fast.recipe.schema import Recipe
 
 MAY_CHANGE = (
     "ranks", "micro_batch", "epochs", "target_top1", "eval_every", "first_eval", "log_every", "data.workers",
-    "parallel", "checkpoint",
+    "parallel", "checkpoint", "timeout",
 )  # fmt: skip
 """How long it trains, how it is watched, and what it is spread over. The rate follows the epochs."""
 

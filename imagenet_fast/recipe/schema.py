@@ -237,6 +237,15 @@ class Checkpointing(Table):
     """Checkpoints kept besides the newest and the best. With 0 there may be no other if the newest is damaged."""
 
 
+class Timeout(Table):
+    """How long a rank may stand still, in one phase of a step, before all end and it is named. Waiting counts too."""
+
+    first_step_s: PositiveFloat = 300.0
+    """Whatever is done for the first time, as it may compile and connect: all until the second step, and the first
+    evaluation."""
+    step_s: PositiveFloat = 100.0
+
+
 class Recipe(Table):
     """A complete training run. The global batch is fixed; ranks decide how it is split, not what is learned."""
 
@@ -271,6 +280,7 @@ class Recipe(Table):
     sync: Sync
     parallel: Parallel = Parallel()
     checkpoint: Checkpointing = Checkpointing()
+    timeout: Timeout = Timeout()
 
     def evaluates_after(self, epoch: int) -> bool:
         """Whether an evaluation follows epoch ``epoch``, counted from 1."""

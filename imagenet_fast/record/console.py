@@ -164,7 +164,7 @@ def _verdict(outcome: dict[str, Any]) -> str:
         case "interrupted":
             return f"Interrupted in step {outcome['steps']}."
         case _:
-            return f"Failed in step {outcome['steps']}: {outcome['message']}"
+            return f"Failed in step {outcome['steps']}" + (f": {message}" if (message := outcome["message"]) else ".")
 
 
 def _choice_table(values: dict[str, Any]) -> Table:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from imagenet_fast.cost.simulation import Prediction
+from imagenet_fast.ranks.whereabouts import here
 from imagenet_fast.recipe.engine_settings import Collective
 from imagenet_fast.sync.collectives import Transfer
 from imagenet_fast.sync.compressors import Compressor
@@ -76,7 +77,8 @@ class Stopwatch:
     def __call__(self, label: str) -> Iterator[None]:
         begun = mark(self._device)
         try:
-            yield
+            with here.waiting() if self._device.type == "cpu" else nullcontext():  # a GPU's host goes on
+                yield
         finally:
             self.blocks.append((label, begun, mark(self._device)))
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from imagenet_fast.data.dataset import Validation
 from imagenet_fast.ranks.agreement import total
+from imagenet_fast.ranks.whereabouts import here
 from imagenet_fast.ranks.world import World
 
 
@@ -33,8 +34,10 @@ def evaluate(model: nn.Module, dataset: Validation, cast: torch.autocast, world:
     correct5 = torch.zeros_like(correct1)
     seen = 0
     batches = dataset.next_evaluation()
+    here.enter("evaluation")
     with torch.inference_mode(), cast:
         for images, labels in batches:
+            here.enter("evaluation")  # again and again: it goes on
             guesses = model(images).topk(min(5, dataset.classes), dim=1).indices == labels[:, None]
             correct1 += guesses[:, 0].sum()
             correct5 += guesses.sum()

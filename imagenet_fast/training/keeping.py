@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from imagenet_fast.checkpoint import CheckpointWriter, Stamp
 from imagenet_fast.ranks.vote import Vote
+from imagenet_fast.ranks.whereabouts import here
 from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.changes import digest
 from imagenet_fast.recipe.job import Job, recipe_tables
@@ -39,6 +40,7 @@ class Keeper:
         if self._writer is not None and (stop or late or due or evaluated):
             self._save(self._writer, state, evaluated)
             if stop:
+                here.enter("checkpoint")
                 self._writer.wait()
         return stop
 
@@ -54,6 +56,7 @@ class Keeper:
         return time.monotonic() - self._saved_at >= 60 * minutes
 
     def _save(self, writer: CheckpointWriter, state: TrainState, evaluated: bool) -> None:
+        here.enter("checkpoint")
         self._saved_at = time.monotonic()
         state.settle()
         recipe, outcome = self._job.recipe, state.outcome

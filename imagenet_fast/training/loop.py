@@ -12,6 +12,7 @@ from imagenet_fast.models import build_model
 from imagenet_fast.models.weights import Weights, fill
 from imagenet_fast.ranks.agreement import same_everywhere
 from imagenet_fast.ranks.garbage import exempt_what_lives
+from imagenet_fast.ranks.whereabouts import here
 from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.schema import Recipe
@@ -60,6 +61,7 @@ def train(
         if evaluated:
             meter.report(record, state.step, epoch, lr)
             outcome.advance(epoch, state.step, clock.train_s(), state.sent_bytes)
+            here.enter("evaluation")
             state.settle()
             with clock.pause() as evaluation:
                 exempt_what_lives()

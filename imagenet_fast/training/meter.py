@@ -11,6 +11,7 @@ from torch import Tensor
 
 from imagenet_fast.ranks.agreement import total
 from imagenet_fast.ranks.counter import link_bytes
+from imagenet_fast.ranks.whereabouts import here
 from imagenet_fast.ranks.world import World
 from imagenet_fast.record import Record
 from imagenet_fast.sync import SyncStats
@@ -34,6 +35,7 @@ class Meter:
 
     def fetch(self, batches: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """The next batch; the time it takes counts as waiting for data."""
+        here.enter("data")
         begun = time.perf_counter()
         batch = next(batches)
         self._waited += time.perf_counter() - begun
@@ -52,13 +54,17 @@ class Meter:
         if not steps:
             return
         own_loss, reached = float(self._loss), self._link_bytes()
+        own_s = time.perf_counter() - self._begun  # before ranks wait for each other
         own_sent = sum(s.sent_bytes for s in self._steps)
         sums = total(own_loss, own_sent, reached - self._link_begun, device=self._world.device)
         loss, sent, linked = (value / self._world.size / steps for value in sums)
         seconds = time.perf_counter() - self._begun
+        here.enter("record")
         record("data", step, wait_pct=100 * self._waited / seconds)
         record("speed", step, images_per_s=steps * self._global_batch / seconds)
         exposed = [s.exposed.seconds() for s in self._steps if s.exposed is not None]
+        if exposed:
+            here.took(steps, own_s - sum(exposed))
         record(
             "sync",
             step,

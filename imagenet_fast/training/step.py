@@ -15,6 +15,7 @@ from imagenet_fast.models import compile_blocks
 from imagenet_fast.models.stages import Part
 from imagenet_fast.parallel.division import Division, divide
 from imagenet_fast.parallel.pipeline import Pipeline
+from imagenet_fast.ranks.whereabouts import here
 from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.schema import Recipe
@@ -55,16 +56,19 @@ class TrainingStep:
 
     def __call__(self, batches: Iterator[tuple[Tensor, Tensor]], lr: float) -> None:
         state = self.state
+        here.enter("data", state.step + 1)
         state.sync.zero_grad()
         for left in reversed(range(self._accumulation)):
             images, labels = self.meter.fetch(batches)
             with state.sync.no_sync() if left else nullcontext(), self._statistics.micro_step():
                 loss = self._backpropagate(images, labels)
             self.meter.add_loss(loss)
+        here.enter("sync")
         stats = state.sync.finish()
         self.meter.add_step(stats)
         if self._trace is not None:
             self._trace.end_step(stats)
+        here.enter("update")
         found_inf = state.sync.found_inf
         factor = state.scale.end_step(found_inf)
         if self._clip_norm:
@@ -156,8 +160,10 @@ def _backpropagation(
         return loss
 
     def backpropagate(images: Tensor, labels: Tensor) -> Tensor:
+        here.enter("forward")
         with cast:
             loss = criterion(forward(images), labels)
+        here.enter("backward")
         scale(loss).backward()
         return loss
 

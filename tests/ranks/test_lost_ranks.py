@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import time
 from contextlib import nullcontext
 from datetime import timedelta
@@ -20,7 +21,9 @@ from torch._C._distributed_c10d import FileStore
 from imagenet_fast.models.stages import Part
 from imagenet_fast.parallel.division import divide
 from imagenet_fast.parallel.pipeline import Pipeline
-from imagenet_fast.ranks.roll_call import answering_roll_calls, report_failure
+from imagenet_fast.ranks.attendance import attending
+from imagenet_fast.ranks.roll_call import LOOK_S, report_failure
+from imagenet_fast.ranks.whereabouts import here
 from imagenet_fast.recipe.schema import Parallel
 from imagenet_fast.sync import DearSync, EngineSettings, HybridSync, LazySync, RingSync, SparseSync, attach
 from tests.parallel.small import Tiny
@@ -58,7 +61,8 @@ def test_the_others_end_and_name_it(tmp_path: Path):
     for number, (case, ranks) in enumerate(zip(CASES, worlds, strict=True)):
         assert [rank.exitcode for rank in ranks] == [0, 0, 9, 0], case
         messages = {(tmp_path / str(number) / str(rank)).read_text() for rank in range(WORLD) if rank != DYING}
-        assert messages == {"rank 2 ended or stopped answering; its own output says why"}, case
+        (message,) = messages
+        assert message.startswith(f"rank 2 on {socket.gethostname()} stopped answering at step 4, in data; "), case
 
 
 def _train(rank: int, engine: EngineSettings, parallel: Parallel, folder: Path) -> None:
@@ -82,10 +86,12 @@ def _train(rank: int, engine: EngineSettings, parallel: Parallel, folder: Path) 
             sync,
         )  # fmt: skip
         backpropagate = partial(pipeline, images, labels)
-    with answering_roll_calls():
+    with attending():
         try:
-            for step in range(1000):
-                if rank == DYING and step == 3:
+            for step in range(1, 1000):
+                here.enter("data", step)
+                if rank == DYING and step == 4:
+                    time.sleep(3 * LOOK_S)  # which the thread beside this one tells the others of
                     os._exit(9)
                 sync.zero_grad()
                 backpropagate()

@@ -10,7 +10,9 @@ import pytest
 from torch._C._distributed_c10d import HashStore, Store
 
 from imagenet_fast.ranks import roll_call
-from imagenet_fast.ranks.roll_call import answer_roll_calls, lost_ranks
+from imagenet_fast.ranks.attendance import Attendance
+from imagenet_fast.ranks.roll_call import excuse, lost_ranks
+from imagenet_fast.recipe.schema import Timeout
 
 WORLD = 8
 
@@ -18,7 +20,7 @@ WORLD = 8
 @pytest.fixture(autouse=True)
 def _impatience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that are threads answer at once."""
-    monkeypatch.setattr(roll_call, "_LOOK_S", 0.1)
+    monkeypatch.setattr(roll_call, "LOOK_S", 0.1)
 
 
 class Gone(Exception):
@@ -68,13 +70,25 @@ def test_where_the_caller_is_lost_too_another_calls_and_names_it():
 def test_a_rank_that_is_stuck_answers_every_call():
     shared = HashStore()
     leaving = threading.Event()
-    stuck = threading.Thread(target=answer_roll_calls, args=(shared, 1, leaving))
+    attendance = Attendance(shared, 1, 3, Timeout(), print)
+
+    def attend() -> None:
+        while not leaving.wait(0.05):
+            attendance.look(0.05)
+
+    stuck = threading.Thread(target=attend)
     stuck.start()
     with pytest.raises(Gone):
         lost_ranks(Counted(shared, fatal=True), 0, 3)
     assert lost_ranks(shared, 2, 3) == [0]
     leaving.set()
     stuck.join()
+
+
+def test_a_rank_that_has_ended_in_order_is_not_missed():
+    shared = HashStore()
+    excuse(shared, 1)
+    assert ask_at_once({rank: Counted(shared) for rank in (0, 3)}, size=4) == {0: [2], 3: [2]}
 
 
 @pytest.mark.long
@@ -86,11 +100,11 @@ def test_where_every_caller_is_lost_the_others_do_not_wait_for_ever(monkeypatch:
             assert lost_ranks(Counted(shared, fatal=True), rank, WORLD) == [], "given up"
 
 
-def ask_at_once(stores: dict[int, Counted]) -> dict[int, list[int]]:
+def ask_at_once(stores: dict[int, Counted], size: int = WORLD) -> dict[int, list[int]]:
     """What each rank hears, every one in a thread of its own."""
     heard: dict[int, list[int]] = {}
     threads = [
-        threading.Thread(target=lambda rank=rank, store=store: heard.update({rank: lost_ranks(store, rank, WORLD)}))
+        threading.Thread(target=lambda rank=rank, store=store: heard.update({rank: lost_ranks(store, rank, size)}))
         for rank, store in stores.items()
     ]
     for thread in threads:

@@ -1,0 +1,69 @@
+"""Ranks that are killed, stopped or hang, in real jobs: the run ends in time, and says which rank, where and when."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.command import COMMAND, environment, events_of, outcome_of, wait_for
+
+ENDLESS = ("--set", "epochs=100000", "--set", "log_every=1", "--set", "timeout.step_s=5")
+
+
+def start(*arguments: str, run: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*COMMAND, "train", *ENDLESS, "--nproc", "2", "--out", str(run), *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(OMP_NUM_THREADS="1"),
+    )  # fmt: skip
+
+
+def rank(number: int, of: subprocess.Popen[str]) -> int:
+    """Its process."""
+    return next(p.pid for p in psutil.Process(of.pid).children() if p.environ().get("RANK") == str(number))
+
+
+@pytest.mark.long
+def test_a_rank_that_is_killed_or_stopped_or_reads_for_ever_is_named(pictures: Path, tmp_path: Path):
+    data = tmp_path / "data"
+    shutil.copytree(pictures, data)
+    for number in range(8):
+        os.mkfifo(data / "train" / "class1" / f"never{number}.jpg")  # as from a file server that does not answer
+    killed, stopped, reading = (tmp_path / name for name in ("killed", "stopped", "reading"))
+    runs = {
+        killed: start("--recipe", "smoke", run=killed),
+        stopped: start("--recipe", "smoke", run=stopped),
+        reading: start(
+            "--recipe", "demo", "--data", str(data), "--set", "global_batch=16", "--set", "micro_batch=8",
+            "--set", "data.loader=folder", "--set", "timeout.first_step_s=20", run=reading,
+        ),
+    }  # fmt: skip
+    try:
+        for run in (killed, stopped):
+            wait_for(lambda run=run: (run / "events.jsonl").exists() and len(events_of(run, "train")) > 1)
+        os.kill(rank(1, runs[killed]), signal.SIGKILL)
+        frozen = rank(0, runs[stopped])
+        os.kill(frozen, signal.SIGSTOP)
+        other = psutil.Process(rank(1, runs[stopped]))
+        wait_for(lambda: not other.is_running() or other.status() == psutil.STATUS_ZOMBIE)
+        os.kill(frozen, signal.SIGCONT)  # torchrun has told it to end, and would wait for 30 s
+        printed = {run: process.communicate(timeout=120) for run, process in runs.items()}
+    finally:
+        for process in runs.values():
+            process.terminate()
+    for run, sentence in (
+        (killed, r"rank 1 on \S+ (was killed by SIGKILL|stopped answering) at step \d+, in \w+"),
+        (stopped, r"rank 0 on \S+ stopped answering at step \d+, in \w+; rank 1 (waited in sync|was in \w+)"),
+        (reading, r"rank \d\S* on \S+ has been in data at step \d+ for \d+ s, longer than timeout.\w+ allows"),
+    ):
+        message = outcome_of(run)["message"]
+        assert re.match(sentence, message), message
+        assert f"failed: {message}" in printed[run][0]
+        assert "Traceback" not in printed[run][1]
+        assert (runs[run].returncode, outcome_of(run)["status"]) == (1, "failed")

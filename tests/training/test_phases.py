@@ -1,0 +1,71 @@
+"""A rank says in which phase of a step it is, and that it waits wherever it waits."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from imagenet_fast.data.dataset import open_dataset
+from imagenet_fast.ranks.whereabouts import Phase, here
+from imagenet_fast.ranks.world import World
+from imagenet_fast.recipe.batching import split_batch
+from imagenet_fast.recipe.reading import parse_recipe
+from imagenet_fast.training.loop import initial_model
+from imagenet_fast.training.step import build_step
+from tests.conftest import tables
+from tests.spawning import run
+
+LAZY = {"kind": "lazy", "wire": "fp32", "threshold_mb": 1}
+DEAR = {"kind": "dear", "wire": "fp32", "bucket_mb": 1}
+PIPELINE: dict[str, Any] = {"pipeline": 2, "micro_batches": 2}
+IN_ORDER: list[Phase] = ["data", "forward", "backward"]
+
+
+def test_a_step_goes_through_its_phases_in_order():
+    """Once the engine has learnt what it wants to know."""
+    (lazy, accumulated, dear, first), (*_, last) = run(2, _phases)
+    assert lazy == [*IN_ORDER, "sync", "update"]
+    assert accumulated == [*IN_ORDER, *IN_ORDER, "sync", "update"]
+    assert dear[:4] == ["data", "forward", "sync", "forward"], "a layer's gradients are awaited before it is read"
+    assert dear[-3:] == ["backward", "sync", "update"]
+    for stage in (first, last):
+        assert stage[0] == "data"
+        assert stage[-2:] == ["sync", "update"]
+        assert stage.count("forward") == stage.count("backward") == 2
+        assert stage[1::2] == ["sync"] * len(stage[1::2]), "a stage waits for its neighbour between the passes"
+
+
+def _phases() -> list[list[Phase]]:
+    return [
+        _last_step(2, sync=LAZY),
+        _last_step(2, sync=LAZY, micro_batch=2),
+        _last_step(8, sync=DEAR),
+        _last_step(2, sync=LAZY, parallel=PIPELINE),
+    ]
+
+
+def _last_step(steps: int, **changes: Any) -> list[Phase]:
+    """Which phases the last of so many enters, each once in a row."""
+    rank = torch.distributed.get_rank()
+    world = World(rank, 2, rank, 2, torch.device("cpu"))
+    recipe = parse_recipe("test", tables(global_batch=8, data__train_images=16, **changes))
+    batching = split_batch(recipe, 2)
+    dataset = open_dataset(recipe.data, None, batching, rank, 2, world.device, recipe.seed)
+    take_step = build_step(recipe, batching, initial_model(recipe, dataset.classes, world), world, 4)
+    entered: list[Phase] = []
+    enter = here.enter
+
+    def noted(phase: Phase, step: int | None = None) -> None:
+        entered.append(phase)
+        enter(phase, step)
+
+    here.enter = noted  # type: ignore[method-assign]
+    try:
+        for _ in range(steps):
+            entered.clear()
+            take_step(dataset.train, 0.1)
+    finally:
+        here.enter = enter  # type: ignore[method-assign]
+    return [phase for phase, _ in groupby(entered)]
