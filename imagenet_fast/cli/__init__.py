@@ -12,6 +12,7 @@ import typer
 
 from imagenet_fast import __version__
 from imagenet_fast.cli.benchmarks import bench_app
+from imagenet_fast.cli.launching import launch_app
 from imagenet_fast.cli.options import (
     DataOption,
     EndpointOption,
@@ -39,6 +40,7 @@ data_app = typer.Typer(help="Get data sets.", no_args_is_help=True)
 app.add_typer(recipes_app, name="recipes")
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
+app.add_typer(launch_app, name="launch")
 
 # What is compared where nobody says with which engines; layouts by one that is exact and overlaps all it can.
 _ENGINES = "ddp,ring,lazy,hybrid,sparse"

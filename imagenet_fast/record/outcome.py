@@ -14,6 +14,9 @@ from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.record.strict_json import to_json
 
+STOPPED = 4
+"""The exit code of a run that a signal has stopped, and that has been saved: the same command goes on."""
+
 Status = Literal["reached", "finished", "preempted", "failed", "interrupted"]
 
 
@@ -92,7 +95,7 @@ class Outcome:
             case "finished":
                 return 3 if self.target_top1 is not None else 0
             case "preempted":
-                return 4
+                return STOPPED
             case _:
                 return 1
 

@@ -22,7 +22,7 @@ def test_help_needs_neither_torch_nor_pydantic():
     modules = {line.rpartition("|")[2].strip() for line in imported.stderr.splitlines()}
     assert "imagenet_fast.cli" in modules
     assert not modules & {"torch", "pydantic", "numpy", "rich.live"}
-    for command in ("train", "eval", "export", "recipes", "report", "bench", "data"):
+    for command in ("train", "eval", "export", "recipes", "report", "bench", "data", "launch"):
         assert command in imported.stdout
 
 

@@ -1,0 +1,469 @@
+"""Jobs for clusters: read by those who read them there, and run as far as that goes on one machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from functools import cache
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from imagenet_fast.cli import app
+from imagenet_fast.errors import UserError
+from imagenet_fast.launch.jobtext import job_label, parse_time_limit
+from imagenet_fast.launch.yaml_text import Yaml, to_yaml
+from imagenet_fast.recipe.reading import find_recipe
+from tests.e2e.command import wait_for
+
+NAMES = (
+    "plain",
+    "two words",
+    "it's",
+    'a "b" c',
+    "$(touch hit) `touch hit` ${HOME} $$ $(MASTER_ADDR)",
+    "new\nline\n#SBATCH --nodes=9",
+    "tab\tand\rreturn\\n",
+    "größe-数-🏔\u2028\x85\ufeff",
+    "~;&|<>*?[x]{a,b}!",
+    "-x",
+    " : - # % @ ' ",
+)
+IMAGE = "registry.example:5000/imagenet-fast@sha256:0a"
+SLURM = ("slurm", "--nodes", "2", "--out", "/runs/a")
+K8S = ("k8s", "--nodes", "2", "--image", IMAGE, "--run-claim", "runs")
+SSH = ("ssh", "--hosts", "a,me@b", "--out", "/runs/a")
+
+FAKES = {
+    # The words of each call, and of a step's how many have been.
+    "srun": 'printf "%s\\0" "$@" >"$SEEN/words"; cd "$SEEN" || exit 9\n'
+    "trap 'echo >>told; sleep 0.2; exit 4' USR1\n"
+    'echo >begun; while [ ! -e end ]; do sleep 0.02; done; read -r code <end; exit "$code"',
+    "scontrol": 'echo "$@" >>"$SEEN/scontrol"; exit "${REFUSED:-0}"',
+    # As ssh does: the host, and the rest to the host's shell.
+    "ssh": '[ "$*" != "${*#-n -o BatchMode=yes }" ] || exit 9; host=$4; shift 4; HOST=$host exec sh -c "$*" </dev/null',
+    "trainer": 'printf "%s\\0" "$@" >"$SEEN/words-$HOST"; cd "$SEEN" || exit 9\n'
+    "trap 'echo \"$HOST\" >>told; echo 4 >end' TERM\n"
+    'echo >"begun-$HOST"; while [ ! -e end ]; do sleep 0.02; done; read -r code <end; exit "$code"',
+}
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> dict[str, str]:
+    """The environment of a batch shell whose srun, scontrol and ssh are here, and leave what they saw in ``SEEN``."""
+    folder, seen = tmp_path / "bin", tmp_path / "seen"
+    for made in (folder, seen):
+        made.mkdir()
+    for name, text in FAKES.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    path = f"{folder}:{os.environ['PATH']}"
+    return os.environ | {"PATH": path, "SEEN": str(seen), "SLURM_JOB_ID": "1234", "TMPDIR": str(tmp_path)}
+
+
+@cache
+def commands() -> Any:
+    return get_command(app)
+
+
+def launch(*arguments: str) -> str:
+    """What the command prints."""
+    with redirect_stdout(StringIO()) as printed:
+        commands().main(["launch", *arguments], standalone_mode=False)
+    return printed.getvalue()
+
+
+def refused(*arguments: str) -> str:
+    """Why a job was not printed; nothing was."""
+    with redirect_stdout(StringIO()) as printed, pytest.raises(UserError) as error:
+        commands().main(["launch", *arguments], standalone_mode=False)
+    assert not printed.getvalue()
+    return str(error.value)
+
+
+def parsed(words: Sequence[str]) -> dict[str, Any]:
+    """What `train` makes of these words, which begin with it."""
+    command = commands().commands["train"]
+    rest = list(words[1:])
+    assert words[0] == "train"
+    at = rest.index("--resume")
+    assert rest[at + 1] == "auto"
+    parameters: dict[str, Any] = command.make_context("train", rest).params
+    return parameters
+
+
+def seen_words(file: Path) -> list[str]:
+    return file.read_bytes().decode().split("\0")[:-1]
+
+
+def documents(text: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = list(yaml.safe_load_all(text))
+    return found
+
+
+def pod(manifest: dict[str, Any], kind: str = "Master") -> dict[str, Any]:
+    spec: dict[str, Any] = manifest["spec"]["pytorchReplicaSpecs"][kind]["template"]["spec"]
+    return spec
+
+
+def pod_words(manifest: dict[str, Any], **environment: str) -> list[str]:
+    """The words of the first pod, as the kubelet hands them on: ``$$`` is a dollar, ``$(NAME)`` a variable it knows."""
+    (container,) = pod(manifest)["containers"]
+    known = re.compile(r"\$\$|\$\(([^)]*)\)")
+    words = [
+        known.sub(lambda found: "$" if found[0] == "$$" else environment.get(found[1], found[0]), word)
+        for word in container["command"]
+    ]
+    assert words[:6] == ["env", "-u", "RANK", "-u", "WORLD_SIZE", "imagenet-fast"]
+    return words[6:]
+
+
+def hostile_recipe(folder: Path, name: str) -> Path:
+    recipe = folder / name / f"{name}.toml"
+    recipe.parent.mkdir()
+    recipe.write_text(find_recipe("demo").read_text())
+    return recipe
+
+
+def test_scripts_hand_on_every_name_as_it_is_and_shells_find_nothing_wrong(tmp_path: Path, cluster: dict[str, str]):
+    seen = Path(cluster["SEEN"])
+    (seen / "end").write_text("0\n")
+    trainer = tmp_path / "bin" / "trainer"
+    scripts = []
+    for number, name in enumerate(NAMES):
+        recipe = hostile_recipe(tmp_path, name)
+        options = ["--recipe", str(recipe), "--data", f"/data/{name}", "--sync", "ring", "--set", f"seed={number}"]
+        program = tmp_path / name / "trainer"
+        program.symlink_to(trainer)
+        for kind in ("slurm", "ssh"):
+            where = ("--nodes", "2") if kind == "slurm" else ("--hosts", "a,me@b")
+            text = launch(
+                kind, *where, *options, "--out", f"/runs/{name}", "--program", f"{shlex.quote(str(program))} -v"
+            )
+            scripts.append(tmp_path / f"{kind}{number}.sh")
+            scripts[-1].write_text(text, newline="")
+            subprocess.run(["bash", "-n", scripts[-1]], check=True)
+            subprocess.run(["bash", scripts[-1]], check=True, env=cluster, cwd=tmp_path)
+            if kind == "slurm":
+                words = seen_words(seen / "words")
+                assert words[: words.index(str(program))] == [
+                    "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0"
+                ]  # fmt: skip
+                words = words[words.index(str(program)) + 1 :]
+            else:
+                words = seen_words(seen / "words-a")
+                assert seen_words(seen / "words-me@b") == words
+            assert words[0] == "-v"
+            asked = parsed(words[1:])
+            assert asked["recipe"] == str(recipe)
+            assert [str(asked["data"]), str(asked["out"])] == [f"/data/{name}", f"/runs/{name}"]
+            assert (asked["sync"], asked["overrides"], asked["nproc"]) == ("ring", [f"seed={number}"], 1)
+            meeting = (None, None) if kind == "slurm" else (2, "a:29400")
+            assert (asked["nodes"], asked["rdzv_endpoint"]) == meeting
+    assert not list(tmp_path.rglob("hit"))
+    single_quotes_are_meant = "SC2016"
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    checked = subprocess.run(
+        [shellcheck, "--severity=style", f"--exclude={single_quotes_are_meant}", *scripts],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (checked.returncode, checked.stdout) == (0, "")
+
+
+def test_manifests_hand_on_every_name_and_recipe_as_it_is(tmp_path: Path):
+    for number, name in enumerate(NAMES):
+        recipe = hostile_recipe(tmp_path, name)
+        text = launch(*K8S, "--recipe", str(recipe), "--out", f"/runs/{name}", "--set", f"seed={number}")
+        config, manifest = documents(text)
+        asked = parsed(pod_words(manifest, MASTER_ADDR="x-master-0"))
+        (file, toml), *others = config["data"].items()
+        assert not others
+        assert (asked["recipe"], toml) == (f"/recipes/{file}", recipe.read_text())
+        assert re.fullmatch(r"[-._a-zA-Z0-9]+", file)
+        assert (str(asked["out"]), asked["overrides"]) == (f"/runs/{name}", [f"seed={number}"])
+        assert (asked["nproc"], asked["nodes"], asked["rdzv_endpoint"]) == (1, 2, "x-master-0:29400")
+
+
+def test_a_pytorchjob_has_a_pod_a_node_with_its_gpus_memory_volumes_and_time_to_save():
+    text = launch(
+        *K8S, "--recipe", "resnet50-512gpu", "--nodes", "64", "--data-claim", "imagenet", "--namespace", "vision",
+        "--port", "1234", "--time", "2-12",
+    )  # fmt: skip
+    (manifest,) = documents(text)
+    assert text.startswith("# recipe written for 512 ranks: 512 ranks, micro-batch 128, 1 accumulation step\n")
+    assert (manifest["apiVersion"], manifest["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    assert manifest["metadata"] == {"name": "resnet50-512gpu", "namespace": "vision"}
+    policy = {"cleanPodPolicy": "Running", "backoffLimit": 640, "activeDeadlineSeconds": 216_000}
+    assert manifest["spec"]["runPolicy"] == policy
+    replicas = manifest["spec"]["pytorchReplicaSpecs"]
+    assert {kind: (r["replicas"], r["restartPolicy"]) for kind, r in replicas.items()} == {
+        "Master": (1, "OnFailure"),
+        "Worker": (63, "OnFailure"),
+    }
+    assert pod(manifest, "Worker") == pod(manifest)
+    assert pod(manifest)["terminationGracePeriodSeconds"] == 60
+    (container,) = pod(manifest)["containers"]
+    assert (container["name"], container["image"]) == ("pytorch", IMAGE)
+    assert container["ports"] == [{"name": "pytorchjob-port", "containerPort": 1234}]
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounts == {"shm": "/dev/shm", "runs": "/runs", "data": "/data"}
+    volumes = {volume["name"]: volume for volume in pod(manifest)["volumes"]}
+    assert volumes["shm"]["emptyDir"] == {"medium": "Memory"}
+    assert volumes["runs"]["persistentVolumeClaim"] == {"claimName": "runs"}
+    assert volumes["data"]["persistentVolumeClaim"] == {"claimName": "imagenet", "readOnly": True}
+    asked = parsed(pod_words(manifest, MASTER_ADDR="m"))
+    assert (asked["recipe"], str(asked["data"])) == ("resnet50-512gpu", "/data")
+    assert str(asked["out"]) == "/runs/resnet50-512gpu"
+    assert (asked["nodes"], asked["nproc"], asked["rdzv_endpoint"]) == (64, 8, "m:1234")
+
+
+def test_one_pod_meets_nobody_and_a_pod_without_gpus_asks_for_none():
+    (manifest,) = documents(launch(*K8S, "--recipe", "smoke", "--nodes", "1", "--no-gpus"))
+    assert list(manifest["spec"]["pytorchReplicaSpecs"]) == ["Master"]
+    assert "resources" not in pod(manifest)["containers"][0]
+    asked = parsed(pod_words(manifest))
+    assert (asked["nodes"], asked["nproc"], asked["rdzv_endpoint"]) == (None, 2, None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "\n", " indented\n", "a\n\n", "a\n b\n\nc\n", "a\r\nb\n", "tab\t\n", "# é 数\n", "---\na\n", "...\n", "a\nb",
+     "a\n\x85b\n", "# a\n%TAG\n", "null", "On", "1e3", "0x1", "~", "a: b", "a #b", "\0\x1b\x7f", "1_000", "=", ".inf",
+     "2026-11-22", "1:30", "/", "x.", *NAMES],
+)  # fmt: skip
+def test_any_text_is_read_as_it_was_written(text: str):
+    document: dict[str, Yaml] = {"a": text, "b": {text: [text, {"c": text, "d": [[1, True], text]}]}}
+    assert yaml.safe_load(to_yaml(document)) == document
+
+
+def test_a_batch_script_asks_for_nodes_gpus_and_time_and_to_be_told_before_it_is_up():
+    text = launch(
+        *SLURM, "--recipe", "resnet50-512gpu", "--data", "/d", "--nodes", "64", "--time", "24:00:00", "--partition",
+        "gpu", "--account", "vision",
+    )  # fmt: skip
+    head = text.split("srun")[0].splitlines()
+    assert head[0] == "#!/bin/bash"
+    assert {line.removeprefix("#SBATCH --") for line in head if line.startswith("#SBATCH")} == {
+        "job-name=resnet50-512gpu", "nodes=64", "ntasks-per-node=1", "gpus-per-node=8", "exclusive", "mem=0",
+        "time=24:00:00", "partition=gpu", "account=vision", "open-mode=append", "requeue", "signal=B:USR1@120",
+    }  # fmt: skip
+
+
+def test_a_part_of_a_node_is_asked_for_twice_since_srun_does_not_inherit_it():
+    text = launch(*SLURM, "--recipe", "smoke", "--cores", "8", "--no-gpus")
+    assert text.count("--cpus-per-task=8") == 2
+    assert "gpus" not in text.split("srun")[0]
+    assert "--exclusive" not in text
+
+
+def batch(cluster: dict[str, str], tmp_path: Path) -> subprocess.Popen[str]:
+    """A batch shell whose step is under way."""
+    script = tmp_path / "job.sh"
+    script.write_text(launch(*SLURM, "--recipe", "smoke"))
+    shell = subprocess.Popen(["bash", script], env=cluster, text=True, stderr=subprocess.PIPE)
+    wait_for((Path(cluster["SEEN"]) / "begun").exists)
+    wait_for(lambda: answers(shell, signal.SIGUSR1))
+    return shell
+
+
+def answers(process: subprocess.Popen[Any], number: signal.Signals) -> bool:
+    """Whether it has set a handler, or has ended."""
+    status = Path(f"/proc/{process.pid}/status")
+    found = re.search(r"SigCgt:\t(\w+)", status.read_text())
+    return found is None or bool(int(found[1], 16) >> (number - 1) & 1)
+
+
+@pytest.mark.parametrize("refuses", ["0", "1"])
+def test_a_batch_shell_tells_its_step_waits_until_it_has_saved_and_is_queued_again(
+    tmp_path: Path, cluster: dict[str, str], refuses: str
+):
+    seen = Path(cluster["SEEN"])
+    shell = batch(cluster | {"REFUSED": refuses}, tmp_path)
+    shell.send_signal(signal.SIGUSR1)
+    wait_for((seen / "told").exists)
+    shell.send_signal(signal.SIGUSR1)  # while it saves
+    said = shell.communicate()[1]
+    assert (seen / "scontrol").read_text() == "requeue 1234\n"
+    assert (seen / "told").read_text() == "\n"
+    assert shell.returncode == (0 if refuses == "0" else 4)
+    assert ("not queued again; submit the same script" in said) == (refuses == "1")
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 3, 4, 137])
+def test_a_step_that_ends_by_itself_is_queued_again_only_where_it_was_stopped(
+    tmp_path: Path, cluster: dict[str, str], code: int
+):
+    seen = Path(cluster["SEEN"])
+    (seen / "end").write_text(f"{code}\n")
+    shell = batch(cluster, tmp_path)
+    shell.communicate()
+    assert (seen / "scontrol").exists() == (code == 4)
+    assert shell.returncode == (0 if code == 4 else code)
+
+
+def test_a_job_that_is_cancelled_is_not_queued_again(tmp_path: Path, cluster: dict[str, str]):
+    seen = Path(cluster["SEEN"])
+    shell = batch(cluster, tmp_path)
+    shell.send_signal(signal.SIGTERM)  # scancel's; the ranks get it too, save, and end as those of a pre-empted job
+    assert shell.wait() == -signal.SIGTERM
+    (seen / "end").write_text("4\n")
+    shell.communicate()
+    assert not (seen / "scontrol").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_script_of_ssh_reaches_the_first_launcher_and_it_ends_as_the_ranks_do(
+    tmp_path: Path, cluster: dict[str, str], number: signal.Signals
+):
+    seen = Path(cluster["SEEN"])
+    script = tmp_path / "job.sh"
+    script.write_text(launch(*SSH, "--recipe", "smoke", "--program", str(tmp_path / "bin" / "trainer")))
+    shell = subprocess.Popen(["bash", script], env=cluster)
+    wait_for(lambda: (seen / "begun-a").exists() and (seen / "begun-me@b").exists())
+    wait_for(lambda: answers(shell, number))
+    shell.send_signal(number)
+    assert shell.wait() == 4
+    assert (seen / "told").read_text() == "a\n"
+
+
+def hosts_of(text: str) -> list[str]:
+    return re.findall(r"^ssh -n -o \S+ (\S+)", text, re.MULTILINE)
+
+
+def test_hosts_may_be_addresses():
+    text = launch("ssh", "--hosts", "fd00::1,10.0.0.2", "--recipe", "smoke", "--port", "7", "--out", "/runs/a")
+    assert hosts_of(text) == ["fd00::1", "10.0.0.2"]
+    assert text.count("[fd00::1]:7") == 2
+
+
+def test_the_first_hosts_train_where_fewer_nodes_are_asked_for():
+    text = launch("ssh", "--hosts", "a,b,c", "--nodes", "2", "--recipe", "smoke", "--out", "/runs/a")
+    assert hosts_of(text) == ["a", "b"]
+
+
+def test_one_host_meets_nobody():
+    text = launch("ssh", "--hosts", "a", "--recipe", "smoke", "--out", "/runs/a")
+    assert hosts_of(text) == ["a"]
+    assert "--nproc 2 --out" in text
+
+
+def test_a_relative_run_directory_is_of_where_the_job_was_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert f"--out {tmp_path}/runs/a --resume auto" in launch(*SLURM, "--recipe", "smoke", "--out", "runs/a")
+    text = launch("slurm", "--nodes", "2", "--recipe", "smoke")
+    assert re.search(rf"--out {tmp_path}/runs/\d+-\d+-smoke-lazy ", text)
+
+
+def test_ranks_a_node_are_those_the_recipe_was_written_for_unless_said():
+    def ranks(*more: str) -> int:
+        found = re.search(r"--nproc (\d+)", launch(*SLURM, "--recipe", "resnet50-8gpu", "--data", "/d", *more))
+        return int(found[1]) if found else 0
+
+    assert [ranks(), ranks("--nodes", "1"), ranks("--nproc", "2"), ranks("--nproc", "8", "--scale-batch")] == [
+        4,
+        8,
+        2,
+        8,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ((*SLURM, "--recipe", "nothing"), "there is no recipe 'nothing'"),
+        ((*SLURM, "--recipe", "none/x.toml"), "there is no recipe file none/x.toml"),
+        ((*SLURM, "--recipe", "smoke", "--set", "optim.lr=x"), "optim"),
+        ((*SLURM, "--recipe", "smoke", "--sync", "best"), "'best'"),
+        ((*SLURM, "--recipe", "smoke", "--nodes", "3"), "--nproc"),
+        ((*SLURM, "--recipe", "smoke", "--nproc", "31"), "does not divide over 62 ranks"),
+        ((*SLURM, "--recipe", "alexnet-4host", "--data", "/d", "--nproc", "3"), "needs a multiple of 4 ranks"),
+        ((*SLURM, "--recipe", "resnet50-8gpu"), "say it with --data"),
+        ((*K8S, "--recipe", "resnet50-8gpu"), "say it with --data-claim"),
+        ((*SLURM, "--recipe", "smoke", "--data", "/d"), "--data /d would not be read"),
+        ((*SLURM, "--recipe", "smoke", "--time", "soon"), "--time soon is no time limit"),
+        ((*SLURM, "--recipe", "smoke", "--time", "4"), "leaves no time to train"),
+        ((*SLURM, "--recipe", "smoke", "--partition", "a\n#SBATCH --nodes=9"), "--partition"),
+        ((*SLURM, "--recipe", "smoke", "--account", "a b"), "--account 'a b'"),
+        ((*SLURM, "--recipe", "smoke", "--program", "it's"), "--program it's cannot be read"),
+        ((*SLURM, "--recipe", "smoke", "--program", " "), "--program is empty"),
+        ((*SLURM, "--recipe", "smoke", "--out", "/runs/\udcff"), "not UTF-8"),
+        ((*K8S, "--recipe", "smoke", "--out", "/runs/\udcff"), "not UTF-8"),
+        ((*SLURM, "--recipe", "smoke", "--file", "/dev"), "--file /dev cannot be written (Is a directory)"),
+        ((*SLURM, "--recipe", "smoke", "--file", "/none/x"), "there is no directory /none"),
+        ((*K8S, "--recipe", "smoke", "--out", "/here/a"), "--out /here/a is not on --run-claim"),
+        ((*K8S, "--recipe", "smoke", "--out", "/runs/../a"), "is not on --run-claim"),
+        ((*K8S, "--recipe", "smoke", "--out", "a"), "is not on --run-claim"),
+        ((*K8S, "--recipe", "smoke", "--run-claim", "a: b"), "--run-claim 'a: b'"),
+        ((*K8S, "--recipe", "smoke", "--namespace", "A"), "--namespace 'A'"),
+        ((*K8S, "--recipe", "smoke", "--name", "8gpu"), "--name '8gpu'"),
+        ((*K8S, "--recipe", "smoke", "--image", "a b"), "--image 'a b'"),
+        (("ssh", "--recipe", "smoke", "--hosts", "a,b", "--nodes", "3"), "names 2 of 3 nodes"),
+        (("ssh", "--recipe", "smoke", "--hosts", "a,me@a"), "names a twice"),
+        (("ssh", "--recipe", "smoke", "--hosts", "a,-oProxyCommand=x"), "is no host"),
+        (("ssh", "--recipe", "smoke", "--hosts", "a,$(b)"), "is no host"),
+        (("ssh", "--recipe", "smoke", "--hosts", "a,,b"), "is no host"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_printed(arguments: tuple[str, ...], reason: str):
+    assert reason in refused(*arguments)
+
+
+@pytest.mark.parametrize("option", ["--nodes", "--nproc"])
+def test_no_nodes_and_no_ranks_are_refused(option: str):
+    done = CliRunner().invoke(app, ["launch", *SLURM, "--recipe", "smoke", option, "0"])
+    assert (done.exit_code, done.stdout) == (2, "")
+
+
+def test_the_commands_of_the_documents_print_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    root = Path(__file__).parents[2]
+    text = "".join(path.read_text() for path in (root / "README.md", root / "docs" / "clusters.md"))
+    found = re.findall(r"^    imagenet-fast launch ((?:.*\\\n)*.*)$", text, re.MULTILINE)
+    assert len(found) >= 5
+    for command in found:
+        example = command.replace("\\\n", "").replace("...", "--recipe smoke --nodes 2")
+        words = launch(*shlex.split(example, comments=True))
+        assert "train" in words
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_job_is_written_to_a_file_instead(tmp_path: Path):
+    file = tmp_path / "a b.sh"
+    printed = launch(*SLURM, "--recipe", "smoke")
+    assert launch(*SLURM, "--recipe", "smoke", "--file", str(file)) == ""
+    assert file.read_text() == printed
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 5400), ("90:30", 5430), ("24:00:00", 86_400), ("2-12", 216_000), ("1-0:30", 88_200), ("1-2:3:4", 93_784)],
+)
+def test_time_limits_are_slurms(text: str, seconds: int):
+    assert parse_time_limit(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "0:00", "-5", "1:2:3:4", "1-2:3:4:5", "1h", "1.5", "५", "1\n", "UNLIMITED"])
+def test_what_is_no_time_limit_is_refused(text: str):
+    with pytest.raises(UserError, match="is no time limit"):
+        parse_time_limit(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [("resnet50-8gpu", "resnet50-8gpu"), ("My Net_2", "my-net-2"), ("8gpu", "imagenet-fast-8gpu"),
+     ("数", "imagenet-fast"), ("a" * 39 + "--b", "a" * 39), ("-x-", "x"), ("#\n", "imagenet-fast")],
+)  # fmt: skip
+def test_a_job_is_named_after_its_recipe_as_far_as_clusters_allow(name: str, label: str):
+    assert job_label(name) == label
