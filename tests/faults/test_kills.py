@@ -1,8 +1,8 @@
 """Ranks, launchers and whole jobs that are killed at random moments: the same command goes on to the same bits.
 
-With more than two ranks sums are rounded as messages happen to be cut, which a measurement decides unless a recipe does.
-A run goes on with what had been measured before its checkpoint, but one that was killed before the first measures anew:
-so engines are told here what to fuse.
+With more than two ranks sums are rounded as messages happen to be cut, which a measurement decides unless a recipe
+does. A run goes on with what had been measured before its checkpoint, but one that was killed before the first measures
+anew: so engines are told here what to fuse.
 """
 
 from __future__ import annotations
