@@ -78,7 +78,7 @@ def train_as_rank(job: Job, place: Place, patience_s: float, handover: Path | No
         if job.init_from is not None and resumption is None:
             weights = starting_weights(job.init_from, job.recipe.model, dataset.classes, world, job.fresh_head)
         record = open_record(job, world, clock.run_s, resumption.step if resumption is not None else None)
-        if world.leads and resumption is None and not job.resume:
+        if world.leads:
             hold(job.folder)
         try:
             trace = job.folder / "trace.json" if job.trace and world.leads else None
@@ -90,8 +90,10 @@ def train_as_rank(job: Job, place: Place, patience_s: float, handover: Path | No
                 record("resume", resumption.step, gap_s=resumption.gap_s, moved=resumption.elsewhere)
             with keeping(job, world, dataset.train_order.images, signals) as keep:
                 train(job, dataset, world, take_step, record, keep)
+            if outcome.status == "preempted" and not keep.saves:
+                outcome.status = "interrupted"
             here.enter("checkpoint")
-            if outcome.status != "preempted":
+            if outcome.status in ("reached", "finished"):
                 _write_final_weights(job, take_step.state, dataset, world)
         except KeyboardInterrupt:
             outcome.message = reported_failure()  # another rank's, after which torchrun has stopped this one

@@ -23,6 +23,8 @@ from imagenet_fast.training.state import TrainState, joined
 
 _PATIENCE_S = 5.0  # for what another node has written to be seen over NFS, for a rank to see that it is alone
 
+_held: set[Path] = set()
+
 CHECKPOINTS = "checkpoints"
 """In a run directory."""
 
@@ -109,8 +111,9 @@ def hold(folder: Path) -> None:
     Raises UserError where another one trains it, such as a rank whose launcher has been killed and which is about to
     notice.
     """
-    if not folder.is_dir():
+    if not folder.is_dir() or folder.absolute() in _held:
         return
+    _held.add(folder.absolute())
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     deadline = time.monotonic() + _PATIENCE_S
     while True:

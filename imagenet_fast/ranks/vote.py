@@ -32,13 +32,17 @@ class Vote:
         self._steps = 0
         self._stride = 1
         self._begun = time.perf_counter()
+        self.cast = False
+        """Whether the last call took this rank's wishes."""
 
     def __call__(self, *wishes: bool) -> list[bool]:
         """This rank's wishes; which have come true, if that is known at this step. Others are to be had again."""
+        self.cast = True
         if self._group is None:
             return list(wishes)
         self._steps += 1
         if self._steps < self._stride:
+            self.cast = False
             return [False] * len(wishes)
         heard = self._heard()
         step_s = (time.perf_counter() - self._begun) / self._steps

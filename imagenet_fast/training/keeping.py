@@ -31,11 +31,14 @@ class Keeper:
         self._asked = asked
         self._vote = Vote(world, wishes=2)
         self._saved_at = time.monotonic()
+        self._told = False  # the others, that the last one was written too long ago
 
     def __call__(self, state: TrainState, evaluated: bool) -> bool:
         """Whether all ranks are to stop; what there is has been saved then."""
         policy = self._job.recipe.checkpoint
-        stop, late = self._vote(self._asked(), self._is_late())
+        is_late = self._is_late()
+        stop, late = self._vote(self._asked(), is_late)
+        self._told |= is_late and self._vote.cast
         due = policy.every_steps > 0 and state.step % policy.every_steps == 0
         if self._writer is not None and (stop or late or due or evaluated):
             self._save(self._writer, state, evaluated)
@@ -44,6 +47,11 @@ class Keeper:
                 self._writer.wait()
         return stop
 
+    @property
+    def saves(self) -> bool:
+        """Whether what there is when all ranks stop has been saved."""
+        return self._writer is not None
+
     def close(self) -> None:
         """There will be no further step, on any rank."""
         self._vote.close()
@@ -51,13 +59,13 @@ class Keeper:
     def _is_late(self) -> bool:
         """By rank 0's clock; while one is being written there is no hurry."""
         minutes = self._job.recipe.checkpoint.every_minutes
-        if not minutes or not self._world.leads or self._writer is None or self._writer.under_way:
+        if not minutes or not self._world.leads or self._writer is None or self._writer.under_way or self._told:
             return False
         return time.monotonic() - self._saved_at >= 60 * minutes
 
     def _save(self, writer: CheckpointWriter, state: TrainState, evaluated: bool) -> None:
         here.enter("checkpoint")
-        self._saved_at = time.monotonic()
+        self._saved_at, self._told = time.monotonic(), False
         state.settle()
         recipe, outcome = self._job.recipe, state.outcome
         stamp = Stamp(
