@@ -9,16 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from imagenet_fast.data.dataset import open_dataset
 from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.reading import parse_recipe
-from imagenet_fast.record import Event, Outcome, Record
-from imagenet_fast.training.clock import Clock
-from imagenet_fast.training.loop import train
+from imagenet_fast.record import Event
 from tests.conftest import make_pictures, tables
 from tests.spawning import run
+from tests.training.jobs import train_job
 
 STEPS, PICTURES = 6, 40
 
@@ -74,9 +72,6 @@ def _train(engine: str, pictures: Path, folder: Path) -> Seen:
             sync={"kind": engine, "wire": "fp32"},
         ),
     )  # fmt: skip
-    seen, clock = Seen(), Clock()
-    outcome = Outcome("failed", "test", engine, ranks, 32)
-    job = Job("test", recipe, split_batch(recipe, ranks), pictures, folder)
-    dataset = open_dataset(recipe.data, pictures, job.batching, rank, ranks, world.device, recipe.seed)
-    train(job, dataset, world, clock, Record(clock.run_s, [seen]), outcome)
+    seen = Seen()
+    train_job(Job("test", recipe, split_batch(recipe, ranks), pictures, folder), world, sinks=[seen])
     return seen
