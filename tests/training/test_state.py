@@ -49,7 +49,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_with_every_engine_it_goes_on_to_the_bit(world: int):
     run(world, _same_with_every_engine)
 
