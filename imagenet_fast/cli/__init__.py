@@ -23,6 +23,7 @@ from imagenet_fast.cli.options import (
     PngOption,
     RecipeOption,
     SetOption,
+    SyncOption,
     WeightsOption,
     WeightsRecipeOption,
     in_a_directory,
@@ -94,9 +95,7 @@ def train(
     recipe: OptionalRecipeOption = None,
     data: DataOption = None,
     overrides: SetOption = [],  # noqa: B006  (typer's way to say: an empty list)
-    sync: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Gradient-sync engine instead of the recipe's.")
-    ] = None,
+    sync: SyncOption = None,
     nproc: NprocOption = None,
     nodes: NodesOption = None,
     rdzv_endpoint: EndpointOption = None,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from imagenet_fast.cli.options import DataOption, RecipeOption, SetOption, in_a_directory
+from imagenet_fast.cli.options import DataOption, RecipeOption, SetOption, SyncOption, in_a_directory
 from imagenet_fast.errors import warn
 
 if TYPE_CHECKING:
@@ -18,9 +18,6 @@ launch_app = typer.Typer(help="Print a job for a cluster that saves, and goes on
 _Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Machines.")]
 _RanksEach = Annotated[
     int | None, typer.Option("--nproc", min=1, help="Ranks a node, each on a GPU. Default: all that the recipe is for.")
-]
-_Sync = Annotated[
-    str | None, typer.Option("--sync", metavar="NAME", help="Gradient-sync engine instead of the recipe's.")
 ]
 _ScaleBatch = Annotated[bool, typer.Option("--scale-batch", help="As in train.")]
 _NoGpus = Annotated[bool, typer.Option("--no-gpus", help="Train on CPUs.")]
@@ -50,7 +47,7 @@ def slurm(
     nproc: _RanksEach = None,
     data: DataOption = None,
     out: _Out = None,
-    sync: _Sync = None,
+    sync: SyncOption = None,
     overrides: SetOption = [],  # noqa: B006
     scale_batch: _ScaleBatch = False,
     time: _TimeLimit = None,
@@ -91,7 +88,7 @@ def k8s(
     ] = None,
     name: Annotated[str | None, typer.Option(help="Of the job. Default: by the recipe's.")] = None,
     namespace: Annotated[str | None, typer.Option(metavar="NAME")] = None,
-    sync: _Sync = None,
+    sync: SyncOption = None,
     overrides: SetOption = [],  # noqa: B006
     scale_batch: _ScaleBatch = False,
     time: _TimeLimit = None,
@@ -121,7 +118,7 @@ def ssh(
     nproc: _RanksEach = None,
     data: DataOption = None,
     out: _Out = None,
-    sync: _Sync = None,
+    sync: SyncOption = None,
     overrides: SetOption = [],  # noqa: B006
     scale_batch: _ScaleBatch = False,
     port: _Port = 29400,

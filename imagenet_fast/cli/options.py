@@ -56,6 +56,9 @@ RecipeOption = Annotated[
 OptionalRecipeOption = Annotated[
     str | None, typer.Option("--recipe", metavar="NAME|PATH", help="A shipped recipe's name, or a TOML file.")
 ]
+SyncOption = Annotated[
+    str | None, typer.Option("--sync", metavar="NAME", help="Gradient-sync engine instead of the recipe's.")
+]
 SetOption = Annotated[
     list[str],
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. optim.lr=0.5; repeatable."),

@@ -6,6 +6,7 @@ import fcntl
 import os
 import time
 import uuid
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +84,6 @@ def find_resumption(job: Job, world: World) -> Resumption | None:
             checkpoint = newest(job.folder / CHECKPOINTS)
             if checkpoint is not None:
                 found = checkpoint.folder.name
-                _check_recipe(job, checkpoint)
             elif (job.folder / "events.jsonl").exists():
                 forget_run(job.folder)
         except UserError as error:
@@ -100,9 +100,11 @@ def find_resumption(job: Job, world: World) -> Resumption | None:
             f"not every node sees the checkpoints that rank 0 has in {job.folder}; put the run where all of them do"
         )
     checkpoint = open_checkpoint(root / told[0])
+    shared = checkpoint.shared(world.device)
+    _check_recipe(job, shared["recipe"])
     manifest = checkpoint.manifest
     elsewhere = (manifest.world, manifest.layout) != (world.size, job.recipe.parallel.axes(world.size))
-    return Resumption(checkpoint, checkpoint.shared(world.device), elsewhere, time.time())
+    return Resumption(checkpoint, shared, elsewhere, time.time())
 
 
 def hold(folder: Path) -> None:
@@ -129,9 +131,9 @@ def hold(folder: Path) -> None:
             return
 
 
-def _check_recipe(job: Job, checkpoint: Checkpoint) -> None:
-    """Raise UserError where the recipe is another one than the checkpoint's."""
-    changed = differences(checkpoint.shared()["recipe"], job.recipe)
+def _check_recipe(job: Job, begun: Mapping[str, Any]) -> None:
+    """Raise UserError where the recipe is another one than that the run was ``begun`` with."""
+    changed = differences(begun, job.recipe)
     if changed:
         raise UserError(
             f"{job.folder} was begun with another recipe and cannot go on with this one: {', '.join(changed)}; "

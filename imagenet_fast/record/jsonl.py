@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from imagenet_fast.record.event import Event
+from imagenet_fast.record.replacing import replace_text
 from imagenet_fast.record.strict_json import to_json
 
 
@@ -33,9 +34,7 @@ def _take_back(folder: Path, step: int) -> None:
         return
     kept = [e for e in read_events(folder) if e["step"] <= step and e["event"] != "end"]
     kept = [e for e in kept if not (e["event"] == "epoch" and e["step"] == step)]  # it begins again
-    partial = folder / ".events.jsonl"
-    partial.write_text("".join(to_json(event) + "\n" for event in kept))
-    partial.replace(folder / "events.jsonl")
+    replace_text(folder / "events.jsonl", "".join(to_json(event) + "\n" for event in kept))
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:

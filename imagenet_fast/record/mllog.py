@@ -10,6 +10,7 @@ from typing import Any, Literal
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.schema import Lars, Polynomial, Recipe
 from imagenet_fast.record.event import Event
+from imagenet_fast.record.replacing import replace_text
 from imagenet_fast.record.strict_json import to_json
 
 Kind = Literal["INTERVAL_START", "INTERVAL_END", "POINT_IN_TIME"]
@@ -59,9 +60,7 @@ class MLLog:
         lines = self._path.read_text().splitlines(keepends=True)
         kept = [line for line in lines if line.endswith("\n") and _belongs(line, done, into > 0)]
         self._file.close()
-        partial = self._path.with_name(".mllog.txt")
-        partial.write_text("".join(kept))
-        partial.replace(self._path)
+        replace_text(self._path, "".join(kept))
         self._file = self._path.open("a", buffering=1)
         self._epoch = done + 1 if into else None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, Literal
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.record.replacing import replace_text
 from imagenet_fast.record.strict_json import to_json
 
 STOPPED = 4
@@ -101,9 +101,7 @@ class Outcome:
 
     def write(self, folder: Path) -> None:
         """Replace ``outcome.json`` in one move, so that a reader never sees half of it; nodes may share ``folder``."""
-        partial = folder / f".outcome.{uuid.uuid4().hex}.json"
-        partial.write_text(to_json(asdict(self), indent=2) + "\n")
-        partial.replace(folder / "outcome.json")
+        replace_text(folder / "outcome.json", to_json(asdict(self), indent=2) + "\n")
 
 
 def read_outcome(folder: Path) -> Outcome | None:

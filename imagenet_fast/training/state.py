@@ -82,14 +82,14 @@ class TrainState:
         }
 
     @torch.no_grad()
-    def load(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
+    def load(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         """Continue from :meth:`shared`, and from this rank's :meth:`own` or, after another number of ranks or with
-        another layout, from what :func:`joined` makes of those of all; None: without."""
+        another layout, from what :func:`joined` makes of those of all."""
         self._fill(self.model, shared["model"])
         if self.average is not None:
             self._fill(self.average.module, shared["average"])
-            held = self.average.module.state_dict()
-            self.average.load_state_dict(held.keys() if own is None else own["averaged"])
+            _copy(own["average"], dict(self.average.module.named_buffers()))
+            self.average.load_state_dict(own["averaged"])
         parts = self._parts(shared["velocity"])
         for name, param in self.model.named_parameters():
             if param in self.optimizer.velocity:
@@ -98,12 +98,9 @@ class TrainState:
         self.clock.load_state_dict(shared["clock"])
         self.outcome.go_on(shared["outcome"])
         self.step = shared["step"]
-        if own is not None:
-            _copy(own["buffers"], dict(self.model.named_buffers()))
-            if self.average is not None:
-                _copy(own["average"], dict(self.average.module.named_buffers()))
-            self.sent_bytes = own["sent_bytes"]
-            self.sync.load_state_dict(own["sync"])
+        _copy(own["buffers"], dict(self.model.named_buffers()))
+        self.sent_bytes = own["sent_bytes"]
+        self.sync.load_state_dict(own["sync"])
 
     def _fill(self, model: nn.Module, whole: Mapping[str, Tensor]) -> None:
         model.load_state_dict(self._parts(whole))
