@@ -15,9 +15,9 @@ class UserError(Exception):
 
 
 class Fault(Exception):
-    """Another rank has failed or is lost, and so this one ends. The message is one sentence naming it.
+    """All ranks end, as one is lost, or as numbers have gone wrong. The message is one sentence that says where.
 
-    Exit code 1, and no traceback: it would show where this rank waited.
+    Exit code 1, and no traceback: it would show where this rank waited, or looked.
     """
 
 

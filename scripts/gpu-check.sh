@@ -124,9 +124,9 @@ for compile in '' --compile; do
 done
 bench "kernels of an optimiser's step" 20 kernels --model resnet50
 if [ -n "$dry" ]; then
-    bench "loaders" 35 loaders --loaders synthetic,dali --image-size 32 --batch 2 --workers 1 --seconds 0.1
+    bench "loaders" 35 data --rounds 1 --loaders synthetic,dali --image-size 32 --batch 2 --workers 1 --seconds 0.1
 else
-    bench "loaders" 35 loaders --loaders synthetic,dali --batch 128 --seconds 5
+    bench "loaders" 35 data --rounds 1 --loaders synthetic,dali --batch 128 --seconds 5
 fi
 wait
 write_report

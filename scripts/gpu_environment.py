@@ -9,8 +9,8 @@ from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 
 NEEDED = (
-    "numpy", "pillow", "psutil", "pydantic", "pytest", "rich", "safetensors", "tensorboard", "tomli-w", "torch",
-    "torchvision", "typer",
+    "numpy", "pillow", "psutil", "pydantic", "pytest", "rich", "safetensors", "scipy", "tensorboard", "tomli-w",
+    "torch", "torchvision", "typer",
 )  # fmt: skip
 
 

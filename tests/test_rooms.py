@@ -18,7 +18,7 @@ FLOORS = (
     {"cli"},
     {"bench"},
     {"launch"},
-    {"training"},
+    {"training", "doctor"},
     {"parallel"},
     {"sync", "record", "data", "models", "checkpoint"},
     {"ranks", "cost"},

@@ -1,4 +1,9 @@
-"""How fast each loader gives batches, with nothing that trains beside it."""
+"""How fast each loader gives training batches, beside others and beside decoding alone, with nothing that trains.
+
+All end with uint8 pictures [n, 3, S, S] in memory, ours on the device: normalising is the same for all. Each is opened
+for a turn of its own and closed again, round after round, so that all meet the same noise and none works during the
+turn of another; the first batches of a turn, which may have been made beforehand, are not timed.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +12,45 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Literal, assert_never, get_args
+from typing import Any, Literal, assert_never, get_args
 
-import numpy as np
+import psutil
 import torch
-from PIL import Image
 from rich.table import Table
 
-from imagenet_fast.data.dataset import open_dataset
+from imagenet_fast.bench.photos import make_photos
+from imagenet_fast.bench.rivals import bare_dali, decoding, torchvision_io, torchvision_pil
+from imagenet_fast.data.dataset import open_loader
+from imagenet_fast.data.imagefolder import scan_training
+from imagenet_fast.data.order import TrainOrder
 from imagenet_fast.errors import UserError
 from imagenet_fast.ranks.world import prepare_device
 from imagenet_fast.recipe.batching import Batching
-from imagenet_fast.recipe.schema import Data, ImageData, SyntheticData
+from imagenet_fast.recipe.schema import ImageData, SyntheticData
 from imagenet_fast.record.tables import compact_table, number
 
-Loader = Literal["synthetic", "folder", "dali"]
+Loader = Literal["synthetic", "folder", "dali", "dali-bare", "torchvision-pil", "torchvision-io", "decoding"]
 
-_WARM_BATCHES = 4
-_SIDES = (375, 500)  # of most photos in ImageNet
+_WARM_BATCHES = 6
+"""More than any of them has ready before it is asked."""
 
 
 @dataclass(frozen=True)
 class LoadingRate:
-    """What one rank gets from a loader. None where it is not installed."""
+    """What one rank gets from a loader: medians over the rounds, and extremes. None where it is not installed."""
 
     loader: Loader
+    pictures: str
+    image_size: int
+    batch: int
+    workers: int
     images_per_s: float | None
+    slowest: float | None
+    fastest: float | None
+    images_per_core_s: float | None
+    """For a second of one processor's time, in whatever thread or process."""
 
 
 def parse_loaders(text: str) -> list[Loader]:
@@ -46,85 +63,129 @@ def parse_loaders(text: str) -> list[Loader]:
 
 
 def bench_loading(
-    loaders: Sequence[Loader], root: Path | None, image_size: int, batch: int, workers: int, seconds: float
+    loaders: Sequence[Loader],
+    root: Path | None,
+    image_size: int,
+    batch: int,
+    workers: int,
+    seconds: float,
+    rounds: int = 1,
 ) -> list[LoadingRate]:
-    """Take training batches of each loader for about ``seconds``, to this machine's GPU if it has one.
+    """Take training batches of each loader for about ``seconds`` in each of ``rounds``, to this machine's GPU if it has
+    one. ``workers``: threads, or processes where a loader has such.
 
-    Pictures are those under ``root``, or photos made up for the occasion.
+    Pictures are those under ``root``, or photos made for the occasion.
     """
     device, _ = prepare_device(0)
-    with _pictures(root, 2 * batch) as folder:
-        return [
-            _measure(loader, _data(loader, image_size, batch, workers), folder, batch, seconds, device)
-            for loader in loaders
-        ]
+    turns: dict[Loader, list[tuple[float, float]]] = {loader: [] for loader in loaders}
+    with _pictures(root, 2 * batch) as (folder, about):
+        for turn in range(rounds):
+            for loader in loaders if turn % 2 == 0 else reversed(loaders):
+                if loader.startswith("dali") and not _has_dali():
+                    continue
+                batches = _open(loader, folder, image_size, batch, workers, device)
+                turns[loader].append(_measure(batches, batch, seconds, device))
+    return [_rate(loader, turns[loader], about, image_size, batch, workers) for loader in loaders]
 
 
 def loading_table(rates: list[LoadingRate]) -> Table:
     """One row a loader."""
-    return compact_table(
+    table = compact_table(
         ("loader", ""),
-        ("img/s",),
-        ((r.loader, "" if r.images_per_s else "is not installed", number(r.images_per_s, ".0f")) for r in rates),
+        ("img/s", "slowest", "fastest", "img/s a core"),
+        (
+            (
+                r.loader, "" if r.images_per_s else "is not installed",
+                *(number(n, ".0f") for n in (r.images_per_s, r.slowest, r.fastest, r.images_per_core_s)),
+            )
+            for r in rates
+        ),
+    )  # fmt: skip
+    table.title = _title(rates)
+    return table
+
+
+def draw_loading(rates: Sequence[LoadingRate], figure: Any) -> None:
+    """A bar a loader, with a line from its slowest to its fastest round."""
+    axes = figure.subplots()
+    there = [rate for rate in reversed(rates) if rate.images_per_s]
+    typical = [rate.images_per_s or 0.0 for rate in there]
+    below = [(rate.images_per_s or 0.0) - (rate.slowest or 0.0) for rate in there]
+    above = [(rate.fastest or 0.0) - (rate.images_per_s or 0.0) for rate in there]
+    colours = ["tab:blue" if rate.loader in ("folder", "dali") else "tab:gray" for rate in there]
+    bars = axes.barh([rate.loader for rate in there], typical, xerr=(below, above), color=colours, ecolor="black")
+    axes.bar_label(bars, [f"{rate:.0f}" for rate in typical], label_type="center", color="white")
+    axes.set(xlabel="pictures a second", title=_title(rates))
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _title(rates: Sequence[LoadingRate]) -> str:
+    first = rates[0]
+    return f"{first.pictures}; to {first.image_size} pixels, {first.batch} a batch, {first.workers} workers"
+
+
+def _rate(
+    loader: Loader, turns: list[tuple[float, float]], about: str, image_size: int, batch: int, workers: int
+) -> LoadingRate:
+    if not turns:
+        return LoadingRate(loader, about, image_size, batch, workers, None, None, None, None)
+    rates, by_core = zip(*turns, strict=True)
+    return LoadingRate(
+        loader, about, image_size, batch, workers, median(rates), min(rates), max(rates), median(by_core)
     )
 
 
-def make_photos(root: Path, count: int) -> None:
-    """``count`` JPEGs to train on and one to validate, in one class, of an ImageNet photo's usual size.
-
-    Noise whose amplitude falls with its frequency, as in photographs, so that a decoder has about as much to do.
-    """
-    random = np.random.default_rng(0)
-    for index in range(count + 1):
-        folder = root / ("train" if index < count else "val") / "photos"
-        folder.mkdir(parents=True, exist_ok=True)
-        _photo(random).save(folder / f"{index:05}.jpg", quality=90)
-
-
-def _photo(random: np.random.Generator) -> Image.Image:
-    height, width = _SIDES
-    frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])
-    frequency[0, 0] = 1.0
-    spectrum = np.fft.rfft2(random.standard_normal((3, height, width))) / frequency
-    pixels = np.fft.irfft2(spectrum, (height, width))
-    pixels *= 50 / pixels.std()
-    return Image.fromarray((pixels.transpose(1, 2, 0) + 128).clip(0, 255).astype(np.uint8))
-
-
 @contextmanager
-def _pictures(root: Path | None, count: int) -> Iterator[Path]:
+def _pictures(root: Path | None, count: int) -> Iterator[tuple[Path, str]]:
+    """Where they are, and what they are."""
     if root is not None:
-        yield root
+        yield root, f"pictures in {root}"
         return
     with TemporaryDirectory() as folder:
-        make_photos(Path(folder), count)
-        yield Path(folder)
+        yield Path(folder), make_photos(Path(folder), count)
 
 
-def _data(loader: Loader, image_size: int, batch: int, workers: int) -> Data:
+def _open(
+    loader: Loader, folder: Path, image_size: int, batch: int, workers: int, device: torch.device
+) -> Iterator[Any]:
+    alone = Batching(1, batch, 1)
     match loader:
         case "synthetic":
-            return SyntheticData(
+            made_up = SyntheticData(
                 loader="synthetic", image_size=image_size, train_images=2 * batch, val_images=1, classes=1000
             )
+            return iter(open_loader(made_up, None, TrainOrder(2 * batch, alone, 0, seed=1), 1, device, seed=1))
         case "folder" | "dali":
-            return ImageData(
+            data = ImageData(
                 dataset="imagenet", loader=loader, image_size=image_size, resize=image_size * 8 // 7, workers=workers
             )
+            pictures = scan_training(folder)
+            if len(pictures) < batch:
+                raise UserError(f"{folder} holds {len(pictures)} pictures, fewer than a batch; --batch {len(pictures)}")
+            return iter(open_loader(data, pictures, TrainOrder(len(pictures), alone, 0, seed=1), 1, device, seed=1))
+        case "dali-bare":
+            return bare_dali(folder, image_size, batch, workers, device)
+        case "torchvision-pil":
+            return torchvision_pil(folder, image_size, batch, workers)
+        case "torchvision-io":
+            return torchvision_io(folder, image_size, batch, workers)
+        case "decoding":
+            return decoding(folder, batch, workers)
         case _:
             assert_never(loader)
 
 
-def _measure(loader: Loader, data: Data, folder: Path, batch: int, seconds: float, device: torch.device) -> LoadingRate:
-    if loader == "dali" and not _has_dali():
-        return LoadingRate(loader, None)
-    batches = open_dataset(data, folder, Batching(1, batch, 1), 0, 1, device, seed=1).train
+def _measure(batches: Iterator[Any], batch: int, seconds: float, device: torch.device) -> tuple[float, float]:
+    """Pictures a second, and a second of processor time."""
     for _ in range(_WARM_BATCHES):
-        _wait_for(batches, device)
-    waits: list[float] = []
-    while sum(waits) < seconds:
-        waits.append(_wait_for(batches, device))
-    return LoadingRate(loader, batch * len(waits) / sum(waits))
+        next(batches)
+    _settle(device)
+    taken, spent, begun = 0, _processor_s(), time.perf_counter()
+    while not taken or time.perf_counter() - begun < seconds:
+        next(batches)
+        _settle(device)
+        taken += batch
+    return taken / (time.perf_counter() - begun), taken / (_processor_s() - spent)
 
 
 def _has_dali() -> bool:
@@ -135,10 +196,12 @@ def _has_dali() -> bool:
     return True
 
 
-def _wait_for(batches: Iterator[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> float:
-    """Seconds until the next batch lies on the device."""
-    begun = time.perf_counter()
-    next(batches)
+def _settle(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - begun
+
+
+def _processor_s() -> float:
+    """That this process and those it has started have taken so far."""
+    others = psutil.Process().children(recursive=True)
+    return time.process_time() + sum(sum(process.cpu_times()[:2]) for process in others)

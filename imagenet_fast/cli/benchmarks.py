@@ -18,6 +18,7 @@ bench_app = typer.Typer(help="Measure what this machine can do.", no_args_is_hel
 
 @bench_app.command("step")
 def bench_step(
+    context: typer.Context,
     model: Annotated[str, typer.Option(help="alexnet, alexnet_bn, resnet18 or resnet50.")] = "resnet18",
     image_size: Annotated[int, typer.Option(min=16)] = 64,
     batch: Annotated[int, typer.Option(min=1)] = 128,
@@ -26,15 +27,25 @@ def bench_step(
     compiled: Annotated[bool, typer.Option("--compile", help="torch.compile both, block by block.")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 60,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each loop in a round.")] = 2,
+    checkpoint_every: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="STEPS", help="Each engine once more, saving so often; a round is so many steps."),
+    ] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Time our training step beside a plain PyTorch loop, interleaved, on one rank and synthetic data; with two GPUs or
-    more also that loop in nn.DataParallel over all of them, --batch pictures on each."""
+    more also that loop in nn.DataParallel over all of them, --batch pictures on each. With --checkpoint-every also what
+    checkpoints cost, written to the directory for temporary files (TMPDIR)."""
     from imagenet_fast.bench.overhead import bench_step as measure
-    from imagenet_fast.bench.overhead import no_data_parallel, step_recipe, step_table
+    from imagenet_fast.bench.overhead import checkpoint_table, no_data_parallel, step_recipe, step_table
 
+    if checkpoint_every is not None:
+        _refuse_beside(context, ("steps",), "goes by --checkpoint-every, if that is given; leave one of them out")
     variants = [step_recipe(model, image_size, batch, precision, compiled, name) for name in sync.split(",")]
-    _show(measure(variants[0], variants, rounds, steps), step_table, json_file)
+    times = measure(variants[0], variants, rounds, steps, checkpoint_every)
+    _show(times, step_table, json_file)
+    if checkpoint_every is not None:
+        _show(times, checkpoint_table, None)
     if (reason := no_data_parallel(variants[0])) is not None:
         print(reason)
 
@@ -237,27 +248,33 @@ def bench_profile(
     print(f"{len(profile.layers)} layers, {profile.compute_s:.3f} s a step: {file}")
 
 
-@bench_app.command("loaders")
-def bench_loaders(
-    loaders: Annotated[str, typer.Option(metavar="A,B", help="Of synthetic, folder and dali.")] = (
-        "synthetic,folder,dali"
-    ),
+@bench_app.command("data")
+def bench_data(
+    loaders: Annotated[
+        str,
+        typer.Option(
+            metavar="A,B", help="Of folder, dali, dali-bare, torchvision-pil, torchvision-io, decoding, synthetic."
+        ),
+    ] = "folder,dali,dali-bare,torchvision-pil,torchvision-io,decoding",
     data: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Holds train/<class>/* and val/<class>/*. Default: made-up photos."),
+        typer.Option(metavar="DIR", help="Holds train/<class>/* and val/<class>/*. Default: photos made from two."),
     ] = None,
     image_size: Annotated[int, typer.Option(min=16)] = 224,
     batch: Annotated[int, typer.Option(min=1)] = 128,
     workers: Annotated[int | None, typer.Option(min=1, help="Default: one a core.")] = None,
-    seconds: Annotated[float, typer.Option(min=0, help="To take batches of each loader.")] = 10,
+    seconds: Annotated[float, typer.Option(min=0, help="To take batches of each loader, a round.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each loader.")] = 5,
     json_file: JsonOption = None,
+    png: PngOption = None,
 ) -> None:
-    """Time the loaders with nothing that trains beside them, on one rank."""
-    from imagenet_fast.bench.loading import bench_loading, loading_table, parse_loaders
+    """Time the loaders beside torchvision's, a bare DALI and decoding alone, with nothing that trains, on one rank."""
+    from imagenet_fast.bench.loading import bench_loading, draw_loading, loading_table, parse_loaders
     from imagenet_fast.ranks.cores import usable_cores
 
     chosen = parse_loaders(loaders)
-    _show(bench_loading(chosen, data, image_size, batch, workers or usable_cores(), seconds), loading_table, json_file)
+    measure = partial(bench_loading, chosen, data, image_size, batch, workers or usable_cores(), seconds, rounds)
+    _show_and_draw(measure, loading_table, draw_loading, (8, 1 + 0.5 * len(chosen)), json_file, png)
 
 
 @bench_app.command("kernels")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from imagenet_fast.cli.options import DataOption, RecipeOption, SetOption, SyncOption, in_a_directory
+from imagenet_fast.cli.options import DataOption, RecipeOption, SetOption, SyncOption, in_a_directory, whole_nodes
 from imagenet_fast.errors import warn
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 launch_app = typer.Typer(help="Print a job for a cluster that saves, and goes on.", no_args_is_help=True)
 
-_Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Machines.")]
+_Nodes = Annotated[int, typer.Option("--nodes", metavar="N", parser=whole_nodes, help="Machines.")]
 _RanksEach = Annotated[
     int | None, typer.Option("--nproc", min=1, help="Ranks a node, each on a GPU. Default: all that the recipe is for.")
 ]
@@ -114,7 +114,9 @@ def k8s(
 def ssh(
     recipe: RecipeOption,
     hosts: Annotated[str, typer.Option(metavar="A,B", help="By names or addresses that all of them know.")],
-    nodes: Annotated[int | None, typer.Option(min=1, help="The first so many. Default: all hosts.")] = None,
+    nodes: Annotated[
+        int | None, typer.Option(metavar="N", parser=whole_nodes, help="The first so many. Default: all hosts.")
+    ] = None,
     nproc: _RanksEach = None,
     data: DataOption = None,
     out: _Out = None,

@@ -17,6 +17,13 @@ def in_a_directory(parameter: typer.CallbackParam, file: Path | None) -> Path | 
     return file
 
 
+def whole_nodes(text: str) -> int:
+    """The number of nodes, where it must not be a range."""
+    from imagenet_fast.launch.nodes import parse_fixed_nodes
+
+    return parse_fixed_nodes(text)
+
+
 JsonOption = Annotated[
     Path | None,
     typer.Option("--json", metavar="FILE", callback=in_a_directory, help="Write the rows there too."),
@@ -38,7 +45,20 @@ NprocOption = Annotated[
 ]
 NodesOption = Annotated[
     int | None,
-    typer.Option("--nodes", min=1, help="Machines; run the same command on each. Default: 1, or all of srun's."),
+    typer.Option(
+        "--nodes",
+        metavar="N",
+        parser=whole_nodes,
+        help="Machines; run the same command on each. Default: 1, or all of srun's.",
+    ),
+]
+ElasticNodesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--nodes",
+        metavar="N|MIN:MAX",
+        help="Machines; run the same command on each. A range: they may leave and join. Default: 1, or all of srun's.",
+    ),
 ]
 EndpointOption = Annotated[
     str | None,

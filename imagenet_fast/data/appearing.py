@@ -1,7 +1,8 @@
-"""A folder that is there whole or not at all."""
+"""A folder or a file that is there whole or not at all."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -35,3 +36,13 @@ def appearing_whole(place: Path) -> Iterator[Path]:
                 raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write ``path`` anew: there is what was before, or all of the new, also after the power has failed."""
+    partial = path.with_name(f".{path.name}")
+    with partial.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)

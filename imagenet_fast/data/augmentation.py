@@ -29,14 +29,25 @@ class Window(NamedTuple):
     height: int
     width: int
 
+    @property
+    def rows(self) -> slice:
+        return slice(self.top, self.top + self.height)
+
+    @property
+    def columns(self) -> slice:
+        return slice(self.left, self.left + self.width)
+
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Random-resized crop to windows of ``area`` (smallest and largest share), and a horizontal flip in half of all."""
+    """A crop to a random window, and a horizontal flip in half of all."""
 
     seed: int
     area: tuple[float, float]
+    """The smallest and the largest share of a picture that a window covers."""
     flip: bool
+    side: float | None = None
+    """Windows are squares of this share of the picture's shorter side instead."""
 
     def draw(self, batch: MicroBatch) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         """The numbers [n, 22] by which :meth:`window` chooses, and which pictures are mirrored, [n]."""
@@ -44,12 +55,17 @@ class Augmentation:
         return numbers[:, :-1], self.flip & (numbers[:, -1] < 0.5)
 
     def window(self, height: int, width: int, numbers: Sequence[float]) -> Window:
-        """Of a picture of that size, by torchvision's rule (``RandomResizedCrop``).
+        """Of a picture of that size, by torchvision's rule (``RandomResizedCrop``), unless windows have a fixed side.
 
         An area, and an aspect ratio from 3:4 to 4:3 of uniform logarithm, are tried up to ten times until they fit; a
         window that does, lies anywhere. Where none fits, as in a long strip, it is the largest central one of such a
-        ratio.
+        ratio. Those of a fixed side lie anywhere in the central square, as AlexNet's own (Krizhevsky et al., 2012).
         """
+        if self.side is not None:
+            shorter = min(height, width)
+            side = max(1, round(self.side * shorter))
+            down, right = (int(number * (shorter - side + 1)) for number in numbers[:2])
+            return Window((height - shorter) // 2 + down, (width - shorter) // 2 + right, side, side)
         (smallest, largest), (narrowest, widest) = self.area, _ASPECTS
         for attempt in range(2, _WINDOW_NUMBERS, 2):
             pixels = height * width * (smallest + (largest - smallest) * numbers[attempt])
@@ -64,5 +80,6 @@ class Augmentation:
 def augmentation_of(data: schema.ImageData, order: Order) -> Augmentation | None:
     """Of the pictures in ``order``, if they are for training and the recipe wants one."""
     if data.augment and isinstance(order, TrainOrder):
-        return Augmentation(order.seed, data.crop_area, data.flip)
+        side = data.image_size / data.resize if data.crop == "window" else None
+        return Augmentation(order.seed, data.crop_area, data.flip, side)
     return None

@@ -1,17 +1,26 @@
-"""NVIDIA DALI: reads, decodes, crops and normalises off the training thread; decodes on the GPU where there is one."""
+"""NVIDIA DALI: decodes, crops and resizes off the training thread; on the GPU where there is one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator
+from contextlib import closing
+from functools import cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from imagenet_fast.data.augmentation import Augmentation, augmentation_of
-from imagenet_fast.data.imagefolder import ImageFolder
-from imagenet_fast.data.order import Order, TrainOrder
+from imagenet_fast.data.ahead import Piece, filled_ahead
+from imagenet_fast.data.augmentation import augmentation_of
+from imagenet_fast.data.decoding import BadPictureError, Portable, decode, encode, portable
+from imagenet_fast.data.order import MicroBatch, Order, TrainOrder
+from imagenet_fast.data.resolution import Resolution, resolution
+from imagenet_fast.data.split import Split
+from imagenet_fast.data.substitution import NO_CLASS, Substitution
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe import schema
 
@@ -20,14 +29,14 @@ if TYPE_CHECKING:
 
 
 class DaliLoader:
-    """Batches in ``order``, without end: images fp32 [n, 3, S, S] in channels_last memory, labels int64 [n].
+    """Batches in ``order``, without end: images uint8 [n, 3, S, S] in channels_last memory, labels int64 [n].
 
-    DALI's own reader would shuffle and shard, and its decoder would choose what to crop; order and windows are given to
+    DALI's own reader would shuffle and shard, and its decoder would choose what to crop; bytes and windows are given to
     it instead, so that the same pixels make up a batch on any number of ranks and a validation shard needs no padding.
     """
 
     def __init__(
-        self, folder: ImageFolder, order: Order, data: schema.ImageData, device: torch.device, threads: int
+        self, pictures: Split, order: Order, data: schema.ImageData, device: torch.device, threads: int
     ) -> None:
         try:
             from nvidia.dali import Pipeline
@@ -37,31 +46,104 @@ class DaliLoader:
                 "data.loader is 'dali', but DALI is not installed; `pip install nvidia-dali-cuda130` (Linux), "
                 "or --set data.loader=folder"
             ) from None
+        self._make_pipeline = Pipeline
         self._feed = feed_ndarray
+        self._pictures = pictures
+        self._order = order
+        self._data = data
+        self._chance = augmentation_of(data, order)
+        self._substitution = Substitution(pictures, order, data)
         self._device = device
-        chance = augmentation_of(data, order)
-        largest = order.batching.micro_batch if isinstance(order, TrainOrder) else order.batch
-        self._pipeline = Pipeline(
-            batch_size=largest,
-            num_threads=threads,
-            device_id=device.index if device.type == "cuda" else None,
-            prefetch_queue_depth=2,
-        )
-        _define(self._pipeline, _samples(folder, order, chance), data, chance, device.type == "cuda")
-        self._pipeline.build()
+        self._threads = threads
+        self._readers = max(2, threads)  # of files: mostly they wait, for a network perhaps
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        while True:
-            images, labels = self._pipeline.run(*self._stream())
-            yield (
-                self._to_torch(images, torch.float32).permute(0, 3, 1, 2),
-                self._to_torch(labels, torch.int64),
-            )
+        with closing(filled_ahead(map(self._begin, self._order), self._readers, self._data.prefetch)) as read:
+            given: deque[_Given] = deque()
+            pipeline = self._pipeline(read, given)
+            while True:
+                try:
+                    (images,) = pipeline.run(*self._stream())
+                except RuntimeError as error:
+                    again = list(given)
+                    given.clear()
+                    self._replace_bad(again, str(error))
+                    pipeline = self._pipeline(chain(again, read), given)
+                    continue
+                batch = given.popleft()
+                yield self._to_torch(images).permute(0, 3, 1, 2), batch.labels.to(self._device, non_blocking=True)
 
-    def _to_torch(self, batch: Any, dtype: torch.dtype) -> Tensor:
+    def _begin(self, batch: MicroBatch) -> tuple[_Given, list[Piece]]:
+        self._pictures.expect(batch.pictures)
+        shown_at = resolution(self._data, self._order, batch.epoch)
+        given = _Given(batch, shown_at, self._chance is not None, pinned=self._device.type == "cuda")
+        count = len(batch.pictures)
+        share = -(-count // self._readers)
+        return given, [self._fill(given, range(count)[begin : begin + share]) for begin in range(0, count, share)]
+
+    def _fill(self, given: _Given, places: range) -> Piece:
+        """With some of its pictures, one a step, and with what becomes of them."""
+        batch = MicroBatch(given.batch.epoch, given.batch.pictures[places])
+        numbers, labels = None, given.labels.numpy()
+        if self._chance is not None:
+            numbers, given.flips[places] = self._chance.draw(batch)
+        for row, place in enumerate(places):
+            shown = self._substitution.usable(int(batch.pictures[row]), batch.epoch, self._portable)
+            given.indices[place] = NO_CLASS if shown is None else shown.index
+            labels[place] = NO_CLASS if shown is None else shown.label
+            picture = _black() if shown is None else shown.made
+            given.encoded[place] = np.frombuffer(picture.encoded, dtype=np.uint8)
+            if self._chance is not None and numbers is not None:
+                window = self._chance.window(picture.height, picture.width, numbers[row].tolist())
+                given.places[place], given.extents[place] = window[:2], window[2:]
+            yield
+
+    def _portable(self, index: int) -> Portable:
+        return portable(self._pictures.read(index))
+
+    def _replace_bad(self, batches: list[_Given], error: str) -> None:
+        """In ``batches``, of which DALI could not decode a picture, and does not say which. Raises UserError where it
+        must not be replaced, or cannot be told from the others."""
+        found = False
+        for batch in batches:
+            for place, encoded in enumerate(batch.encoded):
+                try:
+                    decode(encoded.tobytes())
+                except BadPictureError as reason:
+                    self._substitution.exclude(int(batch.indices[place]), f"cannot be decoded ({reason})")
+                    for _ in self._fill(batch, range(place, place + 1)):
+                        found = True
+        if not found:
+            first = self._pictures.name(int(batches[0].indices[0])) if batches else "the first"
+            raise UserError(
+                f"DALI cannot decode a picture that others can, in the batch of {first} or soon after "
+                f"({error.splitlines()[0]}); --set data.loader=folder"
+            ) from None
+
+    def _pipeline(self, batches: Iterator[_Given], given: deque[_Given]) -> Pipeline:
+        """Which takes ``batches`` and notes in ``given`` what it has taken."""
+
+        def source() -> Iterator[tuple[Any, ...]]:
+            for batch in batches:
+                given.append(batch)
+                yield batch.samples
+
+        order, gpu = self._order, self._device.type == "cuda"
+        pipeline = self._make_pipeline(
+            batch_size=order.batching.micro_batch if isinstance(order, TrainOrder) else order.batch,
+            num_threads=self._threads,
+            device_id=self._device.index if gpu else None,
+            prefetch_queue_depth=self._data.prefetch,
+        )
+        _define(pipeline, source(), self._data, self._chance is not None, gpu)
+        pipeline.build()
+        return pipeline
+
+    def _to_torch(self, batch: Any) -> Tensor:
         """Copy out of DALI's buffer, which the next run overwrites."""
         dense = batch.as_tensor()
-        tensor = torch.empty(dense.shape(), dtype=dtype, device=self._device if _on_gpu(dense) else "cpu")
+        on_gpu = "GPU" in type(dense).__name__
+        tensor = torch.empty(dense.shape(), dtype=torch.uint8, device=self._device if on_gpu else "cpu")
         self._feed(dense, tensor, *(self._stream() if tensor.is_cuda else ()))
         return tensor.to(self._device, non_blocking=True)
 
@@ -70,74 +152,60 @@ class DaliLoader:
         return (torch.cuda.current_stream(self._device),) if self._device.type == "cuda" else ()
 
 
-def _on_gpu(dense: Any) -> bool:
-    return "GPU" in type(dense).__name__
+class _Given:
+    """A batch as DALI gets it, once it has been filled."""
+
+    def __init__(self, batch: MicroBatch, shown_at: Resolution, crops: bool, pinned: bool) -> None:
+        count = len(batch.pictures)
+        self._sides = np.full((count, 2), shown_at.size, dtype=np.float32)
+        self._shorter = np.full(count, shown_at.shorter, dtype=np.float32)
+        self.batch = batch
+        self.encoded: list[NDArray[np.uint8]] = [np.empty(0, dtype=np.uint8)] * count
+        self.indices = np.empty(count, dtype=np.int64)
+        """Of the pictures that are shown."""
+        self.labels = torch.empty(count, dtype=torch.int64, pin_memory=pinned)
+        self.places, self.extents = np.empty((2, count, 2), dtype=np.int32)
+        """Of windows, in pixels: top and left, height and width."""
+        self.flips = np.empty(count, dtype=np.int32)
+        self._crops = crops
+
+    @property
+    def samples(self) -> tuple[Any, ...]:
+        """What the graph takes."""
+        if self._crops:
+            return self.encoded, self._sides, self.places, self.extents, self.flips
+        return self.encoded, self._sides, self._shorter
 
 
-def _samples(folder: ImageFolder, order: Order, chance: Augmentation | None) -> Iterator[tuple[Any, ...]]:
-    """What DALI is asked for next: file names as bytes, labels, and in training what chooses windows, and flips."""
-    for batch in order:
-        names = [np.frombuffer(folder.paths[i].encode(), dtype=np.uint8) for i in batch.pictures]
-        labels = folder.labels[batch.pictures]
-        if chance:
-            numbers, flips = chance.draw(batch)
-            yield names, labels, np.ascontiguousarray(numbers), flips.astype(np.int32)
-        else:
-            yield names, labels
-
-
-def _windows(chance: Augmentation) -> Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]:
-    """Places and sizes [2] of the windows of a batch, from the pictures' shapes [3] and random numbers."""
-
-    def windows(shapes: list[Any], numbers: list[Any]) -> tuple[list[Any], list[Any]]:
-        sizes = np.stack(shapes)[:, :2].tolist()
-        drawn = np.stack(numbers).tolist()
-        chosen = [chance.window(height, width, row) for (height, width), row in zip(sizes, drawn, strict=True)]
-        windows = np.array(chosen, dtype=np.int32)
-        return list(windows[:, :2]), list(windows[:, 2:])
-
-    return windows
+@cache
+def _black() -> Portable:
+    return encode(np.zeros((1, 1, 3), dtype=np.uint8))
 
 
 def _define(
-    pipeline: Pipeline,
-    samples: Iterator[tuple[Any, ...]],
-    data: schema.ImageData,
-    chance: Augmentation | None,
-    gpu: bool,
+    pipeline: Pipeline, samples: Iterator[tuple[Any, ...]], data: schema.ImageData, crops: bool, gpu: bool
 ) -> None:
-    """The graph: file -> pixels -> crop -> resize -> flip and normalise."""
+    """The graph: bytes -> pixels of a window, or of all -> resize -> flip, or the middle."""
     from nvidia.dali import fn, types
 
-    size = [data.image_size, data.image_size]
-    decode = {"device": "mixed" if gpu else "cpu", "output_type": types.RGB, "adjust_orientation": False}
+    decoding = {"device": "mixed" if gpu else "cpu", "output_type": types.RGB, "adjust_orientation": False}
+    if gpu:
+        decoding |= {
+            "hw_decoder_load": data.dali.hw_decoder_load,
+            "device_memory_padding": data.dali.device_padding_mb * 2**20,
+            "host_memory_padding": data.dali.host_padding_mb * 2**20,
+            "preallocate_width_hint": data.dali.preallocate_width,
+            "preallocate_height_hint": data.dali.preallocate_height,
+        }
     resize = {"interp_type": types.INTERP_TRIANGULAR}  # with its antialiasing, PIL's bilinear
     with pipeline:
-        given: Any = fn.external_source(source=samples, num_outputs=4 if chance else 2)
-        names, labels, *drawn = given
-        encoded = fn.io.file.read(names)
-        if chance:
-            numbers, mirror = drawn
-            windows: Any = fn.python_function(
-                fn.peek_image_shape(encoded, adjust_orientation=False),
-                numbers,
-                function=_windows(chance),
-                num_outputs=2,
-                batch_processing=True,
-            )
-            place, extent = windows
-            images = fn.decoders.image_slice(encoded, start=place, shape=extent, axes=[0, 1], **decode)
-            images = fn.resize(images, size=size, **resize)
+        given: Any = fn.external_source(source=samples, num_outputs=5 if crops else 3)
+        if crops:
+            encoded, sides, place, extent, mirror = given
+            images = fn.decoders.image_slice(encoded, start=place, shape=extent, axes=[0, 1], **decoding)
+            images = fn.flip(fn.resize(images, size=sides, **resize), horizontal=mirror)
         else:
-            images = fn.resize(fn.decoders.image(encoded, **decode), resize_shorter=data.resize, **resize)
-            mirror = 0
-        images = fn.crop_mirror_normalize(
-            images,
-            crop=size,
-            mirror=mirror,
-            mean=[255 * value for value in data.mean],
-            std=[255 * value for value in data.std],
-            output_layout="HWC",
-            dtype=types.FLOAT,
-        )
-        pipeline.set_outputs(images, labels)
+            encoded, sides, shorter = given
+            images = fn.resize(fn.decoders.image(encoded, **decoding), resize_shorter=shorter, **resize)
+            images = fn.crop(images, crop=sides)
+        pipeline.set_outputs(images)

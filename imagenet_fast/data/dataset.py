@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -11,10 +11,13 @@ from typing import Protocol, assert_never
 import torch
 from torch import Tensor
 
+from imagenet_fast.data import recognising
 from imagenet_fast.data.dali import DaliLoader
 from imagenet_fast.data.folder import FolderLoader
-from imagenet_fast.data.imagefolder import ImageFolder, scan_training, scan_validation
+from imagenet_fast.data.mixing import Mixed
+from imagenet_fast.data.normalising import Normalised
 from imagenet_fast.data.order import EvalOrder, Order, TrainOrder
+from imagenet_fast.data.split import Split
 from imagenet_fast.data.synthetic import SyntheticLoader
 from imagenet_fast.errors import UserError
 from imagenet_fast.ranks.cores import usable_cores
@@ -25,7 +28,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Loader(Protocol):
-    """Batches without end: images fp32 [n, 3, S, S] in channels_last memory and labels int64 [n], on the device."""
+    """Batches without end: images uint8 [n, 3, S, S] in channels_last memory and labels int64 [n], on the device."""
 
     def __iter__(self) -> Iterator[Batch]: ...
 
@@ -64,20 +67,22 @@ def open_dataset(
     device: torch.device,
     seed: int,
     first_step: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> Dataset:
     """Make this rank's loaders; ``root`` is not read for synthetic data. Training begins with the batches of step
     ``first_step``, counted over all epochs, which are what loaders opened at 0 give then, on any number of ranks.
+    Pictures are normalised, in ``dtype``.
 
     Raises UserError where the pictures cannot be trained on, or not with this batch.
     """
-    folder = None
+    pictures = None
     match data:
         case schema.SyntheticData():
             images = data.train_images
         case schema.ImageData():
             assert root is not None
-            folder = scan_training(root)
-            images = len(folder)
+            pictures = recognising.open_training(root)
+            images = len(pictures)
         case _:
             assert_never(data)
     order = TrainOrder(images, batching, rank, seed, first_step)
@@ -86,8 +91,10 @@ def open_dataset(
             f"the training set has {images} images, fewer than one global batch of {batching.global_batch}; "
             f"--set global_batch={images} or less, or give more images"
         )
-    validation = open_validation(data, root, batching, rank, local_ranks, device, seed)
-    train = _open(data, folder, order, local_ranks, device, seed)
+    validation = open_validation(data, root, batching, rank, local_ranks, device, seed, dtype)
+    train: Iterable[Batch] = _open(data, pictures, order, local_ranks, device, seed, dtype)
+    if isinstance(data, schema.ImageData) and (data.mixup or data.cutmix):
+        train = Mixed(train, order, validation.classes, data.mixup, data.cutmix)
     return Dataset(**vars(validation), train_order=order, train=iter(train))
 
 
@@ -99,38 +106,54 @@ def open_validation(
     local_ranks: int,
     device: torch.device,
     seed: int,
+    dtype: torch.dtype = torch.float32,
 ) -> Validation:
-    """Make this rank's loader of the validation split, in micro-batches; the training split need not be there."""
-    folder = None
+    """Make this rank's loader of the validation split, in micro-batches; the training split need not be there.
+    Pictures are normalised, in ``dtype``."""
+    pictures = None
     names: list[str] = []
     match data:
         case schema.SyntheticData():
             images, classes = data.val_images, data.classes
         case schema.ImageData():
             assert root is not None
-            folder = scan_validation(root)
-            images, classes, names = len(folder), len(folder.classes), folder.classes
+            pictures = recognising.open_validation(root)
+            images, classes, names = len(pictures), len(pictures.classes), pictures.classes
         case _:
             assert_never(data)
     order = EvalOrder(images, batching.micro_batch, batching.ranks, rank)
-    return Validation(classes, names, order, iter(_open(data, folder, order, local_ranks, device, seed)))
+    return Validation(classes, names, order, iter(_open(data, pictures, order, local_ranks, device, seed, dtype)))
 
 
 def _open(
     data: schema.Data,
-    folder: ImageFolder | None,
+    pictures: Split | None,
+    order: Order,
+    local_ranks: int,
+    device: torch.device,
+    seed: int,
+    dtype: torch.dtype,
+) -> Normalised:
+    loader = open_loader(data, pictures, order, local_ranks, device, seed)
+    return Normalised(loader, data, device, dtype)
+
+
+def open_loader(
+    data: schema.Data,
+    pictures: Split | None,
     order: Order,
     local_ranks: int,
     device: torch.device,
     seed: int,
 ) -> Loader:
+    """What gives the ``pictures``, or made up ones, in ``order``, as bytes."""
     match data:
         case schema.SyntheticData():
             return SyntheticLoader(order, data, device, seed)
         case schema.ImageData():
-            assert folder is not None
-            workers = min(data.workers, max(1, usable_cores() // local_ranks))
+            assert pictures is not None
+            cores = max(1, usable_cores() // local_ranks)
             load = DaliLoader if data.loader == "dali" else FolderLoader
-            return load(folder, order, data, device, workers)
+            return load(pictures, order, data, device, min(data.workers or cores, cores))
         case _:
             assert_never(data)

@@ -9,8 +9,8 @@ from rich.progress import Progress
 
 from imagenet_fast.data.cifar10 import IMAGES, fetch_cifar10
 from imagenet_fast.data.digits import make_digits
-from imagenet_fast.data.imagefolder import check_folders
 from imagenet_fast.data.places import cache_folder
+from imagenet_fast.data.recognising import check_folders
 from imagenet_fast.errors import UserError
 
 

@@ -1,79 +1,99 @@
-"""torchvision's transforms in worker processes, for machines that DALI does not run on."""
+"""Pictures decoded by OpenCV, cropped, resized by torch and mirrored, in threads; no GPU, no other process."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import repeat
 
+import cv2
+import numpy as np
 import torch
-from PIL import Image
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
-from torchvision.transforms import v2
-from torchvision.transforms.v2 import functional
 
-from imagenet_fast.data.augmentation import Augmentation, augmentation_of
-from imagenet_fast.data.imagefolder import ImageFolder
+from imagenet_fast.data.ahead import Piece, filled_ahead
+from imagenet_fast.data.augmentation import augmentation_of
+from imagenet_fast.data.cache import pixels_of
+from imagenet_fast.data.decoding import Pixels
 from imagenet_fast.data.order import MicroBatch, Order
-from imagenet_fast.ranks.forking import end_with_starter, start_fork_server
+from imagenet_fast.data.resizing import resized, scaled_size
+from imagenet_fast.data.resolution import Resolution, resolution
+from imagenet_fast.data.split import Split
+from imagenet_fast.data.substitution import NO_CLASS, Substitution
 from imagenet_fast.recipe import schema
 
 
 class FolderLoader:
-    """Batches in ``order``, without end: images fp32 [n, 3, S, S] in channels_last memory, labels int64 [n]."""
+    """Batches in ``order``, without end: images uint8 [n, 3, S, S] in channels_last memory, labels int64 [n].
+
+    Both let go of Python's lock while they work, so that threads do what others need processes for: nothing is
+    pickled, sent or kept twice.
+    """
 
     def __init__(
-        self, folder: ImageFolder, order: Order, data: schema.ImageData, device: torch.device, workers: int
+        self, pictures: Split, order: Order, data: schema.ImageData, device: torch.device, threads: int
     ) -> None:
-        start_fork_server(__name__)
+        cv2.setNumThreads(0)  # it would divide each picture among threads of its own
+        self._order = order
+        self._pictures = pictures
+        self._data = data
+        self._ahead = data.prefetch
+        self._chance = augmentation_of(data, order)
+        self._pixels_of = pixels_of(pictures, order, data)
+        self._substitution = Substitution(pictures, order, data)
         self._device = device
-        self._batches: DataLoader[tuple[Tensor, Tensor]] = DataLoader(
-            _Pictures(folder, data, augmentation_of(data, order)),
-            batch_sampler=order,  # type: ignore[arg-type]  # endless, of micro-batches: unforeseen by torch's Sampler
-            num_workers=workers,
-            pin_memory=device.type == "cuda",
-            multiprocessing_context="forkserver",  # a fork of the rank would inherit its threads half-way
-            worker_init_fn=_end_with_rank,
-            generator=torch.Generator(),  # for seeds that no worker needs; else they were drawn from the model's
-        )
+        self._threads = threads
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for images, labels in self._batches:
-            images = images.to(self._device, non_blocking=True, memory_format=torch.channels_last)
+        for pixels, labels in filled_ahead(map(self._begin, self._order), self._threads, self._ahead):
+            images = pixels.to(self._device, non_blocking=True).permute(0, 3, 1, 2)
             yield images, labels.to(self._device, non_blocking=True)
 
+    def _begin(self, batch: MicroBatch) -> tuple[tuple[Tensor, Tensor], list[Piece]]:
+        """Memory for a batch, uint8 [n, S, S, 3] and int64 [n], and what fills it: a piece a thread, since handing
+        small pictures over one by one would take as long as they do."""
+        self._pictures.expect(batch.pictures)
+        count, pinned = len(batch.pictures), self._device.type == "cuda"
+        size, _ = resolution(self._data, self._order, batch.epoch)
+        shape = (count, size, size, 3)
+        if pinned:
+            pixels = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+        else:  # NumPy asks for huge pages: fresh small ones take as long as half a crop
+            pixels = torch.from_numpy(np.empty(shape, dtype=np.uint8))
+        labels = torch.empty(count, dtype=torch.int64, pin_memory=pinned)
+        share = -(-count // self._threads)
+        parts = [slice(begin, begin + share) for begin in range(0, count, share)]
+        pieces = [
+            self._fill(MicroBatch(batch.epoch, batch.pictures[part]), pixels.numpy()[part], labels.numpy()[part])
+            for part in parts
+        ]
+        return (pixels, labels), pieces
 
-def _end_with_rank(worker: int) -> None:
-    end_with_starter()
+    def _fill(self, batch: MicroBatch, places: Pixels, labels: NDArray[np.int64]) -> Piece:
+        """With the pictures of a part of a batch, one a step."""
+        chances = repeat(None) if self._chance is None else zip(*self._chance.draw(batch), strict=True)
+        shown_at = resolution(self._data, self._order, batch.epoch)
+        unflipped = np.empty(places.shape[1:], dtype=np.uint8)
+        for number, (index, chance) in enumerate(zip(batch.pictures.tolist(), chances, strict=False)):
+            shown = self._substitution.usable(index, batch.epoch, self._pixels_of)
+            labels[number] = NO_CLASS if shown is None else shown.label
+            if shown is None:
+                places[number] = 0
+            elif self._chance is None or chance is None:
+                places[number] = central_crop(shown.made, shown_at)
+            else:
+                numbers, flip = chance
+                window = self._chance.window(shown.made.shape[0], shown.made.shape[1], numbers.tolist())
+                seen = shown.made[window.rows, window.columns]
+                resized(seen, shown_at.size, shown_at.size, into=unflipped if flip else places[number])
+                if flip:
+                    cv2.flip(unflipped, 1, dst=places[number])
+            yield
 
 
-class _Pictures(Dataset[tuple[Tensor, Tensor]]):
-    """Read by micro-batches, as torch's workers ask for them."""
-
-    def __init__(self, folder: ImageFolder, data: schema.ImageData, augmentation: Augmentation | None) -> None:
-        self._folder = folder
-        self._size = [data.image_size, data.image_size]
-        self._augmentation = augmentation
-        self._central = v2.Compose([v2.Resize(data.resize), v2.CenterCrop(data.image_size)])
-        self._normalised = v2.Compose(
-            [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(data.mean, data.std)]
-        )
-
-    def __getitems__(self, batch: MicroBatch) -> list[tuple[Tensor, Tensor]]:
-        crops = self._central_crops(batch) if self._augmentation is None else self._crops(batch, self._augmentation)
-        labels = torch.from_numpy(self._folder.labels[batch.pictures])
-        return [(self._normalised(crop), label) for crop, label in zip(crops, labels, strict=True)]
-
-    def _central_crops(self, batch: MicroBatch) -> Iterator[Image.Image]:
-        return (self._central(self._picture(index)) for index in batch.pictures)
-
-    def _crops(self, batch: MicroBatch, augmentation: Augmentation) -> Iterator[Image.Image]:
-        numbers, flips = augmentation.draw(batch)
-        for index, drawn, flip in zip(batch.pictures, numbers.tolist(), flips, strict=True):
-            picture = self._picture(index)
-            window = augmentation.window(picture.height, picture.width, drawn)
-            crop = functional.resized_crop(picture, *window, self._size)
-            yield functional.horizontal_flip(crop) if flip else crop
-
-    def _picture(self, index: int) -> Image.Image:
-        with Image.open(self._folder.paths[index]) as picture:
-            return picture.convert("RGB")
+def central_crop(picture: Pixels, shown_at: Resolution) -> Pixels:
+    """[size, size, 3] from the middle, once the shorter side has been made ``shorter``; by torchvision's rounding."""
+    size, shorter = shown_at
+    picture = resized(picture, *scaled_size(picture.shape[0], picture.shape[1], shorter))
+    top, left = (round((side - size) / 2) for side in picture.shape[:2])
+    return picture[top : top + size, left : left + size]

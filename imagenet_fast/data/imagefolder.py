@@ -3,27 +3,54 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from imagenet_fast.data.formats.kept_index import Index, Kind, Stamps, keep_index, moving
 from imagenet_fast.errors import UserError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 
+_KIND = Kind("folder", {"names": "|u1", "ends": "<i8", "folders": "<i8"})
+_THREADS = 16  # that wait for a file server
+
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """One split. ``labels`` [images] are indices into the sorted class names of the training split."""
+    """One split. ``labels`` [images] are indices into the sorted class names of the training split.
 
-    paths: list[str]
+    File names lie one after another in ``names``, each up to its element of ``ends`` [images]: a million strings take
+    several times the memory.
+    """
+
+    folder: Path
+    names: bytes
+    ends: NDArray[np.int64]
     labels: NDArray[np.int64]
     classes: list[str]
 
     def __len__(self) -> int:
-        return len(self.paths)
+        return len(self.ends)
+
+    def name(self, index: int) -> str:
+        """What a person is told where picture ``index`` is bad: its path."""
+        begin = self.ends[index - 1] if index else 0
+        file = os.fsdecode(self.names[begin : self.ends[index]])
+        return os.path.join(self.folder, self.classes[self.labels[index]], file)  # noqa: PTH118  (pathlib is slow)
+
+    def read(self, index: int) -> bytes:
+        """Picture ``index``, still encoded."""
+        with open(self.name(index), "rb", buffering=0) as file:  # noqa: PTH123
+            return file.read()
+
+    def expect(self, indices: NDArray[np.int64]) -> None:
+        """Nothing: to open the files would be to wait for the server as often as reading them does."""
 
 
 def check_folders(root: Path) -> None:
@@ -39,7 +66,7 @@ def check_validation(root: Path) -> None:
 
 
 def scan(root: Path) -> tuple[ImageFolder, ImageFolder]:
-    """List the training and the validation split under ``root``.
+    """The training and the validation split under ``root``, listed once and then remembered until a folder changes.
 
     Raises UserError where a folder is missing, a class has no images, or val has a class that train lacks.
     """
@@ -47,15 +74,15 @@ def scan(root: Path) -> tuple[ImageFolder, ImageFolder]:
 
 
 def scan_training(root: Path) -> ImageFolder:
-    """List the training split. Raises UserError as :func:`scan` does."""
+    """The training split. Raises UserError as :func:`scan` does."""
     train, _ = _both_splits(root)
-    return _list(root / "train", train, train)
+    return _open(root, "train", train, train)
 
 
 def scan_validation(root: Path) -> ImageFolder:
-    """List the validation split; where there is no other its classes are its own. Raises UserError as :func:`scan`."""
+    """The validation split; where there is no other its classes are its own. Raises UserError as :func:`scan`."""
     names, classes = _validation_split(root)
-    return _list(root / "val", names, classes)
+    return _open(root, "val", names, classes)
 
 
 def _validation_split(root: Path) -> tuple[list[str], list[str]]:
@@ -82,8 +109,11 @@ def _class_names(root: Path, split: str) -> list[str]:
     if not root.is_dir():
         raise UserError(f"there is no data directory {root}; give one with --data DIR")
     if not (root / split).is_dir():
-        raise UserError(f"{root} has no folder {split}; it must hold train/<class>/* and val/<class>/*")
-    names = sorted(entry.name for entry in os.scandir(root / split) if entry.is_dir())
+        raise UserError(
+            f"{root} has no folder {split}; it must hold train/<class>/* and val/<class>/*, or shards of both"
+        )
+    with os.scandir(root / split) as entries:
+        names = sorted(entry.name for entry in entries if entry.is_dir())
     if not names:
         raise UserError(f"{root / split} has no class folders; it must hold one folder of images a class")
     return names
@@ -95,16 +125,42 @@ def _check_classes(folder: Path, names: list[str]) -> None:
             _require(any(_is_image(e) for e in entries), folder / name)
 
 
-def _list(folder: Path, names: list[str], classes: list[str]) -> ImageFolder:
+def _open(root: Path, split: str, names: list[str], classes: list[str]) -> ImageFolder:
+    folder = root / split
+
+    def stamp() -> Stamps:
+        """A folder's time changes with its names."""
+        return [(name, 0, (folder / name).stat().st_mtime_ns) for name in names]
+
+    kept = keep_index(root, split, _KIND, stamp, lambda: _list(folder, names)).columns
     number = {name: label for label, name in enumerate(classes)}
-    paths: list[str] = []
-    labels: list[int] = []
-    for name in names:
-        found = sorted(e.path for e in os.scandir(folder / name) if _is_image(e))
-        _require(bool(found), folder / name)
-        paths += found
-        labels += [number[name]] * len(found)
-    return ImageFolder(paths, np.asarray(labels, dtype=np.int64), classes)
+    numbers = np.asarray([number[name] for name in names], dtype=np.int64)
+    return ImageFolder(folder, kept["names"].tobytes(), kept["ends"], numbers[kept["folders"]], classes)
+
+
+def _list(folder: Path, names: list[str]) -> Index:
+    """All files of pictures, by the number of their folder in ``names``."""
+
+    def listed() -> Iterator[list[bytes]]:
+        with ThreadPoolExecutor(_THREADS) as threads:
+            for name, found in zip(names, threads.map(lambda name: _files(folder / name), names), strict=True):
+                moving()
+                _require(bool(found), folder / name)
+                yield found
+
+    found = list(listed())
+    files = [file for files in found for file in files]
+    columns: dict[str, NDArray[Any]] = {
+        "names": np.frombuffer(b"".join(files), np.uint8),
+        "ends": np.cumsum([len(file) for file in files], dtype=np.int64),
+        "folders": np.repeat(np.arange(len(names)), [len(files) for files in found]),
+    }
+    return Index({}, columns)
+
+
+def _files(folder: Path) -> list[bytes]:
+    with os.scandir(folder) as entries:
+        return [os.fsencode(name) for name in sorted(entry.name for entry in entries if _is_image(entry))]
 
 
 def _is_image(entry: os.DirEntry[str]) -> bool:

@@ -19,7 +19,8 @@ class SyntheticLoader:
     def __init__(self, order: Order, data: schema.SyntheticData, device: torch.device, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         shape = (_BANK, data.image_size, data.image_size, 3)
-        self._pictures = torch.randn(shape, generator=generator).to(device).permute(0, 3, 1, 2)
+        pixels = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+        self._pictures = pixels.to(device).permute(0, 3, 1, 2)
         self._order = order
         self._classes = data.classes
 

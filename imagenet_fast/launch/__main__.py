@@ -1,4 +1,5 @@
-"""``python -m imagenet_fast.launch train|eval FILE SECONDS``: what our launcher has torchrun start on every rank.
+"""``python -m imagenet_fast.launch train|eval|doctor FILE SECONDS``: what our launcher has torchrun
+start on every rank.
 
 The launcher reads how a run ended beside the job file, so the exit code, which torchrun would flatten, only says
 whether it ended well.
@@ -22,11 +23,17 @@ def main() -> None:
     try:
         place = own_place()
         assert place is not None, "torchrun tells a rank its place"
-        well = _evaluate(path, place, patience_s) if task == "eval" else _train(path, place, patience_s)
+        match task:
+            case "eval":
+                well = _evaluate(path, place, patience_s)
+            case "doctor":
+                well = _examine(path, place, patience_s)
+            case _:
+                well = _train(path, place, patience_s)
     except UserError as error:
         refuse(str(error))
     except Fault as fault:
-        if task == "eval":  # of a training the launcher tells
+        if task != "train":  # of a training the launcher tells
             refuse(str(fault), code=1)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
@@ -35,11 +42,16 @@ def main() -> None:
 
 
 def _train(path: Path, place: Place, patience_s: float) -> bool:
+    from imagenet_fast.launch.planning import on_ranks
     from imagenet_fast.launch.rank import train_as_rank  # seconds of imports, in which Ctrl-C may come
     from imagenet_fast.recipe.job import read_job
 
-    outcome = train_as_rank(read_job(path), place, patience_s, handover=path.parent)
-    return outcome.status in ("reached", "finished", "preempted")
+    job = read_job(path)
+    if job.elastic:
+        job = on_ranks(job, place.size)
+    outcome = train_as_rank(job, place, patience_s, handover=path.parent)
+    # Where nodes may leave, a stop that has been saved is for those that were told; torchrun starts the others again.
+    return outcome.status in ("reached", "finished") or (outcome.status == "preempted" and not job.elastic)
 
 
 def _evaluate(path: Path, place: Place, patience_s: float) -> bool:
@@ -47,6 +59,13 @@ def _evaluate(path: Path, place: Place, patience_s: float) -> bool:
     from imagenet_fast.recipe.evaluating import read_evaluation
 
     evaluate_as_rank(read_evaluation(path), place, patience_s, left=path.parent)
+    return True
+
+
+def _examine(path: Path, place: Place, patience_s: float) -> bool:
+    from imagenet_fast.launch.examining import examine_as_rank, read_examination
+
+    examine_as_rank(read_examination(path), place, patience_s, handover=path.parent)
     return True
 
 

@@ -50,4 +50,4 @@ def _write(given: Path, named: str | None, kind: str, out: Path) -> None:
     else:
         model = build_model(recipe.model, classes)
         fill(model, weights)
-        export_program(model, recipe.data.image_size, out, about)
+        export_program(model, recipe.data.evaluated_size, out, about)

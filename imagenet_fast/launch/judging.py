@@ -21,7 +21,7 @@ from imagenet_fast.record.strict_json import to_json
 from imagenet_fast.record.tables import compact_table
 from imagenet_fast.training.evaluation import evaluate
 from imagenet_fast.training.loop import initial_model
-from imagenet_fast.training.precision import autocast, set_float32_math
+from imagenet_fast.training.precision import autocast, forward_dtype, set_float32_math
 from imagenet_fast.training.starting import starting_weights
 
 
@@ -61,8 +61,9 @@ def judge(evaluation: Evaluation, world: World) -> Verdict:
     """Classify the whole validation set as training with the recipe does: its model, precision and batches."""
     recipe = evaluation.recipe
     pictures = open_validation(
-        recipe.data, evaluation.data, evaluation.batching, world.rank, world.local_size, world.device, recipe.seed
-    )
+        recipe.data, evaluation.data, evaluation.batching, world.rank, world.local_size, world.device, recipe.seed,
+        forward_dtype(recipe.precision),
+    )  # fmt: skip
     weights = starting_weights(evaluation.weights, recipe.model, pictures.classes, world)
     set_float32_math(recipe.precision)
     model = initial_model(recipe, pictures.classes, world, weights)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from imagenet_fast.launch.nodes import Nodes
@@ -43,12 +44,13 @@ def launch(job: Job, nodes: Nodes) -> int:
     outcome = outcome or Outcome.beginning(job)
     if interrupted and outcome.status == "failed":
         outcome.status = "interrupted"
-    elif code and not interrupted:
+    elif code and not interrupted and outcome.status != "preempted":
         outcome.status = "failed"
         outcome.message = outcome.message or fate
         print(f"failed: {outcome.message}" + (f"; what there is of the run lies in {job.folder}" if has_run else ""))
-    if has_run:
-        outcome.write(job.folder)
+    if has_run and not (job.elastic and interrupted):  # from where this node has left others may have gone on
+        with suppress(OSError):  # rank 0 may have left it; why the disk takes nothing has been said
+            outcome.write(job.folder)
     return code if code == 2 else outcome.exit_code
 
 

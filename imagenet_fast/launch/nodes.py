@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 _LOOK_S = 0.1  # between two looks who has come
+_RESTARTS = 10  # where nodes may leave: each that does costs those that stay one
 
 
 @dataclass(frozen=True)
@@ -28,30 +30,58 @@ class Nodes:
 
     ranks_each: int
     count: int = 1
+    """The most, where there may be fewer."""
     endpoint: Endpoint | None = None
     patience_s: float = 300.0
     restarts: int = 0
     """So often ranks are started again where one was lost."""
+    least: int | None = None
+    """Of nodes that may leave and join; None where there are always ``count``."""
 
     @property
     def ranks(self) -> int:
         return self.count * self.ranks_each
 
+    @property
+    def counts(self) -> range | None:
+        """Of nodes that there may be; None where it does not change."""
+        return None if self.least is None else range(self.least, self.count + 1)
+
 
 def plan_nodes(
-    nproc: int | None, count: int | None, endpoint: str | None, patience_s: float, restarts: int = 0
+    nproc: int | None, asked: str | int | None, endpoint: str | None, patience_s: float, restarts: int | None = None
 ) -> Nodes:
-    """What the command line asks for; None for the usual number of ranks, and for the nodes that srun has started.
+    """What the command line asks for; None for the usual number of ranks, for the nodes that srun has started, and for
+    as many restarts as these nodes need.
 
     Raises UserError.
     """
-    if count is None and endpoint is None:
+    least, count = parse_nodes("1" if asked is None else str(asked))
+    if asked is None and endpoint is None:
         count, endpoint = step_nodes() or (1, None)
-    count = count or 1
-    if count > 1 and endpoint is None:
-        raise UserError(f"--nodes {count} needs --rdzv-endpoint HOST:PORT, the same on every node")
+    if (count > 1 or least is not None) and endpoint is None:
+        raise UserError(f"--nodes {asked} needs --rdzv-endpoint HOST:PORT, the same on every node")
     meeting_place = parse_endpoint(endpoint) if endpoint is not None else None
-    return Nodes(local_ranks(nproc), count, meeting_place, patience_s, restarts)
+    if restarts is None:
+        restarts = 0 if least is None else _RESTARTS
+    return Nodes(local_ranks(nproc), count, meeting_place, patience_s, restarts, least)
+
+
+def parse_nodes(asked: str) -> tuple[int | None, int]:
+    """The least and the most of ``2:4``; None and 4 of ``4``. Raises UserError."""
+    found = re.fullmatch(r"(?:([0-9]{1,6}):)?([0-9]{1,6})", asked)
+    least, most = found.groups() if found else (None, "0")
+    if int(most) < 1 or (least is not None and not 1 <= int(least) <= int(most)):
+        raise UserError(f"--nodes {asked} is no number of nodes, and no range of them; write for example 4 or 2:4")
+    return None if least is None else int(least), int(most)
+
+
+def parse_fixed_nodes(asked: str) -> int:
+    """The number of nodes where it cannot be a range. Raises UserError."""
+    least, count = parse_nodes(asked)
+    if least is not None:
+        raise UserError(f"--nodes {asked} is for `train` alone, on nodes that you start yourself; give one number here")
+    return count
 
 
 def local_ranks(asked: int | None) -> int:
@@ -66,7 +96,7 @@ def local_ranks(asked: int | None) -> int:
 
 @dataclass(frozen=True)
 class Meeting:
-    """All nodes have come; this one has ``number``, and number 0 holds the store that ``endpoint`` leads to."""
+    """All nodes have come, or enough; this one has ``number``, and number 0 holds the store at the ``endpoint``."""
 
     number: int
     name: str
@@ -75,8 +105,9 @@ class Meeting:
     """To be kept as long as ranks train: they use it too."""
 
 
-def meet(endpoint: Endpoint, count: int, patience_s: float) -> Meeting:
-    """Meet ``count`` nodes at ``endpoint``, which is an address of one of them; that one becomes number 0.
+def meet(endpoint: Endpoint, count: int, patience_s: float, least: int | None = None) -> Meeting:
+    """Meet ``count`` nodes at ``endpoint``, which is an address of one of them; that one becomes number 0. Where
+    ``least`` are enough, whoever comes after them has met them at once.
 
     torchrun's own rendezvous finds out who holds the store by comparing host names, numbers nodes as it likes, and
     says of a missing one only that time is up. Raises UserError where a node is missing or too many, or the endpoint
@@ -88,48 +119,51 @@ def meet(endpoint: Endpoint, count: int, patience_s: float) -> Meeting:
     held = _hold(endpoint) if is_here(endpoint.host) else None
     try:
         store = held or _visit(endpoint, deadline)
-        number, name = _arrive(store, held is not None, endpoint, count, deadline, patience_s)
+        number, name = _arrive(store, held is not None, endpoint, count, least, deadline, patience_s)
     except DistError:
         raise UserError(
-            f"the node at {endpoint} has ended before all {count} nodes had come; its own output says why"
+            f"the node at {endpoint} has ended before {f'all {count}' if least is None else f'at least {least}'} nodes "
+            "had come; its own output says why"
         ) from None
     return Meeting(number, name, store)
 
 
 def _arrive(
-    store: TCPStore, holds: bool, endpoint: Endpoint, count: int, deadline: float, patience_s: float
+    store: TCPStore, holds: bool, endpoint: Endpoint, count: int, least: int | None, deadline: float, patience_s: float
 ) -> tuple[int, str]:
-    """Take a number, and wait until all have come."""
+    """Take a number, and wait until all have come, or enough."""
     from torch._C._distributed_c10d import PrefixStore
 
+    told = str(count) if least is None else f"{least}:{count}"
+    needed, enough = (count, f"{count}") if least is None else (least, f"at least {least}")
     books = PrefixStore("imagenet-fast", store)
     if holds:
         books.set("name", uuid.uuid4().hex)
-        books.set("count", str(count))
+        books.set("count", told)
     while not holds and not books.check(["open"]):
         if time.monotonic() > deadline:
             raise UserError(f"nodes of another program meet at {endpoint}; give every node another --rdzv-endpoint")
         time.sleep(_LOOK_S)
     with _telling_others(books):
-        if (theirs := int(books.get("count"))) != count:
-            raise UserError(f"one node was told --nodes {count}, the one at {endpoint} --nodes {theirs}; correct one")
+        if (theirs := books.get("count").decode()) != told:
+            raise UserError(f"one node was told --nodes {told}, the one at {endpoint} --nodes {theirs}; correct one")
     number = books.add("arrived", 1) - 1
     if holds:
         books.set("open", "")  # and not before: the first number is the holder's
-    if number >= count:
+    if least is None and number >= count:
         raise UserError(
             f"{count} nodes have already met at {endpoint}: this one is too many, or belongs to another run, which "
             "needs another --rdzv-endpoint"
         )
     with _telling_others(books):
         books.set(f"host/{number}", socket.gethostname())
-        while (come := books.add("arrived", 0)) < count:
+        while (come := books.add("arrived", 0)) < needed:
             if books.check(["end"]):
                 raise UserError(books.get("end").decode())
             if time.monotonic() > deadline:
                 names = ", ".join(books.get(f"host/{other}").decode() for other in range(come))
                 raise UserError(
-                    f"{come} of {count} nodes came to {endpoint} within {patience_s:g} s ({names}); start the same "
+                    f"{come} of {enough} nodes came to {endpoint} within {patience_s:g} s ({names}); start the same "
                     "command on the others, or wait longer with --join-timeout"
                 )
             time.sleep(_LOOK_S)

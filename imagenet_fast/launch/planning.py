@@ -6,13 +6,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from imagenet_fast.data.imagefolder import check_folders, check_validation
 from imagenet_fast.data.places import locate
+from imagenet_fast.data.quarantine import QUARANTINE, quarantined
+from imagenet_fast.data.recognising import check_folders, check_validation
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.axes import check_axes
-from imagenet_fast.recipe.batching import Batching, explain, scale_recipe, split_batch
+from imagenet_fast.recipe.batching import Batching, check_splits, explain, scale_recipe, split_batch
 from imagenet_fast.recipe.evaluating import Evaluation
 from imagenet_fast.recipe.job import Job, read_job
 from imagenet_fast.recipe.reading import find_recipe, load_recipe
@@ -31,23 +33,62 @@ def plan_job(
     init_from: Path | None = None,
     fresh_head: bool = False,
     resume: bool = False,
+    nodes: range | None = None,
 ) -> Job:
-    """Settle what ``ranks`` ranks train, from which folder into which; None for the usual ones.
+    """Settle what ``ranks`` ranks train, from which folder into which; None for the usual ones. Where there may be any
+    number of ``nodes``, these are the ranks of the most.
 
     Checks everything that can be checked without torch. Raises UserError with the first thing wrong.
     """
+    if nodes is not None:
+        _check_elastic(written, nodes, ranks // nodes[-1], scale, resume)
     recipe = scale_recipe(written, ranks) if scale else written
     check_axes(recipe, ranks)
     batching = split_batch(recipe, ranks)
     root = _find_data(recipe.data, data, check_folders)
     place = (folder or new_folder(name, recipe.sync.kind)).absolute()
-    note = explain(written, recipe, batching)
-    if init_from is not None:
-        init_from = init_from.absolute()
-        note += f"; starts from {init_from}" + (" with a fresh last layer" if fresh_head else "")
-    elif fresh_head:
+    if fresh_head and init_from is None:
         raise UserError("--fresh-head is for weights to start from; add --init-from FILE, or leave it out")
-    return Job(name, recipe, batching, root, place, note, trace, init_from, fresh_head, resume, tuple(sys.argv))
+    start = init_from.absolute() if init_from is not None else None
+    note = _note(written, recipe, batching, root, start, fresh_head)
+    command, elastic = tuple(sys.argv), nodes is not None
+    return Job(name, recipe, batching, root, place, note, trace, start, fresh_head, resume, command, elastic)
+
+
+def on_ranks(job: Job, ranks: int) -> Job:
+    """``job`` as so many ranks train it: of nodes that may leave and join, those that are there now."""
+    batching = split_batch(job.recipe, ranks)
+    note = _note(job.recipe, job.recipe, batching, job.data, job.init_from, job.fresh_head)
+    return replace(job, batching=batching, note=note)
+
+
+def _check_elastic(written: Recipe, nodes: range, ranks_each: int, scale: bool, resume: bool) -> None:
+    """Raise UserError where not every number of ``nodes`` could train it, or go on where others have been."""
+    asked = f"--nodes {nodes[0]}:{nodes[-1]}"
+    if not resume:
+        raise UserError(
+            f"{asked} needs --resume auto --out DIR, a directory that all nodes share: whoever is there goes on with "
+            "what was saved in it"
+        )
+    if scale:
+        raise UserError(
+            f"--scale-batch shrinks the batch to the ranks there are, which change with {asked}; leave one out"
+        )
+    for count in nodes:
+        check_axes(written, count * ranks_each)
+    check_splits(written, nodes, ranks_each)
+
+
+def _note(
+    written: Recipe, recipe: Recipe, batching: Batching, root: Path | None, init_from: Path | None, fresh_head: bool
+) -> str:
+    """What became of the recipe's batch, how many pictures are bad, and from which weights it starts."""
+    note = explain(written, recipe, batching)
+    if root is not None and (bad := quarantined(root)):
+        note += f"; {len(bad)} files are left out, by {root / QUARANTINE}"
+    if init_from is not None:
+        note += f"; starts from {init_from}" + (" with a fresh last layer" if fresh_head else "")
+    return note
 
 
 def run_to_resume(asked: str, folder: Path | None) -> Path:
@@ -120,7 +161,7 @@ def recipe_of(weights: Path, named: str | None, overrides: Sequence[str] = ()) -
         raise UserError(f"{weights} does not say by which recipe to use it, as a run directory does; add --recipe NAME")
     try:
         job = read_job(weights / "job.json")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise UserError(
             f"{weights / 'job.json'} is damaged or of another version; name a recipe with --recipe"
         ) from None

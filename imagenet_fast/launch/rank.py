@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from imagenet_fast.checkpoint import CheckpointWriter
 from imagenet_fast.data.dataset import Dataset, open_dataset
-from imagenet_fast.errors import warn
+from imagenet_fast.errors import Fault, UserError, warn
 from imagenet_fast.launch.planning import check_writable
 from imagenet_fast.launch.resuming import CHECKPOINTS, common_folder, find_resumption, hold
 from imagenet_fast.launch.signals import Signals, end_on_signals
@@ -31,11 +31,14 @@ from imagenet_fast.record.opening import open_record
 from imagenet_fast.record.outcome import Outcome
 from imagenet_fast.record.past_runs import FINAL_WEIGHTS
 from imagenet_fast.training.clock import Clock
+from imagenet_fast.training.diagnosis import explain
 from imagenet_fast.training.keeping import Keeper
 from imagenet_fast.training.loop import initial_model, train
+from imagenet_fast.training.precision import forward_dtype
 from imagenet_fast.training.starting import starting_weights
 from imagenet_fast.training.state import TrainState
 from imagenet_fast.training.step import build_step
+from imagenet_fast.training.streak import NotFinite
 
 
 def train_as_rank(job: Job, place: Place, patience_s: float, handover: Path | None = None) -> Outcome:
@@ -48,13 +51,16 @@ def train_as_rank(job: Job, place: Place, patience_s: float, handover: Path | No
     job = _restarted(job)
     if place.leads:
         check_writable(job.folder, job.resume)
+    if place.leads_node and handover is not None:
+        (handover / "outcome.json").unlink(missing_ok=True)  # of the ranks before, where torchrun starts them again
     number_node(place)
     signals = end_on_signals()
     outcome = Outcome.beginning(job)
 
     def leave_outcome() -> None:
         if place.leads and job.folder.is_dir():
-            outcome.write(job.folder)
+            with suppress(OSError):  # of a full disk there is a sentence already, and another place to leave it
+                outcome.write(job.folder)
         speaks = place.leads_node or outcome.message  # the node's first rank may be the one that is lost
         if handover is not None and speaks:
             outcome.write(handover)
@@ -70,7 +76,7 @@ def train_as_rank(job: Job, place: Place, patience_s: float, handover: Path | No
         clock = Clock()
         dataset = open_dataset(
             job.recipe.data, job.data, job.batching, world.rank, world.local_size, world.device, job.recipe.seed,
-            resumption.step if resumption is not None else 0,
+            resumption.step if resumption is not None else 0, forward_dtype(job.recipe.precision),
         )  # fmt: skip
         if resumption is not None:
             resumption.check_pictures(dataset.train_order.images)
@@ -87,9 +93,15 @@ def train_as_rank(job: Job, place: Place, patience_s: float, handover: Path | No
             take_step = build_step(job.recipe, job.batching, model, world, steps_per_epoch, trace, clock, outcome)
             if resumption is not None:
                 resumption.load(take_step.state, world)
+                take_step.watched = resumption.wrong_from
                 record("resume", resumption.step, gap_s=resumption.gap_s, moved=resumption.elsewhere)
             with keeping(job, world, dataset.train_order.images, signals) as keep:
-                train(job, dataset, world, take_step, record, keep)
+                try:
+                    train(job, dataset, world, take_step, record, keep)
+                    if outcome.status in ("reached", "finished") and not keep.is_sound(take_step.state):
+                        raise NotFinite
+                except NotFinite:
+                    raise Fault(explain(take_step, keep, world)) from None
             if outcome.status == "preempted" and not keep.saves:
                 outcome.status = "interrupted"
             here.enter("checkpoint")
@@ -105,8 +117,10 @@ def train_as_rank(job: Job, place: Place, patience_s: float, handover: Path | No
         finally:
             outcome.run_s = clock.run_s()
             leave_outcome()
-            record("end", outcome.steps, **vars(outcome))
-            record.close()
+            # Why it failed is to be heard, not that its record did too.
+            with suppress(UserError, OSError) if outcome.status == "failed" else nullcontext():
+                record("end", outcome.steps, **vars(outcome))
+                record.close()
         if outcome.status in ("reached", "finished", "preempted"):
             with here.waiting():
                 # A torchrun whose first rank to end had missed the target would interrupt those that write.
@@ -118,6 +132,10 @@ def train_as_rank(job: Job, place: Place, patience_s: float, handover: Path | No
 def keeping(job: Job, world: World, images: int, signals: Signals) -> Iterator[Keeper]:
     """What saves the state of the run into its directory, while ``signals`` ask instead of ending this rank."""
     root = common_folder(job.folder / CHECKPOINTS, world, make=True)
+    if root is None and job.elastic:
+        raise UserError(
+            f"not every node sees {job.folder}, where all go on when one leaves; give an --out that all of them share"
+        )
     if root is None and world.leads:
         warn(
             f"no checkpoints are written, since not every node sees {job.folder}; give an --out that all of them share"

@@ -20,6 +20,7 @@ from imagenet_fast.ranks.agreement import refused_by_first, total
 from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.changes import differences
 from imagenet_fast.recipe.job import Job
+from imagenet_fast.record.outcome import read_outcome
 from imagenet_fast.training.state import TrainState, joined
 
 _PATIENCE_S = 5.0  # for what another node has written to be seen over NFS, for a rank to see that it is alone
@@ -40,6 +41,8 @@ class Resumption:
     """On another number of ranks, or with another layout."""
     found_at: float
     """By the clock on the wall."""
+    wrong_from: int | None
+    """The step from which on numbers had gone wrong, if the run has ended for that."""
 
     @property
     def step(self) -> int:
@@ -77,34 +80,43 @@ def find_resumption(job: Job, world: World) -> Resumption | None:
 
     Raises UserError, the same on every rank, where it cannot go on from there.
     """
-    found, refusal, checkpoint = "", "", None
+    found, refusal, checkpoint, wrong_from = "", "", None, None
     if world.leads:
         try:
             hold(job.folder)
             checkpoint = newest(job.folder / CHECKPOINTS)
             if checkpoint is not None:
-                found = checkpoint.folder.name
+                found, wrong_from = checkpoint.folder.name, _wrong_from(job.folder)
             elif (job.folder / "events.jsonl").exists():
                 forget_run(job.folder)
         except UserError as error:
             refusal = str(error)
     if refusal := refused_by_first(refusal, world.device):
         raise UserError(refusal)
-    told = [found]
+    told = [(found, wrong_from)]
     dist.broadcast_object_list(told, src=0, device=world.device)
-    if not told[0]:
+    found, wrong_from = told[0]
+    if not found:
         return None
     root = common_folder(job.folder / CHECKPOINTS, world)
     if root is None:
         raise UserError(
             f"not every node sees the checkpoints that rank 0 has in {job.folder}; put the run where all of them do"
         )
-    checkpoint = open_checkpoint(root / told[0])
+    checkpoint = open_checkpoint(root / found)
     shared = checkpoint.shared(world.device)
     _check_recipe(job, shared["recipe"])
     manifest = checkpoint.manifest
     elsewhere = (manifest.world, manifest.layout) != (world.size, job.recipe.parallel.axes(world.size))
-    return Resumption(checkpoint, shared, elsewhere, time.time())
+    return Resumption(checkpoint, shared, elsewhere, time.time(), wrong_from)
+
+
+def _wrong_from(folder: Path) -> int | None:
+    """Of the run in ``folder``; None where it has left nothing that can be read."""
+    with suppress(OSError, ValueError, TypeError):
+        outcome = read_outcome(folder)
+        return None if outcome is None else outcome.wrong_from
+    return None
 
 
 def hold(folder: Path) -> None:
@@ -143,16 +155,23 @@ def _check_recipe(job: Job, begun: Mapping[str, Any]) -> None:
 
 def common_folder(folder: Path, world: World, make: bool = False) -> Path | None:
     """Rank 0's ``folder`` as this rank sees it: by its own path or by rank 0's. None, on every rank, where some rank
-    sees it by neither. ``make``: rank 0 makes it, in a directory that is there."""
+    sees it by neither. ``make``: rank 0 makes it, in a directory that is there.
+
+    Raises UserError, on every rank, where rank 0 cannot write there.
+    """
     told = [str(folder.absolute()), uuid.uuid4().hex]
     dist.broadcast_object_list(told, src=0, device=world.device)
     mark = f".seen-{told[1]}"
+    refusal = ""
     if world.leads:
-        with suppress(OSError):
+        try:
             if make:
                 folder.mkdir(exist_ok=True)
             (folder / mark).touch()
-    dist.barrier()
+        except OSError as error:
+            refusal = f"{folder} cannot be written ({error.strerror}); make it writable, or free space there"
+    if refusal := refused_by_first(refusal, world.device):
+        raise UserError(refusal)
     deadline = time.monotonic() + (0.0 if world.size == world.local_size else _PATIENCE_S)
     while (seen := _first_with(mark, folder.absolute(), Path(told[0]))) is None and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -93,7 +93,7 @@ def describe(name: str, recipe: Recipe, class_names: Sequence[str]) -> dict[str,
 
     ``name`` is the recipe's. Without names of classes nothing is said of them.
     """
-    data = recipe.data.model_dump(include={"image_size", "resize", "mean", "std"})
+    data = recipe.data.model_dump(include={"resize", "mean", "std"}) | {"image_size": recipe.data.evaluated_size}
     classes = {"classes": list(class_names)} if class_names else {}
     return {"recipe": name, "model": recipe.model.model_dump(), **data, **classes}
 

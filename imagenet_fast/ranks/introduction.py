@@ -120,7 +120,8 @@ def _open_store(place: Place, patience: timedelta, deadline: float) -> Store:
         master = Endpoint(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     except ValueError:
         raise UserError(f"MASTER_PORT is '{os.environ['MASTER_PORT']}', not a number; correct it") from None
-    holds = place.leads and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    holds = place.leads and not shared
     if not holds:
         await_listener(master, deadline)
     try:
@@ -133,8 +134,10 @@ def _open_store(place: Place, patience: timedelta, deadline: float) -> Store:
             f"rank {place.rank} cannot use {master} ({reason}); choose another MASTER_ADDR and MASTER_PORT, or "
             "--rdzv-endpoint HOST:PORT"
         ) from None
-    # After a restart by torchrun the store still has what the ranks before said.
-    return PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    # After a restart torchrun's store still has what the ranks before said; each rank 0 makes its own anew. Only nodes
+    # that never leave or join count alike.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if shared else "0"
+    return PrefixStore(f"attempt-{attempt}", store)
 
 
 def _judge(books: Store, size: int, deadline: float, patience: timedelta) -> dict[str, str]:

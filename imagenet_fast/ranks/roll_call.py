@@ -11,6 +11,7 @@ from contextlib import suppress
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from imagenet_fast.errors import Fault
 from imagenet_fast.ranks.presence import absent, present
 from imagenet_fast.ranks.whereabouts import published, tell_lost
 
@@ -37,14 +38,18 @@ def report_failure(error: Exception) -> str:
     Where the error is a broken connection, the sentence names the ranks that were lost, and where they were last.
     """
     rank, error = dist.get_rank(), _first_cause(error)
-    messages = [f"rank {rank}: {type(error).__name__}: {error}"]
+    messages = [str(error) if isinstance(error, Fault) else f"rank {rank}: {type(error).__name__}: {error}"]
 
     def agree() -> None:
-        with suppress(dist.DistError):
+        broken = is_broken_connection(error)
+        try:
             store, size = dist.distributed_c10d._get_default_store(), dist.get_world_size()
-            if is_broken_connection(error) and (lost := lost_ranks(store, rank, size)):
+            if broken and (lost := lost_ranks(store, rank, size)):
                 messages.append(tell_lost(lost, published(store, range(size))))
             messages.append(leave_failure(store, messages[-1]))
+        except dist.DistError:  # whoever held the store is lost, too
+            if broken:
+                messages.append(f"rank {rank} lost others, and the store of all, which could name them, has ended")
 
     agreeing = threading.Thread(target=agree, daemon=True)  # the store's machine may be gone, and slow to say so
     agreeing.start()

@@ -9,6 +9,8 @@ from itertools import count
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.schema import Recipe
 
+_LISTED = 5  # numbers of nodes
+
 
 @dataclass(frozen=True)
 class Batching:
@@ -37,9 +39,31 @@ def split_batch(recipe: Recipe, ranks: int) -> Batching:
     The micro-batch is the recipe's own, or a smaller one that divides; a pipeline reads as many of them at once as it
     has under way. Raises UserError with the nearest global batches where there is none worth having.
     """
-    stages, under_way = recipe.parallel.pipeline, recipe.parallel.micro_batches
-    largest = recipe.micro_batch * under_way or max(_share(recipe) * stages, under_way)
-    return _split_or_refuse(recipe.global_batch, ranks, stages, largest, under_way)
+    return _split_or_refuse(recipe.global_batch, ranks, *_limits(recipe))
+
+
+def check_splits(recipe: Recipe, nodes: range, ranks_each: int) -> None:
+    """Raise UserError where the global batch cannot be kept on each number of ``nodes``, with those on which it can."""
+
+    batch = recipe.global_batch
+    limits = _limits(recipe)
+
+    def fits(batch: int, count: int) -> bool:
+        return _split(batch, count * ranks_each, *limits) is not None
+
+    there = [count for count in nodes if fits(batch, count)]
+    if len(there) == len(nodes):
+        return
+    missing = next(count for count in nodes if not fits(batch, count))
+    unit = math.lcm(recipe.ranks, max(1, nodes[-1] * ranks_each // recipe.parallel.pipeline))
+    larger = next((b for b in range(unit, 2 * batch, unit) if b > batch and all(fits(b, n) for n in nodes)), None)
+    listed = ", ".join(map(str, there[:_LISTED])) + (f" and {more} more" if (more := len(there) - _LISTED) > 0 else "")
+    over = f"only over {listed}" if there else "nor over any other number of them"
+    raise UserError(
+        f"global_batch {batch} does not divide over {_count(missing, 'node')} x {_count(ranks_each, 'rank')}, "
+        f"{over}, and --nodes {nodes[0]}:{nodes[-1]} allows each from {nodes[0]} to {nodes[-1]}; choose another range"
+        + (f", or --set global_batch={larger}" if larger else "")
+    )
 
 
 def scale_recipe(recipe: Recipe, ranks: int) -> Recipe:
@@ -84,6 +108,12 @@ def explain(written: Recipe, recipe: Recipe, batching: Batching) -> str:
 
 def _count(number: int, thing: str, plural: str = "s") -> str:
     return f"{number} {thing}{plural if number > 1 else ''}"
+
+
+def _limits(recipe: Recipe) -> tuple[int, int, int]:
+    """Stages of a pipeline, how much a rank reads at once at most, and of what that is a multiple."""
+    stages, under_way = recipe.parallel.pipeline, recipe.parallel.micro_batches
+    return stages, recipe.micro_batch * under_way or max(_share(recipe) * stages, under_way), under_way
 
 
 def _share(recipe: Recipe) -> int:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
+
+from pydantic import ValidationError
 
 from imagenet_fast.recipe.job import recipe_tables
 from imagenet_fast.recipe.schema import Recipe
 
 MAY_CHANGE = (
-    "ranks", "micro_batch", "epochs", "target_top1", "eval_every", "first_eval", "log_every", "data.workers",
-    "parallel", "checkpoint", "timeout",
+    "ranks", "micro_batch", "epochs", "target_top1", "eval_every", "first_eval", "log_every", "nonfinite_steps",
+    "data.workers", "data.prefetch", "data.dali", "data.on_bad_image", "data.cache", "parallel", "checkpoint",
+    "timeout",
 )  # fmt: skip
-"""How long it trains, how it is watched, and what it is spread over. The rate follows the epochs."""
+"""How long it trains, how it is watched, what it is spread over, and whether a bad picture ends it. The rate follows
+the epochs."""
 
 
 def digest(recipe: Recipe) -> str:
@@ -24,7 +29,10 @@ def digest(recipe: Recipe) -> str:
 
 
 def differences(begun: Mapping[str, Any], recipe: Recipe) -> list[str]:
-    """The keys that may not change and have, as ``optim.lr (0.1, now 0.2)``; ``begun``: a recipe's tables, as JSON."""
+    """The keys that may not change and have, as ``optim.lr (0.1, now 0.2)``; ``begun``: a recipe's tables, as JSON,
+    perhaps of an earlier version, which lacked keys that have their defaults now."""
+    with suppress(ValidationError):
+        begun = recipe_tables(Recipe.model_validate_json(json.dumps(begun)))
     before, now = _flat(begun), _flat(recipe_tables(recipe))
     keys = [key for key in (before | now) if before.get(key) != now.get(key) and not _may_change(key)]
     return [f"{key} ({json.dumps(before.get(key))}, now {json.dumps(now.get(key))})" for key in keys]

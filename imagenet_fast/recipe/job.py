@@ -32,6 +32,8 @@ class Job:
     """Whether to go on from the last checkpoint in ``folder``, if there is one."""
     command: tuple[str, ...] = ()
     """How it was asked for."""
+    elastic: bool = False
+    """Whether nodes may leave and join: the ranks there are, and with them ``batching``, change then."""
 
     def agreed(self) -> dict[str, Any]:
         """What all nodes must have alike. Folders are not among it: each may keep data and runs where it likes."""
@@ -59,6 +61,7 @@ class Job:
             "fresh_head": self.fresh_head,
             "resume": self.resume,
             "command": self.command,
+            "elastic": self.elastic,
         }
         partial = path.with_name(f".{path.name}")
         partial.write_text(json.dumps(table, indent=2, allow_nan=False) + "\n")
@@ -81,6 +84,7 @@ def read_job(path: Path) -> Job:
         table.get("fresh_head", False),
         table.get("resume", False),
         tuple(table["command"]),
+        table.get("elastic", False),
     )
 
 

@@ -55,7 +55,7 @@ def load_recipe(path: Path, sync: str | None = None, overrides: Sequence[str] = 
     """
     try:
         tables = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # not TOML, not text, a number too long, tables too deep
         raise UserError(f"{path} cannot be read as TOML ({error}); correct it there") from None
     if sync is not None:
         old = tables.get("sync")
@@ -153,7 +153,7 @@ def _explain(error: ErrorDetails) -> str:
                 _did_you_mean([prefix + near[0]]) if near else f"the keys here are {_keys(table)}"
             )
         case "union_tag_invalid":
-            return f"{tag} is '{context['tag']}'; it must be one of {context['expected_tags']}"
+            return f"{tag} is {_shortened(repr(context['tag']))}; it must be one of {context['expected_tags']}"
         case "union_tag_not_found":
             return f"{tag} is missing; name which {key} is meant"
         case "missing":
@@ -161,9 +161,16 @@ def _explain(error: ErrorDetails) -> str:
         case "value_error":
             why = str(context["error"])
             return f"{key + ': ' if key else ''}{why}{'' if '; ' in why else '; change one of them'}"
+        case "json_invalid":  # the JSON is our own, and cannot be wrong otherwise
+            return "its arrays or tables lie in one another too deeply; correct them"
         case _:
-            found = json.dumps(error["input"], default=str)
+            found = _shortened(json.dumps(error["input"], default=str))
             return f"{key} is {found}: {error['msg'][0].lower()}{error['msg'][1:]}; correct it"
+
+
+def _shortened(found: str) -> str:
+    """For a sentence."""
+    return found if len(found) <= 100 else f"{found[:100]} ..."
 
 
 def _member(field: str, tag: str) -> type[BaseModel]:

@@ -70,7 +70,13 @@ class ConsoleSink:
             f"loss {v['train/loss']:.4f}  lr {v['train/lr']:.4g}  {v['speed/images_per_s']:.0f} img/s  "
             f"data wait {v['data/wait_pct']:.1f} %  "
             f"exposed sync {number(v.get('sync/exposed_ms'), '.1f', ' ms')}  sent {v['sync/sent_MB']:.2f} MB/step"
+            + "".join(f"  {label} {value}" for label, value in self._precision())
         )
+
+    def _precision(self) -> list[tuple[str, str]]:
+        """Where there is a loss scale, or gradients may be too large for the wire."""
+        shown = {"precision/loss_scale": "loss scale", "precision/skipped_steps": "skipped steps"}
+        return [(label, f"{self._latest[tag]:g}") for tag, label in shown.items() if tag in self._latest]
 
     def _evaluation_line(self, values: dict[str, Any]) -> str:
         target = self._latest.get("run/target_top1")
@@ -103,7 +109,8 @@ class ConsoleSink:
             _pair("exposed sync", number(v.get("sync/exposed_ms"), ".1f", " ms")),
             _pair("ETA target", _clock(self._seconds_to_target())),
         )
-        rows.add_row(_pair("sent", number(v.get("sync/sent_MB"), ".2f", " MB/step")))
+        sent = ("sent", number(v.get("sync/sent_MB"), ".2f", " MB/step"))
+        rows.add_row(*(_pair(label, value) for label, value in [sent, *self._precision()]))
         bar = ProgressBar(total=v["run/steps"], completed=v["step"])
         body = Table.grid(expand=True)
         body.add_row(bar)
@@ -143,6 +150,8 @@ class ConsoleSink:
             "run": folder,
             "look at it": f"tensorboard --logdir {folder}",
         }
+        if skipped := self._latest.get("precision/skipped_steps"):
+            rows["skipped"] = f"{skipped} of {outcome['steps']} steps, since gradients overflowed"
         if outcome["resumed"]:
             rows["not counted"] = f"{_clock(outcome['gap_s'])} between a checkpoint and going on from it"
         self._print(_verdict(outcome))

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from imagenet_fast.errors import UserError
+
 
 @dataclass(frozen=True)
 class Event:
@@ -30,6 +32,8 @@ class Sink(Protocol):
 class Record:
     """Stamps values with the run's time and hands them to every sink; without sinks (on all ranks but 0) to none.
 
+    Raises UserError where one cannot be written, as on a full disk.
+
     >>> record("train", step, loss=2.3, lr=0.1)
     """
 
@@ -39,8 +43,14 @@ class Record:
 
     def __call__(self, name: str, step: int, **values: Any) -> None:
         event = Event(name, step, self._run_s(), values)
-        for sink in self._sinks:
-            sink.write(event)
+        try:
+            for sink in self._sinks:
+                sink.write(event)
+        except OSError as error:
+            raise UserError(
+                f"the run cannot be recorded ({error.strerror or error}); see to the disk of its directory, then go on "
+                "by --resume auto"
+            ) from None
 
     def close(self) -> None:
         for sink in self._sinks:

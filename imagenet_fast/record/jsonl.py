@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+from imagenet_fast.errors import UserError, warn
 from imagenet_fast.record.event import Event
 from imagenet_fast.record.replacing import replace_text
 from imagenet_fast.record.strict_json import to_json
@@ -38,11 +40,35 @@ def _take_back(folder: Path, step: int) -> None:
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
-    """The events of a run; a last line that was cut off in the writing is left out."""
-    events = []
-    for line in (folder / "events.jsonl").read_text().splitlines():
-        try:
-            events.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return events
+    """The events of a run; a last line that was cut off in the writing is left out, and any other that is none is named
+    on stderr. Raises UserError where the file cannot be read."""
+    path = folder / "events.jsonl"
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); see to that, or restore it") from None
+    events = {number: _event(line) for number, line in enumerate(lines, start=1)}
+    damaged = [number for number, event in events.items() if event is None and number < len(lines)]
+    if damaged:
+        more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
+        warn(f"{path} is damaged: line {damaged[0]}{more} holds no event and is left out")
+    return [event for event in events.values() if event is not None]
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    """That of a line; None where it is none."""
+    try:
+        event = json.loads(line, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+    match event:
+        case {"event": str(), "step": bool()} | {"run_s": bool()}:
+            return None
+        case {"event": str(), "step": int(), "run_s": int() | float() as run_s} if math.isfinite(run_s):
+            return {**event}
+        case _:
+            return None
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")

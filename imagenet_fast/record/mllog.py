@@ -29,6 +29,8 @@ class MLLog:
         self._batching = batching
         self._epoch: int | None = None
         self._resumed = resumed
+        self._before_ms = 0
+        """When the last line was written: the clock may be set back, times go on."""
 
     def write(self, event: Event) -> None:
         values = event.values
@@ -57,12 +59,18 @@ class MLLog:
 
     def _go_on(self, done: int, into: int) -> None:
         """``done`` epochs are over, and so many steps of the next one."""
-        lines = self._path.read_text().splitlines(keepends=True)
+        lines = self._path.read_text(errors="replace").splitlines(keepends=True)
         kept = [line for line in lines if line.endswith("\n") and _belongs(line, done, into > 0)]
         self._file.close()
         replace_text(self._path, "".join(kept))
         self._file = self._path.open("a", buffering=1)
         self._epoch = done + 1 if into else None
+        self._before_ms = max((_entry(line)["time_ms"] for line in kept), default=0)
+
+    def _now_ms(self, ago_s: float) -> int:
+        """What was ``ago_s`` ago is not earlier than the line before."""
+        self._before_ms = max(self._before_ms, int((time.time() - ago_s) * 1000))
+        return self._before_ms
 
     def _end_epoch(self, ago_s: float = 0.0) -> None:
         if self._epoch is not None:
@@ -111,7 +119,7 @@ class MLLog:
     def _line(self, kind: Kind, key: str, value: Any = None, ago_s: float = 0.0, **metadata: Any) -> None:
         entry = {
             "namespace": "",
-            "time_ms": int((time.time() - ago_s) * 1000),
+            "time_ms": self._now_ms(ago_s),
             "event_type": kind,
             "key": key,
             "value": value,
@@ -122,8 +130,17 @@ class MLLog:
 
 def _belongs(line: str, done: int, begun: bool) -> bool:
     """Whether it was written before ``done`` epochs were over, or when the next one had ``begun``."""
-    entry = json.loads(line.removeprefix(":::MLLOG "))
-    epoch = entry["metadata"].get("epoch_num", 0)
-    return entry["key"] != "run_stop" and (
-        epoch <= done or (begun and entry["key"] == "epoch_start" and epoch == done + 1)
-    )
+    try:
+        entry = _entry(line)
+        if type(entry["time_ms"]) is not int:
+            return False
+        key, epoch = entry["key"], entry["metadata"].get("epoch_num", 0)
+        return key != "run_stop" and (epoch <= done or (begun and key == "epoch_start" and epoch == done + 1))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # damaged: no reader could take it
+        return False
+
+
+def _entry(line: str) -> dict[str, Any]:
+    """Raises ValueError or RecursionError where there is none."""
+    entry: dict[str, Any] = json.loads(line.removeprefix(":::MLLOG "))
+    return entry

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
+from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.schema import Recipe
@@ -45,6 +47,8 @@ class Outcome:
     """How often it has gone on from a checkpoint."""
     gap_s: float = 0.0
     """That lay between a checkpoint and going on from it, all together; in no other time."""
+    wrong_from: int | None = None
+    """The first step whose loss was not finite, where that has ended the run."""
 
     @classmethod
     def of(cls, name: str, recipe: Recipe, batching: Batching) -> Outcome:
@@ -58,7 +62,7 @@ class Outcome:
 
     def go_on(self, saved: Mapping[str, Any]) -> None:
         """What has been reached is what a checkpoint has ``saved``; who trains, and for which target, is as it is."""
-        ours = ("status", "recipe", "sync", "world_size", "global_batch", "target_top1", "message")
+        ours = ("status", "recipe", "sync", "world_size", "global_batch", "target_top1", "message", "wrong_from")
         for key in vars(self).keys() - ours:
             setattr(self, key, saved[key])
         if self._meets_target:
@@ -105,6 +109,30 @@ class Outcome:
 
 
 def read_outcome(folder: Path) -> Outcome | None:
-    """The outcome of the run in ``folder``, with None for a number that was not finite; None while there is none."""
+    """The outcome of the run in ``folder``, with None for a number that was not finite; None while there is none.
+
+    Raises UserError where it is damaged.
+    """
     path = folder / "outcome.json"
-    return Outcome(**json.loads(path.read_text())) if path.is_file() else None
+    try:
+        outcome = Outcome(**json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, RecursionError):
+        outcome = None
+    if outcome is None or not _is_sound(outcome):
+        raise UserError(f"{path} is damaged or of another version; remove it, and the events tell what they can")
+    return outcome
+
+
+def _is_sound(outcome: Outcome) -> bool:
+    """Whether it has what an outcome has, after it was read from a file that may hold anything."""
+
+    def fits(value: Any, kind: Any) -> bool:
+        if kind in (str, int):
+            return type(value) is kind
+        return value is None or (type(value) in (int, float) and math.isfinite(value))
+
+    kinds = get_type_hints(Outcome)
+    status = kinds.pop("status")
+    return outcome.status in get_args(status) and all(fits(getattr(outcome, name), kinds[name]) for name in kinds)

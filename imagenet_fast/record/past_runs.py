@@ -38,8 +38,8 @@ class PastRun:
         begun = next((e for e in self.events if e["event"] == "run"), None)
         if begun is None:
             return self.folder.name
-        layout = begun.get("layout", f"x{begun['world_size']}")  # of a run that was recorded before there were any
-        return f"{begun['recipe']} {begun['sync']} {layout}"
+        layout = begun.get("layout", f"x{begun.get('world_size')}")  # of a run that was recorded before there were any
+        return f"{begun.get('recipe')} {begun.get('sync')} {layout}"
 
     @property
     def status(self) -> str:
@@ -51,11 +51,12 @@ class PastRun:
     def curve(self, event: str, value: str) -> tuple[list[float], list[float]]:
         """Run minutes and values, NaN where a value was not finite: a gap when it is drawn."""
         points = [e for e in self.events if e["event"] == event]
-        return [p["run_s"] / 60 for p in points], [math.nan if p[value] is None else p[value] for p in points]
+        return [p["run_s"] / 60 for p in points], [math.nan if _is_missing(p, value) else p[value] for p in points]
 
     def last(self, value: str, event: str | None = None) -> Any:
-        """What was recorded last, by ``event`` or by any; None where nothing was."""
-        return next((e[value] for e in reversed(self.events) if event in (None, e["event"])), None)
+        """The number that was recorded last, by ``event`` or by any; None where none was."""
+        last: dict[str, Any] = next((e for e in reversed(self.events) if event in (None, e["event"])), {})
+        return None if _is_missing(last, value) else last[value]
 
     def by_step(self, event: str, value: str, after: int = 0) -> list[float]:
         """What was recorded of each interval of steps that begins ``after`` so many, once for each of its steps; of an
@@ -63,7 +64,7 @@ class PastRun:
         values: list[float] = []
         begun = 0
         for interval in (e for e in self.events if e["event"] == event):
-            if begun >= after and interval.get(value) is not None:
+            if begun >= after and not _is_missing(interval, value):
                 values += [interval[value]] * (interval["step"] - begun)
             begun = interval["step"]
         return values
@@ -72,12 +73,17 @@ class PastRun:
     def step_s(self) -> float | None:
         """Seconds a step: the median, without the first."""
         rates = self.by_step("speed", "images_per_s", SETTLING_STEPS)
-        batch = next((e["global_batch"] for e in self.events if e["event"] == "run"), None)
+        batch = next((e.get("global_batch") for e in self.events if e["event"] == "run"), None)
         return median(batch / rate for rate in rates) if rates and batch is not None else None
 
 
+def _is_missing(event: dict[str, Any], value: str) -> bool:
+    """Also where something else has come to stand there."""
+    return not isinstance(event.get(value), int | float)
+
+
 def read_run(folder: Path) -> PastRun:
-    """A run directory's record. Raises UserError where there is none."""
+    """A run directory's record. Raises UserError where there is none, or its outcome is damaged."""
     if not (folder / "events.jsonl").is_file():
         raise UserError(f"{folder} is not a run directory (it has no events.jsonl); give one that `train` made")
     return PastRun(folder, read_outcome(folder), read_events(folder))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from torch.utils.tensorboard.summary import hparams
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.record.event import Event
 
-_SCALARS = {"train", "speed", "sync", "data", "eval"}
+_SCALARS = {"train", "speed", "sync", "data", "precision", "eval"}
 
 
 class TensorBoard:
@@ -19,6 +21,8 @@ class TensorBoard:
 
     def __init__(self, folder: Path, recipe: Recipe, resumed: int | None = None) -> None:
         purge = None if resumed is None else resumed + 1
+        if resumed is not None:
+            _date_back(folder / "tb")
         self._writer = SummaryWriter(str(folder / "tb"), flush_secs=10, purge_step=purge)
         if resumed is not None:
             return
@@ -34,6 +38,18 @@ class TensorBoard:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _date_back(folder: Path) -> None:
+    """TensorBoard reads files in the order of the seconds in their names: those that are here get earlier ones, all by
+    as much, where the clock has been set back since and what is to come would be read before them."""
+    dated = []
+    for path in folder.glob("events.out.tfevents.*"):
+        if name := re.fullmatch(r"(events\.out\.tfevents\.)(\d+)(.*)", path.name, re.DOTALL):
+            dated.append((int(name[2]), path, name[1], name[3]))
+    ahead = max((seconds for seconds, *_ in dated), default=0) + 1 - int(time.time())
+    for seconds, path, start, rest in sorted(dated) if ahead > 0 else ():
+        path.rename(path.with_name(f"{start}{seconds - ahead:010d}{rest}"))
 
 
 def _flatten(table: dict[str, Any], prefix: str = "") -> list[tuple[str, str | float | int | bool]]:

@@ -71,6 +71,11 @@ class Topology:
         return max(map(len, self.nodes))
 
     @property
+    def is_one_computer(self) -> bool:
+        """Whether all ranks reach each other through its memory alone, without GPUs."""
+        return self.device.type == "cpu" and len(self.nodes) == 1
+
+    @property
     def flat(self) -> Grid:
         """Rows of a single rank, one column of all."""
         return Grid((self.rank,), self.ranks)

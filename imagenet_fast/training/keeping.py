@@ -12,10 +12,12 @@ from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.changes import digest
 from imagenet_fast.recipe.job import Job, recipe_tables
 from imagenet_fast.training.state import TrainState
+from imagenet_fast.training.streak import NotFinite
 
 
 class Keeper:
-    """Called after each step: it saves when the recipe says so, after evaluations, and before a stop.
+    """Called after each step: it saves when the recipe says so, after evaluations, and before a stop; but nothing whose
+    numbers have gone wrong, unless the recipe's ``nonfinite_steps`` is 0.
 
     ``asked`` tells whether this rank has been asked to stop; ``images`` are those of an epoch. Without a ``writer``
     nothing is saved.
@@ -34,18 +36,34 @@ class Keeper:
         self._told = False  # the others, that the last one was written too long ago
 
     def __call__(self, state: TrainState, evaluated: bool) -> bool:
-        """Whether all ranks are to stop; what there is has been saved then."""
+        """Whether all ranks are to stop; what there is has been saved then. Raises NotFinite where it must not be."""
         policy = self._job.recipe.checkpoint
         is_late = self._is_late()
         stop, late = self._vote(self._asked(), is_late)
         self._told |= is_late and self._vote.cast
         due = policy.every_steps > 0 and state.step % policy.every_steps == 0
         if self._writer is not None and (stop or late or due or evaluated):
-            self._save(self._writer, state, evaluated)
+            self._saved_at, self._told = time.monotonic(), False
+            if self.is_sound(state):
+                self._save(self._writer, state, evaluated)
+            elif stop:
+                raise NotFinite
             if stop:
                 here.enter("checkpoint")
                 self._writer.wait()
         return stop
+
+    def is_sound(self, state: TrainState) -> bool:
+        """Whether ``state``, which is settled, may take the place of what was saved before. Every rank must ask."""
+        here.enter("checkpoint")
+        state.settle()
+        return self._job.recipe.nonfinite_steps == 0 or state.is_sound()
+
+    def set_aside(self, step: int) -> int | None:
+        """What was saved after ``step`` or later, if anything was before, is not gone on from. Returns the step of what
+        is, on rank 0; None where nothing was saved. Nothing will be any more, on any rank."""
+        here.enter("checkpoint")
+        return None if self._writer is None else self._writer.set_aside(step)
 
     @property
     def saves(self) -> bool:
@@ -64,9 +82,6 @@ class Keeper:
         return time.monotonic() - self._saved_at >= 60 * minutes
 
     def _save(self, writer: CheckpointWriter, state: TrainState, evaluated: bool) -> None:
-        here.enter("checkpoint")
-        self._saved_at, self._told = time.monotonic(), False
-        state.settle()
         recipe, outcome = self._job.recipe, state.outcome
         stamp = Stamp(
             step=state.step,

@@ -15,14 +15,22 @@ from imagenet_fast.ranks.whereabouts import here
 from imagenet_fast.ranks.world import World
 from imagenet_fast.record import Record
 from imagenet_fast.sync import SyncStats
+from imagenet_fast.training.precision import LossScale
+from imagenet_fast.training.streak import NotFinite, Streak
 
 
 class Meter:
-    """Averages over the steps since the last report. Reading the loss is the only host sync, once a report."""
+    """Averages over the steps since the last report, which alone waits for the device.
 
-    def __init__(self, world: World, global_batch: int) -> None:
+    A report ends the run where ``streak`` has come to ``most`` steps on any rank; 0: it never does.
+    """
+
+    def __init__(self, world: World, global_batch: int, scale: LossScale, streak: Streak, most: int) -> None:
         self._world = world
         self._global_batch = global_batch
+        self._scale = scale
+        self._streak = streak
+        self._most = most
         self.restart()
 
     def restart(self) -> None:
@@ -41,22 +49,25 @@ class Meter:
         self._waited += time.perf_counter() - begun
         return batch
 
-    def add_loss(self, loss: Tensor) -> None:
-        """One micro-batch's share of this rank's loss."""
-        self._loss += loss.detach()
-
-    def add_step(self, stats: SyncStats) -> None:
+    def add_step(self, stats: SyncStats, loss: Tensor) -> None:
+        """What a step cost, and this rank's loss in it."""
         self._steps.append(stats)
+        self._loss += loss
+        self._streak.add(loss)
 
     def report(self, record: Record, step: int, epoch: int, lr: float) -> None:
-        """Record the interval. Every rank must call it: losses and bytes are averaged over ranks."""
+        """Record the interval. Every rank must call it: losses and bytes are averaged over ranks.
+
+        Raises NotFinite, on all ranks alike, where losses have not been finite for too long.
+        """
         steps = len(self._steps)
         if not steps:
             return
         own_loss, reached = float(self._loss), self._link_bytes()
         own_s = time.perf_counter() - self._begun  # before ranks wait for each other
         own_sent = sum(s.sent_bytes for s in self._steps)
-        sums = total(own_loss, own_sent, reached - self._link_begun, device=self._world.device)
+        spoilt = float(0 < self._most <= int(self._streak))
+        *sums, spoilt = total(own_loss, own_sent, reached - self._link_begun, spoilt, device=self._world.device)
         loss, sent, linked = (value / self._world.size / steps for value in sums)
         seconds = time.perf_counter() - self._begun
         here.enter("record")
@@ -79,7 +90,11 @@ class Meter:
                 predicted_ms={p.engine: 1e3 * p.step_s for p in decision},
                 exact={p.engine: p.exact for p in decision},
             )  # fmt: skip
+        if scale := self._scale.told():
+            record("precision", step, **scale)
         record("train", step, epoch=epoch, loss=loss, lr=lr)
+        if spoilt:
+            raise NotFinite
         self.restart()
         self._link_begun = reached  # what an engine that defers is sending meanwhile is not lost
 

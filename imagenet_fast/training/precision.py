@@ -14,13 +14,21 @@ from imagenet_fast.sync import wire_dtype
 
 def autocast(precision: schema.Precision, device: torch.device) -> torch.autocast:
     """The context that forward and loss run in; weights and gradients stay fp32."""
+    dtype = forward_dtype(precision)
+    if dtype == torch.float32:
+        return torch.autocast(device.type, enabled=False)
+    return torch.autocast(device.type, dtype)
+
+
+def forward_dtype(precision: schema.Precision) -> torch.dtype:
+    """In which layers compute, and pictures are given to the first of them."""
     match precision:
         case schema.Full() | schema.TensorFloat():
-            return torch.autocast(device.type, enabled=False)
+            return torch.float32
         case schema.BFloat16():
-            return torch.autocast(device.type, torch.bfloat16)
+            return torch.bfloat16
         case schema.Float16():
-            return torch.autocast(device.type, torch.float16)
+            return torch.float16
         case _:
             assert_never(precision)
 
@@ -47,17 +55,25 @@ class LossScale:
         self._dynamic = not fixed
         self.scale = torch.full((), fixed or 2.0**16, device=device)
         self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
+        self._skipped = torch.zeros((), dtype=torch.int32, device=device)
         carried = wire_dtype(wire) if wire in ("fp32", "fp16") else torch.bfloat16  # codes have scales of that range
         self.largest = torch.finfo(carried).max if self._active or wire == "fp16" else None
         """The largest gradient that can be used; None: they need not be looked at."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {"scale": self.scale, "good_steps": self._good_steps}
+        return {"scale": self.scale, "good_steps": self._good_steps, "skipped": self._skipped}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Continue from :meth:`state_dict`'s value, the same on every rank."""
         self.scale.copy_(state["scale"])
         self._good_steps.copy_(state["good_steps"])
+        self._skipped.copy_(state.get("skipped", torch.zeros_like(self._skipped)))  # not counted at first
+
+    def told(self) -> dict[str, float]:
+        """The scale, and how many steps of the run were skipped, where there can be any. Waits for the device."""
+        if self.largest is None:
+            return {}
+        return {**({"loss_scale": float(self.scale)} if self._active else {}), "skipped_steps": int(self._skipped)}
 
     def __call__(self, loss: Tensor) -> Tensor:
         return loss * self.scale if self._active else loss
@@ -65,8 +81,10 @@ class LossScale:
     def end_step(self, found_inf: Tensor | None) -> Tensor | None:
         """What this step's gradients are to be multiplied by, None for nothing; the next step's scale may be another.
 
-        ``found_inf`` is 1 on the device where the step cannot be used.
+        ``found_inf`` is 1 on the device where the step cannot be used; None: gradients are not looked at.
         """
+        if found_inf is not None:
+            self._skipped += found_inf.to(torch.int32)
         if not self._active:
             return None
         factor = self.scale.reciprocal()

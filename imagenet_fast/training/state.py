@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from imagenet_fast.parallel.division import Division
-from imagenet_fast.ranks.agreement import average_batch_norms
+from imagenet_fast.ranks.agreement import average_batch_norms, total
 from imagenet_fast.record import Outcome
 from imagenet_fast.sync import GradientSync
 from imagenet_fast.sync.redistribution import redistributed
@@ -19,6 +20,7 @@ from imagenet_fast.training.averaging import MovingAverage
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.optimizers import MomentumSGD
 from imagenet_fast.training.precision import LossScale
+from imagenet_fast.training.streak import Streak
 
 
 @dataclass
@@ -37,6 +39,8 @@ class TrainState:
     scale: LossScale
     clock: Clock
     outcome: Outcome
+    streak: Streak
+    """Of losses that were not finite. It is in no checkpoint, as none is written meanwhile."""
     step: int = 0
     """How many have been taken."""
     sent_bytes: int = 0
@@ -58,6 +62,14 @@ class TrainState:
     def whole(self) -> nn.Module:
         """:attr:`judged`, once settled, even where each rank has a part. Every rank must ask for it."""
         return self.judged if self.division is None else self.division.whole(self.judged)
+
+    def is_sound(self) -> bool:
+        """Whether the last loss and all weights are finite on every rank, once settled. Every rank must ask, and waits
+        for its device."""
+        weights = [param.detach() for param in self.model.parameters() if param.numel()]
+        finite = torch.stack(torch._foreach_norm(weights, math.inf)).isfinite().all()
+        (spoilt,) = total(float(int(self.streak) > 0 or not finite), device=finite.device)
+        return not spoilt
 
     def shared(self) -> dict[str, Any]:
         """What all ranks hold alike, or together, by the whole model's names; once settled. Every rank must ask."""

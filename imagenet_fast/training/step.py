@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -27,9 +27,11 @@ from imagenet_fast.training.averaging import MovingAverage
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.meter import Meter
 from imagenet_fast.training.optimizers import build_optimizer, gradients
-from imagenet_fast.training.precision import LossScale, autocast, set_float32_math
+from imagenet_fast.training.precision import LossScale, autocast, forward_dtype, set_float32_math
 from imagenet_fast.training.state import TrainState
 from imagenet_fast.training.statistics import StepStatistics
+from imagenet_fast.training.streak import Streak
+from imagenet_fast.training.watch import watching
 
 
 class TrainingStep:
@@ -53,19 +55,27 @@ class TrainingStep:
         self._accumulation = accumulation
         self._statistics = StepStatistics(state.model, accumulation)
         self._trace = trace
+        self._last: tuple[Tensor, Tensor] | None = None
+        self.watched: int | None = None
+        """A step whose forwards are looked at layer by layer, for which the host waits."""
+        self.suspect: nn.Module | None = None
+        """The first of them, then, that has made of finite values others."""
 
     def __call__(self, batches: Iterator[tuple[Tensor, Tensor]], lr: float) -> None:
         state = self.state
         here.enter("data", state.step + 1)
         state.sync.zero_grad()
+        self._last = None  # no more batches are held than are at work
+        losses = []
         for left in reversed(range(self._accumulation)):
             images, labels = self.meter.fetch(batches)
-            with state.sync.no_sync() if left else nullcontext(), self._statistics.micro_step():
-                loss = self._backpropagate(images, labels)
-            self.meter.add_loss(loss)
+            held = state.sync.no_sync() if left else nullcontext()
+            with held, self._statistics.micro_step(), self._looked_at():
+                losses.append(self._backpropagate(images, labels).detach())
+        self._last = images, labels
         here.enter("sync")
         stats = state.sync.finish()
-        self.meter.add_step(stats)
+        self.meter.add_step(stats, sum(losses[1:], losses[0]))
         if self._trace is not None:
             self._trace.end_step(stats)
         here.enter("update")
@@ -78,6 +88,28 @@ class TrainingStep:
             state.average.update_buffers()
         state.step += 1
         state.sent_bytes += stats.sent_bytes
+
+    @contextmanager
+    def _looked_at(self) -> Iterator[None]:
+        """A forward of the step happens inside."""
+        if self.state.step + 1 != self.watched:
+            yield
+            return
+        with watching(self.state.model) as watch:
+            yield
+        if self.suspect is None:
+            self.suspect = watch.first
+
+    def repeat(self) -> tuple[Tensor, Tensor] | None:
+        """Forward and backward of the last micro-batch once more, which changes no weight: its pictures and its loss,
+        if there was one. Every rank must ask."""
+        self.state.settle()
+        if self._last is None:
+            return None
+        images, labels = self._last
+        self.state.sync.zero_grad()
+        with self.state.sync.no_sync():
+            return images, self._backpropagate(images, labels)
 
     def _clipped(self, factor: Tensor | None) -> Tensor:
         """``factor``, or less where the gradients that it multiplies would be longer than is allowed; as torch's
@@ -119,7 +151,10 @@ def build_step(
     parallel, cast, division = recipe.parallel, autocast(recipe.precision, world.device), None
     if parallel.ranks > 1:
         size = recipe.data.image_size
-        images = torch.empty(batching.micro_batch, 3, size, size, device="meta", memory_format=torch.channels_last)
+        images = torch.empty(
+            batching.micro_batch, 3, size, size, dtype=forward_dtype(recipe.precision), device="meta",
+            memory_format=torch.channels_last,
+        )  # fmt: skip
         division = divide(parallel, model, images, cast, shipped_profile(recipe.model.kind))
         model = division.own
     average = MovingAverage(model, recipe.ema_decay) if recipe.ema_decay else None
@@ -134,16 +169,16 @@ def build_step(
         sync.guard(scale.largest)
     whole_norms = None if division is None else division.whole_norms
     optimizer = build_optimizer(recipe.optim, model, recipe.sync.brings_momentum, whole_norms)
-    state = TrainState(
-        model, division, average, optimizer, sync, scale, clock or Clock(), outcome or Outcome.of("", recipe, batching)
-    )
+    outcome = outcome or Outcome.of("", recipe, batching)
+    streak = Streak(world.device)
+    state = TrainState(model, division, average, optimizer, sync, scale, clock or Clock(), outcome, streak)
     return TrainingStep(
         state,
         _backpropagation(recipe, batching, forward, sync, cast, scale, division),
         cast,
         recipe.clip_norm,
         batching.accumulation,
-        Meter(world, batching.global_batch),
+        Meter(world, batching.global_batch, scale, streak, recipe.nonfinite_steps),
         TracedSteps(model, world.device, trace) if trace is not None else None,
     )
 

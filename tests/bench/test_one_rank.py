@@ -1,18 +1,27 @@
-"""What a step, an optimiser and a loader cost on one rank: the figures are there, and say what they are of."""
+"""What a step and an optimiser cost on one rank: the figures are there, and say what they are of."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from imagenet_fast.bench.kernels import OPTIMIZERS, count_kernels
-from imagenet_fast.bench.loading import bench_loading, loading_table, make_photos, parse_loaders
-from imagenet_fast.bench.overhead import bench_step, no_data_parallel, over_gpus, step_recipe, step_table
-from imagenet_fast.data.imagefolder import scan
+from imagenet_fast.bench.overhead import (
+    bench_step,
+    checkpoint_table,
+    no_data_parallel,
+    over_gpus,
+    step_recipe,
+    step_table,
+)
+from imagenet_fast.bench.saving import Saving
+from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.schema import BFloat16
 
 
@@ -25,6 +34,32 @@ def test_a_step_is_timed_beside_the_plain_loop(precision: str):
     assert all(row.step_s > 0 and row.warmup_s > 0 for row in rows)
     assert all(row.host_s is None for row in rows), "without a GPU the host does not run ahead"
     assert step_table(rows).row_count == 3
+
+
+def test_what_checkpoints_cost_is_timed_beside_the_same_loop_without():
+    recipe = step_recipe("resnet18", 32, 2, "bf16", False)
+    rows = bench_step(recipe, [recipe], rounds=1, steps=9, checkpoint_every=2)
+    assert [row.loop for row in rows] == ["plain PyTorch", "ours, lazy", "ours, lazy, saved"]
+    assert all(row.ratio_to_unsaved is row.stood_s is None for row in rows[:2])
+    assert rows[2].ratio_to_unsaved == rows[2].step_s / rows[1].step_s
+    assert rows[2].stood_s > rows[2].copied_s > 0
+    assert list(checkpoint_table(rows).columns[0].cells) == ["ours, lazy"]
+
+
+def test_a_rounds_first_step_is_saved_and_the_next_rounds_again(tmp_path: Path):
+    recipe, alone = step_recipe("resnet18", 32, 2, "bf16", False), World(0, 1, 0, 1, torch.device("cpu"))
+    for every, warmup in ((1, 2), (2, 2), (5, 2), (20, 2)):
+        outcome = SimpleNamespace(epochs=1, top1=None)
+        state: Any = SimpleNamespace(settle=lambda: None, is_sound=lambda: True, shared=dict, own=dict, outcome=outcome)
+        with closing(Saving(recipe, alone, state, tmp_path / f"{every}", every, warmup)) as saving:
+            saves = []
+            for _ in range(warmup + 3 * every):
+                state.step += 1
+                saving(state)
+                saves.append(len(saving.stood.all_s))
+            saving.settle()
+        in_rounds = [after > before for before, after in pairwise(saves[warmup - 1 :])]
+        assert in_rounds == 3 * ([True] + (every - 1) * [False])
 
 
 def test_data_parallel_is_skipped_in_words_where_it_would_be_the_plain_loop(monkeypatch: pytest.MonkeyPatch):
@@ -53,25 +88,3 @@ def test_an_optimisers_operators_do_not_grow_with_the_tensors():
     assert [row.tensors for row in large] == [161] * 3
     assert [row.operators for row in small] == [row.operators for row in large]
     assert all(row.kernels is None for row in small), "a CPU launches none"
-
-
-def test_loaders_are_timed_over_photos_of_the_usual_size(tmp_path: Path):
-    make_photos(tmp_path, 3)
-    train, val = scan(tmp_path)
-    assert (len(train), len(val)) == (3, 1)
-    assert all(50_000 < Path(path).stat().st_size < 200_000 for path in train.paths)
-    rates = bench_loading(["synthetic", "dali"], None, image_size=32, batch=2, workers=1, seconds=0.01)
-    assert [rate.loader for rate in rates] == ["synthetic", "dali"]
-    assert all(rate.images_per_s for rate in rates)
-
-
-def test_where_dali_is_not_installed_the_table_says_so(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "nvidia.dali", None)
-    (rate,) = bench_loading(["dali"], None, image_size=32, batch=2, workers=1, seconds=0)
-    assert rate.images_per_s is None
-    assert list(loading_table([rate]).columns[1].cells) == ["is not installed"]
-
-
-def test_loaders_are_chosen_by_name(refusal: Callable[..., str]):
-    assert parse_loaders("dali,synthetic") == ["dali", "synthetic"]
-    assert "--loaders dali,disk" in refusal("bench", "loaders", "--loaders", "dali,disk")

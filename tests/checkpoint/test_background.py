@@ -8,6 +8,7 @@ import random
 import resource
 import signal
 import subprocess
+import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -69,6 +70,27 @@ def test_what_is_saved_is_the_state_at_that_moment_though_training_goes_on(tmp_p
     for step in range(1, 4):
         found = open_checkpoint(tmp_path / f"step-0000000{step}").shared()
         assert same(found, {"weights": torch.full((1_000_000,), step - 1.0), "progress": {"step": step}})
+
+
+def test_a_disk_that_takes_long_delays_no_step_and_what_it_gets_is_of_the_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    awake, fsync = threading.Event(), os.fsync
+
+    def slow(descriptor: int) -> None:
+        awake.wait(60)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    weights = torch.zeros(100_000)
+    with CheckpointWriter(tmp_path, ALONE) as writer:
+        writer.save(stamp(1), {"weights": weights})
+        for _ in range(100):
+            weights += 1
+        assert writer.under_way
+        assert newest(tmp_path) is None, "it is no checkpoint before all of it is on the disk"
+        awake.set()
+    assert same(open_checkpoint(tmp_path / "step-00000001").shared(), {"weights": torch.zeros(100_000)})
 
 
 def test_ranks_write_their_parts_and_rank_0_what_all_have(tmp_path: Path):

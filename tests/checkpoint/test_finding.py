@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 
 from imagenet_fast.checkpoint import best, newest, open_checkpoint
 from imagenet_fast.checkpoint.manifest import Damaged, Manifest, read_manifest
-from imagenet_fast.checkpoint.shelf import remove, sweep
+from imagenet_fast.checkpoint.shelf import remove, set_aside, sweep
 from imagenet_fast.errors import UserError
 from tests.checkpoint.trees import is_that_of, same, saved, stamp, state
 
@@ -234,6 +236,77 @@ def test_no_corruption_of_200_gives_a_traceback_or_a_wrong_tree(tmp_path: Path):
     assert 190 <= fell_back <= 200  # some change but the blanks of a manifest, which is nothing
 
 
+def test_nor_do_200_wrecks_of_whole_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    saved(tmp_path / "sound", 2, 3)
+    fell_back = 0
+    for seed in range(200):
+        chance = random.Random(seed)
+        root = tmp_path / f"{seed}"
+        shutil.copytree(tmp_path / "sound", root)
+        what = wreck(root / "step-00000003", root / "step-00000002", chance)
+        with suppress(UserError):  # where files of both were exchanged none is whole
+            found = newest(root)
+            assert found is not None, (seed, what)
+            assert is_that_of(found, found.manifest.step), (seed, what)
+            fell_back += found.manifest.step == 2
+            if seed % 10 == 0:
+                saved(root, 4)  # the run goes on
+                after = newest(root)
+                assert after is not None, (seed, what)
+                assert is_that_of(after, 4), (seed, what)
+    assert fell_back > 150
+    assert all(line.startswith("warning: checkpoint ") for line in capsys.readouterr().err.splitlines())
+
+
+def wreck(last: Path, before: Path, chance: random.Random) -> str:
+    """Of the checkpoint ``last``, with another one beside it; in a word, what was done."""
+    victim = chance.choice(sorted(last.iterdir()))
+    manifest = last / "manifest.json"
+    match chance.randrange(9):
+        case 0:
+            victim.unlink()
+            return f"{victim.name} removed"
+        case 1:
+            victim.write_bytes(b"")
+            return f"{victim.name} emptied"
+        case 2:
+            other = before / victim.name
+            content = other.read_bytes()
+            other.write_bytes(victim.read_bytes())
+            victim.write_bytes(content)
+            return f"{victim.name} of both exchanged"
+        case 3:
+            shared, own = last / "shared.safetensors", last / "rank-00000.safetensors"
+            shared.rename(last / "between")
+            own.rename(shared)
+            (last / "between").rename(own)
+            return "files exchanged"
+        case 4:
+            victim.unlink()
+            to = chance.choice([before / victim.name, last, Path("/dev/zero"), Path("nowhere"), Path(victim.name)])
+            victim.symlink_to(to)
+            return f"{victim.name} a link to {to}"
+        case 5:
+            victim.unlink()
+            victim.mkdir()
+            return f"{victim.name} a directory"
+        case 6:
+            victim.unlink()
+            os.mkfifo(victim)
+            return f"{victim.name} a pipe that nobody writes to"
+        case 7:
+            key = chance.choice(["step", "number", "world", "top1", "crc32", "epoch", "size"])
+            value = chance.choice(["NaN", "Infinity", "1e400", "9" * 5000, "-1", "null", "[" * 9999, '"', "{}", "2.0"])
+            manifest.write_text(re.sub(f'"{key}": [^,\\n]*', f'"{key}": {value}', manifest.read_text()))
+            return f"{key} = {value:.10}"
+        case _:
+            key = chance.choice(["step", "number", "world", "files"])
+            more = f'"{key}": {chance.choice(["3", "{}", "[]"])},'
+            text = manifest.read_text()
+            manifest.write_text(text.replace("{", "{" + more, 1) if chance.random() < 0.5 else text[:-2] + more + "}")
+            return f"another {more}"
+
+
 def corrupted(whole: bytes, chance: random.Random) -> bytes:
     """As disks, networks and people do it."""
     data = bytearray(whole)
@@ -252,3 +325,21 @@ def corrupted(whole: bytes, chance: random.Random) -> bytes:
         case 6:
             return chance.randbytes(len(data))
     return bytes(data)
+
+
+def test_what_is_set_aside_is_gone_on_from_by_nobody_and_lost_to_nobody(tmp_path: Path):
+    saved(tmp_path, 10, 20, 30, 30)
+    assert set_aside(tmp_path, 20) == 10
+    aside = [f"spoilt-step-{number}" for number in ("00000020", "00000030", "00000030-2")]
+    assert names(tmp_path) == [*aside, "step-00000010"]
+    saved(tmp_path, 20, keep=0)  # it has gone on, and has gone wrong again
+    assert set_aside(tmp_path, 20) == 20, "the only one there is stays"
+    saved(tmp_path, 15, 20)
+    assert set_aside(tmp_path, 16) == 15
+    assert names(tmp_path)[-1] == "step-00000015"
+    assert is_that_of(open_checkpoint(tmp_path / "spoilt-step-00000020"), 20)
+
+
+def test_of_no_checkpoints_none_is_set_aside(tmp_path: Path):
+    assert set_aside(tmp_path / "none", 0) is None
+    assert set_aside(tmp_path, 7) is None

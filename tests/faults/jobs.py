@@ -59,12 +59,22 @@ class Running:
         try:
             return self.command.wait(within_s)
         finally:
-            with suppress(OSError):
-                os.killpg(self.command.pid, signal.SIGKILL)
+            self.kill_at_once()
+
+    def kill_at_once(self) -> None:
+        """The command, and whatever it has started."""
+        with suppress(OSError):
+            os.killpg(self.command.pid, signal.SIGKILL)
 
 
 def start(out: Path, *arguments: str) -> Running:
-    command = [*COMMAND, "train", *SMALL, "--out", str(out), "--resume", "auto", *arguments]
+    """The small run, or what is left of it."""
+    return start_any(out, *SMALL, "--resume", "auto", *arguments)
+
+
+def start_any(out: Path, *arguments: str) -> Running:
+    """What it prints goes to a file beside ``out``."""
+    command = [*COMMAND, "train", "--out", str(out), *arguments]
     log = (out.parent / f"{out.name}.log").open("a")
     with log:
         process = subprocess.Popen(

@@ -169,7 +169,7 @@ def test_scripts_hand_on_every_name_as_it_is_and_shells_find_nothing_wrong(tmp_p
             assert asked["recipe"] == str(recipe)
             assert [str(asked["data"]), str(asked["out"])] == [f"/data/{name}", f"/runs/{name}"]
             assert (asked["sync"], asked["overrides"], asked["nproc"]) == ("ring", [f"seed={number}"], 1)
-            meeting = (None, None) if kind == "slurm" else (2, "a:29400")
+            meeting = (None, None) if kind == "slurm" else ("2", "a:29400")
             assert (asked["nodes"], asked["rdzv_endpoint"]) == meeting
     assert not list(tmp_path.rglob("hit"))
     single_quotes_are_meant = "SC2016"
@@ -192,7 +192,7 @@ def test_manifests_hand_on_every_name_and_recipe_as_it_is(tmp_path: Path):
         assert (asked["recipe"], toml) == (f"/recipes/{file}", recipe.read_text())
         assert re.fullmatch(r"[-._a-zA-Z0-9]+", file)
         assert (str(asked["out"]), asked["overrides"]) == (f"/runs/{name}", [f"seed={number}"])
-        assert (asked["nproc"], asked["nodes"], asked["rdzv_endpoint"]) == (1, 2, "x-master-0:29400")
+        assert (asked["nproc"], asked["nodes"], asked["rdzv_endpoint"]) == (1, "2", "x-master-0:29400")
 
 
 def test_a_pytorchjob_has_a_pod_a_node_with_its_gpus_memory_volumes_and_time_to_save():
@@ -226,7 +226,7 @@ def test_a_pytorchjob_has_a_pod_a_node_with_its_gpus_memory_volumes_and_time_to_
     asked = parsed(pod_words(manifest, MASTER_ADDR="m"))
     assert (asked["recipe"], str(asked["data"])) == ("resnet50-512gpu", "/data")
     assert str(asked["out"]) == "/runs/resnet50-512gpu"
-    assert (asked["nodes"], asked["nproc"], asked["rdzv_endpoint"]) == (64, 8, "m:1234")
+    assert (asked["nodes"], asked["nproc"], asked["rdzv_endpoint"]) == ("64", 8, "m:1234")
 
 
 def test_one_pod_meets_nobody_and_a_pod_without_gpus_asks_for_none():
@@ -387,6 +387,9 @@ def test_ranks_a_node_are_those_the_recipe_was_written_for_unless_said():
         ((*SLURM, "--recipe", "smoke", "--set", "optim.lr=x"), "optim"),
         ((*SLURM, "--recipe", "smoke", "--sync", "best"), "'best'"),
         ((*SLURM, "--recipe", "smoke", "--nodes", "3"), "--nproc"),
+        ((*SLURM, "--recipe", "smoke", "--nodes", "2:4"), "--nodes 2:4 is for `train` alone"),
+        ((*K8S, "--recipe", "smoke", "--nodes", "0"), "--nodes 0 is no number of nodes"),
+        (("ssh", "--recipe", "smoke", "--hosts", "a,b", "--nodes", "1:2"), "--nodes 1:2 is for `train` alone"),
         ((*SLURM, "--recipe", "smoke", "--nproc", "31"), "does not divide over 62 ranks"),
         ((*SLURM, "--recipe", "alexnet-4host", "--data", "/d", "--nproc", "3"), "needs a multiple of 4 ranks"),
         ((*SLURM, "--recipe", "resnet50-8gpu"), "say it with --data"),
@@ -420,9 +423,9 @@ def test_what_cannot_be_is_refused_before_anything_is_printed(arguments: tuple[s
     assert reason in refused(*arguments)
 
 
-@pytest.mark.parametrize("option", ["--nodes", "--nproc"])
-def test_no_nodes_and_no_ranks_are_refused(option: str):
-    done = CliRunner().invoke(app, ["launch", *SLURM, "--recipe", "smoke", option, "0"])
+def test_no_nodes_and_no_ranks_are_refused():
+    assert "is no number of nodes" in refused(*SLURM, "--recipe", "smoke", "--nodes", "0")
+    done = CliRunner().invoke(app, ["launch", *SLURM, "--recipe", "smoke", "--nproc", "0"])
     assert (done.exit_code, done.stdout) == (2, "")
 
 

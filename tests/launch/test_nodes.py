@@ -70,15 +70,17 @@ def test_a_node_that_nobody_joins_says_so_and_leaves_nothing(tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
-def number(endpoint: str, count: int, patience_s: float, late_s: float = 0.0) -> int:
+def number(endpoint: str, count: int, patience_s: float, late_s: float = 0.0, least: int | None = None) -> int:
     """This node's number, once all have met."""
-    return named(endpoint, count, patience_s, late_s)[0]
+    return named(endpoint, count, patience_s, late_s, least)[0]
 
 
-def named(endpoint: str, count: int, patience_s: float, late_s: float = 0.0) -> tuple[int, str]:
+def named(
+    endpoint: str, count: int, patience_s: float, late_s: float = 0.0, least: int | None = None
+) -> tuple[int, str]:
     """The number, and the name of the meeting."""
     time.sleep(late_s)
-    met = meet(parse_endpoint(endpoint), count, patience_s)
+    met = meet(parse_endpoint(endpoint), count, patience_s, least)
     time.sleep(0.5)  # the number 0 holds the store, as long as its ranks train
     return met.number, met.name
 
@@ -115,6 +117,21 @@ def test_one_too_many_is_turned_away_and_the_others_meet(network: Hosts):
     *met, third = network.call(calls)
     assert met == [0, 1]
     assert "2 nodes have already met at node0:29405: this one is too many" in str(third)
+
+
+def test_where_two_are_enough_others_meet_them_at_once_and_are_none_too_many(network: Hosts):
+    calls = [(n, named, ("node1:29408", 2, 20.0, (0.0, 0.0, 0.3)[n], 2)) for n in range(3)]
+    met = network.call(calls)
+    assert sorted(place for place, _ in met) == [0, 1, 2]
+    assert (met[1][0], met[2][0]) == (0, 2)
+    assert len({name for _, name in met}) == 1
+    (alone,) = said(network.call([(0, number, ("node0:29409", 3, 0.5, 0.0, 2))]))
+    assert alone.startswith("1 of at least 2 nodes came to node0:29409 within 0.5 s (node0); start the same command")
+
+
+def test_nodes_that_disagree_in_their_range_refuse_each_other(network: Hosts):
+    answers = network.call([(0, number, ("node0:29407", 2, 20.0)), (1, number, ("node0:29407", 2, 20.0, 0.0, 1))])
+    assert set(said(answers)) == {"one node was told --nodes 1:2, the one at node0:29407 --nodes 2; correct one"}
 
 
 def test_nodes_that_disagree_in_their_number_refuse_each_other(network: Hosts):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.recipe.batching import explain, scale_recipe, split_batch
+from imagenet_fast.recipe.batching import check_splits, explain, scale_recipe, split_batch
 from imagenet_fast.recipe.reading import find_recipe, load_recipe
 from imagenet_fast.recipe.schema import Recipe
 
@@ -45,6 +45,25 @@ def test_what_does_not_divide_is_told_with_its_neighbours(make_recipe: Callable[
         split_batch(make_recipe(), 3)
     with pytest.raises(UserError, match=r"17 does not divide over the recipe's 2 ranks; .* 16 and 18"):
         split_batch(make_recipe(global_batch=17), 2)
+
+
+def test_a_range_of_nodes_is_refused_with_those_that_split_it_and_a_batch_that_all_do(
+    make_recipe: Callable[..., Recipe],
+):
+    check_splits(make_recipe(global_batch=48), range(1, 5), 2)
+    refused = 0
+    for batch in (16, 34, 64, 97):
+        for nodes in (range(1, 4), range(2, 4), range(3, 8)):
+            recipe = make_recipe(global_batch=batch, micro_batch=8)
+            with pytest.raises(UserError, match=f"--nodes {nodes[0]}:{nodes[-1]} allows each") as refusal:
+                check_splits(recipe, nodes, 2)
+            _, _, proposed = str(refusal.value).partition("--set global_batch=")
+            if proposed:
+                check_splits(make_recipe(global_batch=int(proposed), micro_batch=8), nodes, 2)
+            refused += bool(proposed)
+    assert refused
+    with pytest.raises(UserError, match=r"divide over 3 nodes x 1 rank, only over 1, 2, 4, 8, 16 and 2 more"):
+        check_splits(make_recipe(global_batch=64), range(1, 99), 1)
 
 
 def test_the_line_about_accumulation():

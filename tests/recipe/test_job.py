@@ -21,8 +21,9 @@ STRANGE = Path(os.fsdecode(b"/runs/caf\xe9 \n'\"$x"))
 def test_a_job_is_read_back_as_it_was_written(tmp_path: Path):
     for init_from, fresh in ((None, False), (STRANGE, True)):
         job = Job(
-            "test", RECIPE, Batching(3, 5, 2), STRANGE, tmp_path, "a note", True, init_from, fresh, fresh, ("a", "b")
-        )
+            "test", RECIPE, Batching(3, 5, 2), STRANGE, tmp_path, "a note", True, init_from, fresh, fresh, ("a", "b"),
+            fresh,
+        )  # fmt: skip
         job.write(tmp_path / "job.json")
         assert read_job(tmp_path / "job.json") == job
 
@@ -31,7 +32,7 @@ def test_a_job_from_before_runs_could_start_from_weights_is_read_too(tmp_path: P
     job = Job("test", RECIPE, Batching(3, 5, 2), None, tmp_path)
     job.write(tmp_path / "job.json")
     table = json.loads((tmp_path / "job.json").read_text())
-    del table["init_from"], table["fresh_head"], table["resume"]
+    del table["init_from"], table["fresh_head"], table["resume"], table["elastic"]
     (tmp_path / "job.json").write_text(json.dumps(table))
     assert read_job(tmp_path / "job.json") == job
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import tomllib
 from pathlib import Path
 
@@ -10,7 +11,15 @@ import pytest
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.doubts import doubts
 from imagenet_fast.recipe.engine_settings import AllReduceSync, DdpSync, LazySync, SparseSync
-from imagenet_fast.recipe.reading import find_recipe, load_recipe, parse_engines, parse_recipe, recipe_names, to_toml
+from imagenet_fast.recipe.reading import (
+    find_recipe,
+    load_recipe,
+    parse_engines,
+    parse_recipe,
+    recipe_folder,
+    recipe_names,
+    to_toml,
+)
 from imagenet_fast.recipe.schema import Checkpointing, ImageData, Recipe, Sgd
 from tests.conftest import tables
 
@@ -254,6 +263,58 @@ def test_a_file_that_is_not_toml_is_named(tmp_path: Path):
     broken.write_text("ranks = = 2")
     with pytest.raises(UserError, match=r"broken\.toml cannot be read as TOML"):
         load_recipe(broken)
+
+
+def test_no_damage_of_200_gives_a_traceback_or_a_recipe_that_is_none(tmp_path: Path):
+    path = tmp_path / "damaged.toml"
+    refused = 0
+    for seed in range(200):
+        chance = random.Random(seed)
+        path.write_bytes(damaged((recipe_folder() / f"{chance.choice(recipe_names())}.toml").read_bytes(), chance))
+        recipe, refusal = None, "damaged.toml"
+        try:
+            recipe = load_recipe(path)
+        except UserError as error:
+            refusal = str(error)
+            refused += 1
+        assert "damaged.toml" in refusal, seed
+        assert refusal.isprintable(), seed
+        assert len(refusal) < 600, seed
+        if recipe is not None:
+            assert parse_recipe("again", tomllib.loads(to_toml(recipe))) == recipe, seed
+    assert refused > 100
+
+
+def damaged(whole: bytes, chance: random.Random) -> bytes:
+    """As disks and people do it."""
+    data, lines = bytearray(whole), whole.splitlines(keepends=True)
+    place, line = chance.randrange(len(data)), chance.randrange(len(lines))
+    match chance.randrange(8):
+        case 0:
+            data[place] ^= 1 << chance.randrange(8)
+        case 1:
+            del data[place:]
+        case 2:
+            data[place : place + 16] = chance.randbytes(16)
+        case 3:
+            return chance.randbytes(len(data))
+        case 4:
+            return b"".join([*lines, lines[line]])
+        case 5:
+            return b"".join(lines[:line] + lines[line + 1 :])
+        case kind:
+            keys = [number for number, text in enumerate(lines) if b"=" in text and not text.startswith(b"#")]
+            line = chance.choice(keys)
+            lines[line] = lines[line].partition(b"=")[0] + b"= " + chance.choice(VALUES) + b"\n" * (kind - 5)
+            return b"".join(lines)
+    return bytes(data)
+
+
+VALUES = [
+    b"nan", b"-inf", b"1e400", b"-1", b"9" * 400, b"9" * 5000, b"[" * 300 + b"]" * 300, b"[" * 5000 + b"]" * 5000,
+    b"{}", b"[]", b"''", b"true", b"1979-05-27", b"1e-400", b'"\\u0000"', b"{a.b.c = 1}", b"18446744073709551616",
+    b'"' + b"x" * 5000 + b'"',
+]  # fmt: skip
 
 
 def test_tables_are_frozen():

@@ -5,10 +5,13 @@ from __future__ import annotations
 import io
 import json
 import math
+import random
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
+from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.reading import find_recipe, load_recipe
 from imagenet_fast.record import Outcome, Record
@@ -39,9 +43,11 @@ def outcome() -> Outcome:
 
 
 def pretend_run(
-    record: Record, result: Outcome, losses: tuple[float, float] = (3.0, 1.5), last_top1: float = 76.0
-) -> None:
-    """The events of a two-epoch run, as train.py sends them."""
+    record: Record, result: Outcome, losses: tuple[float, float] = (3.0, 1.5), last_top1: float = 76.0,
+    scale: float | None = None,
+) -> None:  # fmt: skip
+    """The events of a two-epoch run, as train.py sends them; where there is a loss ``scale``, three steps an epoch are
+    skipped."""
     record(
         "run", 0, recipe="resnet50-8gpu", sync="lazy", world_size=8, layout="dp8", global_batch=3200, epochs=37,
         steps_per_epoch=400, steps=14800, target_top1=75.9, train_images=1281167, val_images=50000,
@@ -53,6 +59,8 @@ def pretend_run(
         record("data", step, wait_pct=1.5)
         record("speed", step, images_per_s=20000.0)
         record("sync", step, exposed_ms=2.5, sent_MB=89.5, launches=4.0)
+        if scale is not None:
+            record("precision", step, loss_scale=scale, skipped_steps=3 * epoch)
         record("train", step, epoch=epoch, loss=loss, lr=1.0)
         result.advance(epoch, step, train_s=60.0 * epoch, sent_bytes=step * 89_500_000)
         result.judge(top1, 90.0, run_s=70.0 * epoch)
@@ -98,6 +106,94 @@ def test_events_are_read_back_and_a_torn_last_line_is_left_out(tmp_path: Path):
         file.write('{"event": "tra')
     events = read_events(tmp_path)
     assert [(e["step"], e["loss"]) for e in events] == [(1, 1.0), (2, 0.5)]
+
+
+def test_a_damaged_line_is_named_and_the_others_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    leave_run(tmp_path)
+    path = tmp_path / "events.jsonl"
+    sound = read_events(tmp_path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    wrong = [
+        b'{"event": "train", "st\n', b"\xff\xfe\n", b"[" * 9999 + b"\n", b"3\n", b"\n", b'{"event": "train"}\n',
+        b'{"event": "train", "step": "3", "run_s": 1}\n', b'{"event": "train", "step": 3, "run_s": NaN}\n',
+        b'{"event": "train", "step": true, "run_s": 1}\n', b'{"event": "train", "step": 3, "run_s": 1e999}\n',
+        b'{"event": "train", "step": ' + b"9" * 5000 + b', "run_s": 1}\n',
+    ]  # fmt: skip
+    for line in wrong:
+        path.write_bytes(b"".join([*lines[:2], line, *lines[2:]]))
+        assert read_events(tmp_path) == sound
+        assert capsys.readouterr().err == f"warning: {path} is damaged: line 3 holds no event and is left out\n"
+    path.write_bytes(b"".join(line for pair in zip(wrong, lines, strict=False) for line in pair))
+    read_events(tmp_path)
+    assert "line 1 and " in capsys.readouterr().err
+
+
+def leave_run(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    result = outcome()
+    pretend_run(Record(Clock().run_s, [JsonLines(folder), MLLog(folder, RECIPE, split_batch(RECIPE, 8))]), result)
+    result.write(folder)
+
+
+def test_no_damage_of_100_to_a_record_keeps_a_run_from_being_shown_and_from_going_on(tmp_path: Path):
+    leave_run(tmp_path / "sound")
+    refused = 0
+    for seed in range(100):
+        chance = random.Random(seed)
+        run = tmp_path / "run"
+        shutil.copytree(tmp_path / "sound", run)
+        victim = run / chance.choice(["events.jsonl", "outcome.json", "mllog.txt"])
+        victim.write_bytes(damaged(victim.read_bytes(), chance))
+        try:
+            past = read_run(run)
+        except UserError:
+            assert victim.name == "outcome.json", seed
+            refused += 1
+        else:
+            shown(report_table([past]))
+            past.curve("train", "loss")
+        sinks = [JsonLines(run, 400), MLLog(run, RECIPE, split_batch(RECIPE, 8), 400)]
+        pretend_run(Record(Clock().run_s, sinks), outcome())
+        assert len(read_events(run)) > 10, seed
+        shutil.rmtree(run)
+    assert 10 < refused < 40
+
+
+def damaged(whole: bytes, chance: random.Random) -> bytes:
+    """As disks and people do it."""
+    data, place = bytearray(whole), chance.randrange(len(whole))
+    match chance.randrange(6):
+        case 0 | 1:
+            data[place] ^= 1 << chance.randrange(8)
+        case 2:
+            del data[place:]
+        case 3:
+            data[place : place + 16] = chance.randbytes(16)
+        case 4:
+            return chance.randbytes(len(data))
+        case _:
+            value = chance.choice(["NaN", "1e999", "null", '"', "{}", "[" * 9999, "9" * 5000, "true", '"x"', "-1"])
+            values = list(re.finditer(rb": [^,}]+", whole))
+            start, stop = chance.choice(values).span()
+            data[start:stop] = b": " + value.encode()
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "{", "[]", "null", '{"status": "finished"}', '{"steps": NaN}', "[" * 9999, "\0", "STATUS",
+        "STEPS", "TOP1", "MORE",
+    ],
+)  # fmt: skip
+def test_a_damaged_outcome_is_named(content: str, tmp_path: Path):
+    leave_run(tmp_path)
+    path = tmp_path / "outcome.json"
+    table = json.loads(path.read_text())
+    wrong = {"STATUS": {"status": "won"}, "STEPS": {"steps": 4.0}, "TOP1": {"top1": "4"}, "MORE": {"more": 1}}
+    path.write_text(json.dumps(table | wrong[content]) if content in wrong else content)
+    with pytest.raises(UserError, match=re.escape(f"{path} is damaged or of another version; remove it")):
+        read_run(tmp_path)
 
 
 def strict(text: str) -> Any:
@@ -160,7 +256,27 @@ def test_tensorboard_shows_one_run_with_scalars_and_hyperparameters(tmp_path: Pa
         "data/wait_pct",
     } <= scalars
     assert [(e.step, e.value) for e in runs.Scalars("tb", "eval/top1")] == [(400, 50.0), (800, 76.0)]
+    assert not any(tag.startswith("precision/") for tag in scalars)
     assert "_hparams_/session_start_info" in runs.PluginRunToTagToContent("hparams")["tb"]
+
+
+@pytest.mark.parametrize("set_back_s", [-86400, 0, 100, 10**6])
+def test_a_run_that_goes_on_after_the_clock_was_set_back_is_one_run_in_order(
+    set_back_s: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    begun = int(time.time())
+    for part, resumed in enumerate((None, 400, 400)):
+        now = begun - part * set_back_s
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        sinks = [TensorBoard(tmp_path, RECIPE, resumed), MLLog(tmp_path, RECIPE, split_batch(RECIPE, 8), resumed)]
+        pretend_run(Record(Clock().run_s, sinks), outcome(), last_top1=60.0 + part)
+    monkeypatch.undo()
+    runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in runs.Scalars("tb", "eval/top1")][-1] == (800, 62.0)
+    assert not {60.0, 61.0} & {e.value for e in runs.Scalars("tb", "eval/top1")}
+    lines = (tmp_path / "mllog.txt").read_text().splitlines()
+    times = [json.loads(line.removeprefix(":::MLLOG "))["time_ms"] for line in lines]
+    assert times == sorted(times)
 
 
 def test_mlperfs_own_checker_accepts_the_log(tmp_path: Path):
@@ -177,10 +293,10 @@ def shown(table: Table, width: int = 120) -> str:
     return text.getvalue()
 
 
-def follow(tmp_path: Path, terminal: bool) -> str:
+def follow(tmp_path: Path, terminal: bool, **pretended: Any) -> str:
     text = io.StringIO()
     console = Console(file=text, force_terminal=terminal, width=100, color_system=None)
-    pretend_run(Record(Clock().run_s, [ConsoleSink(tmp_path, console)]), outcome())
+    pretend_run(Record(Clock().run_s, [ConsoleSink(tmp_path, console)]), outcome(), **pretended)
     return text.getvalue()
 
 
@@ -193,6 +309,19 @@ def test_without_a_terminal_the_console_prints_plain_lines(tmp_path: Path):
     assert "top-1 76.00 %  top-5 90.00 %  (best 76.00 %, target 75.9 %)" in text
     assert "Target reached: top-1 76.00 % of 75.9 % after 2 epochs." in text
     assert f"tensorboard --logdir {tmp_path}" in text
+
+
+def test_skipped_steps_are_shown_where_there_is_a_loss_scale(tmp_path: Path):
+    plain, panel = (follow(tmp_path, terminal, scale=65536.0) for terminal in (False, True))
+    assert "sent 89.50 MB/step  loss scale 65536  skipped steps 3\n" in plain
+    assert re.search(r"skipped +6 of 800 steps, since gradients overflowed\n", plain)
+    assert "loss scale 65536" in panel
+    assert "skipped steps 6" in panel
+    assert "skipped steps" not in follow(tmp_path, terminal=False)
+    pretend_run(Record(Clock().run_s, [TensorBoard(tmp_path, RECIPE)]), outcome(), scale=0.5)
+    recorded = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in recorded.Scalars("tb", "precision/skipped_steps")] == [(400, 3.0), (800, 6.0)]
+    assert recorded.Scalars("tb", "precision/loss_scale")[0].value == 0.5
 
 
 @pytest.mark.parametrize("name", ["plain", "my runs", "it's $HOME; *", "Läufe", ":smile:[red]"])

@@ -88,11 +88,14 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
     return loss
 
 
+LINK = Link(1e-4, 1e-8)
+
+
 @contextmanager
-def unmeasured() -> Iterator[None]:
+def unmeasured(link: Link = LINK) -> Iterator[None]:
     """Where it is no matter what the network is like, and what codes cost: measuring takes longer than a case."""
     with (
-        patch("imagenet_fast.sync.probing.measure_link", lambda *_: Link(1e-4, 1e-8)),
+        patch("imagenet_fast.sync.probing.measure_link", lambda *_: link),
         patch("imagenet_fast.sync.probing.measure_codec", lambda *_: CodecCost(1e-9, 1e-9)),
     ):
         yield

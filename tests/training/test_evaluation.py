@@ -19,10 +19,10 @@ CPU = torch.device("cpu")
 
 
 class Guess(nn.Module):
-    """Ranks class (first pixel's bucket) first; knows nothing of labels."""
+    """Ranks classes by the first ten values, of equal ones the first class first; knows nothing of labels."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return images.flatten(1)[:, :10]
+        return images.flatten(1)[:, :10] - 1e-3 * torch.arange(10)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -50,10 +50,11 @@ def _accuracies() -> list[Accuracy]:
 
 def _expected() -> list[Accuracy]:
     """Counted by hand from the pictures themselves."""
-    pictures = torch.randn((256, 4, 4, 3), generator=torch.Generator().manual_seed(5)).permute(0, 3, 1, 2)
+    generator = torch.Generator().manual_seed(5)
+    pictures = torch.randint(256, (256, 4, 4, 3), dtype=torch.uint8, generator=generator).permute(0, 3, 1, 2)
     results = []
     for images, _ in _cases():
-        order = [p.flatten()[:10].argsort(descending=True).tolist() for p in pictures[:images]]
+        order = [p.flatten()[:10].argsort(descending=True, stable=True).tolist() for p in pictures[:images]]
         top1 = sum(guesses[0] == i % 10 for i, guesses in enumerate(order))
         top5 = sum(i % 10 in guesses[:5] for i, guesses in enumerate(order))
         results.append(Accuracy(100 * top1 / images, 100 * top5 / images, images))

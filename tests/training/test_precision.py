@@ -24,14 +24,15 @@ CPU = torch.device("cpu")
 
 
 def test_all_ranks_agree_to_skip_when_one_overflows():
-    for scale, skipped, unchanged, weights in run(3, _overflow_on_rank_1):
+    for scale, skipped, unchanged, weights, told in run(3, _overflow_on_rank_1):
         assert skipped == 1
+        assert told == {"loss_scale": 2.0**15, "skipped_steps": 1}, "also by a scale that goes on from this one's state"
         assert unchanged
         assert scale == 2.0**15
         assert weights == pytest.approx([1 - 0.1 * 1] * 4, rel=1e-3)  # the good step's mean gradient is 1, in fp16
 
 
-def _overflow_on_rank_1() -> tuple[float, float, bool, list[float]]:
+def _overflow_on_rank_1() -> tuple[float, float, bool, list[float], dict[str, float]]:
     model = nn.Linear(4, 1, bias=False)
     nn.init.ones_(model.weight)
     forward, sync = attach(model, LazySync(wire="fp16", threshold_mb=0))
@@ -60,7 +61,9 @@ def _overflow_on_rank_1() -> tuple[float, float, bool, list[float]]:
     skipped = step(torch.full((1, 4), 1e6 if dist.get_rank() == 1 else 0.5)).item()
     unchanged = bool((model.weight == 1).all())
     step(torch.full((1, 4), (dist.get_rank() + 1) / 2))
-    return scale.scale.item(), skipped, unchanged, model.weight.flatten().tolist()
+    later = LossScale(Float16(kind="fp16"), "fp16", CPU)
+    later.load_state_dict(scale.state_dict())
+    return scale.scale.item(), skipped, unchanged, model.weight.flatten().tolist(), later.told()
 
 
 def test_a_static_scale_stays_and_bf16_has_none():
@@ -72,15 +75,21 @@ def test_a_static_scale_stays_and_bf16_has_none():
     assert weight.grad is not None
     torch.testing.assert_close(weight.grad * factor, torch.ones(3))
     assert fixed.scale == 1000
+    assert fixed.told() == {"loss_scale": 1000, "skipped_steps": 1}
     assert fixed.largest == torch.finfo(torch.bfloat16).max
     none = LossScale(BFloat16(kind="bf16"), "bf16", CPU)
     assert none(weight.sum()) == 3
     assert none.end_step(None) is None
     assert none.largest is None
+    assert none.told() == {}
 
 
 def test_an_fp16_wire_is_watched_in_any_precision():
-    assert LossScale(BFloat16(kind="bf16"), "fp16", CPU).largest == 65504
+    watched = LossScale(BFloat16(kind="bf16"), "fp16", CPU)
+    assert watched.largest == 65504
+    for overflows in (0.0, 1.0, 1.0):
+        assert watched.end_step(torch.tensor(overflows)) is None
+    assert watched.told() == {"skipped_steps": 2}
 
 
 def test_fp32_is_fp32_on_gpus_too_unless_tf32_is_asked_for():

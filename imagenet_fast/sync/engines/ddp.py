@@ -5,6 +5,7 @@
 import inspect
 import math
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ _BUFFER_SWITCH = next(
     if name in inspect.signature(DistributedDataParallel).parameters
 )
 
+_POWERSGD_KEEPS = ("iter", "error_dict", "p_memory_dict", "q_memory_dict")
 _POWERSGD_BEGINS = 5  # steps; DDP rebuilds its buckets after the first, and the hook's memory is a bucket's
 
 
@@ -59,9 +61,16 @@ class DdpPeer:
                 self._reduce = default_hooks.allreduce_hook
         self._wire = wire
         self._stats = SyncStats(None)
+        self._order: list[str] = []  # names of parameters as their gradients came, in the first step
+        self._arrivals = [
+            param.register_post_accumulate_grad_hook(partial(self._arrive, name))
+            for name, param in model.named_parameters()
+            if param.requires_grad
+        ]
         self._guard: float | None = None
         self.found_inf: Tensor | None = None
         """With :meth:`guard`: 1 where a mean of the last step was not finite or too large, else 0."""
+        self._powersgd: PowerSGDState | None = None
         if powersgd_rank:
             self._powersgd = PowerSGDState(None, powersgd_rank, start_powerSGD_iter=_POWERSGD_BEGINS)
             self.module.register_comm_hook(self._powersgd, self._send_compressed)
@@ -79,6 +88,8 @@ class DdpPeer:
         return self.module.no_sync()
 
     def finish(self) -> SyncStats:
+        for hook in self._arrivals:
+            hook.remove()
         stats, self._stats = self._stats, SyncStats(None)
         if self._guard is not None:
             means = [p.grad for p in self.module.parameters() if p.grad is not None]
@@ -92,14 +103,39 @@ class DdpPeer:
         """Nothing is ever put off."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: it makes its buckets anew. What PowerSGD's hook has kept is lost, and it begins again."""
-        return {}
+        """What its buckets follow from, and what PowerSGD's hook has kept of each."""
+        kept = None
+        if self._powersgd is not None:
+            kept = {name: getattr(self._powersgd, name) for name in _POWERSGD_KEEPS}
+        return {"order": self._order, "elected": "", "engine": {}, "hook": kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`'s value."""
+        if state.get("order"):
+            self._rehearse(state["order"])
+        if self._powersgd is not None and state.get("hook"):
+            for name, value in state["hook"].items():
+                setattr(self._powersgd, name, value)
+
+    def _rehearse(self, order: list[str]) -> None:
+        """A backward of nothing, in which gradients come as they came in the first step. DDP cuts its buckets from that
+        in the next forward, and as they are cut, so sums are rounded."""
+        parameters = dict(self.module.module.named_parameters())
+        self.module.reducer.prepare_for_forward()
+        self.module.reducer.prepare_for_backward([])
+        with torch.enable_grad():  # autograd goes back from what was made last
+            nothing = [parameters[name].sum() * 0 for name in reversed(order)]
+            torch.stack(nothing).sum().backward()
+        self.finish()
+        self.zero_grad()
 
     def close(self) -> None:
         """DDP uses the process group of all ranks."""
+
+    def _arrive(self, name: str, param: Tensor) -> None:
+        if name in self._order:  # the last backward counts
+            self._order.clear()
+        self._order.append(name)
 
     def _send(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         self._count(bucket.buffer().numel() * self._wire.itemsize)

@@ -1,0 +1,127 @@
+"""From encoded bytes to pixels, as PIL's ``convert("RGB")`` has them: by OpenCV where it has the same, and faster."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from typing import NamedTuple
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
+
+Pixels = NDArray[np.uint8]
+"""[height, width, 3], red first."""
+
+_AS_STORED = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
+
+PIL_REFUSES = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
+
+_JPEG, _JPEG_END = b"\xff\xd8", b"\xff\xd9"
+_PNG, _PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"
+_FRAMES = {0xC0, 0xC1, 0xC2, 0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF}
+"""Markers of a JPEG's segment that says how large it is and how many colours it has."""
+
+
+class BadPictureError(Exception):
+    """These bytes are no picture, or not a whole one. The message says why, in a few words."""
+
+
+class Portable(NamedTuple):
+    """An encoded picture, and its size in pixels."""
+
+    encoded: bytes
+    height: int
+    width: int
+
+
+def decode(encoded: bytes) -> Pixels:
+    """The pixels as they are stored, not turned by what EXIF says. Raises BadPictureError."""
+    if _alike(encoded):
+        try:
+            pixels = cv2.imdecode(np.frombuffer(encoded, dtype=np.uint8), _AS_STORED)
+        except cv2.error:  # too large for it, perhaps
+            pixels = None
+        if pixels is not None:
+            return pixels  # type: ignore[no-any-return]
+    return _decode_slowly(encoded)
+
+
+def _decode_slowly(encoded: bytes) -> Pixels:
+    """PIL has the last word on what is bad."""
+    if not encoded:
+        raise BadPictureError("it is empty")
+    try:
+        with Image.open(BytesIO(encoded)) as picture:
+            return np.array(picture.convert("RGB"))
+    except UnidentifiedImageError:
+        raise BadPictureError("it is no picture") from None
+    except PIL_REFUSES as error:
+        raise BadPictureError(str(error)) from None
+
+
+def portable(encoded: bytes) -> Portable:
+    """The picture in a form of which every decoder has the same pixels. Raises BadPictureError, but not where a picture
+    is broken between a good beginning and a good end: whoever decodes it will see."""
+    size = _size_if_whole(encoded) if _alike(encoded) else None
+    if size is not None:
+        return Portable(encoded, *size)
+    return encode(decode(encoded))
+
+
+def encode(pixels: Pixels) -> Portable:
+    """Without any loss, and without any effort to make it small."""
+    bitmap = cv2.imencode(".bmp", cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR))[1]
+    return Portable(bitmap.tobytes(), pixels.shape[0], pixels.shape[1])
+
+
+def _alike(encoded: bytes) -> bool:
+    """Whether other decoders, if they can decode this at all, have the same pixels as PIL.
+
+    OpenCV has others of a JPEG in four colours, and all of a PNG in 16 bits of grey, which PIL cuts off at 255.
+    """
+    if encoded.startswith(_PNG):
+        bits, kind = encoded[24:26].ljust(2, b"\0")
+        return bits <= 8 or kind not in (0, 4)
+    frame = _frame(encoded)
+    return len(encoded) > 0 and (frame is None or frame.colours != 4)
+
+
+def _size_if_whole(encoded: bytes) -> tuple[int, int] | None:
+    """Height and width of a picture that begins and ends as one should; None for what is seldom met, or is broken."""
+    if encoded.startswith(_JPEG):
+        frame = _frame(encoded) if encoded.endswith(_JPEG_END) else None
+        return (frame.height, frame.width) if frame is not None and frame.height else None
+    if encoded.startswith(_PNG):
+        width, height = encoded[16:20], encoded[20:24]
+        return (int.from_bytes(height), int.from_bytes(width)) if encoded.endswith(_PNG_END) else None
+    if encoded.startswith(b"BM"):
+        return _size_by_pil(encoded) if int.from_bytes(encoded[2:6], "little") == len(encoded) else None
+    if encoded.startswith(b"RIFF") and encoded[8:12] == b"WEBP":
+        return _size_by_pil(encoded) if int.from_bytes(encoded[4:8], "little") + 8 == len(encoded) else None
+    return None
+
+
+def _size_by_pil(encoded: bytes) -> tuple[int, int] | None:
+    try:
+        with Image.open(BytesIO(encoded)) as picture:
+            return picture.height, picture.width
+    except PIL_REFUSES:
+        return None
+
+
+class _Frame(NamedTuple):
+    height: int
+    width: int
+    colours: int
+
+
+def _frame(jpeg: bytes) -> _Frame | None:
+    """What a JPEG says of itself behind segments that each say how long they are."""
+    at = 2
+    while jpeg.startswith(_JPEG) and at + 9 < len(jpeg) and jpeg[at] == 0xFF:
+        if jpeg[at + 1] in _FRAMES:
+            height, width = jpeg[at + 5 : at + 7], jpeg[at + 7 : at + 9]
+            return _Frame(int.from_bytes(height), int.from_bytes(width), jpeg[at + 9])
+        at += 1 if jpeg[at + 1] == 0xFF else 2 + int.from_bytes(jpeg[at + 2 : at + 4])
+    return None

@@ -1,0 +1,235 @@
+"""TFRecord: files of records, each an Example with a picture and a label, as TensorFlow's ImageNet scripts write them.
+
+A record is its length (uint64), the masked CRC-32C of that (uint32), the Example, and its masked CRC-32C (uint32), all
+little-endian (https://www.tensorflow.org/tutorials/load_data/tfrecord).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from imagenet_fast.data.formats.crc32c import masked_crc32c
+from imagenet_fast.data.formats.example_proto import Span, find_features
+from imagenet_fast.data.formats.kept_index import Index, Kind, keep_index, stamps_of
+from imagenet_fast.data.formats.shards import COLUMNS, Row, Shards, columns_of, look_through, read_classes
+from imagenet_fast.errors import UserError
+
+KIND = Kind("tfrecord", {**COLUMNS, "synsets": "<i4"})
+
+HEAD, TAIL = struct.Struct("<QI"), struct.Struct("<I")
+
+_PICTURES = ("image/encoded", "image")  # of TensorFlow's scripts; of TensorFlow Datasets
+_LABELS = ("image/class/label", "label")
+_SYNSET = "image/class/synset"
+_WINDOW = 512  # bytes that are read at once
+_LARGEST = 1 << 31
+_AGAIN = "copy or make it again"
+
+
+class RecordShards(Shards):
+    """A record's sum is compared when it is read for the first time."""
+
+    def __init__(self, files: Sequence[Path], index: Index, labels: NDArray[np.int64], classes: list[str]) -> None:
+        super().__init__(files, index, labels, classes)
+        self._sound = bytearray(len(self))
+
+    def name(self, index: int) -> str:
+        """``shard: record n``, counted from 0, with its place."""
+        shard = self._shards[index]
+        number = index - int(np.searchsorted(self._shards, shard))
+        return f"{self.files[shard]}: record {number} at byte {self._record(index)}"
+
+    def read(self, index: int) -> bytes:
+        """Picture ``index``, still encoded. Raises UserError where its record is damaged."""
+        if self._sound[index]:
+            return super().read(index)
+        begin, place = self._record(index), int(self._offsets[index])
+        length, _ = HEAD.unpack(self.read_at(index, begin, HEAD.size))
+        if not place - begin <= HEAD.size + length < _LARGEST:
+            raise UserError(f"{self.name(index)} is not there any more; {_AGAIN}")
+        record = self.read_at(index, begin + HEAD.size, length + TAIL.size)
+        example, (crc,) = record[:length], TAIL.unpack(record[length:])
+        if masked_crc32c(example) != crc:
+            raise UserError(f"{self.name(index)} is damaged: its bytes are not those of its checksum; {_AGAIN}")
+        self._sound[index] = 1
+        at = place - begin - HEAD.size
+        return example[at : at + int(self._lengths[index])]
+
+    def _record(self, index: int) -> int:
+        return int(self._offsets[index] - self._before[index])
+
+
+def open_tfrecord(root: Path, split: str, files: Sequence[Path], training: Sequence[Path]) -> Shards:
+    """The pictures in ``files``, with labels as those of the ``training`` files are to be read, if there are any.
+
+    Where all records name their synsets, labels are places among the classes, or the sorted synsets, as folders would
+    be numbered. Else they are what is written, less one where they run from 1 on. Raises UserError where a shard is
+    damaged, or its labels can be read in two ways or none.
+    """
+    index = _open(root, split, files)
+    deciding = _open(root, "train", training) if training and split != "train" else index
+    numbering = _numbering(root, deciding)
+    if numbering.from_1 and deciding is index and os.environ.get("RANK", "0") == "0":
+        last = len(numbering.classes)
+        print(f"labels in {root} run from 1 to {last}, as in TensorFlow's scripts; 1 is class 0", file=sys.stderr)
+    return RecordShards(files, index, numbering.labels(root, split, index), numbering.classes)
+
+
+def check_record_file(shard: Path) -> None:
+    """Raise UserError where it does not begin as records do."""
+    with shard.open("rb") as file:
+        head = file.read(HEAD.size)
+    if head and (len(head) < HEAD.size or masked_crc32c(head[:8]) != HEAD.unpack(head)[1]):
+        raise UserError(f"{shard}: record 0 at byte 0 is damaged, or this is no TFRecord file; {_AGAIN}")
+
+
+def _open(root: Path, split: str, files: Sequence[Path]) -> Index:
+    return keep_index(root, split, KIND, lambda: stamps_of(root, files), lambda: _index(root, split, files))
+
+
+class Record(NamedTuple):
+    """What an index holds of one; ``synset`` is empty where the record does not say it."""
+
+    row: Row
+    synset: str
+
+
+def _index(root: Path, split: str, files: Sequence[Path]) -> Index:
+    found = list(look_through(files, _look))
+    if not any(found):
+        raise UserError(f"{root}: there is no record in the {len(files)} file(s) of the {split} split")
+    synsets = [record.synset for records in found for record in records]
+    names = sorted({name for name in synsets if name})
+    number = {name: place for place, name in enumerate(names)}
+    columns = columns_of([[record.row for record in records] for records in found])
+    columns["synsets"] = np.asarray([number.get(name, -1) for name in synsets], np.int32)
+    return Index({"synsets": names}, columns)
+
+
+def _look(shard: Path) -> list[Record]:
+    """The records of a shard, in their order."""
+    found: list[Record] = []
+    with shard.open("rb", buffering=0) as file:
+        size, fetch = os.fstat(file.fileno()).st_size, _Window(file.fileno())
+        at = 0
+        while at < size:
+            where = f"{shard}: record {len(found)} at byte {at}"
+            head = fetch(at, at + HEAD.size)
+            length, crc = HEAD.unpack(head) if len(head) == HEAD.size else (0, -1)
+            if crc >= 0 and masked_crc32c(head[:8]) != crc:
+                raise UserError(f"{where} is damaged, or this is no TFRecord file; {_AGAIN}")
+            begin, end = at + HEAD.size, at + HEAD.size + length
+            if crc < 0 or end + TAIL.size > size:
+                raise UserError(f"{where} is not whole: the file ends at byte {size}; {_AGAIN}")
+            try:
+                found.append(_record(fetch, at, (begin, end)))
+            except ValueError as error:
+                raise UserError(f"{where} cannot be trained on: {error}") from None
+            at = end + TAIL.size
+    return found
+
+
+def _record(fetch: _Window, at: int, example: Span) -> Record:
+    """Raises ValueError with what is wrong, and the fix."""
+    try:
+        features = find_features(fetch, example, (*_PICTURES, *_LABELS, _SYNSET))
+    except ValueError as error:
+        raise ValueError(f"it is no Example ({error}); {_AGAIN}") from None
+    encoded, label = (
+        next((features[name] for name in names if name in features), []) for names in (_PICTURES, _LABELS)
+    )
+    match encoded, label:
+        case [[(int(begin), int(end))], [int(number)]] if 0 <= number < 1 << 31:
+            pass
+        case [[(int(), int())], [int(number)]]:
+            raise ValueError(f"its label is {number}; labels run from 0 or 1 on")
+        case _:
+            raise ValueError(
+                f"it has not one {_PICTURES[0]} and one {_LABELS[0]}; write them as TensorFlow's scripts do"
+            )
+    synset = features.get(_SYNSET, [])
+    name = os.fsdecode(fetch(*synset[0])) if synset and not isinstance(synset[0], int) else ""
+    return Record((begin, end - begin, begin - at, number), name)
+
+
+class _Window:
+    """A file's bytes, read some hundreds at a time."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._begin = 0
+        self._content = b""
+
+    def __call__(self, begin: int, end: int) -> bytes:
+        at = begin - self._begin
+        if at < 0 or end > self._begin + len(self._content):
+            self._begin, at = begin, 0
+            self._content = os.pread(self._descriptor, max(end - begin, _WINDOW), begin)
+        return self._content[at : end - self._begin]
+
+
+class _Numbering(NamedTuple):
+    """Which label is which class: by the number that is written, and by synset where all records have one."""
+
+    classes: list[str]
+    by_number: dict[int, int]
+    by_synset: dict[str, int]
+    from_1: bool = False
+    """Whether the numbers have been found to run from 1 on."""
+
+    def labels(self, root: Path, split: str, index: Index) -> NDArray[np.int64]:
+        """Of all pictures. Raises UserError where there is one of no known class."""
+        named = bool(self.by_synset) and _all_named(index)
+        written = index.columns["synsets" if named else "labels"]
+        values, places = np.unique(written, return_inverse=True)
+        try:
+            if named:
+                known = [self.by_synset[index.about["synsets"][value]] for value in values]
+            else:
+                known = [self.by_number[int(value)] for value in values]
+        except KeyError as stranger:
+            raise UserError(
+                f"{root}: the {split} split has the label {stranger}, of none of the {len(self.classes)} classes; "
+                "both splits, and classes.txt, must know the same"
+            ) from None
+        return np.asarray(known, dtype=np.int64)[places]
+
+
+def _all_named(index: Index) -> bool:
+    return bool((index.columns["synsets"] >= 0).all())
+
+
+def _numbering(root: Path, index: Index) -> _Numbering:
+    """As the training split has it. Raises UserError where it is to be read in two ways, or in none."""
+    named = read_classes(root)
+    written = index.columns["labels"]
+    if _all_named(index):
+        classes = named or list(index.about["synsets"])
+        by_synset = {name: label for label, name in enumerate(classes)}
+        pairs = np.unique(np.stack([written, index.columns["synsets"]]), axis=1).T.tolist()
+        synset_of = {number: index.about["synsets"][synset] for number, synset in pairs}
+        if not len(synset_of) == len(pairs) == len(index.about["synsets"]):
+            raise UserError(
+                f"{root}: a label goes with two synsets, or a synset with two labels; make the records again"
+            )
+        by_number = {number: by_synset[synset] for number, synset in synset_of.items() if synset in by_synset}
+        return _Numbering(classes, by_number, by_synset)
+    low, high, different = int(written.min()), int(written.max()), len(np.unique(written))
+    count = len(named) if named else high + 1 if low == 0 else high if different == high else 0
+    first = 0 if low == 0 else 1 if high == count else None
+    if first is None or high >= count + first:
+        raise UserError(
+            f"{root}: labels run from {low} to {high} and {different} of them occur"
+            + (f", where classes.txt names {count}" if named else "")
+            + ", so that nobody knows whether 0 or 1 is the first class; give every record its image/class/synset"
+        )
+    classes = named or [str(number) for number in range(first, count + first)]
+    return _Numbering(classes, {number + first: number for number in range(count)}, {}, first == 1)

@@ -1,0 +1,139 @@
+"""WebDataset: tar files in which ``KEY.jpg`` is a picture and ``KEY.cls`` its label, a number from 0 on."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from imagenet_fast.data.formats.kept_index import Index, Kind, keep_index, stamps_of
+from imagenet_fast.data.formats.shards import CLASSES, COLUMNS, Row, Shards, columns_of, look_through, read_classes
+from imagenet_fast.errors import UserError
+
+PICTURES = ("jpg", "jpeg", "png", "bmp", "webp")
+KIND = Kind("webdataset", COLUMNS)
+
+_DIGITS = 20  # more than a label has
+_BLOCK = 512
+_HINT = "a shard holds pictures and their labels as KEY.jpg and KEY.cls (of other archives make some: `data prepare`)"
+
+
+class TarShards(Shards):
+    """Members are named by their headers, which lie before the pictures."""
+
+    def name(self, index: int) -> str:
+        """``shard.tar: member``."""
+        file = self.files[self._shards[index]]
+        try:
+            with open(file, "rb") as shard:  # noqa: PTH123
+                shard.seek(self._offsets[index] - self._before[index])
+                with tarfile.open(fileobj=shard, mode="r:") as tar:
+                    member = tar.next()
+        except (OSError, ValueError, tarfile.TarError):
+            member = None
+        return f"{file}: {member.name}" if member is not None else super().name(index)
+
+
+def open_webdataset(root: Path, split: str, files: Sequence[Path], training: Sequence[Path] = ()) -> Shards:
+    """The pictures in ``files``. Classes have the names in ``classes.txt``, else numbers, up to the largest label that
+    the ``training`` files hold, or these where there are none.
+
+    Raises UserError where a shard is damaged, or a label is none or of no class.
+    """
+    index = _open(root, split, files)
+    labels = index.columns["labels"]
+    classes = read_classes(root)
+    if classes is None:
+        deciding = _open(root, "train", training) if training else index
+        classes = [str(label) for label in range(int(deciding.columns["labels"].max()) + 1)]
+    shards = TarShards(files, index, labels, classes)
+    if labels.max() >= len(classes):
+        raise UserError(
+            f"{shards.name(int(labels.argmax()))} has the label {labels.max()}, and there are {len(classes)} classes, "
+            f"by {CLASSES} or the training split; labels run from 0 on"
+        )
+    return shards
+
+
+def check_tar(shard: Path) -> None:
+    """Raise UserError where it does not begin as a tar."""
+    with shard.open("rb") as file:
+        next(_members(shard, file), None)
+
+
+def _open(root: Path, split: str, files: Sequence[Path]) -> Index:
+    return keep_index(root, split, KIND, lambda: stamps_of(root, files), lambda: _index(root, split, files))
+
+
+def _index(root: Path, split: str, files: Sequence[Path]) -> Index:
+    rows = list(look_through(files, _look))
+    if not any(rows):
+        raise UserError(f"{root}: there is no picture in the {len(files)} tar(s) of the {split} split")
+    return Index({}, columns_of(rows))
+
+
+def _look(shard: Path) -> list[Row]:
+    """The pictures of a shard, in the order in which they lie there."""
+    pictures: dict[str, tarfile.TarInfo] = {}
+    labels: dict[str, int] = {}
+    with shard.open("rb") as file:
+        for member in _members(shard, file):
+            key, extension = _key(member.name)
+            found: dict[str, Any]
+            content: Any
+            match extension:
+                case "cls":
+                    found, content = labels, _label(shard, file, member)
+                case _ if extension in PICTURES:
+                    found, content = pictures, member
+                case _:  # what else WebDataset may keep beside a picture
+                    continue
+            if key in found:
+                raise UserError(f"{shard}: {member.name} is the second of its key; give every sample its own")
+            found[key] = content
+    for key in pictures.keys() ^ labels.keys():
+        there, lacking = ("its label", f"{key}.cls") if key in pictures else ("its picture", f"{key}.jpg")
+        name = pictures[key].name if key in pictures else f"{key}.cls"
+        raise UserError(f"{shard}: {name} lacks {there}, {lacking}; {_HINT}")
+    return sorted(
+        (member.offset_data, member.size, member.offset_data - member.offset, labels[key])
+        for key, member in pictures.items()
+    )
+
+
+def _members(shard: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
+    """Its files. Raises UserError where one lies there in another way, or the archive is not whole."""
+    end = 0
+    try:
+        with tarfile.open(fileobj=file, mode="r:") as tar:
+            while (member := tar.next()) is not None:
+                if member.size < 0 or tar.offset <= end:
+                    raise tarfile.ReadError("a size below 0")
+                end = tar.offset
+                if not (member.isreg() or member.isdir()) or member.issparse():
+                    raise UserError(f"{shard}: {member.name} is no regular file but a link or the like; {_HINT}")
+                if member.isreg():
+                    yield member
+    except (tarfile.TarError, ValueError, OverflowError) as error:
+        raise UserError(f"{shard} is no whole tar file ({error}); copy or make it again") from None
+    file.seek(end)
+    rest = file.read(_BLOCK)
+    if len(rest) < _BLOCK or any(rest):
+        what = "ends without an end mark" if len(rest) < _BLOCK else "is damaged"
+        raise UserError(f"{shard} {what} at byte {end}; copy or make it again")
+
+
+def _key(name: str) -> tuple[str, str]:
+    """What the files of one sample share, and the rest, as WebDataset cuts: at the first dot of the base name."""
+    folder, slash, base = name.rpartition("/")
+    stem, _, extension = base.partition(".")
+    return folder + slash + stem, extension.lower() if stem else ""
+
+
+def _label(shard: Path, file: BinaryIO, member: tarfile.TarInfo) -> int:
+    file.seek(member.offset_data)
+    text = file.read(min(member.size, _DIGITS)).strip()
+    if member.size > _DIGITS or not text.isdigit() or int(text) >= 1 << 31:
+        raise UserError(f"{shard}: {member.name} holds no label; write a number there, from 0 on")
+    return int(text)

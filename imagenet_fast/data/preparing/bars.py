@@ -1,0 +1,32 @@
+"""How far it has come, how fast it goes, and how long it will take."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.text import Text
+
+
+def new_bars() -> Progress:
+    """Bars of bytes on stderr; for a task that counts ``pictures`` also of those."""
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(bar_width=16), DownloadColumn(), TransferSpeedColumn(), _Pictures(),
+        TimeRemainingColumn(), console=Console(stderr=True),
+    )  # fmt: skip
+
+
+class _Pictures(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        pictures = task.fields.get("pictures")
+        if not pictures or not task.elapsed:
+            return Text()
+        return Text(f"{pictures / task.elapsed:.0f} pictures/s")

@@ -1,0 +1,71 @@
+"""Pictures by where their bytes lie, in archives or in files of their own: all that a writer of any format asks for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from imagenet_fast.data.imagefolder import SUFFIXES
+from imagenet_fast.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A file of a source: ``size`` bytes of the file ``held_by`` from ``offset`` on."""
+
+    name: str
+    held_by: str
+    offset: int
+    size: int
+
+    def read(self) -> bytes:
+        """Its bytes. Raises UserError where there are fewer."""
+        with open(self.held_by, "rb", buffering=0) as file:  # noqa: PTH123  (a million of them)
+            content = os.pread(file.fileno(), self.size, self.offset)
+        if len(content) != self.size:
+            raise UserError(f"{self.held_by} breaks off within '{self.name}'; fetch it again")
+        return content
+
+    @property
+    def is_picture(self) -> bool:
+        """By its name, as ImageFolder takes them; but no AppleDouble file, which macOS leaves beside others."""
+        return self.name.lower().endswith(SUFFIXES) and not self.name.startswith("._")
+
+    @property
+    def shown(self) -> str:
+        """Its name as text, whatever its bytes are."""
+        return os.fsencode(self.name).decode(errors="backslashreplace")
+
+
+@dataclass(frozen=True, eq=False)
+class PictureClass:
+    """One class of one split of a source."""
+
+    split: str
+    name: str
+    listed: Callable[[], list[Located]]
+    """Its files, each name once; others than pictures may be among them. Raises UserError where a name is amiss."""
+    size: int | None = None
+    """Bytes that they take, or a little less; None where only listing them tells."""
+
+    @property
+    def path(self) -> str:
+        return f"{self.split}/{self.name}"
+
+    def measured(self) -> int:
+        return sum(file.size for file in self.listed()) if self.size is None else self.size
+
+
+@dataclass(frozen=True)
+class Source:
+    """ImageNet, or a part of it, as somebody has it."""
+
+    told: str
+    """What it was taken for."""
+    classes: list[PictureClass]
+    others: list[str] = field(default_factory=list)
+    """Files that belong to no class and are left out."""
+    md5: dict[Path, str] = field(default_factory=dict)
+    """What the archives must have, by which they are those that image-net.org gives."""

@@ -1,0 +1,31 @@
+"""Pictures as loaders see them, in whatever format it lies on the disk."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Split(Protocol):
+    """Numbered from 0 on, in an order that never changes."""
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """[images], indices into :attr:`classes`."""
+
+    @property
+    def classes(self) -> list[str]:
+        """The names of all classes, of the training split."""
+
+    def __len__(self) -> int: ...
+
+    def name(self, index: int) -> str:
+        """What a person is told where picture ``index`` is bad: its path, or its place in a file of many."""
+
+    def read(self, index: int) -> bytes:
+        """Picture ``index``, still encoded. Many threads may ask at once."""
+
+    def expect(self, indices: NDArray[np.int64]) -> None:
+        """These pictures will be asked for next: what waits for a file server may begin to fetch them all."""

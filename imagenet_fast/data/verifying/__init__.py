@@ -1,0 +1,1 @@
+"""``imagenet-fast data verify``: every file of a data set read and decoded, before a training run stumbles over one."""

@@ -1,0 +1,55 @@
+"""What was found, and how much it matters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from rich.markup import escape
+from rich.table import Column, Table
+
+State = Literal["ok", "warn", "fail"]
+_COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of a check-up."""
+
+    about: str
+    state: State
+    said: str
+    """What there is."""
+    fix: str = ""
+    """What to do about it, unless it is well."""
+    host: str = ""
+    """Where, if not everywhere."""
+
+
+def findings_table(findings: Iterable[Finding]) -> Table:
+    """A line each, and its fix."""
+    about = (Column("", no_wrap=True), Column("", no_wrap=True))
+    table = Table(*about, "", box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
+    for found in findings:
+        where = f"{found.host}: " if found.host else ""
+        fix = f"; {found.fix}" if found.fix else ""
+        state = f"[{_COLOURS[found.state]}]{found.state}[/]"
+        table.add_row(state, escape(found.about), escape(f"{where}{found.said}{fix}"))
+    return table
+
+
+def by_host(found: dict[str, list[Finding]]) -> list[Finding]:
+    """Of several hosts' findings each once where all have the same, else with the host's name."""
+    merged: list[Finding] = []
+    everything = [finding for findings in found.values() for finding in findings]
+    for about in dict.fromkeys(finding.about for finding in everything):
+        of_hosts = {host: [f for f in findings if f.about == about] for host, findings in found.items()}
+        first, *others = of_hosts.values()
+        if all(other == first for other in others):
+            merged += first
+        else:
+            merged += [
+                Finding(f.about, f.state, f.said, f.fix, host) for host, findings in of_hosts.items() for f in findings
+            ]
+    return merged

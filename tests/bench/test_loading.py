@@ -1,0 +1,71 @@
+"""What loaders give beside others: the figures are there, and say what they are of."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from PIL import Image
+
+from imagenet_fast.bench.loading import Loader, bench_loading, loading_table, parse_loaders
+from imagenet_fast.bench.photos import make_photos
+from imagenet_fast.cli import main
+from imagenet_fast.data.imagefolder import scan
+
+
+def test_photos_are_made_of_the_usual_size_and_are_all_different(tmp_path: Path):
+    assert make_photos(tmp_path, 6) == "parts of scikit-learn's two photos"
+    train, val = scan(tmp_path)
+    assert (len(train), len(val)) == (6, 1)
+    assert len({train.read(index) for index in range(6)}) == 6
+    for index in range(6):
+        assert 40_000 < len(train.read(index)) < 200_000
+        with Image.open(train.name(index)) as photo:
+            assert photo.size == (500, 375)
+
+
+def test_without_scikit_learn_they_are_noise_that_takes_as_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    assert make_photos(tmp_path, 1).startswith("noise")
+    train, _ = scan(tmp_path)
+    assert 40_000 < len(train.read(0)) < 200_000
+
+
+def test_every_loader_is_timed_in_one_run_and_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    options = ("--image-size", "32", "--batch", "2", "--workers", "1", "--seconds", "0", "--rounds", "2")
+    chosen = ("--loaders", ",".join(get_args(Loader)))
+    files = ("--json", str(tmp_path / "rates.json"), "--png", str(tmp_path / "rates.png"))
+    monkeypatch.setattr(sys, "argv", ["imagenet-fast", "bench", "data", *options, *chosen, *files])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert not end.value.code
+    rates = json.loads((tmp_path / "rates.json").read_text())
+    assert [rate["loader"] for rate in rates] == list(get_args(Loader))
+    for rate in rates:
+        assert 0 < rate["slowest"] <= rate["images_per_s"] <= rate["fastest"]
+        assert rate["images_per_core_s"] > 0
+        assert (rate["batch"], rate["workers"], rate["image_size"]) == (2, 1, 32)
+    with Image.open(tmp_path / "rates.png") as picture:
+        assert picture.width > 300
+    assert "torchvision-io" in capsys.readouterr().out
+
+
+def test_where_dali_is_not_installed_the_table_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "nvidia.dali", None)
+    (rate,) = bench_loading(["dali"], None, image_size=32, batch=2, workers=1, seconds=0)
+    assert rate.images_per_s is None
+    assert list(loading_table([rate]).columns[1].cells) == ["is not installed"]
+
+
+def test_loaders_are_chosen_by_name(refusal: Callable[..., str], tmp_path: Path):
+    assert parse_loaders("dali,synthetic") == ["dali", "synthetic"]
+    assert "--loaders dali,disk" in refusal("bench", "data", "--loaders", "dali,disk")
+    make_photos(tmp_path, 2)
+    small = ("--data", str(tmp_path), "--batch", "9", "--loaders", "folder")
+    assert "holds 2 pictures, fewer than a batch; --batch 2" in refusal("bench", "data", *small)

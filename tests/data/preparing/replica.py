@@ -1,0 +1,196 @@
+"""ImageNet as people have it, with few classes: the official tars, Kaggle's layout, one folder a class.
+
+    pictures = small_imagenet()
+    official_tars(tmp_path / "tars", pictures)
+
+What prepare should make of any of them is ``good(pictures)``. The odd ones of the real set are among them, and such as
+are found on disks: see ``ODD``.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from scipy.io import savemat
+
+CLASSES = {
+    "n02105855": (1, "Shetland sheepdog, Shetland sheep dog, Shetland"),
+    "n02123045": (2, "tabby, tabby cat"),
+    "n01440764": (3, "tench, Tinca tinca"),
+    "n01443537": (4, "goldfish, Carassius auratus"),
+}
+"""Real wnids, with numbers in an order that is not theirs, as in the real devkit."""
+
+INNER = {"n02084071": (1001, "dog, domestic dog, Canis familiaris"), "n02075296": (1002, "carnivore")}
+"""Nodes of WordNet above them, which are no classes but are in meta.mat."""
+
+ODD = {
+    "png": "train/n02105855/n02105855_2933.JPEG",
+    "cmyk": "train/n02123045/n02123045_7.JPEG",
+    "rotated": "train/n01440764/n01440764_6.JPEG",
+    "truncated": "train/n01443537/n01443537_5.JPEG",
+    "empty": "train/n01443537/n01443537_6.JPEG",
+    "garbage": "train/n01443537/n01443537_7.JPEG",
+    "AppleDouble": "train/n01440764/._n01440764_18.JPEG",
+    "twin": "train/n02123045/n02123045_8.JPEG",
+}
+"""Where files are that are not what their names say, or need care. The twin is a copy of another class's picture."""
+
+Pictures = dict[str, bytes]
+"""By path, as prepare should make it: ``train/<wnid>/<file>``."""
+
+
+def photo(number: int, short: int = 300, long: int = 400, mode: str = "RGB") -> Image.Image:
+    """Smooth, and like no other of another number."""
+    blobs = np.random.default_rng(number).integers(0, 256, (5, 6, 3), dtype=np.uint8)
+    size = (long, short) if number % 2 else (short, long)
+    return Image.fromarray(blobs).resize(size, Image.Resampling.BICUBIC).convert(mode)
+
+
+def encoded(picture: Image.Image, kind: str = "JPEG", **options: object) -> bytes:
+    written = io.BytesIO()
+    picture.save(written, kind, **options)
+    return written.getvalue()
+
+
+def small_imagenet(train: int = 8, val: int = 3, odd: bool = True) -> Pictures:
+    """So many pictures a class. A third of them have a short side of 200 pixels, the others of 300."""
+    pictures: Pictures = {}
+    number = 0
+    for wnid in CLASSES:
+        for index in range(train):
+            number += 1
+            shape = (200, 260) if index % 3 == 0 else (300, 400)
+            pictures[f"train/{wnid}/{wnid}_{index}.JPEG"] = encoded(photo(number, *shape), quality=90)
+    validation = [wnid for _ in range(val) for wnid in sorted(CLASSES, reverse=True)]
+    for index, wnid in enumerate(validation, 1):
+        pictures[f"val/{wnid}/ILSVRC2012_val_{index:08}.JPEG"] = encoded(photo(1000 + index), quality=90)
+    return pictures | (odd_pictures() if odd else {})
+
+
+def odd_pictures() -> Pictures:
+    turned = Image.Exif()
+    turned[0x0112] = 6  # Orientation: to be shown turned by 90 degrees
+    whole = encoded(photo(2001), quality=90)
+    return {
+        ODD["png"]: encoded(photo(1), "PNG"),
+        ODD["cmyk"]: encoded(photo(2, mode="CMYK")),
+        ODD["rotated"]: encoded(photo(3), exif=turned),
+        ODD["truncated"]: whole[: len(whole) // 2],
+        ODD["empty"]: b"",
+        ODD["garbage"]: np.random.default_rng(0).bytes(3000),
+        ODD["AppleDouble"]: b"\x00\x05\x16\x07\x00\x02\x00\x00Mac OS X        " + bytes(100),
+        ODD["twin"]: encoded(photo(2000), quality=90),
+    } | {"train/n01443537/n01443537_1.JPEG": encoded(photo(2000), quality=90)}
+
+
+def good(pictures: Pictures) -> Pictures:
+    """Without what is no picture by its name."""
+    return {path: content for path, content in pictures.items() if "/._" not in path}
+
+
+def official_tars(folder: Path, pictures: Pictures) -> Path:
+    """The three files that image-net.org gives. Returns ``folder``."""
+    folder.mkdir(parents=True)
+    by_class: dict[str, Pictures] = {}
+    for path, content in pictures.items():
+        split, wnid, name = path.split("/")
+        if split == "train":
+            by_class.setdefault(f"{wnid}.tar", {})[name] = content
+    write_tar(folder / "ILSVRC2012_img_train.tar", {name: tar_of(files) for name, files in by_class.items()})
+    validation = _validation(pictures)
+    write_tar(
+        folder / "ILSVRC2012_img_val.tar",
+        {name: pictures[f"val/{wnid}/{name}"] for name, wnid in sorted(validation.items())},
+    )
+    truth = [CLASSES[wnid][0] for _, wnid in sorted(validation.items())]
+    (folder / "ILSVRC2012_devkit_t12.tar.gz").write_bytes(devkit(truth))
+    return folder
+
+
+def devkit(truth: list[int]) -> bytes:
+    """The labels of validation pictures 1, 2, ... as the real kit has them, by its own numbers."""
+    top = "ILSVRC2012_devkit_t12/data"
+    files = {
+        f"{top}/meta.mat": meta_mat(),
+        f"{top}/ILSVRC2012_validation_ground_truth.txt": "".join(f"{number}\n" for number in truth).encode(),
+    }
+    return gzip.compress(tar_of(files))
+
+
+def meta_mat() -> bytes:
+    """A struct array "synsets" with the fields of the real one."""
+    fields = (
+        "ILSVRC2012_ID", "WNID", "words", "gloss", "num_children", "children", "wordnet_height", "num_train_images",
+    )  # fmt: skip
+    rows = [
+        (number, wnid, words, "what it is", len(children), children, height, 1300 - 1300 * bool(children))
+        for nodes, children, height in ((CLASSES, [], 0), (INNER, [1, 2], 3))
+        for wnid, (number, words) in nodes.items()
+    ]
+    synsets = np.array([[row] for row in rows], dtype=[(field, object) for field in fields])
+    written = io.BytesIO()
+    savemat(written, {"synsets": synsets})
+    return written.getvalue()
+
+
+def kaggle(folder: Path, pictures: Pictures) -> Path:
+    """What Kaggle's archive unpacks to. Returns ``folder``."""
+    top = folder / "ILSVRC/Data/CLS-LOC"
+    validation = _validation(pictures)
+    write_files(top, {path: content for path, content in pictures.items() if path.startswith("train/")})
+    write_files(top / "val", {name: pictures[f"val/{wnid}/{name}"] for name, wnid in validation.items()})
+    with (folder / "LOC_val_solution.csv").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["ImageId", "PredictionString"])
+        for name, wnid in sorted(validation.items(), key=lambda item: item[1]):
+            rows.writerow([name.removesuffix(".JPEG"), f"{wnid} 1 2 30 40 {wnid} 5 6 70 80 "])
+    return folder
+
+
+def image_folder(folder: Path, pictures: Pictures) -> Path:
+    """One folder a class. Returns ``folder``."""
+    write_files(folder, pictures)
+    return folder
+
+
+def _validation(pictures: Pictures) -> dict[str, str]:
+    """The wnid of each validation picture, by its name."""
+    paths = (path.split("/") for path in pictures)
+    return {name: wnid for split, wnid, name in paths if split == "val"}
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    for path, content in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content)
+
+
+def tar_of(files: Mapping[str, bytes | tarfile.TarInfo]) -> bytes:
+    """A tar of files by their paths; a TarInfo is a member without content."""
+    written = io.BytesIO()
+    with tarfile.open(fileobj=written, mode="w") as archive:
+        for path, content in files.items():
+            if isinstance(content, tarfile.TarInfo):
+                archive.addfile(content)
+                continue
+            info = tarfile.TarInfo(path)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return written.getvalue()
+
+
+def write_tar(path: Path, files: Mapping[str, bytes | tarfile.TarInfo]) -> None:
+    path.write_bytes(tar_of(files))
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Every file in ``folder``, hidden ones too, by its path there."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -1,0 +1,55 @@
+"""Pixels are PIL's, whoever decodes them."""
+
+from __future__ import annotations
+
+import io
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from imagenet_fast.data import decoding
+from imagenet_fast.data.decoding import BadPictureError, decode, portable
+from tests.data.encoded import BAD, JPEG, PICTURES
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_every_kind_of_picture_has_pils_pixels(name: str):
+    with Image.open(io.BytesIO(PICTURES[name])) as picture:
+        assert np.array_equal(decode(PICTURES[name]), np.asarray(picture.convert("RGB")))
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_whole_picture_is_refused_with_a_reason(name: str):
+    with pytest.raises(BadPictureError, match=r"it is empty|it is no picture|truncated|broken"):
+        decode(BAD[name])
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_what_other_decoders_are_given_is_the_same_picture_and_most_often_the_same_bytes(name: str):
+    given = portable(PICTURES[name])
+    pixels = decode(PICTURES[name])
+    assert (given.height, given.width) == pixels.shape[:2]
+    assert np.array_equal(decode(given.encoded), pixels)
+    seldom = ("cmyk", "cmyk behind a long segment", "with bytes behind", "deep grey", "without its end", "gif")
+    assert (given.encoded == PICTURES[name]) == (name not in seldom)
+
+
+def test_what_is_broken_at_an_end_is_given_to_no_other_decoder():
+    for name in BAD.keys() - {"a png with a changed bit"}:
+        with pytest.raises(BadPictureError):
+            portable(BAD[name])
+
+
+def test_a_common_picture_is_not_left_to_pil(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(decoding, "_decode_slowly", None)
+    for name in ("jpeg", "progressive", "grey", "turned", "png", "palette", "transparent"):
+        decode(PICTURES[name])
+
+
+@pytest.mark.parametrize("changed", range(2, len(JPEG), 97))
+def test_a_picture_of_which_a_byte_is_wrong_is_decoded_or_refused(changed: int):
+    damaged = JPEG[:changed] + bytes([JPEG[changed] ^ 0xFF]) + JPEG[changed + 1 :]
+    with suppress(BadPictureError):
+        assert decode(damaged).shape[2] == 3

@@ -1,0 +1,521 @@
+"""Folders, WebDataset and TFRecord: the same pictures with the same labels, whatever holds them."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from imagenet_fast.data.dataset import open_dataset, open_validation
+from imagenet_fast.data.formats.crc32c import crc32c, masked_crc32c
+from imagenet_fast.data.formats.example_proto import find_features, write_example
+from imagenet_fast.data.formats.making_shards import Sample, write_records, write_tar, write_tfrecord, write_webdataset
+from imagenet_fast.data.formats.tfrecord import HEAD, TAIL
+from imagenet_fast.data.order import EvalOrder, TrainOrder
+from imagenet_fast.data.recognising import check_folders, check_validation, open_training
+from imagenet_fast.data.recognising import open_validation as open_validation_split
+from imagenet_fast.data.split import Split
+from imagenet_fast.errors import UserError
+from imagenet_fast.recipe.batching import Batching
+from tests.data.test_loaders import picture_data
+
+FORMATS = ("folder", "webdataset", "tfrecord")
+CLASSES = ["a class", "n01440764", "n01443537", "schön 'quoted'"]
+STRANGE = [
+    "1.jpg",
+    "of spaces .jpeg",
+    "äöü€😀.PNG",
+    "two\nlines.jpg",
+    "l" * 240 + ".jpg",
+    "-f.jpg",
+    "x.y.z.bmp",
+    "%s.webp",
+]
+
+
+@pytest.fixture(scope="module")
+def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By format: 53 pictures in 4 classes and 13 to validate, of which one class has none, under strange names."""
+    place = tmp_path_factory.mktemp("formats")
+    drawn = random.Random(0)
+    for split, count in (("train", 53), ("val", 13)):
+        for number in range(count):
+            folder = place / "folder" / split / CLASSES[number % (4 if split == "train" else 3)]
+            folder.mkdir(parents=True, exist_ok=True)
+            name = STRANGE[number // 4] if number // 4 < len(STRANGE) else f"{number}.jpg"
+            (folder / name).write_bytes(b"\xff\xd8" + drawn.randbytes(1 + drawn.randrange(3000)))
+    (place / "folder" / "train" / CLASSES[0] / os.fsdecode(b"not utf-8 \xff.jpg")).write_bytes(b"BM")
+    to_shards(place / "folder", place)
+    return {name: place / name for name in FORMATS}
+
+
+def to_shards(folder: Path, place: Path, shard_bytes: int = 6000) -> None:
+    """Beside it, in the other formats."""
+    for split, pictures in (("train", open_training(folder)), ("val", open_validation_split(folder))):
+        samples = [Sample(pictures.name(i), pictures.read(i), int(pictures.labels[i])) for i in range(len(pictures))]
+        for write, name in ((write_webdataset, "webdataset"), (write_tfrecord, "tfrecord")):
+            write(samples, pictures.classes, place / name, split, shard_bytes)
+
+
+def shown(pictures: Split, indices: Iterator[int] | np.ndarray) -> list[tuple[bytes, int]]:
+    return [(pictures.read(int(i)), int(pictures.labels[i])) for i in indices]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_an_epoch_of_any_format_shows_the_same_pictures_with_the_same_labels(roots: dict[str, Path], ranks: int):
+    """54 pictures in global batches of 10 or so: what is left out is the same too, and another epoch another order."""
+    epochs: dict[str, list[list[tuple[bytes, int]]]] = {}
+    for name, root in roots.items():
+        pictures = open_training(root)
+        assert len(pictures) == 54
+        batching = Batching(ranks, 2, 4 // ranks or 1)
+        orders = [TrainOrder(len(pictures), batching, rank, seed=1) for rank in range(ranks)]
+        count = orders[0].steps_per_epoch * batching.accumulation
+        streams = [iter(order) for order in orders]
+        epochs[name] = [
+            [
+                sample
+                for stream in streams
+                for batch in islice(stream, count)
+                for sample in shown(pictures, batch.pictures)
+            ]
+            for _ in range(2)
+        ]
+    assert epochs["folder"] == epochs["webdataset"] == epochs["tfrecord"]
+    first, second = epochs["folder"]
+    assert Counter(first).most_common(1)[0][1] == 1
+    assert first != second
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 17])
+def test_an_evaluation_of_any_format_shows_every_picture_once(roots: dict[str, Path], ranks: int):
+    whole = {}
+    for name, root in roots.items():
+        pictures = open_validation_split(root)
+        orders = [EvalOrder(len(pictures), 4, ranks, rank) for rank in range(ranks)]
+        batches = [batch for order in orders for batch in islice(order, order.batches)]
+        whole[name] = [sample for batch in batches for sample in shown(pictures, batch.pictures)]
+        assert pictures.classes == CLASSES
+    files = [path.read_bytes() for path in roots["folder"].glob("val/*/*")]
+    assert Counter(picture for picture, _ in whole["folder"]) == Counter(files)
+    assert whole["folder"] == whole["webdataset"] == whole["tfrecord"]
+
+
+def test_a_run_goes_on_in_the_middle_of_an_epoch_in_any_format_with_the_same_batches(pictures: Path, tmp_path: Path):
+    to_shards(pictures, tmp_path, shard_bytes=20_000)
+    data, device = picture_data("dali"), torch.device("cpu")
+    taken = {}
+    for name in FORMATS:
+        root = pictures if name == "folder" else tmp_path / name
+        whole = open_dataset(data, root, Batching(1, 4, 2), 0, 1, device, 1)
+        taken[name] = list(islice(whole.train, 5 * 2))
+        # From step 3 of 5 on, on two ranks.
+        for rank in range(2):
+            later = open_dataset(data, root, Batching(2, 4, 1), rank, 1, device, 1, first_step=3).train
+            for step, (images, labels) in enumerate(islice(later, 2), 3):
+                assert torch.equal(images, taken[name][2 * step + rank][0])
+                assert torch.equal(labels, taken[name][2 * step + rank][1])
+        evaluation = open_validation(data, root, Batching(1, 4, 1), 0, 1, device, 1)
+        assert sum(len(labels) for _, labels in evaluation.next_evaluation()) == 7
+        assert evaluation.class_names == ["class0", "class1", "class2"]
+    for name in FORMATS[1:]:
+        for ours, theirs in zip(taken[name], taken["folder"], strict=True):
+            assert torch.equal(ours[0], theirs[0])
+            assert torch.equal(ours[1], theirs[1])
+
+
+def test_what_is_told_of_a_picture_leads_to_it(roots: dict[str, Path]):
+    for name, root in roots.items():
+        pictures = open_training(root)
+        told = [pictures.name(i) for i in range(len(pictures))]
+        assert len(set(told)) == len(pictures)
+        for i, place in enumerate(told):
+            if name == "folder":
+                assert Path(place).read_bytes() == pictures.read(i)
+            elif name == "webdataset":
+                shard, _, member = place.partition(": ")
+                with tarfile.open(shard) as tar:
+                    assert tar.extractfile(member).read() == pictures.read(i)
+            else:
+                assert place.startswith(f"{root}/train-000")
+                assert ": record " in place
+
+
+@pytest.mark.parametrize("name", FORMATS[1:])
+def test_many_threads_read_from_few_open_files(roots: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (12, 12))
+    folder, pictures = open_training(roots["folder"]), open_training(roots[name])
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    everything = np.random.default_rng(0).permutation(np.tile(np.arange(54), 20))
+    with ThreadPoolExecutor(8) as threads:
+        for begin in range(0, len(everything), 40):
+            pictures.expect(everything[begin : begin + 40])
+        read = list(threads.map(pictures.read, everything))
+    assert read == [folder.read(i) for i in everything]
+    assert len(list(Path("/proc/self/fd").iterdir())) - before <= 3
+
+
+def test_shards_are_the_same_bytes_when_they_are_made_again(roots: dict[str, Path], tmp_path: Path):
+    to_shards(roots["folder"], tmp_path)
+    for name in FORMATS[1:]:
+        ours, theirs = ({p.name: p.read_bytes() for p in root.iterdir()} for root in (roots[name], tmp_path / name))
+        assert ours == theirs
+        assert len([file for file in ours if file.startswith("train-") and not file.endswith(".idx")]) > 10
+
+
+def test_shards_carry_the_indexes_that_dalis_own_tools_make(roots: dict[str, Path], tmp_path: Path):
+    wds2idx = pytest.importorskip("wds2idx")
+    for shard in islice(roots["webdataset"].glob("train-*.tar"), 3):
+        with wds2idx.IndexCreator(str(shard), str(tmp_path / "idx"), verbose=False) as creator:
+            creator.create_index()
+        assert shard.with_suffix(".idx").read_text() == (tmp_path / "idx").read_text()
+    tool = Path(sys.executable).with_name("tfrecord2idx")
+    shard = roots["tfrecord"] / "validation-00000-of-00004"
+    subprocess.run([sys.executable, tool, shard, tmp_path / "idx"], check=True)
+    assert shard.with_name(f"{shard.name}.idx").read_text() == (tmp_path / "idx").read_text() != ""
+
+
+def test_tensorboards_reader_of_records_reads_ours(roots: dict[str, Path]):
+    stub = importlib.import_module("tensorboard.compat.tensorflow_stub.pywrap_tensorflow")
+    pictures, records = open_validation_split(roots["tfrecord"]), []
+    for shard in sorted(roots["tfrecord"].glob("validation-*-of-*[0-9]")):
+        reader = stub.PyRecordReader_New(str(shard))
+        with suppress(Exception):  # its way to say that there are no more
+            while True:
+                reader.GetNext()
+                records.append(reader.record())
+    assert len(records) == len(pictures)
+    assert all(pictures.read(i) in record for i, record in enumerate(records))
+
+
+def test_crc32c_is_that_of_its_specification():
+    """RFC 3720, B.4, and TensorBoard's, byte by byte, around the ends of blocks."""
+    stub = importlib.import_module("tensorboard.compat.tensorflow_stub.pywrap_tensorflow")
+    assert crc32c(b"123456789") == 0xE3069283
+    assert crc32c(bytes(32)) == 0x8A9136AA
+    assert crc32c(b"") == 0
+    for length in (1, 3, 4, 5, 1023, 1024, 1025, 2048, 5000):
+        content = random.Random(length).randbytes(length)
+        assert masked_crc32c(content) == stub.masked_crc32c(content)
+
+
+# Shards of others.
+
+
+def tar_of(path: Path, *members: tuple[str, bytes] | tarfile.TarInfo, format: int = tarfile.PAX_FORMAT) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", format=format) as tar:
+        for member in members:
+            if isinstance(member, tarfile.TarInfo):
+                tar.addfile(member)
+            else:
+                info = tarfile.TarInfo(member[0])
+                info.size = len(member[1])
+                tar.addfile(info, io.BytesIO(member[1]))
+    return path
+
+
+def records_of(path: Path, *examples: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        for example in examples:
+            head = len(example).to_bytes(8, "little")
+            file.write(HEAD.pack(len(example), masked_crc32c(head)) + example + TAIL.pack(masked_crc32c(example)))
+    return path
+
+
+def example(label: int, synset: str = "", **changes: bytes | int) -> bytes:
+    named = {"image/class/synset": synset.encode()} if synset else {}
+    return write_example({"image/encoded": b"picture", "image/class/label": label, **named, **changes})
+
+
+@pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
+def test_shards_of_any_tar_with_what_else_webdataset_keeps_are_read(tmp_path: Path, format: int):
+    """Long names in either dialect, folders, labels before pictures or far behind, json beside them, AppleDoubles."""
+    folder = tarfile.TarInfo("deep")
+    folder.type = tarfile.DIRTYPE
+    long = "deep/" + "ü" * 200
+    tar_of(
+        tmp_path / "train" / "shard 1.tar",
+        folder,
+        ("deep/._a.jpg", b"?"),
+        ("deep/a.cls", b"1\n"),
+        ("deep/a.JPEG", b"A"),
+        (f"{long}.png", b"LONG"),
+        ("deep/a.json", b"{}"),
+        ("b.jpg", b"B"),
+        (f"{long}.cls", b"0"),
+        ("b.cls", b"10"),
+        format=format,
+    )
+    tar_of(tmp_path / "train" / "shard 0.tar")
+    tar_of(tmp_path / "validation" / "0.tar", ("a.jpg", b"V"), ("a.cls", b"3"))
+    check_folders(tmp_path)
+    train, val = open_training(tmp_path), open_validation_split(tmp_path)
+    assert shown(train, range(3)) == [(b"A", 1), (b"LONG", 0), (b"B", 10)]
+    assert [train.name(i).rpartition(": ")[2] for i in range(3)] == ["deep/a.JPEG", f"{long}.png", "b.jpg"]
+    assert train.classes == val.classes == [str(number) for number in range(11)]
+    assert shown(val, range(1)) == [(b"V", 3)]
+
+
+def cut(path: Path, at: int) -> None:
+    os.truncate(path, path.stat().st_size + at if at < 0 else at)
+
+
+def _put(path: Path, at: int, content: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(content)
+
+
+def _link() -> tarfile.TarInfo:
+    link = tarfile.TarInfo("b.jpg")
+    link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    return link
+
+
+GOOD = (("a.jpg", bytes(2000)), ("a.cls", b"0"))
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda path: cut(tar_of(path, *GOOD), 1000), r"train-0.tar is no whole tar file \(unexpected end of data\)"),
+        (lambda path: cut(tar_of(path, *GOOD), 0), r"train-0.tar is no whole tar file \(empty file\)"),
+        (lambda path: cut(tar_of(path, *GOOD), 512 * 7), "train-0.tar ends without an end mark at byte 3584"),
+        (lambda path: _put(tar_of(path, *GOOD), 2560, b"garbage"), "train-0.tar is damaged at byte 2560"),
+        (lambda path: _put(tar_of(path, *GOOD), 0, b"\x1f\x8b\x08"), "train-0.tar is no whole tar file"),
+        (lambda path: tar_of(path, *GOOD, ("b.jpg", b"")), "train-0.tar: b.jpg lacks its label, b.cls"),
+        (lambda path: tar_of(path, *GOOD, ("b.cls", b"1")), "train-0.tar: b.cls lacks its picture, b.jpg"),
+        (lambda path: tar_of(path, *GOOD, _link()), "train-0.tar: b.jpg is no regular file"),
+        (lambda path: tar_of(path, *GOOD, ("a.png", b"")), "train-0.tar: a.png is the second of its key"),
+        (lambda path: tar_of(path, ("a.jpg", b""), ("a.cls", b"cat")), "train-0.tar: a.cls holds no label"),
+        (lambda path: tar_of(path, ("a.jpg", b""), ("a.cls", b"-1")), "train-0.tar: a.cls holds no label"),
+        (lambda path: tar_of(path, ("a.jpg", b""), ("a.cls", b"9" * 99)), "train-0.tar: a.cls holds no label"),
+        (lambda path: tar_of(path), r"no picture in the 1 tar\(s\) of the train split"),
+        (lambda path: tar_of(path.with_name("n01440764.tar"), ("n01440764_1.JPEG", b"")), "data prepare"),
+        (lambda path: tar_of(path.with_name("ILSVRC2012_img_train.tar")), "data prepare"),
+    ],
+)
+def test_a_bad_tar_is_told_with_its_place(make: Callable[[Path], None], sentence: str, tmp_path: Path):
+    (tmp_path / "train").mkdir()
+    make(tmp_path / "train" / "train-0.tar")
+    tar_of(tmp_path / "val.tar", *GOOD)
+    for _ in range(2):  # no index is left that would be believed
+        with pytest.raises(UserError, match=sentence):
+            open_training(tmp_path)
+    assert not list(tmp_path.glob(".imagenet-fast*"))
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda path: cut(records_of(path, example(0), example(0)), -20), "record 1 at byte 76 is not whole: the file"),
+        (lambda path: cut(records_of(path, example(0)), 5), "record 0 at byte 0 is not whole"),
+        (lambda path: _put(records_of(path, example(0), example(0)), 77, b"!"), "record 1 at byte 76 is damaged, or"),
+        (
+            lambda path: records_of(path, b""),
+            "record 0 at byte 0 .* has not one image/encoded and one image/class/label",
+        ),
+        (lambda path: records_of(path, b"\x0a\x7f1"), r"it is no Example \(a field that is longer than its message\)"),
+        (lambda path: records_of(path, b"\xff" * 20), r"it is no Example \(a number that does not end\)"),
+        (lambda path: records_of(path, b"\x0b"), r"it is no Example \(a field of type 3\)"),
+        (lambda path: records_of(path, write_example({"image/encoded": b"x"})), "has not one"),
+        (lambda path: records_of(path, example(-2)), "its label is -2"),
+        (lambda path: records_of(path, example(2**40)), "its label is 1099511627776"),
+        (lambda path: records_of(path), r"no record in the 1 file\(s\) of the train split"),
+        (lambda path: records_of(path, example(2), example(4)), "labels run from 2 to 4 .* image/class/synset"),
+        (lambda path: records_of(path, example(1, "a"), example(1, "b")), "a label goes with two synsets"),
+        (lambda path: records_of(path, example(1, "a"), example(2, "a")), "a label goes with two synsets"),
+    ],
+)
+def test_a_bad_record_is_told_with_its_place(make: Callable[[Path], None], sentence: str, tmp_path: Path):
+    make(tmp_path / "train-00000-of-00001")
+    with pytest.raises(UserError, match=sentence):
+        open_training(tmp_path)
+
+
+def test_a_record_whose_bytes_have_changed_is_told_when_it_is_read(tmp_path: Path):
+    shard = records_of(tmp_path / "train-00000-of-00001", example(0), example(1), example(2))
+    _put(shard, shard.read_bytes().rindex(b"picture"), b"P")
+    train = open_training(tmp_path)
+    assert train.read(1) == train.read(1) == b"picture"
+    for _ in range(2):
+        with pytest.raises(UserError, match="train-00000-of-00001: record 2 at byte 152 is damaged: its bytes are not"):
+            train.read(2)
+
+
+def test_a_shard_that_has_become_shorter_is_told(tmp_path: Path):
+    shard = tar_of(tmp_path / "train-0.tar", *GOOD)
+    train = open_training(tmp_path)
+    cut(shard, 1000)
+    with pytest.raises(UserError, match=r"train-0.tar: a.jpg: the shard ends before the picture does"):
+        train.read(0)
+
+
+def test_no_bytes_whatever_are_more_than_refused(tmp_path: Path):
+    """Shards in which some bytes are others: read, or refused in a sentence."""
+    drawn = random.Random(0)
+    whole = {
+        "train-0.tar": tar_of(
+            tmp_path / "0", *GOOD, ("ü" * 120 + ".jpg", b"x"), ("ü" * 120 + ".cls", b"1")
+        ).read_bytes(),
+        "train-00000-of-00001": records_of(tmp_path / "0", example(0, "a"), example(1, "b")).read_bytes(),
+    }
+    for round, (name, content) in enumerate(40 * list(whole.items())):
+        root = tmp_path / "data"
+        shutil.rmtree(root, ignore_errors=True)
+        root.mkdir()
+        changed = bytearray(content)
+        for _ in range(1 + round % 4):
+            changed[drawn.randrange(len(changed))] = drawn.choice((0, 0x7F, 0x80, 0xFF, drawn.randrange(256)))
+        (root / name).write_bytes(changed[: None if round % 3 else drawn.randrange(len(changed))])
+        with suppress(UserError):
+            train = open_training(root)
+            for i in range(len(train)):
+                train.read(i)
+    for length in range(60):
+        noise = drawn.randbytes(length)
+        with suppress(ValueError):
+            find_features(lambda begin, end, noise=noise: noise[begin:end], (0, length), ["a"])
+
+
+def test_labels_from_1_on_are_those_of_tensorflows_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    records_of(tmp_path / "train-00000-of-00002", example(3), example(1))
+    records_of(tmp_path / "train-00001-of-00002", example(2), example(1))
+    records_of(tmp_path / "validation-00000-of-00001", example(3))
+    train, val = open_training(tmp_path), open_validation_split(tmp_path)
+    assert train.labels.tolist() == [2, 0, 1, 0]
+    assert val.labels.tolist() == [2]
+    assert train.classes == val.classes == ["1", "2", "3"]
+    assert capsys.readouterr().err.count("labels in") == 1
+
+
+def test_labels_from_0_on_stay(tmp_path: Path):
+    """As TensorFlow Datasets writes them, under names of its own."""
+    tfds = [write_example({"file_name": b"a", "image": b"A", "label": label}) for label in (4, 0)]
+    records_of(tmp_path / "imagenet2012-train.tfrecord-00000-of-00001", *tfds)
+    train = open_training(tmp_path)
+    assert train.labels.tolist() == [4, 0]
+    assert len(train.classes) == 5
+    assert train.read(1) == b"A"
+
+
+def test_synsets_decide_where_records_name_them(tmp_path: Path):
+    """As folders would be numbered, whatever numbers say; a validation split without them goes by the numbers."""
+    records_of(tmp_path / "train-00000-of-00001", example(7, "n2"), example(3, "n9"), example(5, "n1"))
+    records_of(tmp_path / "val-00000-of-00001", example(3), example(5))
+    assert open_training(tmp_path).labels.tolist() == [1, 2, 0]
+    assert open_training(tmp_path).classes == ["n1", "n2", "n9"]
+    assert open_validation_split(tmp_path).labels.tolist() == [2, 0]
+    (tmp_path / "classes.txt").write_text("n2\nn1\n")
+    for look in (open_training, open_validation_split):
+        with pytest.raises(UserError, match=r"has the label ('n9'|3), of none of the 2 classes"):
+            look(tmp_path)
+    (tmp_path / "classes.txt").unlink()
+    records_of(tmp_path / "val-00000-of-00001", example(3, "n7"))
+    with pytest.raises(UserError, match="the val split has the label 'n7', of none of the 3 classes"):
+        open_validation_split(tmp_path)
+
+
+def test_packed_and_single_numbers_are_the_same_label():
+    """Protobuf has two ways to write [3]; and fields that nobody knows are passed over."""
+
+    def message(number: int, content: bytes) -> bytes:
+        return bytes([number << 3 | 2, len(content)]) + content
+
+    for values in (message(1, b"\x03"), b"\x08\x03"):
+        entry = message(1, b"label") + b"\x78\x05" + message(2, b"\x7d1234" + message(3, values))
+        written = b"\x7912345678" + message(1, message(1, entry))
+        assert find_features(lambda begin, end, written=written: written[begin:end], (0, len(written)), {"label"}) == {
+            "label": [3]
+        }
+
+
+def test_classes_txt_names_what_shards_only_number(tmp_path: Path):
+    tar_of(tmp_path / "train-0.tar", *GOOD)
+    tar_of(tmp_path / "val-0.tar", ("a.jpg", b"V"), ("a.cls", b"2"))
+    with pytest.raises(UserError, match=r"val-0.tar: a.jpg has the label 2, and there are 1 classes"):
+        open_validation_split(tmp_path)
+    (tmp_path / "classes.txt").write_text("cat\r\ndog\nan owl")
+    assert open_training(tmp_path).classes == open_validation_split(tmp_path).classes == ["cat", "dog", "an owl"]
+    (tmp_path / "classes.txt").write_text("cat\n\ndog\n")
+    with pytest.raises(UserError, match=r"classes.txt: every class has a name of its own"):
+        open_training(tmp_path)
+
+
+def test_validation_alone_is_numbered_by_itself(tmp_path: Path):
+    tar_of(tmp_path / "val-0.tar", ("a.jpg", b"V"), ("a.cls", b"2"))
+    check_validation(tmp_path)
+    assert open_validation_split(tmp_path).classes == ["0", "1", "2"]
+    with pytest.raises(UserError, match="has shards of the val split but none of that kind of train"):
+        check_folders(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [
+        (["train-0.tar", "train-1.tar", "train-3.tar"], r"lacks 1 of the 4 shards train-\*, number 2 first"),
+        (["train-00000-of-00003", "train-00001-of-00003"], r"lacks 1 of the 3 shards train-\*, number 2 first"),
+        (["train-00000-of-00001", "train-00000-of-00002", "train-00001-of-00002"], "-of-00001 and -of-00002; keep one"),
+        (["train-0.tar", "train-00000-of-00001"], "in several formats"),
+        (["train-0.tar", "train/cat/1.jpg"], "in several formats"),
+    ],
+)
+def test_an_incomplete_or_ambiguous_directory_is_refused(names: list[str], sentence: str, tmp_path: Path):
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    for look in (check_folders, open_training):
+        with pytest.raises(UserError, match=sentence):
+            look(tmp_path)
+
+
+def test_leftover_archives_beside_folders_do_not_matter(pictures: Path, tmp_path: Path):
+    shutil.copytree(pictures, tmp_path / "data")
+    for name in ("ILSVRC2012_img_train.tar", "train/n01440764.tar"):
+        (tmp_path / "data" / name).touch()
+    assert len(open_training(tmp_path / "data")) == 40
+
+
+def test_shards_of_an_earlier_making_are_not_mixed_in(tmp_path: Path):
+    samples = [Sample(str(i), bytes([i]), 0) for i in range(6)]
+    for write in (write_webdataset, write_tfrecord):
+        root = tmp_path / write.__name__
+        write(samples, ["cat"], root, "train", 2)
+        with pytest.raises(UserError, match="is none of the 2 shards that were written now"):
+            write(samples, ["cat"], root, "train", 3)
+        with pytest.raises(UserError, match="names other classes"):
+            write(samples, ["dog"], root, "val", 3)
+
+
+def test_a_class_that_fits_no_line_is_refused(tmp_path: Path):
+    with pytest.raises(UserError, match=r"a class named 'two\\nlines' does not fit a line"):
+        write_webdataset([], ["two\nlines"], tmp_path, "train", 1)
+
+
+def test_nothing_is_left_of_a_shard_whose_making_is_interrupted(tmp_path: Path):
+    def interrupted() -> Iterator[Sample]:
+        yield Sample("a.jpg", b"a", 0)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_tar(tmp_path / "train-0.tar", enumerate(interrupted()))
+    with pytest.raises(KeyboardInterrupt):
+        write_records(tmp_path / "train-0", interrupted(), ["cat"])
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,127 @@
+"""Every file decoded: what cannot be is left out of training from then on, and what needs care is told."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from imagenet_fast.cli import app
+from imagenet_fast.data.recognising import open_training, open_validation
+from imagenet_fast.data.split import Split
+from imagenet_fast.data.verifying.verification import verify
+from imagenet_fast.errors import UserError
+from tests.data.preparing import replica
+from tests.data.preparing.replica import ODD, Pictures, small_imagenet
+
+
+@pytest.fixture(scope="module")
+def pictures() -> Pictures:
+    gif = {"val/n01440764/moving.jpg": replica.encoded(replica.photo(7, 20, 30), "GIF")}
+    return small_imagenet(train=8, val=2) | gif
+
+
+@pytest.fixture
+def data(tmp_path: Path, pictures: Pictures) -> Path:
+    return replica.image_folder(tmp_path / "data", pictures)
+
+
+def scan(root: Path) -> tuple[Split, Split]:
+    return open_training(root), open_validation(root)
+
+
+def paths_of(split: Split) -> list[str]:
+    return [split.name(index) for index in range(len(split))]
+
+
+BAD = {ODD[kind] for kind in ("truncated", "empty", "garbage", "AppleDouble")} | {"val/n01440764/moving.jpg"}
+
+
+def test_what_cannot_be_decoded_is_left_out_of_training(data: Path, pictures: Pictures):
+    verify(data)
+    train, val = scan(data)
+    assert {str(Path(path).relative_to(data)) for path in paths_of(train) + paths_of(val)} == pictures.keys() - BAD
+    with pytest.raises(Exception, match="truncated"):
+        Image.open(data / ODD["truncated"]).load()  # as it would have been
+
+
+def test_it_is_told_of_each_file_what_is_wrong_and_of_each_picture_what_is_odd(data: Path):
+    found = verify(data)
+    assert found.kinds == {"truncated": 1, "empty": 1, "no picture": 1, "AppleDouble": 1, "wrong type": 1}
+    assert found.bad["val/n01440764/moving.jpg"] == "wrong type: GIF"
+    assert "image file is truncated" in found.bad[ODD["truncated"]]
+    assert found.notes == {
+        "CMYK": [ODD["cmyk"]], "turned by EXIF": [ODD["rotated"]], "named otherwise": [ODD["png"]],
+    }  # fmt: skip
+    assert found.duplicates == [["train/n01443537/n01443537_1.JPEG", ODD["twin"]]]
+    assert found.contradictions == found.duplicates
+    assert found.leaks == []
+    assert found.counts["val"] == dict.fromkeys(sorted(replica.CLASSES), 2)
+    assert found.counts["train"]["n01443537"] == 5
+    assert len(found.sizes) == sum(sum(classes.values()) for classes in found.counts.values())
+
+
+def test_the_command_tells_it_on_one_screen_and_all_of_it_as_json_and_draws_sizes(tmp_path: Path, data: Path):
+    json_file, png = tmp_path / "all.json", tmp_path / "sizes.png"
+    command = ["data", "verify", "--data", str(data), "--json", str(json_file), "--png", str(png)]
+    done = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert done.exit_code == 0
+    lines = done.stdout.splitlines()
+    assert len(lines) < 24
+    assert lines[0] == "train  31 pictures in 4 classes: 5 to 9 in each, 9 in the median"
+    assert f"noted, and kept: 1 CMYK, as {ODD['cmyk']}" in lines
+    assert f"quarantined: 1 truncated, as {ODD['truncated']}" in lines
+    assert f"`train` leaves out what is in {data / 'quarantine.json'}" in lines
+    told = json.loads(json_file.read_text())
+    assert told["quarantine"].keys() == BAD
+    assert told["classes"]["val"] == dict.fromkeys(sorted(replica.CLASSES), 2)
+    with Image.open(png) as picture:
+        assert picture.format == "PNG"
+
+
+def test_a_second_look_finds_what_was_mended(data: Path, pictures: Pictures):
+    verify(data)
+    (data / ODD["truncated"]).write_bytes(pictures["val/n01443537/ILSVRC2012_val_00000003.JPEG"])
+    found = verify(data)
+    assert ODD["truncated"] not in found.bad
+    assert [ODD["truncated"], "val/n01443537/ILSVRC2012_val_00000003.JPEG"] in found.leaks
+    assert len(scan(data)[0]) == 32
+
+
+def test_odd_names_and_folders_do_no_harm(tmp_path: Path):
+    content = replica.encoded(replica.photo(1, 40, 50))
+    names = [b"\xff.jpg", "é\n.JPEG".encode(), b".jpg"]
+    for name in names:
+        path = tmp_path / "train/a" / os.fsdecode(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    (tmp_path / "train/a" / os.fsdecode(b"\xfe.jpg")).write_bytes(b"")
+    (tmp_path / "train/a/folder.jpg").mkdir()
+    replica.write_files(tmp_path, {"val/a/0.jpg": content})
+    found = verify(tmp_path)
+    assert sorted(map(os.fsencode, found.bad)) == [b"train/a/folder.jpg", b"train/a/\xfe.jpg"]
+    assert found.bad["train/a/folder.jpg"] == "unreadable: Is a directory"
+    train, val = scan(tmp_path)
+    assert sorted(os.fsencode(path).rpartition(b"/")[2] for path in paths_of(train)) == sorted(names)
+    assert len(val) == 1
+
+
+def test_what_has_no_pictures_or_a_list_that_is_damaged_is_refused(tmp_path: Path, data: Path):
+    with pytest.raises(UserError, match="holds no pictures in train/<class> or val/<class>"):
+        verify(tmp_path)
+    for text in ("", "[]", '{"files": 3}', '{"files": {"a": 1}}'):
+        (data / "quarantine.json").write_text(text)
+        with pytest.raises(UserError, match=r"quarantine.json is damaged; remove it"):
+            scan(data)
+
+
+def test_a_class_that_is_all_in_quarantine_is_refused_by_training(data: Path):
+    for path in (data / "val/n01440764").iterdir():
+        path.write_bytes(b"")
+    verify(data)
+    with pytest.raises(UserError, match=r"val/n01440764: all pictures are in .*quarantine\.json"):
+        scan(data)

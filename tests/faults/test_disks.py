@@ -1,0 +1,89 @@
+"""Disks that are full or read-only, and pictures that are gone, under real jobs: a clear end, and nothing lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import make_pictures
+from tests.e2e.command import outcome_of, wait_for
+from tests.faults.jobs import Running, start, start_any, train
+
+pytestmark = pytest.mark.long
+
+FUSED = ("--set", "sync.threshold_mb=4")  # else each run cuts its messages as it has measured
+
+
+@contextmanager
+def small_disk(at: Path, mebibytes: int) -> Iterator[None]:
+    at.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", at], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", at], check=True)
+
+
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """By a mount of its own: its disk cannot be as long as files there are being written."""
+    subprocess.run(["mount", "--bind", folder, folder], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def said(running: Running) -> str:
+    """By a command that has come to a bad end, without a traceback."""
+    assert running.ended(240) in (1, 2)
+    log = (running.out.parent / f"{running.out.name}.log").read_text()
+    assert "Traceback" not in log, log[-3000:]
+    return log
+
+
+@pytest.mark.usefixtures("root")
+def test_a_disk_that_fills_up_or_becomes_read_only_ends_the_run_in_words_and_it_goes_on(tmp_path: Path):
+    undisturbed = train(tmp_path / "undisturbed", *FUSED)
+    checkpoint = next((tmp_path / "undisturbed" / "checkpoints").glob("step-*"))
+    mebibytes = sum(file.stat().st_size for file in checkpoint.iterdir()) / 2**20
+    disk = tmp_path / "disk"
+    with small_disk(disk, int(1.5 * mebibytes) + 4):
+        out = disk / "run"
+        log = said(start(out, *FUSED))
+        assert "the checkpoint of step 8 failed: rank 0 on " in log
+        assert "(No space left on device); free space there, then resume from step-00000004" in log
+        assert [path.name for path in (out / "checkpoints").glob("step-*")] == ["step-00000004"]
+        assert outcome_of(out)["status"] == "failed"
+        assert "No space left on device" in outcome_of(out)["message"]
+
+        subprocess.run(["mount", "-o", f"remount,size={int(8 * mebibytes) + 64}m", disk], check=True)
+        running = start(out, *FUSED)
+        wait_for(lambda: '"event": "resume"' in (out / "events.jsonl").read_text())
+        with read_only(out / "checkpoints"):
+            assert "cannot be written (Read-only file system); make it writable, then resume" in said(running)
+            log = said(start(out, *FUSED))
+            assert f"{out}/checkpoints cannot be written (Read-only file system); make it writable" in log
+        assert train(out, *FUSED) == undisturbed
+
+
+def test_pictures_that_are_removed_while_it_trains_are_named(tmp_path: Path):
+    pictures = make_pictures(tmp_path / "pictures", train=60, val=6)
+    running = start_any(
+        tmp_path / "run", "--recipe", "demo", "--data", str(pictures), "--nproc", "2", "--set", "data.loader=folder",
+        "--set", "global_batch=16", "--set", "micro_batch=8", "--set", "epochs=500", "--set", "eval_every=500",
+        "--set", "log_every=1",
+    )  # fmt: skip
+    wait_for(lambda: running.step >= 3)
+    shutil.rmtree(pictures)
+    log = said(running)
+    assert f"{pictures}/train/class" in log
+    assert "cannot be read (No such file or directory); replace the file or take it away" in log
+    assert json.loads((tmp_path / "run" / "outcome.json").read_text())["status"] == "failed"

@@ -1,0 +1,81 @@
+"""Nodes that may leave and join: what can be asked for, and what each number of them trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from imagenet_fast.cli import app
+from imagenet_fast.errors import UserError
+from imagenet_fast.launch.nodes import parse_nodes, plan_nodes
+from imagenet_fast.launch.planning import on_ranks, plan_job
+from imagenet_fast.recipe.reading import find_recipe, load_recipe
+
+SMOKE = load_recipe(find_recipe("smoke"), overrides=["global_batch=24"])
+RANGE = ("--nodes", "1:3", "--nproc", "1")
+AT = ("--rdzv-endpoint", "node0:29400")
+
+
+@pytest.mark.parametrize(
+    ("asked", "nodes"), [("4", (None, 4)), ("2:4", (2, 4)), ("1:2", (1, 2)), ("3:3", (3, 3)), ("01", (None, 1))]
+)
+def test_nodes_are_a_number_or_a_range(asked: str, nodes: tuple[int | None, int]):
+    assert parse_nodes(asked) == nodes
+
+
+@pytest.mark.parametrize(
+    "asked",
+    ["4:2", "0:2", "a:b", "2:", ":2", "0", "-1", "", "2:4:8", "2-4", "1.5", " 2", "2:4\n", "1:9999999", "²:4"],
+)
+def test_what_is_neither_is_refused_in_a_sentence(asked: str):
+    with pytest.raises(UserError, match=r"is no number of nodes, and no range of them; write for example 4 or 2:4"):
+        parse_nodes(asked)
+
+
+def test_nodes_that_may_leave_start_again_unless_told_otherwise():
+    fixed, one_fewer, never = (
+        plan_nodes(1, asked, "a:1", 5, restarts) for asked, restarts in (("3", None), ("2:3", None), ("2:3", 0))
+    )
+    assert [fixed.restarts, one_fewer.restarts, never.restarts] == [0, 10, 0]
+    assert (fixed.counts, one_fewer.counts) == (None, range(2, 4))
+    assert (fixed.ranks, one_fewer.ranks) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (RANGE, "--nodes 1:3 needs --rdzv-endpoint HOST:PORT, the same on every node"),
+        ((*RANGE, *AT), "--nodes 1:3 needs --resume auto --out DIR, a directory that all nodes share"),
+        ((*RANGE, *AT, "--resume", "auto", "--scale-batch"), "--scale-batch shrinks the batch to the ranks there are"),
+        (
+            (*RANGE, *AT, "--resume", "auto"),
+            "does not divide over 3 nodes x 1 rank, only over 1, 2, and --nodes 1:3",
+        ),
+    ],
+)
+def test_what_a_range_needs_is_said_before_anything_starts(arguments: tuple[str, ...], reason: str, tmp_path: Path):
+    out = tmp_path / "run"
+    ended = CliRunner().invoke(app, ["train", "--recipe", "smoke", "--out", str(out), *arguments])
+    assert isinstance(ended.exception, UserError)
+    assert reason in str(ended.exception)
+    assert not out.exists()
+
+
+def test_an_evaluation_takes_a_number_only():
+    ended = CliRunner().invoke(app, ["eval", "--weights", "w.pth", "--nodes", "2:4"])
+    assert str(ended.exception).startswith("--nodes 2:4 is for `train` alone")
+
+
+def test_whoever_is_there_trains_the_same_batch(tmp_path: Path):
+    job = plan_job("smoke", SMOKE, 8, folder=tmp_path, resume=True, init_from=Path("/w.pth"), nodes=range(1, 5))
+    assert job.elastic
+    assert on_ranks(job, 8) == job
+    splits = {ranks: on_ranks(job, ranks) for ranks in (2, 4, 6, 8)}
+    assert {fewer.batching.global_batch for fewer in splits.values()} == {24}
+    assert [fewer.batching.ranks for fewer in splits.values()] == [2, 4, 6, 8]
+    assert splits[4].note.startswith(
+        "recipe written for 2 ranks: 4 ranks, micro-batch 6, 1 accumulation step; starts from"
+    )
+    assert splits[4].agreed() | {"all ranks": 8} == job.agreed()

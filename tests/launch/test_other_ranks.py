@@ -1,0 +1,106 @@
+"""A run that goes on over other numbers of ranks: each picture of an epoch once, and the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from imagenet_fast.checkpoint import CheckpointWriter
+from imagenet_fast.data.dataset import Batch, open_dataset
+from imagenet_fast.launch.resuming import CHECKPOINTS, find_resumption
+from imagenet_fast.ranks.world import World
+from imagenet_fast.recipe.batching import split_batch
+from imagenet_fast.recipe.job import Job
+from imagenet_fast.recipe.reading import parse_recipe
+from imagenet_fast.record import Record
+from imagenet_fast.training.keeping import Keeper
+from imagenet_fast.training.loop import train
+from imagenet_fast.training.state import TrainState
+from imagenet_fast.training.step import build_step
+from tests.conftest import tables
+from tests.spawning import run
+
+PICTURES, BATCH, EPOCHS = 60, 12, 2  # five steps an epoch
+STEPS = EPOCHS * PICTURES // BATCH
+
+Seen = list[tuple[int, list[int]]]
+"""Of each step, the pictures that a rank trained on."""
+
+
+def test_over_2_then_4_then_3_ranks_every_picture_of_an_epoch_is_trained_on_once(tmp_path: Path):
+    """The first epoch is interrupted after its third step, and so is the second."""
+    straight, expected = zip(*run(2, trained, tmp_path / "straight", STEPS), strict=True)
+    parts, weights = [], {}
+    for ranks, stop in ((2, 3), (4, 8), (3, STEPS)):
+        seen, found = zip(*run(ranks, trained, tmp_path / "run", stop), strict=True)
+        parts.append(seen)
+        weights = found[0]
+    for epoch in range(EPOCHS):
+        steps = range(1 + epoch * STEPS // EPOCHS, 1 + (epoch + 1) * STEPS // EPOCHS)
+        assert sorted(used([straight], steps)) == list(range(PICTURES))
+        assert sorted(used(parts, steps)) == list(range(PICTURES))
+    for step in range(1, STEPS + 1):
+        assert sorted(used(parts, range(step, step + 1))) == sorted(used([straight], range(step, step + 1)))
+    assert {len(pictures) for ranks in parts[1] for _, pictures in ranks} == {BATCH // 4}
+    assert weights.keys() == expected[0].keys()
+    for name, tensor in weights.items():  # sums are rounded in another order, and nothing else differs
+        torch.testing.assert_close(tensor, expected[0][name], rtol=1e-3, atol=1e-4)
+
+
+def used(parts: list[tuple[Seen, ...]], steps: range) -> list[int]:
+    return [
+        picture for ranks in parts for seen in ranks for step, pictures in seen if step in steps for picture in pictures
+    ]
+
+
+def trained(folder: Path, stop: int) -> tuple[Seen, dict[str, Tensor]]:
+    """Begin in ``folder``, or go on with what is there, and save after ``stop`` steps; what this rank saw meanwhile."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    world = World(rank, ranks, rank, ranks, torch.device("cpu"))
+    changes = {"data__train_images": PICTURES, "global_batch": BATCH, "micro_batch": 1, "eval_every": EPOCHS}
+    recipe = parse_recipe("test", tables(epochs=EPOCHS, **changes))
+    job = Job("test", recipe, split_batch(recipe, ranks), None, folder, resume=True)
+    folder.mkdir(exist_ok=True)
+    resumption = find_resumption(job, world)
+    first = 0 if resumption is None else resumption.step
+    dataset = open_dataset(recipe.data, None, job.batching, rank, ranks, world.device, recipe.seed, first)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(3), nn.Flatten(),
+        nn.Linear(72, 10),
+    )  # fmt: skip
+    take_step = build_step(recipe, job.batching, model, world, dataset.train_order.steps_per_epoch)
+    state = take_step.state
+    if resumption is not None:
+        resumption.load(state, world)
+    seen: Seen = []
+    pictures = torch.randn(PICTURES, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+    def batches() -> Iterator[Batch]:
+        """In the order that a loader is given."""
+        for _, numbers in dataset.train_order:
+            if not seen or seen[-1][0] != state.step + 1:
+                seen.append((state.step + 1, []))
+            seen[-1][1].extend(numbers.tolist())
+            yield pictures[numbers], torch.from_numpy(numbers) % 10
+
+    store = dist.distributed_c10d._get_default_store()
+    with CheckpointWriter(folder / CHECKPOINTS, world, store) as writer:
+        keeper = Keeper(job, world, writer, PICTURES, lambda: False)
+
+        def keep(state: TrainState, evaluated: bool) -> bool:
+            if state.step == stop:
+                keeper(state, evaluated=True)
+            return state.step == stop
+
+        train(job, replace(dataset, train=batches()), world, take_step, Record(state.clock.run_s), keep)
+        keeper.close()
+    state.settle()
+    weights = {name: tensor.clone() for name, tensor in state.whole().state_dict().items()}
+    state.sync.close()
+    return seen, weights
