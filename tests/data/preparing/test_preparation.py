@@ -479,7 +479,7 @@ def test_a_disk_that_fills_up_is_named_and_what_is_made_is_kept(own_tars: Path, 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--format", "zip"], "there is no --format zip; there is folder"),
+        (["--format", "zip"], "there is no --format zip; there are folder, webdataset, tfrecord"),
         (["--quality", "90"], "--quality is of the pictures that --resize makes"),
         (["--out", "/proc/nothing"], "--out /proc/nothing cannot be made"),
     ],
