@@ -7,10 +7,18 @@ from typing import Annotated, cast, get_args
 
 import typer
 
-from imagenet_fast.cli.options import in_a_directory, whole_size
+from imagenet_fast.cli.options import in_a_directory
 from imagenet_fast.errors import UserError
 
 data_app = typer.Typer(help="Get data sets, prepare and check them.", no_args_is_help=True)
+
+
+def _shard_bytes(text: str) -> int:
+    from imagenet_fast.cost.byte_sizes import parse_size
+
+    if (size := parse_size(text)) is None:
+        raise UserError(f"--shard-size {text} is no size above 0; write for example 150MB")
+    return size
 
 
 @data_app.command("fetch")
@@ -45,7 +53,7 @@ def prepare(
         int | None,
         typer.Option(
             metavar="SIZE",
-            parser=whole_size,
+            parser=_shard_bytes,
             help="Of webdataset and tfrecord: what the pictures of a shard take, as 150MB, of 1024 x 1024 bytes. "
             "Default: 150MB.",
         ),
@@ -119,10 +127,10 @@ def verify(
     ] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Files at a time. Default: one a core.")] = None,
 ) -> None:
-    """Decode every file of a data set.
+    """Decode every picture of a data set, in folders or shards.
 
-    Files that no loader can read are listed in DIR/quarantine.json, and `train`
-    and `eval` leave them out from then on: empty, truncated and damaged ones,
+    What no loader can read is listed in DIR/quarantine.json, and `train`
+    and `eval` leave it out from then on: empty, truncated and damaged ones,
     such as are no picture, of another kind, or AppleDouble. CMYK pictures,
     pictures that EXIF turns, pictures under another format's name and
     duplicates are told, and kept.

@@ -24,15 +24,6 @@ def whole_nodes(text: str) -> int:
     return parse_fixed_nodes(text)
 
 
-def whole_size(text: str) -> int:
-    """Bytes."""
-    from imagenet_fast.cost.byte_sizes import parse_size
-
-    if (size := parse_size(text)) is None:
-        raise UserError(f"{text} is no size above 0; write for example 150MB")
-    return size
-
-
 JsonOption = Annotated[
     Path | None,
     typer.Option("--json", metavar="FILE", callback=in_a_directory, help="Write the rows there too."),
