@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 
@@ -31,6 +32,7 @@ CLASSES = 1000
 PICTURES = {"train": 1_281_167, "val": 50_000}
 """Of ImageNet's challenge of 2012."""
 
+_T = TypeVar("_T")
 _Sized = Mapping[PictureClass, int]
 """Classes, and the bytes that their files take in the source."""
 
@@ -125,8 +127,12 @@ def _fill_shards(rest: _Sized, before: Record, crew: Crew, counted: Callable[[Sp
     check_space(out, size, 2 * len(missing), settings, lambda: chain.from_iterable(map(sample_of, placed.values())))
     made = crew.make(pieces, kept)
     write_classes(out, names)
-    splits = _in_order({**before.splits, **classes_made(listed, rest, made)})
-    return before.model_copy(update={"splits": splits, "files": {**before.files, **crew.shop.sizes(pieces)}})
+    return before.model_copy(
+        update={
+            "splits": _in_order({**before.splits, **classes_made(listed, rest, made)}),
+            "files": _in_order({**before.files, **crew.shop.sizes(pieces)}),
+        }
+    )
 
 
 def _names(rest: _Sized, before: Record) -> list[str]:
@@ -137,7 +143,7 @@ def _names(rest: _Sized, before: Record) -> list[str]:
     return []
 
 
-def _in_order(splits: Splits) -> Splits:
+def _in_order(splits: dict[str, dict[str, _T]]) -> dict[str, dict[str, _T]]:
     return {split: dict(sorted(splits[split].items())) for split in SPLITS if split in splits}
 
 
