@@ -32,6 +32,7 @@ from imagenet_fast.bench import mpi
 from imagenet_fast.bench.hosts import TIMEOUT, on_gpus, run_on
 from imagenet_fast.bench.network import parse_rate, shaped_network
 from imagenet_fast.bench.repetitions import time_repetitions
+from imagenet_fast.cost.byte_sizes import SIZE, UNITS, size_text
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.recipe.engine_settings import Collective, Wire
 from imagenet_fast.record.tables import compact_table, number
@@ -44,7 +45,6 @@ Means = Collective | Literal["mpi"]
 """By which a message is averaged."""
 
 _DTYPES: tuple[Wire, ...] = ("fp32", "bf16", "fp16")
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _MOST_TIMES = 200  # all-reduces between two readings of the clock
 _RANK_BYTES = 10 * 2**20  # of a forked rank's own, as in bench/engine_times
 _MPI_RANK_BYTES = 60 * 2**20
@@ -152,12 +152,11 @@ def bench_collectives(
 def parse_sizes(text: str) -> list[int]:
     """Bytes from a list of sizes and ranges: ``2KB..64MB`` doubles from 2 KiB on, ``2KB..64MB:4`` goes by fours; both
     ends are among them. K, M and G are powers of 1024, as in nccl-tests. Raises UserError."""
-    size = r"(\d{1,15})([KMG]?)(?:I?B)?"
     sizes: set[int] = set()
     for part in text.upper().split(","):
-        match = re.fullmatch(rf" *{size}(?:\.\.{size}(?::(\d{{1,9}}))?)? *", part, re.ASCII)
-        first = int(match[1]) * _UNITS[match[2]] if match else 0
-        last = int(match[3]) * _UNITS[match[4]] if match and match[3] else first
+        match = re.fullmatch(rf" *{SIZE}(?:\.\.{SIZE}(?::(\d{{1,9}}))?)? *", part, re.ASCII)
+        first = int(match[1]) * UNITS[match[2]] if match else 0
+        last = int(match[3]) * UNITS[match[4]] if match and match[3] else first
         step = int(match[5] or 2) if match else 2
         if first == 0 or step < 2:
             raise UserError(f"--sizes {text} is not a list of sizes above 0; write for example 4KB,2MB or 2KB..64MB:4")
@@ -168,14 +167,6 @@ def parse_sizes(text: str) -> list[int]:
             sizes.add(first)
             first *= step
     return sorted(sizes)
-
-
-def size_text(size: int) -> str:
-    """As 2 KB, of 1024 bytes each."""
-    for unit in ("G", "M", "K"):
-        if size >= _UNITS[unit]:
-            return f"{size / _UNITS[unit]:.4g} {unit}B"
-    return f"{size} B"
 
 
 def parse_collectives(text: str | None, levels: bool, gpus: bool) -> list[Means]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast, get_args
 
 import typer
 
@@ -11,6 +11,14 @@ from imagenet_fast.cli.options import in_a_directory
 from imagenet_fast.errors import UserError
 
 data_app = typer.Typer(help="Get data sets, prepare and check them.", no_args_is_help=True)
+
+
+def _shard_bytes(text: str) -> int:
+    from imagenet_fast.cost.byte_sizes import parse_size
+
+    if (size := parse_size(text)) is None:
+        raise UserError(f"--shard-size {text} is no size above 0; write for example 150MB")
+    return size
 
 
 @data_app.command("fetch")
@@ -37,8 +45,19 @@ def prepare(
             "ILSVRC/ and LOC_val_solution.csv; or train/<class>/* and val/<class>/*.",
         ),
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Gets train/<class>/* and val/<class>/*.")],
-    kind: Annotated[str, typer.Option("--format", metavar="folder", help="How pictures are kept.")] = "folder",
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Gets train/<class>/* and val/<class>/*, or shards.")],
+    kind: Annotated[
+        str, typer.Option("--format", metavar="folder|webdataset|tfrecord", help="How pictures are kept.")
+    ] = "folder",
+    shard_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SIZE",
+            parser=_shard_bytes,
+            help="Of webdataset and tfrecord: what the pictures of a shard take, as 150MB, of 1024 x 1024 bytes. "
+            "Default: 150MB.",
+        ),
+    ] = None,
     resize: Annotated[
         int | None,
         typer.Option(
@@ -61,24 +80,35 @@ def prepare(
     no_md5: Annotated[
         bool, typer.Option("--no-md5", help="Take tars that are not to the bit those of image-net.org.")
     ] = False,
-    workers: Annotated[int | None, typer.Option(min=1, help="Classes at a time. Default: one a core.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Classes, or shards, at a time. Default: one a core.")
+    ] = None,
 ) -> None:
     """Make ImageNet, as it is downloaded, what `train --data` reads.
 
     Class tars are read where they lie in the outer tar, several at once. Labels
     are sorted wnids, as torchvision has them, whatever numbers the devkit has.
     train/ and val/ appear in --out once they are whole. Stopped or killed, the
-    same command goes on where it was.
+    same command goes on where it was. Shards hold the training pictures in an
+    order of their own, and come with the indexes that we and DALI ask for.
     """
     from imagenet_fast.data.preparing.preparation import prepare as fill
     from imagenet_fast.data.preparing.preparation import report
     from imagenet_fast.data.preparing.workshop import Settings
+    from imagenet_fast.data.recognising import Format
 
-    if kind != "folder":
-        raise UserError(f"there is no --format {kind}; there is folder")
+    if kind not in get_args(Format):
+        raise UserError(f"there is no --format {kind}; there are {', '.join(get_args(Format))}")
+    if shard_size is not None and kind == "folder":
+        raise UserError("--shard-size is of shards; give --format webdataset or tfrecord too, or leave it out")
     if quality is not None and resize is None:
         raise UserError("--quality is of the pictures that --resize makes; give both, or neither")
-    settings = Settings(format=kind, resize=resize, quality=None if resize is None else quality or 95)
+    settings = Settings(
+        format=cast(Format, kind),
+        resize=resize,
+        quality=None if resize is None else quality or 95,
+        shard_size=None if kind == "folder" else shard_size or 150 * 2**20,
+    )
     prepared = fill(source, out, settings, subset=subset, md5=not no_md5, workers=workers)
     for line in report(prepared, out):
         print(line)
@@ -86,7 +116,7 @@ def prepare(
 
 @data_app.command("verify")
 def verify(
-    data: Annotated[Path, typer.Option(metavar="DIR", help="Holds train/<class>/* and val/<class>/*.")],
+    data: Annotated[Path, typer.Option(metavar="DIR", help="Holds train/<class>/* and val/<class>/*, or shards.")],
     json_file: Annotated[
         Path | None,
         typer.Option("--json", metavar="FILE", callback=in_a_directory, help="Write all of it there, with every path."),
@@ -97,10 +127,10 @@ def verify(
     ] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Files at a time. Default: one a core.")] = None,
 ) -> None:
-    """Decode every file of a data set.
+    """Decode every picture of a data set, in folders or shards.
 
-    Files that no loader can read are listed in DIR/quarantine.json, and `train`
-    and `eval` leave them out from then on: empty, truncated and damaged ones,
+    What no loader can read is listed in DIR/quarantine.json, and `train`
+    and `eval` leave it out from then on: empty, truncated and damaged ones,
     such as are no picture, of another kind, or AppleDouble. CMYK pictures,
     pictures that EXIF turns, pictures under another format's name and
     duplicates are told, and kept.

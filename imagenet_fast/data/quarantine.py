@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from imagenet_fast.data.formats.shards import Shards
 from imagenet_fast.data.split import Split
 from imagenet_fast.errors import UserError
 
@@ -18,9 +19,9 @@ QUARANTINE = "quarantine.json"
 
 
 def quarantined(root: Path) -> dict[str, str]:
-    """What is wrong with them, by path: ``train/<class>/<file>``. Nothing where nobody has looked.
+    """What is wrong with them, by path: ``train/<class>/<file>``, or ``<shard>: <place>``.
 
-    Raises UserError where the list cannot be read.
+    Nothing where nobody has looked. Raises UserError where the list cannot be read.
     """
     path = root / QUARANTINE
     try:
@@ -34,24 +35,36 @@ def quarantined(root: Path) -> dict[str, str]:
     return dict(files)
 
 
+def prefix_of(root: Path) -> str:
+    """What names of pictures begin with, before the paths that are on the list; pathlib would change odd ones."""
+    return "" if root == Path() else os.path.join(root, "")  # noqa: PTH118
+
+
 def quarantine_text(files: Mapping[str, str]) -> str:
     """The list as it is written; names that are no text come through, too."""
     return json.dumps({"format": 1, "files": dict(sorted(files.items()))}, indent=1) + "\n"
 
 
-def without_quarantined(split: Split, root: Path, folder: str) -> Split:
-    """``split``, which lies in ``folder`` under ``root``, but for what is on the list.
+def without_quarantined(split: Split, root: Path, name: str) -> Split:
+    """``split``, which is the one of that ``name`` under ``root``, but for what is on the list.
 
     Raises UserError where a class has nothing left, or the list cannot be read.
     """
-    bad = {os.path.join(root, path) for path in quarantined(root) if path.startswith(f"{folder}/")}  # noqa: PTH118
-    if not bad:
+    prefix = prefix_of(root)
+    bad = {prefix + path for path in quarantined(root)}
+    suspects: Iterable[int]
+    if isinstance(split, Shards):
+        suspects = split.maybe_named(bad)
+    else:
+        suspects = range(len(split)) if any(path.startswith(f"{prefix}{name}/") for path in bad) else ()
+    left_out = [index for index in suspects if split.name(index) in bad]
+    if not left_out:
         return split
-    kept = np.asarray([index for index in range(len(split)) if split.name(index) not in bad], dtype=np.int64)
+    kept = np.delete(np.arange(len(split), dtype=np.int64), left_out)
     if emptied := set(split.labels.tolist()) - set(split.labels[kept].tolist()):
-        name = split.classes[min(emptied)]
         raise UserError(
-            f"{root / folder / name}: all pictures are in {root / QUARANTINE}; bring sound ones, or remove the folder"
+            f"{root / name / split.classes[min(emptied)]}: all pictures are in {root / QUARANTINE}; bring sound ones, "
+            "or remove the class"
         )
     return _Rest(split, kept)
 

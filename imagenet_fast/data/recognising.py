@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, assert_never
 
 from imagenet_fast.data import imagefolder
+from imagenet_fast.data.formats.shards import Shards
 from imagenet_fast.data.formats.tfrecord import check_record_file, open_tfrecord
 from imagenet_fast.data.formats.webdataset import check_tar, open_webdataset
 from imagenet_fast.data.quarantine import without_quarantined
@@ -56,31 +57,33 @@ def check_validation(root: Path) -> None:
 
 
 def open_training(root: Path) -> Split:
-    """The training split, whatever its format. Raises UserError where it is damaged, or not to be trained on."""
+    """The training split, whatever its format, without what is in quarantine. Raises UserError where it is damaged, or
+    not to be trained on."""
     train = find_split(root, "train")
-    match train.format:
-        case "folder":
-            return without_quarantined(imagefolder.scan_training(root), root, "train")
-        case "webdataset":
-            return open_webdataset(root, "train", train.shards)
-        case "tfrecord":
-            return open_tfrecord(root, "train", train.shards, train.shards)
-        case _:
-            assert_never(train.format)
+    whole = imagefolder.scan_training(root) if train.format == "folder" else open_shards(root, "train", train)
+    return without_quarantined(whole, root, "train")
 
 
 def open_validation(root: Path) -> Split:
-    """The validation split, numbered as the training split if there is one. Raises UserError."""
+    """The validation split, numbered as the training split if there is one. Raises UserError as :func:`open_training`
+    does."""
     val = find_split(root, "val")
-    match val.format:
-        case "folder":
-            return without_quarantined(imagefolder.scan_validation(root), root, "val")
+    whole = imagefolder.scan_validation(root) if val.format == "folder" else open_shards(root, "val", val)
+    return without_quarantined(whole, root, "val")
+
+
+def open_shards(root: Path, split: SplitName, found: Found) -> Shards:
+    """All pictures of a split that is ``found`` in shards. Raises UserError where they are damaged."""
+    training = find_split(root, "train").shards
+    match found.format:
         case "webdataset":
-            return open_webdataset(root, "val", val.shards, find_split(root, "train").shards)
+            return open_webdataset(root, split, found.shards, training)
         case "tfrecord":
-            return open_tfrecord(root, "val", val.shards, find_split(root, "train").shards)
+            return open_tfrecord(root, split, found.shards, training)
+        case "folder":
+            raise ValueError("folders hold no shards")
         case _:
-            assert_never(val.format)
+            assert_never(found.format)
 
 
 def find_split(root: Path, split: SplitName) -> Found:

@@ -21,9 +21,9 @@ from imagenet_fast.bench.bandwidth import (
     draw_bandwidth,
     parse_collectives,
     parse_sizes,
-    size_text,
 )
 from imagenet_fast.bench.network import inhabit, parse_rate, shaped_network
+from imagenet_fast.cost.byte_sizes import size_text
 from imagenet_fast.errors import UserError
 from imagenet_fast.record.pictures import new_figure
 from tests.e2e.command import COMMAND, environment, imagenet_fast, in_process, wait_for

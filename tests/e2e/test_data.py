@@ -11,13 +11,21 @@ from tests.e2e.command import events_of, imagenet_fast, outcome_of
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("loader", "resize"), [("folder", ("--resize", "64")), ("dali", ())])
-def test_tars_are_prepared_verified_and_trained_on(tmp_path: Path, loader: str, resize: tuple[str, ...]):
+@pytest.mark.parametrize(
+    ("loader", "how"),
+    [
+        ("folder", "--resize 64"),
+        ("dali", ""),
+        ("folder", "--format webdataset --shard-size 100KB"),
+        ("dali", "--format tfrecord --shard-size 100KB --resize 64"),
+    ],
+)
+def test_tars_are_prepared_verified_and_trained_on(tmp_path: Path, loader: str, how: str):
     pictures = small_imagenet(train=16, val=5)
     source = official_tars(tmp_path / "tars", pictures)
     data, run = tmp_path / "imagenet", tmp_path / "run"
     for command in (
-        ("prepare", "--source", str(source), "--out", str(data), "--subset", *resize),
+        ("prepare", "--source", str(source), "--out", str(data), "--subset", *how.split()),
         ("verify", "--data", str(data)),
     ):
         done = imagenet_fast("data", *command)

@@ -1,5 +1,5 @@
 """Shards made of pictures: the same bytes whenever they are made of the same, with the indexes that DALI's own readers
-ask for and with ours.
+ask for.
 
 Each shard is there whole or not at all.
 """
@@ -11,15 +11,14 @@ import os
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, Literal, NamedTuple, assert_never
 
 from imagenet_fast.data.formats.crc32c import masked_crc32c
 from imagenet_fast.data.formats.example_proto import write_example
 from imagenet_fast.data.formats.shards import CLASSES
-from imagenet_fast.data.formats.tfrecord import HEAD, TAIL, open_tfrecord
-from imagenet_fast.data.formats.webdataset import PICTURES, open_webdataset
+from imagenet_fast.data.formats.tfrecord import HEAD, TAIL
+from imagenet_fast.data.formats.webdataset import PICTURES
 from imagenet_fast.errors import UserError
 
 _WHEN_S = 1_325_376_000  # 2012, as in ImageNet's archives: an index holds the time of its shards, and is to be the same
@@ -35,53 +34,44 @@ class Sample(NamedTuple):
     """An index into the names of the classes."""
 
 
-def write_webdataset(
-    samples: Iterable[Sample], classes: Sequence[str], folder: Path, split: str, shard_bytes: int
-) -> list[Path]:
-    """``train-000000.tar`` and so on in ``folder``, in the order given, of up to ``shard_bytes`` of pictures each, with
-    ``classes.txt``. Returns the shards. Raises UserError where a class cannot be named so, or where others are named
-    there already."""
-    write_classes(folder, classes)
-    paths = []
-    for shard, numbered in _cut(samples, shard_bytes):
-        paths.append(folder / f"{split}-{shard:06}.tar")
-        write_tar(paths[-1], numbered)
-    _alone(folder, f"{split}-*.tar", paths)
-    open_webdataset(folder, split, paths)
-    return paths
+def shard_names(kind: Literal["webdataset", "tfrecord"], split: str, count: int) -> list[str]:
+    """``train-000000.tar`` and so on; or ``train-00000-of-01024`` and ``validation-``, as TensorFlow's scripts do."""
+    match kind:
+        case "webdataset":
+            return [f"{split}-{shard:06}.tar" for shard in range(count)]
+        case "tfrecord":
+            name = {"val": "validation"}.get(split, split)
+            return [f"{name}-{shard:05}-of-{count:05}" for shard in range(count)]
+        case _:
+            assert_never(kind)
 
 
-def write_tfrecord(
-    samples: Iterable[Sample], classes: Sequence[str], folder: Path, split: str, shard_bytes: int
-) -> list[Path]:
-    """``train-00000-of-01024`` and so on, or ``validation-``, as :func:`write_webdataset` writes tars. Labels run from
-    1 on, as with TensorFlow's scripts, and every record names its class."""
-    write_classes(folder, classes)
-    partial = []
-    for shard, numbered in _cut(samples, shard_bytes):
-        partial.append(folder / f".{split}-{shard:05}")
-        write_records(partial[-1], (sample for _, sample in numbered), classes)
-    name = {"val": "validation"}.get(split, split)
-    paths = [folder / f"{name}-{shard:05}-of-{len(partial):05}" for shard in range(len(partial))]
-    for before, after in zip(partial, paths, strict=True):
-        _dali_index(before).replace(_dali_index(after))
-        before.replace(after)
-    _alone(folder, f"{name}-*-of-*[0-9]", paths)
-    open_tfrecord(folder, split, paths, ())
-    return paths
+def dali_index(shard: Path) -> Path:
+    """Where the index for DALI's own readers is."""
+    return shard.with_suffix(".idx") if shard.suffix == ".tar" else shard.with_name(f"{shard.name}.idx")
 
 
 def write_classes(folder: Path, classes: Sequence[str]) -> None:
-    """``classes.txt``. Raises UserError where a name has more than one line, or where there are other names."""
+    """``classes.txt``. Raises UserError as :func:`check_classes` does."""
+    check_classes(folder, classes)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _whole(folder / CLASSES) as file:
+        file.write(_lines(classes))
+
+
+def check_classes(folder: Path, classes: Sequence[str]) -> None:
+    """Raise UserError where a name has more than one line, or there are other names."""
     if strange := [name for name in classes if not name or "\n" in name or name.endswith("\r")]:
         raise UserError(f"a class named {strange[0]!r} does not fit a line of {CLASSES}; rename its folder")
-    content = b"".join(os.fsencode(name) + b"\n" for name in classes)
     path = folder / CLASSES
-    if path.exists() and path.read_bytes() != content:
-        raise UserError(f"{path} names other classes than are to be written there; give another directory")
-    folder.mkdir(parents=True, exist_ok=True)
-    with _whole(path) as file:
-        file.write(content)
+    if path.exists() and path.read_bytes() != _lines(classes):
+        raise UserError(
+            f"{path} names other classes than are to be written there; give another directory, or remove what is there"
+        )
+
+
+def _lines(classes: Sequence[str]) -> bytes:
+    return b"".join(os.fsencode(name) + b"\n" for name in classes)
 
 
 def write_tar(path: Path, samples: Iterable[tuple[int, Sample]]) -> None:
@@ -96,7 +86,7 @@ def write_tar(path: Path, samples: Iterable[tuple[int, Sample]]) -> None:
                 parts.append(f"{extension} {tar.offset + tarfile.BLOCKSIZE} {len(content)} {member.name}")
                 tar.addfile(member, io.BytesIO(content))
             lines.append(" ".join(parts))
-    _write_lines(_dali_index(path), [f"v1.2 {len(lines)}", *lines])
+    _write_lines(dali_index(path), [f"v1.2 {len(lines)}", *lines])
 
 
 def write_records(path: Path, samples: Iterable[Sample], classes: Sequence[str]) -> None:
@@ -116,28 +106,7 @@ def write_records(path: Path, samples: Iterable[Sample], classes: Sequence[str])
             length = len(example).to_bytes(8, "little")
             lines.append(f"{file.tell()} {HEAD.size + len(example) + TAIL.size}")
             file.write(HEAD.pack(len(example), masked_crc32c(length)) + example + TAIL.pack(masked_crc32c(example)))
-    _write_lines(_dali_index(path), lines)
-
-
-def _cut(samples: Iterable[Sample], shard_bytes: int) -> Iterator[tuple[int, Iterator[tuple[int, Sample]]]]:
-    """The samples of each shard, numbered over all shards; taken one by one, as they are many."""
-
-    def placed() -> Iterator[tuple[int, tuple[int, Sample]]]:
-        shard = filled = 0
-        for number, sample in enumerate(samples):
-            if filled and filled + len(sample.encoded) > shard_bytes:
-                shard, filled = shard + 1, 0
-            filled += len(sample.encoded)
-            yield shard, (number, sample)
-
-    for shard, group in groupby(placed(), key=lambda place: place[0]):
-        yield shard, (numbered for _, numbered in group)
-
-
-def _alone(folder: Path, pattern: str, paths: Sequence[Path]) -> None:
-    """Raise UserError where shards of another making lie there, since they would be read too."""
-    if others := sorted(set(folder.glob(pattern)) - set(paths)):
-        raise UserError(f"{others[0]} is none of the {len(paths)} shards that were written now; remove what is older")
+    _write_lines(dali_index(path), lines)
 
 
 def _extension(sample: Sample) -> str:
@@ -145,10 +114,6 @@ def _extension(sample: Sample) -> str:
     named = Path(sample.name).suffix[1:].lower()
     known = (extension for magic, extension in _MAGIC.items() if sample.encoded.startswith(magic))
     return next(known, named if named in PICTURES else "jpg")
-
-
-def _dali_index(path: Path) -> Path:
-    return path.with_suffix(".idx") if path.suffix == ".tar" else path.with_name(f"{path.name}.idx")
 
 
 def _write_lines(path: Path, lines: Sequence[str]) -> None:

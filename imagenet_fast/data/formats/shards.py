@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import groupby
@@ -51,6 +51,12 @@ class Shards:
     def name(self, index: int) -> str:
         """What a person is told where picture ``index`` is bad: its shard and its place there."""
         return f"{self.files[self._shards[index]]}: byte {self._offsets[index]}"
+
+    def maybe_named(self, names: Collection[str]) -> Iterator[int]:
+        """Pictures that may have one of these names, by their shards: names of pictures have to be read."""
+        for number, file in enumerate(self.files):
+            if any(name.startswith(f"{file}: ") for name in names):
+                yield from range(*np.searchsorted(self._shards, (number, number + 1)).tolist())
 
     def read(self, index: int) -> bytes:
         """Picture ``index``, still encoded. Raises UserError where its shard ends before it."""

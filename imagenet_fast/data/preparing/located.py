@@ -21,9 +21,14 @@ class Located:
     size: int
 
     def read(self) -> bytes:
-        """Its bytes. Raises UserError where there are fewer."""
-        with open(self.held_by, "rb", buffering=0) as file:  # noqa: PTH123  (a million of them)
-            content = os.pread(file.fileno(), self.size, self.offset)
+        """Its bytes. Raises UserError where there are fewer, or they cannot be read."""
+        try:
+            with open(self.held_by, "rb", buffering=0) as file:  # noqa: PTH123  (a million of them)
+                content = os.pread(file.fileno(), self.size, self.offset)
+        except OSError as error:
+            raise UserError(
+                f"{self.held_by} cannot be read ({error.strerror}); put that right, and the same command goes on"
+            ) from None
         if len(content) != self.size:
             raise UserError(f"{self.held_by} breaks off within '{self.name}'; fetch it again")
         return content
@@ -56,6 +61,21 @@ class PictureClass:
 
     def measured(self) -> int:
         return sum(file.size for file in self.listed()) if self.size is None else self.size
+
+    def sorted_out(self) -> tuple[list[Located], tuple[str, ...]]:
+        """Its pictures, and the names of files that are none. Raises UserError where there are no pictures, or it
+        cannot be listed."""
+        try:
+            files = self.listed()
+        except OSError as error:
+            raise UserError(
+                f"{error.filename or self.path} cannot be read ({error.strerror}); put that right, and the same "
+                "command goes on"
+            ) from None
+        pictures = [file for file in files if file.is_picture]
+        if not pictures:
+            raise UserError(f"{self.path} has no pictures in the source; add them, or leave that class out")
+        return pictures, tuple(sorted(file.shown for file in files if not file.is_picture))
 
 
 @dataclass(frozen=True)

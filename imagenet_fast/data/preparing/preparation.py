@@ -1,4 +1,4 @@
-"""A source made into ``train/<class>/*`` and ``val/<class>/*``: in parallel, and resumable whenever it was stopped."""
+"""A source made into folders or shards: in parallel, and resumable whenever it was stopped."""
 
 from __future__ import annotations
 
@@ -6,20 +6,25 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import Progress
 
+from imagenet_fast.data.formats.making_shards import check_classes, write_classes
 from imagenet_fast.data.preparing.bars import new_bars
 from imagenet_fast.data.preparing.checksums import check_archives
+from imagenet_fast.data.preparing.class_folders import folder_pieces, sample_of_classes
+from imagenet_fast.data.preparing.crew import Crew
 from imagenet_fast.data.preparing.located import PictureClass, Source
-from imagenet_fast.data.preparing.shrinking import Undecodable, shrunk
+from imagenet_fast.data.preparing.sharding import BYTES_AROUND, classes_made, in_shards, sample_of, shard_pieces
 from imagenet_fast.data.preparing.sources import recognise
 from imagenet_fast.data.preparing.space import check_space
-from imagenet_fast.data.preparing.workshop import RECORD, SPLITS, Made, Record, Settings, Workshop, alone_in
+from imagenet_fast.data.preparing.workshop import RECORD, SPLITS, Record, Settings, Splits, Workshop, alone_in
+from imagenet_fast.data.recognising import open_training, open_validation
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.ranks.cores import usable_cores
 
@@ -27,6 +32,7 @@ CLASSES = 1000
 PICTURES = {"train": 1_281_167, "val": 50_000}
 """Of ImageNet's challenge of 2012."""
 
+_T = TypeVar("_T")
 _Sized = Mapping[PictureClass, int]
 """Classes, and the bytes that their files take in the source."""
 
@@ -43,7 +49,8 @@ class Prepared:
 def prepare(
     source: Path, out: Path, settings: Settings, *, subset: bool = False, md5: bool = True, workers: int | None = None
 ) -> Prepared:
-    """Fill ``out`` from ``source``, ``workers`` classes at a time (by default one a core), and say what it holds then.
+    """Fill ``out`` from ``source``, ``workers`` classes or shards at a time (by default one a core), and say what it
+    holds then.
 
     No split is in its place before all of it is made. ``subset``: fewer classes or pictures than ImageNet has will do,
     and other archives than its own; ``md5=False``: other archives will. Raises UserError where something is wrong with
@@ -51,6 +58,11 @@ def prepare(
     where the next call goes on.
     """
     found = recognise(source)
+
+    def counted(splits: Splits) -> None:
+        if not subset:
+            _check_counts(splits, source)
+
     stop = threading.Event()
     with alone_in(out), ThreadPoolExecutor(workers or usable_cores()) as pool:
         try:
@@ -60,22 +72,21 @@ def prepare(
             with Console(stderr=True).status("listing"):
                 sized = dict(zip(classes, pool.map(PictureClass.measured, classes), strict=True))
             _check_same(before, shop, sized, source)
-            rest = {of: size for of, size in sized.items() if of.name not in before.splits.get(of.split, {})}
+            rest = {of: size for of, size in sized.items() if of.split not in before.splits}
             if not rest and not shop.folder.exists():
                 return Prepared(before, found.told, already=True)
-            shop.begin(before)
-            made = {split: dict(before.splits.get(split, {})) for split in SPLITS}
+            shop.begin(settings)
             with new_bars() as bars:
                 if rest and md5 and not subset:
                     check_archives(found.md5, shop.folder, pool, bars, stop)
-                check_space(out, rest, settings.resize, settings.quality or 0)
-                for of, what in _making(rest, shop, settings, pool, bars, stop):
-                    made[of.split][of.name] = what
-            splits = {split: dict(sorted(classes.items())) for split, classes in made.items() if classes}
-            if not subset:
-                _check_counts(splits, source)
-            record = Record(settings=settings, splits=splits, others=tuple(sorted({*before.others, *found.others})))
-            shop.finish(record)
+                fill = _fill_folders if settings.format == "folder" else _fill_shards
+                record = fill(rest, before, Crew(shop, source, pool, bars, stop), counted)
+                others = tuple(sorted({*before.others, *found.others}))
+                record = record.model_copy(update={"others": others})
+            shop.land(record)
+            if record.files:
+                _look_through(out, record)
+            shop.close()
         except BaseException as error:
             stop.set()
             pool.shutdown(cancel_futures=True)
@@ -83,6 +94,65 @@ def prepare(
                 print("stopped; the same command goes on from here", file=sys.stderr)
             raise
     return Prepared(record, found.told, already=False)
+
+
+def _fill_folders(rest: _Sized, before: Record, crew: Crew, counted: Callable[[Splits], None]) -> Record:
+    """Make the classes ``rest``, of splits that are not in their places; what there is then."""
+    pieces = folder_pieces(rest, before.settings)
+    kept = crew.kept(pieces)
+    missing = [piece for piece in pieces if piece not in kept]
+    size = sum(piece.size for piece in missing)
+    check_space(crew.shop.out, size, len(missing), before.settings, lambda: sample_of_classes(list(rest)))
+    made: Splits = {}
+    for piece, what in crew.make(pieces, kept).items():
+        made.setdefault(piece.split, {})[piece.name] = what
+    splits = _in_order({**before.splits, **made})
+    counted(splits)
+    return before.model_copy(update={"splits": splits})
+
+
+def _fill_shards(rest: _Sized, before: Record, crew: Crew, counted: Callable[[Splits], None]) -> Record:
+    """As :func:`_fill_folders`; which picture comes into which shard is settled, and all are counted, before."""
+    out, settings = crew.shop.out, before.settings
+    names = _names(rest, before)
+    check_classes(out, names)
+    listed = crew.list(rest)
+    counted({**before.splits, **classes_made(listed, rest, {})})
+    placed = {split: in_shards(split, listed, names) for split in SPLITS}
+    pieces = shard_pieces(placed, names, settings)
+    kept = crew.kept(pieces)
+    missing = [piece for piece in pieces if piece not in kept]
+    around = BYTES_AROUND * sum(map(len, placed.values())) * len(missing) // max(1, len(pieces))
+    size = sum(piece.size for piece in missing) + around
+    check_space(out, size, 2 * len(missing), settings, lambda: chain.from_iterable(map(sample_of, placed.values())))
+    made = crew.make(pieces, kept)
+    write_classes(out, names)
+    return before.model_copy(
+        update={
+            "splits": _in_order({**before.splits, **classes_made(listed, rest, made)}),
+            "files": _in_order({**before.files, **crew.shop.sizes(pieces)}),
+        }
+    )
+
+
+def _names(rest: _Sized, before: Record) -> list[str]:
+    """Of the classes by which labels are numbered: those that are trained on, if there are any."""
+    for split in SPLITS:
+        if names := before.splits.get(split, {}).keys() | {of.name for of in rest if of.split == split}:
+            return sorted(names)
+    return []
+
+
+def _in_order(splits: dict[str, dict[str, _T]]) -> dict[str, dict[str, _T]]:
+    return {split: dict(sorted(splits[split].items())) for split in SPLITS if split in splits}
+
+
+def _look_through(out: Path, record: Record) -> None:
+    """As the first run would, so that none has to wait for the index; what it could not read is told now."""
+    if "train" in record.splits:
+        open_training(out)
+    if "val" in record.splits:
+        open_validation(out)
 
 
 def _classes(found: Source, before: Record, source: Path, subset: bool) -> list[PictureClass]:
@@ -117,16 +187,22 @@ def _check_same(before: Record, shop: Workshop, sized: _Sized, source: Path) -> 
         if not now[split]:  # a source of the other split
             continue
         strangers = {name for name, made in classes.items() if now[split].get(name) != made.size}
-        if shop.landed(split):
-            strangers |= now[split].keys() - classes.keys()
+        strangers |= now[split].keys() - classes.keys()
         if strangers:
             raise UserError(
                 f"{shop.out} was made from another source than {source}, by {split}/{min(strangers)}; give that one, "
                 "or another --out"
             )
+    if before.settings.format == "folder":
+        _check_folders(before, shop)
+    else:
+        _check_files(before, shop)
+
+
+def _check_folders(before: Record, shop: Workshop) -> None:
     for split, classes in before.splits.items():
         for name, made in classes.items():
-            folder = (shop.out if shop.landed(split) else shop.folder) / split / name
+            folder = shop.out / split / name
             if not folder.is_dir() or len(os.listdir(folder)) != made.pictures:  # noqa: PTH208  (names alone)
                 raise UserError(
                     f"{folder} has not the {made.pictures} pictures any more that were put there; remove "
@@ -134,7 +210,18 @@ def _check_same(before: Record, shop: Workshop, sized: _Sized, source: Path) -> 
                 )
 
 
-def _check_counts(splits: Mapping[str, Mapping[str, Made]], source: Path) -> None:
+def _check_files(before: Record, shop: Workshop) -> None:
+    for split, files in before.files.items():
+        for name, size in files.items():
+            path = shop.out / split / name
+            if not path.is_file() or path.stat().st_size != size:
+                raise UserError(
+                    f"{path} has not the {size} bytes any more that were put there; remove {path.parent}, and it is "
+                    "made again"
+                )
+
+
+def _check_counts(splits: Splits, source: Path) -> None:
     for split, expected in PICTURES.items():
         found = sum(made.pictures for made in splits[split].values())
         if found != expected:
@@ -144,76 +231,14 @@ def _check_counts(splits: Mapping[str, Mapping[str, Made]], source: Path) -> Non
             )
 
 
-def _making(
-    rest: _Sized, shop: Workshop, settings: Settings, pool: Executor, bars: Progress, stop: threading.Event
-) -> Iterator[tuple[PictureClass, Made]]:
-    """Classes as they are kept."""
-    tasks = {
-        split: bars.add_task(split, total=size, pictures=0)
-        for split in SPLITS
-        if (size := sum(size for of, size in rest.items() if of.split == split))
-    }
-
-    def begin(of: PictureClass, size: int) -> Future[Made]:
-        def tell(read: int) -> None:
-            if stop.is_set():
-                raise CancelledError
-            bars.advance(tasks[of.split], read)
-
-        return pool.submit(_make, of, size, shop, settings, tell)
-
-    pending = {begin(of, size): of for of, size in rest.items()}
-    pictures = dict.fromkeys(SPLITS, 0)
-    while pending:
-        done, _ = wait(pending, return_when=FIRST_COMPLETED)
-        ready = {pending[future]: future.result() for future in done if future.exception() is None}
-        shop.keep({(of.split, of.name): made for of, made in ready.items()})
-        for future in done:
-            future.result()
-            del pending[future]
-        for of, made in ready.items():
-            pictures[of.split] += made.pictures
-            bars.update(tasks[of.split], pictures=pictures[of.split])
-        yield from ready.items()
-
-
-def _make(of: PictureClass, size: int, shop: Workshop, settings: Settings, tell: Callable[[int], None]) -> Made:
-    """Write the pictures of a class, which has ``size`` bytes in the source; ``tell`` is told as they are read."""
-    folder = shop.partial(of.split, of.name)
-    pictures, read = 0, 0
-    left_out, undecodable = [], []
-    for file in of.listed():
-        if not file.is_picture:
-            left_out.append(file.shown)
-            continue
-        content = file.read()
-        if settings.resize is not None and settings.quality is not None:
-            try:
-                content = shrunk(content, settings.resize, settings.quality)
-            except Undecodable:
-                undecodable.append(file.shown)
-        try:
-            with (folder / file.name).open("xb") as target:
-                target.write(content)
-        except OSError as error:
-            raise UserError(
-                f"{shop.out} cannot be written to ({error.strerror}); put that right, and the same command goes on"
-            ) from None
-        pictures += 1
-        read += file.size
-        tell(file.size)
-    if not pictures:
-        raise UserError(f"{of.path} has no pictures in the source; add them, or leave that class out")
-    tell(max(0, size - read))
-    return Made(pictures=pictures, size=size, left_out=tuple(sorted(left_out)), undecodable=tuple(sorted(undecodable)))
-
-
 def report(prepared: Prepared, out: Path) -> Iterator[str]:
     """What a person should know of it, in lines."""
     record = prepared.record
     yield f"{out} {'holds already' if prepared.already else 'now holds'}, from {prepared.source}:"
     for split, classes in record.splits.items():
-        yield f"  {split:<5}  {sum(made.pictures for made in classes.values())} pictures in {len(classes)} classes"
+        shards = f", {len(record.files[split]) // 2} shards" if split in record.files else ""  # with an index each
+        pictures = sum(made.pictures for made in classes.values())
+        yield f"  {split:<5}  {pictures} pictures in {len(classes)} classes{shards}"
     every = [(f"{split}/{name}", made) for split, classes in record.splits.items() for name, made in classes.items()]
     left_out = [*record.others] + [f"{path}/{file}" for path, made in every for file in made.left_out]
     undecodable = [f"{path}/{file}" for path, made in every for file in made.undecodable]

@@ -1,4 +1,4 @@
-"""The directory that is being filled: one process at a time, and every class of it there whole or not at all."""
+"""The directory that is being filled: one process at a time, and every piece of it there whole or not at all."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import ctypes
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import NonNegativeInt, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
+from imagenet_fast.cost.byte_sizes import exact_size
 from imagenet_fast.data.appearing import write_whole
+from imagenet_fast.data.recognising import Format
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.table import Table
 
@@ -29,18 +31,20 @@ _T = TypeVar("_T", bound=Table)
 class Settings(Table):
     """What decides the bytes of the result, beside the source's."""
 
-    format: str
+    format: Format
     resize: PositiveInt | None
     quality: PositiveInt | None
+    shard_size: PositiveInt | None = None
+    """Bytes; None for folders."""
 
     def __str__(self) -> str:
-        return f"--format {self.format}" + (
-            "" if self.resize is None else f" --resize {self.resize} --quality {self.quality}"
-        )
+        shards = "" if self.shard_size is None else f" --shard-size {exact_size(self.shard_size)}"
+        shrunk = "" if self.resize is None else f" --resize {self.resize} --quality {self.quality}"
+        return f"--format {self.format}{shards}{shrunk}"
 
 
 class Made(Table):
-    """A class that has been made."""
+    """A class, or a shard, that has been made."""
 
     pictures: NonNegativeInt
     size: NonNegativeInt
@@ -51,28 +55,52 @@ class Made(Table):
     """Names of pictures that were to be shrunk and could not; they are copied as they are."""
 
 
-class _Entry(Table):
-    """A line of the journal."""
+Splits = dict[str, dict[str, Made]]
+"""Classes by split and name."""
+
+Tell = Callable[[int], None]
+"""Told how many bytes of the source have been read; raises CancelledError where that is to end."""
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A part of a split that is made at once: the folder of a class, or a shard with its index."""
 
     split: str
     name: str
+    files: tuple[str, ...]
+    """The files or folders that it consists of, in the folder of the split."""
+    size: int
+    """As :class:`Made` has it."""
+    make: Callable[[Path, Tell], Made]
+    """Makes these in a folder that is there."""
+
+
+class Noted(Table):
+    """A line of the journal: a piece that is made, and waits to be put in its place."""
+
+    split: str
+    name: str
+    files: tuple[str, ...]
     made: Made
 
 
 class Record(Table):
-    """What a directory holds: classes by split and name."""
+    """What a directory holds, by the classes in it."""
 
     settings: Settings
-    splits: dict[str, dict[str, Made]]
+    splits: Splits
+    files: dict[str, dict[str, NonNegativeInt]] = Field(default_factory=dict)
+    """Of shards, by split: the bytes of each and of its index."""
     others: tuple[str, ...] = ()
     """Files left out that belong to no class."""
 
 
 @dataclass(frozen=True)
 class Workshop:
-    """Inside ``out``, on the same file system: classes that are made, and others in the making. It is gone at the end.
+    """Inside ``out``, on the same file system: pieces that are made, and others in the making. It is gone at the end.
 
-    A class is made in ``partial``, noted in a journal, and moved beside the classes of its split, with the disk synced
+    A piece is made in ``partial``, noted in a journal, and moved beside the others of its split, with the disk synced
     in between: what is noted and has moved is whole, whenever this process was killed or the power failed; everything
     else is made again.
     """
@@ -100,65 +128,80 @@ class Workshop:
         return (self.out / split).exists()
 
     def open(self, settings: Settings) -> Record:
-        """What has been made so far. Raises UserError where that was by other settings, or not here."""
+        """The splits in their places. Raises UserError where they, or what has been begun, are by other settings, or
+        not made here."""
         finished = _read(self.out / RECORD, Record)
-        begun = _read(self._settings, Settings)
-        made = {split: self._noted(split) for split in SPLITS}
-        for before in (begun if any(made.values()) else None, None if finished is None else finished.settings):
+        begun = _read(self._settings, Settings) if self.noted() else None
+        for before in (begun, None if finished is None else finished.settings):
             if before not in (None, settings):
                 raise UserError(
                     f"{self.out} was prepared with {before}, not with {settings}; give the same, or another --out"
                 )
-        done = {} if finished is None else finished.splits
+        if finished is None:
+            finished = Record(settings=settings, splits={})
         for split in SPLITS:
-            if self.landed(split) and split not in done:
+            if self.landed(split) and split not in finished.splits:
                 raise UserError(f"{self.out / split} is there already, and not from `data prepare`; give another --out")
-        splits = {split: done[split] if self.landed(split) else made[split] for split in SPLITS}
-        others = () if finished is None else finished.others
-        return Record(settings=settings, splits={name: there for name, there in splits.items() if there}, others=others)
+        splits = {split: there for split, there in finished.splits.items() if self.landed(split)}
+        files = {split: there for split, there in finished.files.items() if split in splits}
+        return finished.model_copy(update={"splits": splits, "files": files})
 
-    def begin(self, record: Record) -> None:
-        """Clear away what is half made."""
-        shutil.rmtree(self._partial, ignore_errors=True)
-        self.folder.mkdir(exist_ok=True)
-        write_whole(self._settings, record.settings.model_dump_json())
-        waiting = {split: made for split, made in record.splits.items() if not self.landed(split)}
-        lines = (_line(split, name, made) for split, classes in waiting.items() for name, made in classes.items())
-        write_whole(self._journal, "".join(lines))  # without what it ended in, if that was half a line
-        for split in SPLITS:
-            for folder in (self.folder / split).glob("*"):
-                if folder.name not in waiting.get(split, {}):
-                    shutil.rmtree(folder)
-
-    def _noted(self, split: str) -> dict[str, Made]:
-        """The classes that the journal has and that have moved."""
-        found = {}
+    def noted(self) -> list[Noted]:
+        """Pieces that are in the journal and have moved, and whose split is not in its place yet."""
+        found = []
         with suppress(FileNotFoundError):
             for line in self._journal.read_text(errors="replace").split("\n"):
                 try:
-                    entry = _Entry.model_validate_json(line)
+                    entry = Noted.model_validate_json(line)
                 except ValidationError:  # half a line, or its end; what comes after half of one is not to be trusted
                     break
-                if entry.split == split and (self.folder / split / entry.name).is_dir():
-                    found[entry.name] = entry.made
+                if all((self.folder / entry.split / file).exists() for file in entry.files):
+                    found.append(entry)
         return found
 
-    def partial(self, split: str, name: str) -> Path:
-        """A new folder where a class is to be made."""
-        folder = self._partial / split / name
-        folder.mkdir(parents=True)
-        return folder
+    def begin(self, settings: Settings) -> None:
+        """Clear away what is half made."""
+        shutil.rmtree(self._partial, ignore_errors=True)
+        self.folder.mkdir(exist_ok=True)
+        write_whole(self._settings, settings.model_dump_json())
+        noted = self.noted()
+        write_whole(self._journal, "".join(map(_line, noted)))  # without what it ended in, if that was half a line
+        whole = {(entry.split, file) for entry in noted for file in entry.files}
+        for split in SPLITS:
+            (self._partial / split).mkdir(parents=True)
+            for path in (self.folder / split).glob("*"):
+                if (split, path.name) not in whole:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    def keep(self, ready: Mapping[tuple[str, str], Made]) -> None:
-        """Classes, by split and name, that are made: they need never be made again."""
+    def make(self, piece: Piece, tell: Tell) -> Made:
+        """Where nobody looks for it yet. Raises UserError where that cannot be written to."""
+        try:
+            return piece.make(self._partial / piece.split, tell)
+        except OSError as error:
+            raise UserError(
+                f"{self.out} cannot be written to ({error.strerror}); put that right, and the same command goes on"
+            ) from None
+
+    def keep(self, ready: Mapping[Piece, Made]) -> None:
+        """Pieces that are made: they need never be made again."""
         with self._journal.open("a") as journal:
-            journal.writelines(_line(split, name, made) for (split, name), made in ready.items())
+            for piece, made in ready.items():
+                journal.write(_line(Noted(split=piece.split, name=piece.name, files=piece.files, made=made)))
         sync_disk(self.folder)
-        for split, name in ready:
-            (self.folder / split).mkdir(exist_ok=True)
-            (self._partial / split / name).rename(self.folder / split / name)
+        for piece in ready:
+            (self.folder / piece.split).mkdir(exist_ok=True)
+            for file in piece.files:
+                (self._partial / piece.split / file).rename(self.folder / piece.split / file)
 
-    def finish(self, record: Record) -> None:
+    def sizes(self, pieces: Iterable[Piece]) -> dict[str, dict[str, int]]:
+        """Of the files of pieces that are kept, by split: their bytes."""
+        found: dict[str, dict[str, int]] = {}
+        for piece in pieces:
+            for file in piece.files:
+                found.setdefault(piece.split, {})[file] = (self.folder / piece.split / file).stat().st_size
+        return found
+
+    def land(self, record: Record) -> None:
         """Put all splits in their places."""
         sync_disk(self.folder)
         write_whole(self.out / RECORD, record.model_dump_json(indent=1) + "\n")
@@ -166,11 +209,14 @@ class Workshop:
             if not self.landed(split):
                 (self.folder / split).rename(self.out / split)
         sync_disk(self.out)
+
+    def close(self) -> None:
+        """There is nothing left to do."""
         shutil.rmtree(self.folder)
 
 
-def _line(split: str, name: str, made: Made) -> str:
-    return _Entry(split=split, name=name, made=made).model_dump_json() + "\n"
+def _line(entry: Noted) -> str:
+    return entry.model_dump_json() + "\n"
 
 
 def _read(path: Path, kind: type[_T]) -> _T | None:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from PIL import Image, UnidentifiedImageError
 
+from imagenet_fast.data.imagefolder import SUFFIXES
+
 KINDS = ("empty", "AppleDouble", "no picture", "wrong type", "truncated", "damaged", "unreadable")
 """Of files that loaders cannot read."""
 
@@ -35,7 +37,7 @@ class Look(NamedTuple):
 
 
 def examine(name: str, content: bytes) -> Look:
-    """Decode all of the file ``name``."""
+    """Decode all of the file ``name``; without a suffix it is told of no format."""
     digest = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
 
     def bad(kind: str, what: object = "") -> Look:
@@ -53,7 +55,7 @@ def examine(name: str, content: bytes) -> Look:
             notes = (
                 picture.mode == "CMYK",
                 _orientation(picture) not in (0, 1),
-                not name.lower().endswith(_READ[picture.format]),
+                name.lower().endswith(SUFFIXES) and not name.lower().endswith(_READ[picture.format]),
             )
             return Look("", "", tuple(n for n, is_so in zip(NOTES, notes, strict=True) if is_so), *picture.size, digest)
     except UnidentifiedImageError:

@@ -1,4 +1,4 @@
-"""Every file of a data directory decoded, in as many threads as there are cores."""
+"""Every picture of a data directory decoded, in as many threads as there are cores."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from imagenet_fast.data.appearing import write_whole
 from imagenet_fast.data.imagefolder import SUFFIXES
-from imagenet_fast.data.preparing.workshop import SPLITS
-from imagenet_fast.data.quarantine import QUARANTINE, quarantine_text
+from imagenet_fast.data.quarantine import QUARANTINE, prefix_of, quarantine_text
+from imagenet_fast.data.recognising import SplitName, find_split, open_shards
 from imagenet_fast.data.verifying.inspecting import Look, examine
 from imagenet_fast.errors import UserError
 from imagenet_fast.ranks.cores import usable_cores
@@ -30,7 +30,8 @@ _CHUNK = 64  # files that a thread takes at once
 
 @dataclass(frozen=True)
 class Verified:
-    """What was found; files are told by their paths below the data directory."""
+    """What was found; files are told by their paths below the data directory, and pictures in shards by these and
+    their places there."""
 
     counts: dict[str, dict[str, int]]
     """Good pictures of each split's classes."""
@@ -45,57 +46,115 @@ class Verified:
     sizes: NDArray[np.int32]
     """Of the good pictures: width, height [pictures, 2]."""
 
-    @property
-    def leaks(self) -> list[list[str]]:
-        """Duplicates that are trained on and validated on."""
-        return [same for same in self.duplicates if len({path.partition("/")[0] for path in same}) > 1]
+    leaks: list[list[str]]
+    """Duplicates that are trained on and validated on."""
+    contradictions: list[list[str]]
+    """Duplicates of several classes."""
 
-    @property
-    def contradictions(self) -> list[list[str]]:
-        """Duplicates of several classes."""
-        return [same for same in self.duplicates if len({path.split("/")[1] for path in same}) > 1]
+
+@dataclass(frozen=True)
+class _Lot:
+    """What there is to look at of a split, by numbers from 0 on."""
+
+    split: str
+    classes: list[str]
+    labels: NDArray[np.int64]
+    """[files], indices into ``classes``."""
+    name: Callable[[int], str]
+    """Below the data directory."""
+    read: Callable[[int], bytes]
+
+
+class _Lots:
+    """Several, numbered through."""
+
+    def __init__(self, lots: Sequence[_Lot]) -> None:
+        self.lots = lots
+        self._begins = np.cumsum([0, *(len(lot.labels) for lot in lots)])
+
+    def __len__(self) -> int:
+        return int(self._begins[-1])
+
+    def at(self, index: int) -> tuple[_Lot, int]:
+        number = int(np.searchsorted(self._begins, index, side="right")) - 1
+        return self.lots[number], index - int(self._begins[number])
+
+    def name(self, index: int) -> str:
+        lot, own = self.at(index)
+        return lot.name(own)
+
+    def class_of(self, index: int) -> tuple[str, str]:
+        """Its split and its class."""
+        lot, own = self.at(index)
+        return lot.split, lot.classes[lot.labels[own]]
 
 
 def verify(root: Path, workers: int | None = None) -> Verified:
     """Read all of ``root``, and leave the list of what cannot be decoded in it, by which `train` leaves those out.
 
-    Raises UserError where there is nothing to read, or the list cannot be written.
+    Raises UserError where there is nothing to read, a shard's index cannot be made, or the list cannot be written.
     """
-    files = [path for split in SPLITS for path in _listed(root, split)]
-    if not files:
-        raise UserError(f"{root} holds no pictures in train/<class> or val/<class>; give another with --data DIR")
+    files = _Lots([lot for split in get_args(SplitName) if (lot := _lot(root, split)) is not None])
+    if not len(files):
+        raise UserError(
+            f"{root} holds no pictures in train/<class> or val/<class>, and no shards; give another with --data DIR"
+        )
     if not os.access(root, os.W_OK):
         raise UserError(f"{root} cannot be written to, and {QUARANTINE} belongs there; have it made yours")
     digests = np.zeros(len(files), np.uint64)
     sizes = np.zeros((len(files), 2), np.int32)
+    good = np.ones(len(files), np.bool_)
     bad: dict[str, str] = {}
     kinds: Counter[str] = Counter()
     notes: dict[str, list[str]] = {}
-    for index, look in enumerate(_looks(root, files, workers or usable_cores())):
+    for index, look in enumerate(_looks(files, workers or usable_cores())):
         digests[index] = look.digest
         sizes[index] = look.width, look.height
         if look.kind:
-            bad[files[index]] = f"{look.kind}: {look.what}" if look.what else look.kind
+            good[index] = False
+            bad[files.name(index)] = f"{look.kind}: {look.what}" if look.what else look.kind
             kinds[look.kind] += 1
         for note in look.notes:
-            notes.setdefault(note, []).append(files[index])
-    good = np.array([path not in bad for path in files])
+            notes.setdefault(note, []).append(files.name(index))
     write_whole(root / QUARANTINE, quarantine_text(bad))
+    same = _duplicates(digests, np.flatnonzero(good))
+
+    def named(groups: Iterable[list[int]]) -> list[list[str]]:
+        return sorted([files.name(index) for index in group] for group in groups)
+
     return Verified(
-        _counts(files, good), bad, dict(kinds), notes, _duplicates(files, digests, np.flatnonzero(good)), sizes[good]
-    )
+        _counts(files, good), bad, dict(kinds), notes, named(same), sizes[good],
+        named(group for group in same if len({files.class_of(index)[0] for index in group}) > 1),
+        named(group for group in same if len({files.class_of(index)[1] for index in group}) > 1),
+    )  # fmt: skip
 
 
-def _listed(root: Path, split: str) -> Iterator[str]:
+def _lot(root: Path, split: SplitName) -> _Lot | None:
+    """None where there is nothing of that split."""
+    found = find_split(root, split)
+    if found.format == "folder":
+        return _folders(root, split)
+    shards = open_shards(root, split, found)
+    prefix = prefix_of(root)
+    return _Lot(split, shards.classes, shards.labels, lambda i: shards.name(i).removeprefix(prefix), shards.read)
+
+
+def _folders(root: Path, split: str) -> _Lot | None:
     """What loaders would take for pictures, and AppleDouble files, which they would too."""
     if not (root / split).is_dir():
-        return
-    for name in sorted(entry.name for entry in os.scandir(root / split) if entry.is_dir()):
+        return None
+    classes = sorted(entry.name for entry in os.scandir(root / split) if entry.is_dir())
+    files: list[str] = []
+    labels: list[int] = []
+    for label, name in enumerate(classes):
         with os.scandir(root / split / name) as entries:
-            yield from sorted(f"{split}/{name}/{e.name}" for e in entries if e.name.lower().endswith(SUFFIXES))
+            listed = sorted(f"{split}/{name}/{e.name}" for e in entries if e.name.lower().endswith(SUFFIXES))
+        files += listed
+        labels += [label] * len(listed)
+    return _Lot(split, classes, np.array(labels, np.int64), files.__getitem__, lambda i: (root / files[i]).read_bytes())
 
 
-def _looks(root: Path, files: Sequence[str], workers: int) -> Iterator[Look]:
+def _looks(files: _Lots, workers: int) -> Iterator[Look]:
     """At each file, in their order."""
     stop = threading.Event()
     bars = Progress(
@@ -105,10 +164,10 @@ def _looks(root: Path, files: Sequence[str], workers: int) -> Iterator[Look]:
 
     def look(begin: int) -> list[Look]:
         found = []
-        for path in files[begin : begin + _CHUNK]:
+        for index in range(begin, min(begin + _CHUNK, len(files))):
             if stop.is_set():
                 raise CancelledError
-            found.append(_look(root, path))
+            found.append(_look(*files.at(index)))
         return found
 
     with ThreadPoolExecutor(workers) as pool, bars, warnings.catch_warnings():
@@ -125,35 +184,39 @@ def _looks(root: Path, files: Sequence[str], workers: int) -> Iterator[Look]:
             raise
 
 
-def _look(root: Path, path: str) -> Look:
+def _look(lot: _Lot, index: int) -> Look:
     try:
-        content = (root / path).read_bytes()
-    except OSError as error:
-        return Look("unreadable", error.strerror or "", (), 0, 0, 0)
-    return examine(path.rpartition("/")[2], content)
+        content = lot.read(index)
+    except (OSError, UserError) as error:
+        what = error.strerror or "" if isinstance(error, OSError) else str(error)
+        return Look("unreadable", what, (), 0, 0, 0)
+    return examine(lot.name(index).rpartition("/")[2], content)
 
 
-def _counts(files: Sequence[str], good: NDArray[np.bool_]) -> dict[str, dict[str, int]]:
+def _counts(files: _Lots, good: NDArray[np.bool_]) -> dict[str, dict[str, int]]:
     counts: dict[str, dict[str, int]] = {}
-    for path, is_good in zip(files, good.tolist(), strict=True):
-        split, name, _ = path.split("/")
-        of = counts.setdefault(split, {})
-        of[name] = of.get(name, 0) + is_good
+    begin = 0
+    for lot in files.lots:
+        labels = lot.labels[good[begin : begin + len(lot.labels)]]
+        there = np.unique(lot.labels).tolist()
+        of_class = np.bincount(labels, minlength=len(lot.classes)).tolist()
+        counts[lot.split] = {lot.classes[label]: of_class[label] for label in there}
+        begin += len(lot.labels)
     return counts
 
 
-def _duplicates(files: Sequence[str], digests: NDArray[np.uint64], good: NDArray[np.int64]) -> list[list[str]]:
-    """Groups of them, each in the order of ``files``."""
+def _duplicates(digests: NDArray[np.uint64], good: NDArray[np.int64]) -> list[list[int]]:
+    """Groups of the same content among ``good``, each in order."""
     order = good[np.argsort(digests[good], kind="stable")]
     same_as_next = digests[order][1:] == digests[order][:-1]
-    groups: list[list[str]] = []
+    groups: list[list[int]] = []
     last = -1
     for place in np.flatnonzero(same_as_next).tolist():
         if place != last:
-            groups.append([files[order[place]]])
-        groups[-1].append(files[order[place + 1]])
+            groups.append([int(order[place])])
+        groups[-1].append(int(order[place + 1]))
         last = place + 1
-    return sorted(groups)
+    return groups
 
 
 def summary(found: Verified, root: Path) -> Iterator[str]:
@@ -181,7 +244,7 @@ def summary(found: Verified, root: Path) -> Iterator[str]:
         yield f"quarantined: {count} {kind}, as {first}"
     empty = [f"{split}/{name}" for split, classes in found.counts.items() for name, n in classes.items() if not n]
     if empty:
-        yield f"without a single picture: {len(empty)} class folders, as {empty[0]}"
+        yield f"without a single picture: {len(empty)} classes, as {empty[0]}"
     if found.bad:
         yield f"`train` leaves out what is in {root / QUARANTINE}"
     else:

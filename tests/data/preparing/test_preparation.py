@@ -35,6 +35,8 @@ from tests.e2e.command import COMMAND, environment, wait_for
 
 WHOLE = Settings(format="folder", resize=None, quality=None)
 SMALL = Settings(format="folder", resize=256, quality=95)
+TARS = Settings(format="webdataset", resize=256, quality=95, shard_size=40_000)
+RECORDS = Settings(format="tfrecord", resize=256, quality=95, shard_size=40_000)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +153,7 @@ def few_tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return replica.official_tars(tmp_path_factory.mktemp("official") / "few", small_imagenet(train=3, val=1))
 
 
-def die_at(change: int, since: str, source: Path, out: Path) -> None:
+def die_at(change: int, since: str, source: Path, out: Path, settings: Settings) -> None:
     """In a process of its own: prepare, and be killed before the how many-eth change of ``out`` from the one on that
     has ``since`` in its path."""
     seen, begun = 0, False
@@ -168,27 +170,40 @@ def die_at(change: int, since: str, source: Path, out: Path) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(count)
-    prepare(source, out, SMALL, subset=True, workers=2)
+    prepare(source, out, settings, subset=True, workers=2)
     (out.parent / "changes").write_text(str(seen))
 
 
-def attempt(change: int, since: str, source: Path, out: Path) -> bool:
+def attempt(change: int, since: str, source: Path, out: Path, settings: Settings) -> bool:
     """Whether it came to its end."""
-    process = multiprocessing.get_context("forkserver").Process(target=die_at, args=(change, since, source, out))
+    arguments = (change, since, source, out, settings)
+    process = multiprocessing.get_context("forkserver").Process(target=die_at, args=arguments)
     process.start()
     process.join()
     assert process.exitcode in (0, -signal.SIGKILL)
     return process.exitcode == 0
 
 
-def test_killed_at_ten_random_moments_the_result_is_that_of_an_undisturbed_run(tmp_path: Path, few_tars: Path):
+@pytest.mark.parametrize(
+    ("settings", "times"),
+    [
+        pytest.param(SMALL, 10, id="folders"),
+        pytest.param(TARS, 3, id="webdataset"),
+        pytest.param(SMALL, 30, id="folders, often", marks=pytest.mark.long),
+        pytest.param(TARS, 30, id="webdataset, often", marks=pytest.mark.long),
+        pytest.param(RECORDS, 30, id="tfrecord, often", marks=pytest.mark.long),
+    ],
+)
+def test_killed_at_random_moments_the_result_is_that_of_an_undisturbed_run(
+    tmp_path: Path, few_tars: Path, settings: Settings, times: int
+):
     whole, out = tmp_path / "whole", tmp_path / "out"
-    assert attempt(0, "", few_tars, whole)
+    assert attempt(0, "", few_tars, whole, settings)
     expected, changes = tree(whole), int((tmp_path / "changes").read_text())
     draw = random.Random(14)
     deaths = 0
-    while deaths < 10:
-        if attempt(draw.randrange(1, changes // 3), "", few_tars, out):
+    while deaths < times:
+        if attempt(draw.randrange(1, changes // 3), "", few_tars, out, settings):
             assert tree(out) == expected
             shutil.rmtree(out)  # and once more from the beginning
             continue
@@ -196,20 +211,30 @@ def test_killed_at_ten_random_moments_the_result_is_that_of_an_undisturbed_run(t
         for path, content in tree(out).items():  # what is in its place is whole
             if path.startswith(("train/", "val/", ".preparing/train/", ".preparing/val/")):
                 assert content == expected[path.removeprefix(".preparing/")]
-    assert attempt(0, "", few_tars, out)
+    assert attempt(0, "", few_tars, out, settings)
     assert tree(out) == expected
 
 
-def test_killed_at_each_of_its_last_moments_the_result_is_the_same(tmp_path: Path, few_tars: Path):
+@pytest.mark.parametrize(
+    ("settings", "moments"),
+    [
+        pytest.param(SMALL, 7, id="folders"),
+        pytest.param(TARS, 15, id="webdataset", marks=pytest.mark.long),
+        pytest.param(RECORDS, 15, id="tfrecord", marks=pytest.mark.long),
+    ],
+)
+def test_killed_at_each_of_its_last_moments_the_result_is_the_same(
+    tmp_path: Path, few_tars: Path, settings: Settings, moments: int
+):
     """Where splits move into their places."""
-    prepare(few_tars, tmp_path / "whole", SMALL, subset=True)
+    prepare(few_tars, tmp_path / "whole", settings, subset=True)
     expected = tree(tmp_path / "whole")
-    for change in range(1, 8):
+    for change in range(1, moments + 1):
         out = tmp_path / f"out{change}"
-        assert not attempt(change, "prepared.json", few_tars, out)
+        assert not attempt(change, "prepared.json", few_tars, out, settings)
         for split in ("train", "val"):
             assert not (out / split).exists() or tree(out / split) == tree(tmp_path / "whole" / split)
-        prepare(few_tars, out, SMALL, subset=True)
+        prepare(few_tars, out, settings, subset=True)
         assert tree(out) == expected
 
 
@@ -479,7 +504,7 @@ def test_a_disk_that_fills_up_is_named_and_what_is_made_is_kept(own_tars: Path, 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--format", "zip"], "there is no --format zip; there is folder"),
+        (["--format", "zip"], "there is no --format zip; there are folder, webdataset, tfrecord"),
         (["--quality", "90"], "--quality is of the pictures that --resize makes"),
         (["--out", "/proc/nothing"], "--out /proc/nothing cannot be made"),
     ],

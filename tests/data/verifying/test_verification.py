@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
 from imagenet_fast.cli import app
-from imagenet_fast.data.recognising import open_training, open_validation
+from imagenet_fast.data.preparing.preparation import prepare
+from imagenet_fast.data.preparing.workshop import Settings
+from imagenet_fast.data.recognising import Format, open_training, open_validation
 from imagenet_fast.data.split import Split
 from imagenet_fast.data.verifying.verification import verify
 from imagenet_fast.errors import UserError
@@ -81,6 +85,54 @@ def test_the_command_tells_it_on_one_screen_and_all_of_it_as_json_and_draws_size
     assert told["classes"]["val"] == dict.fromkeys(sorted(replica.CLASSES), 2)
     with Image.open(png) as picture:
         assert picture.format == "PNG"
+
+
+@pytest.mark.parametrize("kind", ["webdataset", "tfrecord"])
+def test_shards_are_looked_at_as_folders_are_and_what_is_bad_is_left_out(
+    tmp_path: Path, data: Path, kind: Format, monkeypatch: pytest.MonkeyPatch
+):
+    settings = Settings(format=kind, resize=None, quality=None, shard_size=100_000)
+    out = tmp_path / "shards"
+    prepare(data, out, settings, subset=True)
+    before, folders = scan(out), verify(data)
+    found = verify(out)
+    assert Counter(what.partition(" (")[0] for what in found.bad.values()) == Counter(
+        what.partition(" (")[0] for path, what in folders.bad.items() if path != ODD["AppleDouble"]
+    )
+    for name in ("leaks", "contradictions", "duplicates"):
+        assert len(getattr(found, name)) == len(getattr(folders, name))
+    assert found.notes.keys() == {"CMYK", "turned by EXIF"}  # shards call pictures what they are
+    assert found.counts == folders.counts
+    assert np.array_equal(np.sort(found.sizes, axis=0), np.sort(folders.sizes, axis=0))
+    for whole, rest in zip(before, scan(out), strict=True):
+        bad = [index for index in range(len(whole)) if os.path.relpath(whole.name(index), out) in found.bad]
+        kept = [index for index in range(len(whole)) if index not in bad]
+        assert [rest.read(index) for index in range(len(rest))] == [whole.read(index) for index in kept]
+        assert rest.labels.tolist() == whole.labels[kept].tolist()
+    assert sum(map(len, scan(out))) == sum(map(len, before)) - 4
+    monkeypatch.chdir(out)
+    assert [len(split) for split in scan(Path())] == [len(split) for split in scan(out)]
+
+
+def test_what_is_bad_is_left_out_wherever_one_stands(data: Path, monkeypatch: pytest.MonkeyPatch):
+    verify(data)
+    monkeypatch.chdir(data)
+    assert [len(split) for split in scan(Path())] == [len(split) for split in scan(data)] == [31, 8]
+
+
+def test_a_record_that_is_damaged_is_quarantined_too(tmp_path: Path, data: Path):
+    settings = Settings(format="tfrecord", resize=None, quality=None, shard_size=1 << 20)
+    prepare(data, tmp_path / "shards", settings, subset=True)
+    (shard,) = (tmp_path / "shards/val").glob("validation-*-of-00001")
+    content, time = bytearray(shard.read_bytes()), shard.stat().st_mtime_ns
+    content[2000] ^= 1
+    shard.write_bytes(content)
+    os.utime(shard, ns=(time, time))
+    found = verify(tmp_path / "shards")
+    (damaged,) = (what for path, what in found.bad.items() if path.startswith("val/") and "GIF" not in what)
+    assert damaged.startswith("unreadable: ")
+    assert "its bytes are not those of its checksum" in damaged
+    assert len(scan(tmp_path / "shards")[1]) == 7
 
 
 def test_a_second_look_finds_what_was_mended(data: Path, pictures: Pictures):
