@@ -22,6 +22,7 @@ from rich.table import Table
 
 from imagenet_fast.bench.photos import make_photos
 from imagenet_fast.bench.rivals import bare_dali, decoding, torchvision_io, torchvision_pil
+from imagenet_fast.data import dali
 from imagenet_fast.data.dataset import open_loader
 from imagenet_fast.data.imagefolder import scan_training
 from imagenet_fast.data.order import TrainOrder
@@ -81,7 +82,7 @@ def bench_loading(
     with _pictures(root, 2 * batch) as (folder, about):
         for turn in range(rounds):
             for loader in loaders if turn % 2 == 0 else reversed(loaders):
-                if loader.startswith("dali") and not _has_dali():
+                if loader.startswith("dali") and not dali.is_installed():
                     continue
                 batches = _open(loader, folder, image_size, batch, workers, device)
                 turns[loader].append(_measure(batches, batch, seconds, device))
@@ -186,14 +187,6 @@ def _measure(batches: Iterator[Any], batch: int, seconds: float, device: torch.d
         _settle(device)
         taken += batch
     return taken / (time.perf_counter() - begun), taken / (_processor_s() - spent)
-
-
-def _has_dali() -> bool:
-    try:
-        import nvidia.dali  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 def _settle(device: torch.device) -> None:
