@@ -153,9 +153,10 @@ class DaliLoader:
 
 
 def is_installed() -> bool:
+    """Whether DALI is, and loads."""
     try:
         import nvidia.dali  # noqa: F401
-    except ImportError:
+    except (ImportError, OSError):
         return False
     return True
 
