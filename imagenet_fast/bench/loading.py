@@ -7,7 +7,6 @@ turn of another; the first batches of a turn, which may have been made beforehan
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,25 +15,23 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, assert_never, get_args
 
-import psutil
 import torch
 from rich.table import Table
 
-from imagenet_fast.bench.photos import make_photos
 from imagenet_fast.bench.rivals import bare_dali, decoding, torchvision_io, torchvision_pil
+from imagenet_fast.data import dali
 from imagenet_fast.data.dataset import open_loader
 from imagenet_fast.data.imagefolder import scan_training
 from imagenet_fast.data.order import TrainOrder
+from imagenet_fast.data.pace import fastest, measure, training_batches
+from imagenet_fast.data.photos import make_photos
 from imagenet_fast.errors import UserError
 from imagenet_fast.ranks.world import prepare_device
 from imagenet_fast.recipe.batching import Batching
-from imagenet_fast.recipe.schema import ImageData, SyntheticData
+from imagenet_fast.recipe.schema import SyntheticData
 from imagenet_fast.record.tables import compact_table, number
 
 Loader = Literal["synthetic", "folder", "dali", "dali-bare", "torchvision-pil", "torchvision-io", "decoding"]
-
-_WARM_BATCHES = 6
-"""More than any of them has ready before it is asked."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +78,15 @@ def bench_loading(
     with _pictures(root, 2 * batch) as (folder, about):
         for turn in range(rounds):
             for loader in loaders if turn % 2 == 0 else reversed(loaders):
-                if loader.startswith("dali") and not _has_dali():
+                if loader.startswith("dali") and not dali.is_installed():
                     continue
                 batches = _open(loader, folder, image_size, batch, workers, device)
-                turns[loader].append(_measure(batches, batch, seconds, device))
+                turns[loader].append(measure(batches, batch, seconds, device))
     return [_rate(loader, turns[loader], about, image_size, batch, workers) for loader in loaders]
 
 
 def loading_table(rates: list[LoadingRate]) -> Table:
-    """One row a loader."""
+    """One row a loader, and below which of ours is the fastest."""
     table = compact_table(
         ("loader", ""),
         ("img/s", "slowest", "fastest", "img/s a core"),
@@ -102,6 +99,8 @@ def loading_table(rates: list[LoadingRate]) -> Table:
         ),
     )  # fmt: skip
     table.title = _title(rates)
+    table.caption = fastest({rate.loader: rate.images_per_s for rate in rates}) or None
+    table.caption_justify = "left"
     return table
 
 
@@ -148,21 +147,18 @@ def _pictures(root: Path | None, count: int) -> Iterator[tuple[Path, str]]:
 def _open(
     loader: Loader, folder: Path, image_size: int, batch: int, workers: int, device: torch.device
 ) -> Iterator[Any]:
-    alone = Batching(1, batch, 1)
     match loader:
         case "synthetic":
+            order = TrainOrder(2 * batch, Batching(1, batch, 1), 0, seed=1)
             made_up = SyntheticData(
                 loader="synthetic", image_size=image_size, train_images=2 * batch, val_images=1, classes=1000
             )
-            return iter(open_loader(made_up, None, TrainOrder(2 * batch, alone, 0, seed=1), 1, device, seed=1))
+            return iter(open_loader(made_up, None, order, 1, device, seed=1))
         case "folder" | "dali":
-            data = ImageData(
-                dataset="imagenet", loader=loader, image_size=image_size, resize=image_size * 8 // 7, workers=workers
-            )
             pictures = scan_training(folder)
             if len(pictures) < batch:
                 raise UserError(f"{folder} holds {len(pictures)} pictures, fewer than a batch; --batch {len(pictures)}")
-            return iter(open_loader(data, pictures, TrainOrder(len(pictures), alone, 0, seed=1), 1, device, seed=1))
+            return training_batches(loader, pictures, image_size, batch, workers, device)
         case "dali-bare":
             return bare_dali(folder, image_size, batch, workers, device)
         case "torchvision-pil":
@@ -173,35 +169,3 @@ def _open(
             return decoding(folder, batch, workers)
         case _:
             assert_never(loader)
-
-
-def _measure(batches: Iterator[Any], batch: int, seconds: float, device: torch.device) -> tuple[float, float]:
-    """Pictures a second, and a second of processor time."""
-    for _ in range(_WARM_BATCHES):
-        next(batches)
-    _settle(device)
-    taken, spent, begun = 0, _processor_s(), time.perf_counter()
-    while not taken or time.perf_counter() - begun < seconds:
-        next(batches)
-        _settle(device)
-        taken += batch
-    return taken / (time.perf_counter() - begun), taken / (_processor_s() - spent)
-
-
-def _has_dali() -> bool:
-    try:
-        import nvidia.dali  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _processor_s() -> float:
-    """That this process and those it has started have taken so far."""
-    others = psutil.Process().children(recursive=True)
-    return time.process_time() + sum(sum(process.cpu_times()[:2]) for process in others)

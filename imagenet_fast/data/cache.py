@@ -228,7 +228,7 @@ def _is_alone(folder: Path) -> bool:
 
 def _check_room(folder: Path, pictures: Split, side: int) -> int:
     """How many bytes all pictures will take, told. Raises UserError where there are fewer."""
-    sizes = list(_some_sizes(pictures))
+    sizes = list(some_sizes(pictures, _MEASURED))
 
     def taken(side: int) -> int:
         """By a sample of pictures."""
@@ -250,9 +250,9 @@ def _check_room(folder: Path, pictures: Split, side: int) -> int:
     return needed
 
 
-def _some_sizes(pictures: Split) -> Iterator[tuple[int, int]]:
-    """Heights and widths of pictures from all over the split, but of no bad ones."""
-    for index in np.unique(np.linspace(0, len(pictures) - 1, _MEASURED).astype(int)).tolist():
+def some_sizes(pictures: Split, count: int) -> Iterator[tuple[int, int]]:
+    """Heights and widths of ``count`` pictures from all over the split, but of no bad ones."""
+    for index in np.unique(np.linspace(0, len(pictures) - 1, count).astype(int)).tolist():
         with suppress(*PIL_REFUSES), Image.open(BytesIO(pictures.read(index))) as picture:
             yield picture.height, picture.width
 

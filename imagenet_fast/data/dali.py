@@ -152,6 +152,15 @@ class DaliLoader:
         return (torch.cuda.current_stream(self._device),) if self._device.type == "cuda" else ()
 
 
+def is_installed() -> bool:
+    """Whether DALI is, and loads."""
+    try:
+        import nvidia.dali  # noqa: F401
+    except (ImportError, OSError):
+        return False
+    return True
+
+
 class _Given:
     """A batch as DALI gets it, once it has been filled."""
 

@@ -6,18 +6,21 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import Protocol, assert_never
 
 import torch
 from torch import Tensor
 
-from imagenet_fast.data import recognising
-from imagenet_fast.data.dali import DaliLoader
+from imagenet_fast.data import dali, recognising
+from imagenet_fast.data.cache import some_sizes
 from imagenet_fast.data.folder import FolderLoader
 from imagenet_fast.data.mixing import Mixed
 from imagenet_fast.data.normalising import Normalised
 from imagenet_fast.data.order import EvalOrder, Order, TrainOrder
+from imagenet_fast.data.places import cache_folder
 from imagenet_fast.data.split import Split
+from imagenet_fast.data.starvation import Supply
 from imagenet_fast.data.synthetic import SyntheticLoader
 from imagenet_fast.errors import UserError
 from imagenet_fast.ranks.cores import usable_cores
@@ -25,6 +28,9 @@ from imagenet_fast.recipe import schema
 from imagenet_fast.recipe.batching import Batching
 
 Batch = tuple[Tensor, Tensor]
+
+_LOOKED_AT = 50
+"""Pictures whose sizes stand for those of all."""
 
 
 class Loader(Protocol):
@@ -152,8 +158,23 @@ def open_loader(
             return SyntheticLoader(order, data, device, seed)
         case schema.ImageData():
             assert pictures is not None
-            cores = max(1, usable_cores() // local_ranks)
-            load = DaliLoader if data.loader == "dali" else FolderLoader
+            cores = _cores(local_ranks)
+            load = dali.DaliLoader if data.loader == "dali" else FolderLoader
             return load(pictures, order, data, device, min(data.workers or cores, cores))
         case _:
             assert_never(data)
+
+
+def supply_of(data: schema.ImageData, root: Path, local_ranks: int, device: torch.device) -> Supply:
+    """What the pictures of a rank come through, after a look at some of them. Raises UserError, and OSError."""
+    short_side = None
+    if recognising.find_split(root, "train").format == "folder":
+        sides = [min(size) for size in some_sizes(recognising.open_training(root), _LOOKED_AT)]
+        short_side = fmean(sides) if sides else None
+    cores, gpu = _cores(local_ranks), device.type == "cuda"
+    return Supply(data, gpu, cores, dali.is_installed(), short_side, root, cache_folder())
+
+
+def _cores(local_ranks: int) -> int:
+    """Of this node, for each of its ranks."""
+    return max(1, usable_cores() // local_ranks)

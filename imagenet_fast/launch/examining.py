@@ -11,6 +11,7 @@ from pathlib import Path
 
 from imagenet_fast.doctor.between_ranks import compare_notes
 from imagenet_fast.doctor.findings import Finding
+from imagenet_fast.doctor.loaders import try_loaders
 from imagenet_fast.doctor.machine import examine
 from imagenet_fast.launch.nodes import Nodes
 from imagenet_fast.launch.signals import end_on_signals, interrupt_on_signals
@@ -77,6 +78,7 @@ def examine_as_rank(examination: Examination, place: Place, patience_s: float, h
     own: list[Finding] = []
     if place.leads_node:
         own = examine(examination.data, examination.out, place.local_size, examination.timeout)
+        own += try_loaders(examination.data, place.local_size)
     with join(place, {}, timedelta(seconds=patience_s), examination.timeout, left=handover) as world:
         found = compare_notes(own, world, socket.gethostname())
         if world.leads:

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from imagenet_fast.checkpoint import CheckpointWriter
-from imagenet_fast.data.dataset import Dataset, open_dataset
+from imagenet_fast.data.dataset import Dataset, open_dataset, supply_of
+from imagenet_fast.data.starvation import BEARABLE_PCT, advice
 from imagenet_fast.errors import Fault, UserError, warn
 from imagenet_fast.launch.planning import check_writable
 from imagenet_fast.launch.resuming import CHECKPOINTS, Resumption, common_folder, find_resumption, hold
@@ -28,6 +29,7 @@ from imagenet_fast.ranks.roll_call import report_failure, reported_failure
 from imagenet_fast.ranks.whereabouts import here
 from imagenet_fast.ranks.world import World, join
 from imagenet_fast.recipe.job import Job
+from imagenet_fast.recipe.schema import ImageData
 from imagenet_fast.record import Record
 from imagenet_fast.record.opening import open_record
 from imagenet_fast.record.outcome import Outcome
@@ -97,7 +99,7 @@ def train_as_rank(job: Job, place: Place, patience_s: float, handover: Path | No
             _leave(outcome, job, place, handover)
             # Why it failed is to be heard, not that its record did too.
             with suppress(UserError, OSError) if outcome.status == "failed" else nullcontext():
-                record("end", outcome.steps, **vars(outcome))
+                record("end", outcome.steps, **vars(outcome), advice=_advice(job, outcome, world))
                 record.close()
         if outcome.status in ("reached", "finished", "preempted"):
             with here.waiting():
@@ -179,6 +181,18 @@ def _leave(outcome: Outcome, job: Job, place: Place, handover: Path | None) -> N
     speaks = place.leads_node or outcome.message  # the node's first rank may be the one that is lost
     if handover is not None and speaks:
         outcome.write(handover)
+
+
+def _advice(job: Job, outcome: Outcome, world: World) -> list[str]:
+    """What rank 0 says of a run that waited for its pictures, unless there is worse to be said."""
+    data, waited = job.recipe.data, outcome.data_wait_pct or 0.0
+    if not world.leads or outcome.status == "failed" or waited <= BEARABLE_PCT:
+        return []
+    if not isinstance(data, ImageData) or job.data is None:
+        return []
+    with suppress(UserError, OSError):  # of pictures that are gone since
+        return advice(waited, supply_of(data, job.data, world.local_size, world.device))
+    return []
 
 
 def _write_final_weights(job: Job, state: TrainState, dataset: Dataset, world: World) -> None:

@@ -1,4 +1,4 @@
-"""What all ranks hold alike: initial weights, batch-norm statistics, sums, refusals."""
+"""What all ranks hold alike: initial weights, batch-norm statistics, sums, maxima, refusals."""
 
 from __future__ import annotations
 
@@ -41,6 +41,14 @@ def total(*values: float, device: torch.device) -> list[float]:
     with here.waiting():
         dist.all_reduce(sums)
         return [float(value) for value in sums]
+
+
+def largest(*values: float, device: torch.device) -> list[float]:
+    """The largest of each value among all ranks."""
+    most = torch.tensor(values, dtype=torch.float64, device=device)
+    with here.waiting():
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return [float(value) for value in most]
 
 
 def refused_by_first(refusal: str, device: torch.device) -> str:

@@ -145,6 +145,7 @@ class ConsoleSink:
             "time to accuracy": number(reached, ".1f", " s") if reached is not None else "not reached",
             "training only": f"{outcome['train_s']:.1f} s",
             "speed": f"{outcome['images_per_s']:.0f} img/s",
+            "waited for data": f"{number(outcome['data_wait_pct'], '.1f')} % of training",
             "top-1 / top-5": f"{number(outcome['top1'], '.2f')} / {number(outcome['top5'], '.2f')} %",
             "sent": f"{outcome['sent_bytes_per_step'] / 1e6:.2f} MB a step and rank",
             "run": folder,
@@ -157,6 +158,8 @@ class ConsoleSink:
         self._print(_verdict(outcome))
         for label, value in rows.items():
             self._print(f"  {label:<17} {value}")
+        for line in outcome.get("advice", ()):
+            self._print(line)
 
 
 def _verdict(outcome: dict[str, Any]) -> str:

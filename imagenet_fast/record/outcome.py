@@ -49,6 +49,11 @@ class Outcome:
     """That lay between a checkpoint and going on from it, all together; in no other time."""
     wrong_from: int | None = None
     """The first step whose loss was not finite, where that has ended the run."""
+    data_wait_pct: float | None = None
+    """The share of training in which a device stood still for its pictures, by the rank that did so longest from one
+    log line to the next. Each process's first step, evaluations and steps behind the last log line are left out."""
+    data_wait_of_s: float = 0.0
+    """What that is a share of."""
 
     @classmethod
     def of(cls, name: str, recipe: Recipe, batching: Batching) -> Outcome:
@@ -63,7 +68,7 @@ class Outcome:
     def go_on(self, saved: Mapping[str, Any]) -> None:
         """What has been reached is what a checkpoint has ``saved``; who trains, and for which target, is as it is."""
         ours = ("status", "recipe", "sync", "world_size", "global_batch", "target_top1", "message", "wrong_from")
-        for key in vars(self).keys() - ours:
+        for key in vars(self).keys() & saved.keys() - ours:  # an older version has saved fewer
             setattr(self, key, saved[key])
         if self._meets_target:
             self.status = "reached"
@@ -81,6 +86,13 @@ class Outcome:
         self.train_s = train_s
         self.images_per_s = step * self.global_batch / train_s
         self.sent_bytes_per_step = sent_bytes / step
+
+    def wait_for_data(self, waited_s: float, of_s: float) -> None:
+        """So long in so many seconds more of training."""
+        waited_s += (self.data_wait_pct or 0.0) / 100 * self.data_wait_of_s
+        self.data_wait_of_s += of_s
+        if self.data_wait_of_s:
+            self.data_wait_pct = 100 * waited_s / self.data_wait_of_s
 
     def judge(self, top1: float, top5: float, run_s: float) -> None:
         """An evaluation has ended ``run_s`` into the run."""

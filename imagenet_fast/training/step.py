@@ -178,7 +178,7 @@ def build_step(
         cast,
         recipe.clip_norm,
         batching.accumulation,
-        Meter(world, batching.global_batch, scale, streak, recipe.nonfinite_steps),
+        Meter(world, batching.global_batch, scale, streak, recipe.nonfinite_steps, outcome),
         TracedSteps(model, world.device, trace) if trace is not None else None,
     )
 

@@ -12,9 +12,9 @@ import pytest
 from PIL import Image
 
 from imagenet_fast.bench.loading import Loader, bench_loading, loading_table, parse_loaders
-from imagenet_fast.bench.photos import make_photos
 from imagenet_fast.cli import main
 from imagenet_fast.data.imagefolder import scan
+from imagenet_fast.data.photos import make_photos
 
 
 def test_photos_are_made_of_the_usual_size_and_are_all_different(tmp_path: Path):
@@ -53,7 +53,9 @@ def test_every_loader_is_timed_in_one_run_and_drawn(
         assert (rate["batch"], rate["workers"], rate["image_size"]) == (2, 1, 32)
     with Image.open(tmp_path / "rates.png") as picture:
         assert picture.width > 300
-    assert "torchvision-io" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "torchvision-io" in printed
+    assert "fastest here: " in printed
 
 
 def test_where_dali_is_not_installed_the_table_says_so(monkeypatch: pytest.MonkeyPatch):

@@ -44,7 +44,7 @@ def outcome() -> Outcome:
 
 def pretend_run(
     record: Record, result: Outcome, losses: tuple[float, float] = (3.0, 1.5), last_top1: float = 76.0,
-    scale: float | None = None,
+    scale: float | None = None, advice: list[str] | None = None,
 ) -> None:  # fmt: skip
     """The events of a two-epoch run, as train.py sends them; where there is a loss ``scale``, three steps an epoch are
     skipped."""
@@ -57,6 +57,7 @@ def pretend_run(
         step = 400 * epoch
         record("epoch", step - 400, epoch=epoch)
         record("data", step, wait_pct=1.5)
+        result.wait_for_data(0.9, of_s=60.0)
         record("speed", step, images_per_s=20000.0)
         record("sync", step, exposed_ms=2.5, sent_MB=89.5, launches=4.0)
         if scale is not None:
@@ -65,7 +66,7 @@ def pretend_run(
         result.advance(epoch, step, train_s=60.0 * epoch, sent_bytes=step * 89_500_000)
         result.judge(top1, 90.0, run_s=70.0 * epoch)
         record("eval", step, epoch=epoch, top1=top1, top5=90.0, images=50000, eval_s=9.0, train_s=60.0 * epoch)
-    record("end", result.steps, **vars(result))
+    record("end", result.steps, **vars(result), advice=advice or [])
     record.close()
 
 
@@ -236,8 +237,8 @@ def test_a_diverged_run_is_recorded_in_strict_json_and_drawn_with_a_gap(tmp_path
     assert losses[0] == 2.5
     assert math.isnan(losses[1])
     headings, row = shown(report_table([run])).splitlines()
-    assert headings.split() == ["run", "status", "steps", "s/step", "MB/step"], "of what was finite"
-    assert row.split() == ["resnet50-8gpu", "lazy", "dp8", "failed", "800", "0.160", "89.50"]
+    assert re.split("  +", headings) == ["run", "status", "steps", "s/step", "wait %", "MB/step"], "of what was finite"
+    assert row.split() == ["resnet50-8gpu", "lazy", "dp8", "failed", "800", "0.160", "1.5", "89.50"]
     draw_curves([run], tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
@@ -324,6 +325,25 @@ def test_skipped_steps_are_shown_where_there_is_a_loss_scale(tmp_path: Path):
     assert recorded.Scalars("tb", "precision/loss_scale")[0].value == 0.5
 
 
+def test_what_was_waited_for_data_is_told_at_the_end_and_advice_comes_last(tmp_path: Path):
+    text = follow(tmp_path, terminal=False, advice=["Waited for data [12] % of training", "  --set data.workers=0"])
+    assert re.search(r"waited for data +1\.5 % of training\n", text)
+    assert text.endswith("Waited for data [12] % of training\n  --set data.workers=0\n")
+
+
+def test_an_outcome_of_before_waiting_was_kept_is_read_and_gone_on_from(tmp_path: Path):
+    result = outcome()
+    result.write(tmp_path)
+    older = json.loads((tmp_path / "outcome.json").read_text())
+    del older["data_wait_pct"], older["data_wait_of_s"]
+    (tmp_path / "outcome.json").write_text(json.dumps(older))
+    assert read_outcome(tmp_path) == result
+    result.go_on(older | {"steps": 7})
+    assert (result.steps, result.data_wait_pct) == (7, None)
+    result.wait_for_data(1.0, of_s=4.0)
+    assert result.data_wait_pct == 25.0
+
+
 @pytest.mark.parametrize("name", ["plain", "my runs", "it's $HOME; *", "Läufe", ":smile:[red]"])
 def test_what_the_summary_says_of_the_run_can_be_pasted_into_a_shell(name: str, tmp_path: Path):
     text = follow(tmp_path / name, terminal=False)
@@ -368,10 +388,10 @@ def test_the_table_has_what_some_run_has_and_a_dash_for_those_that_have_not(tmp_
     runs = [PastRun(tmp_path, whole.outcome, read_events(tmp_path), "tp4"), PastRun(tmp_path / "dp4", None, [], "dp4")]
     headings, first, second = shown(report_table(runs)).splitlines()
     assert re.split("  +", headings) == [
-        "run", "status", "top-1 %", "loss", "target s", "steps", "s/step", "img/s", "MB/step"
+        "run", "status", "top-1 %", "loss", "target s", "steps", "s/step", "img/s", "wait %", "MB/step"
     ]  # fmt: skip
-    assert first.split() == ["tp4", "reached", "76.00", "1.5000", "140.0", "800", "0.160", "21333", "89.50"]
-    assert second.split() == ["dp4", "nothing", "recorded", *"–––––––"]
+    assert first.split() == ["tp4", "reached", "76.00", "1.5000", "140.0", "800", "0.160", "21333", "1.5", "89.50"]
+    assert second.split() == ["dp4", "nothing", "recorded", *"––––––––"]
 
 
 def test_a_step_is_told_without_the_first_ten_and_an_interval_weighs_as_many_as_it_has():

@@ -1,0 +1,53 @@
+"""Loaders tried on a machine."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from imagenet_fast.data.pace import fastest
+from imagenet_fast.doctor.loaders import try_loaders
+
+
+@pytest.mark.parametrize(
+    ("rates", "said"),
+    [
+        ({"folder": 140.0, "dali": 100.0, "decoding": 900.0}, "fastest here: folder, 1.40 x dali"),
+        ({"dali": 150.0, "folder": 100.0}, "fastest here: dali, 1.50 x folder"),
+        ({"folder": 140.0, "dali": None}, "fastest here: folder, dali is not installed"),
+        ({"folder": 140.0, "torchvision-pil": 100.0}, ""),
+        ({"dali": None}, ""),
+    ],
+    ids=["folder", "dali", "one-installed", "no-choice", "none"],
+)
+def test_the_fastest_of_our_own_is_told_with_its_lead(rates: dict[str, float | None], said: str):
+    assert fastest(rates) == said
+
+
+def test_both_are_tried_on_the_pictures_given(pictures: Path):
+    (found,) = try_loaders(pictures, ranks=1, seconds=0)
+    assert found.state == "ok"
+    said = r"folder \d+ and dali \d+ pictures a second.*; fastest here: (folder|dali), \d+\.\d\d x (dali|folder)"
+    assert re.fullmatch(said, found.said)
+
+
+def test_without_dali_the_other_is_tried(pictures: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "nvidia.dali", None)
+    (found,) = try_loaders(pictures, ranks=10_000, seconds=0)
+    assert found.said.endswith("fastest here: folder, dali is not installed")
+
+
+def test_a_directory_that_cannot_be_read_is_not_told_of_twice(tmp_path: Path):
+    assert try_loaders(tmp_path / "gone", 1) == []
+
+
+def test_a_bad_picture_among_the_first_is_named(tmp_path: Path):
+    for split in ("train", "val"):
+        (tmp_path / split / "a [b]").mkdir(parents=True)
+        (tmp_path / split / "a [b]" / "bad.jpg").write_bytes(b"no picture")
+    (found,) = try_loaders(tmp_path, 1, seconds=0)
+    assert found.state == "warn"
+    assert "bad.jpg" in found.said

@@ -1,0 +1,54 @@
+"""Which runs end with advice on their pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from imagenet_fast.launch.rank import _advice
+from imagenet_fast.ranks.world import World
+from imagenet_fast.recipe.batching import split_batch
+from imagenet_fast.recipe.job import Job
+from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.record import Outcome
+
+WORLD = World(0, 2, 0, 2, torch.device("cpu"))
+
+
+@pytest.fixture
+def job(make_recipe: Callable[..., Recipe], pictures: Path, tmp_path: Path) -> Job:
+    recipe = make_recipe(data={"dataset": "imagenet", "loader": "dali", "image_size": 32, "resize": 32})
+    return Job("test", recipe, split_batch(recipe, 2), pictures, tmp_path)
+
+
+def ended(status: str, wait_pct: float | None) -> Outcome:
+    return replace(Outcome("failed", "test", "lazy", 2, 16), status=status, data_wait_pct=wait_pct)
+
+
+def test_a_run_that_waited_is_told_what_may_help_on_this_machine(job: Job):
+    first, *settings = _advice(job, ended("finished", 5.2), WORLD)
+    assert first.startswith("Waited for data 5 % of training: a rank reads with dali")
+    assert settings[0].startswith("  --set data.loader=folder")
+    assert _advice(job, ended("preempted", 80.0), WORLD)
+
+
+@pytest.mark.parametrize(
+    ("status", "wait_pct"),
+    [("finished", 5.0), ("finished", None), ("failed", 80.0)],
+    ids=["bearable", "unmeasured", "failed"],
+)
+def test_others_are_not(status: str, wait_pct: float | None, job: Job):
+    assert _advice(job, ended(status, wait_pct), WORLD) == []
+
+
+def test_nor_is_one_on_another_rank_or_without_pictures_or_whose_pictures_are_gone(
+    job: Job, make_recipe: Callable[..., Recipe], tmp_path: Path
+):
+    starved = ended("finished", 80.0)
+    assert _advice(job, starved, replace(WORLD, rank=1, local_rank=1)) == []
+    assert _advice(replace(job, recipe=make_recipe(), data=None), starved, WORLD) == []
+    assert _advice(replace(job, data=tmp_path / "gone"), starved, WORLD) == []

@@ -1,0 +1,74 @@
+"""What a run waited for its pictures, by a clock that tells what was agreed with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from imagenet_fast.ranks.world import World
+from imagenet_fast.recipe.schema import Full
+from imagenet_fast.record import Outcome, Record
+from imagenet_fast.sync import SyncStats
+from imagenet_fast.training.meter import Meter
+from imagenet_fast.training.precision import LossScale
+from imagenet_fast.training.streak import Streak
+from tests.spawning import run
+
+
+class Told:
+    """Seconds, as a device would tell them."""
+
+    now = 0.0
+
+    def batches(self, waits: list[float]) -> Iterator[tuple[Tensor, Tensor]]:
+        for wait in waits:
+            self.now += wait
+            yield torch.empty(0), torch.empty(0)
+
+
+def test_the_rank_that_waits_longest_counts_and_a_first_step_and_evaluations_do_not():
+    late, early = run(2, _train)
+    assert late == early, "all know the same"
+    assert late == [pytest.approx((50.0, 2.0)), pytest.approx((40.0, 4.0))]
+
+
+def _train() -> list[tuple[float | None, float]]:
+    """Three steps of two batches, and an evaluation before the last; the batches of rank 1 are always there. Shares,
+    and seconds that they are of, after the second step and the third."""
+    rank, clock, outcome, shares = dist.get_rank(), Told(), Outcome("failed", "r", "lazy", 2, 2), []
+    world = World(rank, 2, rank, 2, torch.device("cpu"))
+    batches = clock.batches([[7.0, 1.0, 0.5, 0.5, 0.3, 0.3], [0.0] * 6][rank])
+    scale = LossScale(Full(kind="fp32"), "fp32", world.device)
+
+    def step(seconds: float) -> None:
+        end = clock.now + seconds
+        for _ in range(2):
+            meter.fetch(batches)
+        clock.now = end
+        meter.add_step(SyncStats(None), torch.zeros(()))
+
+    def report(step: int) -> None:
+        meter.report(Record(lambda: 0.0), step, 1, 0.1)
+        shares.append((outcome.data_wait_pct, outcome.data_wait_of_s))
+
+    with patch("imagenet_fast.training.meter.mark", lambda device: clock.now):
+        meter = Meter(world, 2, scale, Streak(world.device), 5, outcome)
+        step(10.0)
+        step(2.0)
+        report(2)
+        clock.now += 100.0
+        meter.restart()
+        step(2.0)
+        report(3)
+    return shares
+
+
+def test_a_run_of_one_step_tells_no_share():
+    outcome = Outcome("failed", "r", "lazy", 1, 1)
+    outcome.wait_for_data(0.0, 0.0)
+    assert outcome.data_wait_pct is None
