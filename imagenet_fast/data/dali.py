@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from imagenet_fast.data.ahead import Piece, filled_ahead
 from imagenet_fast.data.augmentation import augmentation_of
@@ -121,7 +122,7 @@ class DaliLoader:
             ) from None
 
     def _pipeline(self, batches: Iterator[_Given], given: deque[_Given]) -> Pipeline:
-        """Which takes ``batches`` and notes in ``given`` what it has taken."""
+        """Which takes ``batches`` and notes in ``given`` what it has taken; on a CPU it reads them where they are."""
 
         def source() -> Iterator[tuple[Any, ...]]:
             for batch in batches:
@@ -140,12 +141,15 @@ class DaliLoader:
         return pipeline
 
     def _to_torch(self, batch: Any) -> Tensor:
-        """Copy out of DALI's buffer, which the next run overwrites."""
+        """DALI does not use the memory again. But on a GPU it is copied: kernels may still read it when nobody holds it
+        any more."""
         dense = batch.as_tensor()
-        on_gpu = "GPU" in type(dense).__name__
-        tensor = torch.empty(dense.shape(), dtype=torch.uint8, device=self._device if on_gpu else "cpu")
-        self._feed(dense, tensor, *(self._stream() if tensor.is_cuda else ()))
-        return tensor.to(self._device, non_blocking=True)
+        if self._device.type != "cuda":
+            pixels: Tensor = from_dlpack(dense)
+            return pixels
+        tensor = torch.empty(dense.shape(), dtype=torch.uint8, device=self._device)
+        self._feed(dense, tensor, *self._stream())
+        return tensor
 
     def _stream(self) -> tuple[torch.cuda.Stream, ...]:
         """Where DALI's output is put in order, so that the host does not wait for it; nowhere on a CPU."""
@@ -208,7 +212,7 @@ def _define(
         }
     resize = {"interp_type": types.INTERP_TRIANGULAR}  # with its antialiasing, PIL's bilinear
     with pipeline:
-        given: Any = fn.external_source(source=samples, num_outputs=5 if crops else 3)
+        given: Any = fn.external_source(source=samples, num_outputs=5 if crops else 3, no_copy=not gpu)
         if crops:
             encoded, sides, place, extent, mirror = given
             images = fn.decoders.image_slice(encoded, start=place, shape=extent, axes=[0, 1], **decoding)
