@@ -21,6 +21,7 @@ from imagenet_fast.cli.options import (
     JsonOption,
     NodesOption,
     NprocOption,
+    OnBadImageOption,
     OptionalRecipeOption,
     PatienceOption,
     PngOption,
@@ -30,6 +31,7 @@ from imagenet_fast.cli.options import (
     WeightsOption,
     WeightsRecipeOption,
     in_a_directory,
+    written_out,
 )
 from imagenet_fast.errors import Fault, UserError, refuse, warn
 
@@ -127,6 +129,7 @@ def train(
         Path | None, typer.Option(metavar="DIR", help="Run directory. Default: runs/<time>-<recipe>-<sync>.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,
+    on_bad_image: OnBadImageOption = None,
     scale_batch: Annotated[
         bool,
         typer.Option("--scale-batch", help="Shrink the batch to the ranks there are, and scale the learning rate."),
@@ -153,7 +156,7 @@ def train(
     from imagenet_fast.recipe.doubts import doubts
 
     run = run_to_resume(resume, out) if resume is not None else None
-    overrides = [*overrides, *([f"seed={seed}"] if seed is not None else [])]
+    overrides = [*overrides, *written_out({"seed": seed, "data.on_bad_image": on_bad_image})]
     name, written, data = recipe_to_train(recipe, run, sync, overrides, data)
     plan = partial(
         plan_job, name, written, data=data, folder=run or out, scale=scale_batch, trace=trace, init_from=init_from,
@@ -183,6 +186,7 @@ def evaluate(
     data: DataOption = None,
     recipe: WeightsRecipeOption = None,
     overrides: SetOption = [],  # noqa: B006
+    on_bad_image: OnBadImageOption = None,
     nproc: NprocOption = None,
     nodes: NodesOption = None,
     rdzv_endpoint: EndpointOption = None,
@@ -200,6 +204,7 @@ def evaluate(
     from imagenet_fast.launch.slurm import adopt_step
     from imagenet_fast.ranks.place import own_place
 
+    overrides = [*overrides, *written_out({"data.on_bad_image": on_bad_image})]
     plan = partial(plan_evaluation, weights, recipe, overrides, data=data, report=json_file)
     adopt_step(os.environ)
     place = own_place()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -79,7 +79,18 @@ OptionalRecipeOption = Annotated[
 SyncOption = Annotated[
     str | None, typer.Option("--sync", metavar="NAME", help="Gradient-sync engine instead of the recipe's.")
 ]
+OnBadImageOption = Annotated[
+    Literal["fail", "skip"] | None,
+    typer.Option(
+        "--on-bad-image", help="A picture that cannot be decoded ends the run (the default), or another is shown."
+    ),
+]
 SetOption = Annotated[
     list[str],
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. optim.lr=0.5; repeatable."),
 ]
+
+
+def written_out(shorthands: dict[str, object]) -> list[str]:
+    """Options that stand for keys of a recipe, by key, as --set has them; None is an option that was not given."""
+    return [f"{key}={value}" for key, value in shorthands.items() if value is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -352,3 +353,11 @@ def test_a_target_leaves_slack_below_the_published_figure():
     target = load_recipe(find_recipe("alexnet-1gpu")).target_top1
     assert target is not None
     assert 55.5 <= target <= 56.52 - 0.3
+
+
+@pytest.mark.parametrize(
+    "command", [("train", "--recipe", "smoke"), ("eval", "--weights", "w.pth", "--recipe", "smoke")]
+)
+def test_what_becomes_of_bad_pictures_has_an_option_of_its_own(refusal: Callable[..., str], command: tuple[str, ...]):
+    said = refusal(*command, "--recipe", "smoke", "--on-bad-image", "skip")
+    assert "data.on_bad_image" in said, "of a recipe without pictures"
