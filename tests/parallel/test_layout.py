@@ -45,5 +45,6 @@ def _groups() -> list[tuple[tuple[int, ...], ...]]:
             dist.all_reduce(sums, group=group)
             assert sums.item() == dist.get_world_size(group)
         _, sync = attach(torch.nn.Linear(2, 2), AllReduceSync())  # engines make groups of their own in between
+        dist.barrier()  # else a rank may be gone before another has met it
         sync.close()
     return found
