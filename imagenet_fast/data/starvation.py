@@ -10,9 +10,6 @@ from pathlib import Path
 
 from imagenet_fast.recipe.schema import ImageData
 
-BEARABLE_PCT = 5.0
-"""Of training: a run that waits longer for its pictures says so when it ends."""
-
 _TOLD = 3
 _LARGER = 1.25  # than needed: below that, shrinking pictures beforehand gains little
 _SHRUNK = 256

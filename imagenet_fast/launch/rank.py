@@ -18,7 +18,7 @@ from torch import nn
 
 from imagenet_fast.checkpoint import CheckpointWriter
 from imagenet_fast.data.dataset import Dataset, open_dataset, supply_of
-from imagenet_fast.data.starvation import BEARABLE_PCT, advice
+from imagenet_fast.data.starvation import advice
 from imagenet_fast.errors import Fault, UserError, warn
 from imagenet_fast.launch.planning import check_writable
 from imagenet_fast.launch.resuming import CHECKPOINTS, Resumption, common_folder, find_resumption, hold
@@ -185,13 +185,13 @@ def _leave(outcome: Outcome, job: Job, place: Place, handover: Path | None) -> N
 
 def _advice(job: Job, outcome: Outcome, world: World) -> list[str]:
     """What rank 0 says of a run that waited for its pictures, unless there is worse to be said."""
-    data, waited = job.recipe.data, outcome.data_wait_pct or 0.0
-    if not world.leads or outcome.status == "failed" or waited <= BEARABLE_PCT:
+    data = job.recipe.data
+    if not world.leads or outcome.status == "failed" or not outcome.is_starved:
         return []
     if not isinstance(data, ImageData) or job.data is None:
         return []
     with suppress(UserError, OSError):  # of pictures that are gone since
-        return advice(waited, supply_of(data, job.data, world.local_size, world.device))
+        return advice(outcome.data_wait_pct or 0.0, supply_of(data, job.data, world.local_size, world.device))
     return []
 
 

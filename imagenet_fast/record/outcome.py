@@ -19,6 +19,9 @@ from imagenet_fast.record.strict_json import to_json
 STOPPED = 4
 """The exit code of a run that a signal has stopped, and that has been saved: the same command goes on."""
 
+_BEARABLE_PCT = 5.0
+"""Of training. A run that waits longer for its pictures says so."""
+
 Status = Literal["reached", "finished", "preempted", "failed", "interrupted"]
 
 
@@ -54,6 +57,11 @@ class Outcome:
     log line to the next. Each process's first step, evaluations and steps behind the last log line are left out."""
     data_wait_of_s: float = 0.0
     """What that is a share of."""
+
+    @property
+    def is_starved(self) -> bool:
+        """Whether it has waited for its pictures for too long."""
+        return (self.data_wait_pct or 0.0) > _BEARABLE_PCT
 
     @classmethod
     def of(cls, name: str, recipe: Recipe, batching: Batching) -> Outcome:

@@ -113,8 +113,8 @@ def report_table(runs: list[PastRun]) -> Table:
     """One row a run; a column in which no run has anything is left out, and names are folded where there is no room.
 
     Top-1 in percent; the loss of the last log interval; seconds to the target; seconds a step, the median without the
-    first; images/s of the whole training; the percentage of it that was waited for data; MB that a rank sends a step,
-    by our own count and by the kernel's, means without the first.
+    first; images/s of the whole training; the percentage of it that was waited for data, where that is too much; MB
+    that a rank sends a step, by our own count and by the kernel's, means without the first.
     """
     rows = [_numbers(run) for run in runs]
     filled = [heading for heading in rows[0] if any(row[heading] != NOTHING for row in rows)] if rows else []
@@ -139,7 +139,7 @@ def _numbers(run: PastRun) -> dict[str, str]:
         "steps": number(outcome.steps if outcome else run.last("step"), "d"),
         "s/step": number(run.step_s, ".3f"),
         "img/s": number(outcome.images_per_s if outcome else None, ".0f"),
-        "wait %": number(outcome.data_wait_pct if outcome else None, ".1f"),
+        "wait %": number(outcome.data_wait_pct if outcome and outcome.is_starved else None, ".1f"),
         "MB/step": number(fmean(sent_MB) if sent_MB else None, ".2f"),
         "link MB": number(fmean(link_MB) if link_MB else None, ".2f"),
     }

@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -67,9 +68,9 @@ class Running:
             os.killpg(self.command.pid, signal.SIGKILL)
 
 
-def start(out: Path, *arguments: str) -> Running:
+def start(out: Path, *arguments: str, job: Sequence[str] = SMALL) -> Running:
     """The small run, or what is left of it."""
-    return start_any(out, *SMALL, "--resume", "auto", *arguments)
+    return start_any(out, *job, "--resume", "auto", *arguments)
 
 
 def start_any(out: Path, *arguments: str) -> Running:
@@ -83,9 +84,9 @@ def start_any(out: Path, *arguments: str) -> Running:
     return Running(process, out)
 
 
-def train(out: Path, *arguments: str) -> str:
+def train(out: Path, *arguments: str, job: Sequence[str] = SMALL) -> str:
     """To the end; the final weights' digest."""
-    running = start(out, *arguments)
+    running = start(out, *arguments, job=job)
     assert running.ended(240) == 0, (out.parent / f"{out.name}.log").read_text()[-2000:]
     return digest(out)
 
@@ -94,9 +95,12 @@ def digest(out: Path) -> str:
     return sha256((out / "checkpoints" / "final.safetensors").read_bytes()).hexdigest()[:16]
 
 
-def kill_at(out: Path, victim: Victim, step: int, delay_s: float, choice: random.Random, *arguments: str) -> int:
+def kill_at(
+    out: Path, victim: Victim, step: int, delay_s: float, choice: random.Random, *arguments: str,
+    job: Sequence[str] = SMALL,
+) -> int:  # fmt: skip
     """Start or continue, and kill ``delay_s`` after ``step`` has been recorded; the step by then. Nothing is left."""
-    running = start(out, *arguments)
+    running = start(out, *arguments, job=job)
     deadline = time.monotonic() + 120
     while running.step < step and running.command.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)

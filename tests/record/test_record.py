@@ -237,8 +237,10 @@ def test_a_diverged_run_is_recorded_in_strict_json_and_drawn_with_a_gap(tmp_path
     assert losses[0] == 2.5
     assert math.isnan(losses[1])
     headings, row = shown(report_table([run])).splitlines()
-    assert re.split("  +", headings) == ["run", "status", "steps", "s/step", "wait %", "MB/step"], "of what was finite"
-    assert row.split() == ["resnet50-8gpu", "lazy", "dp8", "failed", "800", "0.160", "1.5", "89.50"]
+    assert re.split("  +", headings) == ["run", "status", "steps", "s/step", "MB/step"], "of what was finite"
+    assert row.split() == ["resnet50-8gpu", "lazy", "dp8", "failed", "800", "0.160", "89.50"], (
+        "and of waiting for data only what is too much"
+    )
     draw_curves([run], tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
@@ -385,12 +387,13 @@ def test_the_table_has_what_some_run_has_and_a_dash_for_those_that_have_not(tmp_
     whole = PastRun(tmp_path, outcome(), [], "whole")
     assert whole.outcome is not None
     pretend_run(Record(Clock().run_s, [JsonLines(tmp_path)]), whole.outcome)
+    whole.outcome.data_wait_pct = 7.5
     runs = [PastRun(tmp_path, whole.outcome, read_events(tmp_path), "tp4"), PastRun(tmp_path / "dp4", None, [], "dp4")]
     headings, first, second = shown(report_table(runs)).splitlines()
     assert re.split("  +", headings) == [
         "run", "status", "top-1 %", "loss", "target s", "steps", "s/step", "img/s", "wait %", "MB/step"
     ]  # fmt: skip
-    assert first.split() == ["tp4", "reached", "76.00", "1.5000", "140.0", "800", "0.160", "21333", "1.5", "89.50"]
+    assert first.split() == ["tp4", "reached", "76.00", "1.5000", "140.0", "800", "0.160", "21333", "7.5", "89.50"]
     assert second.split() == ["dp4", "nothing", "recorded", *"––––––––"]
 
 
