@@ -15,6 +15,7 @@ from imagenet_fast.data.ahead import Piece, filled_ahead
 from imagenet_fast.data.augmentation import augmentation_of
 from imagenet_fast.data.cache import pixels_of
 from imagenet_fast.data.decoding import Pixels
+from imagenet_fast.data.huge_pages import fresh
 from imagenet_fast.data.order import MicroBatch, Order
 from imagenet_fast.data.resizing import resized, scaled_size
 from imagenet_fast.data.resolution import Resolution, resolution
@@ -56,10 +57,7 @@ class FolderLoader:
         count, pinned = len(batch.pictures), self._device.type == "cuda"
         size, _ = resolution(self._data, self._order, batch.epoch)
         shape = (count, size, size, 3)
-        if pinned:
-            pixels = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
-        else:  # NumPy asks for huge pages: fresh small ones take as long as half a crop
-            pixels = torch.from_numpy(np.empty(shape, dtype=np.uint8))
+        pixels = torch.empty(shape, dtype=torch.uint8, pin_memory=True) if pinned else fresh(shape, torch.uint8)
         labels = torch.empty(count, dtype=torch.int64, pin_memory=pinned)
         share = -(-count // self._threads)
         parts = [slice(begin, begin + share) for begin in range(0, count, share)]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from imagenet_fast.data.huge_pages import fresh
 from imagenet_fast.recipe import schema
 
 _GRAIN = 32_768
@@ -46,14 +45,8 @@ class Normalised:
             normalised = torch.empty(rows.shape, dtype=self._dtype, device=rows.device)
             torch.addcmul(shift, rows, scale, out=normalised)
         else:
-            normalised = _fresh(rows.shape, self._dtype)
+            normalised = fresh(rows.shape, self._dtype)
             few = max(1, _GRAIN // len(scale))
             for some, place in zip(rows.split(few), normalised.split(few), strict=True):
                 torch.addcmul(shift, some.float(), scale, out=place)
         return normalised.view(pixels.shape).permute(0, 3, 1, 2)
-
-
-def _fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Memory on the host, by NumPy, which asks for huge pages: with small ones a large batch takes three times as
-    long."""
-    return torch.from_numpy(np.empty(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

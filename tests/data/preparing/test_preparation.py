@@ -39,16 +39,6 @@ TARS = Settings(format="webdataset", resize=256, quality=95, shard_size=40_000)
 RECORDS = Settings(format="tfrecord", resize=256, quality=95, shard_size=40_000)
 
 
-@pytest.fixture(scope="module")
-def pictures() -> Pictures:
-    return small_imagenet()
-
-
-@pytest.fixture(scope="module")
-def tars(tmp_path_factory: pytest.TempPathFactory, pictures: Pictures) -> Path:
-    return replica.official_tars(tmp_path_factory.mktemp("official") / "tars", pictures)
-
-
 @pytest.fixture
 def own_tars(tmp_path: Path, tars: Path) -> Path:
     """To be spoilt."""

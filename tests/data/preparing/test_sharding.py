@@ -25,16 +25,6 @@ TFRECORD = WEBDATASET.model_copy(update={"format": "tfrecord"})
 BOTH = pytest.mark.parametrize("settings", [WEBDATASET, TFRECORD], ids=["webdataset", "tfrecord"])
 
 
-@pytest.fixture(scope="module")
-def pictures() -> Pictures:
-    return small_imagenet()
-
-
-@pytest.fixture(scope="module")
-def tars(tmp_path_factory: pytest.TempPathFactory, pictures: Pictures) -> Path:
-    return replica.official_tars(tmp_path_factory.mktemp("official") / "tars", pictures)
-
-
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
