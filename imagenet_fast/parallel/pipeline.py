@@ -20,6 +20,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.models.stages import Part
+from imagenet_fast.models.statistics import PipelinedStatistics
 from imagenet_fast.parallel.exchange import Activations
 from imagenet_fast.ranks.whereabouts import here
 from imagenet_fast.recipe.schedules import chunks_of, misfit
@@ -37,7 +38,7 @@ class Pipeline:
     ``sync`` averages the part's gradients with those of its replicas: they leave during the last micro-batch's
     backward, unless a ``no_sync`` of the caller's says otherwise; None: there are no replicas. Forward and
     ``criterion``, a mean over pictures, run under ``cast``. Running statistics of batch norms move once a batch, as in
-    accumulation (:mod:`imagenet_fast.training.statistics`). Raises UserError where schedule, micro-batches and engine
+    accumulation (:mod:`imagenet_fast.models.statistics`). Raises UserError where schedule, micro-batches and engine
     do not go together.
     """
 
@@ -87,14 +88,10 @@ class Pipeline:
             )
         self._scale = scale or _as_it_is
         self._loss = torch.zeros_like(self._loss)
-        for stage in self._stages:
-            stage.begin()
         first, last = self._stages[0].is_first, self._stages[-1].is_last
         here.enter("sync")  # but for the passes: stages wait for one another
         with self._cast:  # over all micro-batches, which so share the copies of weights that it makes
             self._schedule.step(*((images,) if first else ()), target=labels if last else None)
-        for stage in self._stages:
-            stage.end()
         if self._activations is not None:
             crossed = self._micro_batches * self._part.crossing_bytes
             self._activations.exchanged(crossed, crossed)  # either as activations or as their gradients
@@ -142,33 +139,13 @@ class _MicroStage(PipelineStage):
         arriving = part.images if stage.arriving is None else stage.arriving.likeness
         super().__init__(part, stage.index, part.count, part.device, arriving, stage.leaving.likeness, group=group)
         self._number = number
-        self._micro_batches = micro_batches
         self._sync = sync
         self._observe = observe
-        modules = [module for layer in stage.layers.values() for module in layer.modules()]
-        self._norms = [module for module in modules if isinstance(module, nn.modules.batchnorm._NormBase)]
-        self._momenta = [norm.momentum for norm in self._norms]
-        self._forwards = 0
-
-    def begin(self) -> None:
-        """A batch begins."""
-        self._forwards = 0
-
-    def end(self) -> None:
-        """The batch counts as one of the norms' batches."""
-        for norm, momentum in zip(self._norms, self._momenta, strict=True):
-            norm.momentum = momentum
-        moved = [n.num_batches_tracked for n in self._norms if n.training and n.num_batches_tracked is not None]
-        if moved:
-            torch._foreach_sub_(moved, self._micro_batches - 1)
+        self._statistics = PipelinedStatistics(stage.layers.values(), micro_batches)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        for norm, momentum in zip(self._norms, self._momenta, strict=True):
-            if momentum is not None:
-                norm.momentum = micro_momentum(momentum, self._micro_batches, self._forwards)
-        self._forwards += 1
         here.enter("forward")
-        with self._observe("forward", self.stage_index):
+        with self._observe("forward", self.stage_index), self._statistics.forward():
             arrived = self.submod(*args, self._number)
         here.enter("sync")
         return arrived
@@ -184,15 +161,6 @@ class _MicroStage(PipelineStage):
             gradients = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         here.enter("sync")
         return gradients
-
-
-def micro_momentum(momentum: float, micro_batches: int, number: int) -> float:
-    """With which micro-batch ``number`` moves running statistics, so that all weigh alike and together move them once.
-
-    r <- (1 - a) r + a mean(s), one s after the other: what is moved later shrinks what was moved before.
-    """
-    each = momentum / micro_batches
-    return each / (1 - (micro_batches - 1 - number) * each)
 
 
 def _schedule(

@@ -90,17 +90,36 @@ class TensorGroup:
         return torch.stack([held[param] for param in params], -1)
 
 
-class ColumnParallel(nn.Linear):
-    """Some outputs of a fully connected layer, for the group's pictures: [pictures, in] to [G pictures, out / G]."""
+class Shard(nn.Linear):
+    """This rank's part of a fully connected layer, for the pictures of the group."""
 
-    dim, shards = 0, ("weight", "bias")
+    dim: int
+    """The axis of the weight along which the layer is cut: of outputs, and then the bias is cut too, or of inputs."""
 
-    def __init__(self, whole: nn.Linear, group: TensorGroup) -> None:
-        super().__init__(whole.in_features, whole.out_features // group.size, whole.bias is not None, device="meta")
+    def __init__(self, layer: nn.Linear, group: TensorGroup) -> None:
+        super().__init__(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
         self.group = group
-        self.weight = group.shard(whole.weight, 0)
-        if whole.bias is not None:
-            self.bias = group.shard(whole.bias, 0)
+        for name, param in layer.named_parameters():
+            setattr(self, name, group.shard(param, self.dim) if self.cuts(param) else param)
+        self.out_features, self.in_features = self.weight.shape
+
+    def cuts(self, param: Tensor) -> bool:
+        """Whether ranks have parts of it; if not, all have the same."""
+        return param.dim() > self.dim
+
+    def whole(self) -> nn.Linear:
+        """The layer, on every rank."""
+        layer = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        for name, param in self.named_parameters():
+            setattr(layer, name, self.group.whole(param, self.dim) if self.cuts(param) else param)
+        layer.out_features, layer.in_features = layer.weight.shape
+        return layer
+
+
+class ColumnParallel(Shard):
+    """Some outputs of a layer: [pictures, in] to [G pictures, out / G]."""
+
+    dim = 0
 
     def forward(self, features: Tensor) -> Tensor:
         device = features.device.type
@@ -108,32 +127,15 @@ class ColumnParallel(nn.Linear):
             features = features.to(torch.get_autocast_dtype(device))
         return super().forward(_Gather.apply(features, self.group))
 
-    def whole(self) -> nn.Linear:
-        """The layer, on every rank."""
-        weight = self.group.whole(self.weight, 0)
-        return _layer(weight, None if self.bias is None else self.group.whole(self.bias, 0))
 
+class RowParallel(Shard):
+    """A layer of which each rank has some inputs: [G pictures, in / G] to [pictures, out]."""
 
-class RowParallel(nn.Linear):
-    """A fully connected layer of which each rank has some inputs: [G pictures, in / G] to [pictures, out]. Every rank
-    has the bias."""
-
-    dim, shards = 1, ("weight",)
-
-    def __init__(self, whole: nn.Linear, group: TensorGroup) -> None:
-        super().__init__(whole.in_features // group.size, whole.out_features, whole.bias is not None, device="meta")
-        self.group = group
-        self.weight = group.shard(whole.weight, 1)
-        if whole.bias is not None:
-            self.bias = whole.bias
+    dim = 1
 
     def forward(self, units: Tensor) -> Tensor:
         own: Tensor = _Scatter.apply(F.linear(units, self.weight), self.group)
         return own if self.bias is None else own + self.bias.to(own.dtype)
-
-    def whole(self) -> nn.Linear:
-        """The layer, on every rank."""
-        return _layer(self.group.whole(self.weight, 1), self.bias)
 
 
 def shard(model: nn.Module, group: TensorGroup) -> None:
@@ -159,13 +161,12 @@ def gathered(model: nn.Module) -> nn.Module:
 
     Every rank of the group must ask for it. Weights must be up to date (:meth:`GradientSync.settle`).
     """
-    if not any(isinstance(module, ColumnParallel | RowParallel) for module in model.modules()):
+    if not any(isinstance(module, Shard) for module in model.modules()):
         return model
     whole = copy.deepcopy(model)
-    for parent in list(whole.modules()):
-        for name, child in parent.named_children():
-            if isinstance(child, ColumnParallel | RowParallel):
-                setattr(parent, name, child.whole())
+    for name, layer in list(whole.named_modules()):
+        if isinstance(layer, Shard):
+            whole.set_submodule(name, layer.whole())
     return whole
 
 
@@ -174,9 +175,9 @@ def sharded(model: nn.Module, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
     are."""
     own = dict(whole)
     for layer, module in model.named_modules():
-        if isinstance(module, ColumnParallel | RowParallel):
-            for name in (f"{layer}.{name}" for name in module.shards):
-                if name in own:  # a layer may have no bias
+        if isinstance(module, Shard):
+            for name in (f"{layer}.{name}" for name, param in module.named_parameters() if module.cuts(param)):
+                if name in own:
                     own[name] = own[name].chunk(module.group.size, module.dim)[module.group.place]
     return own
 
@@ -205,11 +206,3 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.group.gather(gradient / ctx.group.size), None
-
-
-def _layer(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
-    layer.weight = weight
-    if bias is not None:
-        layer.bias = bias
-    return layer

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from imagenet_fast.cost.profile import shipped_profile
 from imagenet_fast.models import compile_blocks
 from imagenet_fast.models.stages import Part
+from imagenet_fast.models.statistics import StepStatistics
 from imagenet_fast.parallel.division import Division, divide
 from imagenet_fast.parallel.pipeline import Pipeline
 from imagenet_fast.ranks.whereabouts import here
@@ -29,7 +30,6 @@ from imagenet_fast.training.meter import Meter
 from imagenet_fast.training.optimizers import build_optimizer, gradients
 from imagenet_fast.training.precision import LossScale, autocast, forward_dtype, set_float32_math
 from imagenet_fast.training.state import TrainState
-from imagenet_fast.training.statistics import StepStatistics
 from imagenet_fast.training.streak import Streak
 from imagenet_fast.training.watch import watching
 

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model
 from imagenet_fast.models.stages import Part, cut
-from imagenet_fast.parallel.pipeline import Pass, Pipeline, joined, micro_momentum
+from imagenet_fast.models.statistics import StepStatistics
+from imagenet_fast.parallel.pipeline import Pass, Pipeline, joined
 from imagenet_fast.recipe import schema
 from imagenet_fast.recipe.schedules import chunks_of, misfit
 from imagenet_fast.sync import (
@@ -38,7 +39,6 @@ from imagenet_fast.sync import (
     build_engine,
 )
 from imagenet_fast.training.optimizers import build_optimizer
-from imagenet_fast.training.statistics import StepStatistics
 from tests.models.narrow import narrow_model
 from tests.spawning import run
 
@@ -289,15 +289,6 @@ def _scaled() -> tuple[list[Tensor], list[Tensor], list[float]]:
         losses.append(pipeline(*case.batch(0, 1), scale).item())
         gradients.append([p.grad for p in part.parameters() if p.grad is not None])
     return gradients[0], gradients[1], losses
-
-
-@pytest.mark.parametrize("micro_batches", [1, 2, 3, 16])
-def test_momenta_of_micro_batches_move_statistics_once_and_weigh_all_alike(micro_batches: int):
-    running, seen = 5.0, [float(number**2) for number in range(micro_batches)]
-    moved = running
-    for number, value in enumerate(seen):
-        moved += micro_momentum(0.1, micro_batches, number) * (value - moved)
-    assert moved == pytest.approx(0.9 * running + 0.1 * sum(seen) / micro_batches)
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.data.dataset import open_dataset
+from imagenet_fast.models.statistics import StepStatistics, micro_momentum
 from imagenet_fast.ranks.agreement import average_batch_norms
 from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.reading import parse_recipe
 from imagenet_fast.training.loop import initial_model
-from imagenet_fast.training.statistics import StepStatistics
 from imagenet_fast.training.step import build_step
 from tests.conftest import tables
 from tests.spawning import run
@@ -85,3 +85,12 @@ def test_a_model_without_norms_and_a_forward_that_fails_do_no_harm():
         norm(torch.randn(4, 3))
     with pytest.raises(ValueError, match="expected"), statistics.micro_step():
         norm(torch.randn(4))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 16])
+def test_momenta_of_micro_batches_move_statistics_once_and_weigh_all_alike(micro_batches: int):
+    running, seen = 5.0, [float(number**2) for number in range(micro_batches)]
+    moved = running
+    for number, value in enumerate(seen):
+        moved += micro_momentum(0.1, micro_batches, number) * (value - moved)
+    assert moved == pytest.approx(0.9 * running + 0.1 * sum(seen) / micro_batches)

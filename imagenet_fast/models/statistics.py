@@ -1,0 +1,90 @@
+"""Batch-norm running statistics over a step of several micro-batches.
+
+Norms update their running statistics at every forward, so four micro-steps of one rank would move them four times as
+far as one step of four ranks does. Here they move as if each micro-step were a rank of its own, whose statistics are
+averaged before an evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class StepStatistics:
+    """Keeps the running statistics of ``model`` over steps of ``micro_steps`` each; with one it does nothing.
+
+    Every micro-step starts from the statistics that the step began with, and what they leave is averaged.
+    """
+
+    def __init__(self, model: nn.Module, micro_steps: int) -> None:
+        norms = _norms(model)
+        self._running = [b for m in norms for b in (m.running_mean, m.running_var) if b is not None]
+        self._counts = [m.num_batches_tracked for m in norms if m.num_batches_tracked is not None]
+        self._micro_steps = micro_steps
+        self._done = 0
+        self._before: list[Tensor] = []
+        self._sums: list[Tensor] = []
+
+    @contextmanager
+    def micro_step(self) -> Iterator[None]:
+        """One of the step's forwards happens inside, and its backward, which minds a change of the statistics."""
+        if self._micro_steps == 1 or not self._running:
+            yield
+            return
+        with torch.no_grad():
+            buffers = self._running + self._counts
+            if self._done == 0:
+                self._before = [buffer.clone() for buffer in buffers]
+                self._sums = [torch.zeros_like(buffer) for buffer in self._running]
+            else:
+                torch._foreach_copy_(buffers, self._before)
+        yield
+        with torch.no_grad():
+            torch._foreach_add_(self._sums, self._running, alpha=1 / self._micro_steps)
+            self._done = (self._done + 1) % self._micro_steps
+            if self._done == 0:
+                torch._foreach_copy_(self._running, self._sums)
+
+
+class PipelinedStatistics:
+    """Keeps the running statistics of ``layers`` where forwards and backwards of a step's micro-batches take turns.
+
+    A backward minds statistics that were put back since its forward, so each forward moves them on, by less.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module], micro_batches: int) -> None:
+        self._norms = [norm for layer in layers for norm in _norms(layer)]
+        self._momenta = [norm.momentum for norm in self._norms]
+        self._micro_batches = micro_batches
+        self._done = 0
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """One micro-batch's forward happens inside."""
+        for norm, momentum in zip(self._norms, self._momenta, strict=True):
+            if momentum is not None:
+                norm.momentum = micro_momentum(momentum, self._micro_batches, self._done)
+        yield
+        for norm, momentum in zip(self._norms, self._momenta, strict=True):
+            norm.momentum = momentum
+        self._done = (self._done + 1) % self._micro_batches
+        counts = [n.num_batches_tracked for n in self._norms if n.training and n.num_batches_tracked is not None]
+        if self._done == 0 and counts:  # all together are one of the norms' batches
+            torch._foreach_sub_(counts, self._micro_batches - 1)
+
+
+def micro_momentum(momentum: float, micro_batches: int, number: int) -> float:
+    """With which micro-batch ``number`` moves running statistics, so that all weigh alike and together move them once.
+
+    r <- (1 - a) r + a mean(s), one s after the other: what is moved later shrinks what was moved before.
+    """
+    each = momentum / micro_batches
+    return each / (1 - (micro_batches - 1 - number) * each)
+
+
+def _norms(model: nn.Module) -> list[nn.modules.batchnorm._NormBase]:
+    return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
