@@ -21,10 +21,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from imagenet_fast.errors import UserError
 from imagenet_fast.models.stages import Part
 from imagenet_fast.models.statistics import PipelinedStatistics
-from imagenet_fast.parallel.exchange import Activations
 from imagenet_fast.ranks.whereabouts import here
 from imagenet_fast.recipe.schedules import chunks_of, misfit
 from imagenet_fast.sync import GradientSync
+from imagenet_fast.sync.activations import Activations
 from imagenet_fast.sync.engines.ddp import DdpPeer
 
 Pass = Literal["forward", "backward"]

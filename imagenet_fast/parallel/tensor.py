@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from imagenet_fast.parallel.exchange import Activations
+from imagenet_fast.sync.activations import Activations
 from imagenet_fast.sync.channel import all_gather_single
 
 
