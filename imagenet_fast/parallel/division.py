@@ -18,7 +18,7 @@ from imagenet_fast.parallel.tensor import TensorGroup, gathered, shard, sharded
 from imagenet_fast.recipe.schedules import chunks_of
 from imagenet_fast.recipe.schema import Parallel
 from imagenet_fast.sync import DdpSync, Engine, EngineSettings, GradientPool, GradientSync, build_engine
-from imagenet_fast.sync.activations import Activations
+from imagenet_fast.sync.exchange import Activations
 from imagenet_fast.sync.pools import Pools
 
 

@@ -24,8 +24,8 @@ from imagenet_fast.models.statistics import PipelinedStatistics
 from imagenet_fast.ranks.whereabouts import here
 from imagenet_fast.recipe.schedules import chunks_of, misfit
 from imagenet_fast.sync import GradientSync
-from imagenet_fast.sync.activations import Activations
 from imagenet_fast.sync.engines.ddp import DdpPeer
+from imagenet_fast.sync.exchange import Activations
 
 Pass = Literal["forward", "backward"]
 Observe = Callable[[Pass, int], AbstractContextManager[object]]

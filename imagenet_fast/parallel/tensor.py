@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from imagenet_fast.sync.activations import Activations
 from imagenet_fast.sync.channel import all_gather_single
+from imagenet_fast.sync.exchange import Activations
 
 
 class TensorGroup:
