@@ -1,1 +1,1 @@
-"""Axes of parallelism beside data: how ranks are laid out, and models divided over them."""
+"""Axes of parallelism beside data: models divided over ranks."""

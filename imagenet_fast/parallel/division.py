@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from imagenet_fast.cost.profile import Profile
 from imagenet_fast.models.stages import Part, cut
-from imagenet_fast.parallel.layout import Layout, lay_out
 from imagenet_fast.parallel.pipeline import joined
 from imagenet_fast.parallel.tensor import TensorGroup, gathered, shard, sharded
+from imagenet_fast.ranks.layout import Layout, lay_out
 from imagenet_fast.recipe.schedules import chunks_of
 from imagenet_fast.recipe.schema import Parallel
 from imagenet_fast.sync import DdpSync, Engine, EngineSettings, GradientPool, GradientSync, build_engine

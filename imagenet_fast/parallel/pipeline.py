@@ -65,7 +65,7 @@ class Pipeline:
         self._micro_batches = micro_batches
         self._criterion = criterion
         self._cast = cast or nullcontext()
-        self._scale: Callable[[Tensor], Tensor] = _as_it_is
+        self._scale: Callable[[Tensor], Tensor] | None = None
         self._loss = torch.zeros((), device=part.device)
         self._stages = [
             _MicroStage(part, number, group, micro_batches, sync, observe or _unobserved)
@@ -86,7 +86,7 @@ class Pipeline:
                 f"a batch of {len(images)} pictures is not the {pictures} of {self._micro_batches} equal micro-batches "
                 "that the pipeline's ranks have agreed on; give it full batches"
             )
-        self._scale = scale or _as_it_is
+        self._scale = scale
         self._loss = torch.zeros_like(self._loss)
         first, last = self._stages[0].is_first, self._stages[-1].is_last
         here.enter("sync")  # but for the passes: stages wait for one another
@@ -102,7 +102,7 @@ class Pipeline:
         """Of one micro-batch; the sum over all is the batch's mean."""
         loss = self._criterion(logits, labels) / self._micro_batches
         self._loss += loss.detach()
-        return self._scale(loss)
+        return loss if self._scale is None else self._scale(loss)
 
 
 def joined(part: Part, outline: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
@@ -167,17 +167,10 @@ def _schedule(
     schedule: str, stages: list[_MicroStage], micro_batches: int, loss: Callable[[Tensor, Tensor], Tensor]
 ) -> ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B:
     """Losses are means already, so gradients are not to be divided once more."""
-    match schedule:
-        case "interleaved":
-            return ScheduleInterleaved1F1B([*stages], micro_batches, loss, scale_grads=False)
-        case "1f1b":
-            return Schedule1F1B(stages[0], micro_batches, loss, scale_grads=False)
-        case _:
-            return ScheduleGPipe(stages[0], micro_batches, loss, scale_grads=False)
-
-
-def _as_it_is(loss: Tensor) -> Tensor:
-    return loss
+    if schedule == "interleaved":
+        return ScheduleInterleaved1F1B([*stages], micro_batches, loss, scale_grads=False)
+    kind = Schedule1F1B if schedule == "1f1b" else ScheduleGPipe
+    return kind(stages[0], micro_batches, loss, scale_grads=False)
 
 
 def _unobserved(which: Pass, stage: int) -> AbstractContextManager[object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 # Public since torch 2.15, and the old name deprecated.
@@ -20,3 +21,11 @@ def limit_groups(seconds: float) -> None:
     limit = timedelta(seconds=seconds + SLACK_S)
     for group in list(dist.distributed_c10d._world.pg_map):
         set_timeout(limit, group)
+
+
+def patience(device: torch.device) -> timedelta | None:
+    """How long an operation over all ranks may take; None where a backend does not tell."""
+    world = dist.group.WORLD
+    assert world is not None
+    patience = getattr(getattr(world._get_backend(device), "options", None), "_timeout", None)
+    return patience if isinstance(patience, timedelta) else None

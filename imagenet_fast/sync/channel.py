@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import timedelta
 from queue import SimpleQueue
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from imagenet_fast.ranks.roll_call import PeerLost
+from imagenet_fast.ranks.time_limit import patience
 from imagenet_fast.sync.marks import Mark, mark
 
 # Renamed in torch 2.13.
@@ -237,14 +237,6 @@ def _new_group(device: torch.device, ranks: tuple[int, ...]) -> dist.ProcessGrou
     assert isinstance(group, dist.ProcessGroup), "this rank is a member"
     dist.all_reduce(torch.zeros(1, device=device), group=group)  # connects all; a first message would only two
     return group
-
-
-def patience(device: torch.device) -> timedelta | None:
-    """How long an operation over all ranks may take; None where a backend does not tell."""
-    world = dist.group.WORLD
-    assert world is not None
-    patience = getattr(getattr(world._get_backend(device), "options", None), "_timeout", None)
-    return patience if isinstance(patience, timedelta) else None
 
 
 def _issue(queue: SimpleQueue[Callable[[], None] | None], threads: int) -> None:

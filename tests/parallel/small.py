@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchvision.models import AlexNet
 
 from imagenet_fast.models.half import Half
-from imagenet_fast.parallel.layout import lay_out
+from imagenet_fast.ranks.layout import lay_out
 from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe import schema
 from imagenet_fast.recipe.batching import split_batch

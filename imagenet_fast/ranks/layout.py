@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from imagenet_fast.ranks.time_limit import set_timeout
+from imagenet_fast.ranks.time_limit import patience, set_timeout
 from imagenet_fast.recipe.schema import Parallel
-from imagenet_fast.sync.channel import patience
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from imagenet_fast.parallel.layout import lay_out
+from imagenet_fast.ranks.layout import lay_out
+from imagenet_fast.ranks.time_limit import patience
 from imagenet_fast.recipe.schema import Parallel
 from imagenet_fast.sync import AllReduceSync, attach
-from imagenet_fast.sync.channel import patience
 from tests.spawning import run
 
 CPU = torch.device("cpu")
