@@ -62,19 +62,26 @@ class PipelinedStatistics:
         self._micro_batches = micro_batches
         self._done = 0
 
+    def begin(self) -> None:
+        """A step begins, whatever has become of the one before."""
+        self._done = 0
+
     @contextmanager
     def forward(self) -> Iterator[None]:
         """One micro-batch's forward happens inside."""
         for norm, momentum in zip(self._norms, self._momenta, strict=True):
             if momentum is not None:
                 norm.momentum = micro_momentum(momentum, self._micro_batches, self._done)
-        yield
-        for norm, momentum in zip(self._norms, self._momenta, strict=True):
-            norm.momentum = momentum
-        self._done = (self._done + 1) % self._micro_batches
-        counts = [n.num_batches_tracked for n in self._norms if n.training and n.num_batches_tracked is not None]
-        if self._done == 0 and counts:  # all together are one of the norms' batches
-            torch._foreach_sub_(counts, self._micro_batches - 1)
+        try:
+            yield
+        finally:
+            for norm, momentum in zip(self._norms, self._momenta, strict=True):
+                norm.momentum = momentum
+        self._done += 1
+        if self._done == self._micro_batches:  # all together are one of the norms' batches
+            moved = [n.num_batches_tracked for n in self._norms if n.training and n.num_batches_tracked is not None]
+            if moved:
+                torch._foreach_sub_(moved, self._micro_batches - 1)
 
 
 def micro_momentum(momentum: float, micro_batches: int, number: int) -> float:

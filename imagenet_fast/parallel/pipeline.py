@@ -88,6 +88,8 @@ class Pipeline:
             )
         self._scale = scale
         self._loss = torch.zeros_like(self._loss)
+        for stage in self._stages:
+            stage.statistics.begin()
         first, last = self._stages[0].is_first, self._stages[-1].is_last
         here.enter("sync")  # but for the passes: stages wait for one another
         with self._cast:  # over all micro-batches, which so share the copies of weights that it makes
@@ -141,11 +143,11 @@ class _MicroStage(PipelineStage):
         self._number = number
         self._sync = sync
         self._observe = observe
-        self._statistics = PipelinedStatistics(stage.layers.values(), micro_batches)
+        self.statistics = PipelinedStatistics(stage.layers.values(), micro_batches)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         here.enter("forward")
-        with self._observe("forward", self.stage_index), self._statistics.forward():
+        with self._observe("forward", self.stage_index), self.statistics.forward():
             arrived = self.submod(*args, self._number)
         here.enter("sync")
         return arrived

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.data.dataset import open_dataset
-from imagenet_fast.models.statistics import StepStatistics, micro_momentum
+from imagenet_fast.models.statistics import PipelinedStatistics, StepStatistics, micro_momentum
 from imagenet_fast.ranks.agreement import average_batch_norms
 from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.batching import split_batch
@@ -94,3 +96,23 @@ def test_momenta_of_micro_batches_move_statistics_once_and_weigh_all_alike(micro
     for number, value in enumerate(seen):
         moved += micro_momentum(0.1, micro_batches, number) * (value - moved)
     assert moved == pytest.approx(0.9 * running + 0.1 * sum(seen) / micro_batches)
+
+
+@pytest.mark.parametrize("cut_off", ["in a forward", "after a forward"])
+def test_a_step_of_a_pipeline_that_was_cut_off_does_not_change_how_far_the_next_one_moves(cut_off: str):
+    norm = nn.BatchNorm1d(3)
+    statistics = PipelinedStatistics([norm], 2)
+    with (
+        pytest.raises(ValueError, match="expected") if cut_off == "in a forward" else nullcontext(),
+        statistics.forward(),
+    ):
+        norm(torch.randn(4) if cut_off == "in a forward" else torch.randn(4, 3))
+    assert norm.momentum == 0.1
+    norm.reset_running_stats()
+    statistics.begin()
+    batches = torch.randn(2, 4, 3)
+    for batch in batches:
+        with statistics.forward():
+            norm(batch)
+    torch.testing.assert_close(norm.running_mean, 0.1 * batches.mean((0, 1)))
+    assert norm.num_batches_tracked == 1
