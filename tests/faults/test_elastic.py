@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from imagenet_fast.ranks.routes import Endpoint, await_listener
 from tests.e2e.command import events_of, outcome_of, wait_for
 from tests.faults.jobs import Running, start
 from tests.ports import free_port
@@ -20,13 +22,14 @@ LATE_S = 240.0  # to import torch, to take a silent node for lost, to wait for t
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Start]:
-    """Starts the same command on another node; the first has the endpoint."""
+    """Starts the same command on another node; the first has the endpoint, which the others then find taken."""
     started: list[Running] = []
     with free_port() as port:
 
         def begin(*arguments: str) -> Running:
             options = ("--nproc", "1", "--rdzv-endpoint", f"127.0.0.1:{port}", "--set", "checkpoint.every_steps=4")
             started.append(start(tmp_path / "run", *options, *arguments))
+            await_listener(Endpoint("127.0.0.1", port), time.monotonic() + LATE_S)
             return started[-1]
 
         yield begin
