@@ -19,6 +19,7 @@ from imagenet_fast.data.ahead import Piece, filled_ahead
 from imagenet_fast.data.augmentation import augmentation_of
 from imagenet_fast.data.decoding import BadPictureError, Portable, decode, encode, portable
 from imagenet_fast.data.order import MicroBatch, Order, TrainOrder
+from imagenet_fast.data.resizing import middle_of, scaled_size
 from imagenet_fast.data.resolution import Resolution, resolution
 from imagenet_fast.data.split import Split
 from imagenet_fast.data.substitution import NO_CLASS, Substitution
@@ -97,6 +98,9 @@ class DaliLoader:
             if self._chance is not None and numbers is not None:
                 window = self._chance.window(picture.height, picture.width, numbers[row].tolist())
                 given.places[place], given.extents[place] = window[:2], window[2:]
+            else:
+                whole = scaled_size(picture.height, picture.width, given.shown_at.shorter)
+                given.sides[place], given.places[place] = whole, middle_of(whole, given.shown_at.size)
             yield
 
     def _portable(self, index: int) -> Portable:
@@ -170,24 +174,24 @@ class _Given:
 
     def __init__(self, batch: MicroBatch, shown_at: Resolution, crops: bool, pinned: bool) -> None:
         count = len(batch.pictures)
-        self._sides = np.full((count, 2), shown_at.size, dtype=np.float32)
-        self._shorter = np.full(count, shown_at.shorter, dtype=np.float32)
         self.batch = batch
+        self.shown_at = shown_at
         self.encoded: list[NDArray[np.uint8]] = [np.empty(0, dtype=np.uint8)] * count
         self.indices = np.empty(count, dtype=np.int64)
         """Of the pictures that are shown."""
         self.labels = torch.empty(count, dtype=torch.int64, pin_memory=pinned)
-        self.places, self.extents = np.empty((2, count, 2), dtype=np.int32)
-        """Of windows, in pixels: top and left, height and width."""
+        self.sides = np.full((count, 2), shown_at.size, dtype=np.float32)
+        """That pictures are resized to: height and width."""
+        self.places, self.extents = np.full((2, count, 2), shown_at.size, dtype=np.int32)
+        """Of windows, before resizing where they are random, after it in the middle: top and left, height and width."""
         self.flips = np.empty(count, dtype=np.int32)
         self._crops = crops
 
     @property
     def samples(self) -> tuple[Any, ...]:
         """What the graph takes."""
-        if self._crops:
-            return self.encoded, self._sides, self.places, self.extents, self.flips
-        return self.encoded, self._sides, self._shorter
+        windows = (self.encoded, self.sides, self.places, self.extents)
+        return (*windows, self.flips) if self._crops else windows
 
 
 @cache
@@ -212,13 +216,13 @@ def _define(
         }
     resize = {"interp_type": types.INTERP_TRIANGULAR}  # with its antialiasing, PIL's bilinear
     with pipeline:
-        given: Any = fn.external_source(source=samples, num_outputs=5 if crops else 3, no_copy=not gpu)
+        given: Any = fn.external_source(source=samples, num_outputs=5 if crops else 4, no_copy=not gpu)
         if crops:
             encoded, sides, place, extent, mirror = given
             images = fn.decoders.image_slice(encoded, start=place, shape=extent, axes=[0, 1], **decoding)
             images = fn.flip(fn.resize(images, size=sides, **resize), horizontal=mirror)
         else:
-            encoded, sides, shorter = given
-            images = fn.resize(fn.decoders.image(encoded, **decoding), resize_shorter=shorter, **resize)
-            images = fn.crop(images, crop=sides)
+            encoded, sides, place, extent = given
+            images = fn.resize(fn.decoders.image(encoded, **decoding), size=sides, **resize)
+            images = fn.slice(images, start=place, shape=extent, axes=[0, 1])
         pipeline.set_outputs(images)

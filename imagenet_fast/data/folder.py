@@ -17,7 +17,7 @@ from imagenet_fast.data.cache import pixels_of
 from imagenet_fast.data.decoding import Pixels
 from imagenet_fast.data.huge_pages import fresh
 from imagenet_fast.data.order import MicroBatch, Order
-from imagenet_fast.data.resizing import resized, scaled_size
+from imagenet_fast.data.resizing import middle_of, resized, scaled_size
 from imagenet_fast.data.resolution import Resolution, resolution
 from imagenet_fast.data.split import Split
 from imagenet_fast.data.substitution import NO_CLASS, Substitution
@@ -90,8 +90,8 @@ class FolderLoader:
 
 
 def central_crop(picture: Pixels, shown_at: Resolution) -> Pixels:
-    """[size, size, 3] from the middle, once the shorter side has been made ``shorter``; by torchvision's rounding."""
+    """[size, size, 3] from the middle, once the shorter side has been made ``shorter``."""
     size, shorter = shown_at
     picture = resized(picture, *scaled_size(picture.shape[0], picture.shape[1], shorter))
-    top, left = (round((side - size) / 2) for side in picture.shape[:2])
+    top, left = middle_of(picture.shape[:2], size)
     return picture[top : top + size, left : left + size]

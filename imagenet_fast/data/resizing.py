@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import cv2
 import numpy as np
 import torch
@@ -25,6 +27,11 @@ def scaled_size(height: int, width: int, shorter: int) -> tuple[int, int]:
     """Of a picture of that size once its shorter side is ``shorter``, by torchvision's rounding."""
     shortest = min(height, width)
     return shorter * height // shortest, shorter * width // shortest
+
+
+def middle_of(sides: Sequence[int], size: int) -> tuple[int, ...]:
+    """Where ``size`` pixels in the middle of each side begin, by torchvision's rounding."""
+    return tuple(round((side - size) / 2) for side in sides)
 
 
 def resized(picture: Pixels, height: int, width: int, into: Pixels | None = None) -> Pixels:
