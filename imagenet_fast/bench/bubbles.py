@@ -32,8 +32,9 @@ from imagenet_fast.models import build_model
 from imagenet_fast.models.pieces import pieces_of
 from imagenet_fast.models.stages import cut, recorded_times
 from imagenet_fast.parallel.pipeline import Pass, Pipeline
+from imagenet_fast.recipe.data_settings import SyntheticData
 from imagenet_fast.recipe.schedules import chunks_of, misfit
-from imagenet_fast.recipe.schema import Recipe, SyntheticData
+from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.record.tables import compact_table
 from imagenet_fast.sync.marks import mark, seconds_between
 from imagenet_fast.training.precision import autocast, set_float32_math

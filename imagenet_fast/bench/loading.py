@@ -28,7 +28,7 @@ from imagenet_fast.data.photos import make_photos
 from imagenet_fast.errors import UserError
 from imagenet_fast.ranks.world import prepare_device
 from imagenet_fast.recipe.batching import Batching
-from imagenet_fast.recipe.schema import SyntheticData
+from imagenet_fast.recipe.data_settings import SyntheticData
 from imagenet_fast.record.tables import compact_table, number
 
 Loader = Literal["synthetic", "folder", "dali", "dali-bare", "torchvision-pil", "torchvision-io", "decoding"]

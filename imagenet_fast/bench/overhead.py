@@ -33,8 +33,9 @@ from imagenet_fast.data.synthetic import SyntheticLoader
 from imagenet_fast.models import compile_blocks
 from imagenet_fast.ranks.world import World, prepare_device
 from imagenet_fast.recipe.batching import split_batch
+from imagenet_fast.recipe.data_settings import SyntheticData
 from imagenet_fast.recipe.reading import parse_recipe
-from imagenet_fast.recipe.schema import Float16, Precision, Recipe, Sgd, SyntheticData
+from imagenet_fast.recipe.schema import Float16, Precision, Recipe, Sgd
 from imagenet_fast.record import Record
 from imagenet_fast.record.tables import compact_table, number
 from imagenet_fast.training.clock import Clock

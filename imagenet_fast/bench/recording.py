@@ -13,7 +13,8 @@ from torch import nn
 
 from imagenet_fast.cost.profile import Layer, Profile
 from imagenet_fast.models import build_model
-from imagenet_fast.recipe.schema import Recipe, SyntheticData
+from imagenet_fast.recipe.data_settings import SyntheticData
+from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.training.precision import autocast, set_float32_math
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from imagenet_fast.data.chance import uniforms
 from imagenet_fast.data.order import MicroBatch, Order, TrainOrder
-from imagenet_fast.recipe import schema
+from imagenet_fast.recipe.data_settings import ImageData
 
 _ATTEMPTS = 10
 _WINDOW_NUMBERS = 2 + 2 * _ATTEMPTS
@@ -77,7 +77,7 @@ class Augmentation:
         return Window((height - tall) // 2, (width - wide) // 2, tall, wide)
 
 
-def augmentation_of(data: schema.ImageData, order: Order) -> Augmentation | None:
+def augmentation_of(data: ImageData, order: Order) -> Augmentation | None:
     """Of the pictures in ``order``, if they are for training and the recipe wants one."""
     if data.augment and isinstance(order, TrainOrder):
         side = data.image_size / data.resize if data.crop == "window" else None

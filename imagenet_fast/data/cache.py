@@ -39,7 +39,7 @@ from imagenet_fast.data.pixel_file import (
 from imagenet_fast.data.resizing import shrunk, shrunk_size
 from imagenet_fast.data.split import Split
 from imagenet_fast.errors import UserError, warn
-from imagenet_fast.recipe import schema
+from imagenet_fast.recipe.data_settings import ImageData
 
 _VERSION = 1
 _ABOUT = "about.json"
@@ -51,7 +51,7 @@ _SYNC_S = 60.0
 _SPARE = 1.02
 
 
-def pixels_of(pictures: Split, order: Order, data: schema.ImageData) -> Callable[[int], Pixels]:
+def pixels_of(pictures: Split, order: Order, data: ImageData) -> Callable[[int], Pixels]:
     """What gives the pixels of a picture by its number, from the cache if the recipe has one. It raises BadPictureError
     and OSError. Raises UserError where the cache cannot be used."""
     if data.cache:

@@ -24,7 +24,7 @@ from imagenet_fast.data.resolution import Resolution, resolution
 from imagenet_fast.data.split import Split
 from imagenet_fast.data.substitution import NO_CLASS, Substitution
 from imagenet_fast.errors import UserError
-from imagenet_fast.recipe import schema
+from imagenet_fast.recipe.data_settings import ImageData
 
 if TYPE_CHECKING:
     from nvidia.dali import Pipeline
@@ -37,9 +37,7 @@ class DaliLoader:
     it instead, so that the same pixels make up a batch on any number of ranks and a validation shard needs no padding.
     """
 
-    def __init__(
-        self, pictures: Split, order: Order, data: schema.ImageData, device: torch.device, threads: int
-    ) -> None:
+    def __init__(self, pictures: Split, order: Order, data: ImageData, device: torch.device, threads: int) -> None:
         try:
             from nvidia.dali import Pipeline
             from nvidia.dali.plugin.pytorch import feed_ndarray
@@ -199,9 +197,7 @@ def _black() -> Portable:
     return encode(np.zeros((1, 1, 3), dtype=np.uint8))
 
 
-def _define(
-    pipeline: Pipeline, samples: Iterator[tuple[Any, ...]], data: schema.ImageData, crops: bool, gpu: bool
-) -> None:
+def _define(pipeline: Pipeline, samples: Iterator[tuple[Any, ...]], data: ImageData, crops: bool, gpu: bool) -> None:
     """The graph: bytes -> pixels of a window, or of all -> resize -> flip, or the middle."""
     from nvidia.dali import fn, types
 

@@ -24,8 +24,8 @@ from imagenet_fast.data.starvation import Supply
 from imagenet_fast.data.synthetic import SyntheticLoader
 from imagenet_fast.errors import UserError
 from imagenet_fast.ranks.cores import usable_cores
-from imagenet_fast.recipe import schema
 from imagenet_fast.recipe.batching import Batching
+from imagenet_fast.recipe.data_settings import Data, ImageData, SyntheticData
 
 Batch = tuple[Tensor, Tensor]
 
@@ -65,7 +65,7 @@ class Dataset(Validation):
 
 
 def open_dataset(
-    data: schema.Data,
+    data: Data,
     root: Path | None,
     batching: Batching,
     rank: int,
@@ -83,9 +83,9 @@ def open_dataset(
     """
     pictures = None
     match data:
-        case schema.SyntheticData():
+        case SyntheticData():
             images = data.train_images
-        case schema.ImageData():
+        case ImageData():
             assert root is not None
             pictures = recognising.open_training(root)
             images = len(pictures)
@@ -99,13 +99,13 @@ def open_dataset(
         )
     validation = open_validation(data, root, batching, rank, local_ranks, device, seed, dtype)
     train: Iterable[Batch] = _open(data, pictures, order, local_ranks, device, seed, dtype)
-    if isinstance(data, schema.ImageData) and (data.mixup or data.cutmix):
+    if isinstance(data, ImageData) and (data.mixup or data.cutmix):
         train = Mixed(train, order, validation.classes, data.mixup, data.cutmix)
     return Dataset(**vars(validation), train_order=order, train=iter(train))
 
 
 def open_validation(
-    data: schema.Data,
+    data: Data,
     root: Path | None,
     batching: Batching,
     rank: int,
@@ -119,9 +119,9 @@ def open_validation(
     pictures = None
     names: list[str] = []
     match data:
-        case schema.SyntheticData():
+        case SyntheticData():
             images, classes = data.val_images, data.classes
-        case schema.ImageData():
+        case ImageData():
             assert root is not None
             pictures = recognising.open_validation(root)
             images, classes, names = len(pictures), len(pictures.classes), pictures.classes
@@ -132,7 +132,7 @@ def open_validation(
 
 
 def _open(
-    data: schema.Data,
+    data: Data,
     pictures: Split | None,
     order: Order,
     local_ranks: int,
@@ -145,7 +145,7 @@ def _open(
 
 
 def open_loader(
-    data: schema.Data,
+    data: Data,
     pictures: Split | None,
     order: Order,
     local_ranks: int,
@@ -154,9 +154,9 @@ def open_loader(
 ) -> Loader:
     """What gives the ``pictures``, or made up ones, in ``order``, as bytes."""
     match data:
-        case schema.SyntheticData():
+        case SyntheticData():
             return SyntheticLoader(order, data, device, seed)
-        case schema.ImageData():
+        case ImageData():
             assert pictures is not None
             cores = _cores(local_ranks)
             load = dali.DaliLoader if data.loader == "dali" else FolderLoader
@@ -165,7 +165,7 @@ def open_loader(
             assert_never(data)
 
 
-def supply_of(data: schema.ImageData, root: Path, local_ranks: int, device: torch.device) -> Supply:
+def supply_of(data: ImageData, root: Path, local_ranks: int, device: torch.device) -> Supply:
     """What the pictures of a rank come through, after a look at some of them. Raises UserError, and OSError."""
     short_side = None
     if recognising.find_split(root, "train").format == "folder":

@@ -21,7 +21,7 @@ from imagenet_fast.data.resizing import middle_of, resized, scaled_size
 from imagenet_fast.data.resolution import Resolution, resolution
 from imagenet_fast.data.split import Split
 from imagenet_fast.data.substitution import NO_CLASS, Substitution
-from imagenet_fast.recipe import schema
+from imagenet_fast.recipe.data_settings import ImageData
 
 
 class FolderLoader:
@@ -31,9 +31,7 @@ class FolderLoader:
     pickled, sent or kept twice.
     """
 
-    def __init__(
-        self, pictures: Split, order: Order, data: schema.ImageData, device: torch.device, threads: int
-    ) -> None:
+    def __init__(self, pictures: Split, order: Order, data: ImageData, device: torch.device, threads: int) -> None:
         cv2.setNumThreads(0)  # it would divide each picture among threads of its own
         self._order = order
         self._pictures = pictures

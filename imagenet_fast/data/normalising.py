@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from imagenet_fast.data.huge_pages import fresh
-from imagenet_fast.recipe import schema
+from imagenet_fast.recipe.data_settings import Data
 
 _GRAIN = 32_768
 """Values that a CPU turns at once. They stay in its cache from one operation to the next; and for no more torch keeps
@@ -23,7 +23,7 @@ class Normalised:
     """
 
     def __init__(
-        self, batches: Iterable[tuple[Tensor, Tensor]], data: schema.Data, device: torch.device, dtype: torch.dtype
+        self, batches: Iterable[tuple[Tensor, Tensor]], data: Data, device: torch.device, dtype: torch.dtype
     ) -> None:
         mean, std = torch.tensor([data.mean, data.std], dtype=torch.float64)
         widest = max(data.image_size, data.evaluated_size, *(size for _, size in data.sizes), 1)

@@ -14,7 +14,7 @@ from imagenet_fast.data.dataset import open_loader
 from imagenet_fast.data.order import TrainOrder
 from imagenet_fast.data.split import Split
 from imagenet_fast.recipe.batching import Batching
-from imagenet_fast.recipe.schema import ImageData
+from imagenet_fast.recipe.data_settings import ImageData
 
 OwnLoader = Literal["folder", "dali"]
 """Of pictures on a disk."""

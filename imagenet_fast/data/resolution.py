@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from imagenet_fast.data.order import Order, TrainOrder
-from imagenet_fast.recipe import schema
+from imagenet_fast.recipe.data_settings import ImageData
 
 
 class Resolution(NamedTuple):
@@ -17,7 +17,7 @@ class Resolution(NamedTuple):
     """Of the whole picture's shorter side, where its middle is shown."""
 
 
-def resolution(data: schema.ImageData, order: Order, epoch: int) -> Resolution:
+def resolution(data: ImageData, order: Order, epoch: int) -> Resolution:
     """Of the pictures in ``order`` in ``epoch``, counted from 0. Progressive resizing is Howard's ("Training Imagenet
     in 3 hours for USD 25; and CIFAR10 for USD 0.26", fast.ai, 2018)."""
     if not isinstance(order, TrainOrder):

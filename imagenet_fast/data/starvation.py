@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from imagenet_fast.recipe.schema import ImageData
+from imagenet_fast.recipe.data_settings import ImageData
 
 _TOLD = 3
 _LARGER = 1.25  # than needed: below that, shrinking pictures beforehand gains little

@@ -18,7 +18,7 @@ from imagenet_fast.data.decoding import BadPictureError
 from imagenet_fast.data.order import Order, TrainOrder
 from imagenet_fast.data.split import Split
 from imagenet_fast.errors import UserError, warn
-from imagenet_fast.recipe import schema
+from imagenet_fast.recipe.data_settings import ImageData
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class Shown(Generic[T]):
 class Substitution:
     """Of the ``pictures`` that one rank reads in ``order``. Many threads may ask at once."""
 
-    def __init__(self, pictures: Split, order: Order, data: schema.ImageData) -> None:
+    def __init__(self, pictures: Split, order: Order, data: ImageData) -> None:
         self._pictures = pictures
         self._order = order
         self._skips = data.on_bad_image == "skip"

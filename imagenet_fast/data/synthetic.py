@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from imagenet_fast.data.order import Order
-from imagenet_fast.recipe import schema
+from imagenet_fast.recipe.data_settings import SyntheticData
 
 _BANK = 256  # different pictures; image i is picture i modulo this
 
@@ -16,7 +16,7 @@ _BANK = 256  # different pictures; image i is picture i modulo this
 class SyntheticLoader:
     """Batches in ``order``, without end, as the other loaders give them. Image i has label i mod classes."""
 
-    def __init__(self, order: Order, data: schema.SyntheticData, device: torch.device, seed: int) -> None:
+    def __init__(self, order: Order, data: SyntheticData, device: torch.device, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         shape = (_BANK, data.image_size, data.image_size, 3)
         pixels = torch.randint(256, shape, dtype=torch.uint8, generator=generator)

@@ -12,8 +12,9 @@ from pathlib import Path
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.axes import check_axes
 from imagenet_fast.recipe.batching import explain, scale_recipe, split_batch
+from imagenet_fast.recipe.data_settings import SyntheticData
 from imagenet_fast.recipe.reading import find_recipe, load_recipe, recipe_folder
-from imagenet_fast.recipe.schema import Recipe, SyntheticData
+from imagenet_fast.recipe.schema import Recipe
 
 _UNITS_S = (1, 60, 3600, 86_400)  # of a time limit's parts, from the last
 

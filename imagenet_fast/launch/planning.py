@@ -15,10 +15,11 @@ from imagenet_fast.data.recognising import check_folders, check_validation
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.axes import check_axes
 from imagenet_fast.recipe.batching import Batching, check_splits, explain, scale_recipe, split_batch
+from imagenet_fast.recipe.data_settings import Data, SyntheticData
 from imagenet_fast.recipe.evaluating import Evaluation
 from imagenet_fast.recipe.job import Job, read_job
 from imagenet_fast.recipe.reading import find_recipe, load_recipe
-from imagenet_fast.recipe.schema import Data, Recipe, SyntheticData
+from imagenet_fast.recipe.schema import Recipe
 
 
 def plan_job(

@@ -28,8 +28,8 @@ from imagenet_fast.ranks.place import Place, number_node
 from imagenet_fast.ranks.roll_call import report_failure, reported_failure
 from imagenet_fast.ranks.whereabouts import here
 from imagenet_fast.ranks.world import World, join
+from imagenet_fast.recipe.data_settings import ImageData
 from imagenet_fast.recipe.job import Job
-from imagenet_fast.recipe.schema import ImageData
 from imagenet_fast.record import Record
 from imagenet_fast.record.opening import open_record
 from imagenet_fast.record.outcome import Outcome

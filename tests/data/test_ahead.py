@@ -14,7 +14,7 @@ import torch
 from imagenet_fast.data.ahead import Piece, filled_ahead
 from imagenet_fast.data.dataset import open_dataset
 from imagenet_fast.recipe.batching import Batching
-from imagenet_fast.recipe.schema import ImageData
+from imagenet_fast.recipe.data_settings import ImageData
 
 
 def fill(batch: list[int], place: int, value: int) -> Piece:

@@ -34,9 +34,10 @@ from imagenet_fast.data.resizing import shrunk
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.changes import differences, digest
+from imagenet_fast.recipe.data_settings import ImageData
 from imagenet_fast.recipe.job import recipe_tables
 from imagenet_fast.recipe.reading import parse_recipe
-from imagenet_fast.recipe.schema import ImageData, Recipe
+from imagenet_fast.recipe.schema import Recipe
 from tests.conftest import tables
 from tests.data.encoded import BAD, PICTURES
 

@@ -18,8 +18,8 @@ from imagenet_fast.data.imagefolder import scan_training
 from imagenet_fast.data.order import TrainOrder
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
+from imagenet_fast.recipe.data_settings import ImageData, SyntheticData
 from imagenet_fast.recipe.reading import parse_recipe
-from imagenet_fast.recipe.schema import ImageData, SyntheticData
 from tests.conftest import tables
 
 ALONE = Batching(ranks=1, micro_batch=8, accumulation=1)

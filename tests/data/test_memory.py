@@ -13,7 +13,7 @@ import torch
 
 from imagenet_fast.data.dataset import open_dataset
 from imagenet_fast.recipe.batching import Batching
-from imagenet_fast.recipe.schema import ImageData
+from imagenet_fast.recipe.data_settings import ImageData
 from tests.conftest import make_pictures
 from tests.spawning import run
 

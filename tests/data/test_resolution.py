@@ -14,8 +14,8 @@ from imagenet_fast.data.order import EvalOrder, TrainOrder
 from imagenet_fast.data.resolution import resolution
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
+from imagenet_fast.recipe.data_settings import ImageData
 from imagenet_fast.recipe.reading import parse_recipe
-from imagenet_fast.recipe.schema import ImageData
 from tests.conftest import tables
 
 ALONE = Batching(ranks=1, micro_batch=8, accumulation=1)

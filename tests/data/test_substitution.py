@@ -13,7 +13,7 @@ from imagenet_fast.data.dataset import open_dataset
 from imagenet_fast.data.imagefolder import scan_training
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
-from imagenet_fast.recipe.schema import ImageData
+from imagenet_fast.recipe.data_settings import ImageData
 from tests.data.encoded import BAD
 
 CPU = torch.device("cpu")

@@ -19,8 +19,8 @@ from imagenet_fast.launch.judging import judge
 from imagenet_fast.launch.planning import plan_evaluation
 from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.batching import Batching, split_batch
+from imagenet_fast.recipe.data_settings import ImageData
 from imagenet_fast.recipe.reading import parse_recipe
-from imagenet_fast.recipe.schema import ImageData
 from imagenet_fast.sync.marks import mark, seconds_between
 from imagenet_fast.training.dropout import seed_step
 from imagenet_fast.training.loop import initial_model

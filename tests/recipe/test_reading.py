@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from imagenet_fast.errors import UserError
+from imagenet_fast.recipe.data_settings import ImageData
 from imagenet_fast.recipe.doubts import doubts
 from imagenet_fast.recipe.engine_settings import AllReduceSync, DdpSync, LazySync, SparseSync
 from imagenet_fast.recipe.reading import (
@@ -21,7 +22,7 @@ from imagenet_fast.recipe.reading import (
     recipe_names,
     to_toml,
 )
-from imagenet_fast.recipe.schema import Checkpointing, ImageData, Recipe, Sgd
+from imagenet_fast.recipe.schema import Checkpointing, Recipe, Sgd
 from tests.conftest import tables
 
 SHIPPED = [
