@@ -5,7 +5,7 @@ they ended with the bytes of a run that was left alone. A row takes about half a
 
 Exit code 1 if a run ended otherwise. Engines, wires and loaders come in turn, and so do those who are killed: a rank,
 the launcher, all; half of all moments are drawn from the second after a checkpoint has begun. What was measured in DIR
-is not measured again.
+at this commit and with this seed is not measured again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import cycle, islice
@@ -54,11 +55,13 @@ def main() -> int:
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--out", type=Path, default=Path("runs/kills"))
     chosen = options.parse_args()
-    chosen.out.mkdir(parents=True, exist_ok=True)
+    commit = subprocess.check_output(("git", "rev-parse", "--short", "HEAD"), cwd=Path(__file__).parent, text=True)
+    out = chosen.out / commit.strip()
+    out.mkdir(parents=True, exist_ok=True)
     wrong = 0
     print(f"{'setting':<16}{'killed':<10}{'at step':>8}  {'alone':<18}{'killed and finished':<20}", flush=True)
     for number, (setting, victim) in enumerate(islice(_cases(), chosen.count)):
-        row = _measured(chosen.out, number, setting, victim, chosen.seed)
+        row = _measured(out, number, setting, victim, chosen.seed)
         same = row["alone"] == row["finished"]
         wrong += not same
         said = "the same" if same else f"{row['finished']}  DIFFERENT"
@@ -76,11 +79,11 @@ def _cases() -> Iterator[tuple[str, Victim]]:
 
 def _measured(out: Path, number: int, setting: str, victim: Victim, seed: int) -> dict[str, str | int]:
     """A row, as it was measured before or is now."""
-    kept = out / f"{number:03}.json"
+    folder = out / f"{seed}-{number:03}"
+    kept = folder.with_suffix(".json")
     if kept.exists():
         row: dict[str, str | int] = json.loads(kept.read_text())
         return row
-    folder = out / f"{number:03}"
     choice = random.Random(f"{seed}/{number}")
     step = choice.randrange(_EVERY, _STEPS, _EVERY) if choice.random() < 0.5 else choice.randrange(1, _STEPS - 2)
     job, more = _job(out, setting), _SETTINGS[setting]

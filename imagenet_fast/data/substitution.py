@@ -78,7 +78,7 @@ class Substitution:
         sentence = f"{self._pictures.name(index)} {fault}"
         if not self._skips:
             raise UserError(
-                f"{sentence}; replace the file or take it away, or --on-bad-image skip to go on without it"
+                f"{sentence}; replace the file or take it away, or go on without it by --set data.on_bad_image=skip"
             ) from None
         instead = "another is shown instead" if isinstance(self._order, TrainOrder) else "it counts as wrong"
         with self._lock:  # told under it too: the counts come in their order

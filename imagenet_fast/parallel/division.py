@@ -6,14 +6,16 @@ import copy
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.cost.profile import Profile
 from imagenet_fast.models.stages import Part, cut
 from imagenet_fast.parallel.pipeline import joined
-from imagenet_fast.parallel.tensor import TensorGroup, gathered, shard, sharded
+from imagenet_fast.parallel.tensor import TensorGroup, gathered, shard, sharded, shards_of
 from imagenet_fast.ranks.layout import Layout, lay_out
 from imagenet_fast.recipe.schedules import chunks_of
 from imagenet_fast.recipe.schema import Parallel
@@ -29,10 +31,14 @@ class Division:
     own: nn.Module
     """What this rank trains: the model with shards in place of layers, or some stages of it."""
     layout: Layout
-    group: TensorGroup
     activations: Activations
     outline: nn.Module | None
     """The whole model, on the meta device; None where no stage is missing here."""
+
+    @cached_property
+    def shards(self) -> dict[nn.Parameter, None]:
+        """The parameters of which this rank holds one shard, in the order of layers."""
+        return {param: None for _, param, _ in shards_of(self.own)}
 
     def whole(self, trained: nn.Module) -> nn.Module:
         """A copy of the whole model with the weights of ``trained``, which is ``own`` or like it; on every rank.
@@ -51,8 +57,16 @@ class Division:
         return sharded(self.own, {name: tensor for name, tensor in whole.items() if name in held})
 
     def whole_norms(self, params: Sequence[nn.Parameter], norms: Tensor) -> Tensor:
-        """From norms [..., parameters] of what this rank holds of parameters those of the whole ones."""
-        return self.group.whole_norms(params, norms)
+        """From norms [..., parameters] of what this rank holds those of whole parameters; added up in the order of
+        layers, for that of ``params`` is a pool's, and this rank's pool is not that of the others."""
+        held = dict(zip(params, norms.unbind(-1), strict=True))
+        shards = [param for param in self.shards if param in held]
+        if not shards:
+            return norms
+        squares = torch.stack([held[param] for param in shards]).square()
+        dist.all_reduce(squares, group=self.layout.tensor)
+        held |= zip(shards, squares.sqrt(), strict=True)
+        return torch.stack([held[param] for param in params], -1)
 
     def length(self, own: Tensor) -> Tensor:
         """From the norm of what one stage holds, of whole parameters, that of all stages."""
@@ -72,9 +86,8 @@ class Division:
         if isinstance(engine, DdpSync):
             raise ValueError("torch's DDP averages all parameters over the same ranks; take an engine that has a pool")
         pools = []
-        named = list(self.own.named_parameters())
         for shards, ranks in ((True, self.layout.data), (False, self.layout.stage)):
-            chosen = [(name, param) for name, param in named if (param in self.group.shards) == shards]
+            chosen = [(name, param) for name, param in self.own.named_parameters() if (param in self.shards) == shards]
             if any(param.requires_grad for _, param in chosen):
                 pools.append(pool := GradientPool(chosen, ranks, model=self.own))
                 pool.attach(build_engine(engine, pool, steps_per_epoch))
@@ -98,10 +111,9 @@ def divide(
     device = next(model.parameters()).device
     outline = copy.deepcopy(model).to("meta") if parallel.pipeline > 1 else None
     layout, activations = lay_out(parallel, device), Activations(device)
-    group = TensorGroup(layout.tensor, activations)
     own = model
     if parallel.tensor > 1:
-        shard(model, group)
+        shard(model, TensorGroup(layout.tensor, activations))
     if parallel.pipeline > 1:
         stage, micro_batch = layout.pipeline.rank(), images.chunk(parallel.micro_batches)[0]
         with cast:
@@ -109,4 +121,4 @@ def divide(
         for name, layer in model.named_modules():
             if own.owners.get(name, stage) != stage:
                 layer.to("meta")
-    return Division(own, layout, group, activations, outline)
+    return Division(own, layout, activations, outline)

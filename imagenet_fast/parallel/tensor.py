@@ -14,7 +14,7 @@ where they leave these, for features of one rank's pictures, they are multiplied
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,10 +34,8 @@ class TensorGroup:
 
     def __init__(self, group: dist.ProcessGroup, activations: Activations) -> None:
         self.size = dist.get_world_size(group)
-        self.shards: dict[nn.Parameter, None] = {}
-        """The parameters of which this rank holds one shard, in the order of layers."""
-        self._group = group
         self.place = dist.get_rank(group)
+        self._group = group
         self._activations = activations
 
     def __deepcopy__(self, memo: object) -> TensorGroup:
@@ -67,27 +65,13 @@ class TensorGroup:
     def shard(self, whole: Tensor, dim: int) -> nn.Parameter:
         """This rank's part of a parameter that all of them hold, cut along ``dim``."""
         part = whole.detach().chunk(self.size, dim)[self.place]
-        shard = nn.Parameter(part.clone(memory_format=torch.contiguous_format), whole.requires_grad)
-        self.shards[shard] = None
-        return shard
+        return nn.Parameter(part.clone(memory_format=torch.contiguous_format), whole.requires_grad)
 
     def whole(self, shard: Tensor, dim: int) -> nn.Parameter:
         """What :meth:`shard` has cut, by now perhaps trained; on every rank."""
         parts = [torch.empty_like(shard) for _ in range(self.size)]
         dist.all_gather(parts, shard.detach(), self._group)
         return nn.Parameter(torch.cat(parts, dim), shard.requires_grad)
-
-    def whole_norms(self, params: Sequence[nn.Parameter], norms: Tensor) -> Tensor:
-        """From norms [..., parameters] of what this rank holds those of whole ones; added up in the order of layers,
-        for that of ``params`` is a pool's, and this rank's pool is not that of the others."""
-        held = dict(zip(params, norms.unbind(-1), strict=True))
-        shards = [param for param in self.shards if param in held]
-        if not shards:
-            return norms
-        squares = torch.stack([held[param] for param in shards]).square()
-        dist.all_reduce(squares, group=self._group)
-        held |= zip(shards, squares.sqrt(), strict=True)
-        return torch.stack([held[param] for param in params], -1)
 
 
 class Shard(nn.Linear):
@@ -171,15 +155,19 @@ def gathered(model: nn.Module) -> nn.Module:
 
 
 def sharded(model: nn.Module, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of tensors by the names of a whole model's what ``model``, of :func:`shard`, has of them; the others as they
-    are."""
+    """Of tensors by a whole model's names what ``model``, of :func:`shard`, has of them; the others as they are."""
     own = dict(whole)
-    for layer, module in model.named_modules():
-        if isinstance(module, Shard):
-            for name in (f"{layer}.{name}" for name, param in module.named_parameters() if module.cuts(param)):
-                if name in own:
-                    own[name] = own[name].chunk(module.group.size, module.dim)[module.group.place]
+    for name, _, layer in shards_of(model):
+        if name in own:
+            own[name] = own[name].chunk(layer.group.size, layer.dim)[layer.group.place]
     return own
+
+
+def shards_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Shard]]:
+    """Each parameter of which this rank holds one shard, with its name and layer, in the order of layers."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, Shard):
+            yield from ((f"{name}.{own}", param, layer) for own, param in layer.named_parameters() if layer.cuts(param))
 
 
 class _Gather(torch.autograd.Function):

@@ -44,7 +44,7 @@ class TrainState:
     step: int = 0
     """How many have been taken."""
     sent_bytes: int = 0
-    """That this rank has sent in them, for gradients and, of sharded layers, for activations."""
+    """That this rank has sent in them, for gradients and, of a divided model, for activations."""
 
     def settle(self) -> None:
         """Bring every weight up to date, where the engine leaves that to the next forward."""

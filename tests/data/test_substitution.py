@@ -45,7 +45,7 @@ def test_a_bad_picture_is_named(pictures: Path, tmp_path: Path, loader: str, bad
     path = tmp_path / "data" / "train" / "class2" / "017.jpg"
     path.write_bytes(BAD[bad])
     train = open_dataset(data(loader, "fail"), tmp_path / "data", Batching(1, 8, 1), 0, 1, CPU, seed=1).train
-    with pytest.raises(UserError, match=rf"{path} cannot be decoded \(.*\); .*--on-bad-image skip"):
+    with pytest.raises(UserError, match=rf"{path} cannot be decoded \(.*\); .*--set data.on_bad_image=skip"):
         list(islice(train, 5))
 
 

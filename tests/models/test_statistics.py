@@ -81,12 +81,16 @@ def test_a_model_without_norms_and_a_forward_that_fails_do_no_harm():
     model = nn.Linear(2, 2)
     with StepStatistics(model, 3).micro_step():
         model(torch.ones(1, 2))
-    norm = nn.BatchNorm1d(3)
+    norm, first, second = nn.BatchNorm1d(3), torch.randn(4, 3), torch.randn(4, 3)
     statistics = StepStatistics(norm, 2)
     with statistics.micro_step():
-        norm(torch.randn(4, 3))
+        norm(first)
     with pytest.raises(ValueError, match="expected"), statistics.micro_step():
         norm(torch.randn(4))
+    with statistics.micro_step():
+        norm(second)
+    assert norm.num_batches_tracked == 1
+    torch.testing.assert_close(norm.running_mean, 0.1 * (first.mean(0) + second.mean(0)) / 2)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 16])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from contextlib import nullcontext
 
@@ -35,7 +36,7 @@ def _gathered_again() -> None:
         first, second, *_ = (m for m in model.modules() if isinstance(m, nn.Linear))
         assert isinstance(first, ColumnParallel)
         assert isinstance(second, RowParallel)
-        assert list(division.group.shards) == [first.weight, first.bias, second.weight]
+        assert list(division.shards) == [first.weight, first.bias, second.weight]
         assert model.state_dict().keys() == whole.state_dict().keys()
         assert first.weight.shape[0] == second.weight.shape[1] == (6 if kind == "tiny" else 128)
         again = division.whole(model)
@@ -59,7 +60,7 @@ def _dropped() -> None:
     model = Tiny(dropout=0.5)
     for param in model.parameters():
         nn.init.constant_(param, 0.1)
-    division = sharded(model)
+    sharded(model)
     torch.manual_seed(3 + dist.get_rank())  # ranks draw numbers of their own, as in a step
     seen: list[Tensor] = []
     for number in (1, 4):
@@ -69,7 +70,7 @@ def _dropped() -> None:
     for mask, pictures in ((own, 64), (units, 128)):
         assert len(mask) == pictures
         assert 0.3 < mask.double().mean() < 0.7
-        masks = division.group.gather(mask.to(torch.uint8)).chunk(2)
+        masks = model.classifier[1].group.gather(mask.to(torch.uint8)).chunk(2)
         assert not torch.equal(*masks), "two ranks drop the same"
 
 
@@ -186,3 +187,17 @@ def _frozen() -> None:
     torch.testing.assert_close(model.classifier[6].bias.grad, whole.classifier[6].bias.grad, rtol=1e-5, atol=1e-7)
     assert not gathered(model).classifier[4].weight.requires_grad
     pools.close()
+
+
+def test_of_shards_of_another_stage_nothing_is_kept():
+    run(4, _of_one_stage)
+
+
+def _of_one_stage() -> None:
+    layout = Parallel(tensor=2, pipeline=2, micro_batches=2)
+    division = divide(layout, Tiny(), torch.empty(2, 3, 5, 5), nullcontext())
+    gc.collect()
+    own = set(division.own.parameters())
+    kept = [p for p in gc.get_objects() if isinstance(p, nn.Parameter) and not p.is_meta]
+    assert len(kept) == len(own)
+    assert set(kept) == own

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from imagenet_fast.cli.options import written_out
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.data_settings import ImageData
 from imagenet_fast.recipe.doubts import doubts
@@ -362,3 +363,4 @@ def test_a_target_leaves_slack_below_the_published_figure():
 def test_what_becomes_of_bad_pictures_has_an_option_of_its_own(refusal: Callable[..., str], command: tuple[str, ...]):
     said = refusal(*command, "--recipe", "smoke", "--on-bad-image", "skip")
     assert "data.on_bad_image" in said, "of a recipe without pictures"
+    assert written_out({"seed": None, "data.on_bad_image": "skip"}) == ["data.on_bad_image=skip"]
