@@ -49,8 +49,7 @@ def test_a_recipe_can_be_trained_at_its_full_size(planned: tuple[Recipe, World])
     assert steps_per_epoch == images // recipe.global_batch
 
     steps = steps_per_epoch * recipe.epochs
-    looked_at = [*range(0, steps, max(1, steps // 5000)), steps - 1]
-    rates = [learning_rate(recipe.schedule, recipe.optim.lr, s, steps_per_epoch, recipe.epochs) for s in looked_at]
+    rates = [learning_rate(recipe.schedule, recipe.optim.lr, s, steps_per_epoch, recipe.epochs) for s in range(steps)]
     assert max(rates) == pytest.approx(recipe.optim.lr, rel=0.01)
     assert rates[-1] < 0.05 * max(rates)
     assert all(math.isfinite(rate) and rate > 0 for rate in rates)
