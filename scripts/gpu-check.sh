@@ -97,8 +97,14 @@ bench() { # NAME LIMIT ARGUMENTS...
 
 # The limits add up to 8 minutes.
 section "environment" 20 "$python" scripts/gpu_environment.py
-tests "tests on one GPU" 75 tests/gpu --ignore=tests/gpu/test_two_ranks.py
-tests "two NCCL ranks on one GPU" 60 -vv tests/gpu/test_two_ranks.py
+tests "tests on one GPU" 75 tests/gpu --ignore=tests/gpu/test_two_ranks.py --ignore=tests/gpu/test_reused_memory.py
+tests "two NCCL ranks on one GPU" 45 -vv tests/gpu/test_two_ranks.py tests/gpu/test_reused_memory.py
+uncached="the same without the caching allocator"
+if [ -n "$dry" ]; then
+    omitted "$uncached" "it is a GPU's"
+else
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 tests "$uncached" 15 -vv tests/gpu/test_reused_memory.py
+fi
 for compile in '' --compile; do
     for model in resnet50 alexnet; do
         for precision in bf16 fp16; do

@@ -51,7 +51,7 @@ def version_of(package: str) -> str | None:
 def told(*command: str) -> str:
     """What a command prints, in one line."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):
         return "is not known"
     return "; ".join(done.stdout.splitlines())

@@ -11,9 +11,7 @@ at this commit and with this seed is not measured again.
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import cycle, islice
@@ -23,7 +21,7 @@ from typing import get_args
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.conftest import make_pictures
-from tests.faults.jobs import SMALL, Victim, kill_at, train
+from tests.faults.jobs import SMALL, Victim, folder_of_commit, kept_row, kill_at, train
 
 _SETTINGS: dict[str, tuple[str, ...]] = {
     "allreduce": ("--sync", "allreduce"),
@@ -55,9 +53,7 @@ def main() -> int:
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--out", type=Path, default=Path("runs/kills"))
     chosen = options.parse_args()
-    commit = subprocess.check_output(("git", "rev-parse", "--short", "HEAD"), cwd=Path(__file__).parent, text=True)
-    out = chosen.out / commit.strip()
-    out.mkdir(parents=True, exist_ok=True)
+    out = folder_of_commit(chosen.out)
     wrong = 0
     print(f"{'setting':<16}{'killed':<10}{'at step':>8}  {'alone':<18}{'killed and finished':<20}", flush=True)
     for number, (setting, victim) in enumerate(islice(_cases(), chosen.count)):
@@ -80,17 +76,15 @@ def _cases() -> Iterator[tuple[str, Victim]]:
 def _measured(out: Path, number: int, setting: str, victim: Victim, seed: int) -> dict[str, str | int]:
     """A row, as it was measured before or is now."""
     folder = out / f"{seed}-{number:03}"
-    kept = folder.with_suffix(".json")
-    if kept.exists():
-        row: dict[str, str | int] = json.loads(kept.read_text())
-        return row
-    choice = random.Random(f"{seed}/{number}")
-    step = choice.randrange(_EVERY, _STEPS, _EVERY) if choice.random() < 0.5 else choice.randrange(1, _STEPS - 2)
-    job, more = _job(out, setting), _SETTINGS[setting]
-    reached = kill_at(folder, victim, step, choice.uniform(0, 1.0), choice, *more, job=job)
-    row = {"step": reached, "alone": _alone(out, setting), "finished": train(folder, *more, job=job)}
-    kept.write_text(json.dumps(row))
-    return row
+
+    def measure() -> dict[str, str | int]:
+        choice = random.Random(f"{seed}/{number}")
+        step = choice.randrange(_EVERY, _STEPS, _EVERY) if choice.random() < 0.5 else choice.randrange(1, _STEPS - 2)
+        job, more = _job(out, setting), _SETTINGS[setting]
+        reached = kill_at(folder, victim, step, choice.uniform(0, 1.0), choice, *more, job=job)
+        return {"step": reached, "alone": _alone(out, setting), "finished": train(folder, *more, job=job)}
+
+    return kept_row(folder.with_suffix(".json"), measure)
 
 
 def _alone(out: Path, setting: str) -> str:
@@ -98,8 +92,8 @@ def _alone(out: Path, setting: str) -> str:
     name = setting.replace(", ", "-").replace(" ", "-")
     kept = out / f"{name}.digest"
     if not kept.exists():
-        kept.write_text(train(out / name, *_SETTINGS[setting], job=_job(out, setting)))
-    return kept.read_text()
+        kept.write_text(train(out / name, *_SETTINGS[setting], job=_job(out, setting)), encoding="utf-8")
+    return kept.read_text(encoding="utf-8")
 
 
 def _job(out: Path, setting: str) -> tuple[str, ...]:
@@ -111,7 +105,7 @@ def _job(out: Path, setting: str) -> tuple[str, ...]:
     if not pictures.exists():
         make_pictures(pictures, train=120, val=12)
     recipe = out / f"{loader}.toml"
-    recipe.write_text(_RECIPE.format(loader=loader))
+    recipe.write_text(_RECIPE.format(loader=loader), encoding="utf-8")
     cache = ("--set", f"data.cache={out.absolute() / 'cache'}") if setting.endswith("cached") else ()
     return ("--recipe", str(recipe), "--nproc", "3", "--data", str(pictures), *cache)
 

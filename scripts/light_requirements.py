@@ -9,7 +9,7 @@ from pathlib import Path
 
 IN_THE_IMAGE = {"torch", "torchvision", "nvidia-dali-cuda130"}
 
-project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 for requirement in project["dependencies"] + project["optional-dependencies"]["demo"]:
     if re.split(r"[<>=!~;\s]", requirement)[0] not in IN_THE_IMAGE:
         print(requirement)

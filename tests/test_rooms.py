@@ -120,5 +120,5 @@ def _picture(text: str) -> list[str]:
 def test_tests_mirror_the_rooms():
     here = PACKAGE.parent / "tests"
     folders = {path.name for path in here.iterdir() if path.is_dir() and (path / "__init__.py").is_file()}
-    assert folders <= FLOOR.keys() | {"e2e", "faults", "gpu"}
+    assert folders <= FLOOR.keys() | {"e2e", "faults", "gpu", "gpu_semantics"}
     assert {name for name in FLOOR if (PACKAGE / name).is_dir()} <= folders

@@ -130,7 +130,7 @@ class CountedStep:
         for span in self._pool.spans:
             span.param.grad = self._gradients[span.param]
             self._pool._collect(span.param)
-        self._pool.finish()
+        self._pool.end_backward()
         self._pool.update(lambda *_: None)
 
     def _run_alone(self) -> None:

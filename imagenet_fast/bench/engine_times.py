@@ -347,6 +347,6 @@ class _Loop:
     def _step(self) -> SyncStats:
         self._sync.zero_grad()
         self._forward(self._x).backward()
-        stats = self._sync.finish()
+        stats = self._sync.end_backward()
         self._sync.update(lambda *_: None)
         return stats

@@ -101,7 +101,7 @@ def _profile(step: Callable[[], None], device: torch.device) -> list[Event]:
     with TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         watched.export_chrome_trace(str(file))
-        events: list[Event] = json.loads(file.read_text())["traceEvents"]
+        events: list[Event] = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
     return events
 
 

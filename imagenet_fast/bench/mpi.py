@@ -126,6 +126,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _last_words(said: Path) -> str:
     """With what they ended, before mpiexec began to tell of it."""
-    own, *_ = said.read_text(errors="replace").partition("\n=====")
+    own, *_ = said.read_text(errors="replace", encoding="utf-8").partition("\n=====")
     lines = [line.strip() for line in own.splitlines() if line.strip() and "MPI_Abort" not in line]
     return f"with {lines[-1]!r}" if lines else "without a word"

@@ -155,7 +155,7 @@ def _plug(end: int, port: str) -> None:
 
 def _configure(address: str, bits_per_s: int) -> None:
     try:
-        Path("/proc/sys/net/ipv6/conf/all/disable_ipv6").write_text("1")  # its own chatter would be counted
+        Path("/proc/sys/net/ipv6/conf/all/disable_ipv6").write_bytes(b"1")  # its own chatter would be counted
     except OSError as error:
         raise UserError(f"a shaped network cannot be made here: {error}; a container needs to be privileged") from None
     _ip("link set lo up", f"addr add {address}/16 dev {INTERFACE}", f"link set {INTERFACE} up")
@@ -168,6 +168,6 @@ def _ip(*commands: str) -> None:
 
 
 def _run(command: str) -> None:
-    done = subprocess.run(command.split(), capture_output=True, text=True)
+    done = subprocess.run(command.split(), capture_output=True, encoding="utf-8")
     if done.returncode:
         raise UserError(f"a shaped network cannot be made here: `{command}` says {done.stderr.strip()!r}")

@@ -292,7 +292,7 @@ def _plain(recipe: Recipe, world: World, gpus: int = 1) -> Loop:
     model = initial_model(recipe, recipe.data.classes, world)
     if recipe.compile:
         compile_blocks(model)
-    decayed, plain = split_parameters(model)
+    decayed, plain = split_parameters(model, recipe.optim)
     groups = [{"params": decayed, "weight_decay": recipe.optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.SGD(
         groups, lr=recipe.optim.lr, momentum=recipe.optim.momentum, nesterov=recipe.optim.nesterov, fused=True

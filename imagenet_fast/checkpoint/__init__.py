@@ -21,6 +21,17 @@ from __future__ import annotations
 
 from imagenet_fast.checkpoint.background import CheckpointWriter
 from imagenet_fast.checkpoint.finding import Checkpoint, best, newest, open_checkpoint
-from imagenet_fast.checkpoint.manifest import Stamp
+from imagenet_fast.checkpoint.manifest import NotSaved, Stamp
+from imagenet_fast.checkpoint.shelf import expect_first, had_none
 
-__all__ = ["Checkpoint", "CheckpointWriter", "Stamp", "best", "newest", "open_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointWriter",
+    "NotSaved",
+    "Stamp",
+    "best",
+    "expect_first",
+    "had_none",
+    "newest",
+    "open_checkpoint",
+]

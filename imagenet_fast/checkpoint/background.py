@@ -55,7 +55,10 @@ class CheckpointWriter:
         self._saves = 0
         self._thread: threading.Thread | None = None
         self._leaving = threading.Event()
+        self._known: dict[Path, bool] = {}
         self._written: Path | None = None
+        self.written_step = 0
+        """The step of the last complete checkpoint; 0 before the first."""
         self._failure: Exception | None = None
         if place.leads:
             tidied(lambda: sweep(root))
@@ -78,6 +81,11 @@ class CheckpointWriter:
         self._thread.start()
 
     @property
+    def failure(self) -> Exception | None:
+        """Why the last checkpoint could not be written, before :meth:`wait` raises it."""
+        return None if self.under_way else self._failure
+
+    @property
     def under_way(self) -> bool:
         """Whether :meth:`save` would wait."""
         return self._thread is not None and self._thread.is_alive()
@@ -85,7 +93,8 @@ class CheckpointWriter:
     def wait(self) -> Path | None:
         """The last checkpoint, once it is complete; None before the first.
 
-        Raises UserError, on all ranks alike, where it could not be written; those before it are as they were.
+        Raises NotSaved, on all ranks alike, where it could not be written; those before it are as they were. Raises
+        UserError where rank 0 is gone.
         """
         if self._thread is not None:
             self._thread.join()
@@ -133,8 +142,9 @@ class CheckpointWriter:
         lost = f"the checkpoint of step {stamp.step} was given up"
         try:
             self._written = write_checkpoint(
-                self._root, self._place, letters, stamp, files, self._keep, self._patience_s
+                self._root, self._place, letters, stamp, files, self._keep, self._patience_s, self._known
             )
+            self.written_step = stamp.step
         except Leaving:
             return
         except Silence:

@@ -22,7 +22,8 @@ _READ = "read"
 
 @dataclass(frozen=True)
 class Letter:
-    """What a rank has to say; or why it cannot, and what to do about it."""
+    """Carry what a rank tells the others: its ``content``; or its ``failure``, the ``remedy`` for it and,
+    as ``content``, what to do after that."""
 
     content: Any = None
     failure: str = ""

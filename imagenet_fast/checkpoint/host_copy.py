@@ -41,7 +41,7 @@ class HostCopy:
         self._bytes = 0
         self._outline: Any = None
         self._entries: dict[str, Any] = {}
-        self._copied: list[torch.cuda.Event] = []
+        self._copied: dict[torch.device, torch.cuda.Event] = {}
 
     def take(self, tree: Tree) -> None:
         """Copy ``tree``; nobody may still read the copy before. Raises TypeError as :func:`take_apart` does."""
@@ -60,12 +60,15 @@ class HostCopy:
             place.copy_(leaf.tensor, non_blocking=leaf.tensor.is_cuda)
             self._entries[name] = _entry(leaf) | {"data_offsets": [start, stop]}
             start = stop
-        self._copied = [torch.cuda.current_stream(gpu).record_event(torch.cuda.Event(blocking=True)) for gpu in gpus]
+        self._copied = {
+            gpu: torch.cuda.current_stream(gpu).record_event(torch.cuda.Event(blocking=True)) for gpu in gpus
+        }
 
     def chunks(self) -> Iterator[bytes | memoryview]:
         """The file, piece by piece, once the copy is there."""
-        for event in self._copied:
-            event.synchronize()
+        for gpu, event in self._copied.items():
+            with torch.cuda.device(gpu):  # else the writer's thread makes a context of 500 MB on GPU 0
+                event.synchronize()
         header = json.dumps({"__metadata__": {"tree": json.dumps(self._outline)}, **self._entries}).encode()
         header += b" " * (-len(header) % 8)
         yield struct.pack("<Q", len(header)) + header

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
 from imagenet_fast.checkpoint.durable import FileSum, sum_of, write_durably
+from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.table import Table
 
 MANIFEST = "manifest.json"
@@ -24,6 +25,17 @@ class Damaged(Exception):
 
     def __init__(self, path: Path, what: str) -> None:
         super().__init__(f"{path.name} {what}")
+
+
+class NotSaved(UserError):
+    """A checkpoint could not be written; those before it are as they were."""
+
+    def __init__(self, failure: str, remedy: str, then: str, freed: bool = False) -> None:
+        super().__init__(f"{failure}; {remedy}, then {then}")
+        self.in_short = f"{failure}; {remedy}"
+        """Without what is to be done if the run ends."""
+        self.freed = freed
+        """Whether rank 0 has removed old checkpoints since, so that another try may have room."""
 
 
 class Stamp(Table):

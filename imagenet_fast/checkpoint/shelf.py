@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
 from imagenet_fast.checkpoint.durable import sync_folder
 from imagenet_fast.checkpoint.manifest import MANIFEST, Damaged, Manifest, read_manifest
+
+_NONE_YET = ".none-yet"
 
 
 def _folders(root: Path) -> list[Path]:
@@ -54,16 +57,39 @@ def new_folder(root: Path, step: int) -> Path:
     return folder
 
 
-def retain(root: Path, keep: int) -> None:
-    """Remove all but the newest checkpoint, the best one, and of the others the ``keep`` newest. Raises OSError.
+def expect_first(root: Path) -> None:
+    """Note in ``root`` that no checkpoint of its run is complete. Raises OSError."""
+    (root / _NONE_YET).touch()
 
-    What has a damaged manifest stays, for whoever looks why.
+
+def first_is_there(root: Path) -> None:
+    """Take that note away. Raises OSError."""
+    (root / _NONE_YET).unlink(missing_ok=True)
+
+
+def had_none(root: Path) -> bool:
+    """Tell whether ``root`` still has the note of :func:`expect_first`: no checkpoint was ever complete there. Without
+    the note and without checkpoints, some may have been lost."""
+    return (root / _NONE_YET).exists()
+
+
+def retain(root: Path, keep: int, is_whole: Callable[[Path, Manifest], bool]) -> list[Path]:
+    """Remove all but the newest checkpoint, the best one that is whole, and of the others the ``keep`` newest. Returns
+    what was removed. Raises OSError.
+
+    What has a damaged manifest stays, for whoever looks why, as does what would be the best and is damaged otherwise.
     """
     found, _ = survey(root)
-    kept = [*found][:1] + by_merit(found)[:1]
+    kept = [*found][:1]
+    for folder in by_merit(found):
+        kept.append(folder)
+        if is_whole(folder, found[folder]):
+            break
     kept += [folder for folder in found if folder not in kept][:keep]
-    for folder in found.keys() - set(kept):
+    old = [folder for folder in found if folder not in kept]
+    for folder in old:
         remove(folder)
+    return old
 
 
 def set_aside(root: Path, step: int) -> int | None:

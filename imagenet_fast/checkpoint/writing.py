@@ -6,18 +6,21 @@ import errno
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from imagenet_fast.checkpoint.correspondence import Correspondence, Leaving, Letter, Silence
 from imagenet_fast.checkpoint.durable import FileSum, write_durably
-from imagenet_fast.checkpoint.manifest import Manifest, Stamp
-from imagenet_fast.checkpoint.shelf import new_folder, remove, retain, survey
-from imagenet_fast.errors import UserError, warn
+from imagenet_fast.checkpoint.finding import Checkpoint
+from imagenet_fast.checkpoint.manifest import Damaged, Manifest, NotSaved, Stamp
+from imagenet_fast.checkpoint.shelf import first_is_there, new_folder, remove, retain, survey
+from imagenet_fast.errors import warn
 from imagenet_fast.ranks.place import Place
 
+_MAKE_ROOM = "free space there"
 _REMEDIES = {
-    errno.ENOSPC: "free space there", errno.EDQUOT: "free space there", errno.EFBIG: "raise `ulimit -f`",
+    errno.ENOSPC: _MAKE_ROOM, errno.EDQUOT: _MAKE_ROOM, errno.EFBIG: "raise `ulimit -f`",
     errno.EROFS: "make it writable", errno.EACCES: "make it writable", errno.EPERM: "make it writable",
     errno.ENOENT: "have every node see that directory, and nobody remove it",
 }  # fmt: skip
@@ -34,12 +37,15 @@ def write_checkpoint(
     files: Mapping[str, Iterable[bytes | memoryview]],
     keep: int,
     patience_s: float,
+    known: dict[Path, bool],
 ) -> Path:
     """Write ``files``, this rank's, into a new checkpoint under ``root``, and return it when all ranks have.
 
-    Rank 0 then removes what need not stay. Raises UserError, on all ranks alike, where any of them could not write;
-    nothing is left then of what was to be this checkpoint. It is such a failure, too, if a rank is silent for
-    ``patience_s`` after rank 0 has written; where rank 0 itself is, Silence is raised.
+    Rank 0 then removes what need not stay. Raises NotSaved, on all ranks alike, where any of them could not write;
+    nothing is left then of what was to be this checkpoint, and on a full disk nothing beside the newest and the best
+    one. It is such a failure, too, if a rank is silent for
+    ``patience_s`` after rank 0 has written; where rank 0 itself is, Silence is raised. ``known``: which checkpoints
+    are whole, as far as this process has written or read them.
     """
     if place.leads:
         begun = _tried(place, lambda: new_folder(root, stamp.step).name)
@@ -52,16 +58,33 @@ def write_checkpoint(
             letters.write("verdict", _conclude(root, place, letters, folder, stamp, patience_s))
         (verdict,) = letters.read(["verdict"], _FOR_RANK_0 * patience_s)
     letters.confirm()
+    removed: list[Path] = []
     if place.leads:
         if not verdict.failure:
-            tidied(lambda: retain(root, keep))
+            known[folder] = True
+            tidied(lambda: retain(root, keep, partial(_is_whole, known)))
+        elif verdict.remedy == _MAKE_ROOM:
+            tidied(lambda: removed.extend(retain(root, 0, partial(_is_whole, known))))
         letters.clear(min(patience_s, _CONFIRMED_S))
     if verdict.failure:
-        raise UserError(f"the checkpoint of step {stamp.step} failed: {verdict.failure}; {verdict.remedy}")
+        failure = f"the checkpoint of step {stamp.step} failed: {verdict.failure}"
+        raise NotSaved(failure, verdict.remedy, str(verdict.content), freed=bool(removed))
     return folder
 
 
-def tidied(attempt: Callable[[], None]) -> None:
+def _is_whole(known: dict[Path, bool], folder: Path, manifest: Manifest) -> bool:
+    """Reads it only once: it is the best one, and stays so for long."""
+    if folder not in known:
+        try:
+            Checkpoint(folder, manifest).verify()
+            known[folder] = True
+        except Damaged as error:
+            known[folder] = False
+            warn(f"checkpoint {folder} is damaged: {error}; it does not count as the best one")
+    return known[folder]
+
+
+def tidied(attempt: Callable[[], object]) -> None:
     """What is of no use any more may stay if it must, but not in silence."""
     try:
         attempt()
@@ -97,7 +120,7 @@ def _refused(root: Path, failed: list[Letter]) -> Letter:
         before, _ = survey(root)
     more = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
     then = next((f"resume from {folder.name}" for folder in before), "start again")
-    return Letter(failure=failed[0].failure + more, remedy=f"{failed[0].remedy}, then {then}")
+    return Letter(then, failed[0].failure + more, failed[0].remedy)
 
 
 def _seal(root: Path, folder: Path, stamp: Stamp, parts: list[Letter]) -> None:
@@ -105,6 +128,8 @@ def _seal(root: Path, folder: Path, stamp: Stamp, parts: list[Letter]) -> None:
     number = 1 + max((manifest.number for manifest in before.values()), default=0)
     files = {name: FileSum(**found) for part in parts for name, found in part.content.items()}
     Manifest(**dict(stamp), number=number, files=files).write(folder)
+    with suppress(OSError):  # the next one takes it away
+        first_is_there(root)
 
 
 def _write_files(folder: Path, files: Mapping[str, Iterable[bytes | memoryview]]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +16,7 @@ from imagenet_fast.cli.benchmarks import bench_app
 from imagenet_fast.cli.datasets import data_app
 from imagenet_fast.cli.launching import launch_app
 from imagenet_fast.cli.options import (
+    WEIGHTS,
     DataOption,
     ElasticNodesOption,
     EndpointOption,
@@ -34,6 +36,7 @@ from imagenet_fast.cli.options import (
     written_out,
 )
 from imagenet_fast.errors import Fault, UserError, refuse, warn
+from imagenet_fast.launch.signals import stopping_early
 
 app = typer.Typer(
     add_completion=False,
@@ -61,10 +64,14 @@ def _print_version(asked: bool) -> None:
 def entry() -> None:
     """The console script."""
     from imagenet_fast.launch.leaving import leave
+    from imagenet_fast.launch.streams import keep_printing, refuse_if_lost
 
+    keep_printing()
     try:
         main()
     except SystemExit as end:
+        if not end.code and sys.argv[1:2] != ["train"]:  # of a run the directory is the result
+            refuse_if_lost()
         leave(end)
 
 
@@ -95,6 +102,7 @@ def options(
 
 
 @app.command()
+@stopping_early()
 def train(
     recipe: OptionalRecipeOption = None,
     data: DataOption = None,
@@ -105,7 +113,8 @@ def train(
     rdzv_endpoint: EndpointOption = None,
     join_timeout: PatienceOption = 300,
     init_from: Annotated[
-        Path | None, typer.Option(metavar="FILE|RUN", help="Start from these weights instead of fresh ones.")
+        Path | None,
+        typer.Option(metavar=WEIGHTS, help="Start from these weights, as in eval, instead of fresh ones."),
     ] = None,
     fresh_head: Annotated[
         bool, typer.Option("--fresh-head", help="With --init-from: start the last layer anew, as for other classes.")
@@ -143,12 +152,12 @@ def train(
 ) -> None:
     """Train a recipe to its target accuracy.
 
-    Ctrl-C, SIGTERM or SIGUSR1, at this command or at any rank, saves the state and ends within 20 s; twice ends at
-    once. The same command with --resume auto goes on. With --nodes MIN:MAX only the node that is told ends, and the
-    others go on.
+    Ctrl-C, SIGTERM or SIGUSR1, at this command or at any rank, saves the state and ends, within the seconds that
+    checkpoint.grace_s allows; twice ends at once. The same command with --resume auto goes on. With --nodes MIN:MAX
+    only the node that is told ends, and the others go on.
 
     Exit codes: 0 target reached (or none set), 1 error or interrupted, 2 usage, 3 trained to the end without
-    reaching the target, 4 stopped by a signal and saved.
+    reaching the target, 4 stopped by a signal without loss.
     """
     from imagenet_fast.launch.planning import plan_job, recipe_to_train, run_to_resume
     from imagenet_fast.launch.slurm import adopt_step
@@ -274,7 +283,7 @@ def doctor(
         return
     Console().print(findings_table(found))
     if json_file is not None:
-        json_file.write_text(to_json([asdict(finding) for finding in found], indent=2) + "\n")
+        json_file.write_text(to_json([asdict(finding) for finding in found], indent=2) + "\n", encoding="utf-8")
     if any(finding.state == "fail" for finding in found):
         raise typer.Exit(1)
 
@@ -293,9 +302,10 @@ def list_recipes(context: typer.Context) -> None:
 @recipes_app.command("show")
 def show_recipe(name: Annotated[str, typer.Argument(metavar="NAME|PATH")]) -> None:
     """Print one recipe."""
+    from imagenet_fast.launch.streams import print_file
     from imagenet_fast.recipe.reading import find_recipe
 
-    print(find_recipe(name).read_text(), end="")
+    print_file(find_recipe(name).read_bytes())
 
 
 @app.command()
@@ -391,7 +401,10 @@ def report(
 
     from imagenet_fast.record.past_runs import draw_curves, read_run, report_table
 
-    past = [read_run(folder) for folder in runs]
+    once: dict[Path, Path] = {}
+    for folder in runs:
+        once.setdefault(folder.resolve(), folder)
+    past = [read_run(folder) for folder in once.values()]
     Console().print(report_table(past))
     if png is not None:
         draw_curves(past, png)

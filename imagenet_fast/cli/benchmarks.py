@@ -324,4 +324,4 @@ def _show(rows: list[Any], table: Callable[[list[Any]], Any], json_file: Path | 
 
     Console().print(table(rows))
     if json_file is not None:
-        json_file.write_text(to_json([asdict(row) for row in rows], indent=2) + "\n")
+        json_file.write_text(to_json([asdict(row) for row in rows], indent=2) + "\n", encoding="utf-8")

@@ -142,13 +142,13 @@ def verify(
         from imagenet_fast.record.pictures import new_figure
 
         new_figure(png, 1, 1)  # refuses what could not be drawn before an hour has passed
-    found = examine_all(data, workers)
+    found = examine_all(data, workers, must_list=json_file is None)
     for line in summary(found, data):
         print(line)
     if json_file is not None:
         from imagenet_fast.record.strict_json import to_json
 
-        json_file.write_text(to_json(as_json(found), indent=1) + "\n")
+        json_file.write_text(to_json(as_json(found), indent=1) + "\n", encoding="utf-8")
         print(f"written to {json_file}")
     if png is not None:
         from imagenet_fast.record.size_histograms import draw_sizes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -86,6 +86,7 @@ def k8s(
     out: Annotated[
         str | None, typer.Option(metavar="DIR", help="Run directory, below /runs. Default: /runs/<name>.")
     ] = None,
+    kind: Annotated[Literal["jobset", "pytorchjob"], typer.Option("--kind", help="What kind of job.")] = "jobset",
     name: Annotated[str | None, typer.Option(help="Of the job. Default: by the recipe's.")] = None,
     namespace: Annotated[str | None, typer.Option(metavar="NAME")] = None,
     sync: SyncOption = None,
@@ -96,18 +97,22 @@ def k8s(
     no_gpus: _NoGpus = False,
     file: _File = None,
 ) -> None:
-    """Print a PyTorchJob for kubectl apply, whose pods start again, and go on, when they are evicted."""
+    """Print a JobSet for kubectl apply, whose pods start again, and go on, when they are evicted.
+
+    A PyTorchJob is for clusters that still have the training operator (v1).
+    """
+    from imagenet_fast.launch.jobset import jobset_text
     from imagenet_fast.launch.jobtext import check_data, hand_over, job_label, parse_time_limit
+    from imagenet_fast.launch.pods import Pods
     from imagenet_fast.launch.pytorchjob import pytorchjob_text
 
     job = _settle(recipe, sync, overrides, nodes, nproc, scale_batch)
     check_data(job.recipe, data_claim, "--data-claim")
     limit_s = parse_time_limit(time) if time is not None else None
-    text = pytorchjob_text(
-        job, label=name or job_label(job.path.stem), image=image, run_claim=run_claim, data_claim=data_claim,
-        folder=out, namespace=namespace, gpus=not no_gpus, port=port, time_limit_s=limit_s,
-    )  # fmt: skip
-    hand_over(text, file)
+    pods = Pods(
+        job, name or job_label(job.path.stem), image, run_claim, data_claim, out, namespace, not no_gpus, port, limit_s
+    )
+    hand_over(jobset_text(pods) if kind == "jobset" else pytorchjob_text(pods), file)
 
 
 @launch_app.command()

@@ -34,8 +34,15 @@ PngOption = Annotated[
 DataOption = Annotated[
     Path | None, typer.Option("--data", metavar="DIR", help="Holds train/<class>/* and val/<class>/*.")
 ]
+WEIGHTS = "FILE|RUN|RUN@WHICH"
 WeightsOption = Annotated[
-    Path, typer.Option("--weights", metavar="FILE|RUN", help="A .safetensors or .pth file, or a run directory.")
+    Path,
+    typer.Option(
+        "--weights",
+        metavar=WEIGHTS,
+        help="A .safetensors or .pth file; a run directory, for its final weights; or one of its checkpoints, as "
+        "RUN@best, RUN@newest or RUN@step-1200.",
+    ),
 ]
 WeightsRecipeOption = Annotated[
     str | None, typer.Option("--recipe", metavar="NAME|PATH", help="What the weights are for. Default: the run's.")

@@ -108,7 +108,7 @@ def load_profile(name: str) -> Profile:
         known = ", ".join(sorted(p.stem for p in SHIPPED.glob("*.json")))
         raise UserError(f"no layer profile {name!r}; there are {known}, or give a .json file or random:SEED")
     try:
-        raw = json.loads(path.read_text())
+        raw = json.loads(path.read_text(encoding="utf-8"))
         layers = tuple(
             Layer(
                 layer["name"], layer["kind"], tuple(tuple(shape) for shape in layer["shapes"]),
@@ -148,4 +148,4 @@ def save_profile(profile: Profile, path: Path) -> None:
     """Write it as JSON, one layer a line."""
     head = json.dumps({"model": profile.model, "source": profile.source}, indent=2).removesuffix("\n}")
     layers = ",\n".join(f"    {json.dumps(asdict(layer))}" for layer in profile.layers)
-    path.write_text(f'{head},\n  "layers": [\n{layers}\n  ]\n}}\n')
+    path.write_text(f'{head},\n  "layers": [\n{layers}\n  ]\n}}\n', encoding="utf-8")

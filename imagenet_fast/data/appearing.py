@@ -41,7 +41,7 @@ def appearing_whole(place: Path) -> Iterator[Path]:
 def write_whole(path: Path, text: str) -> None:
     """Write ``path`` anew: there is what was before, or all of the new, also after the power has failed."""
     partial = path.with_name(f".{path.name}")
-    with partial.open("w") as file:
+    with partial.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

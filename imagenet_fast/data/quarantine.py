@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from imagenet_fast.data.formats.shards import Shards
-from imagenet_fast.data.split import Split
+from imagenet_fast.data.split import Split, digest_of
 from imagenet_fast.errors import UserError
 
 QUARANTINE = "quarantine.json"
@@ -25,7 +25,7 @@ def quarantined(root: Path) -> dict[str, str]:
     """
     path = root / QUARANTINE
     try:
-        files = json.loads(path.read_text())["files"]
+        files = json.loads(path.read_text(encoding="utf-8"))["files"]
         if not all(isinstance(what, str) for what in files.values()):
             raise TypeError
     except FileNotFoundError:
@@ -86,6 +86,9 @@ class _Rest:
 
     def read(self, index: int) -> bytes:
         return self._split.read(int(self._kept[index]))
+
+    def digest(self) -> str:
+        return digest_of(self._split.digest().encode(), self._kept)
 
     def expect(self, indices: NDArray[np.int64]) -> None:
         self._split.expect(self._kept[indices])

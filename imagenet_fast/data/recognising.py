@@ -12,6 +12,7 @@ from imagenet_fast.data import imagefolder
 from imagenet_fast.data.formats.shards import Shards
 from imagenet_fast.data.formats.tfrecord import check_record_file, open_tfrecord
 from imagenet_fast.data.formats.webdataset import check_tar, open_webdataset
+from imagenet_fast.data.image_names import is_class_name
 from imagenet_fast.data.quarantine import without_quarantined
 from imagenet_fast.data.split import Split
 from imagenet_fast.errors import UserError
@@ -95,7 +96,7 @@ def find_split(root: Path, split: SplitName) -> Found:
     own = re.compile(rf"(.*[-_.])?({words})([-_.].*)?", re.DOTALL)
     files = [entry for entry in _entries(root) if own.fullmatch(entry.name) and entry.is_file()]
     folders = [entry for word in _WORDS[split] for entry in _entries(root / word)]
-    nested = any(entry.is_dir() for entry in folders)
+    nested = any(is_class_name(entry.name) and entry.is_dir() for entry in folders)
     if not nested:
         files += [entry for entry in folders if entry.is_file()]
     paths = sorted(Path(entry.path) for entry in files)

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+
+def digest_of(*parts: bytes | NDArray[np.int64]) -> str:
+    """Of what tells a split from others."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        content = part if isinstance(part, bytes) else part.astype("<i8").tobytes()
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.hexdigest()
 
 
 class Split(Protocol):
@@ -20,6 +30,9 @@ class Split(Protocol):
         """The names of all classes, of the training split."""
 
     def __len__(self) -> int: ...
+
+    def digest(self) -> str:
+        """Of the names and labels of all pictures, in their order: the same wherever the data lies."""
 
     def name(self, index: int) -> str:
         """What a person is told where picture ``index`` is bad: its path, or its place in a file of many."""

@@ -100,7 +100,7 @@ def _promise(environment: Mapping[str, str], root: Path = Path("/sys/class")) ->
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text().strip()
+        return path.read_text(encoding="utf-8").strip()
     except OSError:  # of an interface that is down, too
         return ""
 

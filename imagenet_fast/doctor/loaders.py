@@ -45,7 +45,7 @@ def try_loaders(data: Path | None, ranks: int, seconds: float = 1.0) -> list[Fin
                     by_clock, by_core = measure(batches, batch, seconds / _TURNS, device)
                     turns[loader].append(by_clock if device.type == "cuda" else by_core)
         except (UserError, RuntimeError) as error:  # a bad picture, or a driver that DALI cannot do with
-            return [Finding("loaders", "warn", str(error))]
+            return [Finding("loaders", "warn", f"`train` would end with: {error}")]
     rates = {loader: fmean(rates) if rates else None for loader, rates in turns.items()}
     told = " and ".join(f"{loader} {rate:.0f}" for loader, rate in rates.items() if rate)
     per = f"second, in {threads} of its threads" if device.type == "cuda" else "second of a core"

@@ -2,24 +2,35 @@
 start on every rank.
 
 The launcher reads how a run ended beside the job file, so the exit code, which torchrun would flatten, only says
-whether it ended well.
+whether it ended well. It prints what ranks have refused, which they leave there too.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
-from imagenet_fast.errors import Fault, UserError, refuse
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback out of the imports; the launcher says what there is
+
+from imagenet_fast.errors import Fault, UserError, leave_refusals_in, refuse
 from imagenet_fast.launch.leaving import leave
+from imagenet_fast.launch.streams import keep_printing, refuse_if_lost
 from imagenet_fast.ranks.forking import end_with_parent
 from imagenet_fast.ranks.place import Place, own_place
+
+_FINAL = "final"
+"""A file beside the job: what these ranks have refused is no matter of who came to meet whom, or when."""
 
 
 def main() -> None:
     """Do what FILE says, waiting SECONDS at most for the other ranks."""
     end_with_parent()
     task, path, patience_s = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
+    if (path.parent / _FINAL).exists():
+        raise SystemExit(2)  # torchrun has started ranks again, which would come to the same end
+    leave_refusals_in(path.parent)
     try:
         place = own_place()
         assert place is not None, "torchrun tells a rank its place"
@@ -31,6 +42,8 @@ def main() -> None:
             case _:
                 well = _train(path, place, patience_s)
     except UserError as error:
+        if _have_met():
+            (path.parent / _FINAL).touch()
         refuse(str(error))
     except Fault as fault:
         if task != "train":  # of a training the launcher tells
@@ -39,6 +52,14 @@ def main() -> None:
     except KeyboardInterrupt:
         raise SystemExit(1) from None
     raise SystemExit(0 if well else 1)
+
+
+def _have_met() -> bool:
+    if "torch" not in sys.modules:
+        return False
+    import torch.distributed as dist
+
+    return dist.is_initialized()
 
 
 def _train(path: Path, place: Place, patience_s: float) -> bool:
@@ -59,6 +80,7 @@ def _evaluate(path: Path, place: Place, patience_s: float) -> bool:
     from imagenet_fast.recipe.evaluating import read_evaluation
 
     evaluate_as_rank(read_evaluation(path), place, patience_s, left=path.parent)
+    refuse_if_lost()
     return True
 
 
@@ -70,7 +92,10 @@ def _examine(path: Path, place: Place, patience_s: float) -> bool:
 
 
 if __name__ == "__main__":
+    keep_printing()
     try:
         main()
     except SystemExit as end:
         leave(end)
+    except KeyboardInterrupt:  # while it refused: others have, or the launcher was told to stop
+        leave(SystemExit(1))

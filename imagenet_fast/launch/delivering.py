@@ -10,12 +10,13 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.launch.planning import recipe_of
 from imagenet_fast.models import build_model
 from imagenet_fast.models.exporting import export_program
-from imagenet_fast.models.weights import classes_of, describe, fill, fit, read_weights, recognise, write_weights
-from imagenet_fast.record.past_runs import weights_file
+from imagenet_fast.models.weights import classes_of, describe, fill, fit, recognise, write_weights
+from imagenet_fast.record.past_runs import run_of
+from imagenet_fast.training.starting import given_weights
 
 
 def deliver(given: Path, named: str | None, kind: str, out: Path) -> Path:
-    """Write the weights that ``given`` (a file, or a run directory) stands for to ``out``, as safetensors or pt2.
+    """Write the weights that ``given`` (a file, a run or a checkpoint) stands for to ``out``, as safetensors or pt2.
 
     The recipe ``named`` says what they are for, or the run does. Without one safetensors are written of what fits any
     of our models. Raises UserError where that cannot be, and where ``out`` exists.
@@ -34,8 +35,8 @@ def deliver(given: Path, named: str | None, kind: str, out: Path) -> Path:
 
 
 def _write(given: Path, named: str | None, kind: str, out: Path) -> None:
-    weights = read_weights(weights_file(given))
-    if kind == "safetensors" and named is None and not (given / "job.json").is_file():
+    weights = given_weights(given)
+    if kind == "safetensors" and named is None and not (run_of(given) / "job.json").is_file():
         recognised = recognise(weights)
         if recognised is None:
             raise UserError(f"{weights.source} fits none of our models; say with --recipe NAME which it should fit")

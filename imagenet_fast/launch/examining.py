@@ -37,12 +37,12 @@ class Examination:
             "out": str(self.out),
             "timeout": self.timeout.model_dump(),
         }
-        path.write_text(json.dumps(table) + "\n")
+        path.write_text(json.dumps(table) + "\n", encoding="utf-8")
 
 
 def read_examination(path: Path) -> Examination:
     """What :meth:`Examination.write` wrote."""
-    table = json.loads(path.read_text())
+    table = json.loads(path.read_text(encoding="utf-8"))
     data = Path(table["data"]) if table["data"] is not None else None
     return Examination(data, Path(table["out"]), Timeout(**table["timeout"]))
 
@@ -60,7 +60,7 @@ def launch_examination(examination: Examination, nodes: Nodes) -> list[Finding] 
         code, fate = run_ranks("doctor", path, nodes)
         found = Path(handover) / _FINDINGS
         if found.is_file():
-            return [Finding(**finding) for finding in json.loads(found.read_text())]
+            return [Finding(**finding) for finding in json.loads(found.read_text(encoding="utf-8"))]
     if not code:
         return None
     own = examine(examination.data, examination.out, nodes.ranks_each, examination.timeout)
@@ -82,4 +82,6 @@ def examine_as_rank(examination: Examination, place: Place, patience_s: float, h
     with join(place, {}, timedelta(seconds=patience_s), examination.timeout, left=handover) as world:
         found = compare_notes(own, world, socket.gethostname())
         if world.leads:
-            (handover / _FINDINGS).write_text(json.dumps([asdict(finding) for finding in found]) + "\n")
+            (handover / _FINDINGS).write_text(
+                json.dumps([asdict(finding) for finding in found]) + "\n", encoding="utf-8"
+            )

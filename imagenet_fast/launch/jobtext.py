@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imagenet_fast.errors import UserError
+from imagenet_fast.launch.streams import print_file
 from imagenet_fast.recipe.axes import check_axes
 from imagenet_fast.recipe.batching import explain, scale_recipe, split_batch
 from imagenet_fast.recipe.data_settings import SyntheticData
@@ -129,7 +130,7 @@ def hand_over(text: str, file: Path | None) -> None:
     except UnicodeEncodeError:
         raise UserError("a path or an option is not UTF-8, as the text of a job is; choose another") from None
     if file is None:
-        sys.stdout.write(text)
+        print_file(encoded)
         return
     try:
         file.write_bytes(encoded)

@@ -90,7 +90,7 @@ def verdict_table(verdict: Verdict) -> Table:
 
 def _write(verdict: Verdict, path: Path) -> None:
     try:
-        path.write_text(to_json(asdict(verdict), indent=2) + "\n")
+        path.write_text(to_json(asdict(verdict), indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"--json {path} cannot be written ({error.strerror}); choose another place") from None
 

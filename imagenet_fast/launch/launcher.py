@@ -6,13 +6,21 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from imagenet_fast.errors import UserError
+from imagenet_fast.launch.claiming import hold
+from imagenet_fast.launch.ending import OPENED, TOLD
 from imagenet_fast.launch.nodes import Nodes
 from imagenet_fast.launch.planning import check_writable
 from imagenet_fast.launch.signals import interrupt_on_signals
 from imagenet_fast.launch.torchrun import run_ranks
 from imagenet_fast.recipe.evaluating import Evaluation
 from imagenet_fast.recipe.job import Job
-from imagenet_fast.record.outcome import Outcome, read_outcome
+from imagenet_fast.record.outcome import NOTHING_LOST, STOPPED, STOPPED_WORDS, Outcome, read_outcome
+
+_KILLED = (
+    f"{STOPPED_WORDS}, and its ranks were killed before they had saved; the same command with --resume auto goes on "
+    "from the last checkpoint"
+)
 
 
 def launch(job: Job, nodes: Nodes) -> int:
@@ -24,43 +32,40 @@ def launch(job: Job, nodes: Nodes) -> int:
     Raises UserError where the run cannot be written or the nodes cannot meet.
     """
     check_writable(job.folder, job.resume)
-    before = _version_of(job.folder / "job.json")
     interrupt_on_signals()  # until torchrun, which answers them itself, has started ranks
     interrupted = False
     code, fate = 0, ""
     with tempfile.TemporaryDirectory(prefix="imagenet-fast-") as handover:
-        job.write(Path(handover) / "job.json")
+        here = Path(handover)
+        job.write(here / "job.json")
         try:
-            code, fate = run_ranks("train", Path(handover) / "job.json", nodes)
+            code, fate = run_ranks("train", here / "job.json", nodes, job.recipe.checkpoint.grace_s)
         except KeyboardInterrupt:
             interrupted = True
-        left = read_outcome(Path(handover))
-    has_run = _version_of(job.folder / "job.json") not in (None, before)  # rank 0 is here, and came so far
-    outcome = left or (read_outcome(job.folder) if has_run else None)
-    if outcome is None and not has_run:
-        if fate and code != 2:  # 2: the rank has said itself what is wrong
+        left = read_outcome(here)
+        has_run, told = (here / OPENED).exists(), (here / TOLD).exists()  # rank 0 is here, and came so far
+    if left is None and not has_run:
+        if interrupted:
+            print(NOTHING_LOST)
+            return STOPPED
+        if fate and code != 2:  # 2: it has been printed
             print(f"failed: {fate}")
-        return 1 if interrupted or code < 0 else code
-    outcome = outcome or Outcome.beginning(job)
+        return 1 if code < 0 else code
+    outcome = left or Outcome.beginning(job)
     if interrupted and outcome.status == "failed":
         outcome.status = "interrupted"
-    elif code and not interrupted and outcome.status != "preempted":
-        outcome.status = "failed"
-        outcome.message = outcome.message or fate
+        outcome.message = outcome.message or _KILLED
+    elif code and not interrupted and (outcome.status != "preempted" or outcome.message == NOTHING_LOST):
+        outcome.status = "failed"  # whoever says that nothing is lost was ended since another rank had failed
+        outcome.message = fate if outcome.message == NOTHING_LOST else outcome.message or fate
         print(f"failed: {outcome.message}" + (f"; what there is of the run lies in {job.folder}" if has_run else ""))
+    if outcome.status in ("preempted", "interrupted") and not told:
+        print(outcome.message)
     if has_run and not (job.elastic and interrupted):  # from where this node has left others may have gone on
-        with suppress(OSError):  # rank 0 may have left it; why the disk takes nothing has been said
+        with suppress(OSError, UserError):  # rank 0 may have left it; another run has begun; the disk takes nothing
+            hold(job.folder, patience_s=0.0)
             outcome.write(job.folder)
     return code if code == 2 else outcome.exit_code
-
-
-def _version_of(path: Path) -> tuple[int, int] | None:
-    """Which differs from that of any file that was there before; None where there is none."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns
 
 
 def launch_evaluation(evaluation: Evaluation, nodes: Nodes) -> int:

@@ -116,7 +116,12 @@ def meet(endpoint: Endpoint, count: int, patience_s: float, least: int | None = 
     from torch.distributed import DistError
 
     deadline = time.monotonic() + patience_s
-    held = _hold(endpoint) if is_here(endpoint.host) else None
+    here = is_here(endpoint.host)
+    if not here:
+        # The name of a pod that has just been made leads nowhere for a while, or to the pod before it.
+        await_listener(endpoint, deadline, needless=lambda: is_here(endpoint.host))
+        here = is_here(endpoint.host)
+    held = _hold(endpoint) if here else None
     try:
         store = held or _visit(endpoint, deadline)
         number, name = _arrive(store, held is not None, endpoint, count, least, deadline, patience_s)

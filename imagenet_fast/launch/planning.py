@@ -14,12 +14,13 @@ from imagenet_fast.data.quarantine import QUARANTINE, quarantined
 from imagenet_fast.data.recognising import check_folders, check_validation
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.axes import check_axes
-from imagenet_fast.recipe.batching import Batching, check_splits, explain, scale_recipe, split_batch
+from imagenet_fast.recipe.batching import Batching, check_norms, check_splits, explain, scale_recipe, split_batch
 from imagenet_fast.recipe.data_settings import Data, SyntheticData
 from imagenet_fast.recipe.evaluating import Evaluation
 from imagenet_fast.recipe.job import Job, read_job
 from imagenet_fast.recipe.reading import find_recipe, load_recipe
 from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.record.past_runs import run_of
 
 
 def plan_job(
@@ -46,6 +47,7 @@ def plan_job(
     recipe = scale_recipe(written, ranks) if scale else written
     check_axes(recipe, ranks)
     batching = split_batch(recipe, ranks)
+    check_norms(recipe, batching)
     root = _find_data(recipe.data, data, check_folders)
     place = (folder or new_folder(name, recipe.sync.kind)).absolute()
     if fresh_head and init_from is None:
@@ -78,6 +80,8 @@ def _check_elastic(written: Recipe, nodes: range, ranks_each: int, scale: bool, 
     for count in nodes:
         check_axes(written, count * ranks_each)
     check_splits(written, nodes, ranks_each)
+    for count in nodes:
+        check_norms(written, split_batch(written, count * ranks_each))
 
 
 def _note(
@@ -151,22 +155,21 @@ def plan_evaluation(
 
 
 def recipe_of(weights: Path, named: str | None, overrides: Sequence[str] = ()) -> tuple[str, Recipe, Job | None]:
-    """The recipe ``named``, with its name; or where none is, that of the run directory ``weights``, with its job.
+    """The recipe ``named``, with its name; or where none is, that of the run that ``weights`` are of, with its job.
 
     Raises UserError where it can be neither.
     """
     if named is not None:
         path = find_recipe(named)
         return path.stem, load_recipe(path, overrides=overrides), None
-    if not (weights / "job.json").is_file():
+    run = run_of(weights)
+    if not (run / "job.json").is_file():
         raise UserError(f"{weights} does not say by which recipe to use it, as a run directory does; add --recipe NAME")
     try:
-        job = read_job(weights / "job.json")
+        job = read_job(run / "job.json")
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise UserError(
-            f"{weights / 'job.json'} is damaged or of another version; name a recipe with --recipe"
-        ) from None
-    recipe = load_recipe(weights / "recipe.toml", overrides=overrides) if overrides else job.recipe
+        raise UserError(f"{run / 'job.json'} is damaged or of another version; name a recipe with --recipe") from None
+    recipe = load_recipe(run / "recipe.toml", overrides=overrides) if overrides else job.recipe
     return job.name, recipe, job
 
 
@@ -192,7 +195,7 @@ def new_folder(recipe: str, what: str) -> Path:
 def check_writable(folder: Path, resume: bool = False) -> None:
     """Raise UserError where a run cannot be put into ``folder``, or not go on there."""
     try:
-        if (folder / "events.jsonl").exists() and not resume:
+        if not resume and _holds_run(folder):
             raise UserError(
                 f"{folder} already holds a run; go on with it by --resume auto, give another --out, or remove it"
             )
@@ -202,3 +205,11 @@ def check_writable(folder: Path, resume: bool = False) -> None:
         raise UserError(
             f"the run cannot be written to {folder} ({error.strerror}: {error.filename}); give another --out"
         ) from None
+
+
+def _holds_run(folder: Path) -> bool:
+    """Whether anything in ``folder`` is the result of a run. Raises OSError."""
+    weights = (folder / "checkpoints").glob("*")
+    return any((folder / name).exists() for name in ("events.jsonl", "outcome.json")) or any(
+        path.name == "final.safetensors" or path.name.startswith("step-") for path in weights
+    )

@@ -14,25 +14,29 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import nn
 
-from imagenet_fast.checkpoint import CheckpointWriter
+from imagenet_fast.checkpoint import CheckpointWriter, expect_first
 from imagenet_fast.data.dataset import Dataset, open_dataset, supply_of
 from imagenet_fast.data.starvation import advice
 from imagenet_fast.errors import Fault, UserError, warn
+from imagenet_fast.launch.claiming import CHECKPOINTS, claimed, move_record_aside
+from imagenet_fast.launch.ending import Ending
 from imagenet_fast.launch.planning import check_writable
-from imagenet_fast.launch.resuming import CHECKPOINTS, Resumption, common_folder, find_resumption, hold
+from imagenet_fast.launch.resuming import Resumption, common_folder, find_resumption
 from imagenet_fast.launch.signals import Signals, end_on_signals
 from imagenet_fast.models.weights import describe, write_weights
+from imagenet_fast.ranks.agreement import refused_by_first
 from imagenet_fast.ranks.place import Place, number_node
-from imagenet_fast.ranks.roll_call import report_failure, reported_failure
+from imagenet_fast.ranks.roll_call import report_failure
 from imagenet_fast.ranks.whereabouts import here
 from imagenet_fast.ranks.world import World, join
 from imagenet_fast.recipe.data_settings import ImageData
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.record import Record
 from imagenet_fast.record.opening import open_record
-from imagenet_fast.record.outcome import Outcome
+from imagenet_fast.record.outcome import STOPPED_WORDS, Outcome
 from imagenet_fast.record.past_runs import FINAL_WEIGHTS
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.diagnosis import explain
@@ -58,54 +62,79 @@ def train_as_rank(job: Job, place: Place, patience_s: float, handover: Path | No
     if place.leads_node and handover is not None:
         (handover / "outcome.json").unlink(missing_ok=True)  # of the ranks before, where torchrun starts them again
     number_node(place)
-    signals = end_on_signals()
-    outcome = Outcome.beginning(job)
+    ending = Ending(job, place, handover)
+    signals = end_on_signals(job.recipe.checkpoint.grace_s, ending.late)
+    try:
+        _train_in_world(job, place, patience_s, handover, ending, signals)
+    except KeyboardInterrupt:
+        if not ending.ended:  # while it starts
+            ending.stop()
+            ending.leave()
+    return ending.outcome
+
+
+def _train_in_world(
+    job: Job, place: Place, patience_s: float, handover: Path | None, ending: Ending, signals: Signals
+) -> None:
+    outcome = ending.outcome
 
     def end(reason: str) -> None:
         """By the thread beside this one, which may be stuck."""
-        outcome.status, outcome.message = "failed", reason
-        _leave(outcome, job, place, handover)
+        ending.fail(reason)
+        ending.leave()
 
     meeting = timedelta(seconds=patience_s)
-    with join(place, job.agreed(), meeting, job.recipe.timeout, end, job.folder, handover) as world:
+    with (
+        join(place, job.agreed(), meeting, job.recipe.timeout, end, job.folder, handover) as world,
+        claimed(job, world),
+    ):
         resumption = find_resumption(job, world) if job.resume else None
         clock = Clock()
         dataset = _open_data(job, world, resumption)
         weights = None
         if job.init_from is not None and resumption is None:
             weights = starting_weights(job.init_from, job.recipe.model, dataset.classes, world, job.fresh_head)
+        ending.begin_record()
+        if world.leads and resumption is None:
+            move_record_aside(job.folder)
         record = open_record(job, world, clock.run_s, resumption.step if resumption is not None else None)
-        if world.leads:
-            hold(job.folder)
+        saved = False
         try:
             model = initial_model(job.recipe, dataset.classes, world, weights)
             take_step = _next_step(job, dataset, world, model, clock, outcome, resumption)
+            begun = outcome.steps
+            ending.saved_step = lambda: begun
             if resumption is not None:
                 record("resume", resumption.step, gap_s=resumption.gap_s, moved=resumption.elsewhere)
-            with keeping(job, world, dataset.train_order.images, signals) as keep:
-                _train_soundly(job, dataset, world, take_step, record, keep)
+            with keeping(job, world, dataset.train_order.images, signals, resumption is None) as keep:
+                ending.saved_step = lambda: max(begun, keep.saved_step)
+                unsaved = _train_soundly(job, dataset, world, take_step, record, keep)
             here.enter("checkpoint")
             if outcome.status in ("reached", "finished"):
                 _write_final_weights(job, take_step.state, dataset, world)
+                if unsaved:
+                    raise Fault(f"trained to the end, but {unsaved}")
+            saved = outcome.status != "interrupted"
         except KeyboardInterrupt:
-            outcome.message = reported_failure()  # another rank's, after which torchrun has stopped this one
-            outcome.status = "failed" if outcome.message else "interrupted"
-        except Exception as error:
-            outcome.status = "failed"
-            outcome.message = report_failure(error)
+            ending.stop()
             raise
+        except Exception as error:
+            ending.fail(report_failure(error))
+            if outcome.status == "failed":
+                raise
+            raise KeyboardInterrupt from None  # it was another rank that a signal has ended
         finally:
             outcome.run_s = clock.run_s()
-            _leave(outcome, job, place, handover)
+            ending.leave()
             # Why it failed is to be heard, not that its record did too.
             with suppress(UserError, OSError) if outcome.status == "failed" else nullcontext():
                 record("end", outcome.steps, **vars(outcome), advice=_advice(job, outcome, world))
                 record.close()
-        if outcome.status in ("reached", "finished", "preempted"):
+                ending.told()
+        if saved:
             with here.waiting():
                 # A torchrun whose first rank to end had missed the target would interrupt those that write.
                 dist.barrier()
-    return outcome
 
 
 def _restarted(job: Job) -> Job:
@@ -122,7 +151,9 @@ def _open_data(job: Job, world: World, resumption: Resumption | None) -> Dataset
         begin, forward_dtype(job.recipe.precision),
     )  # fmt: skip
     if resumption is not None:
+        resumption.check_contents(dataset, job.recipe.model)
         resumption.check_pictures(dataset.train_order.images)
+        resumption.check_length(job.recipe.epochs, dataset.train_order.steps_per_epoch)
     return dataset
 
 
@@ -142,23 +173,37 @@ def _next_step(
 
 def _train_soundly(
     job: Job, dataset: Dataset, world: World, take_step: TrainingStep, record: Record, keep: Keeper
-) -> None:
-    """To the end, or a stop. Raises Fault where numbers go wrong, of which the last step is one that nobody follows."""
+) -> str:
+    """To the end, or a stop; why its end could not be saved, or nothing. Raises Fault where numbers go wrong, of which
+    the last step is one that nobody follows."""
+    keep.save_with(dataset.contents)
     outcome = take_step.state.outcome
     try:
-        train(job, dataset, world, take_step, record, keep)
+        train(job, dataset, world, take_step, record, keep, keep.asked)
         if outcome.status in ("reached", "finished") and not keep.is_sound(take_step.state):
             raise NotFinite
     except NotFinite:
         raise Fault(explain(take_step, keep, world)) from None
-    if outcome.status == "preempted" and not keep.saves:
-        outcome.status = "interrupted"
+    if outcome.status in ("reached", "finished"):
+        return keep.finish(take_step.state, evaluated=True)
+    if outcome.status == "preempted":
+        outcome.message = f"{STOPPED_WORDS} after step {outcome.steps}, and "
+        if keep.saves:
+            outcome.message += "saved; the same command with --resume auto goes on"
+        else:
+            outcome.status = "interrupted"
+            outcome.message += "not saved, as not every node sees the run; give an --out that all of them share"
+    return ""
 
 
 @contextmanager
-def keeping(job: Job, world: World, images: int, signals: Signals) -> Iterator[Keeper]:
-    """What saves the state of the run into its directory, while ``signals`` ask instead of ending this rank."""
+def keeping(job: Job, world: World, images: int, signals: Signals, is_new: bool) -> Iterator[Keeper]:
+    """What saves the state of the run into its directory, while ``signals`` ask instead of ending this rank.
+    ``is_new``: the run goes on from nothing."""
     root = common_folder(job.folder / CHECKPOINTS, world, make=True)
+    if world.leads and is_new and root is not None:
+        with suppress(OSError):  # of a full disk, which is told when there is something to save
+            expect_first(root)
     if root is None and job.elastic:
         raise UserError(
             f"not every node sees {job.folder}, where all go on when one leaves; give an --out that all of them share"
@@ -169,18 +214,9 @@ def keeping(job: Job, world: World, images: int, signals: Signals) -> Iterator[K
         )
     store = dist.distributed_c10d._get_default_store()
     with nullcontext() if root is None else CheckpointWriter(root, world, store, job.recipe.checkpoint.keep) as writer:
-        keep = Keeper(job, world, writer, images, signals.ask_first())
+        keep = Keeper(job, world, writer, images, signals.ask_first(), store.clone())
         yield keep
         keep.close()
-
-
-def _leave(outcome: Outcome, job: Job, place: Place, handover: Path | None) -> None:
-    if place.leads and job.folder.is_dir():
-        with suppress(OSError):  # of a full disk there is a sentence already, and another place to leave it
-            outcome.write(job.folder)
-    speaks = place.leads_node or outcome.message  # the node's first rank may be the one that is lost
-    if handover is not None and speaks:
-        outcome.write(handover)
 
 
 def _advice(job: Job, outcome: Outcome, world: World) -> list[str]:
@@ -196,8 +232,19 @@ def _advice(job: Job, outcome: Outcome, world: World) -> list[str]:
 
 
 def _write_final_weights(job: Job, state: TrainState, dataset: Dataset, world: World) -> None:
+    """On rank 0. Raises Fault, on every rank, where that cannot be."""
     state.settle()
     whole = state.whole()
+    failure = ""
     if world.leads:
         about = describe(job.name, job.recipe, dataset.class_names)
-        write_weights(whole.state_dict(), job.folder / FINAL_WEIGHTS, about)
+        path = job.folder / FINAL_WEIGHTS
+        try:
+            write_weights(whole.state_dict(), path, about)
+        except (OSError, SafetensorError) as error:
+            failure = (
+                f"trained to the end, but {path} cannot be written ({error}); see to that disk, and the same command "
+                "with --resume auto writes them"
+            )
+    if failure := refused_by_first(failure, world.device):
+        raise Fault(failure)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
+import math
 import time
 import uuid
 from collections.abc import Mapping
@@ -15,20 +14,20 @@ from typing import Any
 import torch.distributed as dist
 
 from imagenet_fast.checkpoint import Checkpoint, newest, open_checkpoint
+from imagenet_fast.data.contents import differences as differences_of_data
+from imagenet_fast.data.dataset import Dataset
 from imagenet_fast.errors import UserError, warn
+from imagenet_fast.launch.claiming import CHECKPOINTS, check_replaceable, hold
+from imagenet_fast.models.weights import Weights, classes_of
 from imagenet_fast.ranks.agreement import refused_by_first, total
 from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.changes import differences
 from imagenet_fast.recipe.job import Job
+from imagenet_fast.recipe.schema import Model
 from imagenet_fast.record.outcome import read_outcome
 from imagenet_fast.training.state import TrainState, joined
 
-_PATIENCE_S = 5.0  # for what another node has written to be seen over NFS, for a rank to see that it is alone
-
-_held: set[Path] = set()
-
-CHECKPOINTS = "checkpoints"
-"""In a run directory."""
+_PATIENCE_S = 5.0  # for what another node has written to be seen over NFS
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,21 @@ class Resumption:
         state.load(self.shared, own)
         state.outcome.resumed += 1
         state.outcome.gap_s += self.gap_s
+        state.unjudged = checkpoint.manifest.top1 is None
+
+    def check_contents(self, dataset: Dataset, model: Model) -> None:
+        """Raise UserError where classes, images or labels are others by now, as far as the checkpoint tells: an early
+        one tells no more than the number of classes of its ``model``."""
+        if "data" in self.shared:
+            changed = differences_of_data(self.shared["data"], dataset.contents)
+        else:
+            before = classes_of(Weights(str(self.checkpoint.folder), self.shared["model"]), model)
+            changed = [f"{dataset.classes} classes for {before}"] if before not in (0, dataset.classes) else []
+        if changed:
+            raise UserError(
+                f"the data has {' and '.join(changed)} since {self.checkpoint.folder} was written; restore it, or "
+                "begin another run with --init-from"
+            )
 
     def check_pictures(self, images: int) -> None:
         """Raise UserError where the training set has another number of them by now."""
@@ -66,6 +80,15 @@ class Resumption:
             raise UserError(
                 f"the training set has {images} images and had {before} when {self.checkpoint.folder} was written; "
                 "restore it, or begin another run with --init-from"
+            )
+
+    def check_length(self, epochs: int, steps_per_epoch: int) -> None:
+        """Raise UserError where the run has trained for longer than it is to take."""
+        if self.step > epochs * steps_per_epoch:
+            trained = self.step / steps_per_epoch
+            raise UserError(
+                f"epochs is {epochs}, and {self.checkpoint.folder} has been trained for {trained:.4g} epochs; give "
+                f"epochs={math.ceil(trained)} or more, or begin another run with --init-from"
             )
 
     @property
@@ -87,8 +110,8 @@ def find_resumption(job: Job, world: World) -> Resumption | None:
             checkpoint = newest(job.folder / CHECKPOINTS)
             if checkpoint is not None:
                 found, wrong_from = checkpoint.folder.name, _wrong_from(job.folder)
-            elif (job.folder / "events.jsonl").exists():
-                forget_run(job.folder)
+            else:
+                check_replaceable(job.folder)
         except UserError as error:
             refusal = str(error)
     if refusal := refused_by_first(refusal, world.device):
@@ -112,35 +135,13 @@ def find_resumption(job: Job, world: World) -> Resumption | None:
 
 
 def _wrong_from(folder: Path) -> int | None:
-    """Of the run in ``folder``; None where it has left nothing that can be read."""
-    with suppress(OSError, ValueError, TypeError):
+    """Of the run in ``folder``; None where it has left nothing that can be read, which its checkpoints do not need."""
+    try:
         outcome = read_outcome(folder)
-        return None if outcome is None else outcome.wrong_from
-    return None
-
-
-def hold(folder: Path) -> None:
-    """Keep the run in ``folder``, if there is one, to this process until it ends.
-
-    Raises UserError where another one trains it, such as a rank whose launcher has been killed and which is about to
-    notice.
-    """
-    if not folder.is_dir() or folder.absolute() in _held:
-        return
-    _held.add(folder.absolute())
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    deadline = time.monotonic() + _PATIENCE_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise UserError(f"{folder} is being trained by another process; stop that first") from None
-            time.sleep(0.1)
-        except OSError:  # a file system without locks, or, as NFS, without those of directories
-            return
-        else:
-            return
+    except UserError:
+        warn(f"{folder / 'outcome.json'} is damaged; the run goes on from its checkpoint without it")
+        return None
+    return None if outcome is None else outcome.wrong_from
 
 
 def _check_recipe(job: Job, begun: Mapping[str, Any]) -> None:
@@ -184,10 +185,3 @@ def common_folder(folder: Path, world: World, make: bool = False) -> Path | None
 
 def _first_with(name: str, *folders: Path) -> Path | None:
     return next((folder for folder in folders if (folder / name).exists()), None)
-
-
-def forget_run(folder: Path) -> None:
-    """Of a run that has come to no checkpoint nothing is left but its directory, so it can be begun anew."""
-    for name in ("events.jsonl", "mllog.txt", "outcome.json", "job.json", "trace.json"):
-        (folder / name).unlink(missing_ok=True)
-    warn(f"{folder} holds a run that had come to no checkpoint; it starts from the beginning")

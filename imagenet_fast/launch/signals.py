@@ -8,14 +8,13 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
 
 GRACE_S = 3.0
 """How long a rank may take to end after a signal before it is made to."""
-
-SAVING_S = 20.0
-"""How long it may take where the signal asks it to save first."""
 
 _TWICE_S = 1.0  # signals closer together are one: a terminal and torchrun both pass on what was meant for a rank
 
@@ -35,13 +34,16 @@ def interrupt_on_signals() -> None:
 class Signals:
     """What signals do to a rank: they raise KeyboardInterrupt, and end it within ``GRACE_S`` seconds at most.
 
-    After :meth:`ask_first` the first one only asks, and the rank has ``SAVING_S`` seconds; the next one ends it.
+    After :meth:`ask_first` the first one only asks, and the rank has ``saving_s`` seconds; the next one ends it. A rank
+    that is still there when its time is up is ended by a thread, with the exit code that ``late`` returns.
 
     A rank that waits inside a collective runs no Python, hence no Python signal handler; a thread that reads
     the interpreter's wake-up pipe sees the signal all the same.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, saving_s: float, late: Callable[[], int]) -> None:
+        self._saving_s = saving_s
+        self._late = late
         self._asking = False
         self._asked_at: float | None = None
         readable, writable = os.pipe()
@@ -75,15 +77,44 @@ class Signals:
                 continue
             now = time.monotonic()
             if self._asking and asked_at is None:
-                asked_at, deadline = now, now + SAVING_S
+                asked_at, deadline = now, now + self._saving_s
             elif asked_at is None or now - asked_at > _TWICE_S:
                 deadline = min(deadline, now + GRACE_S)
-        os._exit(1)
+        self._end()
+
+    def _end(self) -> NoReturn:
+        code = [1]
+
+        def tell() -> None:
+            code[:] = [self._late()]
+
+        telling = threading.Thread(target=tell, daemon=True)  # a disk that hangs must not keep the rank
+        telling.start()
+        telling.join(GRACE_S)
+        os._exit(code[0])
 
 
-def end_on_signals() -> Signals:
+def end_on_signals(saving_s: float = GRACE_S, late: Callable[[], int] = lambda: 1) -> Signals:
     """Have this rank answer SIGINT, SIGTERM, SIGHUP and SIGUSR1; what is ignored stays so, as SIGHUP under nohup."""
-    return Signals()
+    return Signals(saving_s, late)
+
+
+@contextmanager
+def stopping_early() -> Iterator[None]:
+    """Of a command that begins or goes on with a run: a signal before there are ranks ends it, in a sentence, by
+    SystemExit with the exit code of a stop without loss."""
+    before = {number: answer for number in _ENDS if (answer := signal.getsignal(number)) is not None}
+    interrupt_on_signals()
+    try:
+        yield
+    except KeyboardInterrupt:
+        from imagenet_fast.record.outcome import NOTHING_LOST, STOPPED
+
+        print(NOTHING_LOST, flush=True)
+        raise SystemExit(STOPPED) from None
+    finally:
+        for number, answer in before.items():
+            signal.signal(number, answer)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -6,26 +6,41 @@ import logging
 import math
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Literal
 
-from imagenet_fast.errors import Fault
+from imagenet_fast.errors import Fault, refusal_in
 from imagenet_fast.launch.nodes import Meeting, Nodes, meet
 from imagenet_fast.ranks.cores import usable_cores
 from imagenet_fast.ranks.routes import Endpoint, route_to
 
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torchrun passes them on to the ranks
 _LAST_CALL_S = 10  # for which nodes that are enough wait for further ones
-_SETTLING_S = 60  # in which ranks of other nodes save and end (20), and a node that is gone is taken for lost (15)
+_SETTLING_S = 40  # beyond their grace, in which ranks of other nodes end, and a node that is gone is taken for lost
+_ENDING_S = 10  # beyond their grace, after which ranks are killed
 
 
-def run_ranks(task: Literal["train", "eval", "doctor"], job: Path, nodes: Nodes) -> tuple[int, str]:
-    """Do what the file ``job`` says on this node's ranks, once the other nodes have come, until all have ended.
+def run_ranks(
+    task: Literal["train", "eval", "doctor"], job: Path, nodes: Nodes, grace_s: float = 20.0
+) -> tuple[int, str]:
+    """Do what the file ``job`` says on this node's ranks, once the other nodes have come, until all have ended. Told to
+    stop, they may take ``grace_s`` seconds.
 
-    Returns the exit code of the rank that failed first and what became of it, or 0 and nothing. Raises UserError
-    where the nodes cannot meet, Fault where those that may leave and join do not meet again, and KeyboardInterrupt when
-    told to stop.
+    Returns the exit code of the rank that failed first and what became of it, or 0 and nothing. Where ranks refuse, one
+    of their sentences is printed, and returned with their exit code. Raises UserError where the nodes cannot meet,
+    Fault where those that may leave and join do not meet again, and KeyboardInterrupt when told to stop.
     """
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(grace_s) + _ENDING_S)
+    code, fate = _run_ranks(task, job, nodes, grace_s)
+    if code:
+        fate, code = refusal_in(job.parent) or (fate, code)
+    if code == 2:
+        print(f"error: {fate}", file=sys.stderr)
+    return code, fate
+
+
+def _run_ranks(task: Literal["train", "eval", "doctor"], job: Path, nodes: Nodes, grace_s: float) -> tuple[int, str]:
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -46,7 +61,7 @@ def run_ranks(task: Literal["train", "eval", "doctor"], job: Path, nodes: Nodes)
         where = [f"--node-rank={met.number}", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={met.name}"]
         if nodes.least is not None:
             count = f"{nodes.least}:{nodes.count}"
-            where = _meeting_again(endpoint, met, nodes.patience_s)
+            where = _meeting_again(endpoint, met, nodes.patience_s + grace_s)
     torchrun = get_args_parser().parse_args(
         [f"--nnodes={count}", f"--nproc-per-node={nodes.ranks_each}", f"--max-restarts={nodes.restarts}", *where]
         + [f"--signals-to-handle={_SIGNALS}", "--module", "imagenet_fast.launch"]

@@ -1,7 +1,8 @@
 """AlexNet with batch norm instead of local response normalisation, the network of the large-batch papers.
 
 Layer for layer NVIDIA's Caffe model ``alexnet_bn``, by LARS' co-authors: grouped convolutions, pooling before
-the norm, norms without scale and shift, and the initialisation it was trained from.
+the norm, norms without scale and shift, and the initialisation it was trained from (``train_val2.prototxt``). There
+all biases begin above 0, so LARS finds a norm to scale their steps by.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ class AlexNetBN(nn.Module):
             if isinstance(module, nn.Conv2d):
                 assert module.bias is not None
                 nn.init.normal_(module.weight, std=0.01)
-                nn.init.zeros_(module.bias)
+                nn.init.constant_(module.bias, 0.01)
             elif isinstance(module, nn.Linear):
                 hidden = module is not self.classifier[-1]
                 nn.init.normal_(module.weight, std=0.005 if hidden else 0.01)
-                nn.init.constant_(module.bias, 0.1 if hidden else 0.0)
+                nn.init.constant_(module.bias, 0.1 if hidden else 0.01)
 
     def forward(self, images: Tensor) -> Tensor:
         out: Tensor = self.classifier(self.avgpool(self.features(images)).flatten(1))

@@ -29,6 +29,13 @@ class StepStatistics:
         self._before: list[Tensor] = []
         self._sums: list[Tensor] = []
 
+    def begin(self) -> None:
+        """A step begins. One that was cut off before its last micro-step has not moved the statistics."""
+        if self._before:
+            with torch.no_grad():
+                torch._foreach_copy_(self._running + self._counts, self._before)
+        self._before, self._done = [], 0
+
     @contextmanager
     def micro_step(self) -> Iterator[None]:
         """One of the step's forwards happens inside, and its backward, which minds a change of the statistics."""
@@ -48,28 +55,45 @@ class StepStatistics:
             self._done = (self._done + 1) % self._micro_steps
             if self._done == 0:
                 torch._foreach_copy_(self._running, self._sums)
+                self._before = []
 
 
 class PipelinedStatistics:
     """Keeps the running statistics of ``layers`` where forwards and backwards of a step's micro-batches take turns.
 
-    A backward minds statistics that were put back since its forward, so each forward moves them on, by less.
+    A backward minds statistics that were put back since its forward, so each forward moves them on, by less. Norms
+    whose momentum is None take the mean over all batches so far: theirs is one part in as many, read when a step
+    begins.
     """
 
     def __init__(self, layers: Iterable[nn.Module], micro_batches: int) -> None:
         self._norms = [norm for layer in layers for norm in _norms(layer)]
         self._momenta = [norm.momentum for norm in self._norms]
+        self._buffers = [
+            b for n in self._norms for b in (n.running_mean, n.running_var, n.num_batches_tracked) if b is not None
+        ]
         self._micro_batches = micro_batches
+        self._moving = self._momenta  # in this step
+        self._before: list[Tensor] = []
         self._done = 0
 
     def begin(self) -> None:
-        """A step begins, whatever has become of the one before."""
-        self._done = 0
+        """A step begins. One that was cut off before its last micro-batch has not moved the statistics."""
+        if self._before:
+            with torch.no_grad():
+                torch._foreach_copy_(self._buffers, self._before)
+        self._before, self._done = [], 0
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """One micro-batch's forward happens inside."""
-        for norm, momentum in zip(self._norms, self._momenta, strict=True):
+        if self._micro_batches == 1 or not self._buffers:
+            yield
+            return
+        if not self._before:
+            self._before = [buffer.clone() for buffer in self._buffers]
+            self._moving = [_of_batch(*pair) for pair in zip(self._norms, self._momenta, strict=True)]
+        for norm, momentum in zip(self._norms, self._moving, strict=True):
             if momentum is not None:
                 norm.momentum = micro_momentum(momentum, self._micro_batches, self._done)
         try:
@@ -79,9 +103,17 @@ class PipelinedStatistics:
                 norm.momentum = momentum
         self._done += 1
         if self._done == self._micro_batches:  # all together are one of the norms' batches
+            self._before = []
             moved = [n.num_batches_tracked for n in self._norms if n.training and n.num_batches_tracked is not None]
             if moved:
                 torch._foreach_sub_(moved, self._micro_batches - 1)
+
+
+def _of_batch(norm: nn.modules.batchnorm._NormBase, momentum: float | None) -> float | None:
+    """How far a whole batch moves the statistics of ``norm``."""
+    if momentum is None and norm.training and norm.num_batches_tracked is not None:
+        return 1 / (int(norm.num_batches_tracked) + 1)  # the norm would ask its device in every forward
+    return momentum
 
 
 def micro_momentum(momentum: float, micro_batches: int, number: int) -> float:

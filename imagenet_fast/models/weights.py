@@ -102,7 +102,8 @@ def fit(weights: Weights, model: schema.Model, classes: int, fresh_head: bool = 
     """Those of ``weights`` that a ``model`` for so many ``classes`` is to be filled with, in its own dtypes.
 
     ``fresh_head`` leaves out its last layer. Counts of batches, which nothing here reads, may be missing, as in files
-    from before torch had them. Raises UserError where something is missing, unknown, of another shape or not finite.
+    from before torch had them. Raises UserError where something is missing, unknown, of another shape or not finite,
+    or a variance is negative.
     """
     network = _blank(model, classes)
     expected = network.state_dict()
@@ -125,6 +126,8 @@ def fit(weights: Weights, model: schema.Model, classes: int, fresh_head: bool = 
         fitting[name] = tensor.detach().to(dtype)
         if not fitting[name].isfinite().all():
             raise UserError(f"{name} in {weights.source} holds values that are not finite; give other weights")
+        if name.endswith(".running_var") and fitting[name].lt(0).any():
+            raise UserError(f"{name} in {weights.source} holds variances below 0; give other weights")
     return replace(weights, tensors=fitting)
 
 

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import Store
 
 from imagenet_fast.errors import Fault
 from imagenet_fast.ranks.flight_recorder import write_flight_record
+from imagenet_fast.ranks.process_groups import limit_groups
 from imagenet_fast.ranks.roll_call import (
     LOOK_S,
     answer,
@@ -30,7 +31,6 @@ from imagenet_fast.ranks.roll_call import (
     report_failure,
 )  # fmt: skip
 from imagenet_fast.ranks.stragglers import Stragglers
-from imagenet_fast.ranks.time_limit import limit_groups
 from imagenet_fast.ranks.whereabouts import Whereabouts, here, publish, published, tell_lost, tell_stuck
 from imagenet_fast.recipe.schema import Timeout
 

@@ -20,7 +20,7 @@ def usable_cores(root: Path = Path("/")) -> int:
 def _quotas(root: Path) -> list[float]:
     """Processors allowed by each cgroup that this process is in, of either version."""
     try:
-        memberships = (root / "proc/self/cgroup").read_text().splitlines()
+        memberships = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
     found = []
@@ -42,9 +42,11 @@ def _quotas(root: Path) -> list[float]:
 def _quota(folder: Path) -> float | None:
     try:
         if (folder / "cpu.max").exists():
-            limit, period = (folder / "cpu.max").read_text().split()
+            limit, period = (folder / "cpu.max").read_text(encoding="utf-8").split()
         else:
-            limit, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+            limit, period = (
+                (folder / f"cpu.cfs_{name}_us").read_text(encoding="utf-8").strip() for name in ("quota", "period")
+            )
         return None if limit in ("max", "-1") else float(limit) / float(period)
     except (OSError, ValueError):
         return None

@@ -13,7 +13,7 @@ def sent_bytes(interface: str) -> int | None:
     """Bytes that the calling thread's host has sent by ``interface`` so far, headers among them; None where it has no
     such interface, or a kernel that does not tell."""
     try:
-        lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
+        lines = Path("/proc/thread-self/net/dev").read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
     for line in lines:

@@ -7,6 +7,7 @@ calls the variables by FR, and some still by NCCL, as they were before.
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import MutableMapping
 from contextlib import suppress
 from pathlib import Path
@@ -38,5 +39,11 @@ def write_flight_record(rank: int, environment: MutableMapping[str, str] = os.en
     if prefix is None or not torch.cuda.is_available():
         return
     with suppress(OSError, RuntimeError):
-        record = torch._C._distributed_c10d._dump_nccl_trace()  # type: ignore[attr-defined]
-        Path(f"{prefix}{rank}").write_bytes(record)
+        Path(f"{prefix}{rank}").write_bytes(_record())
+
+
+def _record() -> bytes:
+    """The record of the backend in use: before torch 2.15 "nccl" has one of its own, since then that of all others."""
+    names = ("_dump_nccl_trace", "_dump_fr_trace")
+    records: list[bytes] = [getattr(torch._C._distributed_c10d, name)() for name in names]
+    return next((record for record in records if pickle.loads(record).get("entries")), records[0])

@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -28,8 +28,9 @@ _INTERFACES = (
 )
 
 
-def introduce(place: Place, agreed: Mapping[str, Any], patience: timedelta) -> Store:
-    """The store at ``MASTER_ADDR:MASTER_PORT``, once every rank has come there and all bring the same ``agreed``.
+def introduce(place: Place, agreed: Mapping[str, Any], patience: timedelta, device: str = "cpu") -> Store:
+    """The store at ``MASTER_ADDR:MASTER_PORT``, once every rank has come there and all bring the same ``agreed``, and
+    compute on a ``device`` of one type.
 
     Between machines it also settles which interface gloo and NCCL use, unless the user has: the one that leads to the
     others. By themselves they would take the address of the host's name, which Debian maps to the loopback interface.
@@ -45,6 +46,7 @@ def introduce(place: Place, agreed: Mapping[str, Any], patience: timedelta) -> S
     card = {
         "host": socket.gethostname(),
         "address": route.address if route else None,
+        "device": device,
         "job": hashlib.sha256(text.encode()).hexdigest(),
     }
     try:
@@ -150,7 +152,11 @@ def _judge(books: Store, size: int, deadline: float, patience: timedelta) -> dic
         time.sleep(_LOOK_S)
     cards = [json.loads(books.get(f"card/{rank}").decode()) for rank in range(size)]
     elsewhere = next((card["address"] for card in cards if card["address"]), "")
-    other = next((rank for rank in range(size) if cards[rank]["job"] != cards[0]["job"]), None)
+    if (other := _unlike_first(cards, "device")) is not None:
+        found = [f"rank {rank} ({cards[rank]['host']}) on {cards[rank]['device']}" for rank in (0, other)]
+        fix = "run `imagenet-fast doctor` on both nodes, or set CUDA_VISIBLE_DEVICES= on every node to train on CPUs"
+        return {"refusal": f"ranks compute on devices of one type, but {' and '.join(found)}; {fix}", "elsewhere": ""}
+    other = _unlike_first(cards, "job")
     if other is None:
         return {"refusal": "", "elsewhere": elsewhere}
     ours, theirs = (dict(_flat(json.loads(books.get(f"job/{cards[rank]['job']}").decode()))) for rank in (0, other))
@@ -160,6 +166,11 @@ def _judge(books: Store, size: int, deadline: float, patience: timedelta) -> dic
     where = f"rank 0 ({cards[0]['host']}) and rank {other} ({cards[other]['host']})"
     sentence = f"{where} were told different things: {listed}{more}; give every node the same command"
     return {"refusal": sentence, "elsewhere": elsewhere}
+
+
+def _unlike_first(cards: Sequence[Mapping[str, Any]], key: str) -> int | None:
+    """The first rank whose card has another value than rank 0's."""
+    return next((rank for rank, card in enumerate(cards) if card[key] != cards[0][key]), None)
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
-from imagenet_fast.ranks.time_limit import patience, set_timeout
+from imagenet_fast.ranks.process_groups import new_group
 from imagenet_fast.recipe.schema import Parallel
 
 
@@ -32,20 +31,13 @@ class Layout:
 def lay_out(parallel: Parallel, device: torch.device) -> Layout:
     """Make the process groups of this rank, as patient as the one of all ranks. Every rank must call it, of which there
     must be a multiple of ``parallel.ranks``."""
-    stages, of_a_stage = parallel.pipeline, dist.get_world_size() // parallel.pipeline
-    mesh = init_device_mesh(
-        device.type, (stages, of_a_stage // parallel.tensor, parallel.tensor), mesh_dim_names=("pp", "dp", "tp")
-    )
-    pipeline, data, tensor = (mesh.get_group(axis) for axis in ("pp", "dp", "tp"))
-    stage = _neighbours(of_a_stage) if stages > 1 and parallel.tensor > 1 else data if stages > 1 else None
-    if (limit := patience(device)) is not None:
-        for group in (pipeline, data, tensor, *([stage] if stage is not None else [])):
-            set_timeout(limit, group)
-    return Layout(pipeline, data, tensor, stage)
-
-
-def _neighbours(size: int) -> dist.ProcessGroup:
-    """This rank's group, where all ranks are divided into groups of ``size`` neighbours."""
-    own, _ = dist.new_subgroups(size)
-    assert own is not None
-    return own
+    size, shards, stages = dist.get_world_size(), parallel.tensor, parallel.pipeline
+    of_a_stage = size // stages
+    stage, place = divmod(dist.get_rank(), of_a_stage)
+    here = range(stage * of_a_stage, (stage + 1) * of_a_stage)
+    pipeline = new_group(device, range(place, size, of_a_stage))
+    data = new_group(device, here[place % shards :: shards])
+    tensor = new_group(device, here[place - place % shards :][:shards])
+    if stages == 1:
+        return Layout(pipeline, data, tensor, None)
+    return Layout(pipeline, data, tensor, new_group(device, here) if shards > 1 else data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
@@ -76,8 +77,8 @@ def route_to(host: str) -> Route | None:
     return None
 
 
-def await_listener(endpoint: Endpoint, deadline: float) -> None:
-    """Return once something accepts connections there; ``deadline`` is of ``time.monotonic``.
+def await_listener(endpoint: Endpoint, deadline: float, needless: Callable[[], bool] = lambda: False) -> None:
+    """Return once something accepts connections there, or it is ``needless``; ``deadline`` is of ``time.monotonic``.
 
     Raises UserError with what stands in the way.
     """
@@ -94,6 +95,8 @@ def await_listener(endpoint: Endpoint, deadline: float) -> None:
         if time.monotonic() + _PAUSE_S > deadline:
             waited = time.monotonic() - begun
             raise UserError(f"no node could be reached at {endpoint} within {waited:.0f} s: {reason}")
+        if needless():
+            return
         time.sleep(_PAUSE_S)
 
 

@@ -90,7 +90,7 @@ def publish(store: Store, rank: int, whereabouts: Whereabouts, folder: Path | No
     if folder is not None:
         partial = folder / f".whereabouts.{uuid.uuid4().hex}.json"
         with suppress(OSError):  # whoever started them has ended
-            partial.write_text(text)
+            partial.write_text(text, encoding="utf-8")
             partial.replace(_file(folder, rank))
     store.set(f"whereabouts/{rank}", text)
 
@@ -108,7 +108,7 @@ def tell_ended(rank: int, fate: str, folder: Path) -> str:
     file = _file(folder, rank)
     if not file.is_file():
         return f"rank {rank} {fate}"
-    last = Whereabouts(**json.loads(file.read_text()))
+    last = Whereabouts(**json.loads(file.read_text(encoding="utf-8")))
     return f"rank {rank} on {last.host} {fate} {_where(last)}"
 
 

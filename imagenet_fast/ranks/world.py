@@ -18,7 +18,7 @@ from imagenet_fast.ranks.attendance import attending
 from imagenet_fast.ranks.flight_recorder import record_flights
 from imagenet_fast.ranks.introduction import connecting, introduce
 from imagenet_fast.ranks.place import Place
-from imagenet_fast.ranks.time_limit import SLACK_S
+from imagenet_fast.ranks.process_groups import SLACK_S
 from imagenet_fast.recipe.schema import Timeout
 
 
@@ -43,7 +43,7 @@ def join(
     """
     timeout = timeout or Timeout()
     device, backend = prepare_device(place.local_rank, traces)
-    store = introduce(place, agreed, patience)
+    store = introduce(place, agreed, patience, device.type)
     with connecting(place, store, patience):
         dist.init_process_group(
             backend, store=store, rank=place.rank, world_size=place.size,
@@ -60,13 +60,22 @@ def prepare_device(local_rank: int, traces: Path | None = None) -> tuple[torch.d
 
     Beside NCCL gloo connects to a rank only when asked to reach it, unless ``TORCH_GLOO_LAZY_INIT`` is set already.
     NCCL's last operations are left in ``traces`` where one never ends. Raises UserError where there are more ranks than
-    GPUs.
+    GPUs, and where torch cannot use those that there are.
     """
-    if not torch.cuda.is_available():
-        return torch.device("cpu"), "gloo"
     gpus = torch.cuda.device_count()
+    if not torch.cuda.is_available():
+        if gpus:
+            raise UserError(
+                f"this node has {gpus} GPUs that torch cannot use ({_reason()}); `imagenet-fast doctor` says what to "
+                "do, and CUDA_VISIBLE_DEVICES= in the environment trains on the CPU"
+            )
+        return torch.device("cpu"), "gloo"
     if local_rank >= gpus > 1:
         raise UserError(f"this node has {gpus} GPUs and more ranks than that; start at most one rank a GPU")
+    # Several communicators are at work at once: NCCL is to start their kernels in the order in which we call them, and
+    # the driver to have a queue for each stream.
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     device = torch.device("cuda", local_rank if gpus > 1 else 0)  # srun may show each of its tasks one GPU only
     torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True
@@ -76,3 +85,12 @@ def prepare_device(local_rank: int, traces: Path | None = None) -> tuple[torch.d
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     record_flights(traces)
     return device, "cpu:gloo,cuda:nccl"
+
+
+def _reason() -> str:
+    """Why torch does not come to use CUDA."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).partition("\n")[0].partition(". ")[0]
+    return "it does not say why"

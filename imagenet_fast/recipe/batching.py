@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.recipe.schema import AlexNetBN, Recipe, ResNet
 
 _LISTED = 5  # numbers of nodes
 
@@ -40,6 +40,31 @@ def split_batch(recipe: Recipe, ranks: int) -> Batching:
     has under way. Raises UserError with the nearest global batches where there is none worth having.
     """
     return _split_or_refuse(recipe.global_batch, ranks, *_limits(recipe))
+
+
+def check_norms(recipe: Recipe, batching: Batching) -> None:
+    """Raise UserError where a batch norm would see one value of each channel: a single image, so small that its last
+    feature maps are a pixel. That has no variance."""
+    largest = _largest_with_a_pixel(recipe)
+    size = min([recipe.data.image_size, *(size for _, size in recipe.data.sizes)])
+    if batching.micro_batch > recipe.parallel.micro_batches or size > largest:
+        return
+    raise UserError(
+        f"micro_batch is 1, and of 1 image of {size} pixels the last batch norms of {recipe.model.kind} see one value "
+        "a channel, which has no variance; --set micro_batch=2 with a global_batch of 2 or more a rank, or give "
+        f"images of more than {largest} pixels"
+    )
+
+
+def _largest_with_a_pixel(recipe: Recipe) -> int:
+    """The largest image, in pixels, of which a batch norm sees a map of a single pixel; 0 where none does."""
+    match recipe.model:
+        case ResNet():
+            return 32
+        case AlexNetBN(pool5_norm=True):
+            return 98
+        case _:
+            return 0
 
 
 def check_splits(recipe: Recipe, nodes: range, ranks_each: int) -> None:

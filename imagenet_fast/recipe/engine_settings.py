@@ -120,7 +120,15 @@ class EngineTable(Table):
         return self
 
 
-class CodingTable(EngineTable):
+class PoolTable(EngineTable):
+    """Of an engine of ours."""
+
+    max_ctas: PositiveInt | None = None
+    """Thread blocks that NCCL may take for a message; absent: as many as it likes. Fewer leave more of a GPU to
+    backward while gradients travel."""
+
+
+class CodingTable(PoolTable):
     """Of an engine whose gradients may travel as codes."""
 
     bf16_steps: NonNegativeInt = 0
@@ -171,7 +179,7 @@ class LazySync(CodingTable):
         return self.threshold_mb == "auto"
 
 
-class KeepingTable(EngineTable):
+class KeepingTable(PoolTable):
     """Of an engine that adds up over steps what it does not send. It sends everything during ``dense_epochs``."""
 
     keeps: ClassVar[bool] = True

@@ -41,12 +41,12 @@ class Evaluation:
             "data": str(self.data) if self.data is not None else None,
             "report": str(self.report) if self.report is not None else None,
         }
-        path.write_text(json.dumps(table, indent=2, allow_nan=False) + "\n")
+        path.write_text(json.dumps(table, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def read_evaluation(path: Path) -> Evaluation:
     """What :meth:`Evaluation.write` wrote."""
-    table = json.loads(path.read_text())
+    table = json.loads(path.read_text(encoding="utf-8"))
     return Evaluation(
         table["name"],
         Recipe.model_validate_json(json.dumps(table["recipe"])),

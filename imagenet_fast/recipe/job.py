@@ -64,13 +64,13 @@ class Job:
             "elastic": self.elastic,
         }
         partial = path.with_name(f".{path.name}")
-        partial.write_text(json.dumps(table, indent=2, allow_nan=False) + "\n")
+        partial.write_text(json.dumps(table, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         partial.replace(path)
 
 
 def read_job(path: Path) -> Job:
     """What :meth:`Job.write` wrote, also before jobs could start from weights."""
-    table = json.loads(path.read_text())
+    table = json.loads(path.read_text(encoding="utf-8"))
     init_from = table.get("init_from")
     return Job(
         table["name"],

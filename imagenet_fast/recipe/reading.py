@@ -54,7 +54,7 @@ def load_recipe(path: Path, sync: str | None = None, overrides: Sequence[str] = 
     Raises UserError naming the first key that is wrong and what it could be instead.
     """
     try:
-        tables = tomllib.loads(path.read_text())
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # not TOML, not text, a number too long, tables too deep
         raise UserError(f"{path} cannot be read as TOML ({error}); correct it there") from None
     if sync is not None:

@@ -93,7 +93,7 @@ class Sgd(Table):
 
 
 class Lars(Table):
-    """LARS (You et al., arXiv 1708.03888). Biases and norm layers take plain SGD steps without decay."""
+    """LARS (You et al., arXiv 1708.03888). Norm layers take plain SGD steps without decay."""
 
     kind: Literal["lars"]
     lr: PositiveFloat
@@ -103,6 +103,9 @@ class Lars(Table):
     epsilon: NonNegativeFloat = 0.0
     clip: bool = False
     """NVCaffe's LARC: the layer's rate is at most ``lr`` instead of a multiple of it."""
+    biases: Literal["plain", "scaled"] = "plain"
+    """``plain``: biases take SGD's steps at ``lr`` without decay, as in MLPerf's ResNet-50. ``scaled``: each bias is
+    decayed and has a rate of its own, as weights are, as in NVCaffe's AlexNet."""
 
 
 Optim = Annotated[Sgd | Lars, Field(discriminator="kind")]
@@ -195,6 +198,8 @@ class Checkpointing(Table):
     """Since the last one was begun; 0: not after a time."""
     keep: NonNegativeInt = 1
     """Checkpoints kept besides the newest and the best. With 0 there may be no other if the newest is damaged."""
+    grace_s: PositiveFloat = 50.0
+    """How long a rank may take to save and end once a signal has asked it to. Kubernetes kills 60 s after SIGTERM."""
 
 
 class Timeout(Table):

@@ -171,6 +171,8 @@ def _verdict(outcome: dict[str, Any]) -> str:
             return f"Trained to the end without reaching {target:g} % top-1 (last {number(outcome['top1'], '.2f')} %)."
         case "finished":
             return "Trained to the end; the recipe has no target."
+        case "preempted" | "interrupted" if message := outcome["message"]:
+            return f"{message[0].upper()}{message[1:]}."
         case "preempted":
             return f"Stopped by a signal after step {outcome['steps']}, and saved; go on with --resume."
         case "interrupted":

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from imagenet_fast.errors import UserError
+from imagenet_fast.errors import UserError, warn
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Sink(Protocol):
 class Record:
     """Stamps values with the run's time and hands them to every sink; without sinks (on all ranks but 0) to none.
 
-    Raises UserError where one cannot be written, as on a full disk.
+    Of a full disk it warns: sinks write later what they could not. Raises UserError where one cannot be written
+    otherwise.
 
     >>> record("train", step, loss=2.3, lr=0.1)
     """
@@ -40,17 +42,24 @@ class Record:
     def __init__(self, run_s: Callable[[], float], sinks: Sequence[Sink] = ()) -> None:
         self._run_s = run_s
         self._sinks = sinks
+        self._is_full = False
 
     def __call__(self, name: str, step: int, **values: Any) -> None:
         event = Event(name, step, self._run_s(), values)
-        try:
-            for sink in self._sinks:
+        full = False
+        for sink in self._sinks:
+            try:
                 sink.write(event)
-        except OSError as error:
-            raise UserError(
-                f"the run cannot be recorded ({error.strerror or error}); see to the disk of its directory, then go on "
-                "by --resume auto"
-            ) from None
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise UserError(
+                        f"the run cannot be recorded ({error.strerror or error}); see to the disk of its directory, "
+                        "then go on by --resume auto"
+                    ) from None
+                full = True
+        if full and not self._is_full:
+            warn("the run's directory is on a full disk; free space there, and what happens meanwhile is recorded then")
+        self._is_full = full
 
     def close(self) -> None:
         for sink in self._sinks:

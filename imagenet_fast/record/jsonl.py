@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from imagenet_fast.errors import UserError, warn
+from imagenet_fast.record.appending import AppendedFile
 from imagenet_fast.record.event import Event
 from imagenet_fast.record.replacing import replace_text
 from imagenet_fast.record.strict_json import to_json
@@ -20,7 +21,7 @@ class JsonLines:
     def __init__(self, folder: Path, resumed: int | None = None) -> None:
         if resumed is not None:
             _take_back(folder, resumed)
-        self._file = (folder / "events.jsonl").open("a", buffering=1)
+        self._file = AppendedFile(folder / "events.jsonl")
 
     def write(self, event: Event) -> None:
         line = {"event": event.name, "step": event.step, "run_s": round(event.run_s, 4), **event.values}

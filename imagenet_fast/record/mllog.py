@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.schema import Lars, Polynomial, Recipe
+from imagenet_fast.record.appending import AppendedFile
 from imagenet_fast.record.event import Event
 from imagenet_fast.record.replacing import replace_text
 from imagenet_fast.record.strict_json import to_json
@@ -24,7 +25,7 @@ class MLLog:
 
     def __init__(self, folder: Path, recipe: Recipe, batching: Batching, resumed: int | None = None) -> None:
         self._path = folder / "mllog.txt"
-        self._file = self._path.open("a", buffering=1)
+        self._file = AppendedFile(self._path)
         self._recipe = recipe
         self._batching = batching
         self._epoch: int | None = None
@@ -59,11 +60,11 @@ class MLLog:
 
     def _go_on(self, done: int, into: int) -> None:
         """``done`` epochs are over, and so many steps of the next one."""
-        lines = self._path.read_text(errors="replace").splitlines(keepends=True)
+        lines = self._path.read_text(errors="replace", encoding="utf-8").splitlines(keepends=True)
         kept = [line for line in lines if line.endswith("\n") and _belongs(line, done, into > 0)]
         self._file.close()
         replace_text(self._path, "".join(kept))
-        self._file = self._path.open("a", buffering=1)
+        self._file = AppendedFile(self._path)
         self._epoch = done + 1 if into else None
         self._before_ms = max((_entry(line)["time_ms"] for line in kept), default=0)
 

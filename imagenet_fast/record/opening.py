@@ -33,8 +33,8 @@ def open_record(job: Job, world: World, run_s: Callable[[], float], resumed: int
     job.folder.mkdir(parents=True, exist_ok=True)
     (job.folder / "outcome.json").unlink(missing_ok=True)
     job.write(job.folder / "job.json")
-    (job.folder / "recipe.toml").write_text(to_toml(job.recipe))
-    (job.folder / "environment.json").write_text(to_json(environment(job, world), indent=2) + "\n")
+    (job.folder / "recipe.toml").write_text(to_toml(job.recipe), encoding="utf-8")
+    (job.folder / "environment.json").write_text(to_json(environment(job, world), indent=2) + "\n", encoding="utf-8")
     return Record(
         run_s,
         [

@@ -17,7 +17,11 @@ from imagenet_fast.record.replacing import replace_text
 from imagenet_fast.record.strict_json import to_json
 
 STOPPED = 4
-"""The exit code of a run that a signal has stopped, and that has been saved: the same command goes on."""
+"""The exit code of a run that a signal has stopped, of which nothing is lost: the same command goes on."""
+
+STOPPED_WORDS = "stopped by a signal"
+NOTHING_LOST = f"{STOPPED_WORDS}, and nothing is lost; the same command with --resume auto goes on"
+"""The message of a run that was stopped before it had trained anything that was not saved."""
 
 _BEARABLE_PCT = 5.0
 """Of training. A run that waits longer for its pictures says so."""
@@ -112,7 +116,7 @@ class Outcome:
     @property
     def exit_code(self) -> int:
         """0 target reached or none set, 1 error or interrupted, 3 trained to the end short of it, 4 stopped by a signal
-        and saved."""
+        without loss."""
         match self.status:
             case "reached":
                 return 0

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
-from imagenet_fast.errors import UserError
+from imagenet_fast.errors import UserError, warn
 from imagenet_fast.record.jsonl import read_events
 from imagenet_fast.record.outcome import Outcome, read_outcome
 from imagenet_fast.record.pictures import new_figure
@@ -30,6 +33,8 @@ class PastRun:
     events: list[dict[str, Any]]
     name: str = ""
     """Instead of its recipe's and its engine's."""
+    damaged: bool = False
+    """There is an outcome, but it cannot be read."""
 
     @property
     def label(self) -> str:
@@ -44,6 +49,8 @@ class PastRun:
     @property
     def status(self) -> str:
         """How it ended, as far as it is recorded."""
+        if self.damaged:
+            return "outcome damaged"
         if self.outcome is not None:
             return self.outcome.status
         return "not ended" if self.events else "nothing recorded"
@@ -83,10 +90,57 @@ def _is_missing(event: dict[str, Any], value: str) -> bool:
 
 
 def read_run(folder: Path) -> PastRun:
-    """A run directory's record. Raises UserError where there is none, or its outcome is damaged."""
+    """A run directory's record; a damaged outcome is named on stderr, and the events tell what they can. Raises
+    UserError where there is no record."""
     if not (folder / "events.jsonl").is_file():
         raise UserError(f"{folder} is not a run directory (it has no events.jsonl); give one that `train` made")
-    return PastRun(folder, read_outcome(folder), read_events(folder))
+    outcome, damaged = None, False
+    try:
+        outcome = read_outcome(folder)
+    except UserError as error:
+        warn(str(error))
+        damaged = True
+    return PastRun(folder, outcome, read_events(folder), damaged=damaged)
+
+
+def distinct_names(runs: Sequence[PastRun]) -> list[str]:
+    """The labels of ``runs``; those that several have with the end of each one's path, as short as tells them apart."""
+    paths = [Path(os.path.abspath(run.folder)) for run in runs]  # noqa: PTH100  (links keep their own names)
+    names = []
+    for run, path in zip(runs, paths, strict=True):
+        others = {p for other, p in zip(runs, paths, strict=True) if other.label == run.label and p != path}
+        if not others:
+            names.append(run.label)
+            continue
+        ends = (Path(*path.parts[-length:]) for length in range(1, len(path.parts) + 1))
+        end = next((e for e in ends if all(p.parts[-len(e.parts) :] != e.parts for p in others)), path)
+        names.append(f"{run.label} ({end})")
+    return names
+
+
+def split_checkpoint(given: Path) -> tuple[Path, str | None]:
+    """A run directory and which of its checkpoints, from ``RUN@WHICH``; any other path as it is, and None.
+
+    What exists under the whole name is meant by it. Raises UserError where that cannot be found out.
+    """
+    before, at, which = str(given).rpartition("@")
+    try:
+        if not at or "/" in which or given.exists() or not Path(before).is_dir():
+            return given, None
+    except OSError as error:
+        raise UserError(f"{given} cannot be read ({error.strerror}); give a file of weights, or a run") from None
+    return Path(before), which
+
+
+def run_of(given: Path) -> Path:
+    """The directory of the run that these weights are said to be of: a run, ``RUN@WHICH`` or a ``step-*`` directory."""
+    folder, _ = split_checkpoint(given)
+    return folder.parents[1] if is_checkpoint(folder) and folder.parent.name == "checkpoints" else folder
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether ``folder`` is a checkpoint rather than a run, as far as its name and its files' tell."""
+    return folder.name.startswith("step-") and (folder / "manifest.json").is_file()
 
 
 def weights_file(given: Path) -> Path:
@@ -101,8 +155,8 @@ def weights_file(given: Path) -> Path:
         raise UserError(f"{given} cannot be read ({error.strerror}); give a file of weights, or a run") from None
     if not ended:
         raise UserError(
-            f"{given} holds a run without {FINAL_WEIGHTS}, since it has not come to its end; give another, or a "
-            "file of weights"
+            f"{given} holds a run without {FINAL_WEIGHTS}, since it has not come to its end; give one of its "
+            f"checkpoints, as {given}@newest, another run, or a file of weights"
         )
     if given.is_dir():
         raise UserError(f"{given} is a directory without a run; give one that `train` made, or a file of weights")
@@ -118,13 +172,12 @@ def report_table(runs: list[PastRun]) -> Table:
     """
     rows = [_numbers(run) for run in runs]
     filled = [heading for heading in rows[0] if any(row[heading] != NOTHING for row in rows)] if rows else []
-    table = compact_table(
+    named = zip(distinct_names(runs), runs, rows, strict=True)
+    return compact_table(
         ("run", "status"),
         filled,
-        ((run.label, run.status, *(row[heading] for heading in filled)) for run, row in zip(runs, rows, strict=True)),
+        ((escape(name), run.status, *(row[heading] for heading in filled)) for name, run, row in named),
     )
-    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
-    return table
 
 
 def _numbers(run: PastRun) -> dict[str, str]:
@@ -149,8 +202,8 @@ def draw_curves(runs: list[PastRun], png: Path) -> None:
     """Validation accuracy and training loss over run time, one line a run."""
     figure = new_figure(png, 10, 4)
     accuracy, loss = figure.subplots(1, 2)
-    for run in runs:
-        label = run.label if run.status in ("reached", "finished") else f"{run.label} ({run.status})"
+    for name, run in zip(distinct_names(runs), runs, strict=True):
+        label = name if run.status in ("reached", "finished") else f"{name} ({run.status})"
         (line,) = accuracy.plot(*run.curve("eval", "top1"), marker="o", markersize=4, label=label)
         loss.plot(*run.curve("train", "loss"), color=line.get_color(), linewidth=1)
     for target in {run.outcome.target_top1 for run in runs if run.outcome} - {None}:

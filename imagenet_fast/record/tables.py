@@ -1,12 +1,16 @@
-"""Tables for a terminal of 80 columns: no frame, nothing cut off; and the numbers in them."""
+"""Tables for a terminal of any width: no frame, nothing cut off; and the numbers in them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Column, Table
 
 NOTHING = "–"
+
+_GAP = 2  # between columns
+_NAME = 10  # characters that are left to the first column before others are moved below
 
 
 def number(value: float | None, form: str, unit: str = "") -> str:
@@ -15,10 +19,60 @@ def number(value: float | None, form: str, unit: str = "") -> str:
 
 
 def compact_table(text: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Columns headed ``text``, left-aligned, then ``numbers``, right-aligned."""
+    """Columns headed ``text``, left-aligned, then ``numbers``, right-aligned.
+
+    Where they do not fit beside one another, the first column is folded, and then others are shown below, each time
+    after the first; so no number is ever cut.
+    """
     columns = [Column(name, no_wrap=True) for name in text]
     columns += [Column(name, justify="right", no_wrap=True) for name in numbers]
-    table = Table(*columns, box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table = _WrappedTable(*columns, box=None, padding=(0, _GAP, 0, 0), pad_edge=False)
     for row in rows:
         table.add_row(*row)
     return table
+
+
+class _WrappedTable(Table):
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        name, *others = (self._width(console, options, column) for column in self.columns)
+        room = options.max_width
+        if name + sum(_GAP + width for width in others) <= room:
+            yield from super().__rich_console__(console, options)
+            return
+        pieces = list(_packed(others, room - min(name, _NAME)))
+        widest = max((sum(_GAP + others[place] for place in piece) for piece in pieces), default=0)
+        name = min(name, max(1, room - widest))
+        for number, piece in enumerate(pieces or [[]]):
+            if number:
+                yield ""
+            yield self._piece([0, *(1 + place for place in piece)], [name, *(others[place] for place in piece)])
+
+    def _width(self, console: Console, options: ConsoleOptions, column: Column) -> int:
+        """That of its widest cell; no more than the terminal's."""
+        return max(console.measure(cell, options=options).maximum for cell in (column.header, *column.cells))
+
+    def _piece(self, places: Sequence[int], widths: Sequence[int]) -> Table:
+        """These columns alone."""
+        chosen = [self.columns[place] for place in places]
+        columns = [
+            Column(column.header, justify=column.justify, width=width, overflow="fold")
+            for column, width in zip(chosen, widths, strict=True)
+        ]
+        piece = Table(*columns, box=None, padding=self.padding, pad_edge=False)
+        for row in zip(*(column.cells for column in chosen), strict=True):
+            piece.add_row(*row)
+        return piece
+
+
+def _packed(widths: Sequence[int], room: int) -> Iterator[list[int]]:
+    """The places of columns, as many together as there is ``room`` for beside the first column; at least one."""
+    piece: list[int] = []
+    taken = 0
+    for place, width in enumerate(widths):
+        if piece and taken + _GAP + width > room:
+            yield piece
+            piece, taken = [], 0
+        piece.append(place)
+        taken += _GAP + width
+    if piece:
+        yield piece

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +24,61 @@ class TensorBoard:
         purge = None if resumed is None else resumed + 1
         if resumed is not None:
             _date_back(folder / "tb")
-        self._writer = SummaryWriter(str(folder / "tb"), flush_secs=10, purge_step=purge)
-        if resumed is not None:
-            return
+        self._folder = folder / "tb"
+        self._open(purge)
         # SummaryWriter.add_hparams would open a second, stray run; its three summaries belong in this one.
         flat = dict(_flatten(recipe.model_dump(exclude_none=True)))
-        for summary in hparams(flat, {"eval/top1": 0.0}):
-            self._writer._get_file_writer().add_summary(summary)
+        experiment, begin, self._end = hparams(flat, {"eval/top1": 0.0})
+        if resumed is None:
+            self._add(experiment)
+            self._add(begin)
 
     def write(self, event: Event) -> None:
+        if self._file.is_full:
+            self._writer.close()
+            self._open()
+        if event.name == "end" and event.values["status"] in ("reached", "finished"):
+            self._add(self._end)  # not earlier: TensorBoard believes the first one, and the run may go on
         if event.name in _SCALARS:
             for tag, value in event.tagged().items():
                 self._writer.add_scalar(tag, value, event.step)
 
     def close(self) -> None:
         self._writer.close()
+
+    def _open(self, purge: int | None = None) -> None:
+        self._writer = SummaryWriter(str(self._folder), flush_secs=10, purge_step=purge)
+        asynchronous = self._writer._get_file_writer().event_writer._async_writer
+        self._file = _UnlessFull(asynchronous._writer)
+        asynchronous._writer = asynchronous._worker._record_writer = self._file
+
+    def _add(self, summary: Any) -> None:
+        self._writer._get_file_writer().add_summary(summary)
+
+
+class _UnlessFull:
+    """A file of TensorBoard's, written by its thread: where that fails, the file ends there, and the thread does not
+    end with a traceback."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.is_full = False
+
+    def write(self, data: bytes) -> None:
+        self._attempt(lambda: self._file.write(data))
+
+    def flush(self) -> None:
+        self._attempt(self._file.flush)
+
+    def close(self) -> None:
+        self._attempt(self._file.close)
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        try:
+            if not self.is_full:
+                action()
+        except OSError:
+            self.is_full = True
 
 
 def _date_back(folder: Path) -> None:

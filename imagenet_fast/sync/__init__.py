@@ -29,6 +29,7 @@ from imagenet_fast.recipe.engine_settings import (
     EngineTable,
     HybridSync,
     LazySync,
+    PoolTable,
     PowerSgdSync,
     RingSync,
     SparseSync,
@@ -37,6 +38,7 @@ from imagenet_fast.recipe.engine_settings import (
     chosen_collective,
 )
 from imagenet_fast.sync.compressors.powersgd import PowerSGD
+from imagenet_fast.sync.consistency import compare_engines
 from imagenet_fast.sync.deferral import Update
 from imagenet_fast.sync.engine import Engine, SyncEngine, SyncStats
 from imagenet_fast.sync.engines import allreduce, ddp, dear, hybrid, lazy, ring, sparse
@@ -79,9 +81,10 @@ class GradientSync(Protocol):
     @property
     def found_inf(self) -> Tensor | None: ...
     def guard(self, largest: float) -> None: ...
+    def set_loss_scale(self, scale: Tensor) -> None: ...
     def zero_grad(self) -> None: ...
     def no_sync(self) -> AbstractContextManager[None]: ...
-    def finish(self) -> SyncStats: ...
+    def end_backward(self) -> SyncStats: ...
     def update(self, apply: Update) -> None: ...
     def settle(self) -> None: ...
     def state_dict(self) -> Any: ...
@@ -97,16 +100,27 @@ def attach(
 ) -> tuple[nn.Module, GradientSync]:
     """Give ``model`` a synchroniser. Returns the module to call in forward, and the synchroniser. ``topology``: of its
     pool, see there."""
+    compare_engines(engine, steps_per_epoch, topology.group if topology else None)
     if isinstance(engine, DdpSync):
         peer = DdpPeer(model, wire_dtype(engine.wire), engine.bucket_cap_mb, engine.powersgd_rank)
         return peer.module, peer
     pool = GradientPool(model, topology=topology)
-    pool.attach(build_engine(engine, pool, steps_per_epoch))
+    pool.attach(_build(engine, pool, steps_per_epoch))
     return model, pool
 
 
 def build_engine(engine: EngineSettings | Engine, pool: GradientPool, steps_per_epoch: int = 1) -> SyncEngine:
-    """The engine that a recipe's ``[sync]`` table names, or a declaration of one's own, at work on ``pool``."""
+    """The engine that a recipe's ``[sync]`` table names, or a declaration of one's own, at work on ``pool``.
+
+    Every rank of the pool calls it with the same, else all raise ValueError.
+    """
+    compare_engines(engine, steps_per_epoch, pool.topology.group)
+    return _build(engine, pool, steps_per_epoch)
+
+
+def _build(engine: EngineSettings | Engine, pool: GradientPool, steps_per_epoch: int = 1) -> SyncEngine:
+    if isinstance(engine, PoolTable):
+        pool.topology.max_ctas = engine.max_ctas
     match engine:
         case Engine():
             return Scheduler(engine, pool)
@@ -117,7 +131,7 @@ def build_engine(engine: EngineSettings | Engine, pool: GradientPool, steps_per_
             return Scheduler(declare(engine), pool, dense_steps=dense_steps)
         case AutoSync():
             meanwhile = LazySync(wire=engine.wire, bf16_steps=engine.bf16_steps, threshold_mb=1.0)
-            return Auto(pool, declare(meanwhile), _candidates(engine, steps_per_epoch))
+            return Auto(pool, declare(meanwhile), _candidates(engine, steps_per_epoch, pool.topology.device))
         case _:
             return Scheduler(declare(engine), pool)
 
@@ -190,10 +204,14 @@ def wire_dtype(wire: Wire) -> torch.dtype:
             assert_never(wire)
 
 
-def _candidates(chooser: AutoSync, steps_per_epoch: int) -> list[Candidate]:
+def _candidates(chooser: AutoSync, steps_per_epoch: int, device: torch.device) -> list[Candidate]:
     """Every engine with its usual settings. Those of ours may be chosen, but for ones that defer or are inexact where
-    that is not allowed."""
+    that is not allowed. On GPUs also ``lazy`` by the backend's own all-reduce, which knows how they are wired; its sums
+    are in the wire's dtype."""
     candidates = []
+    if device.type == "cuda" and chooser.wire in ("bf16", "fp16"):
+        native = LazySync(wire=chooser.wire, collective="native")
+        candidates.append(Candidate("lazy native", declare(native), native.exact))
     for table in get_args(get_args(Sync)[0]):
         coding = {"bf16_steps": chooser.bf16_steps} if issubclass(table, CodingTable) else {}
         for wire in () if table.chooses else _wires(chooser, table):
@@ -206,7 +224,8 @@ def _candidates(chooser: AutoSync, steps_per_epoch: int) -> list[Candidate]:
             electable = settings.ours and (settings.exact or chooser.keeps) and engine.compressor is None
             build: Callable[[GradientPool], SyncEngine] | None = None
             if isinstance(settings, SparseSync):
-                build = partial(build_engine, settings, steps_per_epoch=steps_per_epoch)
+                settings = settings.model_copy(update={"max_ctas": chooser.max_ctas})
+                build = partial(_build, settings, steps_per_epoch=steps_per_epoch)
             candidates.append(
                 Candidate(name, engine, settings.exact, settings.share, electable, settings.share < 1, build)
             )

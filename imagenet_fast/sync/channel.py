@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 
+from imagenet_fast.ranks.process_groups import new_group
 from imagenet_fast.ranks.roll_call import PeerLost
-from imagenet_fast.ranks.time_limit import patience
 from imagenet_fast.sync.marks import Mark, mark
 
 # Renamed in torch 2.13.
@@ -62,7 +62,7 @@ class Channel:
     bytes: by arithmetic, for backends do not tell.
     """
 
-    def __init__(self, device: torch.device, ranks: tuple[int, ...] = ()) -> None:
+    def __init__(self, device: torch.device, ranks: tuple[int, ...] = (), max_ctas: int | None = None) -> None:
         self.ranks = ranks
         self.size = max(1, len(ranks))
         self.place = ranks.index(dist.get_rank()) if len(ranks) > 1 else 0
@@ -70,7 +70,7 @@ class Channel:
         self.calls: list[Call] | None = None
         """Where every call is noted, if anybody wants to know."""
         self._device = device
-        self._group = _new_group(device, ranks) if len(ranks) > 1 else None
+        self._group = new_group(device, ranks, True, max_ctas) if len(ranks) > 1 else None
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._idle = True
@@ -216,27 +216,6 @@ class Channel:
             weakref.finalize(self, self._queue.put, None)
         self._queue.put(task)
         return Entry(wait)
-
-
-def _new_group(device: torch.device, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """A process group of ranks, which alone need to ask for it; as patient as the one of all ranks."""
-    world = dist.group.WORLD
-    assert world is not None
-    if device.type != "cuda":
-        group = dist.new_group(list(ranks), timeout=patience(device), use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup), "this rank is a member"
-        return group
-    options, bound = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True), world.bound_device_id
-    world.bound_device_id = None  # else the communicator would be split off the world's, for which all ranks must call
-    try:
-        group = dist.new_group(
-            list(ranks), patience(device), "nccl", pg_options=options, use_local_synchronization=True
-        )
-    finally:
-        world.bound_device_id = bound
-    assert isinstance(group, dist.ProcessGroup), "this rank is a member"
-    dist.all_reduce(torch.zeros(1, device=device), group=group)  # connects all; a first message would only two
-    return group
 
 
 def _issue(queue: SimpleQueue[Callable[[], None] | None], threads: int) -> None:

@@ -30,8 +30,8 @@ def is_coded(wire: torch.dtype) -> bool:
     return wire in _LARGEST
 
 
-def encode(values: Tensor, left: Tensor | None, scales: Tensor, codes: Tensor) -> None:
-    """Write the codes of fp32 ``values`` (..., blocks, BLOCK), a bf16 scale a block, and what they miss into ``left``.
+def encode(values: Tensor, scales: Tensor, codes: Tensor, feedback: Feedback | None = None) -> None:
+    """Write the codes of fp32 ``values`` (..., blocks, BLOCK), a bf16 scale a block, and what they miss.
 
     A block that is not finite becomes one that is not, and leaves behind what it had left before.
     """
@@ -43,17 +43,60 @@ def encode(values: Tensor, left: Tensor | None, scales: Tensor, codes: Tensor) -
     else:
         codes.copy_(whole)
         whole = codes.float()
-    if left is not None:
+    if feedback is not None:
         finite = exact.isfinite()
-        if left.is_cpu and finite.all():
-            torch.addcmul(values, whole, exact, value=-1, out=left)
+        if values.is_cpu and finite.all():
+            torch.addcmul(values, whole, exact, value=-1, out=feedback.missed)
         else:
-            left.copy_(torch.where(finite, torch.addcmul(values, whole, exact, value=-1), left))
+            missed = torch.addcmul(values, whole, exact, value=-1)
+            feedback.missed.copy_(torch.where(finite, missed, feedback.added))
 
 
 def decode(scales: Tensor, codes: Tensor) -> Tensor:
     """The fp32 values (..., blocks, BLOCK) of codes."""
     return codes.float().mul_(scales.float().unsqueeze(-1))
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """The error feedback of some rows, in one step."""
+
+    added: Tensor
+    """What codes had left behind before."""
+    missed: Tensor
+    """What they leave behind now. It lies apart, for the step may be dropped."""
+
+    def __getitem__(self, rows: int | slice) -> Feedback:
+        return Feedback(self.added[rows], self.missed[rows])
+
+    def unflatten(self, dim: int, sizes: tuple[int, ...]) -> Feedback:
+        return Feedback(self.added.unflatten(dim, sizes), self.missed.unflatten(dim, sizes))
+
+    def select(self, dim: int, index: int) -> Feedback:
+        return Feedback(self.added.select(dim, index), self.missed.select(dim, index))
+
+
+class FeedbackRows:
+    """What the codes of some rows leave behind: twice, for a step that is dropped must leave no trace."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+        """After the last step that was not dropped."""
+        self._spare = torch.zeros_like(rows)
+        self._stepped = False
+
+    def step(self) -> Feedback:
+        """Begin a step."""
+        added, missed = self.rows, self._spare
+        self.rows, self._spare = missed, added
+        self._stepped = True
+        return Feedback(added, missed)
+
+    def drop(self) -> None:
+        """Forget the last step."""
+        if self._stepped:
+            self.rows, self._spare = self._spare, self.rows
+            self._stepped = False
 
 
 class Residual:
@@ -74,7 +117,7 @@ class Residual:
         self._device = device
         self._left = left
         self._shared: dict[int, Tensor] = {}
-        self._pieces: list[tuple[Tensor, Tensor, Tensor, int]] = []
+        self._pieces: list[tuple[Tensor, FeedbackRows, Tensor, int]] = []
 
     def blocks(self, part: slice) -> Blocks:
         """Those of a part of the pool."""
@@ -88,15 +131,16 @@ class Residual:
             add_up(left)
             self._shared[ranks] = left / ranks
 
-    def take(self, blocks: Tensor, real: Tensor, sharing: int) -> Tensor:
+    def take(self, blocks: Tensor, real: Tensor, sharing: int) -> FeedbackRows:
         """Rows of what ``blocks`` of the pool have left behind, from now on theirs who asks; those that are not at
         ``real`` places are repetitions. Of rows that ``sharing`` ranks have in common, in the units of their mean."""
         rows = torch.zeros(len(blocks), BLOCK, device=self._device)
         if self._left is not None:
             left = self._left if sharing == 1 else self._shared[sharing]
             torch.index_select(left.view(-1, BLOCK), 0, blocks, out=rows)
-        self._pieces.append((blocks, rows, real, sharing))
-        return rows
+        feedback = FeedbackRows(rows)
+        self._pieces.append((blocks, feedback, real, sharing))
+        return feedback
 
     def arranged(self) -> None:
         """All messages have taken what is theirs."""
@@ -106,9 +150,19 @@ class Residual:
     def gathered(self) -> Tensor:
         """All that is left behind on this rank, by the pool's elements. Nothing may be under way."""
         left = torch.zeros(self._kinds.shape[1], BLOCK, device=self._device)
-        for blocks, rows, real, sharing in self._pieces:
-            left.index_copy_(0, blocks[real], rows[real] * sharing)
+        for blocks, feedback, real, sharing in self._pieces:
+            left.index_copy_(0, blocks[real], feedback.rows[real] * sharing)
         return left.view(-1)
+
+    def drop(self) -> None:
+        """Forget the last step. Nothing may be under way."""
+        for _, feedback, _, _ in self._pieces:
+            feedback.drop()
+
+    def scale(self, ratio: Tensor) -> None:
+        """Multiply everything. Nothing may be under way."""
+        for _, feedback, _, _ in self._pieces:
+            feedback.rows.mul_(ratio)
 
     def moved(self, spans: Sequence[Span]) -> Tensor:
         """The same, where the parameters have the places of other ``spans``."""
@@ -167,12 +221,16 @@ class Packing:
         self._rows = torch.zeros(len(self._chosen) + 1, BLOCK, device=device)
         self.coded = self._rows[: coded.numel()].view(owners, -1, BLOCK)
         self.plain = self._rows[coded.numel() : -1].view(owners, -1, BLOCK)
-        self.left: Tensor | None = None
-        """What the codes have left behind, as ``coded``."""
+        self.feedback: Feedback | None = None
+        """Of the step under way, as ``coded``."""
+        self._left: FeedbackRows | None = None
         if blocks.residual is not None:
             own = (coded.flatten() + blocks.first).to(device)
-            rows = blocks.residual.take(own, coded_rows.to(device), sharing)
-            self.left = rows.view(owners, -1, BLOCK)
+            self._left = blocks.residual.take(own, coded_rows.to(device), sharing)
+
+    def keep_feedback(self) -> None:
+        """Keep what codes miss, of values that lie in no pool."""
+        self._left = FeedbackRows(torch.zeros(self.coded.numel() // BLOCK, BLOCK, device=self._device))
 
     def load(self, values: Tensor) -> None:
         """Bring ``values`` into the rows, and to those with codes add what earlier ones left behind."""
@@ -181,8 +239,10 @@ class Packing:
             torch.index_select(blocks, 0, self._chosen, out=self._rows[:-1])
         else:
             self._rows[:-1] = blocks[self._chosen]
-        if self.left is not None:
-            self.coded += self.left
+        if self._left is not None:
+            feedback, shape = self._left.step(), self.coded.shape
+            self.feedback = Feedback(feedback.added.view(shape), feedback.missed.view(shape))
+            self.coded += self.feedback.added
 
     def land(self, values: Tensor) -> None:
         """Bring the rows into ``values``."""

@@ -1,4 +1,9 @@
-"""Copies and pickles of a model that is being trained: they are up to date, and free of what watches the model."""
+"""Bring a model up to date before somebody reads it from outside, copies it or pickles it.
+
+A deferring engine leaves updates pending between a step and the next forward. Whoever calls ``parameters()``,
+``train()``, ``eval()`` or ``to()`` in between, or copies or pickles the model, must not see old weights. Copies and
+pickles are free of our hooks.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,8 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
-
-_NAMES = ("__deepcopy__", "__getstate__")  # the latter is asked for by pickle
 
 
 class Hook:
@@ -27,39 +31,85 @@ class Hook:
         return _left_out, ()
 
 
-def settle_before_copies(module: nn.Module, settle: Callable[[], None]) -> None:
-    """Have whoever copies or pickles ``module`` call ``settle`` first."""
-    known = getattr(vars(module).get(_NAMES[0]), "__self__", None)
-    (known if isinstance(known, _Settling) else _Settling(module)).settles.append(settle)
+def settle_before_access(module: nn.Module, settle: Callable[[], None], inside: Callable[[], bool]) -> None:
+    """Call ``settle`` before anybody reads, converts, copies or pickles ``module``.
+
+    Args:
+        module: Its own methods are replaced on the instance. Children need a call of their own.
+        settle: Carries out what is pending.
+        inside: Whether this thread is in the model's forward: layers are brought up to date one by one there, and
+            ``parameters()`` (which many models call to learn their dtype) changes nothing.
+    """
+    known = _settling(module)
+    (known or _Settling(module)).settles.append((settle, inside))
 
 
 def settle_no_longer(module: nn.Module, settle: Callable[[], None]) -> None:
-    """Undo :func:`settle_before_copies`."""
-    known = getattr(vars(module).get(_NAMES[0]), "__self__", None)
-    assert isinstance(known, _Settling)
-    known.settles.remove(settle)
+    """Undo :func:`settle_before_access`."""
+    known = _settling(module)
+    assert known is not None
+    known.settles = [pair for pair in known.settles if pair[0] != settle]
     if not known.settles:
         known.leave()
 
 
 class _Settling:
-    """Takes the place of how a module is copied and pickled."""
+    """Replaces the methods of one module; those that somebody else had set on it are called, and put back.
+
+    ``eval`` calls ``train``; ``to``, ``half`` and ``cuda`` call ``_apply``; pickle asks for ``__getstate__``.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self.settles: list[Callable[[], None]] = []
-        self._enter()
+        self.settles: list[tuple[Callable[[], None], Callable[[], bool]]] = []
+        self.enter()
+
+    def enter(self) -> None:
+        own = vars(self._module)
+        self._ours: dict[str, Callable[..., Any]] = {  # methods, not partials: torch.compile asks for their functions
+            "parameters": self._parameters, "named_parameters": self._named_parameters,
+            "train": self._train, "_apply": self._apply, "__deepcopy__": self._copy, "__getstate__": self._state,
+        }  # fmt: skip
+        self._before = {name: own[name] for name in self._ours if name in own}
+        own.update(self._ours)
 
     def leave(self) -> None:
-        for name in _NAMES:
-            del vars(self._module)[name]
-
-    def _enter(self) -> None:
-        vars(self._module).update(zip(_NAMES, (self._copy, self._state), strict=True))
+        own = vars(self._module)
+        for name, method in self._ours.items():
+            if own.get(name) is method:
+                del own[name]
+                if name in self._before:
+                    own[name] = self._before[name]
 
     def _settle(self) -> None:
-        for settle in self.settles:
+        for settle, _ in self.settles:
             settle()
+
+    def _parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return self._read("parameters", *args, **kwargs)
+
+    def _named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return self._read("named_parameters", *args, **kwargs)
+
+    def _train(self, *args: Any, **kwargs: Any) -> Any:
+        self._settle()
+        return self._call("train", *args, **kwargs)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._settle()
+        return self._call("_apply", *args, **kwargs)
+
+    def _read(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            for settle, inside in self.settles:
+                if not inside():
+                    settle()
+        return self._call(name, *args, **kwargs)
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if name in self._before:
+            return self._before[name](*args, **kwargs)
+        return getattr(type(self._module), name)(self._module, *args, **kwargs)
 
     def _copy(self, memo: dict[int, Any]) -> nn.Module:
         self._settle()
@@ -67,12 +117,18 @@ class _Settling:
         try:
             return copy.deepcopy(self._module, memo)
         finally:
-            self._enter()
+            self.enter()
 
     def _state(self) -> Any:
         self._settle()
         state = type(self._module).__getstate__(self._module)
-        return {name: value for name, value in state.items() if name not in _NAMES}
+        return {name: value for name, value in state.items() if self._ours.get(name) is not value} | self._before
+
+
+def _settling(module: nn.Module) -> _Settling | None:
+    method = vars(module).get("__deepcopy__")
+    known = getattr(method, "__self__", None)
+    return known if isinstance(known, _Settling) else None
 
 
 def _no_hook(*_: object) -> None:

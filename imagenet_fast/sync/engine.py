@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -130,15 +130,38 @@ class SyncEngine(Protocol):
     leaves_behind: bool = False
     """Whether a step may send some elements of a parameter and not the others: see :meth:`elements`."""
 
+    @property
+    def has_residual(self) -> bool:
+        """Whether it adds to a step's gradients what earlier steps have left behind."""
+        return self.leaves_behind
+
     elected: str = ""
     """By what name ``auto`` has chosen it, if it has."""
+
+    candidates: Collection[str] = ()
+    """What an engine that chooses may :meth:`elect`, by name."""
+
+    state_keys: frozenset[str] = frozenset()
+    """What it has to find in a state, unless that is empty."""
+
+    needs_state: bool = False
+    """Whether it cannot go on from an empty one."""
 
     def lay_out(self) -> None:
         """The pool's spans have new places: nothing is under way."""
         return
 
     def begin(self) -> None:
-        """Before the first gradient of a step comes into the pool."""
+        """Before the first gradient of a step comes into the pool, and before that is laid out anew."""
+        return
+
+    def start_step(self) -> None:
+        """After :meth:`begin`: the first gradient comes."""
+        return
+
+    def scale_residual(self, ratio: Tensor) -> None:
+        """Multiply what earlier steps have left behind, for gradients come at another loss scale now. Nothing is under
+        way. ``ratio``: fp32 [], on the device."""
         return
 
     def take(self, place: Tensor, gradient: Tensor | None) -> None:
@@ -153,15 +176,23 @@ class SyncEngine(Protocol):
         gradient.fill_(math.nan)
 
     def push(self, span: Span) -> None:
-        """In backward: this span's local gradient is final. Called in pool order, once a step."""
+        """In backward: this span's local gradient is final. Called in pool order, once a step. Before it changes or
+        sends what lies there, it calls ``pool.measure()``."""
 
-    def finish(self) -> SyncStats:
-        """End of backward: agree on all that may not be deferred, and report the step."""
+    def finish(self, drop: bool = False) -> SyncStats:
+        """End of backward: agree on all that may not be deferred, and report the step.
+
+        ``drop``: nobody will apply it, so the residual is to be what it was before; afterwards nothing is under way.
+        """
         ...
 
     def wait(self, span: Span) -> None:
         """Before this span's parameters are read again: make sure they are up to date."""
         return
+
+    def has_arrived(self, span: Span) -> bool:
+        """Whether :meth:`wait` has nothing left to wait for, where that is known without asking a device."""
+        return False
 
     def elements(self) -> Elements | None:
         """What of the parameters the last step has synchronised and may be updated; None: everything."""
@@ -173,7 +204,8 @@ class SyncEngine(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`'s value: bit for bit, if that is of as many ranks."""
-        assert not state, f"this engine keeps no state, got {sorted(state)}"
+        if state:
+            raise ValueError(f"this engine keeps no state, got {', '.join(sorted(state))}; attach the one that kept it")
 
     def elect(self, name: str) -> None:
         """Of an engine that chooses: hand the pool to the candidate ``name``, which has been chosen before."""
@@ -181,4 +213,8 @@ class SyncEngine(Protocol):
 
     def close(self) -> None:
         """Its work is over."""
+        return
+
+    def drop(self) -> None:
+        """Its work is over in the middle of a step: wait for no message, for other ranks may never send theirs."""
         return

@@ -49,9 +49,14 @@ class Pools:
                 stack.enter_context(pool.no_sync())
             yield
 
-    def finish(self) -> SyncStats:
-        """End of the step's last backward."""
-        stats = [self._spent(), *(pool.finish() for pool in self._pools)]
+    def set_loss_scale(self, scale: Tensor) -> None:
+        """See :meth:`GradientPool.set_loss_scale`."""
+        for pool in self._pools:
+            pool.set_loss_scale(scale)
+
+    def end_backward(self) -> SyncStats:
+        """End the step's last backward."""
+        stats = [self._spent(), *(pool.end_backward() for pool in self._pools)]
         found = [pool.found_inf for pool in self._pools if pool.found_inf is not None]
         self.found_inf = self._largest(torch.stack(found).amax(0)) if found else None
         exposed = Stopwatch(self._pools[0].buffer.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
@@ -16,9 +15,12 @@ from imagenet_fast.recipe.engine_settings import Collective
 from imagenet_fast.sync.codecs import PLAIN, Packing, all_coded, decode, encode, is_coded
 from imagenet_fast.sync.collectives import all_reduce, carry, cost_of, piece_bytes, piece_elements
 from imagenet_fast.sync.collectives.phases import lane_of
+from imagenet_fast.sync.marks import mark, seconds_between
 from imagenet_fast.sync.topology import Topology
 
-_TINY, _SHORT, _LONG = 2**13, 2**20, 2**22  # bytes; of the difference between two, what a link can burst drops out
+_TINY = 2**13  # bytes
+_SHORT_AND_LONG = {"cpu": (2**20, 2**22), "cuda": (2**24, 2**27)}
+"""Bytes, by device: of the difference between two, what a link can burst drops out."""
 _REPEATS = 4
 _MANY = 8  # messages at once, whose latencies overlap
 
@@ -76,12 +78,12 @@ def measure_link(collective: Collective, wire: torch.dtype, topology: Topology) 
     Every rank must call it, with nothing else under way. The values have the wire's dtype already: casts of fresh
     memory cost the processor up to a third of the time and say nothing of the network.
     """
-    piece = piece_bytes(topology)
+    piece, (short, long) = piece_bytes(topology), _SHORT_AND_LONG[topology.device.type]
     latency_s, many_s, short_s, long_s = (
         min(_seconds(sizes, wire, collective, topology) for _ in range(_REPEATS))
-        for sizes in ([_TINY], [_TINY] * _MANY, _pieces(_SHORT, piece), _pieces(_LONG, piece))
+        for sizes in ([_TINY], [_TINY] * _MANY, _pieces(short, piece), _pieces(long, piece))
     )
-    s_per_byte = max(0.0, long_s - short_s) / (_LONG - _SHORT)
+    s_per_byte = max(0.0, long_s - short_s) / (long - short)
     call_s = max(0.0, (many_s - latency_s) / (_MANY - 1) - _TINY * s_per_byte)
     return Link(*_of_first_rank([latency_s, s_per_byte / cost_of(collective, topology), call_s], topology))
 
@@ -94,12 +96,12 @@ def measure_codec(wire: torch.dtype, topology: Topology) -> CodecCost:
     packings = [Packing(all_coded(elements), topology.size, wire, topology.device) for _ in pieces]
     messages = [packing.message(topology.size) for packing in packings]
     for packing in packings:
-        packing.left = torch.zeros_like(packing.coded)
+        packing.keep_feedback()
 
     def write(values: Tensor, packing: Packing, message: Tensor) -> None:
         scales, codes, _ = packing.parts(message)
         packing.load(values)
-        encode(packing.coded, packing.left, scales, codes)
+        encode(packing.coded, scales, codes, packing.feedback)
 
     def read(values: Tensor, packing: Packing, message: Tensor) -> None:
         scales, codes, _ = packing.parts(message)
@@ -109,12 +111,10 @@ def measure_codec(wire: torch.dtype, topology: Topology) -> CodecCost:
 
     def seconds(work: Callable[[Tensor, Packing, Tensor], None]) -> float:
         dist.barrier(topology.group)
-        begun = time.perf_counter()
+        begun = mark(topology.device)
         for piece in zip(pieces, packings, messages, strict=True):
             work(*piece)
-        if topology.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - begun
+        return seconds_between(begun, mark(topology.device))
 
     size = sum(message.nbytes for message in messages)
     figures = [min(seconds(work) for _ in range(_REPEATS)) / size for work in (write, read)]
@@ -135,16 +135,15 @@ def _pieces(size: int, piece: int) -> list[int]:
 
 
 def _seconds(sizes: Sequence[int], wire: torch.dtype, collective: Collective, topology: Topology) -> float:
-    """Of messages of so many bytes, begun at once."""
+    """Of messages of so many bytes, begun at once, on the clock of the device: a GPU's host takes longer to launch than
+    its links to send."""
     values = [torch.zeros(topology.padded(size // wire.itemsize), dtype=wire, device=topology.device) for size in sizes]
     phases = [
         all_reduce(message, wire, collective, topology, lane=lane_of(number, topology.device))
         for number, message in enumerate(values)
     ]
     dist.barrier(topology.group)
-    begun = time.perf_counter()
+    begun = mark(topology.device)
     for transfer in [carry(of_one) for of_one in phases]:
         transfer.wait()
-    if values[0].is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - begun
+    return seconds_between(begun, mark(topology.device))

@@ -1,4 +1,4 @@
-"""Which module reads which parameter first, seen while the first forwards run."""
+"""Which modules read which parameters, seen while the first forwards run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Readers:
     def __init__(self, model: nn.Module, params: Iterable[nn.Parameter]) -> None:
         self._model = model
         self._params = set(params)
-        self._first: dict[nn.Parameter, dict[nn.Module, None]] = {}  # of each forward the first to read it
+        self._reads: dict[nn.Parameter, dict[nn.Module, None]] = {}
         self._called: set[nn.Module] = set()
         self._thread = threading.local()
         enter, leave = Hook(self._enter), Hook(self._leave)
@@ -35,9 +35,9 @@ class Readers:
             self._hooks.append(module.register_forward_hook(leave, always_call=True))
 
     @property
-    def seen(self) -> bool:
-        """Whether there has been a forward."""
-        return bool(self._called)
+    def called(self) -> set[nn.Module]:
+        """The modules whose forward has run."""
+        return self._called
 
     def close(self) -> None:
         """Watch no longer."""
@@ -48,14 +48,16 @@ class Readers:
         """The parameters that must be up to date before a module's forward; those that nobody reads are left out."""
         readers: dict[nn.Module, dict[nn.Parameter, None]] = {}
 
-        def visit(module: nn.Module, reader: nn.Module | None) -> None:
-            if module in self._called:
-                reader = module
-            for param in module.parameters(recurse=False):
+        def visit(owner: nn.Module, reader: nn.Module | None) -> None:
+            if owner in self._called:
+                reader = owner
+            for param in owner._parameters.values():
                 owners = [reader] if reader is not None else []
-                for first in self._first.get(param, owners) if param in self._params else ():
-                    readers.setdefault(first, {})[param] = None
-            for child in module.children():
+                if param is None or param not in self._params:
+                    continue
+                for module in self._reads.get(param, owners):
+                    readers.setdefault(module, {})[param] = None
+            for child in owner.children():
                 visit(child, reader)
 
         visit(self._model, None)
@@ -66,7 +68,6 @@ class Readers:
             return
         inside: list[nn.Module] = vars(self._thread).setdefault("inside", [])
         if not inside:
-            self._thread.read = set()
             self._thread.reading = _Reading(self._note)
             self._thread.reading.__enter__()
         inside.append(module)
@@ -80,9 +81,8 @@ class Readers:
                 self._thread.reading.__exit__(None, None, None)
 
     def _note(self, tensor: Tensor) -> None:
-        if isinstance(tensor, nn.Parameter) and tensor in self._params and tensor not in self._thread.read:
-            self._thread.read.add(tensor)
-            self._first.setdefault(tensor, {})[self._thread.inside[-1]] = None
+        if isinstance(tensor, nn.Parameter) and tensor in self._params:
+            self._reads.setdefault(tensor, {})[self._thread.inside[-1]] = None
 
 
 class _Reading(TorchFunctionMode):

@@ -32,7 +32,10 @@ def redistributed(states: Iterable[Any], sharded: bool = False) -> dict[str, Any
         merged |= _kept(engines)
         merged["memory"] = _memory([engine.get("memory", {}) for engine in engines])
     elected = {pool["elected"] for pool in pools}
-    return {"order": None, "elected": elected.pop() if len(elected) == 1 else "", "engine": merged}
+    return {
+        "order": None, "elected": elected.pop() if len(elected) == 1 else "", "engine": merged,
+        "loss_scale": next((scale for pool in pools if (scale := pool.get("loss_scale")) is not None), None),
+    }  # fmt: skip
 
 
 def _kept(engines: list[dict[str, Any]]) -> dict[str, Any]:

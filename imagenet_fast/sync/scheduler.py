@@ -15,7 +15,7 @@ from imagenet_fast.recipe.engine_settings import Collective
 from imagenet_fast.sync.channel import Entry
 from imagenet_fast.sync.codecs import PLAIN, Blocks, Residual, is_coded
 from imagenet_fast.sync.collectives import Phase, Transfer, all_reduce, carry, line_of, wire_for
-from imagenet_fast.sync.compressors import Memory, phases_by_round
+from imagenet_fast.sync.compressors import Compressed, Memory, phases_by_round
 from imagenet_fast.sync.engine import Engine, Stopwatch, SyncEngine, SyncStats
 from imagenet_fast.sync.messages import URGENT, Message, messages_of
 from imagenet_fast.sync.pool import GradientPool
@@ -37,6 +37,8 @@ class Scheduler(SyncEngine):
     ``timing`` it plans at once. In the first ``dense_steps`` gradients travel as they are, whatever compresses or
     encodes them later.
     """
+
+    state_keys = frozenset({"step", "left", "memory", "places", "learnt"})
 
     def __init__(
         self, engine: Engine, pool: GradientPool, network: Network | None = None, timing: Timing | None = None,
@@ -82,12 +84,22 @@ class Scheduler(SyncEngine):
             self._timetable.push()
         self._release(span.index)
 
-    def finish(self) -> SyncStats:
+    def scale_residual(self, ratio: Tensor) -> None:
+        if self._residual is not None:
+            self._residual.scale(ratio)
+        elif self._left is not None:
+            self._left *= ratio
+        for compressed in self._compressed:
+            compressed.scale(ratio)
+
+    def finish(self, drop: bool = False) -> SyncStats:
         if self._timetable is not None:
             self._timetable.finish()
         self._release(len(self._pool.spans))
-        if self._engine.awaits != "read" or self._timetable is not None:  # what is watched must not wait in forward
+        if drop or self._engine.awaits != "read" or self._timetable is not None:  # which must not wait in forward
             self._await(list(self._travelling))
+        if drop:
+            self._drop_residual()
         if self._timetable is not None and self._timetable.complete:
             self._timing, self._timetable = self._timetable.timing(), None
             self.plan(self._timing)
@@ -100,6 +112,9 @@ class Scheduler(SyncEngine):
 
     def wait(self, span: Span) -> None:
         self._await([n for n in self._numbers[span] if n in self._travelling])
+
+    def has_arrived(self, span: Span) -> bool:
+        return self._travelling.keys().isdisjoint(self._numbers[span])
 
     def plan(self, timing: Timing) -> None:
         """From now on fuse as is best, and begin every message when it is best begun. Nothing may be under way."""
@@ -114,7 +129,7 @@ class Scheduler(SyncEngine):
         learnt = None
         if self._timing is not None:
             learnt = {"timing": asdict(self._timing), "network": self._network.state_dict()}
-        if not self._keeps and learnt is None:
+        if not self.has_residual and learnt is None:
             return {}
         left = self._left if self._residual is None else self._residual.gathered()
         return {
@@ -137,8 +152,7 @@ class Scheduler(SyncEngine):
         self.lay_out()
 
     @property
-    def _keeps(self) -> bool:
-        """Whether steps depend on those before."""
+    def has_residual(self) -> bool:
         return is_coded(self._wire) or self._declared.compressor is not None
 
     def close(self) -> None:
@@ -146,6 +160,18 @@ class Scheduler(SyncEngine):
         for transfer in self._travelling.values():
             transfer.wait()
         self._topology.close()
+
+    def _drop_residual(self) -> None:
+        """Leave nothing of this step behind."""
+        if self._residual is not None:
+            self._residual.drop()
+        for compressed in self._compressed:
+            compressed.drop()
+
+    def drop(self) -> None:
+        self._watch_no_longer()
+        self._travelling.clear()
+        self._topology.drop()
 
     def _watch_no_longer(self) -> None:
         if self._timetable is not None:
@@ -173,6 +199,7 @@ class Scheduler(SyncEngine):
             left = self._left if self._residual is None else self._residual.moved(pool.spans)
             residual = Residual(pool.spans, pool.buffer.device, left)
         self._phases: list[Sequence[Phase]] = []
+        self._compressed: list[Compressed] = []
         rest: Sequence[Phase] = ()
         for message in self._messages:
             if message.half == 1:
@@ -201,8 +228,9 @@ class Scheduler(SyncEngine):
         elif topology.size == 1:
             return [], []
         else:
-            rounds, land = engine.compressor.rounds(message.run, pool.buffer, topology, self._memory)
-            first, *others = phases_by_round(rounds, land, topology, message.lane, average)
+            compressed = engine.compressor.rounds(message.run, pool.buffer, topology, self._memory)
+            self._compressed.append(compressed)
+            first, *others = phases_by_round(compressed.rounds, compressed.land, topology, message.lane, average)
             phases = [*first, *chain.from_iterable(others)]
             turn = len(first) if engine.halves else len(phases)
         return phases[:turn], phases[turn:]
@@ -211,6 +239,8 @@ class Scheduler(SyncEngine):
         """Messages queue behind those of their lane and collective alone, and what is under way shares the wire. So at
         the end of backward what is urgent has it to itself, and what goes by another collective than those before it
         waits until one of these is left."""
+        if self._releases[event]:
+            self._pool.measure()
         ended = event == len(self._pool.spans)
         gate: Sequence[Entry] = ()
         before: dict[Collective, list[Transfer]] = {}

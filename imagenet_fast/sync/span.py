@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+USED = 2.0**-14
+"""In a span's flag, where a rank has used its parameter: any 16-bit type holds it, and it hides no gradient."""
+
 
 @dataclass(frozen=True, eq=False)
 class Span:

@@ -24,6 +24,9 @@ _ONE_BY_ONE: frozenset[type[Optimizer]] = frozenset({
 })  # fmt: skip
 """They update each parameter from its own gradient and state."""
 
+_Settings = dict[str, Any]
+"""Of a group, by name, without its parameters."""
+
 
 def captured_step(optimizer: Optimizer) -> Callable[[list[nn.Parameter]], None]:
     """``optimizer.step()`` with the hyper-parameters of this moment, for :meth:`GradientPool.update`.
@@ -44,12 +47,7 @@ def captured_step(optimizer: Optimizer) -> Callable[[list[nn.Parameter]], None]:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what the scheduler's wrapper of `step` would do
     if needs_all(optimizer):
         return partial(_step_all, optimizer)
-    settings: list[dict[str, Any]] = []
-    group_of: dict[nn.Parameter, int] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        settings.append({key: _copied(value) for key, value in group.items() if key != "params"})
-        group_of |= dict.fromkeys(group["params"], number)
-    return partial(_step_some, optimizer, settings, group_of)
+    return _Parts(optimizer)
 
 
 def needs_all(optimizer: Optimizer) -> bool:
@@ -68,11 +66,18 @@ def needs_all(optimizer: Optimizer) -> bool:
 
 
 def settle_before_state(optimizer: Optimizer, settle: Callable[[], None]) -> None:
-    """Have ``optimizer.state_dict()`` and ``load_state_dict()`` call ``settle`` first. Asked again, changes nothing."""
+    """Call ``settle`` before ``optimizer.state_dict()``, ``load_state_dict()``, and before it is copied or pickled.
+    Asked again, changes nothing."""
     hook = _Settle(settle)
     if hook not in optimizer._optimizer_state_dict_pre_hooks.values():
         optimizer.register_state_dict_pre_hook(hook, prepend=True)
         optimizer.register_load_state_dict_pre_hook(hook, prepend=True)
+        optimizer.__dict__["__getstate__"] = partial(_settled_state, optimizer, settle)
+
+
+def _settled_state(optimizer: Optimizer, settle: Callable[[], None]) -> Any:
+    settle()
+    return type(optimizer).__getstate__(optimizer)
 
 
 @dataclass(frozen=True)
@@ -85,27 +90,86 @@ class _Settle:
         self.settle()
 
 
-def _step_some(
-    optimizer: Optimizer,
-    settings: list[dict[str, Any]],
-    group_of: Mapping[nn.Parameter, int],
-    params: list[nn.Parameter],
-) -> None:
-    due: dict[int, list[nn.Parameter]] = {}
-    for param in params:
-        if param in group_of:
-            due.setdefault(group_of[param], []).append(param)
-    if not due:
-        return
-    groups = optimizer.param_groups
-    optimizer.param_groups = [{**settings[number], "params": some} for number, some in due.items()]
-    try:
-        # torch's wrapper of `step` names it in profiles, which is kept, and runs hooks: there were none when this step
-        # was taken, and those registered since are not for it.
-        with torch.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
-            inspect.unwrap(type(optimizer).step, stop=lambda step: not hasattr(step, "hooked"))(optimizer)
-    finally:
-        optimizer.param_groups = groups
+class _Parts:
+    """A step of ``optimizer`` in parts, each with the hyper-parameters of the moment at which this is made.
+
+    An optimiser that torch does not have may count in its groups, or in a number of its own. Every part starts from the
+    same counts, and what a step makes of them is kept once: what the first part does that comes to a group. What
+    somebody else, as a schedule, has changed since stays as it is.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._settings: list[_Settings] = []
+        self._group_of: dict[nn.Parameter, int] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            self._settings.append(_copies(group))
+            self._group_of |= dict.fromkeys(group["params"], number)
+        self._counts = type(optimizer) not in _ONE_BY_ONE
+        self._numbers = _numbers(optimizer) if self._counts else {}
+        self._begun = False
+
+    def __call__(self, params: list[nn.Parameter]) -> None:
+        due: dict[int, list[nn.Parameter]] = {}
+        for param in params:
+            if param in self._group_of:
+                due.setdefault(self._group_of[param], []).append(param)
+        if not due:
+            return
+        if not self._counts:
+            self._step([{**self._settings[number], "params": some} for number, some in due.items()])
+            return
+        groups = self._optimizer.param_groups
+        if not self._begun:  # a step shows every group, also one of which no parameter is due
+            for number in range(len(self._settings)):
+                due.setdefault(number, [param for param in groups[number]["params"] if param.grad is None])
+        since = _numbers(self._optimizer)
+        vars(self._optimizer).update(self._numbers)
+        shown = [{**_copies(self._settings[number]), "params": some} for number, some in due.items()]
+        try:
+            self._step(shown)
+            made = _numbers(self._optimizer)
+        finally:
+            vars(self._optimizer).update(since)
+        if not self._begun:
+            self._begun = True
+            _keep(self._numbers, made, vars(self._optimizer))
+            for number, group in zip(due, shown, strict=True):
+                _keep(self._settings[number], group, groups[number])
+
+    def _step(self, groups: list[_Settings]) -> None:
+        before = self._optimizer.param_groups
+        self._optimizer.param_groups = groups
+        kind = type(self._optimizer)
+        try:
+            # torch's wrapper of `step` names it in profiles, which is kept, and runs hooks: there were none when this
+            # step was taken, and those registered since are not for it.
+            with torch.profiler.record_function(f"Optimizer.step#{kind.__name__}.step"):
+                inspect.unwrap(kind.step, stop=lambda step: not hasattr(step, "hooked"))(self._optimizer)
+        finally:
+            self._optimizer.param_groups = before
+
+
+def _keep(before: _Settings, made: _Settings, kept: dict[str, Any]) -> None:
+    """Of the values ``made`` from those ``before``, put what is new into ``kept``, unless that has changed since."""
+    for key, value in made.items():
+        if key != "params" and not _same(value, before.get(key)) and _same(kept.get(key), before.get(key)):
+            kept[key] = value
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, list | tuple) and type(one) is type(other):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return one is other or bool(type(one) is type(other) and one == other)
+
+
+def _numbers(optimizer: Optimizer) -> _Settings:
+    """The attributes that a custom ``step`` may count in."""
+    return {
+        name: value for name, value in vars(optimizer).items() if type(value) in (int, float) and name[0] != "_"
+    }  # fmt: skip
 
 
 def _step_all(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
@@ -128,6 +192,10 @@ def _is_replaced(optimizer: Optimizer) -> bool:
     """Whether ``step`` was set on the optimiser itself by anybody but an ``lr_scheduler``."""
     own = vars(optimizer).get("step")
     return own is not None and getattr(own, "__wrapped__", None) is not type(optimizer).step
+
+
+def _copies(group: Mapping[str, Any]) -> _Settings:
+    return {key: _copied(value) for key, value in group.items() if key != "params"}
 
 
 def _copied(value: Any) -> Any:

@@ -87,9 +87,13 @@ class Timetable:
             hook.remove()
 
     def _call(self, module: nn.Module, inputs: object) -> None:
+        if torch.compiler.is_exporting():
+            return
         if module is self._model:  # of several micro-steps the last one counts
             self._called.clear()
         self._called.setdefault(module, mark(self._device))
 
     def _turn(self, module: nn.Module, inputs: object, output: object) -> None:
+        if torch.compiler.is_exporting():
+            return
         self._turned = mark(self._device)

@@ -39,6 +39,7 @@ class Topology:
 
     _made: ClassVar[int] = 2**30
     """The number of the next process group, far from any that torch counts."""
+    _dropped: ClassVar[list[Channel]] = []
 
     def __init__(
         self,
@@ -58,6 +59,8 @@ class Topology:
             raise ValueError(f"{self.size} ranks are no whole number of nodes of {ranks_per_node}; give another number")
         self.nodes = _nodes(self.ranks, group, ranks_per_node)
         """The ranks of each node, nodes in the order of their first rank."""
+        self.max_ctas: int | None = None
+        """Thread blocks that NCCL may take for an operation of a channel made from now on; None: as it likes."""
         self._channels: dict[tuple[tuple[int, ...], str], Channel] = {}
 
     @property
@@ -127,7 +130,7 @@ class Topology:
         key = (ranks, role)
         if key not in self._channels:
             with self._counted_apart() if len(ranks) > 1 else nullcontext():
-                self._channels[key] = Channel(self.device, ranks)
+                self._channels[key] = Channel(self.device, ranks, self.max_ctas)
         return self._channels[key]
 
     def close(self) -> None:
@@ -136,6 +139,12 @@ class Topology:
             return
         for channel in self._channels.values():
             channel.close()
+        self._channels.clear()
+
+    def drop(self) -> None:
+        """Use these channels no longer, on which something is under way that may never end: their process groups end
+        with all others. None of a group is ended alone, for that waits too."""
+        Topology._dropped.extend(self._channels.values())
         self._channels.clear()
 
     @contextmanager

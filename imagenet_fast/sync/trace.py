@@ -69,7 +69,7 @@ class Trace:
             )
         for row, track in enumerate([*TRACKS, *["wire"] * (len(lanes) - 1)]):
             events.append({"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": track}})
-        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
 
     def _enter(self, name: str, module: nn.Module, inputs: object) -> None:
         self._entered[name] = mark(self._device)

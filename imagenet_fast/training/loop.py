@@ -18,7 +18,7 @@ from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.record import Record
 from imagenet_fast.training.dropout import seed_step
-from imagenet_fast.training.evaluation import evaluate
+from imagenet_fast.training.evaluation import Stopped, evaluate
 from imagenet_fast.training.schedule import learning_rate
 from imagenet_fast.training.state import TrainState
 from imagenet_fast.training.step import TrainingStep
@@ -26,10 +26,11 @@ from imagenet_fast.training.step import TrainingStep
 
 def train(
     job: Job, dataset: Dataset, world: World, take_step: TrainingStep, record: Record,
-    keep: Callable[[TrainState, bool], bool],
+    keep: Callable[[TrainState, bool | None], bool], asked: Callable[[], bool] = lambda: False,
 ) -> None:  # fmt: skip
     """Go on from the state of ``take_step`` until the target or the last epoch; its outcome is kept up to date all the
-    way. ``keep`` is told after every step whether it has been evaluated, and says whether to stop."""
+    way. ``keep`` is told after every step whether it has been evaluated, and says whether to stop; None: the evaluation
+    was dropped, since some rank was ``asked`` to stop, and it is made first when the run goes on."""
     recipe, batching, state, meter = job.recipe, job.batching, take_step.state, take_step.meter
     outcome, clock = state.outcome, state.clock
     steps_per_epoch = dataset.train_order.steps_per_epoch
@@ -41,10 +42,36 @@ def train(
         train_images=dataset.train_order.images, val_images=dataset.val_order.images, note=job.note,
     )  # fmt: skip
 
+    def evaluated(epoch: int) -> bool | None:
+        """Evaluate after ``epoch``; None where that was cut off, and nothing has changed."""
+        here.enter("evaluation")
+        state.settle()
+        before = state.statistics()
+        with clock.pause() as evaluation:
+            exempt_what_lives()
+            state.level_statistics()
+            try:
+                accuracy = evaluate(state.whole(), dataset, take_step.cast, world, asked)
+            except Stopped:
+                state.put_back(before)
+                return None
+        meter.restart()
+        outcome.judge(accuracy.top1, accuracy.top5, clock.run_s())
+        record(
+            "eval", state.step, epoch=epoch, top1=accuracy.top1, top5=accuracy.top5, images=accuracy.images,
+            eval_s=evaluation.seconds, train_s=clock.train_s(),
+        )  # fmt: skip
+        return True
+
     exempt_what_lives()
     clock.begin_training()
     meter.restart()
     stop = False
+    judged: bool | None = False
+    done, into = divmod(state.step, steps_per_epoch)
+    if state.unjudged and done and into == 0 and recipe.evaluates_after(done):
+        judged = evaluated(done)
+        stop = keep(state, judged)
     while state.step < steps and outcome.status != "reached" and not stop:
         done, into = divmod(state.step, steps_per_epoch)
         epoch = done + 1
@@ -57,25 +84,14 @@ def train(
             meter.report(record, state.step, epoch, lr)
         outcome.advance(epoch, state.step, clock.train_s(), state.sent_bytes)
 
-        evaluated = into + 1 == steps_per_epoch and recipe.evaluates_after(epoch)
-        if evaluated:
+        judged = False
+        if into + 1 == steps_per_epoch and recipe.evaluates_after(epoch):
             meter.report(record, state.step, epoch, lr)
             outcome.advance(epoch, state.step, clock.train_s(), state.sent_bytes)
-            here.enter("evaluation")
-            state.settle()
-            with clock.pause() as evaluation:
-                exempt_what_lives()
-                state.level_statistics()
-                accuracy = evaluate(state.whole(), dataset, take_step.cast, world)
-            meter.restart()
-            outcome.judge(accuracy.top1, accuracy.top5, clock.run_s())
-            record(
-                "eval", state.step, epoch=epoch, top1=accuracy.top1, top5=accuracy.top5, images=accuracy.images,
-                eval_s=evaluation.seconds, train_s=clock.train_s(),
-            )  # fmt: skip
-        stop = keep(state, evaluated)
+            judged = evaluated(epoch)
+        stop = keep(state, judged)
     if outcome.status != "reached":
-        outcome.status = "finished" if state.step == steps else "preempted"
+        outcome.status = "finished" if state.step == steps and judged is not None else "preempted"
 
 
 def initial_model(recipe: Recipe, classes: int, world: World, weights: Weights | None = None) -> nn.Module:

@@ -142,8 +142,9 @@ class LARS(MomentumSGD):
     still goes at older rates. NVIDIA's submissions multiply mu by lr_t / lr_(t-1) for it, which gives ours.
 
     Each decayed tensor's step is scaled by its trust ratio, eta |w| / (|g| + wd |w| + eps), or 1 where either
-    norm is zero; plain ones (biases, norm layers) take SGD's step. With ``clip`` the layer's rate is instead
-    min(lr, (1 - mu) eta |w| / |g|): NVIDIA Caffe's LARC. Where only some elements were sent, the norms are theirs.
+    norm is zero; plain ones take SGD's step (:func:`split_parameters` says which are). With ``clip`` the layer's rate
+    is instead min(lr, (1 - mu) eta |w| / |g|): NVIDIA Caffe's LARC. Where only some elements were sent, the norms are
+    theirs.
 
     Uses up the gradients it is given. Norms are taken in fp32 of whatever ``p.grad`` holds, so gradients must
     already be averaged and unscaled.
@@ -190,7 +191,8 @@ def _norms(tensors: list[Tensor], owners: list[int], params: list[nn.Parameter])
         return torch.stack(norms)
     sums = params[0].new_zeros(len(params))
     if norms:
-        sums.index_add_(0, torch.tensor(owners, device=sums.device), torch.stack(norms).square())
+        numbers = torch.tensor(owners, pin_memory=sums.is_cuda)  # from pageable memory the copy would wait
+        sums.index_add_(0, numbers.to(sums.device, non_blocking=True), torch.stack(norms).square())
     return sums.sqrt()
 
 
@@ -213,7 +215,7 @@ def build_optimizer(
 ) -> MomentumSGD:
     """The optimiser a recipe names, over the trainable parameters of ``model``. ``corrected`` and ``whole_norms``: see
     MomentumSGD."""
-    decayed, plain = split_parameters(model)
+    decayed, plain = split_parameters(model, settings)
     match settings:
         case schema.Sgd():
             return MomentumSGD(
@@ -228,15 +230,32 @@ def build_optimizer(
             assert_never(settings)
 
 
-def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Trainable parameters that are decayed, and those that are not: biases and everything in norm layers."""
+def split_parameters(model: nn.Module, settings: schema.Optim) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Split the trainable parameters into decayed and plain ones.
+
+    Everything in norm layers is plain. Biases are plain too, unless LARS scales them as it scales weights.
+    """
+    scaled = isinstance(settings, schema.Lars) and settings.biases == "scaled"
     decayed: dict[nn.Parameter, None] = {}
     plain: dict[nn.Parameter, None] = {}
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False):
             if param.requires_grad:
-                (plain if isinstance(module, _NORMS) or name == "bias" else decayed)[param] = None
+                is_plain = isinstance(module, _NORMS) or (name == "bias" and not scaled)
+                (plain if is_plain else decayed)[param] = None
     return list(decayed), list(plain)
+
+
+def multiply_gradients(params: Sequence[nn.Parameter], factor: Tensor, elements: Elements | None = None) -> None:
+    """Multiply gradients by ``factor``, fp32 []. With ``elements`` only those: the others are no gradients of this step
+    but what an engine has yet to send."""
+    if elements is None:
+        parts = gradients(params)
+    else:
+        flat = {param: _in_memory_order(grad) for param, grad in zip(params, gradients(params), strict=True)}
+        parts = [flat[param][part] for param in params for part in elements.get(param, ())]
+    if parts:
+        torch._foreach_mul_(parts, factor)
 
 
 def gradients(params: Sequence[Tensor]) -> list[Tensor]:

@@ -52,7 +52,8 @@ class LossScale:
     def __init__(self, precision: schema.Precision, wire: Wire, device: torch.device) -> None:
         self._active = isinstance(precision, schema.Float16)
         fixed = precision.loss_scale if isinstance(precision, schema.Float16) else 1.0
-        self._dynamic = not fixed
+        self.dynamic = not fixed
+        """Whether it changes from step to step."""
         self.scale = torch.full((), fixed or 2.0**16, device=device)
         self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
         self._skipped = torch.zeros((), dtype=torch.int32, device=device)
@@ -88,7 +89,7 @@ class LossScale:
         if not self._active:
             return None
         factor = self.scale.reciprocal()
-        if self._dynamic:
+        if self.dynamic:
             assert found_inf is not None, "a dynamic scale needs to know of overflows"
             torch._amp_update_scale_(self.scale, self._good_steps, found_inf, 2.0, 0.5, 2000)
         return factor

@@ -45,6 +45,8 @@ class TrainState:
     """How many have been taken."""
     sent_bytes: int = 0
     """That this rank has sent in them, for gradients and, of a divided model, for activations."""
+    unjudged: bool = False
+    """Whether the weights are those of a checkpoint that was not evaluated: a stop may have cut an evaluation off."""
 
     def settle(self) -> None:
         """Bring every weight up to date, where the engine leaves that to the next forward."""
@@ -58,6 +60,14 @@ class TrainState:
     def level_statistics(self) -> None:
         """Give :attr:`judged` the same batch-norm statistics on all ranks that hold the same layers."""
         average_batch_norms(self.judged, None if self.division is None else self.division.layout.stage)
+
+    def statistics(self) -> dict[str, Tensor]:
+        """A copy of the buffers of :attr:`judged`, for :meth:`put_back`."""
+        return {name: buffer.clone() for name, buffer in self.judged.named_buffers()}
+
+    def put_back(self, statistics: Mapping[str, Tensor]) -> None:
+        """Undo what was done to the buffers of :attr:`judged` since."""
+        _copy(statistics, dict(self.judged.named_buffers()))
 
     def whole(self) -> nn.Module:
         """:attr:`judged`, once settled, even where each rank has a part. Every rank must ask for it."""

@@ -27,7 +27,7 @@ from imagenet_fast.sync.trace import TracedSteps
 from imagenet_fast.training.averaging import MovingAverage
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.meter import Meter
-from imagenet_fast.training.optimizers import build_optimizer, gradients
+from imagenet_fast.training.optimizers import build_optimizer, multiply_gradients
 from imagenet_fast.training.precision import LossScale, autocast, forward_dtype, set_float32_math
 from imagenet_fast.training.state import TrainState
 from imagenet_fast.training.streak import Streak
@@ -65,6 +65,7 @@ class TrainingStep:
         state = self.state
         here.enter("data", state.step + 1)
         state.sync.zero_grad()
+        self._statistics.begin()
         self._last = None  # no more batches are held than are at work
         losses = []
         for left in reversed(range(self._accumulation)):
@@ -74,7 +75,7 @@ class TrainingStep:
                 losses.append(self._backpropagate(images, labels).detach())
         self._last = images, labels
         here.enter("sync")
-        stats = state.sync.finish()
+        stats = state.sync.end_backward()
         self.meter.add_step(stats, sum(losses[1:], losses[0]))
         if self._trace is not None:
             self._trace.end_step(stats)
@@ -126,7 +127,7 @@ class TrainingStep:
         elements: Elements | None = None,
     ) -> None:  # fmt: skip
         if factor is not None:
-            torch._foreach_mul_(gradients(params), factor)
+            multiply_gradients(params, factor, elements)
         self.state.optimizer.step(lr, params, found_inf, elements)
         if self.state.average is not None:
             self.state.average.update(params)
@@ -165,6 +166,8 @@ def build_step(
     else:
         forward, sync = model, division.synchronised(recipe.sync, steps_per_epoch)
     scale = LossScale(recipe.precision, recipe.sync.wire, world.device)
+    if scale.dynamic:
+        sync.set_loss_scale(scale.scale)
     if scale.largest is not None:
         sync.guard(scale.largest)
     whole_norms = None if division is None else division.whole_norms

@@ -205,7 +205,7 @@ def saved_beside_training(root: Path) -> int:
             for name, pool in pools.items():
                 pool.zero_grad()
                 models[name](torch.randn(3, 40)).sum().backward()
-                pool.finish()
+                pool.end_backward()
             own = {name: pool._engine.state_dict() for name, pool in pools.items()}
             writer.save(
                 stamp(step, world=size), {name: dict(model.state_dict()) for name, model in models.items()}, own
@@ -213,7 +213,7 @@ def saved_beside_training(root: Path) -> int:
             for name, pool in pools.items():  # another step, before anybody has looked whether the save is done
                 pool.zero_grad()
                 models[name](torch.randn(3, 40)).sum().backward()
-                pool.finish()
+                pool.end_backward()
             folder = writer.wait()
             assert folder is not None
             found = open_checkpoint(folder)

@@ -129,6 +129,20 @@ def test_a_damaged_one_is_named_and_the_one_before_is_taken(tmp_path: Path, caps
     assert is_that_of(found, 2)
 
 
+def test_a_damaged_one_does_not_keep_the_best_ones_place_and_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    saved(tmp_path, 1, top1=90.0)
+    saved(tmp_path, 2, top1=80.0)
+    shared = tmp_path / "step-00000001" / "shared.safetensors"
+    shared.write_bytes(shared.read_bytes()[:-1] + b"?")
+    for step in (3, 4, 5):
+        saved(tmp_path, step, keep=0, top1=70.0)
+    assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000005"]
+    assert f"warning: checkpoint {shared.parent} is damaged: shared.safetensors has" in capsys.readouterr().err
+    found = best(tmp_path)
+    assert found is not None
+    assert is_that_of(found, 2)
+
+
 def test_where_all_are_damaged_that_is_said_rather_than_begun_anew(tmp_path: Path):
     saved(tmp_path, 1, 2)
     (tmp_path / "step-00000001" / "manifest.json").write_text("{}")

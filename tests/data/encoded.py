@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 _RANDOM = np.random.default_rng(1)
 BLOBS = Image.fromarray(_RANDOM.integers(0, 256, (6, 6, 3), dtype=np.uint8)).resize((120, 80), Image.Resampling.BICUBIC)
@@ -42,6 +43,21 @@ def deep_png(channels: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(
         struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body)) for name, body in chunks
     )
+
+
+def wrong_sum(png: bytes, kind: bytes) -> bytes:
+    """With a checksum that is not that of the first chunk of this ``kind``."""
+    at = 8
+    while png[at + 4 : at + 8] != kind:
+        at += 12 + int.from_bytes(png[at : at + 4])
+    end = at + 8 + int.from_bytes(png[at : at + 4])
+    return png[:end] + bytes([png[end] ^ 1]) + png[end + 1 :]
+
+
+def _annotated() -> bytes:
+    text = PngInfo()
+    text.add_text("Title", "blobs")
+    return encoded(BLOBS, "PNG", pnginfo=text, dpi=(72, 72))
 
 
 JPEG = encoded(BLOBS, "JPEG", quality=95)
@@ -78,7 +94,28 @@ PICTURES = {
     "webp": encoded(BLOBS, "WEBP"),
     "transparent webp": encoded(_transparent(), "WEBP"),
     "gif": encoded(BLOBS.quantize(32), "GIF"),
+    "transparent gif": encoded(_transparent(), "GIF"),
+    "moving gif": encoded(BLOBS, "GIF", save_all=True, append_images=[BLOBS.rotate(90)], duration=9),
+    "tiff": encoded(BLOBS, "TIFF"),
+    "packed tiff": encoded(BLOBS, "TIFF", compression="tiff_lzw"),
+    "grey tiff": encoded(BLOBS.convert("L"), "TIFF"),
+    "cmyk tiff": encoded(BLOBS.convert("CMYK"), "TIFF"),
+    "deep tiff": encoded(BLOBS.convert("I;16"), "TIFF"),
+    "floating tiff": encoded(BLOBS.convert("F"), "TIFF"),
+    "transparent tiff": encoded(_transparent(), "TIFF"),
+    "turned tiff": encoded(BLOBS, "TIFF", exif=_turned()),
+    "avif": encoded(BLOBS, "AVIF"),
+    "transparent avif": encoded(_transparent(), "AVIF"),
+    "portable pixmap": encoded(BLOBS, "PPM"),
+    "a wrong sum of pixels": wrong_sum(PNG, b"IDAT"),
+    "a wrong sum of the end": wrong_sum(PNG, b"IEND"),
 }
+
+NOT_PILS = {
+    "a wrong sum of a title": wrong_sum(_annotated(), b"tEXt"),
+    "a wrong sum of a density": wrong_sum(_annotated(), b"pHYs"),
+}
+"""Pictures that loaders read though PIL does not."""
 
 BAD = {
     "empty": b"",

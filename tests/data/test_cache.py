@@ -27,10 +27,14 @@ from imagenet_fast.data import cache as caches
 from imagenet_fast.data.cache import Cache, open_cache
 from imagenet_fast.data.dataset import open_dataset, open_loader
 from imagenet_fast.data.decoding import BadPictureError, decode
-from imagenet_fast.data.filling import fill
+from imagenet_fast.data.filling import fill, fill_caches
 from imagenet_fast.data.imagefolder import ImageFolder, scan_training, scan_validation
 from imagenet_fast.data.order import EvalOrder, TrainOrder
+from imagenet_fast.data.preparing.preparation import prepare
+from imagenet_fast.data.preparing.workshop import Settings
+from imagenet_fast.data.recognising import Format
 from imagenet_fast.data.resizing import shrunk
+from imagenet_fast.data.verifying.verification import verify
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.changes import differences, digest
@@ -211,6 +215,52 @@ def test_one_that_is_killed_is_filled_on(pictures: Path, tmp_path: Path):
     cache = opened_after_the_end(tmp_path, split)
     assert sum(fill(cache, 2)) == left
     assert all(np.array_equal(cache.pixels(index), expected(split, index)) for index in range(40))
+
+
+def _spellings(place: Path, root: Path) -> Iterator[Path]:
+    """Ways to write ``root``, seen from ``place``: relative, over links, with detours."""
+    yield root
+    yield Path(os.path.relpath(root, place))
+    yield root / ".." / root.name / "train" / ".."
+    (place / "link").symlink_to(root)
+    yield place / "link"
+    (place / "parts").mkdir()
+    for path in root.iterdir():
+        (place / "parts" / path.name).symlink_to(path)
+    yield place / "parts"
+    for split in ("train", "val"):
+        (place / "classes" / split).mkdir(parents=True)
+        for folder in (root / split).iterdir():
+            (place / "classes" / split / folder.name).symlink_to(folder)
+    (place / "classes" / "quarantine.json").symlink_to(root / "quarantine.json")
+    yield place / "classes"
+
+
+@pytest.mark.parametrize("kind", ["folder", "webdataset", "tfrecord"])
+def test_it_is_the_same_cache_however_the_data_is_named(
+    pictures: Path, tmp_path: Path, kind: Format, monkeypatch: pytest.MonkeyPatch, capfd
+):
+    root = tmp_path / "the data é"
+    shutil.copytree(pictures, root)
+    (root / "val" / "class1" / "004.jpg").write_bytes(BAD["half a jpeg"])
+    if kind != "folder":
+        settings = Settings(format=kind, resize=None, quality=None, shard_size=30_000)
+        prepare(root, root := tmp_path / "shards", settings, subset=True)
+    verify(root)
+    place = tmp_path / "place"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    for spelling in _spellings(place, root):
+        if kind != "folder" and spelling.name == "classes":
+            continue
+        fill_caches(spelling, tmp_path / "cache", SIDE, 1)
+        told = capfd.readouterr().err
+        assert told.count("will take about") == (2 if spelling == root else 0), spelling
+        assert "of other pictures" not in told, spelling
+        gc.collect()
+    shutil.copytree(root, tmp_path / "copy")
+    fill_caches(tmp_path / "copy", tmp_path / "cache", SIDE, 1)
+    assert "is of other pictures: it is made anew" in capfd.readouterr().err
 
 
 def _another_picture(root: Path, folder: Path) -> None:

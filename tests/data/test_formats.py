@@ -181,7 +181,10 @@ def test_many_threads_read_from_few_open_files(roots: dict[str, Path], name: str
 def test_shards_are_the_same_bytes_when_they_are_made_again(roots: dict[str, Path], tmp_path: Path):
     to_shards(roots["folder"], tmp_path)
     for name in FORMATS[1:]:
-        ours, theirs = ({p.name: p.read_bytes() for p in root.iterdir()} for root in (roots[name], tmp_path / name))
+        ours, theirs = (
+            {path.name: path.read_bytes() for path in root.iterdir() if path.suffix != ".index"}  # which holds times
+            for root in (roots[name], tmp_path / name)
+        )
         assert ours == theirs
         assert len([file for file in ours if file.startswith("train-") and not file.endswith(".idx")]) > 10
 

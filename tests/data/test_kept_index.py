@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import multiprocessing
 import os
 import random
@@ -14,9 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from imagenet_fast.data.formats import kept_index
 from imagenet_fast.data.formats.kept_index import Index, Kind, keep_index, stamps_of
 from imagenet_fast.data.formats.making_shards import Sample, write_records, write_tar
-from imagenet_fast.data.imagefolder import scan_training
+from imagenet_fast.data.imagefolder import check_folders, check_validation, scan_training, scan_validation
 from imagenet_fast.data.recognising import open_training
 from imagenet_fast.errors import UserError
 
@@ -199,3 +202,93 @@ def test_a_listing_is_remembered_until_a_folder_changes(tmp_path: Path):
         told = [str(Path(train.name(i)).relative_to(tmp_path / "train").with_suffix("")) for i in range(len(train))]
         assert told[: len(names)] == names
         assert [train.classes[label] for label in train.labels] == [name.split("/")[0] for name in told]
+
+
+def put(folder: Path, *names: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / name).touch()
+
+
+def times(root: Path) -> dict[Path, tuple[int, int]]:
+    return {path: (path.stat().st_atime_ns, path.stat().st_mtime_ns) for path in [root, *root.rglob("*")]}
+
+
+def test_a_copy_that_is_completed_with_its_old_times_is_listed_again(tmp_path: Path):
+    """As rsync -a does it: the times of folders are those of the source, whatever came into them since."""
+    root = tmp_path / "data"
+    for split in ("train", "val"):
+        for name in ("cat", "dog"):
+            put(root / split / name, "1.jpg", "2.jpg")
+    before = times(root)
+    assert len(scan_training(root)) == 4
+    put(root / "train/cat", "3.jpg", "4.jpg")
+    for path, old in before.items():
+        os.utime(path, ns=old)
+    assert len(scan_training(root)) == 6
+
+
+def test_a_shard_that_is_changed_in_place_with_its_old_time_is_read_again(tmp_path: Path):
+    write_tar(tmp_path / "train-0.tar", [(0, Sample("a.jpg", b"picture", 0))])
+    shard = tmp_path / "train-0.tar"
+    assert open_training(tmp_path).labels.tolist() == [0]
+    old = shard.stat()
+    content = shard.read_bytes()
+    write_tar(tmp_path / "other.tar", [(0, Sample("a.jpg", b"picture", 3))])
+    shard.write_bytes((tmp_path / "other.tar").read_bytes())
+    assert shard.stat().st_size == len(content)
+    os.utime(shard, ns=(old.st_atime_ns, old.st_mtime_ns))
+    (tmp_path / "other.tar").unlink()
+    assert open_training(tmp_path).labels.tolist() == [3]
+
+
+def test_a_file_system_whose_times_lie_is_found_out_by_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Some that lie over a network give every folder the same time."""
+    root = tmp_path / "data"
+    for split in ("train", "val"):
+        put(root / split / "cat", "1.jpg", "2.jpg")
+    monkeypatch.setattr(kept_index, "stamp_of", lambda name, stat: (name, 0, 0, 0))
+    assert len(scan_training(root)) == len(scan_validation(root)) == 2
+    check_folders(root)
+    assert capsys.readouterr().err == ""
+    put(root / "train/cat", "3.jpg")
+    (root / "val/cat/1.jpg").unlink()
+    check_folders(root)  # as every start does
+    said = capsys.readouterr().err
+    assert f"{root / NAME} is of 2 files in cat, where there are 3; it is made anew" in said
+    assert "is of 2 files in cat, where there are 1; it is made anew" in said
+    assert (len(scan_training(root)), len(scan_validation(root))) == (3, 1)
+    check_validation(root)
+    check_folders(root)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_wrong_index_that_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    root = tmp_path / "data"
+    for split in ("train", "val"):
+        put(root / split / "cat", "1.jpg")
+    monkeypatch.setattr(kept_index, "stamp_of", lambda name, stat: (name, 0, 0, 0))
+    scan_training(root)
+    put(root / "train/cat", "2.jpg")
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(
+        UserError, match=r"train.index is of 1 files in cat, where there are 2, and it cannot be removed .*; remove it"
+    ):
+        check_folders(root)
+
+
+def test_an_index_of_before_is_made_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Of version 1, whose stamps had no times of changes."""
+    (tmp_path / "a.data").touch()
+    stat = (tmp_path / "a.data").stat()
+    about = {"version": 1, "kind": "test", "stamps": [["a.data", 0, stat.st_mtime_ns]]}
+    with (tmp_path / NAME).open("wb") as file:
+        np.savez(file, about=np.frombuffer(json.dumps(about).encode(), np.uint8), numbers=np.full(100, 7))
+    assert kept(tmp_path, fill=2) == kept(tmp_path, fill=3) == [2] * 100
+    assert f"{tmp_path / NAME} is of another format or version; it is made anew" in capsys.readouterr().err

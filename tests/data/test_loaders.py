@@ -13,14 +13,18 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from imagenet_fast.data import dali
 from imagenet_fast.data.dataset import Dataset, open_dataset, open_loader
+from imagenet_fast.data.decoding import Portable, decode
 from imagenet_fast.data.imagefolder import scan_training
 from imagenet_fast.data.order import TrainOrder
+from imagenet_fast.data.verifying.verification import verify
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_settings import ImageData, SyntheticData
 from imagenet_fast.recipe.reading import parse_recipe
 from tests.conftest import tables
+from tests.data.encoded import NOT_PILS, PICTURES
 
 ALONE = Batching(ranks=1, micro_batch=8, accumulation=1)
 CPU = torch.device("cpu")
@@ -205,6 +209,66 @@ def test_a_missing_dali_is_named_with_the_way_round(pictures: Path, monkeypatch:
     monkeypatch.setitem(__import__("sys").modules, "nvidia.dali", None)
     with pytest.raises(UserError, match=r"DALI is not installed; .* --set data.loader=folder"):
         opened(pictures, "dali")
+
+
+def folder_of(root: Path, contents: dict[str, bytes], copies: int = 1) -> Path:
+    for split in ("train", "val"):
+        (root / split / "all").mkdir(parents=True)
+        for name, content in contents.items():
+            for copy in range(copies):
+                (root / split / "all" / f"{name} {copy}.jpg").write_bytes(content)
+    return root
+
+
+@pytest.mark.parametrize("on_bad_image", ["fail", "skip"])
+def test_both_loaders_and_verify_agree_on_what_can_be_read(tmp_path: Path, on_bad_image: str):
+    everything = {**PICTURES, **NOT_PILS}
+    root = folder_of(tmp_path, everything)
+    assert not verify(root).bad
+    shown = []
+    for loader in ("dali", "folder"):
+        train = opened(root, loader, augment=False, on_bad_image=on_bad_image).train
+        shown.append(collect(train, 2 * (len(everything) // 8))[0])
+    assert (shown[0] - shown[1]).abs().mean((1, 2, 3)).max() < 0.05
+
+
+@pytest.mark.parametrize("augment", [True, False])
+def test_dali_is_given_pixels_of_what_it_cannot_decode(
+    tmp_path: Path, augment: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """Whatever that is: here nothing is found out about it beforehand."""
+    root = folder_of(tmp_path, {name: PICTURES[name] for name in ("jpeg", "png", "a wrong sum of pixels", "gif")}, 4)
+    expected, _ = collect(opened(root, "dali", augment=augment).train, 12)
+    assert "warning" not in capfd.readouterr().err
+    monkeypatch.setattr(dali, "portable", lambda encoded: Portable(encoded, *decode(encoded).shape[:2]))
+    images, _ = collect(opened(root, "dali", augment=augment).train, 12)
+    told = capfd.readouterr().err.count("warning: DALI cannot decode a picture that others can")
+    assert 1 <= told <= 4, "not again in every epoch"
+    assert (images - expected).abs().mean((1, 2, 3)).max() < 0.03
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (
+            "Error in mixed operator: CUDA out of memory\nmore",
+            "DALI found no memory left on the machine (Error in mixed",
+        ),
+        ("std::bad_alloc", "(std::bad_alloc); take a smaller data.prefetch (2 now) or fewer images a batch"),
+        ("CUDA runtime API error cudaErrorECCUncorrectable (214)", "DALI cannot use the GPU (CUDA runtime API error"),
+    ],
+)
+def test_what_is_no_fault_of_a_picture_is_told_as_what_it_is(
+    pictures: Path, error: str, told: str, monkeypatch: pytest.MonkeyPatch
+):
+    def run(*_: object) -> None:
+        raise RuntimeError(error)
+
+    train = opened(pictures, "dali").train
+    monkeypatch.setattr("nvidia.dali.Pipeline.run", run)
+    with pytest.raises(UserError) as refusal:
+        collect(train, 1)
+    assert told in str(refusal.value)
 
 
 RefusedFolder = Callable[[Path], None]

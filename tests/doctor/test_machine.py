@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from typer.main import get_command
 
+from imagenet_fast import doctor
+from imagenet_fast.cli import app
 from imagenet_fast.doctor import machine
 from imagenet_fast.doctor.findings import Finding
+from imagenet_fast.doctor.loaders import try_loaders
+from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.schema import Timeout
 
 
@@ -64,6 +72,127 @@ def test_a_driver_without_a_torch_for_it_fails(
     driver: str | None, cuda: str | None, state: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setattr("torch.version.cuda", cuda)
-    (found,) = machine._graphics(driver)
+    (found,) = machine._graphics(machine._Driver(driver))
     assert found.state == state
+
+
+def fake_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch, mode: int = 0o755) -> None:
+    """An nvidia-smi, the only program there is, on a machine on which torch sees no GPU."""
+    folder.mkdir(exist_ok=True)
+    (folder / "nvidia-smi").write_text(script)
+    (folder / "nvidia-smi").chmod(mode)
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+
+
+SMI = {
+    "fails": ("#!/bin/sh\necho 'cannot talk to the driver'\nexit 9\n", 0o755, "exit code 9 ('cannot talk to the"),
+    "silent": ("#!/bin/sh\nexit 0\n", 0o755, "names no driver (it says nothing)"),
+    "garbage": ("#!/bin/sh\nprintf 'No devices \\377 found\\n'\n", 0o755, "names no driver ('No devices"),
+    "dies": ("#!/bin/sh\nkill -9 $$\n", 0o755, "was killed by SIGKILL"),
+    "hangs": ("#!/bin/sh\nexec /bin/sleep 600\n", 0o755, "does not answer within 0.5 s"),
+    "no-program": ("no program\n", 0o755, "cannot be executed (Exec format error)"),
+    "no-interpreter": ("#!/none/sh\n", 0o755, "cannot be executed (No such file"),
+    "no-right": ("#!/bin/sh\n", 0o644, "cannot be executed (Permission denied)"),
+}
+
+
+@pytest.mark.parametrize(("script", "mode", "said"), SMI.values(), ids=SMI.keys())
+def test_a_broken_nvidia_smi_is_a_finding(
+    script: str, mode: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(machine, "_SMI_S", 0.5)
+    fake_smi(tmp_path / "bin", script, monkeypatch, mode)
+    findings = machine.examine(None, tmp_path, 1, Timeout())
+    found = found_by("nvidia-smi", findings)
+    assert said in found.said
+    assert (found.state, bool(found.fix)) == ("fail", True)
+    assert not [finding for finding in findings if finding.about == "GPU"]  # least of all that there is none
+
+
+def test_a_broken_nvidia_smi_is_only_doubtful_where_torch_sees_gpus(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    card = SimpleNamespace(name="H100", total_memory=80 * 2**30)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda number: card)
+    found = list(machine._graphics(machine._Driver(trouble="does not answer")))
+    assert [(f.about, f.state) for f in found] == [("nvidia-smi", "warn"), ("GPU 0", "ok")]
+
+
+def test_gpus_that_nvml_counts_and_cuda_does_not_start_on_fail(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    for driver in (machine._Driver(), machine._Driver("570.1")):
+        (found,) = machine._graphics(driver)
+        assert (found.about, found.state) == ("GPU", "fail")
+        assert "8" in found.said
+
+
+def test_a_gpu_that_does_not_answer_fails_and_the_others_are_told(monkeypatch: pytest.MonkeyPatch):
+    def properties(number: int) -> SimpleNamespace:
+        if number == 0:
+            raise RuntimeError("CUDA error: unspecified launch failure\nmore")
+        return SimpleNamespace(name="H100", total_memory=80 * 2**30)
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_properties", properties)
+    first, second = machine._graphics(machine._Driver("580.1"))
+    assert (first.about, first.state, second.about, second.state) == ("GPU 0", "fail", "GPU 1", "ok")
+    assert "unspecified launch failure" in first.said
+
+
+def test_cuda_without_a_device_is_not_passed_over(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    (found,) = machine._graphics(machine._Driver("580.1"))
+    assert (found.about, found.state) == ("GPU", "fail")
+
+
+def test_a_class_without_a_picture_in_val_is_doubtful(tmp_path: Path):
+    for place in ("train/a", "train/b", "train/c", "val/a"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "x.png").write_bytes(b"")
+    found = found_by("data", machine.examine(tmp_path, tmp_path, 1, Timeout()))
+    assert (found.state, bool(found.fix)) == ("warn", True)
+    assert "val has no pictures of 2 of the 3 classes, the first 'b'" in found.said
+
+
+def test_a_place_for_runs_that_cannot_be_one_fails(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    for out in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / "link", tmp_path / ("x" * 300)):
+        found = found_by("runs", machine.examine(None, out, 1, Timeout()))
+        assert (found.state, found.fix) == ("fail", "choose another --out"), found
+    found = found_by("runs", machine.examine(None, Path("/proc/runs"), 1, Timeout()))
+    assert found.state == "fail"  # root may write there, and cannot
+
+
+def test_advice_names_options_that_doctor_has_or_says_whose_they_are(
+    tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of every finding that can be brought about here, and of every fix that is written in the code."""
+    own = {option for parameter in get_command(app).commands["doctor"].params for option in parameter.opts}  # type: ignore[attr-defined]
+    sentences = [
+        node.value
+        for path in Path(doctor.__file__).parent.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    for split in ("train", "val"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        (tmp_path / split / "a" / "bad.jpg").write_bytes(b"no picture")
+    sentences += [f"{found.said}; {found.fix}" for found in try_loaders(tmp_path, 1, seconds=0)]
+    monkeypatch.setattr("imagenet_fast.doctor.loaders.measure", refuse_dali)
+    sentences += [f"{found.said}; {found.fix}" for found in try_loaders(pictures, 1, seconds=0)]
+    for sentence in sentences:
+        for option in re.finditer(r"(?<!^)--[a-z][a-z-]*", sentence):  # at the start of a word for a program
+            others = re.search(r"\b(train|container)\b", sentence[: option.start()])
+            assert option[0] in own or others, sentence
+
+
+def refuse_dali(*of: object) -> None:
+    raise UserError("DALI cannot be used here; install it, or --set data.loader=folder")

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 
@@ -75,12 +76,16 @@ def start(out: Path, *arguments: str, job: Sequence[str] = SMALL) -> Running:
 
 def start_any(out: Path, *arguments: str) -> Running:
     """What it prints goes to a file beside ``out``."""
-    command = [*COMMAND, "train", "--out", str(out), *arguments]
-    log = (out.parent / f"{out.name}.log").open("a")
-    with log:
+    return start_logged(out, out.parent / f"{out.name}.log", "--out", str(out), *arguments)
+
+
+def start_logged(out: Path, log: Path, *arguments: str) -> Running:
+    """Start the command in a session of its own; what it prints is added to ``log``."""
+    with log.open("a") as file:
         process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, text=True, env=environment(), start_new_session=True
-        )
+            [*COMMAND, "train", *arguments],
+            stdout=file, stderr=subprocess.STDOUT, text=True, env=environment(), start_new_session=True,
+        )  # fmt: skip
     return Running(process, out)
 
 
@@ -93,6 +98,22 @@ def train(out: Path, *arguments: str, job: Sequence[str] = SMALL) -> str:
 
 def digest(out: Path) -> str:
     return sha256((out / "checkpoints" / "final.safetensors").read_bytes()).hexdigest()[:16]
+
+
+def folder_of_commit(out: Path) -> Path:
+    """Make the directory in ``out`` for what is measured at this commit."""
+    commit = subprocess.check_output(("git", "rev-parse", "--short", "HEAD"), cwd=Path(__file__).parent, text=True)
+    folder = out / commit.strip()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def kept_row(path: Path, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Read the row of results in ``path``, or measure it now and write it there."""
+    if not path.exists():
+        path.write_text(json.dumps(measure(), indent=1))
+    row: dict[str, Any] = json.loads(path.read_text())
+    return row
 
 
 def kill_at(

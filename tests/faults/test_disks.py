@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import make_pictures
-from tests.e2e.command import outcome_of, wait_for
-from tests.faults.jobs import Running, start, start_any, train
+from tests.e2e.command import events_of, outcome_of, wait_for
+from tests.faults.jobs import Running, digest, start, start_any, train
 
 pytestmark = pytest.mark.long
 
@@ -49,29 +49,57 @@ def said(running: Running) -> str:
     return log
 
 
+def checkpoint_mebibytes(run: Path) -> float:
+    checkpoint = next((run / "checkpoints").glob("step-*"))
+    return sum(file.stat().st_size for file in checkpoint.iterdir()) / 2**20
+
+
+def steps_of(run: Path) -> list[int]:
+    return [event["step"] for event in events_of(run, "train")]
+
+
 @pytest.mark.usefixtures("root")
-def test_a_disk_that_fills_up_or_becomes_read_only_ends_the_run_in_words_and_it_goes_on(tmp_path: Path):
+def test_a_disk_that_fills_up_or_becomes_read_only_ends_no_training_and_it_goes_on(tmp_path: Path):
     undisturbed = train(tmp_path / "undisturbed", *FUSED)
-    checkpoint = next((tmp_path / "undisturbed" / "checkpoints").glob("step-*"))
-    mebibytes = sum(file.stat().st_size for file in checkpoint.iterdir()) / 2**20
+    mebibytes = checkpoint_mebibytes(tmp_path / "undisturbed")
     disk = tmp_path / "disk"
     with small_disk(disk, int(1.5 * mebibytes) + 4):
         out = disk / "run"
         log = said(start(out, *FUSED))
-        assert "the checkpoint of step 8 failed: rank 0 on " in log
-        assert "(No space left on device); free space there, then resume from step-00000004" in log
+        assert "warning: the checkpoint of step 8 failed: rank 0 on " in log
+        assert "(No space left on device); free space there; training goes on, and it is tried again" in log
         assert [path.name for path in (out / "checkpoints").glob("step-*")] == ["step-00000004"]
+        assert steps_of(out) == list(range(1, 21))
         assert outcome_of(out)["status"] == "failed"
-        assert "No space left on device" in outcome_of(out)["message"]
+        assert outcome_of(out)["message"].startswith("trained to the end, but the checkpoint of step 20 failed: rank ")
+        assert outcome_of(out)["message"].endswith("; free space there, then resume from step-00000004")
+        assert digest(out) == undisturbed
 
         subprocess.run(["mount", "-o", f"remount,size={int(8 * mebibytes) + 64}m", disk], check=True)
         running = start(out, *FUSED)
-        wait_for(lambda: '"event": "resume"' in (out / "events.jsonl").read_text())
+        wait_for(lambda: bool(events_of(out, "resume")) and running.step > 4)
         with read_only(out / "checkpoints"):
-            assert "cannot be written (Read-only file system); make it writable, then resume" in said(running)
+            log = said(running)
+            assert "cannot be written (Read-only file system); make it writable; training goes on" in log
+            assert f"failed: trained to the end, but {out}/checkpoints/final.safetensors cannot be written (" in log
             log = said(start(out, *FUSED))
             assert f"{out}/checkpoints cannot be written (Read-only file system); make it writable" in log
         assert train(out, *FUSED) == undisturbed
+
+
+@pytest.mark.usefixtures("root")
+def test_on_a_full_disk_checkpoints_that_need_not_stay_make_room_for_the_next(tmp_path: Path):
+    undisturbed = train(tmp_path / "undisturbed", *FUSED)
+    disk = tmp_path / "disk"
+    with small_disk(disk, int(2.6 * checkpoint_mebibytes(tmp_path / "undisturbed")) + 4):
+        running = start(disk / "run", *FUSED)
+        assert running.ended(240) == 0
+        log = (disk / "run.log").read_text()
+        assert "Traceback" not in log
+        assert "(No space left on device); free space there; training goes on, and it is tried again" in log
+        assert digest(disk / "run") == undisturbed
+        assert (disk / "run" / "checkpoints" / "step-00000020" / "manifest.json").exists()
+        assert steps_of(disk / "run") == list(range(1, 21))
 
 
 def test_pictures_that_are_removed_while_it_trains_are_named(tmp_path: Path):

@@ -39,7 +39,7 @@ def sparsely_trained(device: torch.device) -> Tensor:
         if device.type == "cuda":
             with torch.cuda.stream(engine._topology.channel((), "packing")._stream):
                 torch.cuda._sleep(10**7)
-        pool.finish()
+        pool.end_backward()
         for elements in range(1, 17):
             torch.full((elements,), 1e9 * step, device=device)
         pool.update(lambda params, elements=None: optimizer.step(2.0**-7, params, None, elements))

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from imagenet_fast.bench.bandwidth import measure
 from tests.spawning import run
@@ -17,25 +16,8 @@ from tests.sync import test_contract as contract
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU on this machine"),
+    pytest.mark.usefixtures("two_ranks"),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _two_ranks() -> None:
-    """Skips, in NCCL's own words, where two ranks may not share the GPU there is."""
-    try:
-        assert run(2, _sum_of_ranks, backend="nccl") == [1, 1]
-    except AssertionError as failure:
-        if torch.cuda.device_count() > 1 or "DistBackendError" not in str(failure):
-            raise
-        version = ".".join(map(str, torch.cuda.nccl.version()))
-        pytest.skip(f"NCCL {version} refuses two ranks on one GPU: {str(failure).strip().splitlines()[-1]}")
-
-
-def _sum_of_ranks() -> int:
-    total = torch.tensor(dist.get_rank())
-    dist.all_reduce(total)
-    return int(total)
 
 
 def test_engines_keep_their_contract():

@@ -43,6 +43,7 @@ NAMES = (
 IMAGE = "registry.example:5000/imagenet-fast@sha256:0a"
 SLURM = ("slurm", "--nodes", "2", "--out", "/runs/a")
 K8S = ("k8s", "--nodes", "2", "--image", IMAGE, "--run-claim", "runs")
+PYTORCHJOB = (*K8S, "--kind", "pytorchjob")
 SSH = ("ssh", "--hosts", "a,me@b", "--out", "/runs/a")
 
 FAKES = {
@@ -113,7 +114,19 @@ def documents(text: str) -> list[dict[str, Any]]:
 
 
 def pod(manifest: dict[str, Any], kind: str = "Master") -> dict[str, Any]:
-    spec: dict[str, Any] = manifest["spec"]["pytorchReplicaSpecs"][kind]["template"]["spec"]
+    """The spec of a JobSet's pods, or of a PyTorchJob's of that kind."""
+    if manifest["kind"] == "JobSet":
+        spec: dict[str, Any] = indexed_job(manifest)["template"]["spec"]
+    else:
+        spec = manifest["spec"]["pytorchReplicaSpecs"][kind]["template"]["spec"]
+    return spec
+
+
+def indexed_job(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The spec of the one Job of a JobSet."""
+    (job,) = manifest["spec"]["replicatedJobs"]
+    assert (job["name"], job["replicas"]) == ("workers", 1)
+    spec: dict[str, Any] = job["template"]["spec"]
     return spec
 
 
@@ -125,8 +138,9 @@ def pod_words(manifest: dict[str, Any], **environment: str) -> list[str]:
         known.sub(lambda found: "$" if found[0] == "$$" else environment.get(found[1], found[0]), word)
         for word in container["command"]
     ]
-    assert words[:6] == ["env", "-u", "RANK", "-u", "WORLD_SIZE", "imagenet-fast"]
-    return words[6:]
+    before = ["env", "-u", "RANK", "-u", "WORLD_SIZE"] if manifest["kind"] == "PyTorchJob" else []
+    assert words[: len(before) + 1] == [*before, "imagenet-fast"]
+    return words[len(before) + 1 :]
 
 
 def hostile_recipe(folder: Path, name: str) -> Path:
@@ -181,10 +195,16 @@ def test_scripts_hand_on_every_name_as_it_is_and_shells_find_nothing_wrong(tmp_p
     assert (checked.returncode, checked.stdout) == (0, "")
 
 
-def test_manifests_hand_on_every_name_and_recipe_as_it_is(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("kind", "first"),
+    [(K8S, "imagenet-fast-job-workers-0-0.imagenet-fast-job:29400"), (PYTORCHJOB, "x-master-0:29400")],
+    ids=["jobset", "pytorchjob"],
+)
+def test_manifests_hand_on_every_name_and_recipe_as_it_is(tmp_path: Path, kind: tuple[str, ...], first: str):
     for number, name in enumerate(NAMES):
         recipe = hostile_recipe(tmp_path, name)
-        text = launch(*K8S, "--recipe", str(recipe), "--out", f"/runs/{name}", "--set", f"seed={number}")
+        named = ("--recipe", str(recipe), "--out", f"/runs/{name}", "--name", "imagenet-fast-job")
+        text = launch(*kind, *named, "--set", f"seed={number}")
         config, manifest = documents(text)
         asked = parsed(pod_words(manifest, MASTER_ADDR="x-master-0"))
         (file, toml), *others = config["data"].items()
@@ -192,13 +212,80 @@ def test_manifests_hand_on_every_name_and_recipe_as_it_is(tmp_path: Path):
         assert (asked["recipe"], toml) == (f"/recipes/{file}", recipe.read_text())
         assert re.fullmatch(r"[-._a-zA-Z0-9]+", file)
         assert (str(asked["out"]), asked["overrides"]) == (f"/runs/{name}", [f"seed={number}"])
-        assert (asked["nproc"], asked["nodes"], asked["rdzv_endpoint"]) == (1, "2", "x-master-0:29400")
+        assert (asked["nproc"], asked["nodes"], asked["rdzv_endpoint"]) == (1, "2", first)
+
+
+def test_a_jobset_has_a_pod_a_node_and_they_meet_at_the_first_by_the_name_that_its_service_has():
+    text = launch(
+        *K8S, "--recipe", "resnet50-512gpu", "--nodes", "64", "--data-claim", "imagenet", "--namespace", "vision",
+        "--port", "1234", "--time", "2-12",
+    )  # fmt: skip
+    (manifest,) = documents(text)
+    assert text.startswith("# recipe written for 512 ranks: 512 ranks, micro-batch 128, 1 accumulation step\n")
+    assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert manifest["metadata"] == {"name": "resnet50-512gpu", "namespace": "vision"}
+    assert manifest["spec"]["network"] == {"enableDNSHostnames": True}
+    job = indexed_job(manifest)
+    assert (job["completionMode"], job["completions"], job["parallelism"]) == ("Indexed", 64, 64)
+    assert (job["backoffLimit"], job["activeDeadlineSeconds"]) == (640, 216_000)
+    assert (pod(manifest)["restartPolicy"], pod(manifest)["terminationGracePeriodSeconds"]) == ("Never", 60)
+    (container,) = pod(manifest)["containers"]
+    assert container["ports"] == [{"containerPort": 1234}]
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+    asked = parsed(pod_words(manifest))
+    assert (asked["recipe"], str(asked["data"]), str(asked["out"])) == (
+        "resnet50-512gpu",
+        "/data",
+        "/runs/resnet50-512gpu",
+    )
+    first = "resnet50-512gpu-workers-0-0.resnet50-512gpu:1234"
+    assert (asked["nodes"], asked["nproc"], asked["rdzv_endpoint"]) == ("64", 8, first)
+    (old,) = documents(launch(*PYTORCHJOB, "--recipe", "resnet50-512gpu", "--nodes", "64", "--data-claim", "imagenet"))
+    assert pod(manifest)["volumes"] == pod(old)["volumes"]
+    assert container["volumeMounts"] == pod(old)["containers"][0]["volumeMounts"]
+
+
+def decided(job: dict[str, Any], code: int, *conditions: str) -> str:
+    """What a Job does about a pod that ended so, by the first rule that matches, as Kubernetes documents it."""
+    for rule in job["podFailurePolicy"]["rules"]:
+        assert ("onExitCodes" in rule) != ("onPodConditions" in rule)
+        by_code = rule.get("onExitCodes")
+        if by_code is not None:
+            assert by_code["operator"] == "In"
+            assert by_code["containerName"] in {
+                container["name"] for container in job["template"]["spec"]["containers"]
+            }
+            assert 0 not in by_code["values"] == sorted(set(by_code["values"]))
+            if code in by_code["values"]:
+                return str(rule["action"])
+        for pattern in rule.get("onPodConditions", ()):
+            assert pattern["status"] == "True"  # as text: JobSet's schema refuses its absence, and a boolean
+            if pattern["type"] in conditions:
+                return str(rule["action"])
+    return "Count"
+
+
+def test_a_run_short_of_its_target_is_not_started_again_and_a_stop_or_an_eviction_does_not_count():
+    (manifest,) = documents(launch(*K8S, "--recipe", "smoke"))
+    job = indexed_job(manifest)
+    assert pod(manifest)["restartPolicy"] == "Never"  # or Kubernetes refuses the policy
+    assert decided(job, 3) == "FailJob"
+    assert decided(job, 4) == "Ignore"
+    assert [decided(job, code, "DisruptionTarget") for code in (1, 2, 137, 143)] == ["Ignore"] * 4
+    assert [decided(job, code) for code in (1, 2, 137)] == ["Count"] * 3  # 2: the others may have come too late
+    assert "failurePolicy" not in manifest["spec"]  # or JobSet would begin again where the Job has failed
+
+
+def test_names_of_pods_fit_where_the_name_of_the_job_is_as_long_as_may_be():
+    (manifest,) = documents(launch(*K8S, "--recipe", "smoke", "--name", "a" * 40, "--nodes", "2"))
+    (job,) = manifest["spec"]["replicatedJobs"]
+    assert len(f"{manifest['metadata']['name']}-{job['name']}-0-9999-abcde") <= 63
 
 
 def test_a_pytorchjob_has_a_pod_a_node_with_its_gpus_memory_volumes_and_time_to_save():
     text = launch(
-        *K8S, "--recipe", "resnet50-512gpu", "--nodes", "64", "--data-claim", "imagenet", "--namespace", "vision",
-        "--port", "1234", "--time", "2-12",
+        *PYTORCHJOB, "--recipe", "resnet50-512gpu", "--nodes", "64", "--data-claim", "imagenet", "--namespace",
+        "vision", "--port", "1234", "--time", "2-12",
     )  # fmt: skip
     (manifest,) = documents(text)
     assert text.startswith("# recipe written for 512 ranks: 512 ranks, micro-batch 128, 1 accumulation step\n")
@@ -230,11 +317,12 @@ def test_a_pytorchjob_has_a_pod_a_node_with_its_gpus_memory_volumes_and_time_to_
 
 
 def test_one_pod_meets_nobody_and_a_pod_without_gpus_asks_for_none():
-    (manifest,) = documents(launch(*K8S, "--recipe", "smoke", "--nodes", "1", "--no-gpus"))
+    for kind in (K8S, PYTORCHJOB):
+        (manifest,) = documents(launch(*kind, "--recipe", "smoke", "--nodes", "1", "--no-gpus"))
+        assert "resources" not in pod(manifest)["containers"][0]
+        asked = parsed(pod_words(manifest))
+        assert (asked["nodes"], asked["nproc"], asked["rdzv_endpoint"]) == (None, 2, None)
     assert list(manifest["spec"]["pytorchReplicaSpecs"]) == ["Master"]
-    assert "resources" not in pod(manifest)["containers"][0]
-    asked = parsed(pod_words(manifest))
-    assert (asked["nodes"], asked["nproc"], asked["rdzv_endpoint"]) == (None, 2, None)
 
 
 @pytest.mark.parametrize(

@@ -157,11 +157,13 @@ def test_a_host_that_cannot_be_reached_is_named_in_time(network: Hosts):
     assert "at node1:29400 within 1 s: connection refused; start the same command on that host" in refused
 
 
-def introduced(place: Place, agreed: dict[str, Any], port: int, patience_s: float = 20.0) -> str | None:
+def introduced(
+    place: Place, agreed: dict[str, Any], port: int, patience_s: float = 20.0, device: str = "cpu"
+) -> str | None:
     """The interface that is settled upon, by ranks of a torchrun of the user's own at node0."""
     os.environ |= {"MASTER_ADDR": "node0", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(place.rank), "WORLD_SIZE": str(place.size)}
-    store = introduce(place, agreed, timedelta(seconds=patience_s))
+    store = introduce(place, agreed, timedelta(seconds=patience_s), device)
     time.sleep(0.5)
     del store  # of which rank 0 holds the other end
     return os.environ.get("GLOO_SOCKET_IFNAME")
@@ -184,6 +186,15 @@ def test_ranks_that_were_told_different_things_refuse_each_other_with_the_keys(n
     assert set(said(answers)) == {
         "rank 0 (node0) and rank 2 (node2) were told different things: epochs is 3 and 4, optim.lr is 1.0 and 2.0, "
         "optim.nesterov is unset and true; give every node the same command"
+    }
+
+
+def test_ranks_with_a_gpu_and_without_refuse_each_other(network: Hosts):
+    devices = ["cuda", "cuda", "cpu"]
+    answers = network.call([(n, introduced, (Place(n, 3, 0, 1), {}, 29416, 20.0, devices[n])) for n in range(3)])
+    assert set(said(answers)) == {
+        "ranks compute on devices of one type, but rank 0 (node0) on cuda and rank 2 (node2) on cpu; run "
+        "`imagenet-fast doctor` on both nodes, or set CUDA_VISIBLE_DEVICES= on every node to train on CPUs"
     }
 
 
@@ -219,3 +230,11 @@ def test_ranks_that_cannot_connect_all_end_at_once(network: Hosts):
     assert found_out
     assert all("could not connect to the others" in s and "set GLOO_SOCKET_IFNAME" in s for s in found_out)
     assert all(answer == 2 for answer in answers if not isinstance(answer, UserError)), answers
+
+
+def test_a_name_that_leads_here_only_after_a_while_is_waited_for(monkeypatch: pytest.MonkeyPatch):
+    """As a pod's that has just been made: its name leads nowhere at first, or to the pod before it."""
+    answers = iter([False, False, True, True])
+    monkeypatch.setattr("imagenet_fast.launch.nodes.is_here", lambda host: next(answers))
+    with free_port() as port:
+        assert meet(parse_endpoint(f"127.0.0.1:{port}"), 1, 10.0).number == 0

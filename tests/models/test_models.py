@@ -45,6 +45,18 @@ def test_alexnet_with_batch_norm_is_nvidia_caffes():
     assert logits.shape == (2, 1000)
 
 
+def test_alexnet_with_batch_norm_begins_as_nvidia_caffes():
+    """The values of train_val2.prototxt, with which its LARC solvers train; fc6 and fc7 have others than the rest."""
+    torch.manual_seed(0)
+    model = build_model(NETWORKS["alexnet_bn"], 10)
+    layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    for number, layer in enumerate(layers):
+        hidden = number in (5, 6)
+        assert layer.bias is not None
+        assert (layer.bias == (0.1 if hidden else 0.01)).all()
+        assert layer.weight.std().item() == pytest.approx(0.005 if hidden else 0.01, rel=0.05)
+
+
 def test_a_zeroed_gamma_makes_residual_blocks_begin_as_identities():
     model = build_model(NETWORKS["resnet50"], 10)
     last = [m.bn3.weight for m in model.modules() if isinstance(m, torchvision.models.resnet.Bottleneck)]

@@ -120,3 +120,54 @@ def test_a_step_of_a_pipeline_that_was_cut_off_does_not_change_how_far_the_next_
             norm(batch)
     torch.testing.assert_close(norm.running_mean, 0.1 * batches.mean((0, 1)))
     assert norm.num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+def test_a_pipeline_takes_the_mean_over_all_batches_where_a_norm_has_no_momentum(micro_batches: int):
+    """Each batch counts as one, whatever it is cut into."""
+    norm = nn.BatchNorm1d(3, momentum=None).double()
+    statistics = PipelinedStatistics([norm], micro_batches)
+    batches = torch.randn(4, micro_batches, 8, 3, dtype=torch.float64) + torch.arange(4.0).view(4, 1, 1, 1)
+    for batch in batches:
+        statistics.begin()
+        for part in batch:
+            with statistics.forward():
+                norm(part)
+    torch.testing.assert_close(norm.running_mean, batches.mean((0, 1, 2)))
+    torch.testing.assert_close(norm.running_var, batches.var(2).mean((0, 1)))
+    assert norm.num_batches_tracked == 4
+    assert norm.momentum is None
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("cut_off", [1, 2, 2.5])
+def test_a_step_that_was_cut_off_between_its_micro_steps_leaves_no_trace(momentum: float | None, cut_off: float):
+    """In the statistics of either way to take a step; 2.5: in the third forward, when its first norm has moved."""
+    torch.manual_seed(0)
+
+    def moved(piped: bool, cut: bool) -> dict[str, Tensor]:
+        layers = nn.Sequential(nn.BatchNorm1d(3, momentum=momentum), nn.Linear(3, 3), nn.BatchNorm1d(3))
+        with torch.no_grad():
+            layers[1].weight.copy_(torch.eye(3))
+            layers[1].bias.zero_()
+        statistics: PipelinedStatistics | StepStatistics
+        statistics = PipelinedStatistics([layers], 3) if piped else StepStatistics(layers, 3)
+        inside = statistics.forward if isinstance(statistics, PipelinedStatistics) else statistics.micro_step
+        for number in range(3):
+            statistics.begin()
+            for part in torch.randn(3, 8, 3, generator=torch.Generator().manual_seed(number)):
+                with inside():
+                    layers(part)
+            if number == 1 and cut:
+                statistics.begin()
+                for _ in range(int(cut_off)):
+                    with inside():
+                        layers(torch.ones(8, 3))
+                if cut_off % 1:
+                    with pytest.raises(RuntimeError, match="mat1 and mat2"), inside():
+                        nn.Sequential(layers[0], nn.Linear(4, 4))(torch.ones(8, 3))
+        return dict(layers.named_buffers())
+
+    for piped in (True, False):
+        for name, buffer in moved(piped, cut=False).items():
+            assert torch.equal(moved(piped, cut=True)[name], buffer), (piped, name)

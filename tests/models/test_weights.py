@@ -221,6 +221,10 @@ MISFITS: dict[str, tuple[dict[str, Tensor | None], str]] = {
         HEADLESS | {"a": torch.zeros(1), "b": torch.zeros(1)},
         "fc.weight is missing, fc.bias is missing, a is not known to it and 1 more do not fit; give",
     ),
+    "a negative variance": (
+        {"layer1.0.bn1.running_var": torch.tensor([1.0] * 63 + [-0.5])},
+        "layer1.0.bn1.running_var in w.pth holds variances below 0; give other weights",
+    ),
     "NaN": ({"fc.bias": torch.full((10,), torch.nan)}, "fc.bias in w.pth holds values that are not finite; give"),
     "beyond fp32": ({"fc.bias": torch.full((10,), 1e300, dtype=torch.float64)}, "fc.bias in w.pth holds values th"),
     "whole numbers": ({"fc.bias": torch.zeros(10, dtype=torch.int8)}, "fc.bias in w.pth is torch.strided torch.int8"),

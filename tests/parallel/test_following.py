@@ -32,7 +32,7 @@ LARS: dict[str, Any] = {"kind": "lars", "lr": 0.1, "weight_decay": 1e-3, "trust_
 RULES: dict[str, dict[str, Any]] = {
     "sgd": {"optim": SGD},
     "lars": {"optim": LARS},
-    "larc": {"optim": {**LARS, "clip": True}},
+    "larc": {"optim": {**LARS, "clip": True, "biases": "scaled"}},
     "clipped": {"optim": SGD, "clip_norm": 0.05},
     "averaged": {"optim": LARS, "ema_decay": 0.7},
 }

@@ -146,7 +146,7 @@ def _piped(case: Case, pp: dist.ProcessGroup, dp: dist.ProcessGroup) -> Trained:
         images, labels = (t.chunk(dp.size())[dp.rank()] for t in case.batch(step, dp.size()))
         pool.zero_grad()
         loss = pipeline(images, labels)
-        pool.finish()
+        pool.end_backward()
         if not gradients and not case.engine.defers:
             gradients = {name: p.grad.clone() for name, p in part.named_parameters() if p.grad is not None}
         pool.update(partial(optimizer.step, case.lr))
@@ -240,7 +240,7 @@ class Noting(SyncEngine):
     def push(self, span: Span) -> None:
         self.left.append(len(self.passes))
 
-    def finish(self) -> SyncStats:
+    def finish(self, drop: bool = False) -> SyncStats:
         return SyncStats(None)
 
 
@@ -265,7 +265,7 @@ def _noted() -> tuple[list[tuple[Pass, int]], list[int], list[int]]:
     engine.passes.clear()
     pipeline(*case.batch(1, 1))
     left = list(engine.left)
-    pool.finish()
+    pool.end_backward()
     return engine.passes, held, left
 
 

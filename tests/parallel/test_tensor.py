@@ -101,7 +101,7 @@ def _counted() -> None:
         pools.zero_grad()
         own, _ = images_of("tiny", dist.get_rank(), pictures)
         model(own).sum().backward()
-        stats = pools.finish()
+        stats = pools.end_backward()
         sent = [transfer.traffic[0].sent_bytes for label, transfer in stats.transfers if label == "activations"]
         assert sent == [4 * pictures * units for units in (36, 12, 12, 36)], "forth and back, to one other rank"
         assert stats.sent_bytes > sum(sent), "gradients of the other layers"
@@ -149,7 +149,7 @@ def _overflow() -> None:
                 pools.zero_grad()
                 images, labels = images_of("tiny", dist.get_rank(), 2)
                 nn.functional.cross_entropy(model(images), labels).backward()
-                pools.finish()
+                pools.end_backward()
                 found = pools.found_inf
                 assert found is not None
                 assert found.item() == (step != 1)
@@ -180,7 +180,7 @@ def _frozen() -> None:
     batch, labels = images_of("tiny", 0, 8)
     place = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
     nn.functional.cross_entropy(model(batch[place]), labels[place]).backward()
-    pools.finish()
+    pools.end_backward()
     nn.functional.cross_entropy(whole(batch), labels).backward()
     expected = whole.classifier[1].weight.grad.chunk(2)[dist.get_rank() % 2]
     torch.testing.assert_close(model.classifier[1].weight.grad, expected, rtol=1e-5, atol=1e-7)

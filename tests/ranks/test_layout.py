@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from imagenet_fast.ranks.layout import lay_out
-from imagenet_fast.ranks.time_limit import patience
+from imagenet_fast.ranks.process_groups import patience
 from imagenet_fast.recipe.schema import Parallel
 from imagenet_fast.sync import AllReduceSync, attach
 from tests.spawning import run

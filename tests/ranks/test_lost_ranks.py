@@ -95,7 +95,7 @@ def _train(rank: int, engine: EngineSettings, parallel: Parallel, folder: Path) 
                     os._exit(9)
                 sync.zero_grad()
                 backpropagate()
-                sync.finish()
+                sync.end_backward()
                 sync.update(lambda *_: None)
         except RuntimeError as error:
             (folder / str(rank)).write_text(report_failure(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import re
 import signal
 import socket
@@ -22,11 +23,11 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 from imagenet_fast.errors import Fault
 from imagenet_fast.ranks import attendance, roll_call
 from imagenet_fast.ranks.attendance import Attendance, attending
-from imagenet_fast.ranks.flight_recorder import record_flights
+from imagenet_fast.ranks.flight_recorder import record_flights, write_flight_record
 from imagenet_fast.ranks.place import ranges
+from imagenet_fast.ranks.process_groups import SLACK_S, limit_groups
 from imagenet_fast.ranks.roll_call import leave_failure
 from imagenet_fast.ranks.stragglers import Stragglers, tell_slow
-from imagenet_fast.ranks.time_limit import SLACK_S, limit_groups
 from imagenet_fast.ranks.whereabouts import (
     Here,
     Phase,
@@ -256,6 +257,17 @@ def test_nccl_leaves_its_last_operations_in_the_run_unless_the_user_says_where(t
     assert given == own | {"TORCH_FR_DUMP_ON_TIMEOUT": "1", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     assert not (tmp_path / "other").exists()
     record_flights(Path("/proc/nowhere"), {})
+
+
+@pytest.mark.parametrize("used", ["_dump_nccl_trace", "_dump_fr_trace"])
+def test_what_is_left_is_the_record_of_the_backend_in_use(used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """torch has two, and asked for the one that is not in use it answers with an empty one."""
+    for name in ("_dump_nccl_trace", "_dump_fr_trace"):
+        record = pickle.dumps({"entries": [{"profiling_name": "nccl:all_reduce"}] if name == used else []})
+        monkeypatch.setattr(torch._C._distributed_c10d, name, lambda record=record: record)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    write_flight_record(3, {"TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "rank-")})
+    assert len(pickle.loads((tmp_path / "rank-3").read_bytes())["entries"]) == 1
 
 
 def test_every_process_group_takes_the_limit_and_those_that_engines_make_later_too():

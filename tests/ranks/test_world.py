@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from imagenet_fast.errors import UserError
 from imagenet_fast.ranks.world import prepare_device
 from tests.spawning import run
 
@@ -59,3 +60,28 @@ def test_whoever_has_set_how_gloo_connects_keeps_it():
         patch.setenv("TORCH_GLOO_LAZY_INIT", "0")
         prepare_device(0)
         assert os.environ["TORCH_GLOO_LAZY_INIT"] == "0"
+
+
+def test_kernels_of_several_communicators_start_in_the_order_of_their_calls_unless_the_user_says_otherwise():
+    with one_gpu() as patch:
+        patch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
+        patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        prepare_device(0)
+        assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
+        assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+
+
+def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040). Please update it.\nMore")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    assert prepare_device(0)[0].type == "cpu"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    with pytest.raises(UserError) as told:
+        prepare_device(0)
+    assert str(told.value) == (
+        "this node has 8 GPUs that torch cannot use (The NVIDIA driver on your system is too old (found version 11040))"
+        "; `imagenet-fast doctor` says what to do, and CUDA_VISIBLE_DEVICES= in the environment trains on the CPU"
+    )

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.recipe.batching import check_splits, explain, scale_recipe, split_batch
-from imagenet_fast.recipe.reading import find_recipe, load_recipe
+from imagenet_fast.models import build_model
+from imagenet_fast.recipe.batching import check_norms, check_splits, explain, scale_recipe, split_batch
+from imagenet_fast.recipe.reading import find_recipe, load_recipe, parse_recipe
 from imagenet_fast.recipe.schema import Recipe
+from tests.conftest import tables
 
 
 @pytest.mark.parametrize(
@@ -90,3 +95,57 @@ def test_scaling_keeps_a_ranks_share_and_scales_every_rate(name: str, ranks: int
     batching = split_batch(scaled, ranks)
     assert batching.micro_batch == split_batch(written, written.ranks).micro_batch
     assert explain(written, scaled, batching).endswith(says)
+
+
+@pytest.mark.parametrize(
+    ("model", "largest"),
+    [({"kind": "resnet18"}, 32), ({"kind": "resnet50"}, 32), ({"kind": "alexnet_bn", "pool5_norm": True}, 98)],
+)
+def test_one_small_image_at_a_time_has_no_variance(model: dict[str, Any], largest: int):
+    """To the pixel, as torch finds it."""
+
+    def recipe_of(size: int, **changes: Any) -> Recipe:
+        changes = {"ranks": 1, "global_batch": 2, "micro_batch": 1, **changes}
+        return parse_recipe("test", tables(model=model, data__image_size=size, **changes))
+
+    def check(recipe: Recipe) -> None:
+        check_norms(recipe, split_batch(recipe, 1))
+
+    told = f"micro_batch is 1, and of 1 image of {largest} pixels the last batch norms .*; --set micro_batch=2 with"
+    with pytest.raises(UserError, match=told):
+        check(recipe_of(largest))
+    for fitting in (recipe_of(largest + 1), recipe_of(largest, micro_batch=2)):
+        check(fitting)
+    with torch.device("meta"):
+        network = build_model(recipe_of(largest).model, 10)
+        with pytest.raises(ValueError, match="more than 1 value per channel"):
+            network(torch.empty(1, 3, largest, largest))
+        for images, size in ((1, largest + 1), (2, largest)):
+            network(torch.empty(images, 3, size, size))
+
+
+def test_what_has_no_norm_of_a_pixel_may_have_one_image_at_a_time():
+    for model, size in (({"kind": "alexnet"}, 63), ({"kind": "alexnet_bn"}, 67)):
+        recipe = parse_recipe("test", tables(model=model, data__image_size=size, micro_batch=1))
+        check_norms(recipe, split_batch(recipe, 2))
+        with torch.device("meta"):
+            build_model(recipe.model, 10)(torch.empty(1, 3, size, size))
+
+
+def test_a_norm_in_a_pipeline_sees_a_micro_batch():
+    pipeline = {"pipeline": 2, "micro_batches": 4}
+    for micro_batch in (1, 2):
+        recipe = parse_recipe("test", tables(parallel=pipeline, global_batch=8, micro_batch=micro_batch))
+        if micro_batch == 1:
+            with pytest.raises(UserError, match="micro_batch is 1, and of 1 image of 32 pixels"):
+                check_norms(recipe, split_batch(recipe, 2))
+        else:
+            check_norms(recipe, split_batch(recipe, 2))
+
+
+def test_one_small_image_at_a_time_is_refused_before_anything_starts(refusal: Callable[..., str], tmp_path: Path):
+    settings = ("global_batch=4", "micro_batch=1", "data.image_size=32")
+    options = [word for setting in settings for word in ("--set", setting)]
+    told = refusal("train", "--recipe", "smoke", *options, "--nproc", "2", "--out", str(tmp_path / "run"))
+    assert "micro_batch is 1, and of 1 image of 32 pixels" in told
+    assert not (tmp_path / "run").exists()

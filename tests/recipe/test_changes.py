@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
+from imagenet_fast.launch.planning import recipe_to_train
+from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.changes import differences
-from imagenet_fast.recipe.job import recipe_tables
-from imagenet_fast.recipe.reading import parse_recipe
+from imagenet_fast.recipe.job import Job, read_job, recipe_tables
+from imagenet_fast.recipe.reading import find_recipe, load_recipe, parse_recipe, to_toml
+from imagenet_fast.recipe.schema import Lars
 from tests.conftest import tables
 
 DATA = {"dataset": "digits", "loader": "folder", "image_size": 48, "resize": 56}
@@ -23,6 +29,30 @@ def test_a_key_that_an_earlier_version_did_not_have_had_its_default_then():
     assert differences(begun, recipe) == []
     mixed = parse_recipe("test", tables(data=DATA | {"mixup": 0.2}))
     assert differences(begun, mixed) == ["data.mixup (0.0, now 0.2)"]
+
+
+def test_a_run_from_before_biases_could_be_scaled_goes_on_with_plain_ones(tmp_path: Path):
+    """By its own recipe. The shipped one, which scales them now, is refused with the key."""
+    overrides = ("ranks=8", "data={loader='synthetic', image_size=227, classes=10, train_images=8192, val_images=1}")
+    shipped = load_recipe(find_recipe("alexnet-8gpu"), overrides=overrides)
+    Job("alexnet-8gpu", shipped, split_batch(shipped, 8), None, tmp_path).write(tmp_path / "job.json")
+    (tmp_path / "recipe.toml").write_text(to_toml(shipped))
+    for path, line in (
+        (tmp_path / "job.json", r',\s+"biases": "scaled"'),
+        (tmp_path / "recipe.toml", r'biases = "scaled"\n'),
+    ):
+        text, found = re.subn(line, "", path.read_text())
+        assert found == 1
+        path.write_text(text)
+    begun = read_job(tmp_path / "job.json").recipe
+    _, resumed, _ = recipe_to_train(None, tmp_path, None, (), None)
+    for recipe in (begun, resumed):
+        assert isinstance(recipe.optim, Lars)
+        assert recipe.optim.biases == "plain"
+    tables_then = recipe_tables(begun)
+    del tables_then["optim"]["biases"]
+    assert differences(tables_then, resumed) == []
+    assert differences(tables_then, shipped) == ['optim.biases ("plain", now "scaled")']
 
 
 def test_tables_that_are_no_recipe_are_compared_as_they_are():

@@ -103,5 +103,5 @@ def test_what_is_asked_is_no_setting():
     }  # fmt: skip
     for engine in ALL:
         assert not asked & set(engine.model_dump())
-    assert list(AllReduceSync().model_dump())[:4] == ["kind", "wire", "bf16_steps", "collective"]
+    assert list(AllReduceSync().model_dump())[:4] == ["kind", "wire", "max_ctas", "bf16_steps"]
     assert list(HybridSync().model_dump())[:2] == list(DearSync().model_dump())[:2] == ["kind", "wire"]

@@ -21,19 +21,23 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+from typer.main import get_command
 
+from imagenet_fast.cli import app
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.reading import find_recipe, load_recipe
-from imagenet_fast.record import Outcome, Record
+from imagenet_fast.record import Event, Outcome, Record, Status
 from imagenet_fast.record.console import ConsoleSink
 from imagenet_fast.record.jsonl import JsonLines, read_events
 from imagenet_fast.record.mllog import MLLog
 from imagenet_fast.record.outcome import read_outcome
-from imagenet_fast.record.past_runs import PastRun, draw_curves, read_run, report_table
+from imagenet_fast.record.past_runs import PastRun, distinct_names, draw_curves, read_run, report_table
 from imagenet_fast.record.strict_json import to_json
+from imagenet_fast.record.tables import compact_table
 from imagenet_fast.record.tensorboard import TensorBoard
 from imagenet_fast.training.clock import Clock
+from tests.e2e.command import in_process
 
 RECIPE = load_recipe(find_recipe("resnet50-8gpu"))
 
@@ -145,14 +149,12 @@ def test_no_damage_of_100_to_a_record_keeps_a_run_from_being_shown_and_from_goin
         shutil.copytree(tmp_path / "sound", run)
         victim = run / chance.choice(["events.jsonl", "outcome.json", "mllog.txt"])
         victim.write_bytes(damaged(victim.read_bytes(), chance))
-        try:
-            past = read_run(run)
-        except UserError:
+        past = read_run(run)
+        if past.status == "outcome damaged":
             assert victim.name == "outcome.json", seed
             refused += 1
-        else:
-            shown(report_table([past]))
-            past.curve("train", "loss")
+        shown(report_table([past]))
+        past.curve("train", "loss")
         sinks = [JsonLines(run, 400), MLLog(run, RECIPE, split_batch(RECIPE, 8), 400)]
         pretend_run(Record(Clock().run_s, sinks), outcome())
         assert len(read_events(run)) > 10, seed
@@ -187,14 +189,16 @@ def damaged(whole: bytes, chance: random.Random) -> bytes:
         "STEPS", "TOP1", "MORE",
     ],
 )  # fmt: skip
-def test_a_damaged_outcome_is_named(content: str, tmp_path: Path):
+def test_a_damaged_outcome_is_named(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     leave_run(tmp_path)
     path = tmp_path / "outcome.json"
     table = json.loads(path.read_text())
     wrong = {"STATUS": {"status": "won"}, "STEPS": {"steps": 4.0}, "TOP1": {"top1": "4"}, "MORE": {"more": 1}}
     path.write_text(json.dumps(table | wrong[content]) if content in wrong else content)
     with pytest.raises(UserError, match=re.escape(f"{path} is damaged or of another version; remove it")):
-        read_run(tmp_path)
+        read_outcome(tmp_path)
+    assert read_run(tmp_path).status == "outcome damaged"
+    assert f"warning: {path} is damaged or of another version; remove it" in capsys.readouterr().err
 
 
 def strict(text: str) -> Any:
@@ -261,6 +265,20 @@ def test_tensorboard_shows_one_run_with_scalars_and_hyperparameters(tmp_path: Pa
     assert [(e.step, e.value) for e in runs.Scalars("tb", "eval/top1")] == [(400, 50.0), (800, 76.0)]
     assert not any(tag.startswith("precision/") for tag in scalars)
     assert "_hparams_/session_start_info" in runs.PluginRunToTagToContent("hparams")["tb"]
+
+
+@pytest.mark.parametrize(
+    ("status", "ended"), [("reached", True), ("finished", True), ("preempted", False), ("failed", False)]
+)
+def test_hyperparameters_have_a_status_once_the_run_has_come_to_its_end(status: Status, ended: bool, tmp_path: Path):
+    result = outcome()
+    board = TensorBoard(tmp_path, RECIPE)
+    board.write(Event("end", 800, 1.0, vars(result) | {"status": status}))
+    board.close()
+    runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
+    told = runs.PluginRunToTagToContent("hparams")["tb"]
+    assert "_hparams_/session_start_info" in told
+    assert ("_hparams_/session_end_info" in told) == ended
 
 
 @pytest.mark.parametrize("set_back_s", [-86400, 0, 100, 10**6])
@@ -410,6 +428,81 @@ def test_a_step_is_told_without_the_first_ten_and_an_interval_weighs_as_many_as_
     assert shown(report_table([PastRun(Path(), None, events[:5], "tp4")])).splitlines()[-1].split() == [
         "tp4", "not", "ended", "8", "8.00"
     ], "it has not settled"  # fmt: skip
+
+
+def two_runs(tmp_path: Path, *folders: str) -> list[PastRun]:
+    """Of one recipe, and so of one name, in these folders."""
+    for folder in folders:
+        (tmp_path / folder).mkdir(parents=True)
+        leave_run(tmp_path / folder)
+    return [read_run(tmp_path / folder) for folder in folders]
+
+
+@pytest.mark.parametrize(
+    ("folders", "told"),
+    [
+        (("one", "two"), ("one", "two")),
+        (("x/run", "y/run"), ("x/run", "y/run")),
+        (("x/a/run", "y/a/run", "other"), ("x/a/run", "y/a/run", "other")),
+        (("run", "x/run"), (None, "x/run")),
+    ],
+    ids=["last", "two", "three", "inside"],
+)
+def test_runs_of_one_name_are_told_apart_by_as_little_of_their_paths_as_will_do(
+    folders: tuple[str, ...], told: tuple[str | None, ...], tmp_path: Path
+):
+    runs = two_runs(tmp_path, *folders)
+    lone = PastRun(tmp_path / "lone", None, [], "lone")
+    names = distinct_names([*runs, lone])
+    expected = [name or f"{tmp_path.name}/{folder}" for name, folder in zip(told, folders, strict=True)]
+    assert names == [*(f"resnet50-8gpu lazy dp8 ({name})" for name in expected), "lone"]
+    text = shown(report_table([*runs, lone]), width=200)
+    assert all(name in text for name in names)
+
+
+def test_the_report_of_a_run_given_twice_has_it_once(tmp_path: Path):
+    two_runs(tmp_path, "a", "b")
+    ways = [str(tmp_path / way) for way in ("a", "b", "a/../a", "a/")]
+    assert in_process("report", *ways).count("resnet50-8gpu") == 2
+
+
+def test_labels_are_no_markup(tmp_path: Path):
+    assert "a [red]b[/]" in shown(report_table([PastRun(tmp_path, None, [], "a [red]b[/]")]))
+
+
+def test_one_damaged_outcome_is_a_warning_and_all_runs_are_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    two_runs(tmp_path, "a", "b", "c")
+    (tmp_path / "b" / "outcome.json").write_text("{")
+    commands = get_command(app)
+    commands.main(["report", *(str(tmp_path / name) for name in "abc")], standalone_mode=False)
+    printed = capfd.readouterr()
+    (warning,) = printed.err.splitlines()
+    assert warning.startswith(f"warning: {tmp_path / 'b' / 'outcome.json'} is damaged or of another version")
+    rows = " ".join(printed.out.split())
+    assert [f"({name}) " in rows for name in "abc"] == [True] * 3
+    assert rows.count("outcome damaged") == 1
+
+
+@pytest.mark.parametrize("width", [200, 120, 100, 80, 60, 50, 40, 30, 24])
+def test_narrow_terminals_wrap_columns_and_cut_no_number(width: int, tmp_path: Path):
+    runs = two_runs(tmp_path, "one", "a-long-name-of-a-directory")
+    runs.append(PastRun(tmp_path, None, [], "hybrid-pp2dp2tp2-seed1234567890"))
+    text = shown(report_table(runs), width=width)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    words = text.split()
+    for value in ("76.00", "1.5000", "140.0", "800", "0.160", "21333", "89.50"):
+        assert words.count(value) == 2, text
+    for heading in ("top-1 %", "loss", "target s", "s/step", "img/s", "MB/step"):
+        assert heading in text, text
+    assert text.count("reached") == 2
+
+
+def test_other_tables_wrap_too():
+    table = compact_table(("engine", "kind"), ("first", "second"), [("hybrid", "exact", "123456.78", "98765.4321")])
+    text = shown(table, width=24)
+    assert {"123456.78", "98765.4321"} <= set(text.split())
+    assert max(map(len, text.splitlines())) <= 24
 
 
 def test_a_table_without_room_folds_names_and_cuts_nothing_off():

@@ -52,11 +52,11 @@ class Layers(nn.Module):
         for number in range(5):
             x = self.get_submodule(f"layer{number}")(x).tanh()
             if self.fails == number:
-                x = _Fails.apply(x)
+                x = Fails.apply(x)
         return x
 
 
-class _Fails(torch.autograd.Function):
+class Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.view_as(x)
@@ -121,7 +121,7 @@ def sgd(model: nn.Module, fused: bool = False) -> torch.optim.Optimizer:
 def take_step(pool: GradientPool, optimizer: torch.optim.Optimizer, settings: EngineSettings) -> None:
     """``pool.step``, also for ``sparse`` while nothing stays behind."""
     if settings.keeps:
-        pool.finish()
+        pool.end_backward()
         pool.update(lambda params, elements=None: optimizer.step())
     else:
         pool.step(optimizer)

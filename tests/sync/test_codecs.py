@@ -22,7 +22,7 @@ from imagenet_fast.sync import (
     build_engine,
     wire_dtype,
 )
-from imagenet_fast.sync.codecs import BLOCK, PLAIN, Packing, Residual, decode, encode
+from imagenet_fast.sync.codecs import BLOCK, PLAIN, Feedback, Packing, Residual, decode, encode
 from tests.spawning import run
 from tests.sync.loops import lending, unmeasured
 
@@ -32,7 +32,7 @@ WIRES = (torch.int8, torch.float8_e4m3fn)
 def code(values: Tensor, left: Tensor | None, wire: torch.dtype) -> Tensor:
     """What arrives of ``values``."""
     scales, codes = torch.empty(len(values), dtype=PLAIN), torch.empty(values.shape, dtype=wire)
-    encode(values, left, scales, codes)
+    encode(values, scales, codes, None if left is None else Feedback(left.clone(), left))
     return decode(scales, codes)
 
 
@@ -107,7 +107,7 @@ class Steps:
             self.pool.zero_grad()
             gradients = [torch.randint(-50, 50, p.shape, generator=self._random).float() for p in self.given]
             self.model(gradients).backward()
-            self.pool.finish()
+            self.pool.end_backward()
             self.pool.update(self._keep)
             self.pool.settle()
             for total, gradient in zip(self.given.values(), gradients, strict=True):

@@ -315,7 +315,7 @@ def _digest(
         applied.clear()
         sync.zero_grad()
         forward(gradients_of(dist.get_rank(), step, integers, len(ranks))).backward()
-        stats = sync.finish()
+        stats = sync.end_backward()
         sync.update(keep)
         sync.settle()
         for param, mean in zip(model.weights, means_of(ranks, step, integers, dtype), strict=True):
@@ -410,7 +410,7 @@ def _two_pools() -> None:
                 pool.zero_grad()
             model(gradients_of(rank, step, True, 4)).backward()
             for pool in pools:
-                pool.finish()
+                pool.end_backward()
             for pool in pools:
                 pool.update(lambda params, applied=applied: applied.update((p, p.grad.clone()) for p in params))
             for pool in pools:
@@ -528,7 +528,7 @@ def _applied(sync: GradientSync) -> tuple[dict[nn.Parameter, Tensor], int]:
     """End the step; the gradients that parameters were updated with, and in how many messages they came, or, where
     they are awaited later, those before them."""
     grads: dict[nn.Parameter, Tensor] = {}
-    stats = sync.finish()
+    stats = sync.end_backward()
     sync.update(lambda params: grads.update((p, p.grad.clone()) for p in params))
     sync.settle()
     return grads, stats.launches
@@ -545,7 +545,7 @@ def _counts_launches() -> None:
         pool.attach(build_engine(LazySync(wire=wire, threshold_mb=threshold), pool))
         pool.zero_grad()
         model(gradients_of(0, 0, True, 2)).backward()
-        stats = pool.finish()
+        stats = pool.end_backward()
         message = pool.buffer.numel() * (4 if wire == "fp32" else 2)
         assert stats.sent_bytes == message, "two ranks send 2 (2-1)/2 of the pool each"
         match threshold:

@@ -55,7 +55,7 @@ def train(
         images, labels = batch(step)
         pool.zero_grad()
         F.cross_entropy(model(images), labels).backward()
-        pool.finish()
+        pool.end_backward()
         pool.update(partial(optimizer.step, optim.lr * (step + 1) / steps))
         after(pool, model)
     state = copy.deepcopy(model.state_dict())
@@ -79,6 +79,30 @@ def _deferred_and_not() -> None:
             deferred = train(settings, optim, 12, lambda pool, model: None)
             for name, tensor in at_once.items():
                 assert torch.equal(tensor, deferred[name]), (settings, name)
+
+
+@pytest.mark.parametrize("settings", [HybridSync(wire="fp32", fuse_mb=1), DearSync(wire="fp32", bucket_mb=1)])
+def test_what_came_together_is_updated_together(settings: HybridSync | DearSync):
+    """Of 107 modules one by one, launches alone cost ResNet-50 8 times what one update of all costs."""
+    model = nn.Sequential(*(nn.Conv2d(1, 1, 1) for _ in range(20)))
+    pool = GradientPool(model)
+    pool.attach(build_engine(settings, pool))
+    optimizer = build_optimizer(LARS, model)
+    updates: list[int] = []
+
+    def update(params: list[nn.Parameter], elements: object = None) -> None:
+        updates.append(len(params))
+        optimizer.step(0.1, params)
+
+    for _ in range(8):
+        updates.clear()
+        pool.zero_grad()
+        model(torch.ones(1, 1, 2, 2)).sum().backward()
+        pool.end_backward()
+        pool.update(update)
+    assert sum(updates) == 40
+    assert len(updates) <= 2, "one message, but for what a plan wants first"
+    pool.close()
 
 
 def test_evaluating_and_saving_between_steps_see_and_change_the_same_weights():
@@ -143,7 +167,7 @@ def _read_by_others() -> None:
             tokens = torch.randint(0, 11, (4, 5), generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
             pool.zero_grad()
             F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
-            pool.finish()
+            pool.end_backward()
             pool.update(partial(optimizer.step, 0.1))
             if settle:
                 pool.settle()
@@ -168,5 +192,5 @@ def _read_too_early() -> None:
             with pytest.raises(RuntimeError, match=r"1\.bias was read before its update.*settle"):
                 F.linear(torch.ones(1, 4), model[1].weight, model[1].bias).sum().backward()
             return
-        pool.finish()
+        pool.end_backward()
         pool.update(lambda params: None)

@@ -36,7 +36,7 @@ def failing(
             continue
         if not backward(model, pool, step, fails.get(step)):
             continue
-        pool.finish()
+        pool.end_backward()
         if not pool.found_inf:
             take_step(pool, optimizer, settings)
     pool.close()
@@ -95,7 +95,7 @@ def _sparse(settings: SparseSync) -> tuple[Tensor, Tensor]:
     for step in range(10):
         if not backward(model, pool, step, (3, 1)[dist.get_rank()] if step in (2, 4) else None):
             continue
-        pool.finish()
+        pool.end_backward()
         pool.update(lambda params, elements=None: optimizer.step(0.01, params, None, elements))
         if step > 7:
             pool.settle()

@@ -60,7 +60,7 @@ def test_every_gradient_is_its_own_however_its_parameter_lies_in_memory(settings
     for step in range(3):
         pool.zero_grad()
         model(step).backward()
-        pool.finish()
+        pool.end_backward()
         seen: dict[nn.Parameter, Tensor] = {}
         pool.update(lambda params, elements=None, seen=seen: seen.update((p, p.grad.clone()) for p in params))
         pool.settle()
@@ -159,7 +159,7 @@ def idly_trained(optimizer: Optimizer | MomentumSGD, model: Idle, settings: Engi
         pool.zero_grad()
         model(images(step), dist.get_rank() in works).square().sum().backward()
         if isinstance(optimizer, MomentumSGD):
-            pool.finish()
+            pool.end_backward()
             pool.update(lambda params, elements=None: optimizer.step(0.1, params))
         else:
             take_step(pool, optimizer, settings)

@@ -55,16 +55,15 @@ def test_a_second_backward_in_a_step_is_refused_in_words(settings: EngineSetting
 
 
 @ALL
-def test_a_step_that_pool_zero_grad_has_not_begun_is_refused_in_words(settings: EngineSettings):
-    """``optimizer.zero_grad()`` in its place."""
+def test_the_optimizers_zero_grad_does_in_place_of_the_pools(settings: EngineSettings):
     model = Layers()
     pool, optimizer = pooled(model, settings), sgd(model)
-    optimizer.zero_grad()
-    loss_of(model, 0).backward()
-    pool.step(optimizer)
-    optimizer.zero_grad()
-    with pytest.raises(RuntimeError, match=r"pool\.zero_grad\(\)"):
-        loss_of(model, 1).backward()
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        pool.step(optimizer)
+    pool.settle()
+    assert alike(state(model), trained(settings))
 
 
 @ALL

@@ -26,15 +26,15 @@ def test_chunks_on_their_way_are_kept_until_they_have_landed():
         engine._topology.channel((), "packing").enter(lambda gate=gate: gate.wait() and None, (), Traffic())
         pool.zero_grad()
         loss_of(model, step).backward()
-        pool.finish()
-        values = [weakref.ref(message.values) for message in engine._messages]
+        pool.end_backward()
+        phases = [weakref.ref(phase) for message in engine._messages for phase in message.phases]
         gc.collect()
-        assert values
-        assert all(value() is not None for value in values)
+        assert phases
+        assert all(phase() is not None for phase in phases)
         gate.set()
         pool.update(lambda params, elements=None: None)
         if step == 1:
             assert engine._messages, "the next forward waits for them"
         model(torch.ones(1, 8))
         gc.collect()
-        assert all(value() is None for value in values), "but no longer"
+        assert all(phase() is None for phase in phases), "but no longer"

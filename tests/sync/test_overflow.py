@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from imagenet_fast.recipe.engine_settings import Wire
 from imagenet_fast.recipe.schema import Float16, Full, Precision, Sgd
@@ -116,7 +119,7 @@ def distributed(settings: EngineSettings, precision: Precision, wire: Wire) -> T
     for step in range(STEPS):
         pool.zero_grad()
         scale(model(integers(step, dist.get_rank()))).backward()
-        pool.finish()
+        pool.end_backward()
         found_inf = pool.found_inf
         pool.update(partial(update, optimizer, scale.end_step(found_inf), found_inf))
     pool.close()
@@ -160,7 +163,7 @@ def _overflowing_sparsely(settings: SparseSync) -> tuple[list[bool], list[Tensor
     for step in range(24):
         pool.zero_grad()
         model(integers(step, dist.get_rank())).backward()
-        pool.finish()
+        pool.end_backward()
         assert pool.found_inf is not None
         pool.update(partial(update, optimizer, None, pool.found_inf))
         skipped.append(bool(pool.found_inf))
@@ -168,3 +171,31 @@ def _overflowing_sparsely(settings: SparseSync) -> tuple[list[bool], list[Tensor
             pool.settle()
             steps.append(weights(model))
     return skipped, steps
+
+
+class Norms(TorchDispatchMode):
+    """Counts norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.linalg_vector_norm.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "messages"), [(LazySync(threshold_mb=1), 1), (LazySync(threshold_mb=0), len(SHAPES))]
+)
+def test_gradients_are_looked_at_once_a_message(settings: EngineSettings, messages: int):
+    model = Given()
+    pool = pooled(model, settings)
+    pool.guard(LARGEST)
+    for step in range(3):
+        pool.zero_grad()
+        with Norms() as norms:
+            model(integers(step, 0)).backward()
+            pool.end_backward()
+        assert norms.count == messages
+    pool.close()

@@ -64,7 +64,7 @@ def trained(model: nn.Module, settings: EngineSettings | DdpSync, steps: int) ->
         sync.zero_grad()
         loss = F.cross_entropy(forward(images), labels)
         loss.backward()
-        sync.finish()
+        sync.end_backward()
         sync.update(partial(optimizer.step, SGD.lr))
         losses.append(loss.detach())
     sync.close()
@@ -136,7 +136,7 @@ def _powersgd() -> tuple[list[int], dict[str, torch.Tensor]]:
         images, labels = (t.chunk(2)[dist.get_rank()] for t in batch(step))
         sync.zero_grad()
         F.cross_entropy(forward(images), labels).backward()
-        sent.append(sync.finish().sent_bytes)
+        sent.append(sync.end_backward().sent_bytes)
         sync.update(partial(optimizer.step, SGD.lr))
     sync.close()
     return sent, model.state_dict()
@@ -194,7 +194,7 @@ def _integer_steps(wire: str) -> dict[str, torch.Tensor]:
             gradients = integers(dist.get_rank(), step, shapes, dist.get_world_size())
             sync.zero_grad()
             sum(layer(g) for layer, g in zip(model, gradients, strict=True)).backward()
-            sync.finish()
+            sync.end_backward()
             sync.update(partial(optimizer.step, SGD.lr))
         sync.close()
         results[repr(settings)] = torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -279,7 +279,7 @@ def _stepped(ways: tuple[str, ...]) -> list[tuple[list[torch.Tensor], list[torch
             pool.zero_grad()
             reversal_loss(model, sequences(2 * step + dist.get_rank())).backward()
             if way == "finished before":
-                stats = pool.finish()
+                stats = pool.end_backward()
                 assert pool.step(optimizer) is stats
             else:
                 pool.step(optimizer)

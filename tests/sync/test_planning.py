@@ -95,7 +95,7 @@ def _decide() -> list[tuple[str, float, bool, bool]]:
             images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
             sync.zero_grad()
             model(images).square().mean().backward()
-            stats = sync.finish()
+            stats = sync.end_backward()
             sync.update(lambda params, optimizer=optimizer: optimizer.step(0.1, params))
             if stats.decision:
                 decisions.append([(p.engine, p.step_s, p.exact, p.chosen) for p in stats.decision])
@@ -147,7 +147,7 @@ def _elect() -> list[str]:
             pool.zero_grad()
             model(images).square().mean().backward()
             with patch("imagenet_fast.sync.probing.measure_link", lambda *_: slow):
-                stats = pool.finish()
+                stats = pool.end_backward()
             pool.update(update)
             chosen += [prediction.engine for prediction in stats.decision if prediction.chosen]
         assert isinstance(pool._engine, Sparse)
@@ -174,7 +174,7 @@ def _change_to_codes() -> None:
             if module is model:
                 pool.zero_grad()
             module(images).square().mean().backward()
-        pool.finish()
+        pool.end_backward()
         pool.update(lambda params: torch._foreach_sub_([p.data for p in params], [0.1 * p.grad for p in params]))
         pool.settle()
         for param, old, own in zip(model.parameters(), before, alone.parameters(), strict=True):

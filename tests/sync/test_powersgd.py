@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from imagenet_fast.cost.link import Link
 from imagenet_fast.sync import DdpSync, GradientPool, GradientSync, LazySync, PowerSgdSync, attach, build_engine
+from imagenet_fast.sync.compressors import powersgd
 from imagenet_fast.sync.compressors.powersgd import PowerSGD, matrix_shape
 from tests.spawning import run
 from tests.sync.loops import Layers, backward
@@ -70,7 +71,7 @@ def applied(pool: GradientSync, model: Given, gradients: Gradients) -> list[Tens
     seen: dict[nn.Parameter, Tensor] = {}
     pool.zero_grad()
     model(gradients).backward()
-    pool.finish()
+    pool.end_backward()
     pool.update(lambda params: seen.update((p, in_memory_order(p.grad).clone()) for p in params))
     pool.settle()
     return [seen.get(layer.weight) for layer in model.layers]
@@ -281,7 +282,7 @@ def _alone() -> None:
             assert gradient is not None
             assert values is not None
             assert torch.equal(values, in_memory_order(layer.weight.detach() * 0 + gradient.float()))
-    assert pool.finish().sent_bytes == 0
+    assert pool.end_backward().sent_bytes == 0
 
 
 def test_a_state_dict_continues_to_the_bit():
@@ -335,7 +336,27 @@ def trained(chosen: PowerSgdSync | DdpSync) -> tuple[list[float], list[int]]:
         sync.zero_grad()
         loss = F.cross_entropy(forward(images), labels)
         loss.backward()
-        sent.append(sync.finish().sent_bytes)
+        sent.append(sync.end_backward().sent_bytes)
         sync.update(lambda params: optimizer.step())
         losses.append(float(mean(loss.detach())))
     return losses, sent
+
+
+def test_products_on_a_gpu_are_fp32_whatever_the_model_takes():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with powersgd._exact_products(torch.device("cuda")):
+            assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+        assert torch.get_float32_matmul_precision() == "high"
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_matrices_of_one_shape_are_made_orthonormal_together_to_the_same_bits():
+    matrices = [torch.randn(rows, 3) for rows in (8, 5, 8, 8, 5)]
+    with patch.object(powersgd, "_orthonormal", wraps=powersgd._orthonormal) as counted:
+        together = powersgd._each_orthonormal(matrices)
+    assert counted.call_count == 2
+    assert all(torch.equal(q, torch.linalg.qr(m).Q) for q, m in zip(together, matrices, strict=True))

@@ -67,7 +67,7 @@ def _conserves() -> None:
         produced += gradient
         pool.zero_grad()
         model(gradient).backward()
-        pool.finish()
+        pool.end_backward()
         elements = engine.elements()
         assert elements is not None
         for part in elements[model.weight]:
@@ -132,7 +132,7 @@ def _waits() -> None:
     for step in range(1, 60):
         pool.zero_grad()
         model(gradient.flatten()[:-1]).backward()
-        pool.finish()
+        pool.end_backward()
         for part in engine.sent:
             for chunk in range(part.start // CHUNK, part.stop // CHUNK):
                 last_sent[chunk] = step
@@ -174,7 +174,7 @@ def _train(model: nn.Module, pool: GradientPool, optimizer: MomentumSGD, steps: 
         pool.zero_grad()
         loss = F.cross_entropy(model(images), images[:, 0].flatten(1)[:, :10].argmax(1))
         loss.backward()
-        pool.finish()
+        pool.end_backward()
         pool.update(update)
         losses.append(loss.item())
     return losses
@@ -224,7 +224,7 @@ def _corrects() -> None:
         with pool.no_sync():
             model(0.25 * gradients[rank]).backward()
         model(0.75 * gradients[rank]).backward()
-        pool.finish()
+        pool.end_backward()
         for part in engine.sent:
             assert model.weight.grad is not None
             part = slice(part.start, min(part.stop, size))
@@ -249,7 +249,7 @@ def _momentum() -> None:
         for step in range(12):
             pool.zero_grad()
             loss_of(model, step).backward()
-            pool.finish()
+            pool.end_backward()
             pool.update(lambda params, elements=None, optimizer=optimizer: optimizer.step(0.01, params, None, elements))
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     torch.testing.assert_close(*weights)
@@ -265,14 +265,14 @@ def _learns() -> tuple[list[float], int, int]:
     model = network()
     pool, _ = pooled(model, settings(sparsity=0.75, dense_epochs=10, ramp_epochs=5))
     counts = []
-    finish = pool.finish
+    finish = pool.end_backward
 
     def counting() -> object:
         stats = finish()
         counts.append(stats.sent_bytes)
         return stats
 
-    pool.finish = counting  # type: ignore[assignment]
+    pool.end_backward = counting  # type: ignore[assignment]
     losses = _train(model, pool, build_optimizer(SGD, model), range(250))
     assert counts[0] > counts[12] > counts[-1], "it ramps"
     return losses, counts[0], counts[-1]

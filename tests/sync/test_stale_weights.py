@@ -97,24 +97,67 @@ def test_a_weight_read_in_forward_before_its_own_layer_is_called_is_up_to_date(s
     assert same_as_at_once(settings, ReadEarly)
 
 
+class CalledLater(nn.Module):
+    """Begins at the third step to call a block, which reads the weight of a layer that comes after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.words = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.decoder = Transposed(self.words.weight)
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        if self.steps > 2:
+            x = self.decoder(x)
+        out: Tensor = self.words(self.body(x).tanh())
+        return out
+
+
+class Transposed(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.t())
+
+
+@pytest.mark.parametrize("settings", DEFERRING, ids=["hybrid", "dear"])
+def test_a_module_that_the_first_forwards_did_not_call_finds_all_weights_up_to_date(settings: EngineSettings):
+    assert same_as_at_once(settings, CalledLater)
+
+
+def early(model: nn.Module) -> Tensor:
+    """The same of each layer, without asking the model for its parameters."""
+    weights = [p for m in model.modules() for p in m._parameters.values() if p is not None]
+    return 0.01 * torch.stack([p.square().sum() for p in weights]).sum()
+
+
 def decay(model: nn.Module) -> Tensor:
     return 0.01 * torch.stack([p.square().sum() for p in model.parameters()]).sum()
 
 
 @pytest.mark.parametrize("settings", DEFERRING, ids=["hybrid", "dear"])
-def test_a_term_of_all_weights_is_right_after_forward_and_an_error_before_it(settings: EngineSettings):
-    """Autograd's own: nobody else sees who reads a tensor. A fused optimiser alone would not tell it of the change."""
+def test_a_term_of_all_weights_is_right_before_forward_and_after_it(settings: EngineSettings):
     assert same_as_at_once(settings, loss=lambda model, step: loss_of(model, step) + decay(model))
-    for fused in (False, True):
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            trained(
-                settings, perceptron, lambda model, step: decay(model) + loss_of(model, step),
-                optimizer_of=partial(sgd, fused=fused),
-            )  # fmt: skip
+    assert same_as_at_once(settings, loss=lambda model, step: decay(model) + loss_of(model, step))
     after_settling = trained(settings, perceptron, loss=lambda m, s: decay(m) + loss_of(m, s), after=at_once)
     other_way_round = trained(settings, perceptron, loss=lambda m, s: loss_of(m, s) + decay(m), after=at_once)
     for name, weight in after_settling.items():
         torch.testing.assert_close(weight, other_way_round[name])
+
+
+@pytest.mark.parametrize("settings", DEFERRING, ids=["hybrid", "dear"])
+def test_a_weight_read_before_its_update_is_an_error(settings: EngineSettings):
+    """Autograd's own: nobody else sees who reads a tensor. A fused optimiser alone would not tell it of the change."""
+    for fused in (False, True):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            trained(
+                settings, perceptron, lambda model, step: early(model) + loss_of(model, step),
+                optimizer_of=partial(sgd, fused=fused),
+            )  # fmt: skip
 
 
 class Rooted(nn.Module):
@@ -257,7 +300,7 @@ def test_an_update_under_autocast_or_in_inference_mode_is_like_any_other(setting
         for step in range(4):
             pool.zero_grad()
             loss_of(model, step).backward()
-            pool.finish()
+            pool.end_backward()
             pool.update(partial(minding_surroundings, captured_step(optimizer)))
             if surroundings is None:
                 pool.settle()

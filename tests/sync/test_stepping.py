@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from imagenet_fast.sync.stepping import captured_step, needs_all, settle_before_state
+from tests.sync.loops import HYBRID, Layers, alike, images, loss_of, pooled, state
 
 STEPS = 5
 SHAPES = ((7, 5), (5,), (4, 3, 3, 3), (1,), (40, 17), (33,))
@@ -377,3 +378,92 @@ def test_what_is_put_off_is_settled_before_the_state_is_read_or_replaced():
     assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True)), "the step was taken before the loading"
     assert optimizer.param_groups[0]["lr"] == 0.5
     assert not optimizer.state
+
+
+def started() -> dict[str, Any]:
+    return {"step": 0, "total": torch.zeros(()), "seen": []}
+
+
+class Counting(Signs):
+    """Counts its steps in the group, in place in a tensor of it, and in itself; the rate falls with the count."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        super().__init__(params)
+        self.one_by_one = True
+        self.steps = 0
+        for group in self.param_groups:
+            group |= started()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        self.steps += 1
+        for group in self.param_groups:
+            group["step"] += 1
+            group["total"] += 1
+            group["seen"].append(self.steps)
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad.sign() * group["lr"] / (group["step"] + group["total"] + self.steps))
+
+
+def test_a_custom_optimiser_counts_each_step_once_however_many_parts_it_is_taken_in():
+    params, others = parameters(), parameters()
+    at_once_, parted = Counting(params), Counting(others)
+    expected = at_once(at_once_, params, step_schedule)
+    for one, other in zip(expected, in_parts(parted, others, step_schedule), strict=True):
+        assert torch.equal(one, other)
+    assert parted.steps == STEPS
+    (group,), (same,) = parted.param_groups, at_once_.param_groups
+    assert {key: group[key] for key in ("step", "total", "seen", "lr")} == {
+        key: same[key] for key in ("step", "total", "seen", "lr")
+    }
+
+
+def test_what_a_schedule_changed_after_a_step_is_not_undone_by_its_parts():
+    class Damped(Counting):
+        def step(self, closure: Callable[[], float] | None = None) -> None:
+            super().step()
+            for group in self.param_groups:
+                group["lr"] *= 0.9
+
+    params = parameters()
+    optimizer = Damped(params)
+    give_gradients(params, 0)
+    apply = captured_step(optimizer)
+    optimizer.param_groups[0]["lr"] = 100.0
+    for param in params:
+        apply([param])
+    assert optimizer.param_groups[0]["lr"] == 100.0
+    assert optimizer.param_groups[0]["step"] == 1
+    give_gradients(params, 1)
+    captured_step(optimizer)(params)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(90.0)
+
+
+def test_a_custom_optimiser_counts_as_by_hand_under_an_engine_that_defers():
+    """Also where a step leaves a layer out, whose update then waits for the end of the next one."""
+
+    def left_out(model: Layers, step: int) -> Tensor:
+        return loss_of(model, step) if step != 3 else model.layer4(images(step)).square().sum()
+
+    def counting(model: Layers) -> Counting:
+        optimizer = Counting([*model.layer0.parameters()])
+        optimizer.add_param_group({"params": [*model.layer4.parameters()]} | started())
+        return optimizer
+
+    by_hand = Layers()
+    expected = counting(by_hand)
+    for step in range(6):
+        by_hand.zero_grad()
+        left_out(by_hand, step).backward()
+        expected.step()
+    model = Layers()
+    pool, optimizer = pooled(model, HYBRID), counting(model)
+    for step in range(6):
+        pool.zero_grad()
+        left_out(model, step).backward()
+        pool.step(optimizer)
+    pool.close()
+    assert alike(state(model), state(by_hand))
+    assert [group["step"] for group in optimizer.param_groups] == [6, 6]
+    assert optimizer.steps == 6

@@ -68,5 +68,5 @@ def _trace(folder: Path) -> None:
         for _ in range(7):
             sync.zero_grad()
             model(torch.ones(1, 3, 8, 8)).sum().backward()
-            traced.end_step(sync.finish())
+            traced.end_step(sync.end_backward())
             sync.update(lambda params: None)

@@ -12,7 +12,7 @@ from imagenet_fast.ranks.agreement import average_batch_norms
 from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_settings import SyntheticData
-from imagenet_fast.training.evaluation import Accuracy, evaluate
+from imagenet_fast.training.evaluation import Accuracy, Stopped, evaluate
 from tests.spawning import run
 
 CPU = torch.device("cpu")
@@ -59,6 +59,35 @@ def _expected() -> list[Accuracy]:
         top5 = sum(i % 10 in guesses[:5] for i, guesses in enumerate(order))
         results.append(Accuracy(100 * top1 / images, 100 * top5 / images, images))
     return results
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_stop_that_one_rank_hears_of_cuts_an_evaluation_off_on_all(world: int):
+    assert run(world, _looks_before_the_stop) == [2] * world
+
+
+def _looks_before_the_stop() -> int:
+    """Rank 0 alone is asked, before its second batch; how often it looked."""
+    world = World(dist.get_rank(), dist.get_world_size(), 0, 1, CPU)
+    data = SyntheticData(loader="synthetic", image_size=4, train_images=100, val_images=60, classes=10)
+    dataset = open_dataset(data, None, Batching(world.size, 2, 1), world.rank, 1, CPU, seed=5)
+    model, looks = Guess().train(), 0
+
+    def asked() -> bool:
+        nonlocal looks
+        looks += 1
+        return looks == 2
+
+    with pytest.raises(Stopped):
+        evaluate(model, dataset, torch.autocast("cpu", enabled=False), world, asked if world.rank == 0 else never)
+    assert model.training
+    again = evaluate(model, dataset, torch.autocast("cpu", enabled=False), world)
+    assert again.images == 60, "the next one is whole"
+    return looks or 2
+
+
+def never() -> bool:
+    return False
 
 
 def test_batch_norm_statistics_become_the_mean_over_ranks():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import pytest
 import torch
@@ -65,6 +66,36 @@ def reference(lars: bool, clip: bool = False, epsilon: float = 0.0, steps: int =
             velocity[i] = MU * velocity[i] + ratio * (grad + decay * weights[i])
             weights[i] = weights[i] - rate(step) * velocity[i]
     return weights
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("biases", ["plain", "scaled"])
+def test_biases_follow_the_float64_reference_plain_and_scaled(biases: Literal["plain", "scaled"], clip: bool):
+    """A norm layer's scale and shift are plain either way."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 5))
+    nn.init.constant_(model.get_parameter("0.bias"), 0.01)
+    settings = Lars(kind="lars", lr=1.0, momentum=MU, weight_decay=WD, trust_coefficient=ETA, clip=clip, biases=biases)
+    optimizer = build_optimizer(settings, model)
+    weights = {name: param.detach().double() for name, param in model.named_parameters()}
+    velocity = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    scaled = {"0.weight", "2.weight"} | ({"0.bias", "2.bias"} if biases == "scaled" else set())
+    for step in range(8):
+        for name, param in model.named_parameters():
+            param.grad = torch.randn_like(param) * 10.0 ** (step % 3 - 1)
+            w, grad = weights[name], param.grad.double()
+            local, decay = rate(step), 0.0
+            if name in scaled and clip:
+                local, decay = min(local, float((1 - MU) * ETA * w.norm() / grad.norm())), WD
+            elif name in scaled:
+                local, decay = local * float(ETA * w.norm() / (grad.norm() + WD * w.norm())), WD
+            velocity[name] = MU * velocity[name] + local / rate(step) * (grad + decay * w)
+            weights[name] = w - rate(step) * velocity[name]
+        optimizer.step(rate(step))
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(
+            param.detach().double(), weights[name], rtol=2e-6, atol=1e-7 if name in scaled else 1e-5
+        )
 
 
 @pytest.mark.parametrize(("clip", "epsilon"), [(False, 0.0), (False, 1e-2), (True, 0.0)])
@@ -252,10 +283,11 @@ def test_biases_and_norms_are_plain_by_module_and_frozen_ones_are_left_out():
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 4), nn.GroupNorm(2, 4), nn.LayerNorm(4), nn.Linear(4, 2)
     )
     model[5].weight.requires_grad_(False)
-    decayed, plain = split_parameters(model)
+    settings = Lars(kind="lars", lr=1.0, weight_decay=WD)
+    decayed, plain = split_parameters(model, settings)
     assert {id(p) for p in decayed} == {id(model[0].weight), id(model[2].weight)}
     assert len(plain) == 3 + 6
-    optimizer = build_optimizer(Lars(kind="lars", lr=1.0, weight_decay=WD), model)
+    optimizer = build_optimizer(settings, model)
     assert model[5].weight not in set(optimizer.params)
 
 

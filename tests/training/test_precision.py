@@ -44,7 +44,7 @@ def _overflow_on_rank_1() -> tuple[float, float, bool, list[float], dict[str, fl
     def step(inputs: torch.Tensor) -> torch.Tensor:
         sync.zero_grad()
         scale(forward(inputs).sum()).backward()
-        sync.finish()
+        sync.end_backward()
         found = sync.found_inf
         factor = scale.end_step(found)
         assert found is not None

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISDIR
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -21,12 +22,16 @@ from numpy.typing import NDArray
 from imagenet_fast.data.places import cache_folder
 from imagenet_fast.errors import UserError
 
-_VERSION = 1
+_VERSION = 2
 _TICK_S = 0.02  # file systems' clocks move in steps of up to 10 ms
 _MANY = 100  # files or folders, of which a person is told that they are looked through
 
-Stamps = list[tuple[str, int, int]]
-"""What an index is of: names, sizes in bytes and times of the last change in ns. Of folders the size is 0."""
+Stamp = tuple[str, int, int, int]
+"""Of a file or a folder: its name, its size in bytes (of a folder 0), and when its content and when it itself was last
+changed, in ns. The former can be set to whatever one likes, and is by those who copy; the latter cannot."""
+
+Stamps = list[Stamp]
+"""What an index is of."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +83,31 @@ def keep_index(root: Path, split: str, kind: Kind, stamp: Callable[[], Stamps], 
     return make()
 
 
+def check_kept(root: Path, split: str, kind: Kind, fault: Callable[[Index], str]) -> None:
+    """Remove the index of a split under ``root`` that has a ``fault``: what is wrong with it, or nothing.
+
+    For faults that stamps do not show. Raises UserError where it cannot be removed.
+    """
+    for place in _places(root, split):
+        found = _read(place, kind, None)
+        if not isinstance(found, Index) or not (what := fault(found)):
+            continue
+        try:
+            place.unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(f"{place} {what}, and it cannot be removed ({error.strerror}); remove it") from None
+        _say(f"{place} {what}; it is made anew")
+
+
 def stamps_of(root: Path, files: Sequence[Path]) -> Stamps:
     """Of ``files`` under ``root``."""
-    found = [(str(file.relative_to(root)), file.stat()) for file in files]
-    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+    return [stamp_of(str(file.relative_to(root)), file.stat()) for file in files]
+
+
+def stamp_of(name: str, stat: os.stat_result) -> Stamp:
+    """By what the system says of it."""
+    size = 0 if S_ISDIR(stat.st_mode) else stat.st_size
+    return (name, size, stat.st_mtime_ns, stat.st_ctime_ns)
 
 
 def _places(root: Path, split: str) -> list[Path]:
@@ -92,8 +118,9 @@ def _places(root: Path, split: str) -> list[Path]:
     return [root / name]
 
 
-def _read(place: Path, kind: Kind, stamps: Stamps) -> Index | str:
-    """What is kept in ``place``, or why it is not believed; nothing where there is nothing."""
+def _read(place: Path, kind: Kind, stamps: Stamps | None) -> Index | str:
+    """What is kept in ``place``, or why it is not believed; nothing where there is nothing. Without ``stamps`` it may
+    be of whatever was there once."""
     try:
         with np.load(place, allow_pickle=False) as file:  # a zip, which holds a sum of each part
             about = json.loads(file["about"].tobytes())
@@ -105,7 +132,7 @@ def _read(place: Path, kind: Kind, stamps: Stamps) -> Index | str:
         return "is damaged"
     if not isinstance(about, dict) or (about.get("version"), about.get("kind")) != (_VERSION, kind.name):
         return "is of another format or version"
-    if about.get("stamps") != [list(stamp) for stamp in stamps]:
+    if stamps is not None and about.get("stamps") != [list(stamp) for stamp in stamps]:
         return "is of files that have changed since"
     if any(columns[name].dtype.str != dtype or columns[name].ndim != 1 for name, dtype in kind.columns.items()):
         return "is damaged"
@@ -180,7 +207,7 @@ def _is(file: BinaryIO, path: Path) -> bool:
 def _settled(stamp: Callable[[], Stamps]) -> Stamps:
     """Stamps so old that whatever changes from now on gets another time."""
     stamps = stamp()
-    newest = max((time_ns for _, _, time_ns in stamps), default=0) / 1e9
+    newest = max((max(times) for _, _, *times in stamps), default=0) / 1e9
     if abs(time.time() - newest) < _TICK_S:
         time.sleep(_TICK_S)
         stamps = stamp()

@@ -21,7 +21,7 @@ from imagenet_fast.data.formats.tfrecord import HEAD, TAIL
 from imagenet_fast.data.formats.webdataset import PICTURES
 from imagenet_fast.errors import UserError
 
-_WHEN_S = 1_325_376_000  # 2012, as in ImageNet's archives: an index holds the time of its shards, and is to be the same
+_WHEN_S = 1_325_376_000  # 2012, as in ImageNet's archives: tars hold it, and are to be the same
 _MAGIC = {b"\xff\xd8": "jpg", b"\x89PNG": "png", b"BM": "bmp", b"RIFF": "webp"}
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from imagenet_fast.data.formats.kept_index import Index, moving
+from imagenet_fast.data.split import digest_of
 from imagenet_fast.errors import UserError
 
 COLUMNS = {"shards": "<i4", "offsets": "<i8", "lengths": "<i8", "before": "<i8", "labels": "<i8"}
@@ -61,6 +62,11 @@ class Shards:
     def read(self, index: int) -> bytes:
         """Picture ``index``, still encoded. Raises UserError where its shard ends before it."""
         return self.read_at(index, int(self._offsets[index]), int(self._lengths[index]))
+
+    def digest(self) -> str:
+        """Of the places and labels of all pictures: reading their names would take long."""
+        names = b"\0".join(os.fsencode(os.path.basename(file)) for file in self.files)  # noqa: PTH119
+        return digest_of(names, self._shards, self._offsets, self._lengths, self.labels)
 
     def expect(self, indices: NDArray[np.int64]) -> None:
         """Have the system begin to read these pictures, neighbours in one go, so that a file server is waited for once

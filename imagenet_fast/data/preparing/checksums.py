@@ -28,7 +28,7 @@ def check_archives(
     """
     known: dict[str, list[int]] = {}
     with suppress(OSError, ValueError):
-        known = json.loads((memory / "checked.json").read_text())
+        known = json.loads((memory / "checked.json").read_text(encoding="utf-8"))
     stamps = {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in md5}
 
     def check(file: Path) -> None:

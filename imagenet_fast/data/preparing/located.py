@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from imagenet_fast.data.imagefolder import SUFFIXES
+from imagenet_fast.data.image_names import is_image_name, shown
 from imagenet_fast.errors import UserError
 
 
@@ -35,13 +35,13 @@ class Located:
 
     @property
     def is_picture(self) -> bool:
-        """By its name, as ImageFolder takes them; but no AppleDouble file, which macOS leaves beside others."""
-        return self.name.lower().endswith(SUFFIXES) and not self.name.startswith("._")
+        """By its name, as ImageFolder takes them."""
+        return is_image_name(self.name)
 
     @property
     def shown(self) -> str:
         """Its name as text, whatever its bytes are."""
-        return os.fsencode(self.name).decode(errors="backslashreplace")
+        return shown(self.name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,3 +89,7 @@ class Source:
     """Files that belong to no class and are left out."""
     md5: dict[Path, str] = field(default_factory=dict)
     """What the archives must have, by which they are those that image-net.org gives."""
+    apart: list[str] = field(default_factory=list)
+    """Images that lie in no class's own folder, and are left out."""
+    hidden: list[str] = field(default_factory=list)
+    """Folders that are no classes, by their names."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import TypeVar
 from rich.console import Console
 
 from imagenet_fast.data.formats.making_shards import check_classes, write_classes
+from imagenet_fast.data.image_names import look_into
 from imagenet_fast.data.preparing.bars import new_bars
 from imagenet_fast.data.preparing.checksums import check_archives
 from imagenet_fast.data.preparing.class_folders import folder_pieces, sample_of_classes
@@ -58,6 +58,7 @@ def prepare(
     where the next call goes on.
     """
     found = recognise(source)
+    _check_outside(source, out)
 
     def counted(splits: Splits) -> None:
         if not subset:
@@ -81,8 +82,9 @@ def prepare(
                     check_archives(found.md5, shop.folder, pool, bars, stop)
                 fill = _fill_folders if settings.format == "folder" else _fill_shards
                 record = fill(rest, before, Crew(shop, source, pool, bars, stop), counted)
-                others = tuple(sorted({*before.others, *found.others}))
-                record = record.model_copy(update={"others": others})
+                kinds = ("others", "apart", "hidden")
+                left_out = {kind: {*getattr(before, kind), *getattr(found, kind)} for kind in kinds}
+                record = record.model_copy(update={kind: tuple(sorted(paths)) for kind, paths in left_out.items()})
             shop.land(record)
             if record.files:
                 _look_through(out, record)
@@ -94,6 +96,12 @@ def prepare(
                 print("stopped; the same command goes on from here", file=sys.stderr)
             raise
     return Prepared(record, found.told, already=False)
+
+
+def _check_outside(source: Path, out: Path) -> None:
+    """Raise UserError where what is made would be a part of the source."""
+    if out.resolve().is_relative_to(source.resolve()):
+        raise UserError(f"--out {out} lies in --source {source}; give a directory beside it")
 
 
 def _fill_folders(rest: _Sized, before: Record, crew: Crew, counted: Callable[[Splits], None]) -> Record:
@@ -203,7 +211,7 @@ def _check_folders(before: Record, shop: Workshop) -> None:
     for split, classes in before.splits.items():
         for name, made in classes.items():
             folder = shop.out / split / name
-            if not folder.is_dir() or len(os.listdir(folder)) != made.pictures:  # noqa: PTH208  (names alone)
+            if not folder.is_dir() or len(look_into(folder).images) != made.pictures:
                 raise UserError(
                     f"{folder} has not the {made.pictures} pictures any more that were put there; remove "
                     f"{folder.parent}, and it is made again"
@@ -244,9 +252,16 @@ def report(prepared: Prepared, out: Path) -> Iterator[str]:
     undecodable = [f"{path}/{file}" for path, made in every for file in made.undecodable]
     if left_out:
         yield f"left out, as they are no pictures: {_first(left_out)}"
+    if record.apart:
+        yield (
+            "left out, as they lie in no class's own folder and so belong to no class: "
+            f"{len(record.apart)} images, {_first(record.apart)}"
+        )
+    if record.hidden:
+        yield f"left out, as hidden folders and those of systems are no classes: {_first(record.hidden)}"
     if undecodable:
         yield f"copied as they are, as they cannot be decoded: {_first(undecodable)}"
-    if left_out or undecodable:
+    if left_out or undecodable or record.apart or record.hidden:
         yield f"all of their names are in {out / RECORD}"
 
 

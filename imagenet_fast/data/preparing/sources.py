@@ -9,6 +9,8 @@ from collections import defaultdict
 from functools import partial
 from pathlib import Path
 
+from imagenet_fast.data.image_names import look_into, shown
+from imagenet_fast.data.imagefolder import deeper_images, require_images
 from imagenet_fast.data.preparing.located import Located, PictureClass, Source
 from imagenet_fast.data.preparing.official import DEVKIT, TRAIN, VAL, flat_classes, official_source
 from imagenet_fast.errors import UserError
@@ -35,25 +37,49 @@ def recognise(folder: Path) -> Source:
 def _folders(root: Path) -> Source:
     """With the validation pictures in one folder a class, or all in one, as Kaggle has them."""
     classes = _classes(root, "train")
+    hidden = _hidden(root, "train")
+    apart = _apart(root, "train", [of.name for of in classes])
     if not (flat := _flat(root / "val")):
-        return Source("one folder a class", classes + _classes(root, "val"))
+        val = _classes(root, "val")
+        apart += _apart(root, "val", [of.name for of in val])
+        return Source("one folder a class", classes + val, apart=apart, hidden=hidden + _hidden(root, "val"))
     solution = next((f for f in (d / _SOLUTION for d in (root, *root.absolute().parents[:3])) if f.is_file()), None)
     if solution is None:
         raise UserError(
             f"{root / 'val'} does not say of which class its pictures are; put Kaggle's {_SOLUTION} beside it"
         )
     others = [f"val/{file.shown}" for file in flat if not file.is_picture]
-    return Source("Kaggle's layout", classes + _solved(flat, solution), others)
+    apart += map(shown, deeper_images(root / "val", look_into(root / "val"), "val"))
+    return Source("Kaggle's layout", classes + _solved(flat, solution), others, apart=apart, hidden=hidden)
 
 
 def _classes(root: Path, split: str) -> list[PictureClass]:
     if not (root / split).is_dir():
         return []
-    names = sorted(entry.name for entry in os.scandir(root / split) if entry.is_dir())
+    names = look_into(root / split).folders
     for name in names:
         if not name.isprintable():
             raise UserError(f"{root / split} has a folder {name!r}, which is no name for a class; rename it")
     return [PictureClass(split, name, partial(_listed, root / split / name)) for name in names]
+
+
+def _hidden(root: Path, split: str) -> list[str]:
+    """Folders of a split that are no classes, by their names."""
+    return [f"{split}/{shown(name)}" for name in look_into(root / split).hidden] if (root / split).is_dir() else []
+
+
+def _apart(root: Path, split: str, classes: list[str]) -> list[str]:
+    """Images beside the folders of classes, and inside these in others. Raises UserError where a class has no more."""
+    if not (root / split).is_dir():
+        return []
+    found = [f"{split}/{name}" for name in look_into(root / split).images]
+    for name in classes:
+        folder = root / split / name
+        contents = look_into(folder)
+        if deeper := deeper_images(folder, contents, f"{split}/{name}"):
+            require_images(folder, contents)
+            found += deeper
+    return [shown(path) for path in found]
 
 
 def _listed(folder: Path) -> list[Located]:
@@ -76,7 +102,7 @@ def _flat(folder: Path) -> list[Located]:
 
 def _solved(files: list[Located], solution: Path) -> list[PictureClass]:
     """By Kaggle's table of what is to be seen where: an ``ImageId``, and "wnid x y x y" for each box, of one class."""
-    with solution.open(newline="") as table:
+    with solution.open(newline="", encoding="utf-8") as table:
         rows = csv.DictReader(table)
         if rows.fieldnames != ["ImageId", "PredictionString"]:
             raise UserError(f"{solution} has not the columns ImageId,PredictionString; fetch it again")

@@ -94,6 +94,10 @@ class Record(Table):
     """Of shards, by split: the bytes of each and of its index."""
     others: tuple[str, ...] = ()
     """Files left out that belong to no class."""
+    apart: tuple[str, ...] = ()
+    """Images left out that lie in no class's own folder."""
+    hidden: tuple[str, ...] = ()
+    """Folders left out that are no classes, by their names."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,7 @@ class Workshop:
         """Pieces that are in the journal and have moved, and whose split is not in its place yet."""
         found = []
         with suppress(FileNotFoundError):
-            for line in self._journal.read_text(errors="replace").split("\n"):
+            for line in self._journal.read_text(errors="replace", encoding="utf-8").split("\n"):
                 try:
                     entry = Noted.model_validate_json(line)
                 except ValidationError:  # half a line, or its end; what comes after half of one is not to be trusted
@@ -184,7 +188,7 @@ class Workshop:
 
     def keep(self, ready: Mapping[Piece, Made]) -> None:
         """Pieces that are made: they need never be made again."""
-        with self._journal.open("a") as journal:
+        with self._journal.open("a", encoding="utf-8") as journal:
             for piece, made in ready.items():
                 journal.write(_line(Noted(split=piece.split, name=piece.name, files=piece.files, made=made)))
         sync_disk(self.folder)

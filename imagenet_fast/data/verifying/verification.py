@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,8 +19,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from imagenet_fast.data.appearing import write_whole
-from imagenet_fast.data.imagefolder import SUFFIXES
-from imagenet_fast.data.quarantine import QUARANTINE, prefix_of, quarantine_text
+from imagenet_fast.data.image_names import is_class_name, look_into, shown
+from imagenet_fast.data.imagefolder import deeper_images
+from imagenet_fast.data.quarantine import QUARANTINE, prefix_of, quarantine_text, quarantined
 from imagenet_fast.data.recognising import SplitName, find_split, open_shards
 from imagenet_fast.data.verifying.inspecting import Look, examine
 from imagenet_fast.errors import UserError
@@ -50,6 +52,10 @@ class Verified:
     """Duplicates that are trained on and validated on."""
     contradictions: list[list[str]]
     """Duplicates of several classes."""
+    passed_over: dict[str, list[str]]
+    """What lies in folders of classes or beside them and is no image that is trained on, by what it is."""
+    unlisted: str = ""
+    """Why the list of bad files could not be written, if it had to be."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,8 @@ class _Lot:
     name: Callable[[int], str]
     """Below the data directory."""
     read: Callable[[int], bytes]
+    passed_over: dict[str, list[str]] = field(default_factory=dict)
+    """As :class:`Verified` has it."""
 
 
 class _Lots:
@@ -89,18 +97,19 @@ class _Lots:
         return lot.split, lot.classes[lot.labels[own]]
 
 
-def verify(root: Path, workers: int | None = None) -> Verified:
+def verify(root: Path, workers: int | None = None, must_list: bool = True) -> Verified:
     """Read all of ``root``, and leave the list of what cannot be decoded in it, by which `train` leaves those out.
 
-    Raises UserError where there is nothing to read, a shard's index cannot be made, or the list cannot be written.
+    Raises UserError where there is nothing to read, a shard's index cannot be made, or the list cannot be written but
+    ``must_list`` be: with the same list in its place already it need not.
     """
     files = _Lots([lot for split in get_args(SplitName) if (lot := _lot(root, split)) is not None])
     if not len(files):
         raise UserError(
             f"{root} holds no pictures in train/<class> or val/<class>, and no shards; give another with --data DIR"
         )
-    if not os.access(root, os.W_OK):
-        raise UserError(f"{root} cannot be written to, and {QUARANTINE} belongs there; have it made yours")
+    if must_list and not (root / QUARANTINE).is_file():
+        _refuse(root, _tried(lambda: tempfile.TemporaryFile(dir=root).close()))  # before an hour has passed
     digests = np.zeros(len(files), np.uint64)
     sizes = np.zeros((len(files), 2), np.int32)
     good = np.ones(len(files), np.bool_)
@@ -116,7 +125,11 @@ def verify(root: Path, workers: int | None = None) -> Verified:
             kinds[look.kind] += 1
         for note in look.notes:
             notes.setdefault(note, []).append(files.name(index))
-    write_whole(root / QUARANTINE, quarantine_text(bad))
+    unlisted = _tried(lambda: write_whole(root / QUARANTINE, quarantine_text(bad)))
+    if unlisted and _listed(root) == bad:
+        unlisted = ""
+    if must_list:
+        _refuse(root, unlisted)
     same = _duplicates(digests, np.flatnonzero(good))
 
     def named(groups: Iterable[list[int]]) -> list[list[str]]:
@@ -126,7 +139,34 @@ def verify(root: Path, workers: int | None = None) -> Verified:
         _counts(files, good), bad, dict(kinds), notes, named(same), sizes[good],
         named(group for group in same if len({files.class_of(index)[0] for index in group}) > 1),
         named(group for group in same if len({files.class_of(index)[1] for index in group}) > 1),
+        _passed_over(files), unlisted,
     )  # fmt: skip
+
+
+def _tried(write: Callable[[], None]) -> str:
+    """Why it cannot be done; nothing where it has been."""
+    try:
+        write()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _refuse(root: Path, reason: str) -> None:
+    """Raise UserError where there is a reason why the list cannot be written."""
+    if reason:
+        raise UserError(
+            f"{root / QUARANTINE} cannot be written ({reason}); make {root} writable, or give --json FILE, which does "
+            "without it"
+        )
+
+
+def _listed(root: Path) -> dict[str, str] | None:
+    """What is in the list that is there; None where it cannot be read."""
+    try:
+        return quarantined(root)
+    except (UserError, OSError):
+        return None
 
 
 def _lot(root: Path, split: SplitName) -> _Lot | None:
@@ -140,18 +180,41 @@ def _lot(root: Path, split: SplitName) -> _Lot | None:
 
 
 def _folders(root: Path, split: str) -> _Lot | None:
-    """What loaders would take for pictures, and AppleDouble files, which they would too."""
+    """What loaders take for images, and what they do not."""
     if not (root / split).is_dir():
         return None
-    classes = sorted(entry.name for entry in os.scandir(root / split) if entry.is_dir())
+    with os.scandir(root / split) as entries:
+        folders = sorted(entry.name for entry in entries if entry.is_dir())
+    classes = [name for name in folders if is_class_name(name)]
+    hidden = [f"{split}/{name}" for name in folders if not is_class_name(name)]
     files: list[str] = []
     labels: list[int] = []
+    others: list[str] = []
+    apart = [f"{split}/{file}" for file in look_into(root / split).images]
     for label, name in enumerate(classes):
-        with os.scandir(root / split / name) as entries:
-            listed = sorted(f"{split}/{name}/{e.name}" for e in entries if e.name.lower().endswith(SUFFIXES))
-        files += listed
-        labels += [label] * len(listed)
-    return _Lot(split, classes, np.array(labels, np.int64), files.__getitem__, lambda i: (root / files[i]).read_bytes())
+        contents = look_into(root / split / name)
+        files += [f"{split}/{name}/{file}" for file in contents.images]
+        labels += [label] * len(contents.images)
+        others += [f"{split}/{name}/{file}" for file in contents.others]
+        apart += deeper_images(root / split / name, contents, f"{split}/{name}")
+    passed_over = {
+        "images that lie in no class's own folder": apart,
+        "files that are no images by their names": others,
+        "hidden folders, or those of systems": hidden,
+    }
+    return _Lot(
+        split, classes, np.array(labels, np.int64), files.__getitem__, lambda i: (root / files[i]).read_bytes(),
+        passed_over,
+    )  # fmt: skip
+
+
+def _passed_over(files: _Lots) -> dict[str, list[str]]:
+    """Of all splits; what there is none of is left out."""
+    found: dict[str, list[str]] = {}
+    for lot in files.lots:
+        for what, paths in lot.passed_over.items():
+            found[what] = found.get(what, []) + paths
+    return {what: paths for what, paths in found.items() if paths}
 
 
 def _looks(files: _Lots, workers: int) -> Iterator[Look]:
@@ -220,7 +283,11 @@ def _duplicates(digests: NDArray[np.uint64], good: NDArray[np.int64]) -> list[li
 
 
 def summary(found: Verified, root: Path) -> Iterator[str]:
-    """For a person, in lines that fit a screen."""
+    """For a person, in lines that fit a screen and can be printed."""
+    return map(shown, _summary(found, root))
+
+
+def _summary(found: Verified, root: Path) -> Iterator[str]:
     for split, classes in found.counts.items():
         counts = sorted(classes.values())
         yield (
@@ -232,6 +299,8 @@ def summary(found: Verified, root: Path) -> Iterator[str]:
         yield f"pixels  {width:.0f} x {height:.0f} in the median, up to {most_wide} wide and {most_high} high"
     for note, paths in found.notes.items():
         yield f"noted, and kept: {len(paths)} {note}, as {paths[0]}"
+    for what, paths in found.passed_over.items():
+        yield f"passed over: {len(paths)} {what}, as {min(paths)}"
     if found.duplicates:
         yield (
             f"noted, and kept: {len(found.duplicates)} pictures that are there several times, "
@@ -245,9 +314,11 @@ def summary(found: Verified, root: Path) -> Iterator[str]:
     empty = [f"{split}/{name}" for split, classes in found.counts.items() for name, n in classes.items() if not n]
     if empty:
         yield f"without a single picture: {len(empty)} classes, as {empty[0]}"
-    if found.bad:
+    if found.unlisted:
+        yield f"{root / QUARANTINE} cannot be written ({found.unlisted}): `train` does not leave out what is bad"
+    elif found.bad:
         yield f"`train` leaves out what is in {root / QUARANTINE}"
-    else:
+    if not found.bad:
         yield "every file is a picture that can be decoded"
 
 
@@ -260,4 +331,5 @@ def as_json(found: Verified) -> dict[str, Any]:
         "duplicates": found.duplicates,
         "in_both_splits": found.leaks,
         "in_several_classes": found.contradictions,
+        "passed_over": found.passed_over,
     }

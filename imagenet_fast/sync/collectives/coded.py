@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from imagenet_fast.sync.channel import Channel
-from imagenet_fast.sync.codecs import Packing, decode, encode
+from imagenet_fast.sync.codecs import Feedback, Packing, decode, encode
 from imagenet_fast.sync.collectives.butterfly import core_of
 from imagenet_fast.sync.collectives.phases import Chain
 
@@ -35,8 +35,8 @@ def coded_pairwise(
         turn = len(owners) if mine is None else mine
         for others in (slice(0, turn), slice(turn + 1, None)):  # a rank's own part is added up as it is
             if len(scales[others]):
-                left = None if packing.left is None else packing.left[others]
-                encode(packing.coded[others], left, scales[others], codes[others])
+                feedback = None if packing.feedback is None else packing.feedback[others]
+                encode(packing.coded[others], scales[others], codes[others], feedback)
         if everybody:
             return push.all_to_all(arrived, leaving)
         return push.all_to_all(arrived.view(-1), leaving.view(-1), whole, parts)
@@ -46,7 +46,7 @@ def coded_pairwise(
             scales, codes, plain = packing.parts(arrived)
             own_scales, own_codes, own_plain = packing.parts(means[mine])
             total = decode(scales, codes).sum(0).add_(packing.coded[mine])
-            encode(total, None if packing.left is None else packing.left[mine], own_scales, own_codes)
+            encode(total, own_scales, own_codes, None if packing.feedback is None else packing.feedback[mine])
             torch.div(plain.sum(0, dtype=torch.float32), ranks, out=own_plain)
         if everybody:
             return pull.all_gather(means.view(-1), direct)
@@ -75,7 +75,7 @@ def coded_butterfly(values: Tensor, packing: Packing, channel: Channel) -> None:
     means = packing.message(len(core))
     if folded and channel.place % 2 == 0:
         message = packing.message(len(core))
-        _write(packing, message, packing.coded, packing.plain, packing.left)
+        _write(packing, message, packing.coded, packing.plain, packing.feedback)
         channel.exchange([(channel.place + 1, message)], [])
         channel.exchange([], [(channel.place + 1, means)])
     else:
@@ -97,32 +97,32 @@ def _halve_and_double(packing: Packing, means: Tensor, channel: Channel, members
     place, bits = members.index(channel.place), len(members).bit_length() - 1
     cube = (2,) * bits
     coded, plain = packing.coded.unflatten(0, cube), packing.plain.unflatten(0, cube)
-    left = None if packing.left is None else packing.left.unflatten(0, cube)
+    feedback = None if packing.feedback is None else packing.feedback.unflatten(0, cube)
     known = means.unflatten(0, cube)
     halves: list[tuple[int, Tensor, Tensor]] = []  # by step: the partner, the half to be known and the other
     for bit in range(bits):
         partner, last = members[place ^ 1 << bit], bits - bit - 1
         ours, theirs = place >> bit & 1, ~place >> bit & 1
         leaving = packing.message(*cube[:last])
-        given = None if left is None else left.select(last, theirs)
+        given = None if feedback is None else feedback.select(last, theirs)
         _write(packing, leaving, coded.select(last, theirs), plain.select(last, theirs), given)
         arriving = torch.empty_like(leaving)
         channel.exchange([(partner, leaving)], [(partner, arriving)])
         coded, plain = coded.select(last, ours), plain.select(last, ours)
-        left = None if left is None else left.select(last, ours)
+        feedback = None if feedback is None else feedback.select(last, ours)
         halves.append((partner, known.select(last, ours), known.select(last, theirs)))
         known = known.select(last, ours)
         _add(packing, arriving, coded, plain)
-    _write(packing, known, coded, plain, left)
+    _write(packing, known, coded, plain, feedback)
     for partner, ours_known, theirs_known in reversed(halves):
         arriving = torch.empty_like(theirs_known)
         channel.exchange([(partner, ours_known.contiguous())], [(partner, arriving)])
         theirs_known.copy_(arriving)
 
 
-def _write(packing: Packing, message: Tensor, coded: Tensor, plain: Tensor, left: Tensor | None) -> None:
+def _write(packing: Packing, message: Tensor, coded: Tensor, plain: Tensor, feedback: Feedback | None) -> None:
     scales, codes, plains = packing.parts(message)
-    encode(coded, left, scales, codes)
+    encode(coded, scales, codes, feedback)
     plains.copy_(plain)
 
 

@@ -30,6 +30,19 @@ class Round:
     """1-D; its length is a multiple of ``topology.line``."""
 
 
+@dataclass(frozen=True)
+class Compressed:
+    """What becomes of neighbouring spans of the pool: made once, done every step."""
+
+    rounds: Sequence[Round]
+    land: Callable[[], object]
+    """Local work after the rounds, which leaves the same bits in the pool on every rank."""
+    drop: Callable[[], object]
+    """Bring the memory back to what it was before the last step, all of which has been done."""
+    scale: Callable[[Tensor], object]
+    """Multiply by a number what earlier steps have left behind. Nothing may be under way."""
+
+
 class Compressor(Protocol):
     """A part of an engine's declaration. It has no state but the memory that it is given."""
 
@@ -37,12 +50,9 @@ class Compressor(Protocol):
         """How many values travel for this span."""
         ...
 
-    def rounds(
-        self, spans: Sequence[Span], pool: Tensor, topology: Topology, memory: Memory
-    ) -> tuple[Sequence[Round], Callable[[], object]]:
-        """The rounds of neighbouring spans of the pool, made once and done every step; and the local work that follows
-        them, which leaves the same bits in the pool on every rank. What is not in ``memory`` yet is put there; it is
-        changed in place."""
+    def rounds(self, spans: Sequence[Span], pool: Tensor, topology: Topology, memory: Memory) -> Compressed:
+        """What carries neighbouring spans of the pool. What is not in ``memory`` yet is put there, and kept there from
+        step to step."""
         ...
 
 

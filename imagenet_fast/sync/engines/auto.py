@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from imagenet_fast.cost.simulation import Prediction
 from imagenet_fast.cost.timing import Timing
 from imagenet_fast.sync.collectives import wire_for
@@ -46,6 +48,7 @@ class Auto(SyncEngine):
         self._topology = pool.topology.anew()
         self._network = Network(self._topology, wire_for(pool.buffer.dtype, meanwhile.wire, pool.topology))
         self._candidates = candidates
+        self.candidates = [candidate.name for candidate in candidates if candidate.electable]
         self._meanwhile = Scheduler(meanwhile, pool)
         self._timetable = pool.watch(layers=any(c.engine.awaits == "read" and c.electable for c in candidates))
         self._elected: tuple[Candidate, Timing] | None = None
@@ -90,9 +93,16 @@ class Auto(SyncEngine):
         self._timetable.push()
         self._meanwhile.push(span)
 
-    def finish(self) -> SyncStats:
+    @property
+    def has_residual(self) -> bool:
+        return self._meanwhile.has_residual
+
+    def scale_residual(self, ratio: Tensor) -> None:
+        self._meanwhile.scale_residual(ratio)
+
+    def finish(self, drop: bool = False) -> SyncStats:
         self._timetable.finish()
-        stats = self._meanwhile.finish()
+        stats = self._meanwhile.finish(drop)
         if self._timetable.complete and self._elected is None:
             stats.decision = self._decide(self._timetable.timing())
         return stats
@@ -101,6 +111,11 @@ class Auto(SyncEngine):
         self._timetable.close()
         self._meanwhile.close()
         self._topology.close()
+
+    def drop(self) -> None:
+        self._timetable.close()
+        self._meanwhile.drop()
+        self._topology.drop()
 
     def _decide(self, timing: Timing) -> tuple[Prediction, ...]:
         pool = self._pool

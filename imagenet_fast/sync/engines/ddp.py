@@ -87,7 +87,10 @@ class DdpPeer:
     def no_sync(self) -> AbstractContextManager[None]:
         return self.module.no_sync()
 
-    def finish(self) -> SyncStats:
+    def set_loss_scale(self, scale: Tensor) -> None:
+        """DDP leaves nothing behind."""
+
+    def end_backward(self) -> SyncStats:
         for hook in self._arrivals:
             hook.remove()
         stats, self._stats = self._stats, SyncStats(None)
@@ -126,7 +129,7 @@ class DdpPeer:
         with torch.enable_grad():  # autograd goes back from what was made last
             nothing = [parameters[name].sum() * 0 for name in reversed(order)]
             torch.stack(nothing).sum().backward()
-        self.finish()
+        self.end_backward()
         self.zero_grad()
 
     def close(self) -> None:

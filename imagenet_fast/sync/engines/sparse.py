@@ -5,6 +5,9 @@ L1 norms, and the largest are sent. What is not sent stays in the pool and grows
 momentum stand still meanwhile. The chunks for a step are chosen from the norms of the step before, so they can leave
 while backward goes on, and the norms are agreed on during the next forward, in which chunks may still arrive.
 
+A step works in two buffers by turns: what earlier steps left behind lies in one, and its sum with this step's gradients
+in the other, which the pool sends from. So a step that is dropped leaves no trace.
+
 With momentum correction (Deep Gradient Compression, Lin et al., arXiv 1712.01887) it is each rank's velocity,
 u <- mu u + g, that adds up in the pool. Where a chunk is sent, u is cleared too, unless all chunks are: then the means
 are to the last digit or so what momentum makes of mean gradients.
@@ -14,7 +17,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +29,7 @@ from imagenet_fast.sync.collectives import Phase, Transfer, all_reduce, carry, p
 from imagenet_fast.sync.engine import Elements, Engine, Stopwatch, SyncEngine, SyncStats
 from imagenet_fast.sync.messages import URGENT
 from imagenet_fast.sync.pool import GradientPool
-from imagenet_fast.sync.span import Span, bring, move, places_of
+from imagenet_fast.sync.span import USED, Span, bring, move, places_of
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,8 @@ class _Message:
     begin: int
     """In the pool; what lies between ``begin`` and ``end`` need not all be of it."""
     end: int
-    values: Tensor
-    """Kept until they have landed."""
+    phases: Sequence[Phase]
+    """Kept until they have landed: they alone hold the memory that streams of a GPU still use."""
     label: str
     transfer: Transfer
 
@@ -50,6 +53,8 @@ class Sparse(SyncEngine):
     """
 
     leaves_behind = True
+    needs_state = True
+    state_keys = frozenset({"step", "residual", "velocity", "places"})
 
     def __init__(self, settings: SparseSync, pool: GradientPool, wire: torch.dtype, steps_per_epoch: int) -> None:
         self.defers = settings.defers
@@ -66,23 +71,30 @@ class Sparse(SyncEngine):
         )
         self._momentum = settings.velocity_momentum
         self._spans: list[Span] = []
-        self._velocity = pool.buffer.new_zeros(0)  # laid out as the pool; between take and push, what was in the pool
-        self._taken: set[int] = set()  # where in the pool this step's gradients have come
+        self._velocity = pool.buffer.new_zeros(0)  # laid out as the pool
         self._step = 0
         self._stats = SyncStats(Stopwatch(pool.buffer.device))
+        self._agreed: Transfer | None = None  # on the scores, and so on the chunks of the next step
         pool.lengthen(settings.chunk)
         pool.buffer.zero_()  # of what another engine has sent nothing is left behind
         self.lay_out()
 
     def lay_out(self) -> None:
         device, topology, chunk = self._pool.buffer.device, self._topology, self._settings.chunk
+        if self._agreed is not None:  # it would choose from what is laid out now
+            self._agreed.wait()
+            self._agreed = None
         self._chunks = self._pool.buffer.view(-1, chunk)
         count = len(self._chunks)
+        self._left = torch.zeros_like(self._pool.buffer)  # in a step: what those before it have left behind
         if self._momentum is not None:
             before, spans = self._velocity, self._spans
             self._velocity, self._spans = torch.zeros_like(self._pool.buffer), list(self._pool.spans)
             move(before, spans, self._velocity, self._spans)
-        self._scores = torch.zeros(topology.padded(count), device=device)
+            self._velocity_before = torch.zeros_like(self._velocity)
+        self._scores = torch.zeros(topology.padded(count + 1), device=device)  # and whether a rank drops the step
+        self._scores_before = self._scores.clone()
+        self._drops = False
         self._ages = torch.zeros(count, dtype=torch.int64, device=device)  # steps since a chunk was last sent
         self._norms = torch.zeros(count, device=device)  # of the means that were sent, in their order
         fp32 = torch.float32
@@ -90,9 +102,8 @@ class Sparse(SyncEngine):
         self._agreement = [
             Phase(topology.channel((), "packing"), self._put_means, False),
             *all_reduce(self._scores, fp32, usual_collective(fp32, fp32, topology), topology),
-            Phase(topology.channel((), "landing"), self._choose, True),
+            Phase(topology.channel((), "landing"), self._choose_next, True),
         ]
-        self._agreed: Transfer | None = None  # on the scores, and so on the chunks of the next step
         self._here = torch.empty(count, dtype=torch.int64, pin_memory=device.type == "cuda")  # ids, for the host
         self._choose()
         self._sent = self._ids[:0]  # what is in the pool and has been applied
@@ -120,29 +131,33 @@ class Sparse(SyncEngine):
             self._selected = list(range(len(self._chunks))) if everything else self._ids.tolist()
         self._clear(self._pool.buffer, self._velocity)
         self._sent = self._ids[:0]
-        self._taken.clear()
+
+    def start_step(self) -> None:
+        self._exchange_buffers()
 
     def take(self, place: Tensor, gradient: Tensor | None) -> None:
+        def same(buffer: Tensor) -> Tensor:
+            return buffer.as_strided(place.size(), place.stride(), place.storage_offset())
+
+        left, new = same(self._left), gradient
         if self._momentum is not None:
-            velocity = self._velocity.as_strided(place.size(), place.stride(), place.storage_offset())
-            moved = torch.add(place, velocity, alpha=self._momentum)
-            velocity.copy_(place)
-            place.copy_(moved)
-            self._taken.add(int(place.storage_offset()))
-        if gradient is not None:
-            place.add_(gradient)
-        elif len(self._selected) == len(self._chunks):
-            place[-1] = 0.0  # unused; while a part stays behind no rank knows that of the others
+            before, velocity = same(self._velocity_before), same(self._velocity)
+            torch.mul(before, self._momentum, out=velocity)
+            new = velocity if gradient is None else velocity.add_(gradient)
+        if new is None:
+            place.copy_(left)
+        else:
+            torch.add(left, new, out=place)
+        if self._momentum is not None:
+            velocity.nan_to_num_(0.0, 0.0, 0.0)  # it is in the pool, and not to stay
+        if gradient is None:  # of the flag nothing is left behind; while a part stays, nobody knows that of others
+            place[-1] = 0.0 if len(self._selected) == len(self._chunks) else USED
 
     def spoil(self, span: Span, gradient: Tensor) -> None:
         for part in self.sent:
-            self._pool.buffer[max(part.start, span.start) : min(part.stop, span.stop)] = math.nan
+            self._pool.buffer[max(part.start, span.start) : min(part.stop, span.flag)] = math.nan
 
     def push(self, span: Span) -> None:
-        if self._momentum is not None and span.start in self._taken:
-            own = slice(span.start, span.flag)
-            velocity = torch.sub(self._pool.buffer[own], self._velocity[own], out=self._velocity[own])
-            velocity.nan_to_num_(0.0, 0.0, 0.0)  # which is in the pool, and not to stay
         last = span.index == len(self._pool.spans) - 1
         ready = bisect_right(self._selected, span.stop // self._settings.chunk - 1)
         while self._packed < (len(self._selected) if last else ready):
@@ -150,29 +165,43 @@ class Sparse(SyncEngine):
             if (self._packed - self._next) * self._settings.chunk * self._wire.itemsize >= self._threshold:
                 self._launch()
 
-    def finish(self) -> SyncStats:
+    def scale_residual(self, ratio: Tensor) -> None:
+        self._pool.buffer.mul_(ratio)
+        self._velocity.mul_(ratio)
+
+    def finish(self, drop: bool = False) -> SyncStats:
         if self._packed > self._next:
             self._launch()
-        if not self.defers:
+        if drop or not self.defers:
             self._await(list(self._messages))
         self._next = self._packed = 0
         self._sent = self._ids
-        self._ages += 1
-        self._ages[self._ids] = 0
         self._step += 1
         if self._agreed is not None:
             self._stats.add("the chunks' norms", self._agreed)
             self._agreed = None
         if self._density(self._step) < 1:
             # What stays behind is measured now, what was sent where it has landed, for the update may change it.
+            self._drops = drop
             measured = carry(self._measurement)
             landed = [entry for message in self._messages for entry in message.transfer.last]
             self._agreed = carry(self._agreement, [*measured.last, *landed])
+        else:
+            self._age()
+        if drop:
+            if self._agreed is not None:
+                self._agreed.wait()  # it looks at the pool
+            self._drops = False
+            self._exchange_buffers()
+            self._sent = self._ids[:0]
         stats, self._stats = self._stats, SyncStats(Stopwatch(self._pool.buffer.device))
         return stats
 
     def wait(self, span: Span) -> None:
-        self._await([m for m in self._messages if m.begin < span.stop and span.start < m.end])
+        self._await(self._carrying(span))
+
+    def has_arrived(self, span: Span) -> bool:
+        return not self._carrying(span)
 
     def elements(self) -> Elements | None:
         if len(self._selected) == len(self._chunks):
@@ -210,13 +239,13 @@ class Sparse(SyncEngine):
         self._step = state["step"]
         spans, places = self._pool.spans, state["places"]
         bring(state["residual"], places, self._pool.buffer, spans)
-        if self._momentum is not None:
+        if self._momentum is not None and state["velocity"] is not None and state["velocity"].numel():
             bring(state["velocity"], places, self._velocity, spans)
-        if "scores" in state and places == places_of(
-            spans
-        ):  # else chunks hold other values than those that were measured
+        measured = "scores" in state and places == places_of(spans) and len(state["ages"]) == len(self._ages)
+        if measured:  # else chunks hold other values than those that were
             self._scores[: len(self._chunks)] = state["scores"][: len(self._chunks)]
             self._ages.copy_(state["ages"])
+        self._scores_before.copy_(self._scores)
         self._choose()
 
     def close(self) -> None:
@@ -224,6 +253,17 @@ class Sparse(SyncEngine):
         if self._agreed is not None:
             self._agreed.wait()
         self._topology.close()
+
+    def _exchange_buffers(self) -> None:
+        """Have the pool work in the other buffer."""
+        self._left = self._pool.exchange_buffer(self._left)
+        self._chunks = self._pool.buffer.view_as(self._chunks)
+        if self._momentum is not None:
+            self._velocity, self._velocity_before = self._velocity_before, self._velocity
+
+    def drop(self) -> None:
+        self._messages.clear()
+        self._topology.drop()
 
     def _clear(self, residual: Tensor, velocity: Tensor) -> None:
         """Of what was sent, nothing is left."""
@@ -238,6 +278,7 @@ class Sparse(SyncEngine):
 
     def _launch(self) -> None:
         """Send the chunks that are ready: copied together, unless they lie so."""
+        self._pool.measure()
         ids, count = self._ids[self._next : self._packed], self._packed - self._next
         first, last = self._selected[self._next], self._selected[self._packed - 1]
         norms = self._norms[self._next : self._packed] if self._density(self._step + 1) < 1 else None
@@ -264,8 +305,12 @@ class Sparse(SyncEngine):
         if apart or norms is not None:
             phases.append(Phase(topology.channel((), lane + "landing"), land, True))
         begin, end = first * chunk, (last + 1) * chunk
-        self._messages.append(_Message(begin, end, values, f"{count} chunks", carry(phases)))
+        self._messages.append(_Message(begin, end, phases, f"{count} chunks", carry(phases)))
         self._next = self._packed
+
+    def _carrying(self, span: Span) -> list[_Message]:
+        """Those under way that may have a part of ``span``."""
+        return [m for m in self._messages if m.begin < span.stop and span.start < m.end]
 
     def _await(self, messages: Iterable[_Message]) -> None:
         """Wait for messages, and count them."""
@@ -283,6 +328,22 @@ class Sparse(SyncEngine):
     def _put_means(self) -> None:
         """And of the mean, where it was sent."""
         self._scores[self._ids] = self._norms[: len(self._ids)]
+        self._scores[len(self._chunks)] = float(self._drops)
+
+    def _age(self) -> None:
+        """The chunks of this step have been sent."""
+        self._ages += 1
+        self._ages[self._ids] = 0
+
+    def _choose_next(self) -> None:
+        """Choose for the next step; where a rank has dropped this one, the same chunks as for this."""
+        ages = self._ages.clone()
+        self._age()
+        kept = self._scores[len(self._chunks)] == 0
+        torch.where(kept, self._ages, ages, out=self._ages)
+        torch.where(kept, self._scores, self._scores_before, out=self._scores)
+        self._scores_before.copy_(self._scores)
+        self._choose()
 
     def _choose(self) -> None:
         """The chunks of the next step, the same on every rank.

@@ -192,5 +192,6 @@ def write_tar(path: Path, files: Mapping[str, bytes | tarfile.TarInfo]) -> None:
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """Every file in ``folder``, hidden ones too, by its path there."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    """Every file in ``folder``, hidden ones too, by its path there; of an index, which holds times, that it is."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): b"" if path.suffix == ".index" else path.read_bytes() for path in files}

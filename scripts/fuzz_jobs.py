@@ -1,0 +1,48 @@
+"""Disturb small trainings on two ranks at random: signals, kills, damaged files, second launches; then let them end.
+
+    .venv/bin/python scripts/fuzz_jobs.py [--count 50] [--seed 1] [--first 0] [--out DIR]
+
+Each round ends with the bytes of a run that was left alone, or with one sentence. Where a round does otherwise, its
+program and what was wrong are printed, its run and logs stay in DIR, and the exit code is 1. A round draws everything
+from SEED/NUMBER, but not the time that things take: half a minute in all on two cores. What was done in DIR at this
+commit and with this seed is not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.faults.fuzzing import play_round
+from tests.faults.jobs import folder_of_commit, kept_row
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    options.add_argument("--count", type=int, default=50)
+    options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--first", type=int, default=0, help="The number of the first round.")
+    options.add_argument("--out", type=Path, default=Path("runs/fuzz"))
+    chosen = options.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no job is left behind
+    out = folder_of_commit(chosen.out.absolute())
+    wrong = 0
+    for number in range(chosen.first, chosen.first + chosen.count):
+        seed = f"{chosen.seed}/{number}"
+        row = kept_row(out / f"{chosen.seed}-{number}.json", partial(play_round, out, seed))
+        wrong += bool(row["faults"])
+        print(f"{seed:<8}{row['seconds']:>6.1f} s  {'WRONG' if row['faults'] else 'ok'}", flush=True)
+        if row["faults"]:
+            for title in ("program", "happened", "faults"):
+                print(f"  {title}:", *row[title], sep="\n    ", flush=True)
+    print(f"{chosen.count - wrong} of {chosen.count} rounds ended as they should")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,215 @@
+"""Which files are images and which folders are classes is one rule: training, verify, prepare and the index agree."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from imagenet_fast.cli import app
+from imagenet_fast.data.image_names import SUFFIXES, is_class_name, is_image_name
+from imagenet_fast.data.imagefolder import check_folders, scan, scan_training
+from imagenet_fast.data.preparing.preparation import prepare, report
+from imagenet_fast.data.preparing.workshop import Settings
+from imagenet_fast.data.recognising import find_split, open_training
+from imagenet_fast.data.verifying.verification import summary, verify
+from imagenet_fast.errors import UserError
+from tests.data.encoded import BLOBS, JPEG, encoded
+
+WHOLE = Settings(format="folder", resize=None, quality=None)
+
+IMAGES = ["1.jpg", "2.JPEG", "3.Png", "4.jfif", "5.tif", "6.TIFF", "7.gif", "8.avif", "9.ppm", "a b%s.jpg", "-rf.jpe"]
+IMAGES += [".hidden.jpg", "é\n.webp", "日本.BMP", os.fsdecode(b"\xff.jpg")]
+NO_IMAGES = ["._1.jpg", ".DS_Store", "Thumbs.db", "notes.txt", "1.jpg.part", "photo.heic", "jpg", "list.csv"]
+NO_CLASSES = [".ipynb_checkpoints", "@eaDir", "@EADIR", "__MACOSX", ".Trash-1000", "$RECYCLE.BIN", "lost+found"]
+CLASSES = ["-rf", "a class", "cat", "é", "日本", "100%"]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Two splits of odd but right names, with all around them that systems, editors and people leave."""
+    root = tmp_path / "source"
+    for split in ("train", "val"):
+        for name in CLASSES:
+            put(root / split / name, *IMAGES, *NO_IMAGES)
+            put(root / split / name / "@eaDir" / "1.jpg", "SYNOPHOTO_THUMB.jpg")
+            put(root / split / name / ".ipynb_checkpoints", "1-checkpoint.jpg")
+        for name in NO_CLASSES:
+            put(root / split / name, "1.jpg")
+        put(root / split, ".DS_Store", "Thumbs.db")
+    return root
+
+
+def put(folder: Path, *names: str) -> None:
+    """Images in ``folder``, whatever they are called."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / name).write_bytes(JPEG)
+
+
+def there(root: Path) -> set[str]:
+    """What would be trained on, and validated on."""
+    return {os.path.relpath(split.name(index), root) for split in scan(root) for index in range(len(split))}
+
+
+EXPECTED = {f"{split}/{name}/{image}" for split in ("train", "val") for name in CLASSES for image in IMAGES}
+
+
+def test_names_are_judged_by_one_rule():
+    assert all(map(is_image_name, IMAGES))
+    assert not any(map(is_image_name, NO_IMAGES))
+    assert all(map(is_class_name, CLASSES))
+    assert not any(map(is_class_name, NO_CLASSES))
+
+
+def test_training_verify_and_prepare_take_the_same_images_and_classes(source: Path, tmp_path: Path):
+    assert there(source) == EXPECTED
+    assert scan_training(source).classes == sorted(CLASSES)
+    check_folders(source)
+    found = verify(source)
+    assert found.counts == {split: dict.fromkeys(CLASSES, len(IMAGES)) for split in ("train", "val")}
+    assert not found.bad
+    prepared = prepare(source, tmp_path / "out", WHOLE, subset=True)
+    assert there(tmp_path / "out") == EXPECTED
+    assert [sorted(classes) for classes in prepared.record.splits.values()] == [sorted(CLASSES)] * 2
+
+
+def test_every_suffix_of_an_image_is_read_by_the_loaders(tmp_path: Path):
+    kinds = {".jpe": "JPEG", ".jpg": "JPEG", ".jfif": "JPEG", ".tif": "TIFF", ".pgm": "PPM"}
+    for split in ("train", "val"):
+        for suffix in SUFFIXES:
+            put(tmp_path / split / "all", f"1{suffix}")
+            kind = kinds.get(suffix, suffix[1:].upper())
+            (tmp_path / split / "all" / f"1{suffix}").write_bytes(encoded(BLOBS, kind))
+    assert len(open_training(tmp_path)) == len(SUFFIXES)
+    found = verify(tmp_path)
+    assert not found.bad
+    assert not found.notes
+
+
+def test_folders_of_a_system_beside_shards_are_no_split(tmp_path: Path):
+    for split in ("train", "val"):
+        put(tmp_path / split / "@eaDir", "1.jpg")
+        (tmp_path / split / f"{split}-0.tar").touch()
+    assert find_split(tmp_path, "train").format == "webdataset"
+
+
+# Images that lie deeper.
+
+
+def nested(root: Path) -> Path:
+    for split in ("train", "val"):
+        put(root / split / "cat", "1.jpg")
+        put(root / split / "dog", "1.jpg")
+    put(root / "train/dog/more", "2.jpg", "3.PNG", "notes.txt")
+    put(root / "train/dog/more/folder.jpg", "4.gif")
+    put(root / "elsewhere", "5.jpg")
+    (root / "train/dog/linked").symlink_to(root / "elsewhere")
+    return root
+
+
+def test_prepare_counts_images_in_nested_folders_and_beside_classes(tmp_path: Path):
+    source, out = nested(tmp_path / "source"), tmp_path / "out"
+    put(source / "train", "stray.jpg")
+    told = []
+    for _ in range(2):
+        prepared = prepare(source, out, WHOLE, subset=True)
+        told.append([line for line in report(prepared, out) if "belong to no class" in line])
+    (line,) = told[0]
+    assert told[0] == told[1], "also where there is nothing to do"
+    assert line.startswith("left out, as they lie in no class's own folder and so belong to no class: 5 images, ")
+    assert "train/dog/linked/5.jpg" in line
+    assert set(prepared.record.apart) == {
+        "train/dog/more/2.jpg", "train/dog/more/3.PNG", "train/dog/more/folder.jpg/4.gif", "train/dog/linked/5.jpg",
+        "train/stray.jpg",
+    }  # fmt: skip
+
+
+def test_prepare_names_folders_that_are_no_classes(source: Path, tmp_path: Path):
+    prepared = prepare(source, tmp_path / "out", WHOLE, subset=True)
+    assert set(prepared.record.hidden) == {f"{split}/{name}" for split in ("train", "val") for name in NO_CLASSES}
+    (line,) = (line for line in report(prepared, tmp_path / "out") if "no classes" in line)
+    assert line.startswith("left out, as hidden folders and those of systems are no classes: train/$RECYCLE.BIN, ")
+
+
+def test_prepare_counts_files_that_are_no_images(source: Path, tmp_path: Path):
+    prepared = prepare(source, tmp_path / "out", WHOLE, subset=True)
+    (line,) = (line for line in report(prepared, tmp_path / "out") if "no pictures" in line)
+    assert f" and {2 * len(CLASSES) * len(NO_IMAGES) - 3} more" in line
+    assert "photo.heic" in prepared.record.splits["train"]["cat"].left_out
+
+
+def test_a_class_whose_images_all_lie_deeper_is_refused_with_their_number(tmp_path: Path):
+    """As Tiny ImageNet is."""
+    root = tmp_path / "source"
+    for split in ("train", "val"):
+        put(root / split / "cat", "1.jpg")
+    put(root / "train/dog/images", "1.jpg", "2.jpg")
+    told = r"train/dog holds no images .*2 lie in folders inside it, as images/1\.jpg; move them up into .*train/dog"
+    for look in (scan_training, check_folders):
+        with pytest.raises(UserError, match=told):
+            look(root)
+    with pytest.raises(UserError, match=told):
+        prepare(root, tmp_path / "out", WHOLE, subset=True)
+
+
+def test_training_warns_of_images_that_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    root = nested(tmp_path / "data")
+    put(root / "train/cat", "phone.HEIC")
+    put(root / "train", "stray.png")
+    for _ in range(2):  # from the listing, and from the index
+        assert len(scan_training(root)) == 2
+        told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+        assert len(told) == 2
+        assert "5 images lie in no class's own folder, as dog/linked/5.jpg, and are left out; move them" in told[0]
+        assert "1 files are of kinds that are not read, as cat/phone.HEIC, and are left out; convert them" in told[1]
+
+
+def test_verify_counts_what_it_passes_over(tmp_path: Path):
+    root = nested(tmp_path / "data")
+    put(root / "train/cat", "phone.heic", "notes.txt", os.fsdecode(b"\xff.txt"))
+    put(root / "train/.ipynb_checkpoints", "1.jpg")
+    put(root / "train", "stray.png")
+    lines = list(summary(verify(root), root))
+    assert "passed over: 5 images that lie in no class's own folder, as train/dog/linked/5.jpg" in lines
+    assert "passed over: 3 files that are no images by their names, as train/cat/notes.txt" in lines
+    assert "passed over: 1 hidden folders, or those of systems, as train/.ipynb_checkpoints" in lines
+
+
+def test_verify_prints_names_that_are_no_text(tmp_path: Path):
+    for split in ("train", "val"):
+        put(tmp_path / split / "cat", "1.jpg")
+    (tmp_path / "train/cat" / os.fsdecode(b"\xff.jpg")).write_bytes(b"")
+    done = CliRunner().invoke(app, ["data", "verify", "--data", str(tmp_path)], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert r"quarantined: 1 empty, as train/cat/\xff.jpg" in done.stdout
+
+
+# Where prepare writes.
+
+
+@pytest.mark.parametrize("out", [".", "out", "train", "train/cat/out", "../link/out", "../source/../source/out"])
+def test_prepare_does_not_write_into_its_source(tmp_path: Path, out: str):
+    root = tmp_path / "source"
+    for split in ("train", "val"):
+        put(root / split / "cat", "1.jpg")
+    (tmp_path / "link").symlink_to(root)
+    before = sorted(root.rglob("*"))
+    for source in (root, tmp_path / "link"):
+        with pytest.raises(UserError, match=r"--out .* lies in --source .*; give a directory beside it"):
+            prepare(source, root / out, WHOLE, subset=True)
+    assert sorted(root.rglob("*")) == before
+
+
+def test_a_second_call_is_not_troubled_by_what_systems_leave(source: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    prepare(source, out, WHOLE, subset=True)
+    for folder in (out, out / "train", out / "train/cat", out / "val/cat"):
+        put(folder, ".DS_Store", "Thumbs.db", "._1.jpg")
+        put(folder / "@eaDir", "1.jpg")
+    assert prepare(source, out, WHOLE, subset=True).already
+    (out / "train/cat/1.jpg").unlink()
+    with pytest.raises(UserError, match="train/cat has not the 15 pictures any more"):
+        prepare(source, out, WHOLE, subset=True)

@@ -1,0 +1,330 @@
+"""Play a program of disturbances against real jobs, and judge what each command said and left."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.e2e.command import events_of
+from tests.faults.jobs import Running, digest, kept_row, start_logged, train
+from tests.faults.programs import (
+    ENGINES,
+    JOB,
+    Command,
+    Form,
+    Hurt,
+    Kill,
+    Program,
+    Second,
+    Send,
+    Who,
+    draw_program,
+    hurt,
+    unlock,
+)
+
+LIMIT_S = 120.0
+"""A command that takes longer hangs; alone on two cores it takes ten seconds."""
+_OUTLIVING_S = 30.0
+"""So long ranks may go on after their launcher."""
+_CRASHES = ("Traceback (most recent", "terminate called", "Fatal Python error", "Segmentation fault", "core dumped")
+_FINISHED = (0, 3)
+
+
+def play_round(out: Path, seed: str) -> dict[str, Any]:
+    """Play the program of ``seed`` in ``out``; its row: the program, what happened, and what was wrong with it.
+
+    The run and what it printed stay where something was wrong.
+    """
+    program = draw_program(seed)
+    begun = time.monotonic()
+    round_ = Round(out / seed.replace("/", "-"), ENGINES[program.engine], _alone(out, program.engine))
+    try:
+        round_.play(program)
+    finally:
+        round_.end_all()
+    row = {
+        "program": program.lines(), "happened": round_.happened, "faults": round_.faults,
+        "seconds": round(time.monotonic() - begun, 1),
+    }  # fmt: skip
+    if not round_.faults:
+        round_.remove()
+    return row
+
+
+def _alone(out: Path, engine: str) -> str:
+    """The digest of the run that nobody disturbs."""
+    name = f"alone-{engine.replace(', ', '-').replace(' ', '-')}"
+
+    def measure() -> dict[str, Any]:
+        return {"digest": train(out / name, *ENGINES[engine], job=JOB)}
+
+    found: str = kept_row(out / f"{name}.json", measure)["digest"]
+    shutil.rmtree(out / name, ignore_errors=True)
+    return found
+
+
+@dataclass(frozen=True)
+class Before:
+    """What a command found: of files, only those that nobody has hurt."""
+
+    step: int
+    """Of the newest whole checkpoint; 0 where there is none."""
+    has_job: bool
+    finished: bool
+    files: set[Path]
+    """But those of checkpoints, which come and go."""
+    events: set[tuple[str, int]]
+    """The names and steps of what was recorded of training and evaluations."""
+
+
+@dataclass
+class Launch:
+    """A command at work."""
+
+    name: str
+    form: Form
+    running: Running
+    log: Path
+    before: Before
+    signalled: bool = False
+    killed: bool = False
+    hurt: bool = False
+    """Whether its run was damaged before or meanwhile."""
+    rival: bool = False
+    """Whether another command was at work in the same directory."""
+
+    @property
+    def printed(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    @property
+    def step(self) -> int:
+        """The last one it has printed; its record in the directory may be damaged."""
+        steps = re.findall(r"^epoch .* step (\d+)/", self.printed, re.MULTILINE)
+        return int(steps[-1]) if steps else 0
+
+
+@dataclass
+class Round:
+    """A run directory to which a program happens."""
+
+    out: Path
+    engine: tuple[str, ...]
+    alone: str
+    """The digest of the final weights of a run that nobody disturbs."""
+    happened: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    finished: bool = False
+    _hurts: dict[Path, Hurt] = field(default_factory=dict)
+    _commands: list[Running] = field(default_factory=list)
+    _processes: set[psutil.Process] = field(default_factory=set)
+    """Of all commands, as far as they have been seen."""
+
+    def play(self, program: Program) -> None:
+        """Do all of it, then let the run come to its end."""
+        for number, command in enumerate(program.commands, 1):
+            self._play(str(number), command)
+            for damage in command.afterwards:
+                self._hurt(damage)
+        self._unlock()
+        if self._end(self._begin("last", "auto")) in _FINISHED and program.again:
+            self._end(self._begin("again", "auto"))
+
+    def end_all(self) -> None:
+        """Leave no process behind, and nothing locked."""
+        self._kill_all()
+        unlock(self.out)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.out, ignore_errors=True)
+        for log in self.out.parent.glob(f"{self.out.name}.*.log"):
+            log.unlink()
+
+    def _play(self, name: str, command: Command) -> None:
+        launch = self._begin(name, command.form)
+        deadline = time.monotonic() + LIMIT_S
+        while launch.step < command.step and time.monotonic() < deadline and launch.running.command.poll() is None:
+            self._watch(launch, 0.02)
+        self._watch(launch, command.delay_s)
+        match command.disturbance:
+            case Kill(who):
+                self._send(launch, who, signal.SIGKILL)
+            case Send(number, who, again_after_s):
+                self._send(launch, who, number)
+                if again_after_s is not None:
+                    self._watch(launch, again_after_s)
+                    self._send(launch, who, number)
+            case Second(form) if launch.running.command.poll() is None:
+                second = self._begin(f"{name}b", form)
+                launch.rival = second.rival = True
+                codes = self._end(second), self._end(launch)
+                if not self._hurts and not {*codes} & {*_FINISHED}:
+                    self._blame(name, "neither of two launches finished the run")
+                return
+            case Hurt() as damage:
+                self._hurt(damage)
+                launch.hurt = True
+        self._end(launch, waits=not command.hurry)
+
+    def _begin(self, name: str, form: Form) -> Launch:
+        log = self.out.parent / f"{self.out.name}.{name}.log"
+        log.unlink(missing_ok=True)
+        job = (*JOB, *self.engine, "--out", str(self.out))
+        arguments: dict[Form, tuple[str, ...]] = {
+            "auto": (*job, "--resume", "auto"),
+            "run": ("--resume", str(self.out), "--nproc", "2"),
+            "fresh": job,
+        }
+        before = self._before()
+        running = start_logged(self.out, log, *arguments[form])
+        self._commands.append(running)
+        return Launch(name, form, running, log, before, hurt=bool(self._hurts))
+
+    def _watch(self, launch: Launch, seconds: float) -> None:
+        """Wait, and learn which processes there are."""
+        deadline = time.monotonic() + seconds
+        while True:
+            with suppress(psutil.Error):
+                self._processes.update(psutil.Process(launch.running.command.pid).children(recursive=True))
+            if (left := deadline - time.monotonic()) <= 0 or launch.running.command.poll() is not None:
+                return
+            time.sleep(min(0.05, left))
+
+    def _send(self, launch: Launch, who: Who, number: signal.Signals) -> None:
+        """To the launcher where there are no ranks yet."""
+        ranks = sorted(launch.running.ranks, key=lambda rank: rank.pid)
+        chosen = ranks if who == "all" else ranks[int(who[-1]) :][:1] if who != "launcher" else []
+        if launch.running.command.poll() is None and (who in ("launcher", "all") or not chosen):
+            chosen = [*chosen, psutil.Process(launch.running.command.pid)]
+        for process in chosen:
+            with suppress(psutil.Error):
+                process.send_signal(number)
+                launch.signalled |= number != signal.SIGKILL
+                launch.killed |= number == signal.SIGKILL
+
+    def _hurt(self, damage: Hurt) -> None:
+        path = hurt(self.out, damage)
+        if path is not None:
+            self._hurts[path.relative_to(self.out)] = damage
+        self.happened.append(str(damage) + ("" if path is not None else " (not there)"))
+
+    def _unlock(self) -> None:
+        unlock(self.out)
+        self._hurts = {path: damage for path, damage in self._hurts.items() if damage.how != "lock"}
+
+    def _end(self, launch: Launch, waits: bool = True) -> int | None:
+        """Wait for its end, and judge it; the exit code, None where it had to be ended."""
+        self._watch(launch, LIMIT_S)
+        code = launch.running.command.poll()
+        ranks = [process for process in self._processes if _is_rank(process)] if waits and not launch.rival else []
+        _, alive = psutil.wait_procs(ranks, timeout=_OUTLIVING_S)
+        if code is None:
+            self._blame(launch.name, f"hangs: it is there after {LIMIT_S:g} s")
+        elif alive:
+            self._blame(launch.name, f"{len(alive)} ranks are there {_OUTLIVING_S:g} s after their launcher")
+        if code is None or alive:
+            self._kill_all()
+        sentences = re.findall(r"^(?:error|failed): .*", launch.printed, re.MULTILINE)
+        self.happened.append(f"{launch.name}: exit code {code} at step {launch.step}; {' | '.join(sentences)}")
+        self._judge_words(launch, code, sentences)
+        self._judge_work(launch, code)
+        self.finished |= code in _FINISHED
+        return code
+
+    def _kill_all(self) -> None:
+        for command in self._commands:
+            if command.command.poll() is None:
+                command.kill_at_once()
+        for process in self._processes:
+            with suppress(psutil.Error):
+                process.kill()
+
+    def _judge_words(self, launch: Launch, code: int | None, sentences: list[str]) -> None:
+        """Its exit code, and what it printed."""
+        printed = launch.printed
+        for crash in _CRASHES:
+            if crash in printed:
+                self._blame(launch.name, f"prints '{crash}': {printed.rstrip().splitlines()[-1][:200]}")
+        if len(sentences) > 1:
+            self._blame(launch.name, f"says {len(sentences)} sentences: {' | '.join(sentences)}")
+        left_alone = not (launch.signalled or launch.killed)
+        match code:
+            case 1 | 2 if not launch.signalled:
+                if not sentences:
+                    self._blame(launch.name, f"ends with exit code {code} without a sentence")
+                if left_alone and not launch.hurt and not launch.rival and not _rightly_refused(launch, sentences):
+                    self._blame(launch.name, f"fails though nothing was damaged: {' | '.join(sentences)}")
+            case 1 | 2 | None | 0 | 3:
+                pass
+            case 4:
+                if not launch.signalled:
+                    self._blame(launch.name, "ends with exit code 4 though no signal was sent")
+                if "go on with --resume" not in printed:
+                    self._blame(launch.name, "ends with exit code 4 without a sentence")
+            case _ if code < 0 and not left_alone:
+                pass
+            case _:
+                self._blame(launch.name, f"ends with exit code {code}")
+
+    def _judge_work(self, launch: Launch, code: int | None) -> None:
+        """What it made of what there was."""
+        before, after = launch.before, self._before()
+        first = re.search(r"^epoch .* step (\d+)/", launch.printed, re.MULTILINE)
+        warned = "warning: " in launch.printed
+        if first and int(first[1]) <= before.step and not warned:
+            self._blame(launch.name, f"goes on at step {first[1]} without a sentence; step {before.step} was saved")
+        if after.step < before.step and not self._is_hurt(Path("checkpoints") / f"step-{before.step:08}"):
+            self._blame(launch.name, f"the checkpoint of step {before.step} is gone")
+        if code in _FINISHED and not self._is_hurt(Path("checkpoints/final.safetensors")):
+            if not (self.out / "checkpoints" / "final.safetensors").is_file():
+                self._blame(launch.name, "leaves no final weights")
+            elif digest(self.out) != self.alone:
+                self._blame(launch.name, f"its final weights are {digest(self.out)} and should be {self.alone}")
+        if before.finished:
+            for path in before.files - after.files:
+                if not self._is_hurt(path):
+                    self._blame(launch.name, f"{path} of a finished run is gone")
+            if not self._is_hurt(Path("events.jsonl")) and (lost := before.events - after.events):
+                self._blame(launch.name, f"{len(lost)} events of a finished run are gone, such as {min(lost)}")
+
+    def _before(self) -> Before:
+        steps = [0]
+        for folder in self.out.glob("checkpoints/step-*"):
+            if (folder / "manifest.json").is_file() and not self._is_hurt(folder.relative_to(self.out)):
+                steps.append(int(folder.name.removeprefix("step-")))
+        files = {path.relative_to(self.out) for path in self.out.rglob("*") if not path.match("checkpoints/*/*")}
+        files = {path for path in files if not self._is_hurt(path) and (self.out / path).is_file()}
+        events: set[tuple[str, int]] = set()
+        if Path("events.jsonl") in files:
+            with suppress(ValueError):  # a line is being written
+                events = {(e["event"], e["step"]) for name in ("train", "eval") for e in events_of(self.out, name)}
+        return Before(max(steps), (self.out / "job.json").is_file(), self.finished, files, events)
+
+    def _is_hurt(self, path: Path) -> bool:
+        """Whether it, what it lies in, or what lies in it was damaged."""
+        return any(path.is_relative_to(other) or other.is_relative_to(path) for other in self._hurts)
+
+    def _blame(self, name: str, fault: str) -> None:
+        self.faults.append(f"{name}: {fault}")
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return "imagenet_fast.launch" in process.cmdline()
+    return False
+
+
+def _rightly_refused(launch: Launch, sentences: list[str]) -> bool:
+    """Whether an unharmed run cannot go on by this command all the same."""
+    if launch.form == "run":
+        return not launch.before.has_job
+    return any("is being trained by another process" in sentence for sentence in sentences)

@@ -1,0 +1,234 @@
+"""What a round of the fuzzer does to a run: a program of disturbances, drawn from a seed."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import subprocess
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+Who = Literal["rank 0", "rank 1", "launcher", "all"]
+Form = Literal["auto", "run", "fresh"]
+"""``auto``: the recipe and ``--resume auto``; ``run``: ``--resume DIR`` alone; ``fresh``: no ``--resume``."""
+How = Literal["truncate", "delete", "flip", "directory", "lock"]
+
+STEPS = 10
+JOB = (
+    "--recipe", "smoke", "--nproc", "2", "--set", "global_batch=4", "--set", "micro_batch=2", "--set", "epochs=2",
+    "--set", "schedule.warmup_epochs=0", "--set", "data.train_images=20", "--set", "data.val_images=4",
+    "--set", "log_every=1", "--set", "checkpoint.every_steps=3", "--set", "precision.kind=fp32",
+    "--set", "optim.lr=0.01",
+)  # fmt: skip
+"""Five steps an epoch, an evaluation after each; about nine seconds on two cores, of which training takes three."""
+ENGINES: dict[str, tuple[str, ...]] = {
+    "lazy": ("--sync", "lazy"),
+    "hybrid": ("--sync", "hybrid"),
+    "dear": ("--sync", "dear"),
+    "lazy int8": ("--sync", "lazy", "--set", "sync.wire=int8"),
+    "lazy, average": ("--sync", "lazy", "--set", "ema_decay=0.9"),
+}
+FILES = (
+    "job.json", "recipe.toml", "outcome.json", "events.jsonl", "environment.json", "mllog.txt", "tb", "tb/events*",
+    "checkpoints", "checkpoints/final.safetensors", "checkpoints/step-* newest", "checkpoints/step-* newest/*.json",
+    "checkpoints/step-* newest/shared*", "checkpoints/step-* newest/rank*", "checkpoints/step-* oldest",
+    "checkpoints/step-* oldest/*.json", "checkpoints/step-* oldest/shared*",
+)  # fmt: skip
+"""Of a run directory; those with a star are looked up when the time has come."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Kill:
+    who: Who
+
+    def __str__(self) -> str:
+        return f"SIGKILL to {self.who}"
+
+
+@dataclass(frozen=True)
+class Send:
+    number: signal.Signals
+    who: Who
+    again_after_s: float | None
+
+    def __str__(self) -> str:
+        again = f", again {self.again_after_s:.1f} s later" if self.again_after_s is not None else ""
+        return f"{self.number.name} to {self.who}{again}"
+
+
+@dataclass(frozen=True)
+class Second:
+    """Another launch into the same directory, while the first is at work."""
+
+    form: Form
+
+    def __str__(self) -> str:
+        return f"a second launch ({self.form})"
+
+
+@dataclass(frozen=True)
+class Hurt:
+    """Damage to one file or directory of the run."""
+
+    how: How
+    file: str
+    part: float
+    """Where in the file, as a share of its length."""
+
+    def __str__(self) -> str:
+        where = f" at {self.part:.2f}" if self.how in ("truncate", "flip") else ""
+        return f"{self.how} {self.file}{where}"
+
+
+Disturbance = Kill | Send | Second | Hurt
+
+
+@dataclass(frozen=True)
+class Command:
+    """One launch, and what happens to it ``delay_s`` after ``step`` was recorded; step 0: after it was started."""
+
+    form: Form
+    step: int
+    delay_s: float
+    disturbance: Disturbance | None
+    hurry: bool
+    """Whether what follows is done although ranks may be left."""
+    afterwards: tuple[Hurt, ...]
+    """Done to the run once the command has ended."""
+
+    def __str__(self) -> str:
+        moment = f"{self.delay_s:.2f} s after " + (f"step {self.step}" if self.step else "its start")
+        happens = "left alone" if self.disturbance is None else f"{moment} {self.disturbance}"
+        hurry = ["nobody waits for its ranks"] if self.hurry else []
+        return "; ".join([f"train ({self.form}), {happens}", *hurry, *(f"then {hurt}" for hurt in self.afterwards)])
+
+
+@dataclass(frozen=True)
+class Program:
+    seed: str
+    engine: str
+    commands: tuple[Command, ...]
+    again: bool
+    """Whether the run is resumed once more when it has ended."""
+
+    def lines(self) -> list[str]:
+        """Say it, a launch a line."""
+        last = "left alone, to its end" + (", twice" if self.again else "")
+        return [f"seed {self.seed}, {self.engine}", *(f"{n}. {c}" for n, c in enumerate(self.commands, 1)), last]
+
+
+def draw_program(seed: str) -> Program:
+    """Draw one to three launches and what happens to them; the same for the same seed."""
+    draw = random.Random(seed)
+    engine = draw.choice(list(ENGINES))
+    count = draw.choices((1, 2, 3), (5, 4, 1))[0]
+    commands = tuple(_draw_command(draw, first=number == 0) for number in range(count))
+    return Program(seed, engine, commands, draw.random() < 0.25)
+
+
+def _draw_command(draw: random.Random, first: bool) -> Command:
+    form: Form = "auto" if first or draw.random() < 0.6 else "run"
+    step, delay_s = draw.randint(1, STEPS), draw.uniform(0, 0.4)
+    match draw.choices(("start", "evaluation", "saving", "anywhere"), (4, 2, 2, 3))[0]:
+        case "start":
+            step, delay_s = 0, draw.uniform(0.2, 6)
+        case "evaluation":
+            step = draw.choice((STEPS // 2, STEPS))
+        case "saving":
+            step = draw.randrange(3, STEPS, 3)
+    disturbance: Disturbance | None = None
+    match draw.choices(("kill", "signal", "second", "damage", "nothing"), (4, 6, 3, 3, 1))[0]:
+        case "kill":
+            disturbance = Kill(draw.choice(get_args(Who)))
+        case "signal":
+            again = draw.uniform(0.2, 4) if draw.random() < 0.25 else None
+            disturbance = Send(draw.choice(SIGNALS), draw.choice(get_args(Who)), again)
+        case "second":
+            disturbance = Second(draw.choice(get_args(Form)))
+        case "damage":
+            disturbance = _draw_hurt(draw)
+    damages = draw.choices((0, 1, 2), (4, 4, 2))[0]
+    hurry = isinstance(disturbance, Kill) and draw.random() < 0.5
+    return Command(form, step, delay_s, disturbance, hurry, tuple(_draw_hurt(draw) for _ in range(damages)))
+
+
+def _draw_hurt(draw: random.Random) -> Hurt:
+    file = draw.choice(FILES)
+    is_folder = file in ("tb", "checkpoints") or file.endswith(("newest", "oldest"))
+    ways: tuple[How, ...] = ("delete", "directory", "lock") if is_folder else get_args(How)
+    return Hurt(draw.choice(ways), file, draw.random())
+
+
+def find(out: Path, file: str) -> Path | None:
+    """Look up a name of FILES; None where what it leads to is not there. A plain name need not be."""
+    if "*" not in file:
+        return out / file
+    pattern, _, rest = file.partition(" ")
+    found = sorted(out.glob(pattern))
+    if rest:
+        which, _, inside = rest.partition("/")
+        found = found[-1:] if which == "newest" else found[:1]
+        found = sorted(found[0].glob(inside)) if found and inside else found
+    return found[0] if found else None
+
+
+def hurt(out: Path, damage: Hurt) -> Path | None:
+    """Do the damage; what was hurt, or None where there was nothing to hurt."""
+    path = find(out, damage.file)
+    if path is None or not out.is_dir():
+        return None
+    with suppress(OSError):  # a locked one, or one that is being replaced just now
+        match damage.how:
+            case "delete":
+                _remove(path)
+            case "directory":
+                _remove(path)
+                path.mkdir(parents=True)
+            case "lock":
+                if not path.exists():
+                    return None
+                path.chmod(0o555 if path.is_dir() else 0o444)
+                _freeze(path, "+i")  # root writes in spite of modes
+            case _:
+                if not path.is_file():
+                    return None
+                _spoil(path, damage)
+    return path
+
+
+def unlock(out: Path) -> None:
+    """Let go of what was locked, so that it can be removed."""
+    for path in (out, *out.rglob("*")):
+        _freeze(path, "-i")
+        with suppress(OSError):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+
+
+def _spoil(path: Path, damage: Hurt) -> None:
+    with path.open("r+b") as file:
+        size = path.stat().st_size
+        at = int(damage.part * size)
+        if damage.how == "truncate":
+            file.truncate(at)
+        elif size:
+            file.seek(at)
+            (byte,) = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte ^ 0x80]))  # no other text, but none at all: nobody could know that it was another
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _freeze(path: Path, flag: Literal["+i", "-i"]) -> None:
+    """Where the user is root and the file system has this flag; else modes do."""
+    with suppress(OSError):
+        subprocess.run(["chattr", flag, path], capture_output=True, check=False)

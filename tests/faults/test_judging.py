@@ -1,0 +1,91 @@
+"""The fuzzer's judge finds what it is there to find, in what a command printed and left."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.faults.fuzzing import Before, Launch, Round
+from tests.faults.jobs import Running, digest
+from tests.faults.programs import FILES, Hurt, draw_program, hurt
+
+NOTHING = Before(0, True, False, set(), set())
+WENT_ON = "epoch 1/2  step 4/10  loss 1\n"
+
+
+def test_a_seed_draws_one_program_and_all_kinds_of_disturbances_come():
+    programs = [draw_program(f"1/{number}") for number in range(300)]
+    assert programs == [draw_program(f"1/{number}") for number in range(300)]
+    commands = [command for program in programs for command in program.commands]
+    assert {type(command.disturbance).__name__ for command in commands} == {
+        "Kill",
+        "Send",
+        "Second",
+        "Hurt",
+        "NoneType",
+    }
+    assert {damage.file for command in commands for damage in command.afterwards} == {*FILES}
+
+
+def test_damage_is_what_it_says(tmp_path: Path):
+    for name in ("flip", "truncate", "directory", "delete"):
+        (tmp_path / name).write_bytes(b"12345678")
+    hurts = {how: hurt(tmp_path, Hurt(how, how, 0.5)) for how in ("flip", "truncate", "directory", "delete")}
+    assert (tmp_path / "flip").read_bytes() == b"1234\xb5678"
+    assert (tmp_path / "truncate").read_bytes() == b"1234"
+    assert (tmp_path / "directory").is_dir()
+    assert not (tmp_path / "delete").exists()
+    assert all(hurts.values())
+    assert hurt(tmp_path, Hurt("flip", "checkpoints/step-* newest/*.json", 0.5)) is None
+
+
+@pytest.mark.parametrize(
+    ("code", "printed", "before", "fault"),
+    [
+        (0, WENT_ON, NOTHING, ""),
+        (0, WENT_ON, replace(NOTHING, step=3), "the checkpoint of step 3 is gone"),
+        (0, WENT_ON, replace(NOTHING, step=6), "goes on at step 4 without a sentence; step 6 was saved"),
+        (1, "Traceback (most recent call last):\nKeyError\nfailed: x", NOTHING, "prints 'Traceback"),
+        (1, "failed: x\nerror: y\n", NOTHING, "says 2 sentences"),
+        (2, "", NOTHING, "without a sentence"),
+        (2, "error: x; do y\n", NOTHING, "fails though nothing was damaged: error: x; do y"),
+        (4, "Stopped by a signal after step 4, and saved; go on with --resume.", NOTHING, "though no signal was sent"),
+        (-11, "", NOTHING, "ends with exit code -11"),
+        (7, "", NOTHING, "ends with exit code 7"),
+        (0, "", replace(NOTHING, finished=True, files={Path("job.json")}), "job.json of a finished run is gone"),
+        (0, "", replace(NOTHING, finished=True, events={("train", 3)}), "1 events of a finished run are gone"),
+    ],
+)
+def test_what_is_wrong_is_found(code: int, printed: str, before: Before, fault: str, tmp_path: Path):
+    faults = judged(tmp_path, code, printed, before)
+    assert bool(faults) == bool(fault)
+    assert fault in " ".join(faults)
+
+
+def test_other_weights_and_missing_ones_are_found(tmp_path: Path):
+    assert judged(tmp_path / "right", 0, "", NOTHING) == []
+    assert "should be other" in judged(tmp_path / "other", 0, "", NOTHING, alone="other")[0]
+    assert judged(tmp_path / "none", 0, "", NOTHING, weights=False) == ["1: leaves no final weights"]
+
+
+def judged(
+    folder: Path, code: int, printed: str, before: Before, alone: str | None = None, weights: bool = True
+) -> list[str]:
+    """What is found wrong with a command that ended with ``code``."""
+    out = folder / "run"
+    (out / "checkpoints").mkdir(parents=True)
+    (out / "checkpoints" / "final.safetensors").write_bytes(b"weights")
+    alone = alone or digest(out)
+    if not weights:
+        (out / "checkpoints" / "final.safetensors").unlink()
+    log = folder / "log"
+    log.write_text(printed)
+    ends = f"import os, signal; os.kill(os.getpid(), {-code})" if code < 0 else f"raise SystemExit({code})"
+    command = subprocess.Popen([sys.executable, "-c", ends], text=True)
+    round_ = Round(out, (), alone)
+    round_._end(Launch("1", "auto", Running(command, out), log, before))
+    return round_.faults

@@ -1,0 +1,82 @@
+"""A job that is told to stop while it starts, compiles or evaluates: nothing is lost, and it says so."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.command import events_of, outcome_of, wait_for
+from tests.faults.jobs import SMALL, Running, start, start_any, train
+
+pytestmark = pytest.mark.long
+
+LONG_EVALUATIONS = (*SMALL, "--set", "data.val_images=700", "--set", "sync.threshold_mb=4")
+
+
+def log_of(running: Running) -> str:
+    text = (running.out.parent / f"{running.out.name}.log").read_text()
+    assert "Traceback" not in text, text[-3000:]
+    return text
+
+
+def test_a_stop_in_an_evaluation_drops_it_and_the_run_ends_with_the_same_bits(tmp_path: Path):
+    undisturbed, out = tmp_path / "undisturbed", tmp_path / "stopped"
+    expected = train(undisturbed, job=LONG_EVALUATIONS)
+    for step in (10, 20):
+        running = start(out, job=LONG_EVALUATIONS)
+        wait_for(lambda running=running, step=step: running.step >= step)
+        time.sleep(0.5)
+        begun = time.monotonic()
+        if step == 10:
+            running.command.send_signal(signal.SIGTERM)
+        else:
+            running.ranks[1].send_signal(signal.SIGUSR1)
+        assert running.ended(60) == 4, log_of(running)
+        assert time.monotonic() - begun < 20
+        outcome = outcome_of(out)
+        assert (outcome["status"], outcome["steps"]) == ("preempted", step)
+        assert outcome["message"].startswith(f"stopped by a signal after step {step}, and saved; ")
+        assert f"Stopped by a signal after step {step}, and saved" in log_of(running)
+        assert len(events_of(out, "eval")) == step // 10 - 1, "dropped"
+    assert train(out, job=LONG_EVALUATIONS) == expected
+    for name, values in (("train", ("step", "loss")), ("eval", ("step", "top1", "top5"))):
+        there, here = ([[e[v] for v in values] for e in events_of(run, name)] for run in (undisturbed, out))
+        assert here == there
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_at_the_start_says_that_nothing_is_lost_and_is_gone_on_from(number: signal.Signals, tmp_path: Path):
+    choice = random.Random(number)
+    for attempt in range(4):
+        running = start(tmp_path / "run")
+        wait_for(lambda running=running: bool(running.ranks))
+        time.sleep(2 * attempt + choice.random())
+        before = running.step
+        running.command.send_signal(number)
+        code = running.ended(60)
+        assert code == 4, (attempt, before, log_of(running))
+        assert "topped by a signal" in log_of(running)
+        if (tmp_path / "run" / "outcome.json").exists():
+            assert outcome_of(tmp_path / "run")["status"] == "preempted"
+            assert outcome_of(tmp_path / "run")["message"]
+    assert train(tmp_path / "run") == train(tmp_path / "undisturbed")
+
+
+def test_a_stop_while_it_compiles_ends_within_its_grace_without_loss(tmp_path: Path):
+    run = tmp_path / "run"
+    running = start_any(
+        run, "--recipe", "smoke", "--resume", "auto", "--sync", "allreduce", "--set", "compile=true",
+        "--set", "checkpoint.grace_s=4", "--set", "log_every=1",
+    )  # fmt: skip
+    wait_for(lambda: (run / "events.jsonl").exists() and bool(events_of(run, "run")))
+    time.sleep(1)
+    begun = time.monotonic()
+    running.command.send_signal(signal.SIGTERM)
+    assert running.ended(60) == 4, log_of(running)
+    assert time.monotonic() - begun < 20
+    assert outcome_of(run)["status"] == "preempted"
+    assert outcome_of(run)["message"] in log_of(running)

@@ -1,0 +1,287 @@
+"""What engines do on a GPU is ordered: seen on a CPU, by a detector that follows streams, events and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
+from typing import Any, get_args
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from imagenet_fast import sync
+from imagenet_fast.checkpoint import tree
+from imagenet_fast.checkpoint.host_copy import HostCopy
+from imagenet_fast.recipe.engine_settings import Cast, Wire
+from imagenet_fast.recipe.schema import Lars
+from imagenet_fast.sync import (
+    AllReduceSync,
+    AutoSync,
+    DearSync,
+    EngineSettings,
+    GradientPool,
+    HybridSync,
+    LazySync,
+    PowerSgdSync,
+    RingSync,
+    SparseSync,
+    attach,
+    build_engine,
+    probing,
+)
+from imagenet_fast.sync.engines import sparse
+from imagenet_fast.sync.topology import Topology
+from imagenet_fast.training.optimizers import LARS, build_optimizer
+from tests.gpu_semantics.pretended_gpu import CPU, CUDA, OnGpu, PretendedGpu
+from tests.spawning import run
+from tests.sync.loops import unmeasured
+
+WIRES: tuple[Wire, ...] = get_args(Wire)
+CASTS: tuple[Cast, ...] = get_args(Cast)
+FUSED = 0.01  # MiB: some of the model's tensors together
+CODING: dict[str, Sequence[EngineSettings]] = {
+    wire: [
+        AllReduceSync(wire=wire),
+        RingSync(wire=wire, bucket_mb=FUSED),
+        LazySync(wire=wire, threshold_mb=0),
+        LazySync(wire=wire, threshold_mb=FUSED, collective="butterfly"),
+        HybridSync(wire=wire, fuse_mb=FUSED),
+        DearSync(wire=wire, bucket_mb=FUSED),
+    ]
+    for wire in WIRES
+}
+KEEPING: dict[str, Sequence[EngineSettings]] = {
+    wire: [
+        SparseSync(wire=wire, sparsity=0.5, chunk=256, ramp_epochs=0, threshold_mb=FUSED / 4),
+        SparseSync(wire=wire, sparsity=0.5, chunk=256, ramp_epochs=0, threshold_mb=FUSED / 4, timing="hybrid"),
+        PowerSgdSync(wire=wire, rank=2, bucket_mb=FUSED),
+        PowerSgdSync(wire=wire, rank=2, bucket_mb=FUSED, timing="dear"),
+    ]
+    for wire in CASTS
+}
+ENGINES = {wire: [*some, *KEEPING.get(wire, [])] for wire, some in CODING.items()}
+OPTIM = Lars(kind="lars", lr=0.1, momentum=0.9, weight_decay=1e-3, trust_coefficient=0.01)
+PAGEABLE = "aten::_to_copy between pageable memory and the GPU"
+MAY_WAIT = frozenset({
+    "aten::_to_copy in agree", f"{PAGEABLE} in agree",  # on the order of the first step
+    f"{PAGEABLE} in lay_out", f"{PAGEABLE} in __init__",  # of the pool in that order, and of its messages
+    "aten::_local_scalar_dense in _counted_apart", f"{PAGEABLE} in _counted_apart",  # sparse makes its first channels
+    "aten::_to_copy in begin",  # in sparse's first step, there are no ids of one before
+    "Event.synchronize in begin",  # of those of the step before, which came during its forward
+    "Event.synchronize in seconds_between", f"{PAGEABLE} in timing", "aten::_to_copy in timing",  # of watched steps
+})  # fmt: skip
+"""Where the host may wait inside a step."""
+HARMLESS = frozenset({"_measure"})
+"""It takes the norms of chunks on their way as well, in whose place ``_put_means`` puts those of their means."""
+
+
+class Model(nn.Module):
+    """Convolutions, norms and matrices: small, but with blocks of codes and ranks to take away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 16, 3, padding=1)
+        self.norm = nn.BatchNorm2d(16)
+        self.wide = nn.Linear(256, 40)
+        self.head = nn.Linear(40, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.conv(x)).relu().flatten(1)
+        logits: Tensor = self.head(self.wide(x).relu())
+        return logits
+
+
+def faults(settings: EngineSettings, topology: Topology, gpu: PretendedGpu, steps: int = 3) -> list[str]:
+    """What the detector finds in some steps, with a checkpoint after the second; fp16 is guarded."""
+    gpu.detector.found.clear()
+    model = gpu.move(Model())
+    pool = GradientPool(model, topology=topology)
+    pool.attach(build_engine(settings, pool))
+    if settings.wire == "fp16":
+        pool.guard(torch.finfo(torch.float16).max)
+    optimizer, copy = build_optimizer(OPTIM, model), HostCopy()
+    for step in range(steps):
+        images = gpu.take(torch.randn(4, 3, 4, 4, generator=torch.Generator().manual_seed(step)))
+        with gpu.step():
+            pool.zero_grad()
+            model(images).square().sum().backward()
+            pool.end_backward()
+            pool.update(lambda params, elements=None: optimizer.step(0.1, params, pool.found_inf, elements))
+        if step == 1:
+            with patch.object(tree, "Tensor", OnGpu):  # which takes no subclass of tensors
+                copy.take({"pool": pool.state_dict(), "model": dict(model.state_dict())})
+    with ThreadPoolExecutor(1) as writer:
+        writer.submit(list, copy.chunks()).result()
+    pool.settle()
+    for values in model.state_dict().values():
+        values.cpu()
+    pool.close()
+    return list(gpu.detector.found)
+
+
+def _found(
+    some: Sequence[EngineSettings], ranks_per_node: int | None = None, without: str = "", orders: int = 0
+) -> dict[str, list[str]]:
+    """By engine; and in so many other orders."""
+    with unmeasured(), PretendedGpu(MAY_WAIT, HARMLESS, without, records=orders > 0) as gpu:
+        topology = Topology(CUDA, ranks_per_node=ranks_per_node, lends=True)
+        found = {repr(settings): told for settings in some if (told := faults(settings, topology, gpu))}
+        for seed in range(orders):
+            assert gpu.recording is not None
+            if wrong := gpu.recording.repeat(seed):
+                found[f"order {seed}"] = [wrong]
+    return found
+
+
+def _all(wires: Sequence[Wire]) -> list[EngineSettings]:
+    return [settings for wire in wires for settings in ENGINES[wire]]
+
+
+def test_engines_are_ordered_on_a_gpu():
+    assert run(2, _found, _all(WIRES)) == [{}] * 2
+
+
+def test_engines_are_ordered_on_nodes_of_two_gpus():
+    assert run(4, _found, [CODING["bf16"][4], CODING["int8"][3], KEEPING["bf16"][0]], 2) == [{}] * 4
+
+
+@pytest.mark.full
+def test_engines_that_learn_are_ordered_before_their_plan_and_after_it():
+    learning = [HybridSync(wire="bf16"), DearSync(wire="int8"), LazySync(), AutoSync(), AutoSync(inexact=True)]
+    assert run(2, _learning, learning) == [{}] * 2
+
+
+def _learning(some: Sequence[EngineSettings]) -> dict[str, list[str]]:
+    with unmeasured(), PretendedGpu(MAY_WAIT, HARMLESS) as gpu:
+        topology = Topology(CUDA, lends=True)
+        return {repr(settings): told for settings in some if (told := faults(settings, topology, gpu, steps=11))}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("wire", WIRES)
+def test_engines_end_with_the_same_bits_in_any_order_that_waits_allow(wire: Wire):
+    assert run(2, _found, ENGINES[wire], None, "", 5) == [{}] * 2
+    assert run(4, _found, ENGINES[wire], 2, "", 2) == [{}] * 4
+
+
+LAZY, SPARSE = LazySync(wire="bf16", threshold_mb=FUSED), KEEPING["bf16"][0]
+
+
+@pytest.mark.parametrize("left_out", ["wait_event", "wait_stream"])
+def test_a_wait_left_out_is_found(left_out: str):
+    for found in run(2, _found, [LAZY], None, left_out, 1):
+        assert "which has written the same memory" in "".join(found[repr(LAZY)])
+        assert "reads other values" in found["order 0"][0]
+
+
+def test_memory_let_go_of_too_early_is_found():
+    for found in run(2, _forgetful):
+        assert "was freed while all_reduce" in "".join(found[repr(SPARSE)])
+
+
+def _forgetful() -> dict[str, list[str]]:
+    """As ``sparse`` once was: of what its messages travel in it kept the gradients alone."""
+    kept = sparse._Message
+
+    def forgetting(begin: int, end: int, phases: object, *rest: Any) -> sparse._Message:
+        return kept(begin, end, (), *rest)
+
+    with patch.object(sparse, "_Message", forgetting):
+        return _found([SPARSE])
+
+
+def test_a_host_that_waits_inside_a_step_is_found():
+    for found in run(2, _asking):
+        assert "the host waits for the GPU inside a step: aten::_local_scalar_dense" in "".join(found[repr(LAZY)])
+
+
+def _asking() -> dict[str, list[str]]:
+    ratios = LARS._trust_ratios
+
+    def asking(self: LARS, weight: Tensor, grad: Tensor, lr: float) -> Tensor:
+        return ratios(self, weight, grad, lr if grad.isfinite().all() else 0.0)
+
+    with patch.object(LARS, "_trust_ratios", asking):
+        return _found([LAZY])
+
+
+def test_collectives_in_different_orders_are_found():
+    with pytest.raises(AssertionError, match="ranks call other collectives than all_reduce"):
+        run(2, _unlike)
+
+
+def _unlike() -> dict[str, list[str]]:
+    mine = LazySync(wire="fp32", threshold_mb=0 if dist.get_rank() else FUSED)
+    with patch.object(sync, "compare_engines", lambda *_: None):
+        return _found([mine])
+
+
+def test_links_are_timed_by_the_clock_of_the_gpu():
+    assert run(2, _timed) == [[(1e-3, 0.0, 0.0), (1e-3, 0.0, 0.0)]] * 2
+
+
+def _timed() -> list[tuple[float, ...]]:
+    """Between any two events a millisecond passes there."""
+    sizes = {"cuda": (2**14, 2**15)}
+    with PretendedGpu() as gpu, patch.object(probing, "_SHORT_AND_LONG", sizes):
+        topology = Topology(CUDA)
+        links = [probing.measure_link(way, torch.bfloat16, topology) for way in ("native", "butterfly")]
+        assert not gpu.detector.found
+        topology.close()
+    return [astuple(link) for link in links]
+
+
+def test_auto_considers_nccls_own_all_reduce_where_sums_are_of_16_bits():
+    for wire, device, considered in (
+        ("bf16", CUDA, True),
+        ("fp16", CUDA, True),
+        ("fp32", CUDA, False),
+        ("bf16", CPU, False),
+    ):
+        names = [candidate.name for candidate in sync._candidates(AutoSync(wire=wire), 1, device)]
+        assert ("lazy native" in names) is considered
+    assert len(set(names)) == len(names)
+
+
+def test_nccl_takes_as_many_thread_blocks_for_a_group_as_it_may():
+    assert run(2, _limits) == [[{4}, {None}, {4}]] * 2
+
+
+def _limits() -> list[set[int | None]]:
+    """As training attaches an engine; and of one that ``auto`` builds in its place."""
+    found = []
+    for settings in (DearSync(wire="bf16", bucket_mb=0, max_ctas=4), DearSync(wire="bf16", bucket_mb=0)):
+        with unmeasured(), PretendedGpu() as gpu:
+            _, synced = attach(gpu.move(Model()), settings)
+            found.append(set(gpu.group_limits))
+            synced.close()
+    with unmeasured(), PretendedGpu() as gpu:
+        pool = GradientPool(gpu.move(Model()))
+        chooser = AutoSync(inexact=True, max_ctas=4)
+        build = next(c.build for c in sync._candidates(chooser, 1, CUDA) if c.build is not None)
+        pool.attach(build(pool))
+        found.append(set(gpu.group_limits))
+        pool.close()
+    return found
+
+
+def test_an_unordered_read_is_told_by_its_bytes():
+    """Streams may work on parts of one block side by side, and not on the same one."""
+    with PretendedGpu() as gpu:
+        values = torch.zeros(8, device=CUDA)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        values[:4].fill_(1.0)
+        with torch.cuda.stream(side):
+            values[4:].fill_(2.0)
+            values.view(4, 2)[:, 1][2:].mul_(3.0)
+        assert not gpu.detector.found
+        with torch.cuda.stream(side):
+            values[3:].mul_(2.0)
+        (found,) = gpu.detector.found
+        assert "mul_" in found.partition("does not wait for aten::fill_")[0]

@@ -1,0 +1,47 @@
+"""What a rank refuses is heard, whichever is ended before it speaks, and is not tried again and again."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from tests.conftest import make_pictures
+from tests.e2e.command import events_of, imagenet_fast
+
+SLOW_TO_SPEAK = """\
+import os, time
+if os.environ.get("RANK") == "0":
+    import imagenet_fast.errors as errors
+    at_once = errors.refuse
+    def refuse(*said):
+        time.sleep(20)
+        at_once(*said)
+    errors.refuse = refuse
+"""
+
+
+def test_a_refusal_is_printed_once_though_rank_0_is_ended_before_it_speaks(tmp_path: Path):
+    (tmp_path / "sitecustomize.py").write_text(SLOW_TO_SPEAK)
+    wrong = ("--set", "data.train_images=8", "--nproc", "2", "--out", str(tmp_path / "run"))
+    ended = imagenet_fast("train", "--recipe", "smoke", *wrong, PYTHONPATH=str(tmp_path), OMP_NUM_THREADS="1")
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert re.fullmatch(r"error: .*fewer than one global batch.*\n", ended.stderr)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_bad_picture_ends_a_run_that_may_restart_at_once(tmp_path: Path):
+    pictures = make_pictures(tmp_path / "pictures", train=30, val=6)
+    bad = sorted(pictures.glob("train/*/*.jpg"))[7]
+    bad.write_bytes(b"no picture")
+    run = tmp_path / "run"
+    ended = imagenet_fast(
+        "train", "--recipe", "demo", "--data", str(pictures), "--nproc", "1", "--set", "data.loader=folder",
+        "--set", "global_batch=4", "--set", "micro_batch=4", "--set", "epochs=2", "--set", "ranks=1",
+        "--set", "checkpoint.every_steps=1", "--set", "data.prefetch=1", "--out", str(run), "--max-restarts", "3",
+        OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert ended.stderr.count(os.fspath(bad)) == 1, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not events_of(run, "resume")

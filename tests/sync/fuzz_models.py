@@ -1,0 +1,288 @@
+"""Random small models with all that a pool has to bear: tied, conditional, empty, scalar, frozen, normalised, nested.
+
+A model is described by plain data, so that a failing one can be printed and made again.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from tests.sync.loops import Fails
+
+WIDTH = 8
+KINDS = 5
+"""Tokens, and what a tied head tells apart."""
+
+Kind = Literal[
+    "linear", "mlp", "layer norm", "batch norm", "group norm", "conv", "embedding", "tied", "tied transposed", "scalar",
+    "empty", "frozen", "unused", "reader", "reader in eval", "reader in train", "lora", "weight norm", "spectral norm",
+    "attention", "gru", "transposed",
+]  # fmt: skip
+Place = tuple[Literal["forward", "backward"], int]
+"""In front of which block a forward fails, or behind which one a backward does."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One part of a model."""
+
+    kind: Kind
+    twice: bool = False
+    checkpointed: bool = False
+    biased: bool = True
+
+
+@dataclass(frozen=True)
+class Model:
+    """What :func:`build` makes a model of."""
+
+    seed: int
+    blocks: tuple[Block, ...]
+    registered: tuple[int, ...]
+    """The order in which the blocks are registered."""
+    tied_head: bool
+
+    def __str__(self) -> str:
+        lines = [f"model: seed {self.seed}, registered as {list(self.registered)}"]
+        for number, block in enumerate(self.blocks):
+            flags = [name for name in ("twice", "checkpointed") if getattr(block, name)]
+            lines.append(
+                f"  {number}: {block.kind}{'' if block.biased else ' without bias'} {' '.join(flags)}".rstrip()
+            )
+        return "\n".join([*lines, f"  head: {'tied to the embedding' if self.tied_head else 'linear'}"])
+
+    def has(self, *kinds: Kind) -> bool:
+        """Whether a block is one of these."""
+        return any(block.kind in kinds for block in self.blocks)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a forward changes what later steps compute, if only in the last digit."""
+        return self.has("lora", "spectral norm")
+
+
+def random_model(draw: random.Random) -> Model:
+    """Of three to seven blocks."""
+    blocks = []
+    for _ in range(draw.randint(3, 7)):
+        kind: Kind = draw.choice(get_args(Kind)) if draw.random() < 0.75 else "linear"
+        twice, checkpointed = draw.random() < 0.12, draw.random() < 0.1
+        blocks.append(Block(kind, twice, checkpointed, draw.random() < 0.8))
+    registered = list(range(len(blocks)))
+    if draw.random() < 0.4:
+        draw.shuffle(registered)
+    seed, tied = draw.randrange(2**16), draw.random() < 0.5
+    return Model(seed, tuple(blocks), tuple(registered), tied and any(b.kind == "embedding" for b in blocks))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a rank computes a loss of."""
+
+    features: Tensor
+    tokens: Tensor
+
+
+def batch_of(seed: int, number: int, rank: int) -> Batch:
+    generator = torch.Generator().manual_seed(7919 * seed + 101 * number + rank)
+    features = torch.randn(4, WIDTH, generator=generator)
+    return Batch(features, torch.randint(0, KINDS, (4,), generator=generator))
+
+
+class Net(nn.Module):
+    """The blocks one after the other, and a head."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        torch.manual_seed(model.seed)
+        made: list[nn.Module] = []
+        for block in model.blocks:
+            made.append(_part(block, made))
+        for number in model.registered:
+            self.add_module(f"block{number}", made[number])
+        self._plan = model.blocks
+        self._tied = (
+            model.blocks.index(next(b for b in model.blocks if b.kind == "embedding")) if model.tied_head else -1
+        )
+        if not model.tied_head:
+            self.head = nn.Linear(WIDTH, KINDS)
+
+    def forward(self, batch: Batch, skipped: frozenset[int] = frozenset(), fails: Place | None = None) -> Tensor:
+        x = batch.features
+        for number, block in enumerate(self._plan):
+            if fails == ("forward", number):
+                raise MemoryError("as if there were no memory left")
+            if number not in skipped and block.kind != "unused":
+                x = self._through(block, self.get_submodule(f"block{number}"), x, batch)
+            if fails == ("backward", number):
+                x = Fails.apply(x)
+        return F.linear(x, self.get_submodule(f"block{self._tied}").weight) if self._tied >= 0 else self.head(x)
+
+    def _through(self, block: Block, part: nn.Module, x: Tensor, batch: Batch) -> Tensor:
+        for _ in range(2 if block.twice else 1):
+            inputs = (x, batch.tokens) if block.kind == "embedding" else (x,)
+            x = (
+                checkpoint(part, *inputs, use_reentrant=False)
+                if block.checkpointed and self.training
+                else part(*inputs)
+            )
+        return x if block.kind in ("scalar", "empty") else x.float().tanh()
+
+
+def _part(block: Block, before: list[nn.Module]) -> nn.Module:
+    linear = nn.Linear(WIDTH, WIDTH, bias=block.biased)
+    match block.kind:
+        case "linear" | "unused":
+            return linear
+        case "mlp":
+            return nn.Sequential(linear, nn.ReLU(), nn.Sequential(nn.Linear(WIDTH, 3), nn.Linear(3, WIDTH)))
+        case "layer norm":
+            return nn.LayerNorm(WIDTH)
+        case "batch norm":
+            return nn.BatchNorm1d(WIDTH)
+        case "group norm":
+            return nn.GroupNorm(2, WIDTH)
+        case "conv":
+            return _Conv(block.biased)
+        case "embedding":
+            return _Embedding()
+        case "tied" | "tied transposed":
+            weights = [part.weight for part in before if type(part) is nn.Linear and part.weight.requires_grad]
+            return _Tied(weights[-1] if weights else linear.weight, block.kind == "tied transposed")
+        case "scalar":
+            return _Scalar()
+        case "empty":
+            return _Empty()
+        case "frozen":
+            return linear.requires_grad_(False)
+        case "reader":
+            return _Reader(linear, "always")
+        case "reader in eval":
+            return _Reader(linear, "eval")
+        case "reader in train":
+            return _Reader(linear, "train")
+        case "lora":
+            return _Lora()
+        case "weight norm":
+            return parametrizations.weight_norm(linear)
+        case "spectral norm":
+            return parametrizations.spectral_norm(linear)
+        case "attention":
+            return _Attention()
+        case "gru":
+            return nn.GRUCell(WIDTH, WIDTH)
+        case "transposed":
+            return _Transposed()
+
+
+class _Conv(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 3, padding=1, bias=bias).to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.conv(x.view(-1, 2, 2, 2).contiguous(memory_format=torch.channels_last))
+        return out.flatten(1)
+
+
+class _Embedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(KINDS, WIDTH))
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x + F.embedding(tokens, self.weight)
+
+
+class _Tied(nn.Module):
+    def __init__(self, weight: nn.Parameter, transposed: bool) -> None:
+        super().__init__()
+        self.weight, self._transposed = weight, transposed
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.t() if self._transposed else self.weight)
+
+
+class _Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class _Empty(nn.Module):
+    """Its parameter has no elements, but a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.empty(0, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, self.rows])
+
+
+class _Reader(nn.Module):
+    """Reads its child's weights instead of calling it."""
+
+    def __init__(self, child: nn.Linear, when: str) -> None:
+        super().__init__()
+        self.child, self._when = child, when
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._when in ("always", "train" if self.training else "eval"):
+            return F.linear(x, self.child.weight, self.child.bias)
+        out: Tensor = self.child(x)
+        return out
+
+
+class _Lora(nn.Module):
+    """Merges its factors into the weight in ``eval()``, and takes them out again in ``train()``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
+        self.up, self.down = nn.Parameter(torch.randn(WIDTH, 2) / 3), nn.Parameter(torch.randn(2, WIDTH) / 3)
+        self._merged = False
+
+    def train(self, mode: bool = True) -> _Lora:
+        super().train(mode)
+        if self._merged == mode:
+            with torch.no_grad():
+                self.weight.add_(self.up @ self.down, alpha=-1 if mode else 1)
+            self._merged = not mode
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.linear(x, self.weight)
+        return out if self._merged else out + F.linear(F.linear(x, self.down), self.up)
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.attention(x[None], x[None], x[None], need_weights=False)[0]
+        return out[0]
+
+
+class _Transposed(nn.Module):
+    """Its parameter does not lie in memory row by row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH).t() / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)

@@ -1,0 +1,544 @@
+"""Random training loops: what users do between ``zero_grad`` and ``step``, and what goes wrong there.
+
+A program is plain data. All ranks run the same one, on data of their own; which layers they use differs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from tests.sync.fuzz_models import Model, Place, random_model
+
+Skipped = tuple[frozenset[int], ...]
+"""By rank: the blocks that its forward does not use."""
+
+
+@dataclass(frozen=True)
+class ZeroGrad:
+    by_pool: bool
+    """Else by every optimiser."""
+    also: bool = False
+    """Whether an optimiser fills gradients with zeros first."""
+
+    def __str__(self) -> str:
+        also = "optimizer.zero_grad(set_to_none=False); " if self.also else ""
+        return also + ("pool.zero_grad()" if self.by_pool else "optimizer.zero_grad()  # every optimiser's")
+
+
+@dataclass(frozen=True)
+class Backward:
+    data: int
+    skipped: Skipped
+    sync: bool = True
+    penalty: bool = False
+    """Whether the loss has the gradient of the input in it."""
+    overflows: int | None = None
+    """The rank whose loss is infinite."""
+
+    def __str__(self) -> str:
+        text = f"loss({self.data}{_skips(self.skipped)}{', penalty' if self.penalty else ''}).backward()"
+        text += "" if self.overflows is None else f"  # infinite on rank {self.overflows}"
+        return text if self.sync else f"with pool.no_sync(): {text}"
+
+
+@dataclass(frozen=True)
+class AutogradGrad:
+    """Gradients from ``torch.autograd.grad``, which the user assigns."""
+
+    data: int
+    skipped: Skipped
+
+    def __str__(self) -> str:
+        return (
+            f"for p, g in zip(params, torch.autograd.grad(loss({self.data}{_skips(self.skipped)}), params)): p.grad = g"
+        )
+
+
+@dataclass(frozen=True)
+class Fail:
+    """A forward or backward that an exception ends, on some ranks; the step is nobody's."""
+
+    data: int
+    skipped: Skipped
+    places: tuple[Place | None, ...]
+    """By rank."""
+    guarded: bool = False
+    """Whether ranks that did not fail go on to ``finish``, and learn it from ``found_inf``."""
+
+    def __str__(self) -> str:
+        places = [f"rank {n} in {p[0]} at {p[1]}" for n, p in enumerate(self.places) if p]
+        then = "; the others: finish(), found_inf is 1" if self.guarded else "; nobody finishes"
+        return f"loss({self.data}{_skips(self.skipped)}).backward()  # fails: {', '.join(places)}{then}"
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a user does to gradients. ``which`` picks parameters by remainder of their number; -1: all."""
+
+    how: Literal["halve", "half", "none", "clamp", "noise", "clip norm", "clip value", "log", "none to half"]
+    which: int = -1
+
+    def __str__(self) -> str:
+        which = "all" if self.which < 0 else f"parameters {self.which}, {self.which + 3}, ..."
+        line = {
+            "halve": "p.grad.mul_(0.5)", "half": "p.grad = p.grad / 2", "none": "p.grad = None",
+            "clamp": "p.grad = p.grad.clamp(-0.01, 0.01)", "noise": "p.grad.add_(0.01)",
+            "clip norm": "clip_grad_norm_(params, 0.1)", "clip value": "clip_grad_value_(params, 0.01)",
+            "log": "log p.grad.norm()", "none to half": "p.grad = None, p.grad / 2 of the next, in turn",
+        }[self.how]  # fmt: skip
+        return f"{line}  # {which}"
+
+
+@dataclass(frozen=True)
+class Locally:
+    """After a micro-step, in ``no_sync``: the gradients are the user's own."""
+
+    change: Change
+
+    def __str__(self) -> str:
+        return f"with pool.no_sync(): {self.change}"
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Between the last backward and ``finish``."""
+
+    which: int
+
+    def __str__(self) -> str:
+        return f"p.grad = None  # parameters {self.which}, {self.which + 3}, ..., before finish()"
+
+
+@dataclass(frozen=True)
+class Peek:
+    """Looks at gradients that are under way, or changes them."""
+
+    writes: bool
+
+    def __str__(self) -> str:
+        if self.writes:
+            return "p.grad.mul_(2)  # under way: None, or refused"
+        return "p.grad.sum()  # under way: None, or refused, or of no consequence"
+
+
+@dataclass(frozen=True)
+class Finished:
+    """``finish()``, and then gradients are the user's."""
+
+    change: Change | None = None
+
+    def __str__(self) -> str:
+        return "pool.finish()" + ("" if self.change is None else f"; {self.change}")
+
+
+@dataclass(frozen=True)
+class Step:
+    optimizer: int
+    by_pool: bool = True
+
+    def __str__(self) -> str:
+        number = f"optimizers[{self.optimizer}]"
+        return f"pool.step({number})" if self.by_pool else f"pool.finish(); {number}.step()"
+
+
+@dataclass(frozen=True)
+class ScaledStep:
+    by_pool: bool = True
+    clips: bool = False
+
+    def __str__(self) -> str:
+        clip = "pool.finish(); scaler.unscale_(optimizer); clip_grad_norm_(params, 0.1); " if self.clips else ""
+        own = (
+            "pool.step(optimizer, scaler)" if self.by_pool else "pool.finish(); scaler.step(optimizer); scaler.update()"
+        )
+        return clip + own
+
+
+@dataclass(frozen=True)
+class Look:
+    """Reads weights, without changing them."""
+
+    how: Literal[
+        "state_dict", "parameters", "named_parameters", "deepcopy", "pickle", "vector", "optimizer state",
+        "optimizer deepcopy", "eval forward", "train forward", "part", "functional_call", "toggle", "settle",
+    ]  # fmt: skip
+    data: int
+    alone: bool = False
+    """Whether rank 0 does it, and no other."""
+
+    def __str__(self) -> str:
+        text = {
+            "eval forward": "model.eval(); no_grad: model(x); model.train()",
+            "train forward": "no_grad: model(x)",
+            "part": "model.eval(); no_grad: every block alone; model.train()",
+            "toggle": "model.eval(); model.train()",
+            "settle": "pool.settle()",
+            "vector": "parameters_to_vector(model.parameters())",
+        }.get(self.how, f"look at {self.how}")
+        return text + ("  # rank 0 alone" if self.alone else "")
+
+
+@dataclass(frozen=True)
+class Do:
+    """What needs no details: see :data:`DOES`."""
+
+    what: str
+    which: int = 0
+
+    def __str__(self) -> str:
+        return DOES[self.what].format(which=self.which)
+
+
+DOES = {
+    "schedule": "scheduler.step()  # every scheduler",
+    "save": "save model, optimisers, schedulers, scaler and pool",
+    "restore": "load what was saved",
+    "swap": "pool.attach(build_engine(another engine, {which}))",
+    "renew": "pool.close(); pool = GradientPool(model); pool.attach(...)",
+    "freeze": "p.requires_grad_(False)  # pooled parameters {which}, {which} + 3, ...",
+    "unfreeze": "p.requires_grad_(True)  # pooled parameters that were frozen",
+    "shrink": "no_grad: for p in model.parameters(): p.mul_(0.99)",
+    "vector": "vector_to_parameters(0.99 * parameters_to_vector(params), params)",
+    "average": "ema.update_parameters(model)",
+    "average and look": "ema.update_parameters(model); ema.eval(); no_grad: ema(x)",
+    "swap average": "weights of ema into the model; model.eval(); no_grad: model(x); model.train(); weights back",
+}
+
+Op = (
+    ZeroGrad | Backward | AutogradGrad | Fail | Locally | Cancel | Peek | Finished | Step | ScaledStep | Look | Do
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Line:
+    """An operation. Those of one ``unit`` belong to one step, and what is no ``essential`` of it may be left out."""
+
+    op: Op
+    unit: int
+    essential: bool = False
+    traceless: bool = False
+    """Whether weights are the same, under any engine, without it."""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    kind: Literal["sgd", "adam", "adamw", "rmsprop", "own", "hooked"]
+    settings: tuple[tuple[str, Any], ...]
+    groups: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.kind}({', '.join(f'{k}={v}' for k, v in self.settings)}), {self.groups} groups"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model, what trains it, and how."""
+
+    seed: int
+    ranks: int
+    model: Model
+    optimizers: tuple[Optimizer, ...]
+    schedule: Literal["", "step", "exponential", "one cycle"]
+    lines: tuple[Line, ...]
+    scaled: bool = False
+    guarded: bool = False
+    autocast: bool = False
+    averaged: bool = False
+
+    def __str__(self) -> str:
+        flags = [name for name in ("scaled", "guarded", "autocast", "averaged") if getattr(self, name)]
+        head = [f"program of seed {self.seed} on {self.ranks} ranks {' '.join(flags)}".rstrip(), str(self.model)]
+        head += [f"optimizers[{n}]: {optimizer}" for n, optimizer in enumerate(self.optimizers)]
+        head += [f"schedule: {self.schedule or 'none'}"]
+        return "\n".join([*head, *(f"{n:3}  {line.op}" for n, line in enumerate(self.lines))])
+
+    def without(self, left_out: Callable[[Line], bool]) -> Program:
+        return replace(self, lines=tuple(line for line in self.lines if not left_out(line)))
+
+    def lacking(self, words: Set[str]) -> Program:
+        """Without operations of these names, in lower case; without the whole step that one is essential to."""
+        named = [line for line in self.lines if words & _names_of(line.op)]
+        units = {line.unit for line in named if line.essential}
+        return self.without(lambda line: line in named or line.unit in units)
+
+    @property
+    def core(self) -> Program | None:
+        """Without all that leaves no trace, where there is such, and the rest knows nothing of it."""
+        core = self.without(lambda line: line.traceless)
+        return None if self.model.remembers or core == self else core
+
+
+def program_of(seed: int, ranks: int) -> Program:
+    """The program of a seed, the same for ever as long as this file is."""
+    return _Writer(seed, ranks).program()
+
+
+@dataclass
+class _Writer:
+    seed: int
+    ranks: int
+    lines: list[Line] = field(default_factory=list)
+    unit: int = 0
+    data: int = 0
+
+    def __post_init__(self) -> None:
+        draw = self.draw = random.Random(1009 * self.seed + self.ranks)
+        self.model = random_model(draw)
+        self.by_pool = draw.random() < 0.85
+        self.scaled = draw.random() < 0.15
+        self.guarded = not self.scaled and self.by_pool and draw.random() < 0.25
+        self.autocast = draw.random() < 0.08
+        self.averaged = draw.random() < 0.25
+        self.penalties = draw.random() < 0.12 and not self.model.has("attention") and not self.autocast
+        self.schedule = draw.choice(("", "step", "exponential", "one cycle"))
+        self.conditional = frozenset(n for n in range(len(self.model.blocks)) if draw.random() < 0.4)
+        if self.model.tied_head and draw.random() < 0.5:
+            self.conditional -= {n for n, block in enumerate(self.model.blocks) if block.kind == "embedding"}
+        if draw.random() < 0.25:
+            self.conditional = frozenset()
+        two = not self.scaled and draw.random() < 0.2
+        self.optimizers = tuple(self.optimizer() for _ in range(2 if two else 1))
+        self.frozen = False
+        self.clean = True  # whether the last step was taken, if there was one
+
+    def program(self) -> Program:
+        draw = self.draw
+        for number in range(draw.randint(5, 8)):
+            self.unit = number
+            self.between()
+            chance = draw.random()
+            if number == 0 and not self.by_pool:
+                self.step()
+            elif chance < 0.1:
+                self.dropped()
+            elif chance < 0.24:
+                self.failing()
+            else:
+                self.step()
+        self.unit += 1
+        self.step()
+        return Program(
+            self.seed, self.ranks, self.model, self.optimizers, self.schedule, tuple(self.lines), self.scaled,
+            self.guarded, self.autocast, self.averaged,
+        )  # fmt: skip
+
+    def optimizer(self) -> Optimizer:
+        draw = self.draw
+        kind = draw.choice(("sgd", "sgd", "sgd", "adam", "adamw", "rmsprop", "own", "hooked"))
+        decay = draw.choice((0.0, 0.05))
+        # On three ranks sums are rounded in another order, which a small eps would blow up.
+        eps = draw.choice((1e-8, 1e-2)) if self.ranks <= 2 else 1e-2
+        settings: dict[str, Any] = {"lr": 0.05, "weight_decay": decay}
+        if kind in ("sgd", "own", "hooked"):
+            settings["momentum"] = draw.choice((0.0, 0.9, 0.9))
+            settings["nesterov"] = settings["momentum"] > 0 and draw.random() < 0.3
+        else:
+            settings |= {"lr": 0.005, "eps": eps}
+        if kind in ("adam", "adamw"):
+            settings["amsgrad"] = draw.random() < 0.3
+        fast = draw.choice(("", "", "foreach", "fused"))
+        # torch's fused SGD cannot do without a momentum that some parameters have yet to get.
+        if fast and (fast == "foreach" or kind in ("adam", "adamw")):
+            settings[fast] = True
+        return Optimizer(kind, tuple(settings.items()), draw.choice((1, 1, 2, 3)))
+
+    def add(self, op: Op, essential: bool = False, traceless: bool = False) -> None:
+        self.lines.append(Line(op, self.unit, essential, traceless))
+
+    def maybe(self, chance: float) -> bool:
+        return self.draw.random() < chance
+
+    def which(self) -> int:
+        return self.draw.randrange(3)
+
+    def next_data(self) -> int:
+        self.data += 1
+        return self.data
+
+    def skipped(self) -> Skipped:
+        """Of a step, or a part of one."""
+        draw = self.draw
+        return tuple(frozenset(n for n in self.conditional if draw.random() < 0.5) for _ in range(self.ranks))
+
+    def backward(self, sync: bool, traceless: bool = False, essential: bool = True) -> None:
+        overflows = self.draw.randrange(self.ranks) if self.scaled and sync and self.maybe(0.15) else None
+        penalty = self.penalties and self.maybe(0.5)
+        op = Backward(self.next_data(), self.skipped(), sync, penalty, overflows)
+        self.add(op, essential=sync and essential, traceless=traceless)
+
+    def zero_grad(self, traceless: bool = False, clean: bool = False) -> None:
+        """``clean``: no gradient is under way, which nobody may fill with zeros."""
+        also = self.by_pool and self.maybe(0.1) and clean
+        self.add(ZeroGrad(self.by_pool, also), essential=True, traceless=traceless)
+
+    def look(self, chance: float) -> None:
+        if not self.maybe(chance):
+            return
+        hows: list[Any] = [
+            "state_dict", "parameters", "named_parameters", "deepcopy", "pickle", "vector", "optimizer state",
+            "optimizer deepcopy", "eval forward", "eval forward", "train forward", "part", "functional_call",
+            "toggle", "settle",
+        ]  # fmt: skip
+        if self.model.has("conv", "transposed"):
+            hows.remove("vector")  # which torch makes of rows alone
+        how = self.draw.choice(hows)
+        alone = how not in ("settle", "optimizer state") and self.maybe(0.2) and not self.model.remembers
+        self.add(Look(how, self.next_data(), alone), traceless=True)
+
+    def between(self) -> None:
+        """Of two steps."""
+        self.look(0.3)
+        for what, chance in (("save", 0.1), ("restore", 0.1), ("swap", 0.08), ("shrink", 0.05), ("vector", 0.04)):
+            if what == "vector" and self.model.has("conv", "transposed"):
+                continue  # it lays them out anew
+            if self.unit and self.clean and self.maybe(chance):
+                self.add(Do(what, self.draw.randrange(100)))
+        if self.by_pool and self.unit and self.clean and not self.frozen and self.maybe(0.05):
+            self.add(Do("renew"))
+        if self.frozen and self.maybe(0.5):
+            self.frozen = False
+            self.add(Do("unfreeze"))
+        elif not self.frozen and self.maybe(0.08):
+            self.frozen = True
+            self.add(Do("freeze", self.which()))
+
+    def step(self) -> None:
+        self.zero_grad(clean=self.clean)
+        self.clean = False
+        if self.maybe(0.07):
+            self.backward(sync=False, traceless=True)
+            self.zero_grad(traceless=True)
+        for _ in range(self.draw.choice((0, 0, 0, 1, 2))):
+            self.backward(sync=False)
+            if self.maybe(0.12):
+                how = self.draw.choice(("halve", "half", "none", "clamp"))
+                self.add(Locally(Change(how, self.draw.choice((-1, 0, 1, 2)))))
+            self.look(0.05)
+        if self.maybe(0.07) and not self.scaled and self.by_pool:  # else the pool cannot know of a new step
+            self.add(AutogradGrad(self.next_data(), self.skipped()), essential=True)
+        else:
+            self.backward(sync=True)
+        self.before_finish()
+        if self.maybe(0.4):
+            self.after_finish()
+        self.look(0.08)
+        self.take()
+        self.clean = True
+        self.after_step()
+
+    def before_finish(self) -> None:
+        if self.maybe(0.07):
+            self.add(Cancel(self.which()))
+        if self.maybe(0.06):
+            peek = Peek(writes=self.maybe(0.4))
+            if not any(isinstance(line.op, AutogradGrad) for line in self.lines[-2:]):  # of which nothing is under way
+                self.add(peek, traceless=True)
+        self.look(0.08)
+
+    def after_finish(self) -> None:
+        if self.maybe(0.3):
+            self.add(Finished())
+        for _ in range(self.draw.choice((1, 1, 2))):
+            if self.scaled:  # what is not unscaled yet
+                self.add(Finished(Change("log")))
+                continue
+            how = self.draw.choice(
+                (
+                    "halve",
+                    "half",
+                    "none",
+                    "clamp",
+                    "noise",
+                    "clip norm",
+                    "clip norm",
+                    "clip value",
+                    "log",
+                    "none to half",
+                )
+            )
+            which = -1 if how in ("clip norm", "clip value", "log") else self.draw.choice((-1, 0, 1, 2))
+            self.add(Finished(Change(how, max(which, 0) if how == "none" else which)))
+
+    def take(self) -> None:
+        if self.scaled:
+            self.add(ScaledStep(by_pool=self.maybe(0.6), clips=self.maybe(0.3)), essential=True)
+            return
+        numbers: Sequence[int] = range(len(self.optimizers))
+        if len(numbers) > 1 and self.maybe(0.25):
+            numbers = [self.draw.choice(numbers)]
+        for number in numbers:
+            self.add(Step(number, by_pool=self.maybe(0.8)), essential=True)
+            if len(numbers) > 1:
+                self.look(0.1)
+
+    def after_step(self) -> None:
+        self.look(0.1)
+        if self.schedule and self.maybe(0.8):
+            self.add(Do("schedule"))
+        if self.averaged and self.maybe(0.6):
+            self.add(Do(self.draw.choice(("average", "average and look"))))
+        if self.averaged and self.maybe(0.15):
+            self.add(Do("swap average"))
+        if self.maybe(0.08):  # as a generator's, through the discriminator
+            self.backward(sync=self.maybe(0.5), traceless=True, essential=False)
+            self.look(0.1)
+
+    def dropped(self) -> None:
+        """Begun and not taken."""
+        finishes = self.maybe(0.3)
+        self.zero_grad(traceless=not finishes, clean=self.clean)
+        self.clean = False
+        for _ in range(self.draw.choice((0, 1))):
+            self.backward(sync=False, traceless=not finishes)
+        self.backward(sync=True, traceless=not finishes)
+        if finishes:
+            self.add(Finished(), essential=True)
+        self.look(0.2)
+
+    def failing(self) -> None:
+        guarded = self.guarded and self.maybe(0.6)
+        self.zero_grad(traceless=not guarded, clean=self.clean)
+        self.clean = False
+        if self.maybe(0.2):
+            self.backward(sync=False, traceless=not guarded)
+        places = [self.place() if self.maybe(0.7) else None for _ in range(self.ranks)]
+        if not any(places):
+            places[self.draw.randrange(self.ranks)] = self.place()
+        op = Fail(self.next_data(), self.skipped(), tuple(places), guarded)
+        self.add(op, essential=True, traceless=not guarded)
+        self.look(0.2)
+
+    def place(self) -> Place:
+        return self.draw.choice(("forward", "backward", "backward")), self.draw.randrange(len(self.model.blocks))
+
+
+def _names_of(op: Op) -> set[str]:
+    change = getattr(op, "change", None)
+    how = [getattr(op, "how", ""), getattr(op, "what", ""), change.how if change else ""]
+    by_hand = "optimizer.step" if isinstance(op, Step | ScaledStep) and not op.by_pool else ""
+    return {type(op).__name__.lower(), *how, by_hand} - {""}
+
+
+def parts(program: Program) -> Iterator[Callable[[Line], bool]]:
+    """What could be left out of a program, the largest parts first: whole steps, then single operations.
+
+    It still ends with a step that is taken: a rank that fails says so in the step after.
+    """
+    *units, _ = sorted({line.unit for line in program.lines})
+    for half in (units[: len(units) // 2], units[len(units) // 2 :]):
+        yield lambda line, half=half: line.unit in half
+    yield lambda line: not line.essential
+    for unit in reversed(units):
+        yield lambda line, unit=unit: line.unit == unit
+    for line in reversed(program.lines):
+        if not line.essential:
+            yield lambda other, line=line: other is line
+
+
+def _skips(skipped: Skipped) -> str:
+    if not any(skipped):
+        return ""
+    return ", without " + " | ".join(",".join(map(str, sorted(own))) or "none" for own in skipped)

@@ -1,0 +1,120 @@
+"""Between steps a model may be exported or traced: an update that is put off is no part of the program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from imagenet_fast.sync import EngineSettings, GradientPool
+from tests.sync.loops import DEFERRING, HYBRID, LAZY, Layers, alike, images, loss_of, pooled, sgd, state
+
+Forward = Callable[[Tensor], Tensor]
+
+
+class Wrapped(nn.Module):
+    """Its model is no child of it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.models = [model]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.models[0](x)
+        return out
+
+
+def exported(model: nn.Module) -> Forward:
+    return torch.export.export(model, (images(0),)).module()
+
+
+def exported_around(model: nn.Module) -> Forward:
+    return torch.export.export(Wrapped(model), (images(0),)).module()
+
+
+def jit_traced(model: nn.Module) -> Forward:
+    return torch.jit.trace(model, images(0))
+
+
+def fx_made(model: nn.Module) -> Forward:
+    return make_fx(lambda x: model(x))(images(0))
+
+
+def fx_traced(model: nn.Module) -> Forward:
+    return torch.fx.symbolic_trace(model)
+
+
+def fake(model: nn.Module) -> Forward:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model(torch.empty(6, 8))
+    return model
+
+
+def of_fake_images(model: nn.Module) -> Forward:
+    model(FakeTensorMode(allow_non_fake_inputs=True).from_tensor(images(0)))
+    return model
+
+
+def after_steps(settings: EngineSettings, steps: int = 4) -> tuple[nn.Module, GradientPool, torch.optim.Optimizer]:
+    model = Layers()
+    pool, optimizer = pooled(model, settings), sgd(model)
+    for number in range(steps):
+        take(model, pool, optimizer, number)
+    return model, pool, optimizer
+
+
+def take(model: nn.Module, pool: GradientPool, optimizer: torch.optim.Optimizer, number: int) -> None:
+    pool.zero_grad()
+    loss_of(model, number).backward()
+    pool.step(optimizer)
+
+
+WAYS = [exported, exported_around, jit_traced, fx_made, fx_traced, fake, of_fake_images]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("settings", DEFERRING, ids=["hybrid", "dear"])
+def test_a_model_that_is_traced_between_steps_is_up_to_date_and_its_program_changes_no_weight(
+    way: Callable[[nn.Module], Forward], settings: EngineSettings
+):
+    expected, _, _ = after_steps(LAZY)
+    model, pool, optimizer = after_steps(settings)
+    program = way(model)
+    with torch.no_grad():
+        for number in (7, 8):
+            assert torch.equal(program(images(number)), expected(images(number)))
+    assert alike(state(model), state(expected))
+    take(model, pool, optimizer, 4)  # and training goes on
+    assert alike(state(model), state(after_steps(LAZY, 5)[0]))
+
+
+def test_a_layer_is_exported_alone_up_to_date():
+    expected, _, _ = after_steps(LAZY)
+    model, _, _ = after_steps(HYBRID)
+    program = torch.export.export(model.layer2, (images(0),)).module()
+    assert torch.equal(program(images(7)), expected.layer2(images(7)))
+    assert alike(state(model), state(expected))
+
+
+def test_capture_by_a_cuda_graph_is_refused_until_the_update_is_settled_and_strict_export_settles():
+    """A captured update cannot be kept out of the program."""
+    model, pool, _ = after_steps(HYBRID)
+    capturing = (
+        patch("torch.cuda.is_initialized", lambda: True),
+        patch("torch.cuda.is_current_stream_capturing", lambda: True),
+    )
+    with capturing[0], capturing[1]:
+        with pytest.raises(RuntimeError, match=r"a CUDA graph would make a part .*; call pool\.settle\(\) before"):
+            model(images(0))
+        pool.settle()
+        model(images(0))
+    model, _, _ = after_steps(HYBRID)
+    program = torch.export.export(model, (images(0),), strict=True).module()
+    assert torch.equal(program(images(7)), model(images(7)))
+    assert alike(state(model), state(after_steps(LAZY)[0]))

@@ -1,0 +1,83 @@
+"""Real training at the full rate of a recipe for large batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from imagenet_fast.data.digits import make_digits
+from imagenet_fast.ranks.world import World
+from imagenet_fast.recipe.batching import split_batch
+from imagenet_fast.recipe.job import Job
+from imagenet_fast.recipe.reading import find_recipe, load_recipe
+from imagenet_fast.record import Event
+from tests.spawning import run
+from tests.training.jobs import train_job
+
+SMALL = (
+    "ranks=1", "global_batch=16", "epochs=1", "log_every=1", "data.dataset=digits", "data.loader=folder",
+    "data.image_size=67", "data.resize=67", "data.flip=false", "data.workers=1", "precision={kind='fp32'}",
+    "schedule={kind='step', milestones=[], warmup_epochs=0.33, start_lr=1.0}",
+)  # fmt: skip
+"""24 steps: the rate rises over the first 8 and stays."""
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """384 digits to train on; each class keeps two to validate."""
+    root = tmp_path_factory.mktemp("digits") / "digits"
+    make_digits(root)
+    for split, kept in (("train", 384), ("val", 20)):
+        for number, picture in enumerate(sorted((root / split).glob("*/*.jpg"), key=lambda path: path.name)):
+            if number >= kept:
+                picture.unlink()
+    return root
+
+
+def test_alexnet_512gpu_learns_at_its_full_rate(digits: Path, tmp_path: Path):
+    losses = losses_of("alexnet-512gpu", digits, tmp_path)
+    assert max(losses) < losses[0] + 0.3
+    assert sum(losses[-6:]) < sum(losses[:6])
+
+
+@pytest.mark.long
+def test_alexnet_8gpu_learns_at_its_full_rate(digits: Path, tmp_path: Path):
+    losses = losses_of("alexnet-8gpu", digits, tmp_path)
+    assert max(losses) < losses[0] + 0.3
+    assert sum(losses[-6:]) < sum(losses[:6])
+
+
+@pytest.mark.long
+def test_alexnet_512gpu_does_not_learn_with_plain_biases(digits: Path, tmp_path: Path):
+    """Why the recipe scales them."""
+    assert max(losses_of("alexnet-512gpu", digits, tmp_path, "optim.biases=plain")) > 6
+
+
+def losses_of(name: str, digits: Path, folder: Path, *changes: str) -> list[float]:
+    """The loss of each step, on one rank of its own."""
+    losses: list[float]
+    (losses,) = run(1, _train, name, digits, folder, changes)
+    return losses
+
+
+def _train(name: str, digits: Path, folder: Path, changes: tuple[str, ...]) -> list[float]:
+    recipe = load_recipe(find_recipe(name), overrides=[*SMALL, *changes])
+    losses = Losses()
+    job = Job(name, recipe, split_batch(recipe, 1), digits, folder)
+    train_job(job, World(0, 1, 0, 1, torch.device("cpu")), sinks=[losses])
+    return losses.seen
+
+
+class Losses:
+    """A sink that keeps the loss of each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def write(self, event: Event) -> None:
+        if event.name == "train":
+            self.seen.append(event.values["loss"])
+
+    def close(self) -> None: ...
