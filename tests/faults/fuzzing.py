@@ -78,6 +78,8 @@ class Before:
 
     step: int
     """Of the newest whole checkpoint; 0 where there is none."""
+    checkpoint: Path
+    """Its directory, of which there may be several for one step: one with a damaged manifest stays."""
     has_job: bool
     finished: bool
     files: set[Path]
@@ -282,7 +284,7 @@ class Round:
         warned = "warning: " in launch.printed
         if first and int(first[1]) <= before.step and not warned:
             self._blame(launch.name, f"goes on at step {first[1]} without a sentence; step {before.step} was saved")
-        if after.step < before.step and not self._is_hurt(Path("checkpoints") / f"step-{before.step:08}"):
+        if after.step < before.step and not self._is_hurt(before.checkpoint):
             self._blame(launch.name, f"the checkpoint of step {before.step} is gone")
         if code in _FINISHED and not self._is_hurt(Path("checkpoints/final.safetensors")):
             if not (self.out / "checkpoints" / "final.safetensors").is_file():
@@ -297,17 +299,18 @@ class Round:
                 self._blame(launch.name, f"{len(lost)} events of a finished run are gone, such as {min(lost)}")
 
     def _before(self) -> Before:
-        steps = [0]
+        checkpoints = [(0, Path("checkpoints"))]
         for folder in self.out.glob("checkpoints/step-*"):
-            if (folder / "manifest.json").is_file() and not self._is_hurt(folder.relative_to(self.out)):
-                steps.append(int(folder.name.removeprefix("step-")))
+            path = folder.relative_to(self.out)
+            if (folder / "manifest.json").is_file() and not self._is_hurt(path):
+                checkpoints.append((int(folder.name.split("-")[1]), path))
         files = {path.relative_to(self.out) for path in self.out.rglob("*") if not path.match("checkpoints/*/*")}
         files = {path for path in files if not self._is_hurt(path) and (self.out / path).is_file()}
         events: set[tuple[str, int]] = set()
         if Path("events.jsonl") in files:
             with suppress(ValueError):  # a line is being written
                 events = {(e["event"], e["step"]) for name in ("train", "eval") for e in events_of(self.out, name)}
-        return Before(max(steps), (self.out / "job.json").is_file(), self.finished, files, events)
+        return Before(*max(checkpoints), (self.out / "job.json").is_file(), self.finished, files, events)
 
     def _is_hurt(self, path: Path) -> bool:
         """Whether it, what it lies in, or what lies in it was damaged."""

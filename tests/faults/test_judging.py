@@ -13,7 +13,7 @@ from tests.faults.fuzzing import Before, Launch, Round
 from tests.faults.jobs import Running, digest
 from tests.faults.programs import FILES, Hurt, draw_program, hurt
 
-NOTHING = Before(0, True, False, set(), set())
+NOTHING = Before(0, Path("checkpoints"), True, False, set(), set())
 WENT_ON = "epoch 1/2  step 4/10  loss 1\n"
 
 
@@ -70,6 +70,17 @@ def test_other_weights_and_missing_ones_are_found(tmp_path: Path):
     assert judged(tmp_path / "right", 0, "", NOTHING) == []
     assert "should be other" in judged(tmp_path / "other", 0, "", NOTHING, alone="other")[0]
     assert judged(tmp_path / "none", 0, "", NOTHING, weights=False) == ["1: leaves no final weights"]
+
+
+def test_a_second_checkpoint_of_a_step_is_one(tmp_path: Path):
+    for name in ("step-00000004", "step-00000010", "step-00000010-2"):
+        folder = tmp_path / "checkpoints" / name
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").touch()
+    round_ = Round(tmp_path, (), "")
+    assert round_._before().checkpoint == Path("checkpoints/step-00000010-2")
+    round_._hurts[Path("checkpoints/step-00000010-2/manifest.json")] = Hurt("flip", "", 0.5)
+    assert (round_._before().step, round_._before().checkpoint) == (10, Path("checkpoints/step-00000010"))
 
 
 def judged(

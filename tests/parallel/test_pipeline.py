@@ -47,10 +47,10 @@ LAZY = LazySync(wire="fp32", threshold_mb=0.01)
 
 
 def convnet() -> nn.Module:
-    """Six pieces, with batch norms and operations in place."""
+    """Six pieces, with batch norms and operations in place; smooth, so that rounding flips no ReLU."""
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16),
-        nn.ReLU(inplace=True), nn.Sequential(nn.Conv2d(16, 16, 3), nn.ReLU(inplace=True), nn.Flatten()),
+        nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.SiLU(inplace=True), nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16),
+        nn.SiLU(inplace=True), nn.Sequential(nn.Conv2d(16, 16, 3), nn.SiLU(inplace=True), nn.Flatten()),
         nn.Linear(16 * 9, 10),
     )  # fmt: skip
 
@@ -209,7 +209,7 @@ def test_four_stages_follow_one_process_that_accumulates():
 def test_pipelines_with_replicas_follow_one_process_under_every_kind_of_engine():
     hybrid = HybridSync(wire="fp32", fuse_mb=0.001)
     cases = [
-        # At 0.01 one process departs as far from itself when it takes its micro-batches in another order.
+        # One process departs by 7e-6 from itself when it takes its micro-batches in another order; at 0.01 by far more.
         Case(resnet18, 64, "1f1b", 2, micro=2, lr=1e-5),
         Case(convnet, 15, "interleaved", 4, engine=hybrid),
         Case(convnet, 15, "interleaved", 3, engine=LAZY),
@@ -218,7 +218,7 @@ def test_pipelines_with_replicas_follow_one_process_under_every_kind_of_engine()
         Case(convnet, 15, "1f1b", 4, engine=DearSync(wire="fp32", bucket_mb=0.001)),
         Case(convnet, 15, "1f1b", 2, engine=AutoSync(wire="fp32"), lr=1e-3, steps=12),  # chooses after seven
     ]
-    check(4, 2, cases)
+    check(4, 2, cases, 5e-5)
 
 
 def test_under_autocast_too():
