@@ -11,7 +11,7 @@ from contextlib import suppress
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from imagenet_fast.errors import Fault
+from imagenet_fast.errors import Fault, UserError
 from imagenet_fast.ranks.presence import absent, present
 from imagenet_fast.ranks.whereabouts import published, tell_lost
 
@@ -38,7 +38,7 @@ def report_failure(error: Exception) -> str:
     Where the error is a broken connection, the sentence names the ranks that were lost, and where they were last.
     """
     rank, error = dist.get_rank(), _first_cause(error)
-    messages = [str(error) if isinstance(error, Fault) else f"rank {rank}: {type(error).__name__}: {error}"]
+    messages = [str(error) if isinstance(error, Fault | UserError) else f"rank {rank}: {type(error).__name__}: {error}"]
 
     def agree() -> None:
         broken = is_broken_connection(error)

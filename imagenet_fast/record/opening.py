@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from imagenet_fast import __version__
+from imagenet_fast.errors import UserError
 from imagenet_fast.ranks.cores import usable_cores
 from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.job import Job
@@ -24,9 +25,20 @@ def open_record(job: Job, world: World, run_s: Callable[[], float], resumed: int
     """On rank 0 make the run directory, say in it what is run and where, and open every sink; elsewhere nothing.
 
     A run that was cut off and goes on from step ``resumed`` has one record: what came later is taken back.
+
+    Raises UserError where a file cannot be written, as where a directory has its name.
     """
     if not world.leads:
         return Record(run_s)
+    try:
+        return _open_on_first(job, world, run_s, resumed)
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or job.folder} cannot be written ({error.strerror}); see to that, or restore it"
+        ) from None
+
+
+def _open_on_first(job: Job, world: World, run_s: Callable[[], float], resumed: int | None) -> Record:
     from imagenet_fast.record.console import ConsoleSink  # only here: together they take half a second
     from imagenet_fast.record.tensorboard import TensorBoard
 

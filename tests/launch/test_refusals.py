@@ -45,3 +45,18 @@ def test_a_bad_picture_ends_a_run_that_may_restart_at_once(tmp_path: Path):
     assert ended.stderr.count(os.fspath(bad)) == 1, ended.stderr
     assert "Traceback" not in ended.stderr
     assert not events_of(run, "resume")
+
+
+def test_a_run_whose_own_files_are_in_the_way_says_so_once(tmp_path: Path):
+    run = tmp_path / "run"
+    smoke = ("train", "--recipe", "smoke", "--nproc", "1", "--out", str(run), "--set", "checkpoint.every_steps=2")
+    assert imagenet_fast(*smoke, "--set", "epochs=1", OMP_NUM_THREADS="1").returncode in (0, 3)
+    for name in ("environment.json", "events.jsonl"):
+        (run / name).rename(tmp_path / name)
+        (run / name).mkdir()
+        ended = imagenet_fast(*smoke, "--set", "epochs=2", "--resume", "auto", OMP_NUM_THREADS="1")
+        assert ended.returncode == 2, ended.stdout + ended.stderr
+        assert re.fullmatch(rf"error: {re.escape(str(run / name))} cannot be (read|written) .*\n", ended.stderr)
+        assert "failed" not in ended.stdout
+        (run / name).rmdir()
+        (tmp_path / name).rename(run / name)
