@@ -59,7 +59,9 @@ def launch(job: Job, nodes: Nodes) -> int:
         outcome.status = "failed"  # whoever says that nothing is lost was ended since another rank had failed
         outcome.message = fate if outcome.message == NOTHING_LOST else outcome.message or fate
         if code != 2:  # 2: what a rank has refused has been printed
-            print(f"failed: {outcome.message}" + (f"; what there is of the run lies in {job.folder}" if has_run else ""))
+            print(
+                f"failed: {outcome.message}" + (f"; what there is of the run lies in {job.folder}" if has_run else "")
+            )
     if outcome.status in ("preempted", "interrupted") and not told:
         print(outcome.message)
     if has_run and not (job.elastic and interrupted):  # from where this node has left others may have gone on

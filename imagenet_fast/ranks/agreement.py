@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.ranks.whereabouts import here
+from imagenet_fast.ranks.world import World
 
 
 def same_everywhere(model: nn.Module) -> None:
@@ -43,12 +46,14 @@ def total(*values: float, device: torch.device) -> list[float]:
         return [float(value) for value in sums]
 
 
-def largest(*values: float, device: torch.device) -> list[float]:
-    """The largest of each value among all ranks."""
-    most = torch.tensor(values, dtype=torch.float64, device=device)
+def rows_of_ranks(own: Sequence[float], world: World) -> Tensor:
+    """The values that each rank tells, a row a rank, float64 on the device. With NCCL the host waits for nothing."""
+    cuda = world.device.type == "cuda"
+    rows = torch.zeros(world.size, len(own), dtype=torch.float64, device=world.device)
+    rows[world.rank].copy_(torch.tensor(own, dtype=torch.float64, pin_memory=cuda), non_blocking=cuda)
     with here.waiting():
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        return [float(value) for value in most]
+        dist.all_reduce(rows)
+    return rows
 
 
 def refused_by_first(refusal: str, device: torch.device) -> str:

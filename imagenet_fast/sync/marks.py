@@ -19,12 +19,18 @@ def mark(device: torch.device) -> Mark:
     return event
 
 
+def wait_for(moment: Mark) -> None:
+    """Have the host wait until the GPU has passed it."""
+    if isinstance(moment, torch.cuda.Event):
+        moment.synchronize()
+
+
 def seconds_between(begin: Mark, end: Mark) -> float:
     """Negative where ``end`` came first. Waits for the GPU to pass both."""
     if isinstance(begin, torch.cuda.Event):
         assert isinstance(end, torch.cuda.Event)
         for moment in (begin, end):  # of two streams, either may be the later one
-            moment.synchronize()
+            wait_for(moment)
         return float(begin.elapsed_time(end)) / 1e3
     assert not isinstance(end, torch.cuda.Event)
     return end - begin

@@ -87,9 +87,11 @@ def train(
         judged = False
         if into + 1 == steps_per_epoch and recipe.evaluates_after(epoch):
             meter.report(record, state.step, epoch, lr)
+            meter.flush(record)
             outcome.advance(epoch, state.step, clock.train_s(), state.sent_bytes)
             judged = evaluated(epoch)
         stop = keep(state, judged)
+    meter.flush(record)
     if outcome.status != "reached":
         outcome.status = "finished" if state.step == steps and judged is not None else "preempted"
 

@@ -3,28 +3,52 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from imagenet_fast.ranks.agreement import largest, total
+from imagenet_fast.ranks.agreement import rows_of_ranks
 from imagenet_fast.ranks.counter import link_bytes
 from imagenet_fast.ranks.whereabouts import here
 from imagenet_fast.ranks.world import World
 from imagenet_fast.record import Outcome, Record
 from imagenet_fast.sync import SyncStats
-from imagenet_fast.sync.marks import Mark, mark, seconds_between
+from imagenet_fast.sync.marks import Mark, mark, seconds_between, wait_for
 from imagenet_fast.training.precision import LossScale
 from imagenet_fast.training.streak import NotFinite, Streak
 
 
-class Meter:
-    """Averages over the steps since the last report, which alone waits for the device.
+@dataclass
+class _Interval:
+    """The steps up to ``step`` since the last report, as one rank saw them."""
 
-    A report ends the run where ``streak`` has come to ``most`` steps on any rank; 0: it never does. It adds what was
-    waited for data to ``outcome``.
+    step: int
+    epoch: int
+    lr: float
+    steps: list[SyncStats]
+    fetches: list[tuple[Mark, Mark]]
+    at_start: int
+    """Of the fetches, those of the run's first step."""
+    begun: Mark
+    ended: Mark
+    linked: float
+    """Bytes on the link."""
+    own: Tensor
+    """In host memory once ``ended`` is passed: the sum of losses, the streak, what there is of the loss scale."""
+    ranks: tuple[Tensor, Mark] | None = None
+    """A row a rank, in host memory once the mark is passed."""
+
+
+class Meter:
+    """Averages over the steps since the last report.
+
+    On a GPU nobody waits for a report: an interval is closed by one, read by the next, which sends what it was to all
+    ranks, and recorded by the one after that, when both have long been passed. :meth:`flush` records what is left.
+
+    The run ends where ``streak`` has come to ``most`` steps on any rank; 0: it never does. What was waited for data is
+    added to ``outcome``.
     """
 
     def __init__(
@@ -38,6 +62,8 @@ class Meter:
         self._outcome = outcome
         self._started = False
         """Whether its first step is over, for which loaders start, kernels are chosen and blocks compiled."""
+        self._intervals: list[_Interval] = []
+        """Those that are not recorded yet, the oldest first."""
         self.restart()
 
     def restart(self) -> None:
@@ -46,9 +72,8 @@ class Meter:
         self._steps: list[SyncStats] = []
         self._fetches: list[tuple[Mark, Mark]] = []
         self._at_start = 0
-        """Of the fetches, those of the first step."""
         self._link_begun = self._link_bytes()
-        self._begun = time.perf_counter()
+        self._begun = mark(self._world.device)
 
     def fetch(self, batches: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """The next batch. What passes on the device, from the end of its work until the batch is there, counts as
@@ -69,61 +94,96 @@ class Meter:
         self._streak.add(loss)
 
     def report(self, record: Record, step: int, epoch: int, lr: float) -> None:
-        """Record the interval. Every rank must call it: losses and bytes are averaged over ranks.
+        """Close the interval, and record it, or on a GPU an earlier one. Every rank must call it.
 
         Raises NotFinite, on all ranks alike, where losses have not been finite for too long.
         """
-        steps = len(self._steps)
-        if not steps:
+        if not self._steps:
             return
-        own_loss, reached = float(self._loss), self._link_bytes()
-        own_s = time.perf_counter() - self._begun  # before ranks wait for each other
-        own_sent = sum(s.sent_bytes for s in self._steps)
-        spoilt = float(0 < self._most <= int(self._streak))
-        *sums, spoilt = total(own_loss, own_sent, reached - self._link_begun, spoilt, device=self._world.device)
-        loss, sent, linked = (value / self._world.size / steps for value in sums)
-        seconds = time.perf_counter() - self._begun
-        waited = self._add_waiting()
+        reached = self._link_bytes()
+        own = _on_host(torch.stack([value.double() for value in (self._loss, self._streak.steps, *self._scale.state)]))
+        ended = mark(self._world.device)
+        linked = reached - self._link_begun
+        self._intervals.append(
+            _Interval(
+                step, epoch, lr, self._steps, self._fetches, self._at_start, self._begun, ended, linked, own
+            )
+        )  # fmt: skip
+        if self._world.device.type == "cpu":
+            self.flush(record)
+        else:
+            for interval in self._intervals[:-1]:
+                self._advance(interval, record)
+        self.restart()
+        self._link_begun = reached  # what an engine that defers is sending meanwhile is not lost
+
+    def flush(self, record: Record) -> None:
+        """Record every interval that was reported, waiting for the device. Every rank must call it. Raises as
+        :meth:`report` does."""
+        while self._intervals:
+            self._advance(self._intervals[0], record)
+
+    def _advance(self, interval: _Interval, record: Record) -> None:
+        if interval.ranks is None:
+            rows = _on_host(rows_of_ranks(self._told_to_all(interval), self._world))
+            interval.ranks = rows, mark(self._world.device)
+        else:
+            self._intervals.remove(interval)
+            self._record(interval, *interval.ranks, record)
+
+    def _told_to_all(self, interval: _Interval) -> list[float]:
+        """What others need to know. Waits for the end of the interval."""
+        wait_for(interval.ended)
+        waits = [seconds_between(begun, there) for begun, there in interval.fetches]
+        counted, passed = waits[interval.at_start :], 0.0
+        if counted:
+            passed = seconds_between(interval.fetches[interval.at_start][0], interval.ended)
+        loss, streak = interval.own[:2].tolist()
+        sent = sum(stats.sent_bytes for stats in interval.steps)
+        return [loss, sent, interval.linked, 0 < self._most <= streak, sum(waits), sum(counted), passed]
+
+    def _record(self, interval: _Interval, rows: Tensor, there: Mark, record: Record) -> None:
+        """Losses and bytes are means over ranks; of waits those of the rank that waited longest count: where one is
+        late, all are. The run's share leaves out its first step, and begins with the second one's first batch."""
         here.enter("record")
+        wait_for(there)
+        loss, sent, linked, spoilt = rows.sum(0)[:4].tolist()
+        waited, counted, passed = rows.amax(0)[4:].tolist()
+        self._outcome.wait_for_data(counted, passed)
+        step, count, of = interval.step, len(interval.steps), self._world.size * len(interval.steps)
+        seconds = seconds_between(interval.begun, interval.ended)
         record("data", step, wait_pct=100 * waited / seconds)
-        record("speed", step, images_per_s=steps * self._global_batch / seconds)
-        exposed = [s.exposed.seconds() for s in self._steps if s.exposed is not None]
+        record("speed", step, images_per_s=count * self._global_batch / seconds)
+        exposed = [stats.exposed.seconds() for stats in interval.steps if stats.exposed is not None]
         if exposed:
-            here.took(steps, own_s - sum(exposed))
+            here.took(count, seconds - sum(exposed))
         record(
             "sync",
             step,
-            **({"exposed_ms": 1e3 * sum(exposed) / steps} if exposed else {}),
-            sent_MB=sent / 1e6,
-            **({} if math.isnan(linked) else {"link_MB": linked / 1e6}),
-            launches=sum(s.launches for s in self._steps) / steps,
+            **({"exposed_ms": 1e3 * sum(exposed) / count} if exposed else {}),
+            sent_MB=sent / of / 1e6,
+            **({} if math.isnan(linked) else {"link_MB": linked / of / 1e6}),
+            launches=sum(stats.launches for stats in interval.steps) / count,
         )
-        for decision in (s.decision for s in self._steps if s.decision):
+        for decision in (stats.decision for stats in interval.steps if stats.decision):
             record(
                 "choice", step, engine=next(p.engine for p in decision if p.chosen),
                 predicted_ms={p.engine: 1e3 * p.step_s for p in decision},
                 exact={p.engine: p.exact for p in decision},
             )  # fmt: skip
-        if scale := self._scale.told():
+        if scale := self._scale.told(*interval.own[2:].tolist()):
             record("precision", step, **scale)
-        record("train", step, epoch=epoch, loss=loss, lr=lr)
+        record("train", step, epoch=interval.epoch, loss=loss / of, lr=interval.lr)
         if spoilt:
             raise NotFinite
-        self.restart()
-        self._link_begun = reached  # what an engine that defers is sending meanwhile is not lost
-
-    def _add_waiting(self) -> float:
-        """Seconds that the rank waited for data that waited longest: where one is late, all are. Every rank must ask.
-
-        The run's share leaves out its first step, and begins with the second one's first batch.
-        """
-        device, after = self._world.device, self._at_start
-        waits = [seconds_between(begun, there) for begun, there in self._fetches]
-        passed = seconds_between(self._fetches[after][0], mark(device)) if after < len(waits) else 0.0
-        waited, counted, passed = largest(sum(waits), sum(waits[after:]), passed, device=device)
-        self._outcome.wait_for_data(counted, passed)
-        return waited
 
     def _link_bytes(self) -> float:
         """NaN on GPUs, too, whose network cards may read their memory past the kernel."""
         return link_bytes(self._world) if self._world.device.type == "cpu" else math.nan
+
+
+def _on_host(values: Tensor) -> Tensor:
+    """A copy that is there once the stream has come so far; nobody waits for it."""
+    if not values.is_cuda:
+        return values
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)

@@ -70,11 +70,16 @@ class LossScale:
         self._good_steps.copy_(state["good_steps"])
         self._skipped.copy_(state.get("skipped", torch.zeros_like(self._skipped)))  # not counted at first
 
-    def told(self) -> dict[str, float]:
-        """The scale, and how many steps of the run were skipped, where there can be any. Waits for the device."""
+    @property
+    def state(self) -> tuple[Tensor, Tensor]:
+        """The scale, and how many steps of the run were skipped; on the device."""
+        return self.scale, self._skipped
+
+    def told(self, scale: float, skipped: float) -> dict[str, float]:
+        """Of :attr:`state`, as the host has read it, what can be anything else than 1 and 0."""
         if self.largest is None:
             return {}
-        return {**({"loss_scale": float(self.scale)} if self._active else {}), "skipped_steps": int(self._skipped)}
+        return {**({"loss_scale": scale} if self._active else {}), "skipped_steps": int(skipped)}
 
     def __call__(self, loss: Tensor) -> Tensor:
         return loss * self.scale if self._active else loss

@@ -14,12 +14,13 @@ class Streak:
     """Steps in a row, up to the last one, whose loss on this rank was infinite or no number."""
 
     def __init__(self, device: torch.device) -> None:
-        self._steps = torch.zeros((), dtype=torch.int32, device=device)
+        self.steps = torch.zeros((), dtype=torch.int32, device=device)
+        """On the device."""
 
     def add(self, loss: Tensor) -> None:
         """The loss of one more step. Nothing is read back by the host."""
-        self._steps.add_(1).mul_(loss - loss != 0)
+        self.steps.add_(1).mul_(loss - loss != 0)
 
     def __int__(self) -> int:
         """Waits for the device."""
-        return int(self._steps)
+        return int(self.steps)

@@ -53,7 +53,12 @@ def test_damage_is_what_it_says(tmp_path: Path):
         (1, "failed: x\nerror: y\n", NOTHING, "says 2 sentences"),
         (2, "", NOTHING, "without a sentence"),
         (2, "error: x; do y\n", NOTHING, "fails though nothing was damaged: error: x; do y"),
-        (4, "Stopped by a signal after step 4, and saved; the same command with --resume auto goes on.", NOTHING, "though no signal was sent"),
+        (
+            4,
+            "Stopped by a signal after step 4, and saved; the same command with --resume auto goes on.",
+            NOTHING,
+            "though no signal was sent",
+        ),
         (-11, "", NOTHING, "ends with exit code -11"),
         (7, "", NOTHING, "ends with exit code 7"),
         (0, "", replace(NOTHING, finished=True, files={Path("job.json")}), "job.json of a finished run is gone"),

@@ -47,6 +47,7 @@ def _share(batches: Iterator[tuple[Tensor, Tensor]], device: torch.device) -> fl
         torch.cuda._sleep(WORK)
         meter.add_step(SyncStats(None), torch.zeros((), device=device))
     meter.report(Record(lambda: 0.0), 6, 1, 0.1)
+    meter.flush(Record(lambda: 0.0))
     return outcome.data_wait_pct
 
 

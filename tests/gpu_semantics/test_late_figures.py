@@ -1,0 +1,102 @@
+"""What a run tells of its steps is read from a GPU when it is long there: nobody waits for a line."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from imagenet_fast.ranks.world import World
+from imagenet_fast.recipe.schema import Float16
+from imagenet_fast.record import Event, Outcome, Record
+from imagenet_fast.sync import SyncStats
+from imagenet_fast.training.meter import Meter
+from imagenet_fast.training.precision import LossScale
+from imagenet_fast.training.streak import NotFinite, Streak
+from tests.gpu_semantics import pretended_gpu
+from tests.gpu_semantics.pretended_gpu import CUDA, PretendedGpu
+from tests.spawning import run
+
+MAY_WAIT = frozenset({"Event.synchronize in wait_for"})
+"""Of an earlier interval, which :class:`Aged` sees to."""
+
+
+class Aged(pretended_gpu.Event):
+    """An event that nobody waits for before a later report."""
+
+    report = 0
+
+    def record(self, stream: pretended_gpu.Stream | None = None) -> None:
+        self.recorded_before = Aged.report
+        super().record(stream)
+
+    def synchronize(self) -> None:
+        assert self.recorded_before < Aged.report, "the host drains the queue"
+        super().synchronize()
+
+
+class Told:
+    """What is recorded, and after how many reports."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, list[tuple[int, int, dict[str, Any]]]] = {}
+
+    def write(self, event: Event) -> None:
+        self.rows.setdefault(event.name, []).append((Aged.report, event.step, event.values))
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_report_waits_for_nothing_and_every_interval_is_told():
+    (some, faults), (others, more) = run(2, _train)
+    assert faults == more == []
+    assert some == others, "all ranks know the same"
+    mean = {"epoch": 1, "loss": 1.0, "lr": 0.1}  # of two ranks and two steps
+    assert some["train"] == [(2, 2, mean), (3, 4, mean), (4, 6, mean), (4, 8, mean)]
+    assert [values for _, _, values in some["precision"]] == [{"loss_scale": 2.0**16, "skipped_steps": 0}] * 4
+
+
+def _train() -> tuple[dict[str, Any], list[str]]:
+    """Four intervals of two steps, whose losses are 0.5 on rank 0 and 1.5 on rank 1; then all is told."""
+    told, loss, batches = Told(), 0.5 + dist.get_rank(), iter([(torch.empty(0), torch.empty(0))] * 8)
+    record = Record(lambda: 0.0, [told])
+    with PretendedGpu(MAY_WAIT) as gpu, patch.object(torch.cuda, "Event", Aged):
+        meter = _meter()
+        with gpu.step():
+            for step in range(1, 9):
+                meter.fetch(batches)
+                meter.add_step(SyncStats(None), torch.full((), loss, device=CUDA))
+                if step % 2 == 0:
+                    meter.report(record, step, 1, 0.1)
+                    Aged.report += 1
+        with patch.object(Aged, "synchronize", pretended_gpu.Event.synchronize):
+            meter.flush(record)
+        return told.rows, list(gpu.detector.found)
+
+
+def test_losses_that_are_not_finite_end_a_run_two_reports_later():
+    assert run(2, _explode) == [3, 3]
+
+
+def _explode() -> int:
+    with PretendedGpu(MAY_WAIT):
+        meter = _meter(most=2)
+        for step in range(1, 9):
+            loss = float("nan") if dist.get_rank() == 1 else 1.0
+            meter.add_step(SyncStats(None), torch.full((), loss, device=CUDA))
+            if step % 2 == 0:
+                try:
+                    meter.report(Record(lambda: 0.0), step, 1, 0.1)
+                except NotFinite:
+                    return step // 2
+    pytest.fail("it goes on")
+
+
+def _meter(most: int = 5) -> Meter:
+    world = World(dist.get_rank(), 2, dist.get_rank(), 2, CUDA)
+    scale = LossScale(Float16(kind="fp16", loss_scale=2.0**16), "fp16", CUDA)
+    return Meter(world, 2, scale, Streak(CUDA), most, Outcome("failed", "r", "lazy", 2, 2))
