@@ -8,9 +8,12 @@ FROM nvcr.io/nvidia/pytorch:26.05-py3
 
 COPY . /opt/imagenet-fast
 WORKDIR /opt/imagenet-fast
+# The image pins hundreds of packages by a constraints file, older than what we need of some. What it has and we can
+# use stays as it is all the same: pip upgrades only what is too old.
 RUN python scripts/light_requirements.py > /tmp/light.txt \
-    && pip install --no-cache-dir -r /tmp/light.txt \
-    && pip install --no-cache-dir --no-deps .
+    && PIP_CONSTRAINT= pip install --no-cache-dir --upgrade-strategy only-if-needed -r /tmp/light.txt \
+    && PIP_CONSTRAINT= pip install --no-cache-dir --no-deps . \
+    && imagenet-fast recipes > /tmp/recipes.txt
 
 # A user whom the image does not know has neither home nor name, by which our data sets, matplotlib and torch keep caches.
 ENV HOME=/home/anybody \

@@ -24,7 +24,6 @@ from imagenet_fast.data.split import Split
 from imagenet_fast.data.starvation import Supply
 from imagenet_fast.data.synthetic import SyntheticLoader
 from imagenet_fast.errors import UserError
-from imagenet_fast.ranks.cores import usable_cores
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_settings import Data, ImageData, SyntheticData
 
@@ -72,7 +71,7 @@ def open_dataset(
     root: Path | None,
     batching: Batching,
     rank: int,
-    local_ranks: int,
+    cores: int,
     device: torch.device,
     seed: int,
     first_step: int = 0,
@@ -80,7 +79,7 @@ def open_dataset(
 ) -> Dataset:
     """Make this rank's loaders; ``root`` is not read for synthetic data. Training begins with the batches of step
     ``first_step``, counted over all epochs, which are what loaders opened at 0 give then, on any number of ranks.
-    Pictures are normalised, in ``dtype``.
+    Pictures are decoded by at most ``cores`` threads, and normalised, in ``dtype``.
 
     Raises UserError where the pictures cannot be trained on, or not with this batch.
     """
@@ -100,8 +99,8 @@ def open_dataset(
             f"the training set has {images} images, fewer than one global batch of {batching.global_batch}; "
             f"--set global_batch={images} or less, or give more images"
         )
-    validation = open_validation(data, root, batching, rank, local_ranks, device, seed, dtype)
-    train: Iterable[Batch] = _open(data, pictures, order, local_ranks, device, seed, dtype)
+    validation = open_validation(data, root, batching, rank, cores, device, seed, dtype)
+    train: Iterable[Batch] = _open(data, pictures, order, cores, device, seed, dtype)
     if isinstance(data, ImageData) and (data.mixup or data.cutmix):
         train = Mixed(train, order, validation.classes, data.mixup, data.cutmix)
     found = contents(validation.class_names, contents_of_split(images, pictures), validation.val_contents)
@@ -113,7 +112,7 @@ def open_validation(
     root: Path | None,
     batching: Batching,
     rank: int,
-    local_ranks: int,
+    cores: int,
     device: torch.device,
     seed: int,
     dtype: torch.dtype = torch.float32,
@@ -132,7 +131,7 @@ def open_validation(
         case _:
             assert_never(data)
     order = EvalOrder(images, batching.micro_batch, batching.ranks, rank)
-    val = iter(_open(data, pictures, order, local_ranks, device, seed, dtype))
+    val = iter(_open(data, pictures, order, cores, device, seed, dtype))
     return Validation(classes, names, contents_of_split(images, pictures), order, val)
 
 
@@ -140,12 +139,12 @@ def _open(
     data: Data,
     pictures: Split | None,
     order: Order,
-    local_ranks: int,
+    cores: int,
     device: torch.device,
     seed: int,
     dtype: torch.dtype,
 ) -> Normalised:
-    loader = open_loader(data, pictures, order, local_ranks, device, seed)
+    loader = open_loader(data, pictures, order, cores, device, seed)
     return Normalised(loader, data, device, dtype)
 
 
@@ -153,7 +152,7 @@ def open_loader(
     data: Data,
     pictures: Split | None,
     order: Order,
-    local_ranks: int,
+    cores: int,
     device: torch.device,
     seed: int,
 ) -> Loader:
@@ -163,23 +162,17 @@ def open_loader(
             return SyntheticLoader(order, data, device, seed)
         case ImageData():
             assert pictures is not None
-            cores = _cores(local_ranks)
             load = dali.DaliLoader if data.loader == "dali" else FolderLoader
             return load(pictures, order, data, device, min(data.workers or cores, cores))
         case _:
             assert_never(data)
 
 
-def supply_of(data: ImageData, root: Path, local_ranks: int, device: torch.device) -> Supply:
+def supply_of(data: ImageData, root: Path, cores: int, device: torch.device) -> Supply:
     """What the pictures of a rank come through, after a look at some of them. Raises UserError, and OSError."""
     short_side = None
     if recognising.find_split(root, "train").format == "folder":
         sides = [min(size) for size in some_sizes(recognising.open_training(root), _LOOKED_AT)]
         short_side = fmean(sides) if sides else None
-    cores, gpu = _cores(local_ranks), device.type == "cuda"
+    gpu = device.type == "cuda"
     return Supply(data, gpu, cores, dali.is_installed(), short_side, root, cache_folder())
-
-
-def _cores(local_ranks: int) -> int:
-    """Of this node, for each of its ranks."""
-    return max(1, usable_cores() // local_ranks)

@@ -31,7 +31,7 @@ def training_batches(
         dataset="imagenet", loader=loader, image_size=image_size, resize=image_size * 8 // 7, workers=threads
     )
     order = TrainOrder(len(pictures), Batching(1, batch, 1), 0, seed=1)
-    return iter(open_loader(data, pictures, order, 1, device, seed=1))
+    return iter(open_loader(data, pictures, order, threads, device, seed=1))
 
 
 def measure(batches: Iterator[Any], batch: int, seconds: float, device: torch.device) -> tuple[float, float]:

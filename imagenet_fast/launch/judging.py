@@ -49,7 +49,10 @@ def evaluate_as_rank(evaluation: Evaluation, place: Place, patience_s: float, le
     """
     number_node(place)
     end_on_signals()
-    with join(place, evaluation.agreed(), timedelta(seconds=patience_s), evaluation.recipe.timeout, left=left) as world:
+    recipe, patience = evaluation.recipe, timedelta(seconds=patience_s)
+    with join(
+        place, evaluation.agreed(), patience, recipe.timeout, left=left, numa_binding=recipe.numa_binding
+    ) as world:
         verdict = judge(evaluation, world)
         if world.leads:
             Console().print(verdict_table(verdict))
@@ -61,7 +64,7 @@ def judge(evaluation: Evaluation, world: World) -> Verdict:
     """Classify the whole validation set as training with the recipe does: its model, precision and batches."""
     recipe = evaluation.recipe
     pictures = open_validation(
-        recipe.data, evaluation.data, evaluation.batching, world.rank, world.local_size, world.device, recipe.seed,
+        recipe.data, evaluation.data, evaluation.batching, world.rank, world.cores, world.device, recipe.seed,
         forward_dtype(recipe.precision),
     )  # fmt: skip
     weights = starting_weights(evaluation.weights, recipe.model, pictures.classes, world)

@@ -83,9 +83,9 @@ def _train_in_world(
         ending.fail(reason)
         ending.leave()
 
-    meeting = timedelta(seconds=patience_s)
+    meeting, binding = timedelta(seconds=patience_s), job.recipe.numa_binding
     with (
-        join(place, job.agreed(), meeting, job.recipe.timeout, end, job.folder, handover) as world,
+        join(place, job.agreed(), meeting, job.recipe.timeout, end, job.folder, handover, binding) as world,
         claimed(job, world),
     ):
         resumption = find_resumption(job, world) if job.resume else None
@@ -147,7 +147,7 @@ def _open_data(job: Job, world: World, resumption: Resumption | None) -> Dataset
     """At the step that comes next. Raises UserError, too, where the pictures are not those gone on with."""
     begin = 0 if resumption is None else resumption.step
     dataset = open_dataset(
-        job.recipe.data, job.data, job.batching, world.rank, world.local_size, world.device, job.recipe.seed,
+        job.recipe.data, job.data, job.batching, world.rank, world.cores, world.device, job.recipe.seed,
         begin, forward_dtype(job.recipe.precision),
     )  # fmt: skip
     if resumption is not None:
@@ -227,7 +227,7 @@ def _advice(job: Job, outcome: Outcome, world: World) -> list[str]:
     if not isinstance(data, ImageData) or job.data is None:
         return []
     with suppress(UserError, OSError):  # of pictures that are gone since
-        return advice(outcome.data_wait_pct or 0.0, supply_of(data, job.data, world.local_size, world.device))
+        return advice(outcome.data_wait_pct or 0.0, supply_of(data, job.data, world.cores, world.device))
     return []
 
 

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from imagenet_fast.ranks.place import Place
+
+if TYPE_CHECKING:  # the command counts cores, too, and starts without torch
+    from torch._C._distributed_c10d import Store
 
 
 def usable_cores(root: Path = Path("/")) -> int:
@@ -15,6 +24,25 @@ def usable_cores(root: Path = Path("/")) -> int:
     counts = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
     counts += [math.ceil(quota) for quota in _quotas(root)]
     return max(1, min(counts))
+
+
+def own_cores(place: Place, store: Store) -> int:
+    """How many of its node's processors are for this rank. All ranks of the node must ask.
+
+    A core is divided among the ranks that may use it: where srun or NUMA binding has given each rank its own, all of
+    these are its own.
+    """
+    store.set(f"cores/{place.rank}", json.dumps(sorted(os.sched_getaffinity(0))))
+    first = place.rank - place.local_rank
+    allowed = [set(json.loads(store.get(f"cores/{rank}"))) for rank in range(first, first + place.local_size)]
+    share = shares(allowed)[place.local_rank]
+    return max(1, min([share, *(math.ceil(quota) // place.local_size for quota in _quotas(Path("/")))]))
+
+
+def shares(allowed: Sequence[set[int]]) -> list[int]:
+    """The processors for each rank of a node, by the cores that each may use."""
+    users = {core: sum(core in cores for cores in allowed) for core in set().union(*allowed)}
+    return [int(sum(Fraction(1, users[core]) for core in cores)) for cores in allowed]
 
 
 def _quotas(root: Path) -> list[float]:

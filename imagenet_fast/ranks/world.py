@@ -15,8 +15,10 @@ import torch.distributed as dist
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.ranks.attendance import attending
+from imagenet_fast.ranks.cores import own_cores
 from imagenet_fast.ranks.flight_recorder import record_flights
 from imagenet_fast.ranks.introduction import connecting, introduce
+from imagenet_fast.ranks.numa import bind_to_numa_node
 from imagenet_fast.ranks.place import Place
 from imagenet_fast.ranks.process_groups import SLACK_S
 from imagenet_fast.recipe.schema import Timeout
@@ -27,22 +29,28 @@ class World(Place):
     """This process among all of them, and what it computes on."""
 
     device: torch.device
+    cores: int = 1
+    """Processors for this rank."""
 
 
 @contextmanager
 def join(
     place: Place, agreed: Mapping[str, Any], patience: timedelta, timeout: Timeout | None = None,
     end: Callable[[str], None] = lambda sentence: None, traces: Path | None = None, left: Path | None = None,
+    numa_binding: bool = True,
 ) -> Iterator[World]:  # fmt: skip
     """Join the process group that torchrun's environment describes: NCCL where there are GPUs, else gloo.
 
     The others are waited for with ``patience``; later on a rank that stands still for longer than ``timeout`` allows
     is named, and all end: ``end`` is told why, by another thread, where this one is stuck. NCCL leaves its last
-    operations in ``traces``, and this rank in ``left`` where it was last. Raises UserError where the ranks do not come
-    together, or disagree in what should be ``agreed`` among them.
+    operations in ``traces``, and this rank in ``left`` where it was last. With ``numa_binding`` it keeps to the cores
+    beside its GPU. Raises UserError where the ranks do not come together, or disagree in what should be ``agreed``
+    among them.
     """
     timeout = timeout or Timeout()
     device, backend = prepare_device(place.local_rank, traces)
+    if numa_binding and device.type == "cuda":
+        bind_to_numa_node(device)
     store = introduce(place, agreed, patience, device.type)
     with connecting(place, store, patience):
         dist.init_process_group(
@@ -51,7 +59,7 @@ def join(
             device_id=device if device.type == "cuda" else None,
         )  # fmt: skip
     with attending(timeout, end, left):
-        yield World(place.rank, place.size, place.local_rank, place.local_size, device)
+        yield World(place.rank, place.size, place.local_rank, place.local_size, device, own_cores(place, store))
     dist.destroy_process_group()  # not after an error: it would wait for collectives that never end
 
 

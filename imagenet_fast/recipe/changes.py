@@ -16,7 +16,7 @@ from imagenet_fast.recipe.schema import Recipe
 MAY_CHANGE = (
     "ranks", "micro_batch", "epochs", "target_top1", "eval_every", "first_eval", "log_every", "nonfinite_steps",
     "data.workers", "data.prefetch", "data.dali", "data.on_bad_image", "data.cache", "parallel", "checkpoint",
-    "timeout",
+    "timeout", "numa_binding",
 )  # fmt: skip
 """How long it trains, how it is watched, what it is spread over, and whether a bad picture ends it. The rate follows
 the epochs."""

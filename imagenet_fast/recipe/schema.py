@@ -240,6 +240,8 @@ class Recipe(Table):
     channels_last: bool = True
     compile: bool = False
     """torch.compile, block by block so that gradients still surface layer by layer."""
+    numa_binding: bool = True
+    """Each rank keeps to the cores of the NUMA node that its GPU is on, where the kernel tells which."""
     model: Model
     data: Data
     precision: Precision

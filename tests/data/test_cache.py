@@ -65,7 +65,7 @@ def epochs(root: Path, cache: Path | None, ranks: int = 1, **changes: object) ->
     """Three epochs of 3 steps of 12 pictures, each rank's batches in turn, and an evaluation."""
     settings = data(**{"cache": "" if cache is None else str(cache), "cache_side": SIDE, **changes})
     batching = Batching(ranks, 2, 6 // ranks)
-    opened = [open_dataset(settings, root, batching, rank, 1, CPU, seed=1) for rank in range(ranks)]
+    opened = [open_dataset(settings, root, batching, rank, 2, CPU, seed=1) for rank in range(ranks)]
     shown = []
     for _ in range(9):
         for dataset in opened:
@@ -481,5 +481,5 @@ def test_the_command_fills_both_splits_for_runs_to_come(
         assert not open_cache(tmp_path, split, read(pictures), SIDE).missing
     settings = data(cache=str(tmp_path), cache_side=SIDE)
     train = open_loader(settings, scan_training(pictures), TrainOrder(40, Batching(1, 8, 1), 0, 1), 1, CPU, 1)
-    val = open_loader(settings, scan_validation(pictures), EvalOrder(7, 8, 1, 0), 1, CPU, 1)
+    val = open_loader(settings, scan_validation(pictures), EvalOrder(7, 8, 1, 0), 2, CPU, 1)
     assert [len(next(iter(loader))[0]) for loader in (train, val)] == [8, 7]

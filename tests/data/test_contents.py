@@ -34,7 +34,7 @@ MODEL = ResNet(kind="resnet18")
 
 def opened(root: Path) -> Dataset:
     data = ImageData(dataset="digits", loader="folder", image_size=32, resize=32)
-    return open_dataset(data, root, Batching(1, 1, 1), 0, 1, torch.device("cpu"), seed=1)
+    return open_dataset(data, root, Batching(1, 1, 1), 0, 2, torch.device("cpu"), seed=1)
 
 
 def contents_of(root: Path) -> Contents:

@@ -130,15 +130,15 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_in_any_format_with_the_same_bat
     taken = {}
     for name in FORMATS:
         root = pictures if name == "folder" else tmp_path / name
-        whole = open_dataset(data, root, Batching(1, 4, 2), 0, 1, device, 1)
+        whole = open_dataset(data, root, Batching(1, 4, 2), 0, 2, device, 1)
         taken[name] = list(islice(whole.train, 5 * 2))
         # From step 3 of 5 on, on two ranks.
         for rank in range(2):
-            later = open_dataset(data, root, Batching(2, 4, 1), rank, 1, device, 1, first_step=3).train
+            later = open_dataset(data, root, Batching(2, 4, 1), rank, 2, device, 1, first_step=3).train
             for step, (images, labels) in enumerate(islice(later, 2), 3):
                 assert torch.equal(images, taken[name][2 * step + rank][0])
                 assert torch.equal(labels, taken[name][2 * step + rank][1])
-        evaluation = open_validation(data, root, Batching(1, 4, 1), 0, 1, device, 1)
+        evaluation = open_validation(data, root, Batching(1, 4, 1), 0, 2, device, 1)
         assert sum(len(labels) for _, labels in evaluation.next_evaluation()) == 7
         assert evaluation.class_names == ["class0", "class1", "class2"]
     for name in FORMATS[1:]:

@@ -40,7 +40,7 @@ def picture_data(loader: str, **changes: object) -> ImageData:
 
 
 def opened(root: Path, loader: str, seed: int = 1, **changes: object) -> Dataset:
-    return open_dataset(picture_data(loader, **changes), root, ALONE, 0, 1, CPU, seed)
+    return open_dataset(picture_data(loader, **changes), root, ALONE, 0, 2, CPU, seed)
 
 
 def collect(batches: Iterable[tuple[Tensor, Tensor]], count: int) -> tuple[Tensor, Tensor]:
@@ -91,7 +91,7 @@ def test_every_batch_lies_in_channels_last_memory(pictures: Path, loader: str, m
     """A batch of one and the smaller batch that ends an evaluation too."""
     data = SYNTHETIC if loader == "synthetic" else picture_data(loader)
     size = data.image_size
-    dataset = open_dataset(data, pictures, Batching(1, micro_batch, 1), 0, 1, CPU, seed=1)
+    dataset = open_dataset(data, pictures, Batching(1, micro_batch, 1), 0, 2, CPU, seed=1)
     batches = [next(dataset.train), next(dataset.train), *dataset.next_evaluation(), *dataset.next_evaluation()]
     assert len(batches[-1][0]) == (7 % micro_batch or micro_batch)
     for images, labels in batches:
@@ -133,7 +133,7 @@ def odd_pictures(root: Path) -> Path:
 def test_odd_pictures_too_are_cropped_alike(tmp_path: Path):
     root = odd_pictures(tmp_path)
     nine = Batching(ranks=1, micro_batch=9, accumulation=1)
-    datasets = [open_dataset(picture_data(loader), root, nine, 0, 1, CPU, seed=1) for loader in ("dali", "folder")]
+    datasets = [open_dataset(picture_data(loader), root, nine, 0, 2, CPU, seed=1) for loader in ("dali", "folder")]
     for order, (ours, _), (theirs, _) in islice(
         zip(datasets[0].train_order, *(d.train for d in datasets), strict=True), 6
     ):
@@ -147,12 +147,12 @@ def test_a_loader_opened_at_a_step_goes_on_as_an_undisturbed_one_on_any_number_o
     """Three epochs of 3 steps on one rank; steps 4 to 8 again on one, on two and on three, with other workers."""
     data = SYNTHETIC if loader == "synthetic" else picture_data(loader)
     alone = Batching(ranks=1, micro_batch=2, accumulation=6)
-    whole = list(islice(open_dataset(data, pictures, alone, 0, 1, CPU, seed=1).train, 9 * 6))
+    whole = list(islice(open_dataset(data, pictures, alone, 0, 2, CPU, seed=1).train, 9 * 6))
     if loader != "synthetic":
         data = picture_data(loader, workers=2)
     for ranks in (1, 2, 3):
         batching = Batching(ranks, 2, 6 // ranks)
-        trains = [open_dataset(data, pictures, batching, rank, 1, CPU, 1, first_step=4).train for rank in range(ranks)]
+        trains = [open_dataset(data, pictures, batching, rank, 2, CPU, 1, first_step=4).train for rank in range(ranks)]
         expected = iter(whole[4 * 6 :])
         for _ in range(5):
             for train in trains:
@@ -169,7 +169,7 @@ def test_the_same_seed_shows_the_same_pixels_again_and_another_does_not(pictures
     first, _ = collect(opened(pictures, loader).train, 10)
     other, _ = collect(opened(pictures, loader, seed=2).train, 10)
     assert not torch.equal(first, other)
-    fives = open_dataset(picture_data(loader), pictures, Batching(1, 5, 1), 0, 1, CPU, seed=1).train
+    fives = open_dataset(picture_data(loader), pictures, Batching(1, 5, 1), 0, 2, CPU, seed=1).train
     assert torch.equal(first, collect(fives, 16)[0])
 
 
@@ -189,7 +189,7 @@ def test_evaluations_follow_one_another_and_show_every_image_once(pictures: Path
 
 
 def test_synthetic_pictures_belong_to_their_labels():
-    dataset = open_dataset(SYNTHETIC, None, ALONE, 0, 1, CPU, seed=1)
+    dataset = open_dataset(SYNTHETIC, None, ALONE, 0, 2, CPU, seed=1)
     (images, labels), (more, more_labels) = next(dataset.train), next(dataset.train)
     assert images.shape == (8, 3, 8, 8)
     assert labels.max() < 3

@@ -30,7 +30,7 @@ def resident(root: str, loader: str, cache: str) -> list[int]:
     """Bytes after each of many epochs, each with its evaluation."""
     table = {"dataset": "digits", "loader": loader, "image_size": 64, "resize": 72, "cache": cache}
     data = ImageData.model_validate(table)
-    dataset = open_dataset(data, Path(root), Batching(1, BATCH, 1), 0, 1, torch.device("cpu"), seed=1)
+    dataset = open_dataset(data, Path(root), Batching(1, BATCH, 1), 0, 2, torch.device("cpu"), seed=1)
     after = []
     for _ in range(EPOCHS):
         deque(islice(dataset.train, TRAIN // BATCH), maxlen=0)

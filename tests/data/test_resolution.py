@@ -31,7 +31,7 @@ def picture_data(loader: str = "folder", **changes: object) -> ImageData:
 
 
 def opened(root: Path, loader: str, first_step: int = 0, **changes: object) -> Dataset:
-    return open_dataset(picture_data(loader, **changes), root, ALONE, 0, 1, CPU, 1, first_step)
+    return open_dataset(picture_data(loader, **changes), root, ALONE, 0, 2, CPU, 1, first_step)
 
 
 @pytest.mark.parametrize("augment", [True, False])

@@ -44,7 +44,7 @@ def test_a_bad_picture_is_named(pictures: Path, tmp_path: Path, loader: str, bad
     shutil.copytree(pictures, tmp_path / "data")
     path = tmp_path / "data" / "train" / "class2" / "017.jpg"
     path.write_bytes(BAD[bad])
-    train = open_dataset(data(loader, "fail"), tmp_path / "data", Batching(1, 8, 1), 0, 1, CPU, seed=1).train
+    train = open_dataset(data(loader, "fail"), tmp_path / "data", Batching(1, 8, 1), 0, 2, CPU, seed=1).train
     with pytest.raises(UserError, match=rf"{path} cannot be decoded \(.*\); .*--set data.on_bad_image=skip"):
         list(islice(train, 5))
 
@@ -53,7 +53,7 @@ def test_a_bad_picture_is_named(pictures: Path, tmp_path: Path, loader: str, bad
 def test_others_stand_in_for_bad_pictures_the_same_on_any_number_of_ranks(
     damaged: Path, loader: str, capfd: pytest.CaptureFixture[str]
 ):
-    alone = open_dataset(data(loader, "skip"), damaged, Batching(1, 2, 6), 0, 1, CPU, seed=1)
+    alone = open_dataset(data(loader, "skip"), damaged, Batching(1, 2, 6), 0, 2, CPU, seed=1)
     whole = list(islice(alone.train, EPOCHS * 3 * 6))
     told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
     assert len(told) == len(set(told)) == 10, "each once, and none is left out of every epoch"
@@ -61,7 +61,7 @@ def test_others_stand_in_for_bad_pictures_the_same_on_any_number_of_ranks(
     assert told[-1].endswith("another is shown instead; bad pictures so far on this rank: 10")
     assert all(len(images) == 2 and images.any() for images, _ in whole)
     batching = Batching(3, 2, 2)
-    ranks = [open_dataset(data(loader, "skip"), damaged, batching, rank, 1, CPU, seed=1).train for rank in range(3)]
+    ranks = [open_dataset(data(loader, "skip"), damaged, batching, rank, 2, CPU, seed=1).train for rank in range(3)]
     expected = iter(whole)
     for _ in range(EPOCHS * 3):
         for train in ranks:
@@ -72,7 +72,7 @@ def test_others_stand_in_for_bad_pictures_the_same_on_any_number_of_ranks(
 
 def test_a_stand_in_brings_its_label_and_the_loaders_agree_on_it(damaged: Path):
     batching = Batching(1, 10, 1)
-    both = [open_dataset(data(loader, "skip"), damaged, batching, 0, 1, CPU, seed=1) for loader in LOADERS]
+    both = [open_dataset(data(loader, "skip"), damaged, batching, 0, 2, CPU, seed=1) for loader in LOADERS]
     labels = scan_training(damaged).labels
     changed = 0
     for order, (ours, our_labels), (theirs, their_labels) in islice(
@@ -86,7 +86,7 @@ def test_a_stand_in_brings_its_label_and_the_loaders_agree_on_it(damaged: Path):
 
 @pytest.mark.parametrize("loader", LOADERS)
 def test_in_an_evaluation_a_bad_picture_counts_and_counts_as_wrong(damaged: Path, loader: str):
-    dataset = open_dataset(data(loader, "skip"), damaged, Batching(1, 3, 1), 0, 1, CPU, seed=1)
+    dataset = open_dataset(data(loader, "skip"), damaged, Batching(1, 3, 1), 0, 2, CPU, seed=1)
     for _ in range(2):
         images, labels = (torch.cat(part) for part in zip(*dataset.next_evaluation(), strict=True))
         assert (labels == -1).nonzero().tolist() == [[4]]
@@ -100,7 +100,7 @@ def test_a_folder_of_nothing_but_bad_pictures_ends_the_run(tmp_path: Path, loade
         (tmp_path / split / "only").mkdir(parents=True)
         for number in range(4):
             (tmp_path / split / "only" / f"{number}.jpg").write_bytes(BAD["text"])
-    train = open_dataset(data(loader, "skip"), tmp_path, Batching(1, 2, 1), 0, 1, CPU, seed=1).train
+    train = open_dataset(data(loader, "skip"), tmp_path, Batching(1, 2, 1), 0, 2, CPU, seed=1).train
     with pytest.raises(UserError, match=r"only/\d.jpg cannot be decoded, nor can any of 100 other pictures"):
         next(train)
 
@@ -108,7 +108,7 @@ def test_a_folder_of_nothing_but_bad_pictures_ends_the_run(tmp_path: Path, loade
 @pytest.mark.parametrize("loader", LOADERS)
 def test_a_picture_that_has_gone_is_named_too(pictures: Path, tmp_path: Path, loader: str):
     shutil.copytree(pictures, tmp_path / "data")
-    train = open_dataset(data(loader, "fail"), tmp_path / "data", Batching(1, 40, 1), 0, 1, CPU, seed=1).train
+    train = open_dataset(data(loader, "fail"), tmp_path / "data", Batching(1, 40, 1), 0, 2, CPU, seed=1).train
     gone = tmp_path / "data" / "train" / "class0" / "003.jpg"
     gone.unlink()
     with pytest.raises(UserError, match=rf"{gone} cannot be .*No such file"):

@@ -27,16 +27,19 @@ DOCKERFILE = DockerfileParser(path=str(ROOT / "Dockerfile"))
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which the Dockerfile's own steps were taken, with an environment without torch as the image's Python.
 
-    What the image has in /home, /tmp and /here lies in the folder.
+    What the image has in /home, /tmp and /here lies in the folder. As NVIDIA's does, it holds pip to versions of its
+    own, some too old for us.
     """
     folder = tmp_path_factory.mktemp("image")
     venv.create(folder / "env", with_pip=True)
     for name in ("home", "tmp"):
         (folder / name).mkdir()
+    (folder / "constraint.txt").write_text("typer==0.12.0\npydantic==2.9.0\n")
     for step in instructions("RUN"):
         done = subprocess.run(
             ["bash", "-euc", inside(folder, step)], cwd=ROOT, text=True, capture_output=True, check=False,
             env={"PATH": f"{folder / 'env' / 'bin'}:/usr/bin:/bin", "HOME": str(folder), "PIP_COMPILE": "0",
+                 "PIP_CONSTRAINT": str(folder / "constraint.txt"),
                  "PIP_CACHE_DIR": str(Path("~/.cache/pip").expanduser())},
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr

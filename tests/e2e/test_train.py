@@ -166,7 +166,7 @@ def test_with_a_layout_the_final_weights_are_whole_and_as_good_as_the_run_report
     job = read_job(run / "job.json")
     model = alexnet(num_classes=10)
     model.load_state_dict(load_file(run / "checkpoints" / "final.safetensors"))
-    pictures = open_dataset(job.recipe.data, None, Batching(1, 8, 1), 0, 1, torch.device("cpu"), job.recipe.seed)
+    pictures = open_dataset(job.recipe.data, None, Batching(1, 8, 1), 0, 2, torch.device("cpu"), job.recipe.seed)
     with torch.inference_mode(), autocast(job.recipe.precision, torch.device("cpu")):
         hits = sum(int((model.eval()(x).argmax(1) == y).sum()) for x, y in pictures.next_evaluation())
     assert events_of(run, "eval")[-1]["top1"] == pytest.approx(100 * hits / 21)

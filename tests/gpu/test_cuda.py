@@ -128,7 +128,7 @@ def test_dali_decodes_on_the_gpu_what_it_decodes_on_the_cpu(world: World, pictur
     assert isinstance(data, ImageData)
     batches = []
     for device in (world.device, torch.device("cpu")):
-        dataset = open_dataset(data, pictures, Batching(1, 8, 1), 0, 1, device, seed=1)
+        dataset = open_dataset(data, pictures, Batching(1, 8, 1), 0, 2, device, seed=1)
         batches.append(list(islice(dataset.train, 5)))
     for (ours, labels), (reference, reference_labels) in zip(*batches, strict=True):
         assert ours.device == labels.device == world.device

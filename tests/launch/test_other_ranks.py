@@ -68,7 +68,7 @@ def trained(folder: Path, stop: int) -> tuple[Seen, dict[str, Tensor]]:
     folder.mkdir(exist_ok=True)
     resumption = find_resumption(job, world)
     first = 0 if resumption is None else resumption.step
-    dataset = open_dataset(recipe.data, None, job.batching, rank, ranks, world.device, recipe.seed, first)
+    dataset = open_dataset(recipe.data, None, job.batching, rank, 1, world.device, recipe.seed, first)
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(3), nn.Flatten(),

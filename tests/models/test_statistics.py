@@ -35,7 +35,7 @@ def _after_one_step() -> dict[str, Tensor]:
     world = World(rank, ranks, rank, ranks, torch.device("cpu"))
     recipe = parse_recipe("test", tables(ranks=4, global_batch=16, sync={"kind": "lazy", "wire": "fp32"}))
     batching = split_batch(recipe, ranks)
-    dataset = open_dataset(recipe.data, None, batching, rank, ranks, world.device, recipe.seed)
+    dataset = open_dataset(recipe.data, None, batching, rank, 1, world.device, recipe.seed)
     model = initial_model(recipe, dataset.classes, world)
     build_step(recipe, batching, model, world, steps_per_epoch=4)(dataset.train, lr=0.1)
     average_batch_norms(model)

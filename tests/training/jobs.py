@@ -17,7 +17,7 @@ from imagenet_fast.training.step import build_step
 def train_job(job: Job, world: World, weights: Weights | None = None, sinks: Sequence[Sink] = ()) -> Outcome:
     """To its end, without checkpoints; leaves the final weights in its folder."""
     recipe, batching = job.recipe, job.batching
-    dataset = open_dataset(recipe.data, job.data, batching, world.rank, world.local_size, world.device, recipe.seed)
+    dataset = open_dataset(recipe.data, job.data, batching, world.rank, world.cores, world.device, recipe.seed)
     model = initial_model(recipe, dataset.classes, world, weights)
     take_step = build_step(recipe, batching, model, world, dataset.train_order.steps_per_epoch)
     state = take_step.state

@@ -113,5 +113,5 @@ def _world() -> World:
 
 def _model_and_dataset() -> tuple[nn.Module, Dataset]:
     world = _world()
-    dataset = open_dataset(RECIPE.data, None, split_batch(RECIPE, 2), world.rank, 2, world.device, RECIPE.seed)
+    dataset = open_dataset(RECIPE.data, None, split_batch(RECIPE, 2), world.rank, 1, world.device, RECIPE.seed)
     return initial_model(RECIPE, dataset.classes, world), dataset

@@ -40,7 +40,7 @@ def _accuracies() -> list[Accuracy]:
     results = []
     for images, micro in _cases():
         data = SyntheticData(loader="synthetic", image_size=4, train_images=100, val_images=images, classes=10)
-        dataset = open_dataset(data, None, Batching(world.size, micro, 1), world.rank, 1, CPU, seed=5)
+        dataset = open_dataset(data, None, Batching(world.size, micro, 1), world.rank, 2, CPU, seed=5)
         model = Guess().train()
         evaluate(model, dataset, torch.autocast("cpu", enabled=False), world)
         results.append(evaluate(model, dataset, torch.autocast("cpu", enabled=False), world))
@@ -70,7 +70,7 @@ def _looks_before_the_stop() -> int:
     """Rank 0 alone is asked, before its second batch; how often it looked."""
     world = World(dist.get_rank(), dist.get_world_size(), 0, 1, CPU)
     data = SyntheticData(loader="synthetic", image_size=4, train_images=100, val_images=60, classes=10)
-    dataset = open_dataset(data, None, Batching(world.size, 2, 1), world.rank, 1, CPU, seed=5)
+    dataset = open_dataset(data, None, Batching(world.size, 2, 1), world.rank, 2, CPU, seed=5)
     model, looks = Guess().train(), 0
 
     def asked() -> bool:

@@ -52,7 +52,7 @@ def _last_step(steps: int, **changes: Any) -> list[Phase]:
     world = World(rank, 2, rank, 2, torch.device("cpu"))
     recipe = parse_recipe("test", tables(global_batch=8, data__train_images=16, **changes))
     batching = split_batch(recipe, 2)
-    dataset = open_dataset(recipe.data, None, batching, rank, 2, world.device, recipe.seed)
+    dataset = open_dataset(recipe.data, None, batching, rank, 1, world.device, recipe.seed)
     take_step = build_step(recipe, batching, initial_model(recipe, dataset.classes, world), world, 4)
     entered: list[Phase] = []
     enter = here.enter
