@@ -3,19 +3,20 @@
 # and the host, what DALI decodes. Needs torch from 2.11 and pyproject.toml's packages (not DALI), and no network.
 #
 #     scripts/gpu-check.sh [REPORT]              # default: gpu-check.md; PYTHON=... chooses the interpreter
+#     scripts/gpu-check.sh --long [REPORT]       # more rounds, more sections, no limits: half an hour or so
 #     scripts/gpu-check.sh --dry-run [REPORT]    # the same on a CPU, as small as it goes
 #
 # Exit codes: 0 every section ended well, 1 one did not (the report says which), 2 usage.
 set -uo pipefail
 
-dry=
-if [ "${1:-}" = --dry-run ]; then
-    dry=1
-    shift
-fi
+dry='' long=''
+case ${1:-} in
+--dry-run) dry=1 && shift ;;
+--long) long=1 && shift ;;
+esac
 report=${1:-gpu-check.md}
 if [ $# -gt 1 ] || [ "${report#-}" != "$report" ]; then
-    echo "error: usage: scripts/gpu-check.sh [--dry-run] [REPORT]" >&2
+    echo "error: usage: scripts/gpu-check.sh [--dry-run | --long] [REPORT]" >&2
     exit 2
 fi
 python=${PYTHON:-python}
@@ -43,9 +44,9 @@ section() {
     part=$parts/$(printf %02d "$count")
     echo "$1"
     if [ -n "$dry" ]; then # all at once, so each is given more time
-        run_section "$part" "$1" $((3 * $2)) "${@:3}" &
+        run_section "$part" "$1" $((5 * $2)) "${@:3}" &
     else
-        run_section "$part" "$@"
+        run_section "$part" "$1" $((long ? 0 : $2)) "${@:3}" # 0: without a limit
         write_report
     fi
 }
@@ -59,6 +60,7 @@ run_section() {
     code=$?
     seconds=$(awk "BEGIN { printf \"%.1f\", $EPOCHREALTIME - $begun }")
     case $code in 124 | 137) why=' (it reached its limit)' ;; esac
+    [ "$limit" -gt 0 ] || limit=–
     echo "| $name | $code$why | $seconds | $limit |" >"$part.row"
     {
         printf '\n## %s\n\nExit code %s%s after %s s.\n\n   ' "$name" "$code" "$why" "$seconds"
@@ -70,7 +72,7 @@ run_section() {
     [ "$code" -eq 0 ] || : >"$parts/failed"
 }
 
-# omitted NAME WHY: a section that a dry run leaves out.
+# omitted NAME WHY: a section that is left out.
 omitted() {
     count=$((count + 1))
     local part
@@ -99,12 +101,17 @@ bench() { # NAME LIMIT ARGUMENTS...
 section "environment" 20 "$python" scripts/gpu_environment.py
 tests "tests on one GPU" 75 tests/gpu --ignore=tests/gpu/test_two_ranks.py --ignore=tests/gpu/test_reused_memory.py
 tests "two NCCL ranks on one GPU" 45 -vv tests/gpu/test_two_ranks.py tests/gpu/test_reused_memory.py
-uncached="the same without the caching allocator"
-if [ -n "$dry" ]; then
-    omitted "$uncached" "it is a GPU's"
-else
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 tests "$uncached" 15 -vv tests/gpu/test_reused_memory.py
-fi
+gpu_only() { # NAME LIMIT COMMAND...
+    if [ -n "$dry" ]; then
+        omitted "$1" "it is a GPU's"
+    else
+        section "$@"
+    fi
+}
+two=("$python" -m pytest -p no:cacheprovider -rs -vv)
+gpu_only "the same without the caching allocator" 15 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "${two[@]}" tests/gpu/test_reused_memory.py
+gpu_only "two NCCL ranks by torch's older backend" 45 env TORCH_DIST_USE_NCCL2=0 "${two[@]}" tests/gpu/test_two_ranks.py tests/gpu/test_reused_memory.py
+rounds=(--rounds $((long ? 60 : 15)) --steps 2)
 for compile in '' --compile; do
     for model in resnet50 alexnet; do
         for precision in bf16 fp16; do
@@ -115,7 +122,10 @@ for compile in '' --compile; do
             alexnet) limit=20 size=(--image-size 224 --batch 512) ;;
             alexnet--compile) limit=30 size=(--image-size 224 --batch 512) ;;
             esac
-            rounds=(--rounds 15 --steps 2)
+            if [ -z "$long" ] && [ "$precision$compile" = fp16--compile ]; then
+                omitted "$name" "only --long has time for it"
+                continue
+            fi
             if [ -n "$dry" ]; then
                 if [ "$model $precision$compile" != "resnet50 bf16" ]; then
                     omitted "$name" "a CPU has time for ResNet-50 in bf16 alone, and not to compile it"
@@ -128,11 +138,20 @@ for compile in '' --compile; do
         done
     done
 done
+size=(--model resnet50 --sync 'lazy,hybrid,dear,powersgd,sparse' --image-size 224 --batch 128)
+if [ -n "$dry" ]; then
+    size=(--model resnet18 --sync 'lazy,dear' --image-size 32 --batch 2)
+fi
+bench "host and GPU time of each engine" 30 step "${size[@]}" "${rounds[@]}"
+gpu_only "a step as one CUDA graph" 20 "$python" scripts/graphed_step.py
 bench "kernels of an optimiser's step" 20 kernels --model resnet50
 if [ -n "$dry" ]; then
     bench "loaders" 35 data --rounds 1 --loaders synthetic,dali --image-size 32 --batch 2 --workers 1 --seconds 0.1
 else
     bench "loaders" 35 data --rounds 1 --loaders synthetic,dali --batch 128 --seconds 5
+    for workers in ${long:+1 2 4 8 16}; do
+        bench "DALI by $workers threads" 0 data --rounds 1 --loaders dali --batch 256 --seconds 10 --workers "$workers"
+    done
 fi
 wait
 write_report

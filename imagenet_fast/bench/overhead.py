@@ -115,7 +115,7 @@ def bench_step(
     once more, saving its whole state every so many steps into a temporary directory; every block has so many steps
     then, instead of ``steps``.
     """
-    world = _alone()
+    world = alone()
     steps = checkpoint_every or steps
     with ExitStack() as until_then:
         until_then.callback(dist.destroy_process_group)
@@ -225,13 +225,15 @@ def _milliseconds(seconds: float | None) -> str:
     return number(None if seconds is None else 1e3 * seconds, ".1f")
 
 
-def _alone() -> World:
+def alone() -> World:
+    """The world of one rank, on the GPU where there is one."""
     device, backend = prepare_device(0)
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     return World(0, 1, 0, 1, device)
 
 
-def _batches(recipe: Recipe, device: torch.device) -> Batches:
+def synthetic_batches(recipe: Recipe, device: torch.device) -> Batches:
+    """Those of a recipe of :func:`step_recipe`, normalised, without end."""
     assert isinstance(recipe.data, SyntheticData)
     order = TrainOrder(recipe.data.train_images, split_batch(recipe, 1), 0, recipe.seed)
     pictures = SyntheticLoader(order, recipe.data, device, recipe.seed)
@@ -239,12 +241,12 @@ def _batches(recipe: Recipe, device: torch.device) -> Batches:
 
 
 def _ours(recipe: Recipe, world: World) -> Loop:
-    return Loop(_taking(recipe, world, _our_step(recipe, world)), partial(_settle, world.device))
+    return Loop(_taking(recipe, world, our_step(recipe, world)), partial(_settle, world.device))
 
 
 @contextmanager
 def _ours_saved(recipe: Recipe, world: World, every_steps: int) -> Iterator[Loop]:
-    take_step = _our_step(recipe, world)
+    take_step = our_step(recipe, world)
     with (
         TemporaryDirectory(prefix="bench-step-") as folder,
         closing(Saving(recipe, world, take_step.state, Path(folder), every_steps, _WARMUP_STEPS)) as saving,
@@ -257,7 +259,8 @@ def _ours_saved(recipe: Recipe, world: World, every_steps: int) -> Iterator[Loop
         yield Loop(_taking(recipe, world, take_step, saving), settle, saving.stood)
 
 
-def _our_step(recipe: Recipe, world: World) -> TrainingStep:
+def our_step(recipe: Recipe, world: World) -> TrainingStep:
+    """A step of a recipe of :func:`step_recipe`, with fresh weights."""
     recipe = recipe.model_copy(update={"nonfinite_steps": 0})  # steps are timed, whatever they learn
     assert isinstance(recipe.data, SyntheticData)
     return build_step(recipe, split_batch(recipe, 1), initial_model(recipe, recipe.data.classes, world), world, 64)
@@ -266,7 +269,7 @@ def _our_step(recipe: Recipe, world: World) -> TrainingStep:
 def _taking(
     recipe: Recipe, world: World, take_step: TrainingStep, saving: Saving | None = None
 ) -> Callable[[int], None]:
-    batches = _batches(recipe, world.device)
+    batches = synthetic_batches(recipe, world.device)
     record = Record(Clock().run_s)
     done = 0
 
@@ -301,7 +304,7 @@ def _plain(recipe: Recipe, world: World, gpus: int = 1) -> Loop:
     criterion = nn.CrossEntropyLoss(label_smoothing=recipe.label_smoothing)
     cast = autocast(recipe.precision, world.device)
     scaler = torch.amp.GradScaler(world.device.type, enabled=isinstance(recipe.precision, Float16))
-    batches = _batches(recipe, world.device)
+    batches = synthetic_batches(recipe, world.device)
     done = 0
 
     def take(steps: int) -> None:

@@ -32,6 +32,13 @@ def patience(device: torch.device) -> timedelta | None:
     return patience if isinstance(patience, timedelta) else None
 
 
+def backend_name(device: torch.device) -> str:
+    """What carries out the collectives of all ranks, by torch's class: its "nccl" is another one since 2.15."""
+    world = dist.group.WORLD
+    assert world is not None
+    return type(world._get_backend(device)).__name__
+
+
 def new_group(
     device: torch.device, ranks: Sequence[int], urgent: bool = False, max_ctas: int | None = None
 ) -> dist.ProcessGroup:

@@ -12,6 +12,7 @@ import torch
 from imagenet_fast import __version__
 from imagenet_fast.errors import UserError
 from imagenet_fast.ranks.cores import usable_cores
+from imagenet_fast.ranks.process_groups import backend_name
 from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.reading import to_toml
@@ -71,6 +72,7 @@ def environment(job: Job, world: World) -> dict[str, object]:
         "system": platform.platform(),
         "cores": usable_cores(),
         "ranks": world.size,
+        "backend": backend_name(world.device),
         "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu",
         "variables": {key: value for key, value in os.environ.items() if key.startswith(steering)},
     }

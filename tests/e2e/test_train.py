@@ -92,6 +92,7 @@ def test_the_run_directory_is_complete(smoke_run: tuple[Path, str]):
     assert "seed = 5\n" in (run / "recipe.toml").read_text()
     assert len(json.loads((run / "trace.json").read_text())["traceEvents"]) > 5 * 2 * 41  # steps, phases, layers
     assert json.loads((run / "environment.json").read_text())["packages"]["torch"].startswith("2.")
+    assert json.loads((run / "environment.json").read_text())["backend"] == "ProcessGroupGloo"
     evaluations = events_of(run, "eval")
     assert [e["images"] for e in evaluations] == [15, 15]
     assert len(events_of(run, "train")) == 4
