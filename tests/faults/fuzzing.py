@@ -295,7 +295,9 @@ class Round:
             for path in before.files - after.files:
                 if not self._is_hurt(path):
                     self._blame(launch.name, f"{path} of a finished run is gone")
-            if not self._is_hurt(Path("events.jsonl")) and (lost := before.events - after.events):
+            # Events come again where it says that it goes on from an older checkpoint, as the newest is damaged.
+            redone = warned and self._is_hurt(Path("checkpoints"))
+            if not redone and not self._is_hurt(Path("events.jsonl")) and (lost := before.events - after.events):
                 self._blame(launch.name, f"{len(lost)} events of a finished run are gone, such as {min(lost)}")
 
     def _before(self) -> Before:

@@ -71,6 +71,15 @@ def test_what_is_wrong_is_found(code: int, printed: str, before: Before, fault: 
     assert fault in " ".join(faults)
 
 
+def test_events_of_a_finished_run_may_come_again_where_it_says_that_a_checkpoint_is_damaged(tmp_path: Path):
+    before, damage = replace(NOTHING, finished=True, events={("train", 3)}), Hurt("flip", "", 0.5)
+    warned = "warning: step-00000004 is damaged; the one before is taken\n"
+    hurts = {Path("checkpoints/step-00000004/shared.safetensors"): damage}
+    assert judged(tmp_path / "redone", 0, warned, before, hurts=hurts) == []
+    assert judged(tmp_path / "unsaid", 0, "", before, hurts=hurts)
+    assert judged(tmp_path / "unhurt", 0, warned, before)
+
+
 def test_other_weights_and_missing_ones_are_found(tmp_path: Path):
     assert judged(tmp_path / "right", 0, "", NOTHING) == []
     assert "should be other" in judged(tmp_path / "other", 0, "", NOTHING, alone="other")[0]
@@ -89,8 +98,9 @@ def test_a_second_checkpoint_of_a_step_is_one(tmp_path: Path):
 
 
 def judged(
-    folder: Path, code: int, printed: str, before: Before, alone: str | None = None, weights: bool = True
-) -> list[str]:
+    folder: Path, code: int, printed: str, before: Before, alone: str | None = None, weights: bool = True,
+    hurts: dict[Path, Hurt] | None = None,
+) -> list[str]:  # fmt: skip
     """What is found wrong with a command that ended with ``code``."""
     out = folder / "run"
     (out / "checkpoints").mkdir(parents=True)
@@ -103,5 +113,6 @@ def judged(
     ends = f"import os, signal; os.kill(os.getpid(), {-code})" if code < 0 else f"raise SystemExit({code})"
     command = subprocess.Popen([sys.executable, "-c", ends], text=True)
     round_ = Round(out, (), alone)
+    round_._hurts.update(hurts or {})
     round_._end(Launch("1", "auto", Running(command, out), log, before))
     return round_.faults
