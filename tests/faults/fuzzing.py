@@ -291,12 +291,12 @@ class Round:
                 self._blame(launch.name, "leaves no final weights")
             elif digest(self.out) != self.alone:
                 self._blame(launch.name, f"its final weights are {digest(self.out)} and should be {self.alone}")
+        # Where it says that it goes on from an older checkpoint, as the newest is damaged, the end comes once more.
+        redone = warned and self._is_hurt(Path("checkpoints"))
         if before.finished:
-            for path in before.files - after.files:
+            for path in before.files - after.files - ({Path("outcome.json")} if redone else set()):
                 if not self._is_hurt(path):
                     self._blame(launch.name, f"{path} of a finished run is gone")
-            # Events come again where it says that it goes on from an older checkpoint, as the newest is damaged.
-            redone = warned and self._is_hurt(Path("checkpoints"))
             if not redone and not self._is_hurt(Path("events.jsonl")) and (lost := before.events - after.events):
                 self._blame(launch.name, f"{len(lost)} events of a finished run are gone, such as {min(lost)}")
 

@@ -72,7 +72,8 @@ def test_what_is_wrong_is_found(code: int, printed: str, before: Before, fault: 
 
 
 def test_events_of_a_finished_run_may_come_again_where_it_says_that_a_checkpoint_is_damaged(tmp_path: Path):
-    before, damage = replace(NOTHING, finished=True, events={("train", 3)}), Hurt("flip", "", 0.5)
+    before = replace(NOTHING, finished=True, events={("train", 3)}, files={Path("outcome.json")})
+    damage = Hurt("flip", "", 0.5)
     warned = "warning: step-00000004 is damaged; the one before is taken\n"
     hurts = {Path("checkpoints/step-00000004/shared.safetensors"): damage}
     assert judged(tmp_path / "redone", 0, warned, before, hurts=hurts) == []
