@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from imagenet_fast.bench.overhead import alone, our_step, step_recipe, synthetic_batches
+from imagenet_fast.bench.train_step import alone, our_step, step_recipe, synthetic_batches
 
 _WARMUP_STEPS = 11
 """As torch's own warm-up for DDP: kernels are chosen, and the pool knows the order of its layers."""

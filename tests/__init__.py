@@ -1,4 +1,4 @@
-"""The project's tests, in the rooms of what they test."""
+"""The project's tests, in packages named as those they test."""
 
 import os
 

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 from imagenet_fast.cli import main
-from imagenet_fast.ranks.forking import start_fork_server
-from imagenet_fast.recipe.reading import parse_recipe
+from imagenet_fast.distributed.forkserver import start_fork_server
+from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.schema import Recipe
 from tests.root import require_root
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 import pytest
 import scipy.io
 
-import imagenet_fast.bench.counting
-import imagenet_fast.bench.engine_times
-import imagenet_fast.data.preparing.preparation
-import imagenet_fast.parallel.pipeline
-import imagenet_fast.training.loop
+import imagenet_fast.bench.comm_volume
+import imagenet_fast.bench.engines
+import imagenet_fast.data.prepare.prepare
+import imagenet_fast.parallel.pipeline_parallel
+import imagenet_fast.training.train_loop
 import tests.conftest
 import tests.spawning

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from imagenet_fast.bench.network import shaped_network
+from imagenet_fast.bench.netns import shaped_network
 from imagenet_fast.errors import UserError
 
 

@@ -13,10 +13,10 @@ from typing import Any
 from rich.table import Table
 
 from imagenet_fast.bench.engine_tables import COMPUTE_COLOUR, EXPOSED_COLOUR, finish, setting
-from imagenet_fast.bench.engine_times import EngineTime, Measure
-from imagenet_fast.cost.profile import Profile
-from imagenet_fast.recipe.engine_settings import DdpSync, HybridSync
-from imagenet_fast.record.tables import compact_table
+from imagenet_fast.bench.engines import EngineTime, Measure
+from imagenet_fast.cost_model.layer_profile import Profile
+from imagenet_fast.metrics.tables import compact_table
+from imagenet_fast.recipe.sync_config import DdpSync, HybridSync
 
 
 @dataclass(frozen=True)

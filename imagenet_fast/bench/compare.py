@@ -15,18 +15,18 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from imagenet_fast.bench.layouts import NamedLayout, laid_out, refuse_axes
-from imagenet_fast.bench.network import Host, end_with_parent, enter, parse_rate, shaped_network
+from imagenet_fast.bench.netns import Host, end_with_parent, enter, parse_rate, shaped_network
+from imagenet_fast.bench.parallel_layouts import NamedLayout, laid_out, refuse_axes
+from imagenet_fast.distributed.cpu_count import usable_cores
+from imagenet_fast.distributed.rank_info import Place
 from imagenet_fast.errors import UserError, warn
-from imagenet_fast.launch.planning import check_writable, plan_job
+from imagenet_fast.launch.job_setup import check_writable, plan_job
 from imagenet_fast.launch.signals import GRACE_S, interrupt_on_signals
-from imagenet_fast.ranks.cores import usable_cores
-from imagenet_fast.ranks.place import Place
+from imagenet_fast.metrics.report import PastRun, read_run
+from imagenet_fast.metrics.run_result import Outcome, read_outcome
 from imagenet_fast.recipe.doubts import doubts
 from imagenet_fast.recipe.job import Job
-from imagenet_fast.recipe.reading import engine_names, find_recipe, load_recipe
-from imagenet_fast.record.outcome import Outcome, read_outcome
-from imagenet_fast.record.past_runs import PastRun, read_run
+from imagenet_fast.recipe.load import engine_names, find_recipe, load_recipe
 
 _PORT = 29400  # of the rendezvous, in a network where nobody else listens
 _DONE = (0, 3)  # exit codes of a run that was trained to its end

@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from imagenet_fast.bench.engine_times import EngineTime
-from imagenet_fast.record.tables import compact_table
+from imagenet_fast.bench.engines import EngineTime
+from imagenet_fast.metrics.tables import compact_table
 
 COMPUTE_COLOUR, EXPOSED_COLOUR = "#4c72b0", "#dd8452"
 

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from imagenet_fast.bench.network import INTERFACE, Host, enter
+from imagenet_fast.bench.netns import INTERFACE, Host, enter
 from imagenet_fast.bench.processes import in_processes
+from imagenet_fast.distributed.init import prepare_device
+from imagenet_fast.distributed.rank_info import Place
 from imagenet_fast.errors import UserError
-from imagenet_fast.ranks.place import Place
-from imagenet_fast.ranks.world import prepare_device
 
 TIMEOUT = timedelta(minutes=5)
 """How long a collective may take."""

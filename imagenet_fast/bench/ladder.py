@@ -10,10 +10,10 @@ import torch
 from rich.table import Table
 
 from imagenet_fast.bench.engine_tables import draw_bars, setting
-from imagenet_fast.bench.engine_times import EngineTime, Measure, Measured
-from imagenet_fast.cost.profile import Profile
-from imagenet_fast.recipe.engine_settings import HybridSync, LazySync, SparseSync
-from imagenet_fast.record.tables import compact_table
+from imagenet_fast.bench.engines import EngineTime, Measure, Measured
+from imagenet_fast.cost_model.layer_profile import Profile
+from imagenet_fast.metrics.tables import compact_table
+from imagenet_fast.recipe.sync_config import HybridSync, LazySync, SparseSync
 from imagenet_fast.sync import Engine
 
 _HALF = torch.bfloat16

@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
-from imagenet_fast.bench.network import INTERFACE, Host, end_with_parent
+from imagenet_fast.bench.netns import INTERFACE, Host, end_with_parent
 from imagenet_fast.errors import UserError
 
 INSTALL = "`pip install mpi4py mpich`"

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from imagenet_fast.bench.network import Host, end_with_parent, inhabit
+from imagenet_fast.bench.netns import Host, end_with_parent, inhabit
 from imagenet_fast.bench.repetitions import time_repetitions
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import start_processes
 
-from imagenet_fast.ranks.forking import end_with_starter, start_fork_server
-from imagenet_fast.ranks.garbage import exempt_what_lives
+from imagenet_fast.distributed.forkserver import end_with_starter, start_fork_server
+from imagenet_fast.distributed.garbage import exempt_what_lives
 
 
 def in_processes(count: int, module: str, function: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from imagenet_fast.bench.network import sent_bytes
+from imagenet_fast.bench.netns import sent_bytes
 
 
 def time_repetitions(

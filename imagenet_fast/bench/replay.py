@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from imagenet_fast.cost.profile import Profile
-from imagenet_fast.cost.timing import Timing
+from imagenet_fast.cost_model.layer_profile import Profile
+from imagenet_fast.cost_model.timing import Timing
 from imagenet_fast.sync import GradientPool, Span
 
 Gradients = list[list[Tensor]]

@@ -19,10 +19,10 @@ its planners talk in collectives that pickle. Nor have its files checksums.
 
 from __future__ import annotations
 
-from imagenet_fast.checkpoint.background import CheckpointWriter
-from imagenet_fast.checkpoint.finding import Checkpoint, best, newest, open_checkpoint
+from imagenet_fast.checkpoint.async_writer import CheckpointWriter
 from imagenet_fast.checkpoint.manifest import NotSaved, Stamp
-from imagenet_fast.checkpoint.shelf import expect_first, had_none
+from imagenet_fast.checkpoint.reader import Checkpoint, best, newest, open_checkpoint
+from imagenet_fast.checkpoint.retention import expect_first, had_none
 
 __all__ = [
     "Checkpoint",

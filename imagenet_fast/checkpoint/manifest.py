@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
-from imagenet_fast.checkpoint.durable import FileSum, sum_of, write_durably
+from imagenet_fast.checkpoint.durable_io import FileSum, sum_of, write_durably
 from imagenet_fast.errors import UserError
-from imagenet_fast.recipe.table import Table
+from imagenet_fast.recipe.base import Table
 
 MANIFEST = "manifest.json"
 SHARED = "shared.safetensors"

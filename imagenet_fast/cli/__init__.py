@@ -12,9 +12,9 @@ from typing import Annotated
 import typer
 
 from imagenet_fast import __version__
-from imagenet_fast.cli.benchmarks import bench_app
-from imagenet_fast.cli.datasets import data_app
-from imagenet_fast.cli.launching import launch_app
+from imagenet_fast.cli.bench import bench_app
+from imagenet_fast.cli.data import data_app
+from imagenet_fast.cli.launch import launch_app
 from imagenet_fast.cli.options import (
     WEIGHTS,
     DataOption,
@@ -63,8 +63,8 @@ def _print_version(asked: bool) -> None:
 
 def entry() -> None:
     """The console script."""
-    from imagenet_fast.launch.leaving import leave
-    from imagenet_fast.launch.streams import keep_printing, refuse_if_lost
+    from imagenet_fast.launch.fast_exit import leave
+    from imagenet_fast.launch.stdio import keep_printing, refuse_if_lost
 
     keep_printing()
     try:
@@ -159,9 +159,9 @@ def train(
     Exit codes: 0 target reached (or none set), 1 error or interrupted, 2 usage, 3 trained to the end without
     reaching the target, 4 stopped by a signal without loss.
     """
-    from imagenet_fast.launch.planning import plan_job, recipe_to_train, run_to_resume
+    from imagenet_fast.distributed.rank_info import own_place
+    from imagenet_fast.launch.job_setup import plan_job, recipe_to_train, run_to_resume
     from imagenet_fast.launch.slurm import adopt_step
-    from imagenet_fast.ranks.place import own_place
     from imagenet_fast.recipe.doubts import doubts
 
     run = run_to_resume(resume, out) if resume is not None else None
@@ -177,13 +177,13 @@ def train(
         for doubt in doubts(written):
             warn(doubt)
     if place is not None:  # a torchrun or an srun of the user's has started us: we are a rank
-        from imagenet_fast.launch.rank import train_as_rank
+        from imagenet_fast.launch.worker import train_as_rank
 
         job = plan(place.size)
         raise typer.Exit(train_as_rank(job, place, join_timeout).exit_code)
 
     from imagenet_fast.launch.launcher import launch
-    from imagenet_fast.launch.nodes import plan_nodes
+    from imagenet_fast.launch.rendezvous import plan_nodes
 
     cluster = plan_nodes(nproc, nodes, rdzv_endpoint, join_timeout, max_restarts)
     raise typer.Exit(launch(plan(cluster.ranks, nodes=cluster.counts), cluster))
@@ -209,22 +209,22 @@ def evaluate(
 
     A run directory says itself by which recipe, and on which pictures if they are still where they were.
     """
-    from imagenet_fast.launch.planning import plan_evaluation
+    from imagenet_fast.distributed.rank_info import own_place
+    from imagenet_fast.launch.job_setup import plan_evaluation
     from imagenet_fast.launch.slurm import adopt_step
-    from imagenet_fast.ranks.place import own_place
 
     overrides = [*overrides, *written_out({"data.on_bad_image": on_bad_image})]
     plan = partial(plan_evaluation, weights, recipe, overrides, data=data, report=json_file)
     adopt_step(os.environ)
     place = own_place()
     if place is not None:  # a torchrun or an srun of the user's has started us: we are a rank
-        from imagenet_fast.launch.judging import evaluate_as_rank
+        from imagenet_fast.launch.evaluate import evaluate_as_rank
 
         evaluate_as_rank(plan(place.size), place, join_timeout)
         return
 
     from imagenet_fast.launch.launcher import launch_evaluation
-    from imagenet_fast.launch.nodes import plan_nodes
+    from imagenet_fast.launch.rendezvous import plan_nodes
 
     cluster = plan_nodes(nproc, nodes, rdzv_endpoint, join_timeout)
     raise typer.Exit(launch_evaluation(plan(cluster.ranks), cluster))
@@ -247,7 +247,7 @@ def export(
     number of pictures, which torch.export.load runs without this program. Both say for which classes, and how pictures
     are prepared, as far as that is known.
     """
-    from imagenet_fast.launch.delivering import deliver
+    from imagenet_fast.launch.export import deliver
 
     print(f"written to {deliver(weights, recipe, kind, out)}")
 
@@ -271,11 +271,11 @@ def doctor(
 
     from rich.console import Console
 
-    from imagenet_fast.doctor.findings import findings_table
-    from imagenet_fast.launch.examining import Examination, launch_examination
-    from imagenet_fast.launch.nodes import plan_nodes
+    from imagenet_fast.doctor.report import findings_table
+    from imagenet_fast.launch.doctor import Examination, launch_examination
+    from imagenet_fast.launch.rendezvous import plan_nodes
+    from imagenet_fast.metrics.json_io import to_json
     from imagenet_fast.recipe.schema import Timeout
-    from imagenet_fast.record.strict_json import to_json
 
     cluster = plan_nodes(nproc, nodes, rdzv_endpoint, join_timeout)
     found = launch_examination(Examination(data, out, Timeout()), cluster)
@@ -294,7 +294,7 @@ def list_recipes(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         from rich.console import Console
 
-        from imagenet_fast.record.recipe_table import recipe_table
+        from imagenet_fast.metrics.recipe_table import recipe_table
 
         Console().print(recipe_table())
 
@@ -302,8 +302,8 @@ def list_recipes(context: typer.Context) -> None:
 @recipes_app.command("show")
 def show_recipe(name: Annotated[str, typer.Argument(metavar="NAME|PATH")]) -> None:
     """Print one recipe."""
-    from imagenet_fast.launch.streams import print_file
-    from imagenet_fast.recipe.reading import find_recipe
+    from imagenet_fast.launch.stdio import print_file
+    from imagenet_fast.recipe.load import find_recipe
 
     print_file(find_recipe(name).read_bytes())
 
@@ -359,11 +359,11 @@ def compare(
 
     from imagenet_fast.bench.compare import compare as train_all
     from imagenet_fast.bench.compare import contestants
-    from imagenet_fast.bench.layouts import parse_layouts
+    from imagenet_fast.bench.parallel_layouts import parse_layouts
     from imagenet_fast.bench.whole_numbers import whole_numbers
-    from imagenet_fast.launch.nodes import local_ranks
-    from imagenet_fast.launch.planning import new_folder
-    from imagenet_fast.record.past_runs import draw_curves, report_table
+    from imagenet_fast.launch.job_setup import new_folder
+    from imagenet_fast.launch.rendezvous import local_ranks
+    from imagenet_fast.metrics.report import draw_curves, report_table
 
     folder = out or new_folder(Path(recipe).stem, "compare")
     seeded = [] if seeds is None else whole_numbers("--seeds", seeds, "1,2,3", zero=True)
@@ -399,7 +399,7 @@ def report(
     """Time-to-accuracy of past runs, as a table and as a picture."""
     from rich.console import Console
 
-    from imagenet_fast.record.past_runs import draw_curves, read_run, report_table
+    from imagenet_fast.metrics.report import draw_curves, read_run, report_table
 
     once: dict[Path, Path] = {}
     for folder in runs:

@@ -19,7 +19,7 @@ def in_a_directory(parameter: typer.CallbackParam, file: Path | None) -> Path | 
 
 def whole_nodes(text: str) -> int:
     """The number of nodes, where it must not be a range."""
-    from imagenet_fast.launch.nodes import parse_fixed_nodes
+    from imagenet_fast.launch.rendezvous import parse_fixed_nodes
 
     return parse_fixed_nodes(text)
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from imagenet_fast.data.chance import uniforms
-from imagenet_fast.data.order import MicroBatch, Order, TrainOrder
-from imagenet_fast.recipe.data_settings import ImageData
+from imagenet_fast.data.rng import uniforms
+from imagenet_fast.data.sampler import MicroBatch, Order, TrainOrder
+from imagenet_fast.recipe.data_config import ImageData
 
 _ATTEMPTS = 10
 _WINDOW_NUMBERS = 2 + 2 * _ATTEMPTS

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from imagenet_fast.data.appearing import appearing_whole
+from imagenet_fast.data.atomic_io import appearing_whole
 from imagenet_fast.errors import UserError
 
 SIZE = 64

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from imagenet_fast.data.formats import kept_index
-from imagenet_fast.data.formats.kept_index import Index, Kind, Stamps, check_kept, keep_index, moving
+from imagenet_fast.data.formats import index_cache
+from imagenet_fast.data.formats.index_cache import Index, Kind, Stamps, check_kept, keep_index, moving
 from imagenet_fast.data.image_names import (
     SUFFIXES,
     FolderContents,
@@ -24,7 +24,7 @@ from imagenet_fast.data.image_names import (
     look_into,
     shown,
 )
-from imagenet_fast.data.split import digest_of
+from imagenet_fast.data.image_source import digest_of
 from imagenet_fast.errors import UserError, warn
 
 _KIND = Kind("folder", {"names": "|u1", "ends": "<i8", "folders": "<i8"})
@@ -160,7 +160,7 @@ def _open(root: Path, split: str, names: list[str], classes: list[str]) -> Image
 
     def stamp() -> Stamps:
         """A folder's times change with its names."""
-        return [kept_index.stamp_of(name, (folder / name).stat()) for name in names]
+        return [index_cache.stamp_of(name, (folder / name).stat()) for name in names]
 
     index = keep_index(root, split, _KIND, stamp, lambda: _list(folder, names))
     if os.environ.get("RANK", "0") == "0":

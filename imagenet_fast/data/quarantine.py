@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from imagenet_fast.data.formats.shards import Shards
-from imagenet_fast.data.split import Split, digest_of
+from imagenet_fast.data.formats.shard_reader import Shards
+from imagenet_fast.data.image_source import Split, digest_of
 from imagenet_fast.errors import UserError
 
 QUARANTINE = "quarantine.json"

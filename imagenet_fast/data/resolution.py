@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from imagenet_fast.data.order import Order, TrainOrder
-from imagenet_fast.recipe.data_settings import ImageData
+from imagenet_fast.data.sampler import Order, TrainOrder
+from imagenet_fast.recipe.data_config import ImageData
 
 
 class Resolution(NamedTuple):

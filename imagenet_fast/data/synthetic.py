@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from imagenet_fast.data.order import Order
-from imagenet_fast.recipe.data_settings import SyntheticData
+from imagenet_fast.data.sampler import Order
+from imagenet_fast.recipe.data_config import SyntheticData
 
 _BANK = 256  # different pictures; image i is picture i modulo this
 

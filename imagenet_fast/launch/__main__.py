@@ -14,11 +14,11 @@ from pathlib import Path
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback out of the imports; the launcher says what there is
 
+from imagenet_fast.distributed.forkserver import end_with_parent
+from imagenet_fast.distributed.rank_info import Place, own_place
 from imagenet_fast.errors import Fault, UserError, leave_refusals_in, refuse
-from imagenet_fast.launch.leaving import leave
-from imagenet_fast.launch.streams import keep_printing, refuse_if_lost
-from imagenet_fast.ranks.forking import end_with_parent
-from imagenet_fast.ranks.place import Place, own_place
+from imagenet_fast.launch.fast_exit import leave
+from imagenet_fast.launch.stdio import keep_printing, refuse_if_lost
 
 _FINAL = "final"
 """A file beside the job: what these ranks have refused is no matter of who came to meet whom, or when."""
@@ -63,8 +63,8 @@ def _have_met() -> bool:
 
 
 def _train(path: Path, place: Place, patience_s: float) -> bool:
-    from imagenet_fast.launch.planning import on_ranks
-    from imagenet_fast.launch.rank import train_as_rank  # seconds of imports, in which Ctrl-C may come
+    from imagenet_fast.launch.job_setup import on_ranks
+    from imagenet_fast.launch.worker import train_as_rank  # seconds of imports, in which Ctrl-C may come
     from imagenet_fast.recipe.job import read_job
 
     job = read_job(path)
@@ -76,7 +76,7 @@ def _train(path: Path, place: Place, patience_s: float) -> bool:
 
 
 def _evaluate(path: Path, place: Place, patience_s: float) -> bool:
-    from imagenet_fast.launch.judging import evaluate_as_rank
+    from imagenet_fast.launch.evaluate import evaluate_as_rank
     from imagenet_fast.recipe.evaluating import read_evaluation
 
     evaluate_as_rank(read_evaluation(path), place, patience_s, left=path.parent)
@@ -85,7 +85,7 @@ def _evaluate(path: Path, place: Place, patience_s: float) -> bool:
 
 
 def _examine(path: Path, place: Place, patience_s: float) -> bool:
-    from imagenet_fast.launch.examining import examine_as_rank, read_examination
+    from imagenet_fast.launch.doctor import examine_as_rank, read_examination
 
     examine_as_rank(read_examination(path), place, patience_s, handover=path.parent)
     return True

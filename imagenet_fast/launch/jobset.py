@@ -8,9 +8,9 @@ code means; it needs pods that do not restart their containers themselves
 
 from __future__ import annotations
 
-from imagenet_fast.launch.pods import RESTARTS, Pods
+from imagenet_fast.launch.pod_spec import RESTARTS, Pods
 from imagenet_fast.launch.yaml_text import Yaml
-from imagenet_fast.record.outcome import STOPPED
+from imagenet_fast.metrics.run_result import STOPPED
 
 _JOB = "workers"
 _CONTAINER = "trainer"

@@ -7,15 +7,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.launch.claiming import hold
-from imagenet_fast.launch.ending import OPENED, TOLD
-from imagenet_fast.launch.nodes import Nodes
-from imagenet_fast.launch.planning import check_writable
+from imagenet_fast.launch.exit_status import OPENED, TOLD
+from imagenet_fast.launch.job_setup import check_writable
+from imagenet_fast.launch.rendezvous import Nodes
+from imagenet_fast.launch.run_lock import hold
 from imagenet_fast.launch.signals import interrupt_on_signals
 from imagenet_fast.launch.torchrun import run_ranks
+from imagenet_fast.metrics.run_result import NOTHING_LOST, STOPPED, STOPPED_WORDS, Outcome, read_outcome
 from imagenet_fast.recipe.evaluating import Evaluation
 from imagenet_fast.recipe.job import Job
-from imagenet_fast.record.outcome import NOTHING_LOST, STOPPED, STOPPED_WORDS, Outcome, read_outcome
 
 _KILLED = (
     f"{STOPPED_WORDS}, and its ranks were killed before they had saved; the same command with --resume auto goes on "

@@ -7,7 +7,7 @@ torchrun counts ranks, in RANK and WORLD_SIZE, which are therefore taken away
 
 from __future__ import annotations
 
-from imagenet_fast.launch.pods import RESTARTS, Pods
+from imagenet_fast.launch.pod_spec import RESTARTS, Pods
 from imagenet_fast.launch.yaml_text import Yaml
 
 

@@ -11,8 +11,8 @@ import shlex
 from collections.abc import Sequence
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.launch.jobtext import ClusterJob, parse_time_limit
-from imagenet_fast.record.outcome import STOPPED
+from imagenet_fast.launch.cluster_job import ClusterJob, parse_time_limit
+from imagenet_fast.metrics.run_result import STOPPED
 
 _WARNING_S = 120  # before the time limit; Slurm may warn up to a minute earlier
 

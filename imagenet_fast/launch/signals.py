@@ -108,7 +108,7 @@ def stopping_early() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        from imagenet_fast.record.outcome import NOTHING_LOST, STOPPED
+        from imagenet_fast.metrics.run_result import NOTHING_LOST, STOPPED
 
         print(NOTHING_LOST, flush=True)
         raise SystemExit(STOPPED) from None

@@ -13,8 +13,8 @@ import os
 import re
 from collections.abc import Mapping, MutableMapping
 
-from imagenet_fast.ranks.cores import usable_cores
-from imagenet_fast.ranks.place import TORCHRUN, Place
+from imagenet_fast.distributed.cpu_count import usable_cores
+from imagenet_fast.distributed.rank_info import TORCHRUN, Place
 
 _FIRST_PORT, _PORTS = 20_000, 10_000
 

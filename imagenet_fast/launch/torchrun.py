@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 from typing import Literal
 
+from imagenet_fast.distributed.cpu_count import usable_cores
+from imagenet_fast.distributed.network_interfaces import Endpoint, route_to
 from imagenet_fast.errors import Fault, refusal_in
-from imagenet_fast.launch.nodes import Meeting, Nodes, meet
-from imagenet_fast.ranks.cores import usable_cores
-from imagenet_fast.ranks.routes import Endpoint, route_to
+from imagenet_fast.launch.rendezvous import Meeting, Nodes, meet
 
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torchrun passes them on to the ranks
 _LAST_CALL_S = 10  # for which nodes that are enough wait for further ones
@@ -47,7 +47,7 @@ def _run_ranks(task: Literal["train", "eval", "doctor"], job: Path, nodes: Nodes
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import get_args_parser, run
 
-    from imagenet_fast.ranks.whereabouts import tell_ended
+    from imagenet_fast.distributed.heartbeat import tell_ended
 
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # torchrun's own account of an end, which we give instead

@@ -9,7 +9,7 @@ from torch._dynamo import config
 from torchvision.models import alexnet
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
-from imagenet_fast.models.alexnet_bn import AlexNetBN
+from imagenet_fast.models.alexnet import AlexNetBN
 from imagenet_fast.models.half import Half
 from imagenet_fast.models.resnet import ResNet
 from imagenet_fast.recipe import schema

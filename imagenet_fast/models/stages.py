@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from imagenet_fast.cost.partition import linear_partition
-from imagenet_fast.cost.profile import Profile
+from imagenet_fast.cost_model.layer_profile import Profile
+from imagenet_fast.cost_model.linear_partition import linear_partition
 from imagenet_fast.errors import UserError
-from imagenet_fast.models.pieces import Piece, pieces_of
+from imagenet_fast.models.split_points import Piece, pieces_of
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from imagenet_fast.recipe.data_settings import Data
-from imagenet_fast.recipe.engine_settings import Sync
-from imagenet_fast.recipe.schedules import chunks_of, misfit
-from imagenet_fast.recipe.table import Fraction, Table
+from imagenet_fast.recipe.base import Fraction, Table
+from imagenet_fast.recipe.data_config import Data
+from imagenet_fast.recipe.pipeline_schedules import chunks_of, misfit
+from imagenet_fast.recipe.sync_config import Sync
 
 Percent = Annotated[float, Field(gt=0, le=100)]
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol, assert_never, get_args
 import torch
 from torch import Tensor, nn
 
-from imagenet_fast.recipe.engine_settings import (
+from imagenet_fast.recipe.sync_config import (
     AllReduceSync,
     AutoSync,
     Codes,
@@ -37,17 +37,17 @@ from imagenet_fast.recipe.engine_settings import (
     Wire,
     chosen_collective,
 )
-from imagenet_fast.sync.compressors.powersgd import PowerSGD
+from imagenet_fast.sync.bucket_scheduler import Scheduler
+from imagenet_fast.sync.compression.powersgd import PowerSGD
 from imagenet_fast.sync.consistency import compare_engines
-from imagenet_fast.sync.deferral import Update
+from imagenet_fast.sync.deferred_update import Update
 from imagenet_fast.sync.engine import Engine, SyncEngine, SyncStats
 from imagenet_fast.sync.engines import allreduce, ddp, dear, hybrid, lazy, ring, sparse
 from imagenet_fast.sync.engines.auto import Auto, Candidate
 from imagenet_fast.sync.engines.ddp import DdpPeer
 from imagenet_fast.sync.engines.sparse import Sparse
-from imagenet_fast.sync.pool import GradientPool
-from imagenet_fast.sync.scheduler import Scheduler
-from imagenet_fast.sync.span import Span
+from imagenet_fast.sync.gradient_pool import GradientPool
+from imagenet_fast.sync.param_slot import Span
 from imagenet_fast.sync.topology import Topology
 
 __all__ = [

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from imagenet_fast.sync.span import Span
+from imagenet_fast.sync.param_slot import Span
 from imagenet_fast.sync.topology import Topology
 
 

@@ -11,14 +11,14 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from imagenet_fast.cost.simulation import Prediction
-from imagenet_fast.ranks.whereabouts import here
-from imagenet_fast.recipe.engine_settings import Collective
+from imagenet_fast.cost_model.step_simulator import Prediction
+from imagenet_fast.distributed.heartbeat import here
+from imagenet_fast.recipe.sync_config import Collective
 from imagenet_fast.sync.collectives import Transfer
-from imagenet_fast.sync.compressors import Compressor
-from imagenet_fast.sync.marks import Mark, mark, seconds_between
-from imagenet_fast.sync.probing import Network
-from imagenet_fast.sync.span import Span
+from imagenet_fast.sync.compression import Compressor
+from imagenet_fast.sync.device_timer import Mark, mark, seconds_between
+from imagenet_fast.sync.network_benchmark import Network
+from imagenet_fast.sync.param_slot import Span
 
 Run = Sequence[Span]
 """Neighbouring spans that travel together."""

@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from imagenet_fast.sync.param_slot import USED, Span, move
 from imagenet_fast.sync.pending_grad import PendingGrad
-from imagenet_fast.sync.span import USED, Span, move
 
 _LINE = 16  # elements: spans start on 64-byte lines in fp32, so vectorised kernels keep their fast path
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from imagenet_fast.sync.span import Span
+from imagenet_fast.sync.param_slot import Span
 
 _POOL_OF: Any = WeakIdKeyDictionary()
 """By parameter, a weak reference to its pool."""

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from imagenet_fast.sync.channel import Channel
+from imagenet_fast.sync.comm_stream import Channel
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from imagenet_fast.sync.device_timer import Mark, mark, seconds_between
 from imagenet_fast.sync.engine import SyncStats
-from imagenet_fast.sync.marks import Mark, mark, seconds_between
 
 TRACKS = ("compute", "wait", "wire")
 

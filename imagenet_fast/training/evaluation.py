@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from imagenet_fast.data.dataset import Validation
-from imagenet_fast.ranks.agreement import total
-from imagenet_fast.ranks.whereabouts import here
-from imagenet_fast.ranks.world import World
+from imagenet_fast.data.loaders import Validation
+from imagenet_fast.distributed.heartbeat import here
+from imagenet_fast.distributed.init import World
+from imagenet_fast.distributed.reductions import total
 
 
 @dataclass(frozen=True)

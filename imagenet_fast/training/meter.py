@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from imagenet_fast.ranks.agreement import rows_of_ranks
-from imagenet_fast.ranks.counter import link_bytes
-from imagenet_fast.ranks.whereabouts import here
-from imagenet_fast.ranks.world import World
-from imagenet_fast.record import Outcome, Record
+from imagenet_fast.distributed.heartbeat import here
+from imagenet_fast.distributed.init import World
+from imagenet_fast.distributed.nic_counters import link_bytes
+from imagenet_fast.distributed.reductions import rows_of_ranks
+from imagenet_fast.metrics import Outcome, Record
 from imagenet_fast.sync import SyncStats
-from imagenet_fast.sync.marks import Mark, mark, seconds_between, wait_for
+from imagenet_fast.sync.device_timer import Mark, mark, seconds_between, wait_for
+from imagenet_fast.training.nonfinite_count import NotFinite, Streak
 from imagenet_fast.training.precision import LossScale
-from imagenet_fast.training.streak import NotFinite, Streak
 
 
 @dataclass

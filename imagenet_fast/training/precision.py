@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from imagenet_fast.recipe import schema
-from imagenet_fast.recipe.engine_settings import Wire
+from imagenet_fast.recipe.sync_config import Wire
 from imagenet_fast.sync import wire_dtype
 
 

@@ -11,22 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from imagenet_fast.parallel.division import Division
-from imagenet_fast.ranks.agreement import average_batch_norms, total
-from imagenet_fast.record import Outcome
+from imagenet_fast.distributed.reductions import average_batch_norms, total
+from imagenet_fast.metrics import Outcome
+from imagenet_fast.parallel.parallelize import Division
 from imagenet_fast.sync import GradientSync
-from imagenet_fast.sync.redistribution import redistributed
-from imagenet_fast.training.averaging import MovingAverage
+from imagenet_fast.sync.reshard_state import redistributed
 from imagenet_fast.training.clock import Clock
+from imagenet_fast.training.ema import MovingAverage
+from imagenet_fast.training.nonfinite_count import Streak
 from imagenet_fast.training.optimizers import MomentumSGD
 from imagenet_fast.training.precision import LossScale
-from imagenet_fast.training.streak import Streak
 
 
 @dataclass
 class TrainState:
-    """What later steps depend on. Chance is no part of it: it follows from the step (`data/chance.py`,
-    `training/dropout.py`), as do the epoch and the pictures."""
+    """What later steps depend on. Chance is no part of it: it follows from the step (`data/rng.py`,
+    `training/seeding.py`), as do the epoch and the pictures."""
 
     model: nn.Module
     """What this rank trains of it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from imagenet_fast.cost.profile import Layer, Profile
+from imagenet_fast.cost_model.layer_profile import Layer, Profile
 
 SMALL = Profile(
     "small",

@@ -15,17 +15,17 @@ import psutil
 import pytest
 
 from imagenet_fast.bench import mpi
-from imagenet_fast.bench.bandwidth import (
+from imagenet_fast.bench.collectives import (
     bandwidth_table,
     bench_collectives,
     draw_bandwidth,
     parse_collectives,
     parse_sizes,
 )
-from imagenet_fast.bench.network import inhabit, parse_rate, shaped_network
-from imagenet_fast.cost.byte_sizes import size_text
+from imagenet_fast.bench.netns import inhabit, parse_rate, shaped_network
+from imagenet_fast.cost_model.units import size_text
 from imagenet_fast.errors import UserError
-from imagenet_fast.record.pictures import new_figure
+from imagenet_fast.metrics.pictures import new_figure
 from tests.e2e.command import COMMAND, environment, imagenet_fast, in_process, wait_for
 
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 from typer.testing import CliRunner
 
-from imagenet_fast.bench.counting import Count, bench_count, stated_link
+from imagenet_fast.bench.comm_volume import Count, bench_count, stated_link
 from imagenet_fast.cli import app
-from imagenet_fast.recipe.engine_settings import Collective, LazySync, SparseSync, Sync
+from imagenet_fast.recipe.sync_config import Collective, LazySync, SparseSync, Sync
 from tests.bench.small import SMALL
 from tests.e2e.command import in_process
 

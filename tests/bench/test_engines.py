@@ -17,13 +17,13 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from imagenet_fast.bench.engine_tables import sync_table
-from imagenet_fast.bench.engine_times import bench_sync
+from imagenet_fast.bench.engines import bench_sync
 from imagenet_fast.bench.hosts import run_on
-from imagenet_fast.bench.network import parse_rate, sent_bytes, shaped_network
+from imagenet_fast.bench.netns import parse_rate, sent_bytes, shaped_network
 from imagenet_fast.cli import app
-from imagenet_fast.cost.profile import save_profile
+from imagenet_fast.cost_model.layer_profile import save_profile
 from imagenet_fast.errors import UserError
-from imagenet_fast.recipe.reading import parse_engines
+from imagenet_fast.recipe.load import parse_engines
 from tests.bench.small import SMALL
 from tests.e2e.command import in_process, wait_for
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from imagenet_fast.bench.layouts import NamedLayout, laid_out, parse_layouts, refuse_axes
+from imagenet_fast.bench.parallel_layouts import NamedLayout, laid_out, parse_layouts, refuse_axes
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import split_batch
-from imagenet_fast.recipe.reading import find_recipe, load_recipe
+from imagenet_fast.recipe.load import find_recipe, load_recipe
 from imagenet_fast.recipe.schema import Parallel, Recipe
 
 ALEXNET, RESNET = find_recipe("alexnet-8gpu"), find_recipe("resnet50-8gpu")

@@ -11,10 +11,10 @@ from typing import get_args
 import pytest
 from PIL import Image
 
-from imagenet_fast.bench.loading import Loader, bench_loading, loading_table, parse_loaders
+from imagenet_fast.bench.dataloaders import Loader, bench_loading, loading_table, parse_loaders
 from imagenet_fast.cli import main
 from imagenet_fast.data.imagefolder import scan
-from imagenet_fast.data.photos import make_photos
+from imagenet_fast.data.sample_images import make_photos
 
 
 def test_photos_are_made_of_the_usual_size_and_are_all_different(tmp_path: Path):

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from imagenet_fast.bench.kernels import OPTIMIZERS, count_kernels
-from imagenet_fast.bench.overhead import (
+from imagenet_fast.bench.checkpoint_overhead import Saving
+from imagenet_fast.bench.optimizer_kernels import OPTIMIZERS, count_kernels
+from imagenet_fast.bench.train_step import (
     bench_step,
     checkpoint_table,
     no_data_parallel,
@@ -20,8 +21,7 @@ from imagenet_fast.bench.overhead import (
     step_recipe,
     step_table,
 )
-from imagenet_fast.bench.saving import Saving
-from imagenet_fast.ranks.world import World
+from imagenet_fast.distributed.init import World
 from imagenet_fast.recipe.schema import BFloat16
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from imagenet_fast.bench.activations import peak_activations
+from imagenet_fast.bench.activation_memory import peak_activations
 from tests.e2e.command import in_process
 
 

@@ -22,9 +22,9 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from imagenet_fast.checkpoint import CheckpointWriter, newest, open_checkpoint
-from imagenet_fast.checkpoint.shelf import survey
+from imagenet_fast.checkpoint.retention import survey
+from imagenet_fast.distributed.rank_info import Place
 from imagenet_fast.errors import UserError
-from imagenet_fast.ranks.place import Place
 from imagenet_fast.sync import LazySync, PowerSgdSync, SparseSync
 from tests.checkpoint.trees import ALONE, is_that_of, same, saved, stamp, state
 from tests.spawning import run

@@ -13,7 +13,7 @@ import pytest
 
 from imagenet_fast.checkpoint import best, newest, open_checkpoint
 from imagenet_fast.checkpoint.manifest import Damaged, Manifest, read_manifest
-from imagenet_fast.checkpoint.shelf import remove, set_aside, sweep
+from imagenet_fast.checkpoint.retention import remove, set_aside, sweep
 from imagenet_fast.errors import UserError
 from tests.checkpoint.trees import is_that_of, same, saved, stamp, state
 

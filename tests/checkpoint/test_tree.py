@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load, save
 from torch import nn
 
-from imagenet_fast.checkpoint.host_copy import HostCopy, read_tree
+from imagenet_fast.checkpoint.staging import HostCopy, read_tree
 from tests.checkpoint.trees import every_dtype, hostile, same
 
 CPU = torch.device("cpu")

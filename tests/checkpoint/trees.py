@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from imagenet_fast.checkpoint import Checkpoint, CheckpointWriter, Stamp
-from imagenet_fast.ranks.place import Place
+from imagenet_fast.distributed.rank_info import Place
 
 ALONE = Place(0, 1, 0, 1)
 

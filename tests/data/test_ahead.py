@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from imagenet_fast.data.ahead import Piece, filled_ahead
-from imagenet_fast.data.dataset import open_dataset
+from imagenet_fast.data.loaders import open_dataset
+from imagenet_fast.data.prefetch import Piece, filled_ahead
 from imagenet_fast.recipe.batching import Batching
-from imagenet_fast.recipe.data_settings import ImageData
+from imagenet_fast.recipe.data_config import ImageData
 
 
 def fill(batch: list[int], place: int, value: int) -> Piece:

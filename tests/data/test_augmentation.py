@@ -10,7 +10,7 @@ import torch
 from torchvision.transforms import RandomResizedCrop
 
 from imagenet_fast.data.augmentation import Augmentation, Window
-from imagenet_fast.data.order import MicroBatch
+from imagenet_fast.data.sampler import MicroBatch
 
 DRAWS = 3000
 WHOLE = (0.08, 1.0)

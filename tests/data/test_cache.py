@@ -24,23 +24,23 @@ from torch import Tensor
 
 from imagenet_fast.cli import main
 from imagenet_fast.data import cache as caches
-from imagenet_fast.data.cache import Cache, open_cache
-from imagenet_fast.data.dataset import open_dataset, open_loader
-from imagenet_fast.data.decoding import BadPictureError, decode
-from imagenet_fast.data.filling import fill, fill_caches
+from imagenet_fast.data.decode import BadPictureError, decode
+from imagenet_fast.data.decoded_cache import Cache, open_cache
+from imagenet_fast.data.fill_cache import fill, fill_caches
+from imagenet_fast.data.format_detection import Format
 from imagenet_fast.data.imagefolder import ImageFolder, scan_training, scan_validation
-from imagenet_fast.data.order import EvalOrder, TrainOrder
-from imagenet_fast.data.preparing.preparation import prepare
-from imagenet_fast.data.preparing.workshop import Settings
-from imagenet_fast.data.recognising import Format
-from imagenet_fast.data.resizing import shrunk
-from imagenet_fast.data.verifying.verification import verify
+from imagenet_fast.data.loaders import open_dataset, open_loader
+from imagenet_fast.data.prepare.prepare import prepare
+from imagenet_fast.data.prepare.staging_dir import Settings
+from imagenet_fast.data.resize import shrunk
+from imagenet_fast.data.sampler import EvalOrder, TrainOrder
+from imagenet_fast.data.verify.verify import verify
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
-from imagenet_fast.recipe.changes import differences, digest
-from imagenet_fast.recipe.data_settings import ImageData
+from imagenet_fast.recipe.data_config import ImageData
 from imagenet_fast.recipe.job import recipe_tables
-from imagenet_fast.recipe.reading import parse_recipe
+from imagenet_fast.recipe.load import parse_recipe
+from imagenet_fast.recipe.resume_compat import differences, digest
 from imagenet_fast.recipe.schema import Recipe
 from tests.conftest import tables
 from tests.data.encoded import BAD, PICTURES

@@ -9,7 +9,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from imagenet_fast.data.chance import bits, uniforms
+from imagenet_fast.data.rng import bits, uniforms
 
 PICTURES = np.arange(40_000)
 

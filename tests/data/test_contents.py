@@ -13,18 +13,18 @@ from typing import Any, cast
 import pytest
 import torch
 
-from imagenet_fast.checkpoint.tree import put_together, take_apart
-from imagenet_fast.data.contents import Contents, differences
-from imagenet_fast.data.dataset import Dataset, open_dataset
-from imagenet_fast.data.preparing.preparation import prepare
-from imagenet_fast.data.preparing.workshop import Settings
-from imagenet_fast.data.recognising import Format
-from imagenet_fast.data.verifying.verification import verify
+from imagenet_fast.checkpoint.serialization import put_together, take_apart
+from imagenet_fast.data.fingerprint import Contents, differences
+from imagenet_fast.data.format_detection import Format
+from imagenet_fast.data.loaders import Dataset, open_dataset
+from imagenet_fast.data.prepare.prepare import prepare
+from imagenet_fast.data.prepare.staging_dir import Settings
+from imagenet_fast.data.verify.verify import verify
 from imagenet_fast.errors import UserError
-from imagenet_fast.launch.resuming import Resumption
+from imagenet_fast.launch.resume import Resumption
 from imagenet_fast.models import build_model
 from imagenet_fast.recipe.batching import Batching
-from imagenet_fast.recipe.data_settings import ImageData
+from imagenet_fast.recipe.data_config import ImageData
 from imagenet_fast.recipe.schema import ResNet
 from tests.data.encoded import BAD, JPEG
 from tests.e2e.command import imagenet_fast, outcome_of

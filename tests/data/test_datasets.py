@@ -15,9 +15,9 @@ import pytest
 from PIL import Image
 
 from imagenet_fast.data import cifar10
-from imagenet_fast.data.appearing import appearing_whole
+from imagenet_fast.data.atomic_io import appearing_whole
 from imagenet_fast.data.imagefolder import scan
-from imagenet_fast.data.places import locate
+from imagenet_fast.data.paths import locate
 from imagenet_fast.errors import UserError
 
 

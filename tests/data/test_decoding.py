@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from imagenet_fast.data import decoding
-from imagenet_fast.data.decoding import BadPictureError, decode, portable
+from imagenet_fast.data.decode import BadPictureError, decode, portable
 from tests.data.encoded import BAD, JPEG, PICTURES
 
 
@@ -56,7 +55,7 @@ def test_whatever_a_decoder_raises_is_a_bad_picture(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_common_picture_is_not_left_to_pil(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(decoding, "_decode_slowly", None)
+    monkeypatch.setattr(decode, "_decode_slowly", None)
     for name in ("jpeg", "progressive", "grey", "turned", "png", "palette", "transparent"):
         decode(PICTURES[name])
 

@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from imagenet_fast.data.folder import central_crop, resized
 from imagenet_fast.data.resolution import Resolution
+from imagenet_fast.data.thread_loader import central_crop, resized
 
 
 def blobs(height: int, width: int) -> Image.Image:

@@ -21,15 +21,15 @@ import numpy as np
 import pytest
 import torch
 
-from imagenet_fast.data.dataset import open_dataset, open_validation
+from imagenet_fast.data.format_detection import check_folders, check_validation, open_training
+from imagenet_fast.data.format_detection import open_validation as open_validation_split
 from imagenet_fast.data.formats.crc32c import crc32c, masked_crc32c
 from imagenet_fast.data.formats.example_proto import find_features, write_example
-from imagenet_fast.data.formats.making_shards import Sample, shard_names, write_classes, write_records, write_tar
+from imagenet_fast.data.formats.shard_writer import Sample, shard_names, write_classes, write_records, write_tar
 from imagenet_fast.data.formats.tfrecord import HEAD, TAIL
-from imagenet_fast.data.order import EvalOrder, TrainOrder
-from imagenet_fast.data.recognising import check_folders, check_validation, open_training
-from imagenet_fast.data.recognising import open_validation as open_validation_split
-from imagenet_fast.data.split import Split
+from imagenet_fast.data.image_source import Split
+from imagenet_fast.data.loaders import open_dataset, open_validation
+from imagenet_fast.data.sampler import EvalOrder, TrainOrder
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
 from tests.data.test_loaders import picture_data

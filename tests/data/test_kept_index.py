@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from imagenet_fast.data.formats import kept_index
-from imagenet_fast.data.formats.kept_index import Index, Kind, keep_index, stamps_of
-from imagenet_fast.data.formats.making_shards import Sample, write_records, write_tar
+from imagenet_fast.data.format_detection import open_training
+from imagenet_fast.data.formats import index_cache
+from imagenet_fast.data.formats.index_cache import Index, Kind, keep_index, stamps_of
+from imagenet_fast.data.formats.shard_writer import Sample, write_records, write_tar
 from imagenet_fast.data.imagefolder import check_folders, check_validation, scan_training, scan_validation
-from imagenet_fast.data.recognising import open_training
 from imagenet_fast.errors import UserError
 
 KIND = Kind("test", {"numbers": "<i8"})
@@ -249,7 +249,7 @@ def test_a_file_system_whose_times_lie_is_found_out_by_counts(
     root = tmp_path / "data"
     for split in ("train", "val"):
         put(root / split / "cat", "1.jpg", "2.jpg")
-    monkeypatch.setattr(kept_index, "stamp_of", lambda name, stat: (name, 0, 0, 0))
+    monkeypatch.setattr(index_cache, "stamp_of", lambda name, stat: (name, 0, 0, 0))
     assert len(scan_training(root)) == len(scan_validation(root)) == 2
     check_folders(root)
     assert capsys.readouterr().err == ""
@@ -269,7 +269,7 @@ def test_a_wrong_index_that_cannot_be_removed_is_named(tmp_path: Path, monkeypat
     root = tmp_path / "data"
     for split in ("train", "val"):
         put(root / split / "cat", "1.jpg")
-    monkeypatch.setattr(kept_index, "stamp_of", lambda name, stat: (name, 0, 0, 0))
+    monkeypatch.setattr(index_cache, "stamp_of", lambda name, stat: (name, 0, 0, 0))
     scan_training(root)
     put(root / "train/cat", "2.jpg")
 

@@ -13,16 +13,16 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from imagenet_fast.data import dali
-from imagenet_fast.data.dataset import Dataset, open_dataset, open_loader
-from imagenet_fast.data.decoding import Portable, decode
+from imagenet_fast.data import dali_loader
+from imagenet_fast.data.decode import Portable, decode
 from imagenet_fast.data.imagefolder import scan_training
-from imagenet_fast.data.order import TrainOrder
-from imagenet_fast.data.verifying.verification import verify
+from imagenet_fast.data.loaders import Dataset, open_dataset, open_loader
+from imagenet_fast.data.sampler import TrainOrder
+from imagenet_fast.data.verify.verify import verify
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
-from imagenet_fast.recipe.data_settings import ImageData, SyntheticData
-from imagenet_fast.recipe.reading import parse_recipe
+from imagenet_fast.recipe.data_config import ImageData, SyntheticData
+from imagenet_fast.recipe.load import parse_recipe
 from tests.conftest import tables
 from tests.data.encoded import NOT_PILS, PICTURES
 
@@ -49,9 +49,9 @@ def collect(batches: Iterable[tuple[Tensor, Tensor]], count: int) -> tuple[Tenso
 
 
 def test_both_loaders_show_the_same_pixels_where_nothing_is_random(pictures: Path):
-    dali, folder = opened(pictures, "dali", augment=False), opened(pictures, "folder", augment=False)
+    dali_loader, folder = opened(pictures, "dali", augment=False), opened(pictures, "folder", augment=False)
     for split, count in (("val", 1), ("train", 10)):
-        ours, ours_labels = collect(getattr(dali, split), count)
+        ours, ours_labels = collect(getattr(dali_loader, split), count)
         theirs, theirs_labels = collect(getattr(folder, split), count)
         assert torch.equal(ours_labels, theirs_labels)
         assert ours.shape == theirs.shape == (len(ours_labels), 3, 48, 48)
@@ -240,7 +240,7 @@ def test_dali_is_given_pixels_of_what_it_cannot_decode(
     root = folder_of(tmp_path, {name: PICTURES[name] for name in ("jpeg", "png", "a wrong sum of pixels", "gif")}, 4)
     expected, _ = collect(opened(root, "dali", augment=augment).train, 12)
     assert "warning" not in capfd.readouterr().err
-    monkeypatch.setattr(dali, "portable", lambda encoded: Portable(encoded, *decode(encoded).shape[:2]))
+    monkeypatch.setattr(dali_loader, "portable", lambda encoded: Portable(encoded, *decode(encoded).shape[:2]))
     images, _ = collect(opened(root, "dali", augment=augment).train, 12)
     told = capfd.readouterr().err.count("warning: DALI cannot decode a picture that others can")
     assert 1 <= told <= 4, "not again in every epoch"

@@ -11,9 +11,9 @@ import psutil
 import pytest
 import torch
 
-from imagenet_fast.data.dataset import open_dataset
+from imagenet_fast.data.loaders import open_dataset
 from imagenet_fast.recipe.batching import Batching
-from imagenet_fast.recipe.data_settings import ImageData
+from imagenet_fast.recipe.data_config import ImageData
 from tests.conftest import make_pictures
 from tests.spawning import run
 

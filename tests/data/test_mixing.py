@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from imagenet_fast.data.mixing import Mixed
-from imagenet_fast.data.order import TrainOrder
+from imagenet_fast.data.mixup import Mixed
+from imagenet_fast.data.sampler import TrainOrder
 from imagenet_fast.recipe.batching import Batching
 
 CLASSES = 7

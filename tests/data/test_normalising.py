@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
-from imagenet_fast.data.normalising import Normalised
-from imagenet_fast.recipe.data_settings import ImageData
+from imagenet_fast.data.normalize import Normalised
+from imagenet_fast.recipe.data_config import ImageData
 
 DATA = ImageData(dataset="imagenet", loader="folder", image_size=13, resize=13)
 CPU = torch.device("cpu")

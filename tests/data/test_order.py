@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from imagenet_fast.data.order import EvalOrder, TrainOrder
+from imagenet_fast.data.sampler import EvalOrder, TrainOrder
 from imagenet_fast.recipe.batching import Batching
 
 IMAGES, GLOBAL = 101, 24

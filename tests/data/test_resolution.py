@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from imagenet_fast.data.augmentation import augmentation_of
-from imagenet_fast.data.dataset import Dataset, open_dataset
-from imagenet_fast.data.order import EvalOrder, TrainOrder
+from imagenet_fast.data.loaders import Dataset, open_dataset
 from imagenet_fast.data.resolution import resolution
+from imagenet_fast.data.sampler import EvalOrder, TrainOrder
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
-from imagenet_fast.recipe.data_settings import ImageData
-from imagenet_fast.recipe.reading import parse_recipe
+from imagenet_fast.recipe.data_config import ImageData
+from imagenet_fast.recipe.load import parse_recipe
 from tests.conftest import tables
 
 ALONE = Batching(ranks=1, micro_batch=8, accumulation=1)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from imagenet_fast.data.starvation import Supply, advice, remedies
-from imagenet_fast.recipe.data_settings import ImageData
-from imagenet_fast.recipe.reading import find_recipe, load_recipe, recipe_names
+from imagenet_fast.data.stall_advice import Supply, advice, remedies
+from imagenet_fast.recipe.data_config import ImageData
+from imagenet_fast.recipe.load import find_recipe, load_recipe, recipe_names
 
 WORKERS = "--set data.workers=0"
 FOLDER, DALI = "--set data.loader=folder", "--set data.loader=dali"

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from imagenet_fast.data.dataset import open_dataset
 from imagenet_fast.data.imagefolder import scan_training
+from imagenet_fast.data.loaders import open_dataset
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
-from imagenet_fast.recipe.data_settings import ImageData
+from imagenet_fast.recipe.data_config import ImageData
 from tests.data.encoded import BAD
 
 CPU = torch.device("cpu")

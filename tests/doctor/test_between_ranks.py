@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from imagenet_fast.doctor.between_ranks import _promise, compare_notes
-from imagenet_fast.doctor.findings import Finding
-from imagenet_fast.ranks.world import World
+from imagenet_fast.distributed.init import World
+from imagenet_fast.doctor.cluster_checks import _promise, compare_notes
+from imagenet_fast.doctor.report import Finding
 from tests.spawning import run
 
 

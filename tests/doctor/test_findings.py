@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from imagenet_fast.doctor.findings import Finding, by_host, findings_table
+from imagenet_fast.doctor.report import Finding, by_host, findings_table
 
 TORCH = Finding("torch", "ok", "2.15.0")
 

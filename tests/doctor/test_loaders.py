@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from imagenet_fast.data.pace import fastest
-from imagenet_fast.doctor.loaders import try_loaders
+from imagenet_fast.data.throughput import fastest
+from imagenet_fast.doctor.loader_check import try_loaders
 
 
 @pytest.mark.parametrize(

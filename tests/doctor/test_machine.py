@@ -12,9 +12,9 @@ from typer.main import get_command
 
 from imagenet_fast import doctor
 from imagenet_fast.cli import app
-from imagenet_fast.doctor import machine
-from imagenet_fast.doctor.findings import Finding
-from imagenet_fast.doctor.loaders import try_loaders
+from imagenet_fast.doctor import host_checks
+from imagenet_fast.doctor.loader_check import try_loaders
+from imagenet_fast.doctor.report import Finding
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.schema import Timeout
 
@@ -25,7 +25,7 @@ def found_by(name: str, findings: list[Finding]) -> Finding:
 
 
 def test_this_one_can_train_and_nothing_fails(tmp_path: Path):
-    findings = machine.examine(None, tmp_path / "runs", 1, Timeout())
+    findings = host_checks.examine(None, tmp_path / "runs", 1, Timeout())
     assert not [finding for finding in findings if finding.state == "fail"]
     assert {"python", "torch", "DALI", "cores", "memory", "open files", "runs", "time-outs"} <= {
         finding.about for finding in findings
@@ -36,18 +36,18 @@ def test_this_one_can_train_and_nothing_fails(tmp_path: Path):
 def test_a_data_directory_that_cannot_be_trained_on_fails_with_the_sentence_that_train_has(tmp_path: Path):
     data = tmp_path / "strange [name]"
     (data / "train" / "a").mkdir(parents=True)
-    found = found_by("data", machine.examine(data, tmp_path, 1, Timeout()))
+    found = found_by("data", host_checks.examine(data, tmp_path, 1, Timeout()))
     assert found.state == "fail"
     assert "has no folder val" in found.said
 
 
 def test_a_place_for_runs_need_not_exist_yet(tmp_path: Path):
-    found = found_by("runs", machine.examine(None, tmp_path / "not" / "yet", 1, Timeout()))
+    found = found_by("runs", host_checks.examine(None, tmp_path / "not" / "yet", 1, Timeout()))
     assert str(tmp_path) in found.said
 
 
 def test_more_ranks_than_cores_are_doubtful(tmp_path: Path):
-    assert found_by("cores", machine.examine(None, tmp_path, 10_000, Timeout())).state == "warn"
+    assert found_by("cores", host_checks.examine(None, tmp_path, 10_000, Timeout())).state == "warn"
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_more_ranks_than_cores_are_doubtful(tmp_path: Path):
     ],
 )
 def test_what_would_end_a_run_before_our_own_time_outs_is_told(environment: dict[str, str], state: str):
-    (found,) = machine._time_limits(Timeout(), environment)
+    (found,) = host_checks._time_limits(Timeout(), environment)
     assert found.state == state
 
 
@@ -74,7 +74,7 @@ def test_a_driver_without_a_torch_for_it_fails(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setattr("torch.version.cuda", cuda)
-    (found,) = machine._graphics(machine._Driver(driver))
+    (found,) = host_checks._graphics(host_checks._Driver(driver))
     assert found.state == state
 
 
@@ -104,9 +104,9 @@ SMI = {
 def test_a_broken_nvidia_smi_is_a_finding(
     script: str, mode: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(machine, "_SMI_S", 0.5)
+    monkeypatch.setattr(host_checks, "_SMI_S", 0.5)
     fake_smi(tmp_path / "bin", script, monkeypatch, mode)
-    findings = machine.examine(None, tmp_path, 1, Timeout())
+    findings = host_checks.examine(None, tmp_path, 1, Timeout())
     found = found_by("nvidia-smi", findings)
     assert said in found.said
     assert (found.state, bool(found.fix)) == ("fail", True)
@@ -118,15 +118,15 @@ def test_a_broken_nvidia_smi_is_only_doubtful_where_torch_sees_gpus(monkeypatch:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     card = SimpleNamespace(name="H100", total_memory=80 * 2**30)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda number: card)
-    found = list(machine._graphics(machine._Driver(trouble="does not answer")))
+    found = list(host_checks._graphics(host_checks._Driver(trouble="does not answer")))
     assert [(f.about, f.state) for f in found] == [("nvidia-smi", "warn"), ("GPU 0", "ok")]
 
 
 def test_gpus_that_nvml_counts_and_cuda_does_not_start_on_fail(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    for driver in (machine._Driver(), machine._Driver("570.1")):
-        (found,) = machine._graphics(driver)
+    for driver in (host_checks._Driver(), host_checks._Driver("570.1")):
+        (found,) = host_checks._graphics(driver)
         assert (found.about, found.state) == ("GPU", "fail")
         assert "8" in found.said
 
@@ -140,7 +140,7 @@ def test_a_gpu_that_does_not_answer_fails_and_the_others_are_told(monkeypatch: p
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.get_device_properties", properties)
-    first, second = machine._graphics(machine._Driver("580.1"))
+    first, second = host_checks._graphics(host_checks._Driver("580.1"))
     assert (first.about, first.state, second.about, second.state) == ("GPU 0", "fail", "GPU 1", "ok")
     assert "unspecified launch failure" in first.said
 
@@ -148,7 +148,7 @@ def test_a_gpu_that_does_not_answer_fails_and_the_others_are_told(monkeypatch: p
 def test_cuda_without_a_device_is_not_passed_over(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    (found,) = machine._graphics(machine._Driver("580.1"))
+    (found,) = host_checks._graphics(host_checks._Driver("580.1"))
     assert (found.about, found.state) == ("GPU", "fail")
 
 
@@ -156,7 +156,7 @@ def test_a_class_without_a_picture_in_val_is_doubtful(tmp_path: Path):
     for place in ("train/a", "train/b", "train/c", "val/a"):
         (tmp_path / place).mkdir(parents=True)
         (tmp_path / place / "x.png").write_bytes(b"")
-    found = found_by("data", machine.examine(tmp_path, tmp_path, 1, Timeout()))
+    found = found_by("data", host_checks.examine(tmp_path, tmp_path, 1, Timeout()))
     assert (found.state, bool(found.fix)) == ("warn", True)
     assert "val has no pictures of 2 of the 3 classes, the first 'b'" in found.said
 
@@ -165,9 +165,9 @@ def test_a_place_for_runs_that_cannot_be_one_fails(tmp_path: Path):
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     for out in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / "link", tmp_path / ("x" * 300)):
-        found = found_by("runs", machine.examine(None, out, 1, Timeout()))
+        found = found_by("runs", host_checks.examine(None, out, 1, Timeout()))
         assert (found.state, found.fix) == ("fail", "choose another --out"), found
-    found = found_by("runs", machine.examine(None, Path("/proc/runs"), 1, Timeout()))
+    found = found_by("runs", host_checks.examine(None, Path("/proc/runs"), 1, Timeout()))
     assert found.state == "fail"  # root may write there, and cannot
 
 
@@ -186,7 +186,7 @@ def test_advice_names_options_that_doctor_has_or_says_whose_they_are(
         (tmp_path / split / "a").mkdir(parents=True)
         (tmp_path / split / "a" / "bad.jpg").write_bytes(b"no picture")
     sentences += [f"{found.said}; {found.fix}" for found in try_loaders(tmp_path, 1, seconds=0)]
-    monkeypatch.setattr("imagenet_fast.doctor.loaders.measure", refuse_dali)
+    monkeypatch.setattr("imagenet_fast.doctor.loader_check.measure", refuse_dali)
     sentences += [f"{found.said}; {found.fix}" for found in try_loaders(pictures, 1, seconds=0)]
     for sentence in sentences:
         for option in re.finditer(r"(?<!^)--[a-z][a-z-]*", sentence):  # at the start of a word for a program

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from imagenet_fast.checkpoint import CheckpointWriter, open_checkpoint
 from imagenet_fast.errors import UserError
+from imagenet_fast.metrics.report import FINAL_WEIGHTS, split_checkpoint
 from imagenet_fast.recipe.job import read_job
-from imagenet_fast.record.past_runs import FINAL_WEIGHTS, split_checkpoint
-from imagenet_fast.training.starting import chosen_checkpoint, given_weights
+from imagenet_fast.training.init_weights import chosen_checkpoint, given_weights
 from tests.checkpoint.trees import ALONE, saved, stamp
 from tests.e2e.command import events_of, imagenet_fast, in_process
 

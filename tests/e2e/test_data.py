@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.preparing.replica import good, official_tars, small_imagenet
+from tests.data.prepare.replica import good, official_tars, small_imagenet
 from tests.e2e.command import events_of, imagenet_fast, outcome_of
 
 

@@ -90,7 +90,7 @@ def test_the_licence_comes_with_what_is_installed(image: Path):
 def test_a_program_that_imports_it_is_checked_against_its_types(image: Path, tmp_path: Path):
     program = tmp_path / "program.py"
     program.write_text(
-        "from imagenet_fast.recipe.reading import find_recipe, load_recipe\n"
+        "from imagenet_fast.recipe.load import find_recipe, load_recipe\n"
         "reveal_type(load_recipe(find_recipe('demo')).ranks)\n"
         "load_recipe(1)\n"
     )

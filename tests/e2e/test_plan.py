@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from imagenet_fast.data.order import TrainOrder
+from imagenet_fast.data.sampler import TrainOrder
+from imagenet_fast.distributed.init import World
 from imagenet_fast.models import build_model
-from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.batching import Batching, split_batch
-from imagenet_fast.recipe.reading import find_recipe, load_recipe, recipe_names
+from imagenet_fast.recipe.load import find_recipe, load_recipe, recipe_names
 from imagenet_fast.recipe.schema import Recipe
-from imagenet_fast.training.loop import initial_model
-from imagenet_fast.training.schedule import learning_rate
-from imagenet_fast.training.step import build_step
+from imagenet_fast.training.lr_schedule import learning_rate
+from imagenet_fast.training.train_loop import initial_model
+from imagenet_fast.training.train_step import build_step
 
 IMAGES = {"imagenet": 1_281_167, "cifar10": 50_000, "digits": 1_433}
 CLASSES = {"imagenet": 1000, "cifar10": 10, "digits": 10}

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from imagenet_fast.ranks.world import World
+from imagenet_fast.distributed.init import World
+from imagenet_fast.metrics import Event
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
-from imagenet_fast.recipe.reading import parse_recipe
-from imagenet_fast.record import Event
+from imagenet_fast.recipe.load import parse_recipe
 from tests.conftest import make_pictures, tables
 from tests.spawning import run
 from tests.training.jobs import train_job

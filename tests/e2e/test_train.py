@@ -21,14 +21,14 @@ from torchvision.models import alexnet, resnet18
 
 from imagenet_fast.checkpoint import newest
 from imagenet_fast.cli import main
-from imagenet_fast.data.dataset import open_dataset
+from imagenet_fast.data.loaders import open_dataset
+from imagenet_fast.distributed.network_interfaces import Endpoint
+from imagenet_fast.distributed.rank_info import TORCHRUN
 from imagenet_fast.errors import UserError
-from imagenet_fast.launch.nodes import meet
-from imagenet_fast.ranks.place import TORCHRUN
-from imagenet_fast.ranks.routes import Endpoint
+from imagenet_fast.launch.rendezvous import meet
+from imagenet_fast.metrics import Outcome
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.job import read_job
-from imagenet_fast.record import Outcome
 from imagenet_fast.training.precision import autocast
 from tests.e2e.command import COMMAND, environment, events_of, imagenet_fast, outcome_of, wait_for
 
@@ -285,7 +285,7 @@ def test_of_the_ranks_of_a_torchrun_the_first_alone_warns(
     for key, value in zip(TORCHRUN, (rank, "2", rank, "2"), strict=True):
         monkeypatch.setenv(key, value)
     trained = Outcome("finished", "smoke", "lazy", 2, 32)
-    monkeypatch.setattr("imagenet_fast.launch.rank.train_as_rank", lambda job, place, patience_s: trained)
+    monkeypatch.setattr("imagenet_fast.launch.worker.train_as_rank", lambda job, place, patience_s: trained)
     monkeypatch.setattr(sys, "argv", ["imagenet-fast", *SMOKE, "--set", "target_top1=0.85"])
     with pytest.raises(SystemExit) as end:
         main()

@@ -17,19 +17,19 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torchvision.models import alexnet, resnet18
 
+from imagenet_fast.distributed.init import World
 from imagenet_fast.errors import UserError
-from imagenet_fast.launch.judging import Verdict, judge
-from imagenet_fast.launch.planning import plan_evaluation
-from imagenet_fast.models.exporting import ABOUT
+from imagenet_fast.launch.evaluate import Verdict, judge
+from imagenet_fast.launch.job_setup import plan_evaluation
+from imagenet_fast.metrics.report import FINAL_WEIGHTS
+from imagenet_fast.models.export import ABOUT
 from imagenet_fast.models.weights import describe, write_weights
-from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job, read_job
-from imagenet_fast.recipe.reading import load_recipe, parse_recipe
-from imagenet_fast.record.past_runs import FINAL_WEIGHTS
-from imagenet_fast.training.loop import initial_model
-from imagenet_fast.training.starting import starting_weights
-from imagenet_fast.training.step import build_step
+from imagenet_fast.recipe.load import load_recipe, parse_recipe
+from imagenet_fast.training.init_weights import starting_weights
+from imagenet_fast.training.train_loop import initial_model
+from imagenet_fast.training.train_step import build_step
 from tests.conftest import tables
 from tests.e2e.command import events_of, imagenet_fast, in_process, outcome_of
 from tests.spawning import run

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from imagenet_fast.checkpoint import CheckpointWriter, open_checkpoint
-from imagenet_fast.checkpoint.host_copy import HostCopy
+from imagenet_fast.checkpoint.staging import HostCopy
 from tests.checkpoint.trees import ALONE, hostile, same, stamp
 
 pytestmark = [

@@ -13,19 +13,19 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torchvision.models import resnet18
 
-from imagenet_fast.data.dataset import open_dataset
+from imagenet_fast.data.loaders import open_dataset
+from imagenet_fast.distributed.init import World
 from imagenet_fast.errors import UserError
-from imagenet_fast.launch.judging import judge
-from imagenet_fast.launch.planning import plan_evaluation
-from imagenet_fast.ranks.world import World
+from imagenet_fast.launch.evaluate import judge
+from imagenet_fast.launch.job_setup import plan_evaluation
 from imagenet_fast.recipe.batching import Batching, split_batch
-from imagenet_fast.recipe.data_settings import ImageData
-from imagenet_fast.recipe.reading import parse_recipe
-from imagenet_fast.sync.marks import mark, seconds_between
-from imagenet_fast.training.dropout import seed_step
-from imagenet_fast.training.loop import initial_model
-from imagenet_fast.training.starting import starting_weights
-from imagenet_fast.training.step import build_step
+from imagenet_fast.recipe.data_config import ImageData
+from imagenet_fast.recipe.load import parse_recipe
+from imagenet_fast.sync.device_timer import mark, seconds_between
+from imagenet_fast.training.init_weights import starting_weights
+from imagenet_fast.training.seeding import seed_step
+from imagenet_fast.training.train_loop import initial_model
+from imagenet_fast.training.train_step import build_step
 from tests.conftest import tables
 
 pytestmark = [

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from imagenet_fast.bench.overhead import bench_step, over_gpus, step_recipe
+from imagenet_fast.bench.train_step import bench_step, over_gpus, step_recipe
 from imagenet_fast.models import build_model
-from imagenet_fast.recipe.reading import parse_recipe
+from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.training.precision import set_float32_math
 from tests.conftest import tables
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from imagenet_fast.bench.bandwidth import measure
+from imagenet_fast.bench.collectives import measure
 from tests.spawning import run
 from tests.sync import test_collectives as collectives
 from tests.sync import test_contract as contract

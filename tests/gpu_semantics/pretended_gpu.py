@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from imagenet_fast.sync import channel
+from imagenet_fast.sync import comm_stream
 from tests.gpu_semantics.accesses import asks_for_values, inner_of, mapped, positions, tensors_in, touched
 from tests.gpu_semantics.pretended_nccl import collectives
 from tests.gpu_semantics.race_detector import HOST, Access, RaceDetector
@@ -33,7 +33,7 @@ from tests.gpu_semantics.random_orders import Place, Recording
 CUDA = torch.device("cuda", 1)
 """Not the first: in new threads that is the current one."""
 CPU = torch.device("cpu")
-PACKAGE = str(Path(channel.__file__).parents[1])
+PACKAGE = str(Path(comm_stream.__file__).parents[1])
 
 
 class OnGpu(Tensor):
@@ -393,8 +393,8 @@ class PretendedGpu:
         groups = collectives(self)
         for name, stand_in in groups.items():
             yield dist, name, stand_in
-        yield channel, "all_gather_single", groups["all_gather_into_tensor"]
-        yield channel, "_reduce_scatter", groups["reduce_scatter_tensor"]
+        yield comm_stream, "all_gather_single", groups["all_gather_into_tensor"]
+        yield comm_stream, "_reduce_scatter", groups["reduce_scatter_tensor"]
 
 
 _gpu: PretendedGpu | None = None

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from imagenet_fast.sync import channel
+from imagenet_fast.sync import comm_stream
 from tests.gpu_semantics.accesses import inner_of, is_on_gpu
 
 
@@ -38,7 +38,7 @@ def collectives(device: Any) -> dict[str, Callable[..., Any]]:
         "all_reduce", "all_to_all_single", "broadcast", "batch_isend_irecv", "new_group",
     )}  # fmt: skip
 
-    gather = channel.all_gather_single
+    gather = comm_stream.all_gather_single
 
     def run(
         name: str, act: Callable[[], object], reads: Sequence[Tensor], writes: Sequence[Tensor], group: Any,

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from imagenet_fast.ranks.world import World
+from imagenet_fast.distributed.init import World
+from imagenet_fast.metrics import Event, Outcome, Record
 from imagenet_fast.recipe.schema import Float16
-from imagenet_fast.record import Event, Outcome, Record
 from imagenet_fast.sync import SyncStats
 from imagenet_fast.training.meter import Meter
+from imagenet_fast.training.nonfinite_count import NotFinite, Streak
 from imagenet_fast.training.precision import LossScale
-from imagenet_fast.training.streak import NotFinite, Streak
 from tests.gpu_semantics import pretended_gpu
 from tests.gpu_semantics.pretended_gpu import CUDA, PretendedGpu
 from tests.spawning import run

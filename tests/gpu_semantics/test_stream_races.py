@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast import sync
-from imagenet_fast.checkpoint import tree
-from imagenet_fast.checkpoint.host_copy import HostCopy
-from imagenet_fast.recipe.engine_settings import Cast, Wire
+from imagenet_fast.checkpoint import serialization
+from imagenet_fast.checkpoint.staging import HostCopy
 from imagenet_fast.recipe.schema import Lars
+from imagenet_fast.recipe.sync_config import Cast, Wire
 from imagenet_fast.sync import (
     AllReduceSync,
     AutoSync,
@@ -31,7 +31,7 @@ from imagenet_fast.sync import (
     SparseSync,
     attach,
     build_engine,
-    probing,
+    network_benchmark,
 )
 from imagenet_fast.sync.engines import sparse
 from imagenet_fast.sync.topology import Topology
@@ -113,7 +113,7 @@ def faults(settings: EngineSettings, topology: Topology, gpu: PretendedGpu, step
             pool.end_backward()
             pool.update(lambda params, elements=None: optimizer.step(0.1, params, pool.found_inf, elements))
         if step == 1:
-            with patch.object(tree, "Tensor", OnGpu):  # which takes no subclass of tensors
+            with patch.object(serialization, "Tensor", OnGpu):  # which takes no subclass of tensors
                 copy.take({"pool": pool.state_dict(), "model": dict(model.state_dict())})
     with ThreadPoolExecutor(1) as writer:
         writer.submit(list, copy.chunks()).result()
@@ -228,9 +228,9 @@ def test_links_are_timed_by_the_clock_of_the_gpu():
 def _timed() -> list[tuple[float, ...]]:
     """Between any two events a millisecond passes there."""
     sizes = {"cuda": (2**14, 2**15)}
-    with PretendedGpu() as gpu, patch.object(probing, "_SHORT_AND_LONG", sizes):
+    with PretendedGpu() as gpu, patch.object(network_benchmark, "_SHORT_AND_LONG", sizes):
         topology = Topology(CUDA)
-        links = [probing.measure_link(way, torch.bfloat16, topology) for way in ("native", "butterfly")]
+        links = [network_benchmark.measure_link(way, torch.bfloat16, topology) for way in ("native", "butterfly")]
         assert not gpu.detector.found
         topology.close()
     return [astuple(link) for link in links]

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from imagenet_fast.launch.rank import _advice
-from imagenet_fast.ranks.world import World
+from imagenet_fast.distributed.init import World
+from imagenet_fast.launch.worker import _advice
+from imagenet_fast.metrics import Outcome
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.schema import Recipe
-from imagenet_fast.record import Outcome
 
 WORLD = World(0, 2, 0, 2, torch.device("cpu"))
 

@@ -17,15 +17,15 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
 from imagenet_fast.checkpoint import CheckpointWriter
+from imagenet_fast.distributed.init import World
 from imagenet_fast.errors import UserError
-from imagenet_fast.launch.claiming import claimed, hold, make_and_hold, move_record_aside
-from imagenet_fast.launch.resuming import find_resumption
-from imagenet_fast.ranks.world import World
+from imagenet_fast.launch.resume import find_resumption
+from imagenet_fast.launch.run_lock import claimed, hold, make_and_hold, move_record_aside
+from imagenet_fast.metrics.event import Event
+from imagenet_fast.metrics.tensorboard import TensorBoard
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job, recipe_tables
-from imagenet_fast.recipe.reading import parse_recipe
-from imagenet_fast.record.event import Event
-from imagenet_fast.record.tensorboard import TensorBoard
+from imagenet_fast.recipe.load import parse_recipe
 from tests.checkpoint.trees import ALONE, stamp
 from tests.conftest import tables
 from tests.spawning import run

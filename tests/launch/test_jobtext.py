@@ -22,9 +22,9 @@ from typer.testing import CliRunner
 
 from imagenet_fast.cli import app
 from imagenet_fast.errors import UserError
-from imagenet_fast.launch.jobtext import job_label, parse_time_limit
+from imagenet_fast.launch.cluster_job import job_label, parse_time_limit
 from imagenet_fast.launch.yaml_text import Yaml, to_yaml
-from imagenet_fast.recipe.reading import find_recipe
+from imagenet_fast.recipe.load import find_recipe
 from tests.e2e.command import wait_for
 
 NAMES = (

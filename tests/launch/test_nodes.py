@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from imagenet_fast.distributed.bootstrap import introduce
+from imagenet_fast.distributed.init import join
+from imagenet_fast.distributed.network_interfaces import parse_endpoint
+from imagenet_fast.distributed.rank_info import Place
 from imagenet_fast.errors import UserError
-from imagenet_fast.launch.nodes import meet
-from imagenet_fast.ranks.introduction import introduce
-from imagenet_fast.ranks.place import Place
-from imagenet_fast.ranks.routes import parse_endpoint
-from imagenet_fast.ranks.world import join
+from imagenet_fast.launch.rendezvous import meet
 from tests.e2e.command import imagenet_fast, outcome_of
 from tests.hosts import Hosts, hosts
 from tests.ports import free_port
@@ -235,6 +235,6 @@ def test_ranks_that_cannot_connect_all_end_at_once(network: Hosts):
 def test_a_name_that_leads_here_only_after_a_while_is_waited_for(monkeypatch: pytest.MonkeyPatch):
     """As a pod's that has just been made: its name leads nowhere at first, or to the pod before it."""
     answers = iter([False, False, True, True])
-    monkeypatch.setattr("imagenet_fast.launch.nodes.is_here", lambda host: next(answers))
+    monkeypatch.setattr("imagenet_fast.launch.rendezvous.is_here", lambda host: next(answers))
     with free_port() as port:
         assert meet(parse_endpoint(f"127.0.0.1:{port}"), 1, 10.0).number == 0

@@ -11,17 +11,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.checkpoint import CheckpointWriter
-from imagenet_fast.data.dataset import Batch, open_dataset
-from imagenet_fast.launch.resuming import CHECKPOINTS, find_resumption
-from imagenet_fast.ranks.world import World
+from imagenet_fast.data.loaders import Batch, open_dataset
+from imagenet_fast.distributed.init import World
+from imagenet_fast.launch.resume import CHECKPOINTS, find_resumption
+from imagenet_fast.metrics import Record
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
-from imagenet_fast.recipe.reading import parse_recipe
-from imagenet_fast.record import Record
-from imagenet_fast.training.keeping import Keeper
-from imagenet_fast.training.loop import train
+from imagenet_fast.recipe.load import parse_recipe
+from imagenet_fast.training.checkpoint_manager import Keeper
 from imagenet_fast.training.state import TrainState
-from imagenet_fast.training.step import build_step
+from imagenet_fast.training.train_loop import train
+from imagenet_fast.training.train_step import build_step
 from tests.conftest import tables
 from tests.spawning import run
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from imagenet_fast.recipe.reading import find_recipe
+from imagenet_fast.recipe.load import find_recipe
 from tests.e2e.command import COMMAND, environment, events_of, outcome_of
 
 ASCII = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 def printing(program: str, shell: str, **more: str) -> subprocess.CompletedProcess[bytes]:
     """What a process with our streams does, whose stdout and stderr lead where ``shell`` says."""
-    start = "from imagenet_fast.launch.streams import *; import os, sys; keep_printing()"
+    start = "from imagenet_fast.launch.stdio import *; import os, sys; keep_printing()"
     words = ["sh", "-c", f'exec "$0" -c "$1" {shell}', sys.executable, f"{start}\n{program}"]
     return subprocess.run(words, capture_output=True, check=False, timeout=60, env=environment(**more))
 
@@ -49,7 +49,7 @@ def test_a_terminal_is_still_one_and_may_go_away():
         "print(sys.stdout.isatty(), flush=True); sys.stdin.readline()\n"
         "for _ in range(1000): print('a line')\nsys.exit(5)"
     )
-    start = "from imagenet_fast.launch.streams import *; import sys; keep_printing()"
+    start = "from imagenet_fast.launch.stdio import *; import sys; keep_printing()"
     terminal, shown = os.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", f"{start}\n{program}"],

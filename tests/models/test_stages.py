@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from imagenet_fast.cost.profile import Layer, Profile, load_profile
+from imagenet_fast.cost_model.layer_profile import Layer, Profile, load_profile
 from imagenet_fast.errors import UserError
 from imagenet_fast.models import compile_blocks
-from imagenet_fast.models.pieces import pieces_of
+from imagenet_fast.models.split_points import pieces_of
 from imagenet_fast.models.stages import Part, cut, recorded_times
 from imagenet_fast.recipe import schema
 from tests.models.narrow import narrow_model

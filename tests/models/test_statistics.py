@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from imagenet_fast.data.dataset import open_dataset
-from imagenet_fast.models.statistics import PipelinedStatistics, StepStatistics, micro_momentum
-from imagenet_fast.ranks.agreement import average_batch_norms
-from imagenet_fast.ranks.world import World
+from imagenet_fast.data.loaders import open_dataset
+from imagenet_fast.distributed.init import World
+from imagenet_fast.distributed.reductions import average_batch_norms
+from imagenet_fast.models.batchnorm_stats import PipelinedStatistics, StepStatistics, micro_momentum
 from imagenet_fast.recipe.batching import split_batch
-from imagenet_fast.recipe.reading import parse_recipe
-from imagenet_fast.training.loop import initial_model
-from imagenet_fast.training.step import build_step
+from imagenet_fast.recipe.load import parse_recipe
+from imagenet_fast.training.train_loop import initial_model
+from imagenet_fast.training.train_step import build_step
 from tests.conftest import tables
 from tests.spawning import run
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model
 from imagenet_fast.models.weights import Weights, describe, fill, fit, read_weights, recognise, write_weights
-from imagenet_fast.recipe.reading import parse_recipe
+from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.schema import AlexNetBN, Model, ResNet
 from tests.conftest import tables
 from tests.models.test_models import NETWORKS

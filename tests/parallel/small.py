@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchvision.models import AlexNet
 
+from imagenet_fast.distributed.device_mesh import lay_out
+from imagenet_fast.distributed.init import World
+from imagenet_fast.metrics import Event, Record
 from imagenet_fast.models.half import Half
-from imagenet_fast.ranks.layout import lay_out
-from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe import schema
 from imagenet_fast.recipe.batching import split_batch
-from imagenet_fast.recipe.reading import parse_recipe
+from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.schema import Parallel
-from imagenet_fast.record import Event, Record
-from imagenet_fast.training.step import build_step
+from imagenet_fast.training.train_step import build_step
 from tests.conftest import tables
 from tests.models.narrow import narrow_model
 from tests.sync.loops import unmeasured
@@ -79,7 +79,7 @@ class Trained:
 
 
 @unmeasured()
-@patch("imagenet_fast.parallel.division.lay_out", cache(lay_out))
+@patch("imagenet_fast.parallel.parallelize.lay_out", cache(lay_out))
 def train(
     kind: str, steps: int, batch: int, lr: float = 0.1, parallel: Parallel = UNDIVIDED, micro: int = 2, **changes: Any
 ) -> Trained:

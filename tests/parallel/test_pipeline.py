@@ -17,11 +17,11 @@ from torch.nn import functional as F
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model
+from imagenet_fast.models.batchnorm_stats import StepStatistics
 from imagenet_fast.models.stages import Part, cut
-from imagenet_fast.models.statistics import StepStatistics
-from imagenet_fast.parallel.pipeline import Pass, Pipeline, joined
+from imagenet_fast.parallel.pipeline_parallel import Pass, Pipeline, joined
 from imagenet_fast.recipe import schema
-from imagenet_fast.recipe.schedules import chunks_of, misfit
+from imagenet_fast.recipe.pipeline_schedules import chunks_of, misfit
 from imagenet_fast.sync import (
     AllReduceSync,
     AutoSync,

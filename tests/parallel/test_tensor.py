@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from imagenet_fast.parallel.division import Division, divide
-from imagenet_fast.parallel.tensor import ColumnParallel, RowParallel, gathered
+from imagenet_fast.parallel.parallelize import Division, divide
+from imagenet_fast.parallel.tensor_parallel import ColumnParallel, RowParallel, gathered
 from imagenet_fast.recipe.schema import Lars, Parallel
 from imagenet_fast.sync import DdpSync, DearSync, HybridSync, LazySync
 from imagenet_fast.training.optimizers import build_optimizer

@@ -10,7 +10,7 @@ import pytest
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.axes import check_axes
 from imagenet_fast.recipe.batching import explain, split_batch
-from imagenet_fast.recipe.reading import parse_recipe, to_toml
+from imagenet_fast.recipe.load import parse_recipe, to_toml
 from imagenet_fast.recipe.schema import Parallel, Recipe
 from tests.conftest import tables
 

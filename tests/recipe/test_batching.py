@@ -12,7 +12,7 @@ import torch
 from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model
 from imagenet_fast.recipe.batching import check_norms, check_splits, explain, scale_recipe, split_batch
-from imagenet_fast.recipe.reading import find_recipe, load_recipe, parse_recipe
+from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_recipe
 from imagenet_fast.recipe.schema import Recipe
 from tests.conftest import tables
 

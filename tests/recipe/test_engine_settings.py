@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from imagenet_fast.recipe.engine_settings import (
+from imagenet_fast.recipe.sync_config import (
     AllReduceSync,
     AutoSync,
     DdpSync,

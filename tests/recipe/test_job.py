@@ -10,7 +10,7 @@ from pathlib import Path
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.evaluating import Evaluation, read_evaluation
 from imagenet_fast.recipe.job import Job, read_job
-from imagenet_fast.recipe.reading import parse_recipe
+from imagenet_fast.recipe.load import parse_recipe
 from tests.conftest import tables
 
 RECIPE = parse_recipe("test", tables(sync={"kind": "lazy", "threshold_mb": math.inf}))

@@ -11,10 +11,9 @@ import pytest
 
 from imagenet_fast.cli.options import written_out
 from imagenet_fast.errors import UserError
-from imagenet_fast.recipe.data_settings import ImageData
+from imagenet_fast.recipe.data_config import ImageData
 from imagenet_fast.recipe.doubts import doubts
-from imagenet_fast.recipe.engine_settings import AllReduceSync, DdpSync, LazySync, SparseSync
-from imagenet_fast.recipe.reading import (
+from imagenet_fast.recipe.load import (
     find_recipe,
     load_recipe,
     parse_engines,
@@ -24,6 +23,7 @@ from imagenet_fast.recipe.reading import (
     to_toml,
 )
 from imagenet_fast.recipe.schema import Checkpointing, Recipe, Sgd
+from imagenet_fast.recipe.sync_config import AllReduceSync, DdpSync, LazySync, SparseSync
 from tests.conftest import tables
 
 SHIPPED = [

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from imagenet_fast.cost.link import CodecCost, Link
+from imagenet_fast.cost_model.link_model import CodecCost, Link
 from imagenet_fast.sync import (
     AllReduceSync,
     DearSync,
@@ -95,8 +95,8 @@ LINK = Link(1e-4, 1e-8)
 def unmeasured(link: Link = LINK) -> Iterator[None]:
     """Where it is no matter what the network is like, and what codes cost: measuring takes longer than a case."""
     with (
-        patch("imagenet_fast.sync.probing.measure_link", lambda *_: link),
-        patch("imagenet_fast.sync.probing.measure_codec", lambda *_: CodecCost(1e-9, 1e-9)),
+        patch("imagenet_fast.sync.network_benchmark.measure_link", lambda *_: link),
+        patch("imagenet_fast.sync.network_benchmark.measure_codec", lambda *_: CodecCost(1e-9, 1e-9)),
     ):
         yield
 

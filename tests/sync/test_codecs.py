@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from imagenet_fast.recipe.engine_settings import Codes, CodingTable, Collective
+from imagenet_fast.recipe.sync_config import Codes, CodingTable, Collective
 from imagenet_fast.sync import (
     AutoSync,
     DearSync,
@@ -22,7 +22,7 @@ from imagenet_fast.sync import (
     build_engine,
     wire_dtype,
 )
-from imagenet_fast.sync.codecs import BLOCK, PLAIN, Feedback, Packing, Residual, decode, encode
+from imagenet_fast.sync.quantization import BLOCK, PLAIN, Feedback, Packing, Residual, decode, encode
 from tests.spawning import run
 from tests.sync.loops import lending, unmeasured
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from imagenet_fast.ranks.roll_call import PeerLost
-from imagenet_fast.recipe.engine_settings import Collective
+from imagenet_fast.distributed.failure_detection import PeerLost
+from imagenet_fast.recipe.sync_config import Collective
 from imagenet_fast.sync.collectives import Transfer, all_reduce, carry, usual_collective
 from imagenet_fast.sync.collectives.butterfly import SHORT_BYTES
 from imagenet_fast.sync.topology import Topology

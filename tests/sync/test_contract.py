@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from imagenet_fast.bench.engine_times import bench_sync
-from imagenet_fast.cost import profile
-from imagenet_fast.cost.link import Link
-from imagenet_fast.cost.timing import Timing
-from imagenet_fast.recipe.engine_settings import Cast, Collective, Fusion, Wire
+from imagenet_fast.bench.engines import bench_sync
+from imagenet_fast.cost_model import layer_profile
+from imagenet_fast.cost_model.link_model import Link
+from imagenet_fast.cost_model.timing import Timing
+from imagenet_fast.recipe.sync_config import Cast, Collective, Fusion, Wire
 from imagenet_fast.sync import (
     AllReduceSync,
     AutoSync,
@@ -44,8 +44,8 @@ from imagenet_fast.sync import (
     declare,
     wire_dtype,
 )
-from imagenet_fast.sync.probing import Network
-from imagenet_fast.sync.scheduler import Scheduler
+from imagenet_fast.sync.bucket_scheduler import Scheduler
+from imagenet_fast.sync.network_benchmark import Network
 from imagenet_fast.sync.topology import Topology
 from tests.covering import covering
 from tests.spawning import run
@@ -347,10 +347,10 @@ def test_an_engine_of_ones_own_is_measured_beside_the_others():
     assert own.predicted_s >= PROFILE.compute_s
 
 
-PROFILE = profile.Profile(
+PROFILE = layer_profile.Profile(
     "small",
     "made up for a test",
-    tuple(profile.Layer(f"{n}", "Linear", ((40, 100), (40,)), 0.5, 1.0) for n in range(4)),
+    tuple(layer_profile.Layer(f"{n}", "Linear", ((40, 100), (40,)), 0.5, 1.0) for n in range(4)),
 )
 
 

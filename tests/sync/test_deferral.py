@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from imagenet_fast.cost.link import Link
+from imagenet_fast.cost_model.link_model import Link
 from imagenet_fast.recipe.schema import Lars, Optim, Sgd
 from imagenet_fast.sync import DearSync, GradientPool, HybridSync, build_engine
 from imagenet_fast.training.optimizers import build_optimizer
@@ -70,7 +70,7 @@ def test_deferred_training_is_synchronous_training_to_the_bit():
 LINKS = {"butterfly": Link(1e-5, 1e-8), "ring": Link(1e-4, 1e-9)}
 
 
-@patch("imagenet_fast.sync.probing.measure_link", lambda name, *_: LINKS.get(name, LINKS["ring"]))
+@patch("imagenet_fast.sync.network_benchmark.measure_link", lambda name, *_: LINKS.get(name, LINKS["ring"]))
 def _deferred_and_not() -> None:
     """With links as given: the two add in different orders, and a `by-size` that measures may choose anew."""
     for settings in DEFERRING:

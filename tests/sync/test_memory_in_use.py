@@ -9,7 +9,7 @@ import weakref
 import torch
 
 from imagenet_fast.sync import SparseSync
-from imagenet_fast.sync.channel import Traffic
+from imagenet_fast.sync.comm_stream import Traffic
 from imagenet_fast.sync.engines.sparse import Sparse
 from tests.sync.loops import Layers, loss_of, pooled
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from imagenet_fast.recipe.engine_settings import Wire
 from imagenet_fast.recipe.schema import Float16, Full, Precision, Sgd
+from imagenet_fast.recipe.sync_config import Wire
 from imagenet_fast.sync import DearSync, EngineSettings, HybridSync, LazySync, SparseSync
 from imagenet_fast.sync.engine import Elements
 from imagenet_fast.training.optimizers import MomentumSGD, build_optimizer, gradients
@@ -111,7 +111,7 @@ def _overflowing() -> list[list[Tensor]]:
 
 
 def distributed(settings: EngineSettings, precision: Precision, wire: Wire) -> Tensor:
-    """As ``training/step.py`` does it."""
+    """As ``training/train_step.py`` does it."""
     model, scale = Given(), LossScale(precision, wire, torch.device("cpu"))
     pool, optimizer = pooled(model, settings), build_optimizer(SGD, model)
     assert scale.largest is not None

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from imagenet_fast.cost.link import NO_CODEC, Link
+from imagenet_fast.cost_model.link_model import NO_CODEC, Link
 from imagenet_fast.recipe.schema import Sgd
 from imagenet_fast.sync import (
     AllReduceSync,
@@ -25,13 +25,13 @@ from imagenet_fast.sync import (
     build_engine,
     declare,
 )
+from imagenet_fast.sync.bucket_scheduler import Scheduler
+from imagenet_fast.sync.bucketing import messages_of
 from imagenet_fast.sync.collectives import piece_bytes
 from imagenet_fast.sync.engine import Elements
 from imagenet_fast.sync.engines.auto import Auto, Candidate
 from imagenet_fast.sync.engines.sparse import Sparse
-from imagenet_fast.sync.messages import messages_of
-from imagenet_fast.sync.probing import Network
-from imagenet_fast.sync.scheduler import Scheduler
+from imagenet_fast.sync.network_benchmark import Network
 from imagenet_fast.sync.topology import Topology
 from imagenet_fast.training.optimizers import MomentumSGD, build_optimizer
 from tests.spawning import run
@@ -146,7 +146,7 @@ def _elect() -> list[str]:
             images = torch.randn(4, 120_000, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
             pool.zero_grad()
             model(images).square().mean().backward()
-            with patch("imagenet_fast.sync.probing.measure_link", lambda *_: slow):
+            with patch("imagenet_fast.sync.network_benchmark.measure_link", lambda *_: slow):
                 stats = pool.end_backward()
             pool.update(update)
             chosen += [prediction.engine for prediction in stats.decision if prediction.chosen]

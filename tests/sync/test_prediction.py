@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from imagenet_fast.bench.replay import gradients_of, replay, timing_of, with_moves
-from imagenet_fast.cost.limit import least_step_s
-from imagenet_fast.cost.link import CodecCost, Link
-from imagenet_fast.cost.profile import Layer, Profile, load_profile, random_profile
-from imagenet_fast.cost.simulation import THRESHOLDS
-from imagenet_fast.cost.timing import Timing
-from imagenet_fast.recipe.engine_settings import DdpSync, Sync
+from imagenet_fast.cost_model.layer_profile import Layer, Profile, load_profile, random_profile
+from imagenet_fast.cost_model.link_model import CodecCost, Link
+from imagenet_fast.cost_model.lower_bound import least_step_s
+from imagenet_fast.cost_model.step_simulator import THRESHOLDS
+from imagenet_fast.cost_model.timing import Timing
+from imagenet_fast.recipe.sync_config import DdpSync, Sync
 from imagenet_fast.sync import (
     AllReduceSync,
     DearSync,
@@ -30,8 +30,8 @@ from imagenet_fast.sync import (
     declare,
 )
 from imagenet_fast.sync.collectives import piece_bytes
-from imagenet_fast.sync.prediction import predict, predict_best
-from imagenet_fast.sync.probing import Network
+from imagenet_fast.sync.network_benchmark import Network
+from imagenet_fast.sync.step_prediction import predict, predict_best
 from imagenet_fast.sync.topology import Topology
 from tests.spawning import run
 

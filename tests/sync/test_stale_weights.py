@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.utils import prune, spectral_norm, weight_norm
 
 from imagenet_fast.sync import EngineSettings, GradientPool, HybridSync, LazySync, build_engine
-from imagenet_fast.sync.stepping import captured_step
+from imagenet_fast.sync.per_param_step import captured_step
 from tests.spawning import run
 from tests.sync.loops import (
     DEFERRING,

@@ -14,7 +14,7 @@ from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from imagenet_fast.sync.stepping import captured_step, needs_all, settle_before_state
+from imagenet_fast.sync.per_param_step import captured_step, needs_all, settle_before_state
 from tests.sync.loops import HYBRID, Layers, alike, images, loss_of, pooled, state
 
 STEPS = 5

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from imagenet_fast.sync import HybridSync, LazySync, SyncStats, attach
-from imagenet_fast.sync.channel import Traffic
 from imagenet_fast.sync.collectives import Transfer
+from imagenet_fast.sync.comm_stream import Traffic
 from imagenet_fast.sync.trace import Trace, TracedSteps
 from tests.spawning import run
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from imagenet_fast.data.dataset import open_dataset
+from imagenet_fast.data.loaders import open_dataset
+from imagenet_fast.distributed.init import World
+from imagenet_fast.metrics import Outcome, Record, Sink
+from imagenet_fast.metrics.report import FINAL_WEIGHTS
 from imagenet_fast.models.weights import Weights, write_weights
-from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.job import Job
-from imagenet_fast.record import Outcome, Record, Sink
-from imagenet_fast.record.past_runs import FINAL_WEIGHTS
-from imagenet_fast.training.loop import initial_model, train
-from imagenet_fast.training.step import build_step
+from imagenet_fast.training.train_loop import initial_model, train
+from imagenet_fast.training.train_step import build_step
 
 
 def train_job(job: Job, world: World, weights: Weights | None = None, sinks: Sequence[Sink] = ()) -> Outcome:

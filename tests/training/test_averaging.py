@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from imagenet_fast.data.dataset import Dataset, open_dataset
-from imagenet_fast.ranks.world import World
+from imagenet_fast.data.loaders import Dataset, open_dataset
+from imagenet_fast.distributed.init import World
 from imagenet_fast.recipe.batching import split_batch
-from imagenet_fast.recipe.reading import parse_recipe
-from imagenet_fast.training.averaging import MovingAverage
-from imagenet_fast.training.loop import initial_model
-from imagenet_fast.training.step import build_step
+from imagenet_fast.recipe.load import parse_recipe
+from imagenet_fast.training.ema import MovingAverage
+from imagenet_fast.training.train_loop import initial_model
+from imagenet_fast.training.train_step import build_step
 from tests.conftest import tables
 from tests.spawning import run
 

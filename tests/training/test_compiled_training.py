@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torchvision.models.resnet import BasicBlock
 
+from imagenet_fast.distributed.init import World
 from imagenet_fast.models import compile_blocks
-from imagenet_fast.ranks.world import World
 from imagenet_fast.recipe.batching import split_batch
-from imagenet_fast.recipe.reading import parse_recipe
-from imagenet_fast.training.step import build_step
+from imagenet_fast.recipe.load import parse_recipe
+from imagenet_fast.training.train_step import build_step
 from tests.conftest import tables
 
 STEPS = 9

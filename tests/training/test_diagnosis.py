@@ -14,16 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imagenet_fast.checkpoint import CheckpointWriter, newest
-from imagenet_fast.ranks.world import World
+from imagenet_fast.distributed.init import World
+from imagenet_fast.metrics import Record
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
-from imagenet_fast.recipe.reading import parse_recipe
+from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.schema import Parallel
-from imagenet_fast.record import Record
-from imagenet_fast.training.diagnosis import explain
-from imagenet_fast.training.keeping import Keeper
-from imagenet_fast.training.step import TrainingStep, build_step
-from imagenet_fast.training.streak import NotFinite, Streak
+from imagenet_fast.training.checkpoint_manager import Keeper
+from imagenet_fast.training.nonfinite_count import NotFinite, Streak
+from imagenet_fast.training.nonfinite_report import explain
+from imagenet_fast.training.train_step import TrainingStep, build_step
 from tests.conftest import tables
 from tests.parallel.small import CPU, UNDIVIDED, Tiny, images_of
 from tests.spawning import run

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from imagenet_fast.ranks.world import World
-from imagenet_fast.training.dropout import seed_step
+from imagenet_fast.distributed.init import World
+from imagenet_fast.training.seeding import seed_step
 
 MICRO_STEPS = 3
 

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from imagenet_fast.data.dataset import open_dataset
-from imagenet_fast.ranks.agreement import average_batch_norms
-from imagenet_fast.ranks.world import World
+from imagenet_fast.data.loaders import open_dataset
+from imagenet_fast.distributed.init import World
+from imagenet_fast.distributed.reductions import average_batch_norms
 from imagenet_fast.recipe.batching import Batching
-from imagenet_fast.recipe.data_settings import SyntheticData
+from imagenet_fast.recipe.data_config import SyntheticData
 from imagenet_fast.training.evaluation import Accuracy, Stopped, evaluate
 from tests.spawning import run
 

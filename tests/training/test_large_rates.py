@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from imagenet_fast.data.digits import make_digits
-from imagenet_fast.ranks.world import World
+from imagenet_fast.distributed.init import World
+from imagenet_fast.metrics import Event
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
-from imagenet_fast.recipe.reading import find_recipe, load_recipe
-from imagenet_fast.record import Event
+from imagenet_fast.recipe.load import find_recipe, load_recipe
 from tests.spawning import run
 from tests.training.jobs import train_job
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from imagenet_fast.ranks.world import World
+from imagenet_fast.distributed.init import World
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
-from imagenet_fast.recipe.reading import parse_recipe
+from imagenet_fast.recipe.load import parse_recipe
 from tests.conftest import tables
 from tests.spawning import run
 from tests.training.jobs import train_job

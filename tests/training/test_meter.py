@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from imagenet_fast.ranks.world import World
+from imagenet_fast.distributed.init import World
+from imagenet_fast.metrics import Outcome, Record
 from imagenet_fast.recipe.schema import Full
-from imagenet_fast.record import Outcome, Record
 from imagenet_fast.sync import SyncStats
 from imagenet_fast.training.meter import Meter
+from imagenet_fast.training.nonfinite_count import Streak
 from imagenet_fast.training.precision import LossScale
-from imagenet_fast.training.streak import Streak
 from tests.spawning import run
 
 

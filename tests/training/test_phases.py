@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from imagenet_fast.data.dataset import open_dataset
-from imagenet_fast.ranks.whereabouts import Phase, here
-from imagenet_fast.ranks.world import World
+from imagenet_fast.data.loaders import open_dataset
+from imagenet_fast.distributed.heartbeat import Phase, here
+from imagenet_fast.distributed.init import World
 from imagenet_fast.recipe.batching import split_batch
-from imagenet_fast.recipe.reading import parse_recipe
-from imagenet_fast.training.loop import initial_model
-from imagenet_fast.training.step import build_step
+from imagenet_fast.recipe.load import parse_recipe
+from imagenet_fast.training.train_loop import initial_model
+from imagenet_fast.training.train_step import build_step
 from tests.conftest import tables
 from tests.spawning import run
 

@@ -7,16 +7,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from imagenet_fast.ranks.world import World
+from imagenet_fast.distributed.init import World
 from imagenet_fast.recipe.batching import split_batch
-from imagenet_fast.recipe.engine_settings import LazySync
-from imagenet_fast.recipe.reading import parse_recipe
+from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.schema import BFloat16, Float16
+from imagenet_fast.recipe.sync_config import LazySync
 from imagenet_fast.sync import attach
-from imagenet_fast.training.loop import initial_model
 from imagenet_fast.training.optimizers import MomentumSGD
 from imagenet_fast.training.precision import LossScale
-from imagenet_fast.training.step import build_step
+from imagenet_fast.training.train_loop import initial_model
+from imagenet_fast.training.train_step import build_step
 from tests.conftest import tables
 from tests.spawning import run
 

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from imagenet_fast.checkpoint.host_copy import HostCopy, read_tree
-from imagenet_fast.cost.link import Link
-from imagenet_fast.ranks.world import World
+from imagenet_fast.checkpoint.staging import HostCopy, read_tree
+from imagenet_fast.cost_model.link_model import Link
+from imagenet_fast.distributed.init import World
 from imagenet_fast.recipe.batching import split_batch
-from imagenet_fast.recipe.reading import parse_recipe
+from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.schema import Parallel
 from imagenet_fast.training.state import joined
-from imagenet_fast.training.step import TrainingStep, build_step
+from imagenet_fast.training.train_step import TrainingStep, build_step
 from tests.conftest import tables
 from tests.parallel.small import CPU, UNDIVIDED, Tiny, images_of
 from tests.spawning import run

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from imagenet_fast.data.formats.crc32c import masked_crc32c
 from imagenet_fast.data.formats.example_proto import Span, find_features
-from imagenet_fast.data.formats.kept_index import Index, Kind, keep_index, stamps_of
-from imagenet_fast.data.formats.shards import COLUMNS, Row, Shards, columns_of, look_through, read_classes
+from imagenet_fast.data.formats.index_cache import Index, Kind, keep_index, stamps_of
+from imagenet_fast.data.formats.shard_reader import COLUMNS, Row, Shards, columns_of, look_through, read_classes
 from imagenet_fast.errors import UserError
 
 KIND = Kind("tfrecord", {**COLUMNS, "synsets": "<i4"})

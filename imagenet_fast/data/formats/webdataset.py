@@ -7,8 +7,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from imagenet_fast.data.formats.kept_index import Index, Kind, keep_index, stamps_of
-from imagenet_fast.data.formats.shards import CLASSES, COLUMNS, Row, Shards, columns_of, look_through, read_classes
+from imagenet_fast.data.formats.index_cache import Index, Kind, keep_index, stamps_of
+from imagenet_fast.data.formats.shard_reader import (
+    CLASSES,
+    COLUMNS,
+    Row,
+    Shards,
+    columns_of,
+    look_through,
+    read_classes,
+)
 from imagenet_fast.errors import UserError
 
 PICTURES = ("jpg", "jpeg", "png", "bmp", "webp")

@@ -9,14 +9,14 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from imagenet_fast.recipe.engine_settings import Collective
-from imagenet_fast.sync.channel import Channel
-from imagenet_fast.sync.codecs import BLOCK, PLAIN, Blocks, Packing, all_coded, is_coded
+from imagenet_fast.recipe.sync_config import Collective
 from imagenet_fast.sync.collectives.butterfly import butterfly, butterfly_bytes, core_of
-from imagenet_fast.sync.collectives.coded import coded_butterfly, coded_pairwise
-from imagenet_fast.sync.collectives.halves import gather, scatter
-from imagenet_fast.sync.collectives.phases import Chain, Phase, Transfer, carry
-from imagenet_fast.sync.collectives.server import parameter_server, server_bytes, server_places
+from imagenet_fast.sync.collectives.comm_ops import Chain, Phase, Transfer, carry
+from imagenet_fast.sync.collectives.parameter_server import parameter_server, server_bytes, server_places
+from imagenet_fast.sync.collectives.quantized import coded_butterfly, coded_pairwise
+from imagenet_fast.sync.collectives.reduce_scatter_all_gather import gather, scatter
+from imagenet_fast.sync.comm_stream import Channel
+from imagenet_fast.sync.quantization import BLOCK, PLAIN, Blocks, Packing, all_coded, is_coded
 from imagenet_fast.sync.topology import Grid, Topology
 
 __all__ = [

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from imagenet_fast.sync.channel import Channel
+from imagenet_fast.sync.comm_stream import Channel
 
 SHORT_BYTES = 65536
 """Messages up to here are exchanged whole: fewer steps, more bytes."""

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from imagenet_fast.recipe.engine_settings import AllReduceSync
+from imagenet_fast.recipe.sync_config import AllReduceSync
 from imagenet_fast.sync.engine import Engine
 
 

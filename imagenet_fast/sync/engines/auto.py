@@ -8,15 +8,15 @@ from typing import Any
 
 from torch import Tensor
 
-from imagenet_fast.cost.simulation import Prediction
-from imagenet_fast.cost.timing import Timing
+from imagenet_fast.cost_model.step_simulator import Prediction
+from imagenet_fast.cost_model.timing import Timing
+from imagenet_fast.sync.bucket_scheduler import Scheduler
 from imagenet_fast.sync.collectives import wire_for
 from imagenet_fast.sync.engine import Engine, SyncEngine, SyncStats
-from imagenet_fast.sync.pool import GradientPool
-from imagenet_fast.sync.prediction import predict_best
-from imagenet_fast.sync.probing import Network
-from imagenet_fast.sync.scheduler import Scheduler
-from imagenet_fast.sync.span import Span
+from imagenet_fast.sync.gradient_pool import GradientPool
+from imagenet_fast.sync.network_benchmark import Network
+from imagenet_fast.sync.param_slot import Span
+from imagenet_fast.sync.step_prediction import predict_best
 
 
 @dataclass(frozen=True)

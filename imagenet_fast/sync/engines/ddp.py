@@ -16,11 +16,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from imagenet_fast.recipe.engine_settings import DdpSync
-from imagenet_fast.sync.channel import Traffic
+from imagenet_fast.recipe.sync_config import DdpSync
 from imagenet_fast.sync.collectives import Transfer
-from imagenet_fast.sync.compressors.powersgd import PowerSGD
-from imagenet_fast.sync.deferral import Update
+from imagenet_fast.sync.comm_stream import Traffic
+from imagenet_fast.sync.compression.powersgd import PowerSGD
+from imagenet_fast.sync.deferred_update import Update
 from imagenet_fast.sync.engine import Engine, SyncStats
 
 # Renamed in torch 2.13.

@@ -11,10 +11,10 @@ from functools import partial
 
 import torch
 
-from imagenet_fast.recipe.engine_settings import Collective, HybridSync, fusion_bytes
+from imagenet_fast.recipe.sync_config import Collective, HybridSync, fusion_bytes
 from imagenet_fast.sync.engine import Engine, Run, alike
-from imagenet_fast.sync.probing import Network
-from imagenet_fast.sync.span import Span
+from imagenet_fast.sync.network_benchmark import Network
+from imagenet_fast.sync.param_slot import Span
 
 
 def hybrid(settings: HybridSync, wire: torch.dtype) -> Engine:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from imagenet_fast.recipe.engine_settings import RingSync, fusion_bytes
+from imagenet_fast.recipe.sync_config import RingSync, fusion_bytes
 from imagenet_fast.sync.engine import Engine
 
 

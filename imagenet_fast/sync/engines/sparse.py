@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imagenet_fast.recipe.engine_settings import SparseSync, chosen_collective, fusion_bytes
+from imagenet_fast.recipe.sync_config import SparseSync, chosen_collective, fusion_bytes
+from imagenet_fast.sync.bucketing import URGENT
 from imagenet_fast.sync.collectives import Phase, Transfer, all_reduce, carry, piece_bytes, usual_collective, wire_for
 from imagenet_fast.sync.engine import Elements, Engine, Stopwatch, SyncEngine, SyncStats
-from imagenet_fast.sync.messages import URGENT
-from imagenet_fast.sync.pool import GradientPool
-from imagenet_fast.sync.span import USED, Span, bring, move, places_of
+from imagenet_fast.sync.gradient_pool import GradientPool
+from imagenet_fast.sync.param_slot import USED, Span, bring, move, places_of
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,115 @@
+"""What else gives training batches of the same pictures, as uint8: torchvision's loader, and DALI with no more than it
+needs; and decoding alone, which is what no loader that decodes pictures whole can exceed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from torchvision.datasets import ImageFolder
+from torchvision.io import ImageReadMode, decode_image
+from torchvision.transforms import v2
+
+from imagenet_fast.data.decode import decode
+from imagenet_fast.data.imagefolder import scan_training
+from imagenet_fast.data.prefetch import Piece, filled_ahead
+from imagenet_fast.distributed.forkserver import end_with_starter, start_fork_server
+
+_SEED = 1
+_HELD = 1024
+"""Pictures that are kept in memory, encoded, to be decoded again and again."""
+
+
+def decoding(root: Path, batch: int, workers: int) -> Iterator[None]:
+    """The first pictures under ``root`` decoded whole from memory, in as many threads; a step is one batch."""
+    pictures = scan_training(root)
+    held = [pictures.read(index) for index in range(min(len(pictures), _HELD))]
+
+    def decode_every(offset: int, share: int) -> Piece:
+        for number in range(share):
+            decode(held[(offset + number) % len(held)])
+            yield
+
+    def batches() -> Iterator[tuple[None, list[Piece]]]:
+        done, share = 0, -(-batch // workers)
+        while True:
+            parts = range(0, batch, share)
+            yield None, [decode_every(done + part, min(share, batch - part)) for part in parts]
+            done += batch
+
+    return filled_ahead(batches(), workers, depth=2)
+
+
+def torchvision_pil(root: Path, image_size: int, batch: int, workers: int) -> Iterator[Any]:
+    """As torchvision's reference for classification loads, up to the tensors of bytes."""
+    transform = [v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip(), v2.PILToTensor()]
+    return _torchvision(ImageFolder(root / "train", v2.Compose(transform)), batch, workers)
+
+
+def torchvision_io(root: Path, image_size: int, batch: int, workers: int) -> Iterator[Any]:
+    """The same, by torchvision's own decoder and on tensors throughout."""
+    transform = [v2.RandomResizedCrop(image_size, antialias=True), v2.RandomHorizontalFlip()]
+    return _torchvision(ImageFolder(root / "train", v2.Compose(transform), loader=_decoded), batch, workers)
+
+
+def bare_dali(root: Path, image_size: int, batch: int, workers: int, device: torch.device) -> Iterator[None]:
+    """DALI's own reader, crop and flip; its batches stay where they are. Raises ImportError where there is no DALI."""
+    from nvidia.dali import Pipeline, fn, types
+
+    gpu = device.type == "cuda"
+    pictures = scan_training(root)
+    pipeline = Pipeline(batch, workers, device.index if gpu else None, prefetch_queue_depth=2, seed=_SEED)
+    with pipeline:
+        files = [pictures.name(index) for index in range(len(pictures))]
+        encoded, labels = fn.readers.file(files=files, labels=pictures.labels.tolist(), random_shuffle=True)
+        images = fn.decoders.image_random_crop(
+            encoded, device="mixed" if gpu else "cpu", output_type=types.RGB, adjust_orientation=False,
+            random_area=[0.08, 1.0], random_aspect_ratio=[3 / 4, 4 / 3],
+        )  # fmt: skip
+        images = fn.resize(images, size=[image_size, image_size], interp_type=types.INTERP_TRIANGULAR)
+        pipeline.set_outputs(fn.flip(images, horizontal=fn.random.coin_flip()), labels)
+    pipeline.build()
+
+    def run() -> Iterator[None]:
+        while True:
+            pipeline.run()
+            yield
+
+    return run()
+
+
+def _torchvision(pictures: ImageFolder, batch: int, workers: int) -> Iterator[Any]:
+    start_fork_server(__name__)
+    batches: DataLoader[Any] = DataLoader(
+        pictures,
+        batch_sampler=_Endless(len(pictures), batch),
+        num_workers=workers,
+        multiprocessing_context="forkserver",
+        worker_init_fn=_end_with_starter,
+    )
+    return iter(batches)
+
+
+class _Endless:
+    """Batches of random pictures."""
+
+    def __init__(self, pictures: int, batch: int) -> None:
+        self._pictures = pictures
+        self._batch = batch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        generator = torch.Generator().manual_seed(_SEED)
+        while True:
+            yield torch.randint(self._pictures, (self._batch,), generator=generator).tolist()
+
+
+def _decoded(path: str) -> torch.Tensor:
+    pixels: torch.Tensor = decode_image(path, ImageReadMode.RGB)
+    return pixels
+
+
+def _end_with_starter(worker: int) -> None:
+    end_with_starter()

@@ -1,0 +1,258 @@
+"""A step of an engine on ranks and values that there are not, so that its calls and kernels can be counted.
+
+On torch's fake process group, which has as many ranks as one likes and whose operations are done at once, and on the
+meta device, whose tensors have shapes and no values. The engine takes it for a GPU: nothing is issued by threads, and
+messages travel in a GPU's pieces.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch._dynamo  # as the meta device's first operation would, in every process
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from imagenet_fast.bench.replay import timing_of
+from imagenet_fast.cost_model.layer_profile import Layer, Profile
+from imagenet_fast.cost_model.link_model import Link
+from imagenet_fast.recipe.sync_config import Collective, SparseSync
+from imagenet_fast.sync import EngineSettings, GradientPool, SyncEngine, declare, wire_dtype
+from imagenet_fast.sync.bucket_scheduler import Scheduler
+from imagenet_fast.sync.bucketing import messages_of
+from imagenet_fast.sync.collectives import wire_for
+from imagenet_fast.sync.comm_stream import Call, Channel
+from imagenet_fast.sync.engines.sparse import Sparse
+from imagenet_fast.sync.network_benchmark import Network
+from imagenet_fast.sync.step_prediction import predict_best
+from imagenet_fast.sync.topology import Topology
+
+Kernel = Callable[[], object]
+"""A tensor operation, ready to be done."""
+
+_META = torch.device("meta")
+_WARM_STEPS, _STEPS = 4, 20  # by the first, layers' readers are known and `sparse` is past its ramp
+
+
+@contextmanager
+def fake_ranks(rank: int, size: int) -> Iterator[None]:
+    """As ``rank`` of ``size``, of which there are no others. Its operations are done at once, and do nothing."""
+    dist.init_process_group("cpu:fake,meta:fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class CountedStep:
+    """A step of one engine over layers of a profile's shapes. Gradients come to the hooks without autograd, in the
+    pool's order."""
+
+    def __init__(
+        self, profile: Profile, settings: EngineSettings, ranks_per_node: int, link: Link, noting: bool = True
+    ) -> None:
+        self._model = nn.Sequential(*(_Layer(layer) for layer in profile.layers))
+        self._alone = nn.Sequential(*(_Layer(layer) for layer in profile.layers))  # without a pool
+        self._gradients = {p: torch.empty_like(p) for p in [*self._model.parameters(), *self._alone.parameters()]}
+        self._x = torch.zeros(1)
+        self._calls: list[Call] = []
+        self._pool = pool = GradientPool(self._model, ranks_per_node=ranks_per_node)
+        pool.topology = _Noting(ranks_per_node, self._calls if noting else None)
+        pool.order([span.name for span in pool.spans])  # as it is: ranks without values can't agree on another
+        self._travelling = settings.travelling
+        wire = wire_dtype(settings.wire)
+        self._wire = wire_for(pool.buffer.dtype, wire, pool.topology)
+        declaration = declare(settings)  # type: ignore[arg-type]  # none that chooses
+        network = Network(pool.topology, self._wire, link)
+        timing = timing_of(profile, self._model, pool.spans)
+        self._engine: SyncEngine
+        if isinstance(settings, SparseSync):
+            self._engine = _Spread(settings, pool, wire)
+        else:
+            self._engine = Scheduler(declaration, pool, network, timing)
+        fuse, _ = predict_best(declaration, pool, self._wire, timing, network)
+        size: Counter[Collective] = Counter()
+        for message in messages_of(declaration, pool, self._wire, fuse, network):
+            size[message.collective] += message.part.stop - message.part.start
+        self.collective = max(size, key=size.__getitem__)
+        """By which most of the values go."""
+        pool.attach(self._engine)
+        for _ in range(_WARM_STEPS):
+            self._run()
+
+    def noted(self) -> list[Call]:
+        """The calls of one step."""
+        self._calls.clear()
+        self._run()
+        return list(self._calls)
+
+    def kernels(self) -> list[Kernel]:
+        """The tensor operations of one step, to be done again."""
+        kernels = _Kernels()
+        with kernels:
+            self._run()
+        return kernels.seen
+
+    def host_s(self, calls: Sequence[Call], kernels: Sequence[Kernel]) -> tuple[float, float]:
+        """Processor seconds of a step without those of its ``calls`` of the backend by themselves; and the part of it
+        that its ``kernels`` take by themselves."""
+        again = [_repeat(call) for call in calls]
+        rows = []
+        for _ in range(_STEPS):
+            calling = _seconds(lambda: [call() for call in again])
+            standing_in = _seconds(lambda: [kernel() for kernel in kernels])
+            rows.append((_seconds(self._run), _seconds(self._run_alone), calling, standing_in))
+        running_s, alone_s, calling_s, meta_s = (min(column) for column in zip(*rows, strict=True))
+        return running_s - alone_s - calling_s, meta_s
+
+    @property
+    def averaged_bytes(self) -> int:
+        """On the wire, of what the last step has averaged: elements of parameters, without padding, and norms."""
+        elements, wire = self._engine.elements(), self._wire.itemsize
+        if elements is None:
+            sent = round(sum(self._travelling(p.shape) for p in self._model.parameters()))
+        else:
+            sent = sum(part.stop - part.start for parts in elements.values() for part in parts)
+        return wire * sent + (self._engine.norms_bytes if isinstance(self._engine, _Spread) else 0)
+
+    def _run(self) -> None:
+        self._pool.zero_grad()
+        self._model(self._x)
+        for span in self._pool.spans:
+            span.param.grad = self._gradients[span.param]
+            self._pool._collect(span.param)
+        self._pool.end_backward()
+        self._pool.update(lambda *_: None)
+
+    def _run_alone(self) -> None:
+        """What of it is not synchronisation."""
+        self._alone(self._x)
+        for param in self._alone.parameters():
+            param.grad = self._gradients[param]
+
+
+class _Layer(nn.Module):
+    """Parameters of a layer's shapes, and nothing to do."""
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        for place, shape in enumerate(layer.shapes):
+            self.register_parameter(f"param{place}", nn.Parameter(torch.empty(shape, device=_META)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class _Spread(Sparse):
+    """``sparse`` beyond its ramp where chunks' norms have no values.
+
+    What is sent lies spread over the pool, as in life; chunks side by side would need no packing.
+    """
+
+    def __init__(self, settings: SparseSync, pool: GradientPool, wire: torch.dtype) -> None:
+        # The first step, dense, needs no ids.
+        past = settings.model_copy(update={"dense_epochs": 1.0, "ramp_epochs": 0.0})
+        super().__init__(past, pool, wire, steps_per_epoch=1)
+
+    @property
+    def norms_bytes(self) -> int:
+        return 4 * len(self._chunks)
+
+    def _choose(self) -> None:
+        """As on values, but for what comes to the host: every eighth, say, instead of the largest."""
+        chunks = len(self._chunks)
+        self._here = torch.empty(chunks, dtype=torch.int64, device=_META)
+        super()._choose()
+        count = len(self._ids)
+        self._here = torch.arange(count) * chunks // count
+
+
+class _Noting(Topology):
+    """All ranks, whose channels note their calls in ``calls``."""
+
+    def __init__(self, ranks_per_node: int, calls: list[Call] | None) -> None:
+        super().__init__(_META, ranks_per_node=ranks_per_node)
+        self._noted = calls
+
+    def channel(self, ranks: tuple[int, ...], role: str) -> Channel:
+        channel = super().channel(ranks, role)
+        channel.calls = self._noted
+        return channel
+
+
+class _Kernels(TorchDispatchMode):
+    """Keeps the operations on the meta device that would be kernels on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has not typed it
+        self.seen: list[Kernel] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        again = partial(func, *args, **(kwargs or {}))
+        result = again()
+        if func.namespace == "aten" and not func.is_view and "empty" not in func.__name__:
+            leaves = tree_leaves((args, kwargs, result))
+            if any(isinstance(leaf, Tensor) and leaf.device == _META for leaf in leaves):
+                self.seen.append(again)
+        return result
+
+
+def _repeat(call: Call) -> Callable[[], object]:
+    """The same call of the backend, by itself."""
+    group = dist.new_group(list(call.ranks), use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup), "this rank is a member"
+    ranks = len(call.ranks)
+    own = call.ranks.index(dist.get_rank())
+
+    def bytes_(size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=_META)
+
+    match call.operation:
+        case "all_to_all":
+            sizes = {to: size for to, _, size in call.sent}
+            parts = [sizes.get(rank, 0) for rank in call.ranks]
+            even = len(sizes) == ranks - 1 and len(set(sizes.values())) == 1
+            parts[own] = parts[own - 1] if even else 0
+            leaving, arriving = bytes_(sum(parts)), bytes_(sum(parts))
+            cuts = None if even else parts
+            return lambda: dist.all_to_all_single(arriving, leaving, cuts, cuts, group, async_op=True)
+        case "exchange":
+            leaves = [(to, bytes_(size)) for to, _, size in call.sent]
+            arrives = leaves or [(call.ranks[own - 1], bytes_(1))]
+
+            def exchange() -> None:
+                operations = [dist.P2POp(dist.irecv, t, peer, group) for peer, t in arrives]
+                operations += [dist.P2POp(dist.isend, t, peer, group) for peer, t in leaves]
+                for work in dist.batch_isend_irecv(operations):
+                    work.wait()
+
+            return exchange
+        case operation:
+            ((_, _, size),) = call.sent
+            whole = bytes_(size * ranks)
+            part = whole.view(ranks, -1)[own]
+            match operation:
+                case "all_gather":
+                    return lambda: dist.all_gather_into_tensor(whole, part, group, async_op=True)
+                case "reduce_scatter":
+                    return lambda: dist.reduce_scatter_tensor(part, whole, dist.ReduceOp.AVG, group, async_op=True)
+                case _:
+                    return lambda: dist.all_reduce(whole, group=group, async_op=True)
+
+
+def _seconds(act: Callable[[], object]) -> float:
+    """Of this thread on the processor, whatever else the machine does."""
+    begun = time.thread_time()
+    act()
+    return time.thread_time() - begun

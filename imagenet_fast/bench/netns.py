@@ -1,0 +1,173 @@
+"""A network of one's own: hosts in Linux network namespaces, joined by links of a given rate.
+
+Each host has one interface, ``eth0``, whose egress is shaped by a token bucket; all are ports of one bridge. The
+namespaces have no names: they live as long as a descriptor of this process, or a process inside, keeps them. So
+two networks cannot clash, and nothing is left behind however this process ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from imagenet_fast.distributed.nic_counters import sent_bytes as sent_by
+from imagenet_fast.errors import UserError
+
+_CLONE_NEWNET = 0x40000000
+_CLONE_NEWNS = 0x00020000
+_MS_REC_PRIVATE = 0x4000 | 1 << 18
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+Result = TypeVar("Result")
+
+INTERFACE = "eth0"
+"""The interface of every host."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """One machine of the network: its address, and a path that :func:`enter` takes in any process of this machine."""
+
+    address: str
+    namespace: str
+
+
+@contextmanager
+def shaped_network(hosts: int, bits_per_s: int) -> Iterator[list[Host]]:
+    """``hosts`` machines that send at ``bits_per_s`` each. Raises UserError where that cannot be made here."""
+    _check()
+    with ExitStack() as kept:
+        hub, *ends = (_keep(kept, _new_namespace()) for _ in range(hosts + 1))
+        _inside(hub, lambda: _ip("link add bridge type bridge", "link set bridge up"))
+        made = []
+        for number, end in enumerate(ends):
+            address = f"10.77.{number // 250}.{number % 250 + 1}"
+            _inside(hub, lambda end=end, number=number: _plug(end, f"port{number}"))  # type: ignore[misc]
+            _inside(end, lambda address=address: _configure(address, bits_per_s))  # type: ignore[misc]
+            made.append(Host(address, f"/proc/{os.getpid()}/fd/{end}"))
+        yield made
+
+
+def enter(host: Host) -> None:
+    """Move the calling thread, and whatever it starts from now on, to ``host``."""
+    descriptor = os.open(host.namespace, os.O_RDONLY)
+    try:
+        _set_namespace(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def inhabit(host: Host) -> None:
+    """As :func:`enter`, for programs that look for interfaces in ``/sys``: it shows the calling thread, and what that
+    starts from now on, those of ``host``."""
+    enter(host)
+    if (
+        _libc.unshare(_CLONE_NEWNS)
+        or _libc.mount(b"none", b"/", None, _MS_REC_PRIVATE, None)
+        or _libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None)
+    ):
+        raise OSError(ctypes.get_errno(), f"/sys cannot show {INTERFACE}: {os.strerror(ctypes.get_errno())}")
+
+
+def end_with_parent() -> None:
+    """Have the kernel end this process when the one that started it has ended, however that was."""
+    if hasattr(_libc, "prctl"):
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def sent_bytes() -> int:
+    """Bytes that the calling thread's host has put on its link so far, by the kernel's own counter."""
+    sent = sent_by(INTERFACE)
+    assert sent is not None, f"this host has no {INTERFACE}"
+    return sent
+
+
+def parse_rate(text: str) -> int:
+    """Bits a second from tc's notation: ``250mbit``, ``1.5gbit``. Raises UserError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text)
+    if match is None or float(match[1]) == 0:
+        raise UserError(f"rate {text!r} is not a number with kbit, mbit or gbit, such as 250mbit")
+    return round(float(match[1]) * {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}[match[2]])
+
+
+def _check() -> None:
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if not hasattr(_libc, "setns"):
+        reason = "this is not Linux"
+    elif os.geteuid() != 0:
+        reason = "you are not root"
+    elif missing:
+        reason = f"{' and '.join(missing)} (iproute2) not found"
+    else:
+        return
+    raise UserError(f"a shaped network cannot be made here: {reason}; leave --rate out to use the loopback interface")
+
+
+def _new_namespace() -> int:
+    """A descriptor of a new network namespace. A thread of its own makes it, since unsharing moves the caller."""
+
+    def make() -> int:
+        if _libc.unshare(_CLONE_NEWNET):
+            raise UserError(
+                f"a network namespace cannot be made here ({os.strerror(ctypes.get_errno())}); a container needs "
+                "CAP_SYS_ADMIN for it; leave --rate out to use the loopback interface"
+            )
+        return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
+
+
+def _keep(stack: ExitStack, descriptor: int) -> int:
+    stack.callback(os.close, descriptor)
+    return descriptor
+
+
+def _inside(namespace: int, act: Callable[[], Result]) -> Result:
+    def moved() -> Result:
+        _set_namespace(namespace)
+        return act()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(moved).result()
+
+
+def _set_namespace(descriptor: int) -> None:
+    if _libc.setns(descriptor, _CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "a network namespace cannot be entered")
+
+
+def _plug(end: int, port: str) -> None:
+    """A cable from this bridge to ``end``."""
+    _ip(f"link add {port} type veth peer name {INTERFACE} netns /proc/{os.getpid()}/fd/{end}")
+    _ip(f"link set {port} master bridge up")
+
+
+def _configure(address: str, bits_per_s: int) -> None:
+    try:
+        Path("/proc/sys/net/ipv6/conf/all/disable_ipv6").write_bytes(b"1")  # its own chatter would be counted
+    except OSError as error:
+        raise UserError(f"a shaped network cannot be made here: {error}; a container needs to be privileged") from None
+    _ip("link set lo up", f"addr add {address}/16 dev {INTERFACE}", f"link set {INTERFACE} up")
+    _run(f"tc qdisc add dev {INTERFACE} root tbf rate {bits_per_s}bit burst 256kb latency 50ms")
+
+
+def _ip(*commands: str) -> None:
+    for command in commands:
+        _run(f"ip {command}")
+
+
+def _run(command: str) -> None:
+    done = subprocess.run(command.split(), capture_output=True, encoding="utf-8")
+    if done.returncode:
+        raise UserError(f"a shaped network cannot be made here: `{command}` says {done.stderr.strip()!r}")

@@ -1,0 +1,115 @@
+"""How many kernels an optimiser's step is made of: each costs the host time, however few numbers it touches."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from imagenet_fast.distributed.init import prepare_device
+from imagenet_fast.metrics.tables import compact_table, number
+from imagenet_fast.models import build_model
+from imagenet_fast.recipe.schema import Lars, Optim, Recipe, Sgd
+from imagenet_fast.training.optimizers import build_optimizer
+
+Event = dict[str, Any]
+
+OPTIMIZERS: dict[str, Optim] = {
+    "sgd": Sgd(kind="sgd", lr=0.1, weight_decay=5e-5),
+    "lars": Lars(kind="lars", lr=1.0, weight_decay=5e-5),
+    "lars, clip": Lars(kind="lars", lr=1.0, weight_decay=5e-5, clip=True),
+}
+
+
+@dataclass(frozen=True)
+class StepKernels:
+    """What one step of an optimiser asks of the device. None where there is no GPU."""
+
+    optimizer: str
+    tensors: int
+    operators: int
+    """Of torch that the step calls, without those that they call in turn."""
+    kernels: int | None
+    copies: int | None
+    """Between host and device or within it, and memory set to a value."""
+    device_s: float | None
+    """How long all of them take together."""
+
+
+def count_kernels(recipe: Recipe, classes: int = 1000) -> list[StepKernels]:
+    """One row for each of ``OPTIMIZERS``: its third step over the parameters of the recipe's model, in fp32."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of its own beginning and end
+    device, _ = prepare_device(0)
+    model = build_model(recipe.model, classes).to(device)
+    if recipe.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    return [_count(name, settings, model, device) for name, settings in OPTIMIZERS.items()]
+
+
+def kernel_table(rows: list[StepKernels]) -> Table:
+    """One row an optimiser."""
+    return compact_table(
+        ("optimiser",),
+        ("tensors", "operators", "kernels", "copies", "us on the GPU"),
+        (
+            (r.optimizer, str(r.tensors), str(r.operators), number(r.kernels, "d"), number(r.copies, "d"),
+             number(r.device_s and 1e6 * r.device_s, ".0f"))
+            for r in rows
+        ),
+    )  # fmt: skip
+
+
+def _count(name: str, settings: Optim, model: nn.Module, device: torch.device) -> StepKernels:
+    optimizer = build_optimizer(settings, model)
+    for _ in range(2):
+        _give_gradients(optimizer.params)
+        optimizer.step(settings.lr)
+    _give_gradients(optimizer.params)
+    events = _profile(lambda: optimizer.step(settings.lr), device)
+    operators = _outermost([event for event in events if event.get("cat") == "cpu_op"])
+    if device.type != "cuda":
+        return StepKernels(name, len(optimizer.params), operators, None, None, None)
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    copies = [event for event in events if event.get("cat") in ("gpu_memcpy", "gpu_memset")]
+    device_s = sum(event["dur"] for event in kernels + copies) / 1e6
+    return StepKernels(name, len(optimizer.params), operators, len(kernels), len(copies), device_s)
+
+
+def _give_gradients(params: list[nn.Parameter]) -> None:
+    for param in params:
+        param.grad = torch.full_like(param, 1e-3)
+
+
+def _profile(step: Callable[[], None], device: torch.device) -> list[Event]:
+    """What happens in ``step``, as in Chrome's traces, which tell a kernel from a copy; times in microseconds."""
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as watched:
+        step()
+        if on_gpu:
+            torch.cuda.synchronize(device)
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        watched.export_chrome_trace(str(file))
+        events: list[Event] = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+    return events
+
+
+def _outermost(events: list[Event]) -> int:
+    """How many of them do not lie within another; all are of one thread."""
+    count, end = 0, 0.0
+    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
+        if event["ts"] >= end:
+            count += 1
+            end = event["ts"] + event["dur"]
+    return count

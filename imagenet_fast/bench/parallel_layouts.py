@@ -1,0 +1,112 @@
+"""Layouts of the ranks as an option names them: ``dp4``, ``tp4``, ``pp2dp2``. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from imagenet_fast.errors import UserError
+from imagenet_fast.recipe.axes import check_axes
+from imagenet_fast.recipe.load import load_recipe
+from imagenet_fast.recipe.pipeline_schedules import misfit
+from imagenet_fast.recipe.schema import Recipe
+
+MICRO_BATCHES = 4
+"""The least that a pipeline cuts its pictures into, where nothing else has been asked for."""
+
+
+@dataclass(frozen=True)
+class NamedLayout:
+    """So many stages of so many replicas of so many shards."""
+
+    name: str = field(compare=False)
+    pipeline: int
+    data: int
+    tensor: int
+
+
+def parse_layouts(text: str, ranks: int) -> list[NamedLayout]:
+    """Layouts of ``ranks`` ranks from ``--layout``: ``ppN``, ``dpN`` and ``tpN`` in any order; what is left out is 1.
+
+    Raises UserError where one is not written so, is not of all ranks, or is there twice.
+    """
+    layouts: list[NamedLayout] = []
+    for name in (part.strip() for part in text.split(",")):
+        layout = _parse(text, name, ranks)
+        if layout in layouts:
+            raise UserError(
+                f"--layout {text}: {name} is {layouts[layouts.index(layout)].name} once more; leave one of them out"
+            )
+        layouts.append(layout)
+    return layouts
+
+
+def laid_out(path: Path, engine: str, overrides: Sequence[str], layout: NamedLayout, ranks: int) -> tuple[str, ...]:
+    """``overrides`` of the recipe at ``path`` that give it ``layout``, and, in a pipeline, micro-batches.
+
+    What they say of pipelines is for layouts that have one. Raises UserError where recipe and engine do not go with the
+    layout.
+    """
+    others = [override for override in overrides if not _is_parallel(override)]
+    load_recipe(path, engine, [*others, "parallel={}"])  # what is wrong without a layout is told without one
+    try:
+        if layout.pipeline == 1:
+            settled = [*others, f"parallel={{tensor={layout.tensor}}}"]
+        else:
+            settled = [*overrides, f"parallel.tensor={layout.tensor}", f"parallel.pipeline={layout.pipeline}"]
+            trial = load_recipe(path, engine, [*settled, "parallel.schedule=gpipe"])  # which takes any number
+            if "micro_batches" not in trial.parallel.model_fields_set:
+                settled.append(f"parallel.micro_batches={_micro_batches(trial, ranks)}")
+        check_axes(load_recipe(path, engine, settled), ranks)
+    except UserError as error:
+        raise UserError(f"--layout {layout.name} with {engine}: {error}") from None
+    return tuple(settled)
+
+
+def refuse_axes(overrides: Sequence[str], layouts: Sequence[NamedLayout]) -> None:
+    """Raise UserError where one of ``overrides`` says what ``--layout`` does, or is of a pipeline that there is not."""
+    for override in filter(_is_parallel, overrides):
+        if _key(override) in ("parallel", "parallel.tensor", "parallel.pipeline"):
+            raise UserError(f"--set {override} is what --layout says of each run; leave one of them out")
+        if all(layout.pipeline == 1 for layout in layouts):
+            names = ",".join(layout.name for layout in layouts)
+            raise UserError(f"--set {override} is for pipelines, and --layout {names} has none; leave it out")
+
+
+def _parse(text: str, name: str, ranks: int) -> NamedLayout:
+    parts = re.findall(r"(pp|dp|tp)([1-9][0-9]{0,5})", name, re.ASCII)
+    sizes = {axis: int(size) for axis, size in parts}
+    if not parts or "".join(axis + size for axis, size in parts) != name or len(sizes) < len(parts):
+        raise UserError(
+            f"--layout {text}: {name!r} is not made of ppN, dpN and tpN, each once at most; write for example "
+            "dp4,tp4,pp2dp2"
+        )
+    layout = NamedLayout(name, sizes.get("pp", 1), sizes.get("dp", 1), sizes.get("tp", 1))
+    product = layout.pipeline * layout.data * layout.tensor
+    if product != ranks:
+        whole = f"{name}dp{ranks // product}" if "dp" not in sizes and ranks % product == 0 else f"dp{ranks}"
+        raise UserError(
+            f"--layout {text}: {name} is of {product} rank{'s' if product > 1 else ''}, and there "
+            f"{f'are {ranks}' if ranks > 1 else 'is 1'}; write for example {whole}, or give --hosts {product}"
+        )
+    return layout
+
+
+def _micro_batches(recipe: Recipe, ranks: int) -> int:
+    """The fewest, from four and from the number of stages on, that cut what a stage sees evenly and that every schedule
+    takes; where there are none, as few: that is refused with the nearest batch that divides."""
+    stages = recipe.parallel.pipeline
+    pictures = recipe.global_batch // (ranks // stages)
+    least = max(MICRO_BATCHES, stages)
+    even = (n for n in range(least, pictures + 1) if pictures % n == 0 and misfit("interleaved", stages, n) is None)
+    return next(even, least)
+
+
+def _is_parallel(override: str) -> bool:
+    return _key(override).partition(".")[0] == "parallel"
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].strip()

@@ -1,0 +1,303 @@
+"""What a pipeline costs, schedule by schedule: its bubble, what each rank keeps for backward, and pictures a second.
+
+The bubble is the share of time in which ranks wait for each other. It is measured with stages that sleep instead of
+computing, so that a few cores carry any number of them; memory and pictures a second are of the model itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import lcm
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+from torch import Tensor, nn
+
+from imagenet_fast.bench.activation_memory import peak_activations
+from imagenet_fast.bench.engine_tables import COMPUTE_COLOUR, EXPOSED_COLOUR
+from imagenet_fast.bench.hosts import on_gpus, run_on
+from imagenet_fast.bench.layer_profiler import record_profile
+from imagenet_fast.bench.replay import Pace, Replayed
+from imagenet_fast.cost_model.layer_profile import Profile, shipped_profile
+from imagenet_fast.cost_model.linear_partition import linear_partition
+from imagenet_fast.errors import UserError
+from imagenet_fast.metrics.tables import compact_table
+from imagenet_fast.models import build_model
+from imagenet_fast.models.split_points import pieces_of
+from imagenet_fast.models.stages import cut, recorded_times
+from imagenet_fast.parallel.pipeline_parallel import Pass, Pipeline
+from imagenet_fast.recipe.data_config import SyntheticData
+from imagenet_fast.recipe.pipeline_schedules import chunks_of, misfit
+from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.sync.device_timer import mark, seconds_between
+from imagenet_fast.training.precision import autocast, set_float32_math
+
+_MICRO_S = 0.03  # that a rank sleeps for a micro-batch on average, where nothing else has been asked for
+_RECORDED_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Busy:
+    """One pass of a micro-batch through a stage; seconds since the step began."""
+
+    stage: int
+    which: Pass
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class PipelineTime:
+    """One schedule with one number of micro-batches; of the rounds the one whose step is the median."""
+
+    model: str
+    schedule: str
+    stages: int
+    """Ranks; each has two stages of half the length under ``interleaved``."""
+    micro_batches: int
+    step_s: float
+    """Of stages that sleep."""
+    bubble: float
+    """The share of it in which a rank did not, on the mean of the ranks."""
+    expected_bubble: float
+    """(p-1)/(m+p-1) for p even stages and m micro-batches; with v stages a rank (p-1)/(vm+p-1)."""
+    images_per_s: float
+    """Of the model itself, forward and backward."""
+    activation_bytes: tuple[int, ...]
+    """The most that each rank keeps for backward, autocast's copies of weights among it; on GPUs all that a step
+    allocates."""
+    timeline: tuple[Busy, ...]
+    """Of all ranks, in that step."""
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """One run on one rank."""
+
+    slept: list[tuple[float, list[Busy]]]
+    """By round: seconds a step, and when this rank was busy."""
+    computed_s: list[float]
+    activation_bytes: int
+
+
+def bench_pipeline(
+    recipe: Recipe,
+    stages: int,
+    micro_batches: Sequence[int],
+    schedules: Sequence[str],
+    sleep_s: float | None,
+    device: str | None,
+    rounds: int,
+) -> list[PipelineTime]:
+    """Every schedule with every number of micro-batches that it can take, over ``stages`` ranks of this machine.
+
+    A sleeping stage takes ``sleep_s`` seconds for a micro-batch's forward and twice that for its backward; None: what
+    its layers' share of the layer profile is. The profile is recorded here where none is shipped for the recipe's
+    model. Raises UserError where nothing can be measured.
+    """
+    uneven = [count for count in micro_batches if recipe.global_batch % count]
+    if uneven:
+        raise UserError(
+            f"--batch {recipe.global_batch} does not make {uneven[0]} equal micro-batches; take a multiple of "
+            f"{lcm(*micro_batches)}"
+        )
+    refused = {(schedule, count): misfit(schedule, stages, count) for schedule in schedules for count in micro_batches}
+    runs = [run for run, why in refused.items() if why is None]
+    for schedule in schedules:
+        if schedule not in (chosen for chosen, _ in runs):
+            raise UserError(f"--schedules: {refused[schedule, micro_batches[0]]}")
+    size, smallest = recipe.data.image_size, recipe.global_batch // max(micro_batches)
+    with torch.device("meta"):  # so that what cannot be is refused here, and not by a rank
+        cut(
+            build_model(recipe.model, classes=1), torch.empty(smallest, 3, size, size), 0, stages,
+            max(map(chunks_of, schedules)),
+        )  # fmt: skip
+    gpus = on_gpus(device, stages, "stages", "--stages")
+    profile = _profile_of(recipe, torch.device("cuda", 0) if gpus else torch.device("cpu"))
+    by_rank: list[list[_Measured]] = run_on(
+        None, stages, _measure, recipe, profile, runs, sleep_s, rounds, gpus, gpus=gpus
+    )
+    return [
+        _row(recipe, stages, *run, of_ranks) for run, of_ranks in zip(runs, zip(*by_rank, strict=True), strict=True)
+    ]
+
+
+def pipeline_table(rows: Sequence[PipelineTime]) -> Table:
+    """One row a schedule and number of micro-batches."""
+    table = compact_table(
+        ("schedule",),
+        ("micro-batches", "bubble", "formula", "img/s", "kept a rank, MB"),
+        (
+            (
+                "" if before and before.schedule == row.schedule else row.schedule, str(row.micro_batches),
+                f"{row.bubble:.2f}", f"{row.expected_bubble:.2f}", f"{row.images_per_s:.0f}",
+                " ".join(f"{kept / 1e6:.0f}" for kept in row.activation_bytes),
+            )
+            for before, row in zip([None, *rows], rows, strict=False)
+        ),
+    )  # fmt: skip
+    table.title = _title(rows)
+    return table
+
+
+def draw_pipeline(rows: Sequence[PipelineTime], figure: Any) -> None:
+    """Of each schedule the course of one step: a line a rank, with its forwards, its backwards, and what is idle."""
+    schedules = dict.fromkeys(row.schedule for row in rows)
+    chosen = [_typical([row for row in rows if row.schedule == schedule]) for schedule in schedules]
+    panels = figure.subplots(len(chosen), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, row in zip(panels, chosen, strict=True):
+        ranks = range(row.stages)
+        axes.barh(ranks, [row.step_s] * row.stages, 0.8, color="#e8e8e8", label="idle")
+        for which, colour in (("forward", COMPUTE_COLOUR), ("backward", EXPOSED_COLOUR)):
+            for rank in ranks:
+                own = [busy for busy in row.timeline if busy.which == which and busy.stage % row.stages == rank]
+                shades = [(colour, 1.0 if busy.stage < row.stages else 0.6) for busy in own]  # later stages are paler
+                axes.broken_barh(
+                    [(busy.begin_s, busy.end_s - busy.begin_s) for busy in own], (rank - 0.4, 0.8),
+                    facecolors=shades, edgecolor="white", linewidth=0.5, label=None if rank else which,
+                )  # fmt: skip
+        axes.set_yticks(ranks, [_label(row, rank) for rank in ranks])
+        axes.invert_yaxis()
+        axes.spines[["top", "right"]].set_visible(False)
+        bubble = f"bubble {row.bubble:.2f}, by the formula {row.expected_bubble:.2f}"
+        axes.set_title(f"{row.schedule}, {row.micro_batches} micro-batches: {bubble}", fontsize=9, loc="left")
+    panels[-1].set(xlabel="seconds")
+    figure.suptitle(_title(rows), fontsize=9)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+
+
+def _title(rows: Sequence[PipelineTime]) -> str:
+    return f"{rows[0].model}, {rows[0].stages} ranks in a pipeline"
+
+
+def _typical(rows: Sequence[PipelineTime]) -> PipelineTime:
+    """The one with two micro-batches a rank, or what comes nearest."""
+    return min(rows, key=lambda row: abs(row.micro_batches - 2 * row.stages))
+
+
+def _label(row: PipelineTime, rank: int) -> str:
+    own = sorted({busy.stage + 1 for busy in row.timeline if busy.stage % row.stages == rank})
+    return f"stage{'s' if len(own) > 1 else ''} {', '.join(map(str, own))}"
+
+
+def _profile_of(recipe: Recipe, device: torch.device) -> Profile:
+    """The layer profile that is shipped for the recipe's model, or one recorded here."""
+    return shipped_profile(recipe.model.kind) or record_profile(recipe, device, _RECORDED_STEPS)
+
+
+def _row(recipe: Recipe, stages: int, schedule: str, micro_batches: int, of_ranks: Sequence[_Measured]) -> PipelineTime:
+    slept = sorted(
+        (max(step_s for step_s, _ in of_round), turn, [busy for _, own in of_round for busy in own])
+        for turn, of_round in enumerate(zip(*(measured.slept for measured in of_ranks), strict=True))
+    )
+    step_s, _, timeline = slept[(len(slept) - 1) // 2]
+    busy_s = sum(busy.end_s - busy.begin_s for busy in timeline) / stages
+    slowest = [max(of_round) for of_round in zip(*(measured.computed_s for measured in of_ranks), strict=True)]
+    return PipelineTime(
+        recipe.model.kind, schedule, stages, micro_batches, step_s, 1 - busy_s / step_s,
+        (stages - 1) / (chunks_of(schedule) * micro_batches + stages - 1),
+        recipe.global_batch / median(slowest), tuple(measured.activation_bytes for measured in of_ranks),
+        tuple(timeline),
+    )  # fmt: skip
+
+
+def _measure(
+    recipe: Recipe, profile: Profile, runs: Sequence[tuple[str, int]], sleep_s: float | None, rounds: int, gpus: bool
+) -> list[_Measured]:
+    """On each rank, run by run."""
+    assert isinstance(recipe.data, SyntheticData)
+    device = torch.device("cuda", torch.cuda.current_device()) if gpus else torch.device("cpu")
+    torch.manual_seed(0)
+    set_float32_math(recipe.precision)
+    model = build_model(recipe.model, recipe.data.classes).to(device).to(memory_format=torch.channels_last)
+    batch, size = recipe.global_batch, recipe.data.image_size
+    images = torch.randn(batch, 3, size, size, device=device).contiguous(memory_format=torch.channels_last)
+    labels = torch.randint(recipe.data.classes, (batch,), device=device)
+    times = recorded_times(pieces_of(model), profile)
+    measured = []
+    for schedule, micro_batches in runs:
+        ranks, chunks = dist.get_world_size(), chunks_of(schedule)
+        stages_s = [sleep_s * 3 / chunks] * ranks * chunks if sleep_s is not None else _by_profile(times, ranks, chunks)
+        slept = _sleep(stages_s, schedule, micro_batches, rounds)
+        cast = autocast(recipe.precision, device)
+        with cast:
+            part = cut(model, images.chunk(micro_batches)[0], dist.get_rank(), ranks, chunks, profile)
+        pipeline = Pipeline(part, None, schedule, micro_batches, nn.CrossEntropyLoss(), cast=cast)
+        step = partial(_step, part, pipeline, images, labels)
+        step()  # connects ranks, and touches fresh memory
+        kept = peak_activations(step, [images, *part.parameters(), *part.buffers()], device)
+        measured.append(_Measured(slept, [_seconds(step, device) for _ in range(rounds)], kept))
+    return measured
+
+
+def _by_profile(times: Sequence[float], ranks: int, chunks: int) -> list[float]:
+    """How long each stage sleeps for a micro-batch, in the proportions of the pieces' recorded ``times``."""
+    second = _MICRO_S * ranks / sum(times)
+    return [second * sum(times[run]) for run in linear_partition(times, ranks * chunks)]
+
+
+def _sleep(stages_s: Sequence[float], schedule: str, micro_batches: int, rounds: int) -> list[tuple[float, list[Busy]]]:
+    """Steps of stages that sleep so long for a micro-batch, a third of it in forward: seconds, and this rank's course.
+
+    They are of the processor and gloo, also where there are GPUs: these would not wait for a host that sleeps.
+    """
+    pace = Pace()
+    asleep = nn.Sequential(*(Replayed(pace, second / 3, 2 * second / 3, [torch.zeros(1)]) for second in stages_s))
+    ranks = dist.get_world_size()
+    part = cut(asleep, torch.zeros(1, 1), dist.get_rank(), ranks, chunks_of(schedule))
+    course = _Course()
+    pipeline = Pipeline(part, None, schedule, micro_batches, _any_loss, observe=course)
+    images = torch.zeros(micro_batches, 1)
+    pipeline(images, images)  # connects ranks
+    slept = []
+    for _ in range(rounds):
+        dist.barrier()
+        course.begin()
+        pipeline(images, images)
+        slept.append(course.end())
+    return slept
+
+
+class _Course:
+    """When a rank is busy with which stage."""
+
+    def __init__(self) -> None:
+        self._begun = 0.0
+        self._busy: list[Busy] = []
+
+    @contextmanager
+    def __call__(self, which: Pass, stage: int) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        self._busy.append(Busy(stage, which, begun - self._begun, time.perf_counter() - self._begun))
+
+    def begin(self) -> None:
+        self._busy = []
+        self._begun = time.perf_counter()
+
+    def end(self) -> tuple[float, list[Busy]]:
+        """Seconds since it began, and what has been done in them."""
+        return time.perf_counter() - self._begun, self._busy
+
+
+def _any_loss(values: Tensor, labels: Tensor) -> Tensor:
+    return values.sum()
+
+
+def _step(part: nn.Module, pipeline: Pipeline, images: Tensor, labels: Tensor) -> None:
+    part.zero_grad()
+    pipeline(images, labels)
+
+
+def _seconds(step: Callable[[], None], device: torch.device) -> float:
+    dist.barrier()
+    begun = mark(device)
+    step()
+    return seconds_between(begun, mark(device))

@@ -1,0 +1,97 @@
+"""A tree as it is at one moment, copied to host memory in the order in which safetensors has it in a file.
+
+The buffer is reused from one checkpoint to the next, and pinned where tensors lie on a GPU. Their copies are queued on
+the current stream, and the host waits for none of them: what the stream does afterwards may change the tensors at
+once, and it must have waited for what others did to them before. A stream for the copies alone would gain nothing: the
+current one had to wait for it before the next forward, which changes the statistics of batch norms.
+
+https://github.com/huggingface/safetensors#format: eight bytes with the length of the header, the header in JSON, and
+the tensors without a gap. The library's own writer is not used: before version 0.8 it keeps Python to itself while it
+writes, so that training would wait; and it neither syncs nor gives the number of an error or a checksum.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from safetensors.torch import load
+
+from imagenet_fast.checkpoint.serialization import Leaf, Tree, put_together, take_apart
+
+_CODES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL",
+}  # fmt: skip
+"""As every version of the format has them. Tensors of other dtypes are there as bytes."""
+
+_CHUNK_BYTES = 4 << 20
+
+
+class HostCopy:
+    """Copies of one tree after another, of which it holds the last."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._bytes = 0
+        self._outline: Any = None
+        self._entries: dict[str, Any] = {}
+        self._copied: dict[torch.device, torch.cuda.Event] = {}
+
+    def take(self, tree: Tree) -> None:
+        """Copy ``tree``; nobody may still read the copy before. Raises TypeError as :func:`take_apart` does."""
+        self._outline, leaves = take_apart(tree)
+        self._entries = {}
+        self._bytes = sum(leaf.tensor.nbytes for leaf in leaves.values())
+        gpus = {leaf.tensor.device for leaf in leaves.values() if leaf.tensor.is_cuda}
+        if len(self._buffer) < self._bytes or (gpus and not self._buffer.is_pinned()):
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # first let go of the one before
+            self._buffer = torch.empty(self._bytes, dtype=torch.uint8, pin_memory=bool(gpus))
+        start = 0
+        # By the size of their elements, so that each begins at a multiple of it.
+        for name, leaf in sorted(leaves.items(), key=lambda item: (-item[1].tensor.element_size(), item[0])):
+            stop = start + leaf.tensor.nbytes
+            place = self._buffer[start:stop].view(leaf.tensor.dtype).as_strided(leaf.tensor.shape, leaf.strides)
+            place.copy_(leaf.tensor, non_blocking=leaf.tensor.is_cuda)
+            self._entries[name] = _entry(leaf) | {"data_offsets": [start, stop]}
+            start = stop
+        self._copied = {
+            gpu: torch.cuda.current_stream(gpu).record_event(torch.cuda.Event(blocking=True)) for gpu in gpus
+        }
+
+    def chunks(self) -> Iterator[bytes | memoryview]:
+        """The file, piece by piece, once the copy is there."""
+        for gpu, event in self._copied.items():
+            with torch.cuda.device(gpu):  # else the writer's thread makes a context of 500 MB on GPU 0
+                event.synchronize()
+        header = json.dumps({"__metadata__": {"tree": json.dumps(self._outline)}, **self._entries}).encode()
+        header += b" " * (-len(header) % 8)
+        yield struct.pack("<Q", len(header)) + header
+        data = self._buffer.numpy().data
+        for start in range(0, self._bytes, _CHUNK_BYTES):
+            yield data[start : min(start + _CHUNK_BYTES, self._bytes)]
+
+
+def _entry(leaf: Leaf) -> dict[str, Any]:
+    """What the format says of a tensor: its shape as it lies in memory, where channels may come last."""
+    tensor, strides = leaf
+    if tensor.dtype not in _CODES:
+        return {"dtype": "U8", "shape": [tensor.nbytes]}
+    outermost_first = sorted(range(tensor.dim()), key=strides.__getitem__, reverse=True)
+    return {"dtype": _CODES[tensor.dtype], "shape": [tensor.shape[dim] for dim in outermost_first]}
+
+
+def read_tree(data: bytes, device: torch.device) -> Tree:
+    """The tree in a file's bytes; ``device`` takes what lay on an accelerator. Raises ValueError if there is none."""
+    try:
+        flat = load(data)
+        (length,) = struct.unpack_from("<Q", data)
+        outline = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["tree"])
+        return put_together(outline, flat, device)
+    except Exception as error:  # whatever is in the file: it fails in the library, in the outline or in torch
+        raise ValueError(f"holds no tree ({type(error).__name__}: {error})") from error

@@ -1,0 +1,327 @@
+"""The commands that measure: `imagenet-fast bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from imagenet_fast.cli.options import JsonOption, PngOption, in_a_directory
+from imagenet_fast.errors import UserError
+
+bench_app = typer.Typer(help="Measure what this machine can do.", no_args_is_help=True)
+
+
+@bench_app.command("step")
+def bench_step(
+    context: typer.Context,
+    model: Annotated[str, typer.Option(help="alexnet, alexnet_bn, resnet18 or resnet50.")] = "resnet18",
+    image_size: Annotated[int, typer.Option(min=16)] = 64,
+    batch: Annotated[int, typer.Option(min=1)] = 128,
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
+    sync: Annotated[str, typer.Option(help="Engines to time beside the plain loop, comma-separated.")] = "lazy",
+    compiled: Annotated[bool, typer.Option("--compile", help="torch.compile both, block by block.")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 60,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each loop in a round.")] = 2,
+    checkpoint_every: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="STEPS", help="Each engine once more, saving so often; a round is so many steps."),
+    ] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Time our training step beside a plain PyTorch loop, interleaved, on one rank and synthetic data; with two GPUs or
+    more also that loop in nn.DataParallel over all of them, --batch pictures on each. With --checkpoint-every also what
+    checkpoints cost, written to the directory for temporary files (TMPDIR)."""
+    from imagenet_fast.bench.train_step import bench_step as measure
+    from imagenet_fast.bench.train_step import checkpoint_table, no_data_parallel, step_recipe, step_table
+
+    if checkpoint_every is not None:
+        _refuse_beside(context, ("steps",), "goes by --checkpoint-every, if that is given; leave one of them out")
+    variants = [step_recipe(model, image_size, batch, precision, compiled, name) for name in sync.split(",")]
+    times = measure(variants[0], variants, rounds, steps, checkpoint_every)
+    _show(times, step_table, json_file)
+    if checkpoint_every is not None:
+        _show(times, checkpoint_table, None)
+    if (reason := no_data_parallel(variants[0])) is not None:
+        print(reason)
+
+
+@bench_app.command("sync")
+def bench_sync(
+    context: typer.Context,
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            metavar="NAME|FILE|random:SEED",
+            help="Layer profile: alexnet, resnet50, ..., a .json file, or a network drawn from a seed.",
+        ),
+    ] = "alexnet",
+    hosts: Annotated[
+        int, typer.Option(min=1, help="Each on a link of its own where --rate is given; else all are this machine.")
+    ] = 4,
+    ranks_per_host: Annotated[
+        int, typer.Option(min=1, help="Ranks on each host, with its loopback interface between them.")
+    ] = 1,
+    rate: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Each host's link, as 250mbit (Linux, root). Default: loopback.")
+    ] = None,
+    scale: Annotated[int, typer.Option(min=1, help="Send this fraction (1/N) of each gradient.")] = 1,
+    compute: Annotated[
+        float | None, typer.Option(min=0, help="Seconds a replayed step computes. Default: the profile's.")
+    ] = None,
+    sync: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="Engines; NAME:WIRE for a wire dtype of its own. Default: all that can be."),
+    ] = None,
+    wire: Annotated[str, typer.Option(help="fp32, bf16 or fp16; int8 or fp8 for engines that can.")] = "bf16",
+    overrides: Annotated[
+        list[str], typer.Option("--set", metavar="ENGINE.KEY=VALUE", help="An engine's key; repeatable.")
+    ] = [],  # noqa: B006
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each engine in a round.")] = 2,
+    json_file: JsonOption = None,
+    png: PngOption = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write a timeline of each engine there, for ui.perfetto.dev.")
+    ] = None,
+    count: Annotated[
+        bool, typer.Option("--count", help="No network: count what a step costs a rank, at any number of ranks.")
+    ] = False,
+    ranks: Annotated[str, typer.Option(metavar="N,M", help="With --count: of all nodes together.")] = "8,64,512",
+    ranks_per_node: Annotated[int, typer.Option(min=1, help="With --count: each node has one link.")] = 8,
+    link: Annotated[
+        str, typer.Option(metavar="RATE", help="With --count: of that link, for engines that plan.")
+    ] = "56gbit",
+    ladder: Annotated[
+        bool, typer.Option("--ladder", help="What each technique of GradientFlow gains, one added to the others.")
+    ] = False,
+    batches: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,M", help="DDP and hybrid at these batch sizes; --compute is of the largest, as 16,32,64,128."
+        ),
+    ] = None,
+) -> None:
+    """Replay a model's layer profile against every engine over a network of one's own, beside DDP and the limits."""
+    from imagenet_fast.cost_model.layer_profile import load_profile
+    from imagenet_fast.recipe.load import parse_engines
+
+    profile = load_profile(model)
+    if compute is not None:
+        profile = profile.lasting(compute)
+    if count:
+        from imagenet_fast.bench.comm_volume import COUNTED, bench_count, count_table
+
+        measuring = (
+            "hosts", "ranks_per_host", "rate", "scale", "rounds", "steps", "png", "trace", "ladder", "batches"
+        )  # fmt: skip
+        _refuse_beside(context, measuring, "measures a network, and --count does without one; leave one of them out")
+        engines = parse_engines(sync or COUNTED, wire, overrides)
+        _show(bench_count(profile, engines, ranks, ranks_per_node, link), count_table, json_file)
+        return
+    from imagenet_fast.bench.engines import ENGINES
+    from imagenet_fast.bench.engines import bench_sync as measure_all
+
+    _refuse_beside(context, ("ranks", "ranks_per_node", "link"), "is for --count; add that, or give --hosts and --rate")
+    measure = partial(
+        measure_all, hosts=hosts, ranks_per_host=ranks_per_host, rate=rate, scale=scale, rounds=rounds, steps=steps
+    )
+    if ladder or batches is not None:
+        asked, own = ("--ladder", ("batches",)) if ladder else ("--batches", ())
+        reason = f"does not go with {asked}, which has engines of its own; leave one of them out"
+        _refuse_beside(context, ("sync", "wire", "overrides", "trace", *own), reason)
+    if ladder:
+        from imagenet_fast.bench.ladder import bench_ladder, draw_ladder, ladder_table
+
+        _show_and_draw(partial(bench_ladder, profile, measure), ladder_table, draw_ladder, (9, 4), json_file, png)
+    elif batches is not None:
+        from imagenet_fast.bench.batches import batch_table, bench_batches, draw_batches
+        from imagenet_fast.bench.whole_numbers import whole_numbers
+
+        by_batch = partial(bench_batches, profile, whole_numbers("--batches", batches, "16,32,64,128"), measure)
+        _show_and_draw(by_batch, batch_table, draw_batches, (7, 4), json_file, png)
+    else:
+        from imagenet_fast.bench.engine_tables import draw_sync, sync_table
+
+        engines = parse_engines(sync or ENGINES, wire, overrides)
+        by_engine = partial(measure, profile, engines, traces=trace)
+        _show_and_draw(by_engine, sync_table, draw_sync, (9, 0.4 * len(engines) + 2), json_file, png)
+
+
+@bench_app.command("collectives")
+def bench_collectives(
+    sizes: Annotated[
+        str,
+        typer.Option(
+            metavar="A,B..C:N", help="Bytes of the messages: K, M and G are powers of 1024; B..C goes by N, or doubles."
+        ),
+    ] = "2KB..64MB",
+    collectives: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="native (the backend's own), ring, ..., mpi. Default: all that can be."),
+    ] = None,
+    hosts: Annotated[
+        int, typer.Option(min=1, help="Each on a link of its own where --rate is given; else all are this machine.")
+    ] = 4,
+    ranks_per_host: Annotated[int, typer.Option(min=1, help="Ranks on each host.")] = 1,
+    rate: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Each host's link, as 250mbit (Linux, root). Default: loopback.")
+    ] = None,
+    wire: Annotated[str, typer.Option(help="fp32, bf16 or fp16; MPI sends as many bytes of fp32.")] = "fp32",
+    device: Annotated[
+        str | None, typer.Option(help="cpu (gloo) or cuda (NCCL). Default: cuda where each rank can have a GPU.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 3,
+    seconds: Annotated[float, typer.Option(min=0, help="To repeat an all-reduce in a round, 200 times at most.")] = 0.4,
+    json_file: JsonOption = None,
+    png: PngOption = None,
+) -> None:
+    """Time all-reduces by message size: latency, bandwidth and use of the link, by gloo, NCCL, MPI and ours."""
+    from imagenet_fast.bench.collectives import bandwidth_table, draw_bandwidth
+    from imagenet_fast.bench.collectives import bench_collectives as measure
+
+    times = partial(measure, sizes, collectives, hosts, ranks_per_host, rate, wire, device, rounds, seconds)
+    _show_and_draw(times, bandwidth_table, draw_bandwidth, (11, 5), json_file, png)
+
+
+@bench_app.command("pipeline")
+def bench_pipeline(
+    stages: Annotated[int, typer.Option(min=2, help="Ranks of this machine, each with a stage of the model.")] = 4,
+    micro_batches: Annotated[str, typer.Option(metavar="N,M", help="Of one batch.")] = "1,2,4,8,16",
+    schedules: Annotated[
+        str, typer.Option(metavar="A,B", help="Of gpipe, 1f1b (no fewer micro-batches than stages) and interleaved.")
+    ] = "gpipe,1f1b,interleaved",
+    model: Annotated[str, typer.Option(help="alexnet, alexnet_bn, resnet18 or resnet50.")] = "resnet50",
+    image_size: Annotated[int, typer.Option(min=16)] = 64,
+    batch: Annotated[int, typer.Option(min=1)] = 32,
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
+    sleep: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="Seconds of a micro-batch's forward in a stage that sleeps. Default: by the layer profile."
+        ),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu (gloo) or cuda (NCCL). Default: cuda where each rank can have a GPU.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Steps of each kind.")] = 3,
+    json_file: JsonOption = None,
+    png: PngOption = None,
+) -> None:
+    """Measure a pipeline's bubble beside the formula's, what its ranks keep for backward, and pictures a second."""
+    from imagenet_fast.bench.pipeline import bench_pipeline as measure
+    from imagenet_fast.bench.pipeline import draw_pipeline, pipeline_table
+    from imagenet_fast.bench.train_step import step_recipe
+    from imagenet_fast.bench.whole_numbers import whole_numbers
+
+    recipe = step_recipe(model, image_size, batch, precision, compiled=False)
+    counts = whole_numbers("--micro-batches", micro_batches, "1,2,4,8,16")
+    chosen = [name.strip() for name in schedules.split(",")]
+    times = partial(measure, recipe, stages, counts, chosen, sleep, device, rounds)
+    inches = (9, 1 + len(chosen) * (0.6 + 0.3 * stages))
+    _show_and_draw(times, pipeline_table, draw_pipeline, inches, json_file, png)
+
+
+@bench_app.command("profile")
+def bench_profile(
+    file: Annotated[Path, typer.Argument(metavar="FILE", callback=in_a_directory, help="The JSON file to write.")],
+    model: Annotated[str, typer.Option(help="alexnet, alexnet_bn, resnet18 or resnet50.")] = "alexnet",
+    image_size: Annotated[int, typer.Option(min=16)] = 224,
+    batch: Annotated[int, typer.Option(min=1)] = 64,
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
+    steps: Annotated[int, typer.Option(min=1)] = 10,
+) -> None:
+    """Record how long each layer of a model computes here, for `bench sync`."""
+    from imagenet_fast.bench.layer_profiler import record_profile
+    from imagenet_fast.bench.train_step import step_recipe
+    from imagenet_fast.cost_model.layer_profile import save_profile
+    from imagenet_fast.distributed.init import prepare_device
+
+    recipe = step_recipe(model, image_size, batch, precision, compiled=False)
+    profile = record_profile(recipe, prepare_device(0)[0], steps)
+    save_profile(profile, file)
+    print(f"{len(profile.layers)} layers, {profile.compute_s:.3f} s a step: {file}")
+
+
+@bench_app.command("data")
+def bench_data(
+    loaders: Annotated[
+        str,
+        typer.Option(
+            metavar="A,B", help="Of folder, dali, dali-bare, torchvision-pil, torchvision-io, decoding, synthetic."
+        ),
+    ] = "folder,dali,dali-bare,torchvision-pil,torchvision-io,decoding",
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Holds train/<class>/* and val/<class>/*. Default: photos made from two."),
+    ] = None,
+    image_size: Annotated[int, typer.Option(min=16)] = 224,
+    batch: Annotated[int, typer.Option(min=1)] = 128,
+    workers: Annotated[int | None, typer.Option(min=1, help="Default: one a core.")] = None,
+    seconds: Annotated[float, typer.Option(min=0, help="To take batches of each loader, a round.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each loader.")] = 5,
+    json_file: JsonOption = None,
+    png: PngOption = None,
+) -> None:
+    """Time the loaders beside torchvision's, a bare DALI and decoding alone, with nothing that trains, on one rank."""
+    from imagenet_fast.bench.dataloaders import bench_loading, draw_loading, loading_table, parse_loaders
+    from imagenet_fast.distributed.cpu_count import usable_cores
+
+    chosen = parse_loaders(loaders)
+    measure = partial(bench_loading, chosen, data, image_size, batch, workers or usable_cores(), seconds, rounds)
+    _show_and_draw(measure, loading_table, draw_loading, (8, 1 + 0.5 * len(chosen)), json_file, png)
+
+
+@bench_app.command("kernels")
+def bench_kernels(
+    model: Annotated[str, typer.Option(help="alexnet, alexnet_bn, resnet18 or resnet50.")] = "resnet50",
+    json_file: JsonOption = None,
+) -> None:
+    """Count the kernels of an optimiser's step over a model's parameters."""
+    from imagenet_fast.bench.optimizer_kernels import count_kernels, kernel_table
+    from imagenet_fast.bench.train_step import step_recipe
+
+    _show(count_kernels(step_recipe(model, 224, 1, "fp32", compiled=False)), kernel_table, json_file)
+
+
+def _refuse_beside(context: typer.Context, parameters: Sequence[str], reason: str) -> None:
+    """Raises UserError, which begins with the option, where one of ``parameters`` has been given."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name in parameters and source is not None and source.name != "DEFAULT":
+            raise UserError(f"{parameter.opts[-1]} {reason}")
+
+
+def _show_and_draw(
+    measure: Callable[[], list[Any]],
+    table: Callable[[list[Any]], Any],
+    draw: Callable[[list[Any], Any], None],
+    inches: tuple[float, float],
+    json_file: Path | None,
+    png: Path | None,
+) -> None:
+    """Show what is measured, and draw it where asked; a picture that cannot be drawn is refused before."""
+    from imagenet_fast.metrics.pictures import new_figure
+
+    figure = new_figure(png, *inches) if png is not None else None
+    rows = measure()
+    _show(rows, table, json_file)
+    if figure is not None:
+        draw(rows, figure)
+        figure.savefig(png)
+
+
+def _show(rows: list[Any], table: Callable[[list[Any]], Any], json_file: Path | None) -> None:
+    """Print dataclass rows as a table, and write them as JSON where asked."""
+    from rich.console import Console
+
+    from imagenet_fast.metrics.json_io import to_json
+
+    Console().print(table(rows))
+    if json_file is not None:
+        json_file.write_text(to_json([asdict(row) for row in rows], indent=2) + "\n", encoding="utf-8")

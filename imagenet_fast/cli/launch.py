@@ -1,0 +1,165 @@
+"""`imagenet-fast launch`: the text of a job for a cluster, to be read and handed in by a person."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from imagenet_fast.cli.options import DataOption, RecipeOption, SetOption, SyncOption, in_a_directory, whole_nodes
+from imagenet_fast.errors import warn
+
+if TYPE_CHECKING:
+    from imagenet_fast.launch.cluster_job import ClusterJob
+
+launch_app = typer.Typer(help="Print a job for a cluster that saves, and goes on.", no_args_is_help=True)
+
+_Nodes = Annotated[int, typer.Option("--nodes", metavar="N", parser=whole_nodes, help="Machines.")]
+_RanksEach = Annotated[
+    int | None, typer.Option("--nproc", min=1, help="Ranks a node, each on a GPU. Default: all that the recipe is for.")
+]
+_ScaleBatch = Annotated[bool, typer.Option("--scale-batch", help="As in train.")]
+_NoGpus = Annotated[bool, typer.Option("--no-gpus", help="Train on CPUs.")]
+_Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", metavar="DIR", help="Run directory, as every node sees it. Default: runs/<time>-<recipe>-<sync>."
+    ),
+]
+_Program = Annotated[
+    str | None,
+    typer.Option("--program", metavar="WORDS", help="What starts imagenet-fast on the nodes. Default: this Python."),
+]
+_TimeLimit = Annotated[
+    str | None, typer.Option("--time", metavar="LIMIT", help="As Slurm has it: 90 (minutes), 24:00:00 or 2-12:00:00.")
+]
+_Port = Annotated[int, typer.Option("--port", min=1, max=65535, help="Of the first node, where all meet.")]
+_File = Annotated[
+    Path | None, typer.Option("--file", metavar="FILE", callback=in_a_directory, help="Write it there instead.")
+]
+
+
+@launch_app.command()
+def slurm(
+    recipe: RecipeOption,
+    nodes: _Nodes,
+    nproc: _RanksEach = None,
+    data: DataOption = None,
+    out: _Out = None,
+    sync: SyncOption = None,
+    overrides: SetOption = [],  # noqa: B006
+    scale_batch: _ScaleBatch = False,
+    time: _TimeLimit = None,
+    partition: Annotated[str | None, typer.Option(metavar="NAME")] = None,
+    account: Annotated[str | None, typer.Option(metavar="NAME")] = None,
+    cores: Annotated[int | None, typer.Option(min=1, help="Of each node. Default: whole nodes, for us alone.")] = None,
+    no_gpus: _NoGpus = False,
+    program: _Program = None,
+    file: _File = None,
+) -> None:
+    """Print a script for sbatch, which Slurm queues again when it is pre-empted or its time is up."""
+    from imagenet_fast.launch.cluster_job import hand_over, job_label
+    from imagenet_fast.launch.sbatch import sbatch_text
+
+    job = _settle(recipe, sync, overrides, nodes, nproc, scale_batch)
+    text = sbatch_text(
+        job, _command(job, program, data, out), label=job_label(job.path.stem), gpus=not no_gpus, cores=cores,
+        time_limit=time, partition=partition, account=account,
+    )  # fmt: skip
+    hand_over(text, file)
+
+
+@launch_app.command()
+def k8s(
+    recipe: RecipeOption,
+    nodes: _Nodes,
+    image: Annotated[str, typer.Option(help="With imagenet-fast in it, as of our Dockerfile.")],
+    run_claim: Annotated[
+        str,
+        typer.Option("--run-claim", metavar="NAME", help="PersistentVolumeClaim of runs; pods see it at /runs."),
+    ],
+    data_claim: Annotated[
+        str | None, typer.Option("--data-claim", metavar="NAME", help="And of the pictures, read at /data.")
+    ] = None,
+    nproc: _RanksEach = None,
+    out: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Run directory, below /runs. Default: /runs/<name>.")
+    ] = None,
+    kind: Annotated[Literal["jobset", "pytorchjob"], typer.Option("--kind", help="What kind of job.")] = "jobset",
+    name: Annotated[str | None, typer.Option(help="Of the job. Default: by the recipe's.")] = None,
+    namespace: Annotated[str | None, typer.Option(metavar="NAME")] = None,
+    sync: SyncOption = None,
+    overrides: SetOption = [],  # noqa: B006
+    scale_batch: _ScaleBatch = False,
+    time: _TimeLimit = None,
+    port: _Port = 29400,
+    no_gpus: _NoGpus = False,
+    file: _File = None,
+) -> None:
+    """Print a JobSet for kubectl apply, whose pods start again, and go on, when they are evicted.
+
+    A PyTorchJob is for clusters that still have the training operator (v1).
+    """
+    from imagenet_fast.launch.cluster_job import check_data, hand_over, job_label, parse_time_limit
+    from imagenet_fast.launch.jobset import jobset_text
+    from imagenet_fast.launch.pod_spec import Pods
+    from imagenet_fast.launch.pytorchjob import pytorchjob_text
+
+    job = _settle(recipe, sync, overrides, nodes, nproc, scale_batch)
+    check_data(job.recipe, data_claim, "--data-claim")
+    limit_s = parse_time_limit(time) if time is not None else None
+    pods = Pods(
+        job, name or job_label(job.path.stem), image, run_claim, data_claim, out, namespace, not no_gpus, port, limit_s
+    )
+    hand_over(jobset_text(pods) if kind == "jobset" else pytorchjob_text(pods), file)
+
+
+@launch_app.command()
+def ssh(
+    recipe: RecipeOption,
+    hosts: Annotated[str, typer.Option(metavar="A,B", help="By names or addresses that all of them know.")],
+    nodes: Annotated[
+        int | None, typer.Option(metavar="N", parser=whole_nodes, help="The first so many. Default: all hosts.")
+    ] = None,
+    nproc: _RanksEach = None,
+    data: DataOption = None,
+    out: _Out = None,
+    sync: SyncOption = None,
+    overrides: SetOption = [],  # noqa: B006
+    scale_batch: _ScaleBatch = False,
+    port: _Port = 29400,
+    program: _Program = None,
+    file: _File = None,
+) -> None:
+    """Print a script of one ssh a host."""
+    from imagenet_fast.launch.cluster_job import hand_over
+    from imagenet_fast.launch.ssh_script import meeting_place, parse_hosts, ssh_text
+
+    chosen = parse_hosts(hosts, nodes)
+    job = _settle(recipe, sync, overrides, len(chosen), nproc, scale_batch)
+    command = _command(job, program, data, out, *meeting_place(chosen, port))
+    hand_over(ssh_text(job, command, chosen, port), file)
+
+
+def _settle(
+    recipe: str, sync: str | None, overrides: list[str], nodes: int, nproc: int | None, scale_batch: bool
+) -> ClusterJob:
+    from imagenet_fast.launch.cluster_job import plan_cluster_job
+    from imagenet_fast.recipe.doubts import doubts
+
+    job = plan_cluster_job(recipe, sync, overrides, nodes, nproc, scale_batch)
+    for doubt in doubts(job.recipe):
+        warn(doubt)
+    return job
+
+
+def _command(job: ClusterJob, program: str | None, data: Path | None, out: Path | None, *more: str) -> list[str]:
+    """What nodes start that share this machine's files."""
+    from imagenet_fast.launch.cluster_job import check_data, parse_program
+    from imagenet_fast.launch.job_setup import new_folder
+
+    check_data(job.recipe, data, "--data")
+    folder = out or new_folder(job.path.stem, job.recipe.sync.kind)
+    pictures = str(data.absolute()) if data is not None else None
+    return [*parse_program(program), *job.train(job.recipe_here, pictures, str(folder.absolute()), *more)]

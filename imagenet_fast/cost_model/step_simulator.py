@@ -1,0 +1,180 @@
+"""The cost model: how long a step takes, from its course, what travels in it, and what the network costs.
+
+Messages under way share the wire evenly, as their connections do; what a message waits for besides, its latency, goes
+on beside other messages' bytes. The processor prepares one after the other. After the models of MG-WFBP (Shi et al.,
+INFOCOM 2019), with the next forward, plans, queues and codecs added.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from imagenet_fast.cost_model.link_model import NO_CODEC, CodecCost, Link
+from imagenet_fast.cost_model.priority_schedule import Task
+from imagenet_fast.cost_model.timing import Timing
+
+THRESHOLDS = [*(2.0**power for power in range(16, 27)), math.inf]
+"""Bytes: 64 KiB to 64 MiB, and everything at once."""
+
+_CAME, _RELEASED, _BEGUN = range(3)
+"""Kinds of events, those first that free others."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the cost model makes of an engine."""
+
+    engine: str
+    step_s: float
+    exact: bool
+    chosen: bool
+
+
+@dataclass(frozen=True)
+class Sending:
+    """A message of a step, or a half of one."""
+
+    task: Task
+    """From when on it may leave, its bytes, and of which other it is the second half."""
+    spans: range
+    """Whose gradients, by number in pool order, are complete once it and its like have come."""
+    link: Link
+    codec: CodecCost = NO_CODEC
+    urgent: bool = False
+    """Whether what is released with it at the end of backward, but is not urgent, waits until it has come."""
+    run: int = 0
+    """Messages of one run are pieces of what travels together."""
+    queue: str = ""
+    """Messages of one queue leave in their order,"""
+    abreast: float = math.inf
+    """of which so many are under way at a time."""
+    kind: str = ""
+    """At the end of backward a message waits for those before it of each other kind, but for the last."""
+
+
+def simulated_step_s(
+    sendings: Sequence[Sending],
+    releases: Sequence[Sequence[int]],
+    awaits: Literal["each", "backward", "read"],
+    timing: Timing,
+) -> float:
+    """Seconds of a step that sends ``sendings``, those of ``releases`` by event: a push each, and backward's end.
+
+    With ``read`` the next forward stands still at every layer whose gradients have not come, else where it begins. So
+    all of a step has come before the next backward: steps do not meet on the wire, and each is like the first.
+    """
+    moments = [*timing.ready, timing.backward_s]
+    came = _came(sendings, releases, awaits == "each", moments)
+    late = 0.0
+    for sending, moment in zip(sendings, came, strict=True):
+        needed = min(timing.needed[span] for span in sending.spans) if awaits == "read" else 0.0
+        late = max(late, moment - timing.backward_s - needed)
+    return timing.compute_s + late
+
+
+def _came(
+    sendings: Sequence[Sending], releases: Sequence[Sequence[int]], one_by_one: bool, moments: Sequence[float]
+) -> list[float]:
+    """When each message has come, from the beginning of backward; ``one_by_one``: no run leaves before the last has."""
+    behind = _behind(sendings, releases, one_by_one)
+    released = [0.0] * len(sendings)
+    queues: dict[str, deque[int]] = {}
+    for moment, numbers in zip(moments, releases, strict=True):
+        for number in numbers:
+            released[number] = moment
+            queues.setdefault(sendings[number].queue, deque()).append(number)
+    under_way = dict.fromkeys(queues, 0)
+    came, begun = [math.inf] * len(sendings), [0.0] * len(sendings)
+    events = [(moment, _RELEASED, -1) for moment in sorted(set(released))]
+    wire, processor = _Wire(), 0.0
+    while events or wire.busy:
+        if not events or wire.next_through <= events[0][0]:
+            now, number = wire.end()
+            link, codec, size = sendings[number].link, sendings[number].codec, sendings[number].task.message
+            here = max(now, begun[number] + link.call_s) + link.latency_s + size * codec.decode_s_per_byte
+            heapq.heappush(events, (here, _CAME, number))
+            continue
+        now, event, number = heapq.heappop(events)
+        if event == _BEGUN:
+            wire.begin(now, number, sendings[number].task.message * sendings[number].link.s_per_byte)
+            continue
+        if event == _CAME:
+            came[number] = now
+            under_way[sendings[number].queue] -= 1
+        for name, queue in queues.items():
+            while queue and released[queue[0]] <= now and all(came[other] <= now for other in behind[queue[0]]):
+                sending, size = sendings[queue[0]], sendings[queue[0]].task.message
+                if under_way[name] >= sending.abreast:
+                    break
+                number = queue.popleft()
+                under_way[name] += 1
+                begun[number] = max(now, processor) + size * sending.codec.encode_s_per_byte
+                processor = begun[number] + sending.link.call_s + size * sending.codec.decode_s_per_byte
+                heapq.heappush(events, (begun[number], _BEGUN, number))
+    return came
+
+
+class _Wire:
+    """Carries any number of messages at a time, each at the same share of its rate."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._given = 0.0
+        """Seconds of the whole wire that a message would have been given which had been on it from the beginning."""
+        self._ends: list[tuple[float, int]] = []
+        """By message, what that will be when it is through."""
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._ends)
+
+    @property
+    def next_through(self) -> float:
+        """When the next message is, if no other begins."""
+        return self._now + (self._ends[0][0] - self._given) * len(self._ends) if self._ends else math.inf
+
+    def begin(self, now: float, number: int, seconds: float) -> None:
+        """A message that would take so many ``seconds`` alone."""
+        if self._ends:
+            self._given += (now - self._now) / len(self._ends)
+        self._now = now
+        heapq.heappush(self._ends, (self._given + seconds, number))
+
+    def end(self) -> tuple[float, int]:
+        """When the next message is through, and which it is."""
+        self._now = self.next_through
+        self._given, number = heapq.heappop(self._ends)
+        return self._now, number
+
+
+def _behind(sendings: Sequence[Sending], releases: Sequence[Sequence[int]], one_by_one: bool) -> list[list[int]]:
+    """By message, those that must have come before it leaves."""
+    behind: list[list[int]] = [[] for _ in sendings]
+    run: list[int] = []
+    before: list[int] = []  # the run before it
+    urgent: list[int] = []  # the last of these
+    for event, released in enumerate(releases):
+        last = event == len(releases) - 1
+        kinds: dict[str, list[int]] = {}
+        for number in released:
+            sending = sendings[number]
+            if sending.task.after is not None:
+                behind[number].append(sending.task.after)
+            if one_by_one:
+                if run and sending.run != sendings[run[0]].run:
+                    before, run = run, []
+                run.append(number)
+                behind[number] += before
+            if last:
+                behind[number] += [n for kind, ns in kinds.items() if kind != sending.kind for n in ns[-2:-1]]
+                kinds.setdefault(sending.kind, []).append(number)
+            if last and sending.urgent:
+                urgent = [number]
+            elif not sending.urgent:
+                behind[number] += urgent
+    return behind

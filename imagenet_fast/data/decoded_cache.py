@@ -1,0 +1,284 @@
+"""Decoded pictures, kept on a disk of the node: the first epoch fills it, all ranks of the node share it.
+
+What a loader shows is the same with it and without it, also while it is filled: crops are made of a picture that is
+decoded and shrunk (``data.cache_side``), whether just now or long ago. Labels are not kept.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from io import BytesIO
+from pathlib import Path
+from threading import Lock, Thread
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from imagenet_fast.data.decode import PIL_REFUSES, BadPictureError, Pixels, decode
+from imagenet_fast.data.image_source import Split
+from imagenet_fast.data.mmap_store import (
+    INDEX,
+    SYNCED,
+    PixelFile,
+    alone,
+    bytes_taken,
+    go_back,
+    make_empty,
+    read_alone,
+    read_entries,
+)
+from imagenet_fast.data.resize import shrunk, shrunk_size
+from imagenet_fast.data.sampler import Order, TrainOrder
+from imagenet_fast.errors import UserError, warn
+from imagenet_fast.recipe.data_config import ImageData
+
+_VERSION = 1
+_ABOUT = "about.json"
+_MEASURED = 200
+"""Pictures whose sizes stand for those of all."""
+_COMPARED = 16
+"""Pictures that are decoded again when a cache is opened."""
+_SYNC_S = 60.0
+_SPARE = 1.02
+
+
+def pixels_of(pictures: Split, order: Order, data: ImageData) -> Callable[[int], Pixels]:
+    """What gives the pixels of a picture by its number, from the cache if the recipe has one. It raises BadPictureError
+    and OSError. Raises UserError where the cache cannot be used."""
+    if data.cache:
+        split = "train" if isinstance(order, TrainOrder) else "val"
+        return open_cache(Path(data.cache).expanduser(), split, pictures, data.cache_side).pixels
+    return lambda index: _made(pictures, index, data.cache_side)
+
+
+class Cache:
+    """Of ``pictures``, shrunk to a shorter side of ``side`` unless that is 0. Many threads may ask."""
+
+    def __init__(self, folder: Path, pictures: Split, side: int, kept: PixelFile, writable: bool) -> None:
+        self.folder = folder
+        self.pictures = pictures
+        self.full = "" if writable else "it cannot be written"
+        """Why nothing more is kept."""
+        self._side = side
+        self._kept = kept
+        self._lock = Lock()
+        self._synced_at = time.monotonic()
+
+    @property
+    def missing(self) -> list[int]:
+        """The pictures that are not in it."""
+        return np.flatnonzero(self._kept.entries == 0).tolist()
+
+    def pixels(self, index: int) -> Pixels:
+        """Of picture ``index``, and keep them. Raises BadPictureError, and OSError where it cannot be read."""
+        pixels = self._kept.read(index)
+        if pixels is None:
+            pixels = _made(self.pictures, index, self._side)
+            if not self.full:
+                self._keep(index, pixels)
+        return pixels
+
+    def sync(self) -> None:
+        """Have all that is kept on the disk."""
+        with suppress(OSError):  # then less is believed if the machine goes down
+            self._kept.sync()
+
+    def _keep(self, index: int, pixels: Pixels) -> None:
+        try:
+            self._kept.write(index, pixels)
+        except OSError as error:
+            with self._lock:
+                told, self.full = self.full, error.strerror or str(error)
+            if not told:
+                warn(
+                    f"{self.folder} takes no more pictures ({self.full}): those that are not in it are decoded in each "
+                    "epoch; free some space and start again, or give another data.cache"
+                )
+        with self._lock:
+            late = time.monotonic() - self._synced_at > _SYNC_S
+            if late:
+                self._synced_at = time.monotonic()
+        if late:  # beside the threads that decode, since it may take seconds
+            Thread(target=self.sync, name="sync", daemon=True).start()
+
+
+def open_cache(root: Path, split: str, pictures: Split, side: int) -> Cache:
+    """That of a ``split`` under ``root``: what is there already if it is whole and of these pictures, or a new one.
+
+    Tells how much it will take before it is filled. Raises UserError where there is no room, or it cannot be made.
+    """
+    folder = root / f"{split}-{side or 'whole'}"
+    with _one_at_a_time(folder) as writable:
+        about = {"version": _VERSION, "pictures": len(pictures), "side": side, "names": _digest(pictures)}
+        found = _about(folder)
+        fault = "is not there" if found is None else _fault(folder, found, about, pictures, side)
+        needed: int = found["bytes"] if found and not fault else 0
+        current = found is not None and found.get("boot") == _boot()
+        if fault and not writable:
+            raise UserError(f"{folder} {fault} and cannot be written; give another data.cache")
+        if writable and (fault or not current):
+            if not _is_alone(folder):
+                fault = fault or "is of before this machine started"
+                raise UserError(f"{folder} {fault}, and another run, or machine, uses it; give another data.cache")
+            if fault:
+                needed = _check_room(folder, pictures, side)
+                if found is not None:
+                    print(f"{folder} {fault}: it is made anew", file=sys.stderr)
+            try:
+                if fault:
+                    (folder / _ABOUT).unlink(missing_ok=True)
+                    make_empty(folder, len(pictures))
+                else:
+                    go_back(folder, len(pictures))
+                (folder / _ABOUT).write_text(
+                    json.dumps({**about, "boot": _boot(), "bytes": needed}) + "\n", encoding="utf-8"
+                )
+            except OSError as error:
+                raise UserError(f"{folder} cannot be made ({error.strerror}); give another data.cache") from None
+        try:
+            kept = PixelFile(folder, len(pictures), INDEX if writable or current else SYNCED, writable, needed)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{folder} cannot be opened ({error}); remove it, or give another data.cache") from None
+    cache = Cache(folder, pictures, side, kept, writable)
+    if writable:
+        _settle(cache, needed)
+    return cache
+
+
+def _made(pictures: Split, index: int, side: int) -> Pixels:
+    return shrunk(decode(pictures.read(index)), side)
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[bool]:
+    """While no other process looks at, or makes, what is in ``folder``; whether this one may write there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("ab")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError as error:
+        if (folder / _ABOUT).is_file():
+            yield False
+            return
+        raise UserError(f"{folder} cannot be made ({error.strerror}); give another data.cache") from None
+    with lock:
+        yield True
+
+
+def _about(folder: Path) -> dict[str, Any] | None:
+    """What was written when the cache was made; None where there is none, nothing where that is damaged."""
+    try:
+        found = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) and isinstance(found.get("bytes"), int) else {}
+
+
+def _fault(folder: Path, found: dict[str, Any], about: dict[str, Any], pictures: Split, side: int) -> str:
+    """Why what is there is not to be used; nothing where it is."""
+    if not found:
+        return "is damaged"
+    if {key: found.get(key) for key in about} != about:
+        return "is of other pictures"
+    try:
+        entries = read_entries(folder, INDEX if found.get("boot") == _boot() else SYNCED, len(pictures))
+        if entries is None:
+            return "is damaged"
+        there = np.flatnonzero(entries)
+        for place in np.unique(np.linspace(0, len(there) - 1, _COMPARED).astype(int)) if len(there) else ():
+            index = int(there[place])
+            if not np.array_equal(read_alone(folder, entries.item(index)), _made(pictures, index, side)):
+                return "has other pixels than the pictures have now"
+    except (OSError, ValueError, BadPictureError):
+        return "is damaged, or its pictures are"
+    return ""
+
+
+def _digest(pictures: Split) -> str:
+    """Digest all names in order, by the real paths of their folders, so that links to the data change nothing."""
+    digest = hashlib.sha256()
+    real: dict[str, str] = {}
+    for index in range(len(pictures)):
+        folder, slash, name = pictures.name(index).rpartition("/")
+        if folder not in real:
+            real[folder] = os.path.realpath(folder + slash)
+        digest.update(os.fsencode(f"{real[folder]}/{name}") + b"\0")
+    return digest.hexdigest()
+
+
+def _boot() -> str:
+    """Since when this machine has been up: what it had not written to the disk before, is lost."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def _is_alone(folder: Path) -> bool:
+    try:
+        return alone(folder)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be opened ({error.strerror}); give another data.cache") from None
+
+
+def _check_room(folder: Path, pictures: Split, side: int) -> int:
+    """How many bytes all pictures will take, told. Raises UserError where there are fewer."""
+    sizes = list(some_sizes(pictures, _MEASURED))
+
+    def taken(side: int) -> int:
+        """By a sample of pictures."""
+        shapes = (shrunk_size(height, width, side) for height, width in sizes)
+        mean = sum(3 * height * width for height, width in shapes) / max(1, len(sizes))
+        return round(_SPARE * mean * len(pictures))
+
+    free = shutil.disk_usage(folder).free + bytes_taken(folder)  # of which nothing will stay
+    needed = taken(side)
+    of = f"{len(pictures)} pictures, {f'with a shorter side of at most {side}' if side else 'as large as they are'}, "
+    if needed > free:
+        fitting = next((less for less in range(side or 1024, 0, -16) if taken(less) <= free), 0)
+        instead = f", which would do for a data.cache_side of {fitting}" if fitting else ""
+        raise UserError(
+            f"{of}take about {_gigabytes(needed)} in {folder}, and its disk has {_gigabytes(free)} free{instead}; "
+            "free some, or give another data.cache"
+        )
+    print(f"{of}will take about {_gigabytes(needed)} in {folder}; {_gigabytes(free)} are free", file=sys.stderr)
+    return needed
+
+
+def some_sizes(pictures: Split, count: int) -> Iterator[tuple[int, int]]:
+    """Heights and widths of ``count`` pictures from all over the split, but of no bad ones."""
+    for index in np.unique(np.linspace(0, len(pictures) - 1, count).astype(int)).tolist():
+        with suppress(*PIL_REFUSES), Image.open(BytesIO(pictures.read(index))) as picture:
+            yield picture.height, picture.width
+
+
+def _settle(cache: Cache, bytes_expected: int) -> None:
+    """What a former run has left to be done, and a warning where it will not be all in the end."""
+    missing, pictures = len(cache.missing), len(cache.pictures)
+    if missing < pictures:
+        Thread(target=cache.sync, name="sync", daemon=True).start()
+        free, needed = shutil.disk_usage(cache.folder).free, bytes_expected * missing // pictures
+        if needed > free and os.environ.get("LOCAL_RANK", "0") == "0":
+            warn(
+                f"{cache.folder} lacks {missing} of {pictures} pictures, about {_gigabytes(needed)}, and its "
+                f"disk has {_gigabytes(free)} free; some will be decoded in every epoch"
+            )
+
+
+def _gigabytes(size: float) -> str:
+    """As people say it."""
+    for unit, of in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= of:
+            return f"{size / of:.1f} {unit}"
+    return f"{size:.0f} bytes"

@@ -1,0 +1,52 @@
+"""Describe the data of a run, so that a resumed run can check that it has the same data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from imagenet_fast.data.image_names import shown
+from imagenet_fast.data.image_source import Split
+
+Contents = dict[str, Any]
+"""The names of the classes in order of their labels and, for each split, how many images it has and a digest of their
+names and labels, wherever they lie: plain values, as a checkpoint takes them. Images that are made up have no names."""
+
+
+def contents_of_split(images: int, pictures: Split | None) -> dict[str, Any]:
+    """Describe one split: its number of ``images``, and a digest of ``pictures`` (None: they are made up)."""
+    return {"images": images, "digest": "" if pictures is None else pictures.digest()}
+
+
+def contents(classes: Sequence[str], train: Mapping[str, Any], val: Mapping[str, Any]) -> Contents:
+    """Describe a data set by its classes and its two splits, as :func:`contents_of_split` gives them."""
+    return {"classes": [shown(name) for name in classes], "train": dict(train), "val": dict(val)}
+
+
+def differences(before: Contents, now: Contents) -> list[str]:
+    """List how the data differs ``now`` from what it was ``before``, as parts of a sentence; empty: it does not."""
+    found = _class_differences(before["classes"], now["classes"])
+    named = bool(found)
+    for split, what in (("train", "training"), ("val", "validation")):
+        old, new = before[split], now[split]
+        if old["images"] != new["images"]:
+            found.append(f"{new['images']} {what} images for {old['images']}")
+        elif old["digest"] != new["digest"] and not named:
+            found.append(f"other names or labels of its {what} images")
+    return found
+
+
+def _class_differences(before: list[str], now: list[str]) -> list[str]:
+    gone = sorted(set(before) - set(now))
+    added = sorted(set(now) - set(before))
+    more = f" and {max(len(gone), len(added)) - 1} more such" if max(len(gone), len(added)) > 1 else ""
+    match gone, added:
+        case [], []:
+            moved = (place for place, names in enumerate(zip(before, now, strict=True)) if names[0] != names[1])
+            return [f"the class '{now[place]}' as number {place} for '{before[place]}'" for place in [*moved][:1]]
+        case [], [first, *_]:
+            return [f"a class '{first}' that it had not{more}"]
+        case [first, *_], []:
+            return [f"no class '{first}' any more{more}"]
+        case _:
+            return [f"the class '{added[0]}' for '{gone[0]}'{more}"]

@@ -1,0 +1,154 @@
+"""In which format pictures lie under a directory, and the splits of them as loaders see them in any."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple, assert_never
+
+from imagenet_fast.data import imagefolder
+from imagenet_fast.data.formats.shard_reader import Shards
+from imagenet_fast.data.formats.tfrecord import check_record_file, open_tfrecord
+from imagenet_fast.data.formats.webdataset import check_tar, open_webdataset
+from imagenet_fast.data.image_names import is_class_name
+from imagenet_fast.data.image_source import Split
+from imagenet_fast.data.quarantine import without_quarantined
+from imagenet_fast.errors import UserError
+
+Format = Literal["folder", "webdataset", "tfrecord"]
+SplitName = Literal["train", "val"]
+
+_WORDS = {"train": ("train",), "val": ("val", "validation")}
+_TAR = re.compile(r"(?P<start>.*?)(?P<number>\d*)\.tar", re.DOTALL)
+_RECORDS = re.compile(r"(?P<start>.*?)(?P<number>\d+)-of-(?P<total>\d+)(\.tfrecords?)?|.*\.tfrecords?", re.DOTALL)
+_OFFICIAL = re.compile(r"ILSVRC\d+_.*\.tar|n\d{8}\.tar")
+
+
+class Found(NamedTuple):
+    """What a directory holds of a split: its shards, or folders of pictures."""
+
+    format: Format
+    shards: Sequence[Path] = ()
+
+
+def check_folders(root: Path) -> None:
+    """Raise UserError where ``root`` cannot be trained on, as far as it shows without looking at every picture."""
+    train, val = find_split(root, "train"), find_split(root, "val")
+    if "folder" in (train.format, val.format) and not (train.shards or val.shards):
+        imagefolder.check_folders(root)
+        return
+    if train.format != val.format:
+        there, lacking = ("train", "val") if train.shards else ("val", "train")
+        raise UserError(f"{root} has shards of the {there} split but none of that kind of {lacking}; put both there")
+    _check(train)
+    _check(val)
+
+
+def check_validation(root: Path) -> None:
+    """Raise UserError where ``root`` cannot be evaluated on, as far as it shows without looking at every picture."""
+    val = find_split(root, "val")
+    if val.format == "folder":
+        imagefolder.check_validation(root)
+    elif find_split(root, "train").shards:
+        check_folders(root)
+    else:
+        _check(val)
+
+
+def open_training(root: Path) -> Split:
+    """The training split, whatever its format, without what is in quarantine. Raises UserError where it is damaged, or
+    not to be trained on."""
+    train = find_split(root, "train")
+    whole = imagefolder.scan_training(root) if train.format == "folder" else open_shards(root, "train", train)
+    return without_quarantined(whole, root, "train")
+
+
+def open_validation(root: Path) -> Split:
+    """The validation split, numbered as the training split if there is one. Raises UserError as :func:`open_training`
+    does."""
+    val = find_split(root, "val")
+    whole = imagefolder.scan_validation(root) if val.format == "folder" else open_shards(root, "val", val)
+    return without_quarantined(whole, root, "val")
+
+
+def open_shards(root: Path, split: SplitName, found: Found) -> Shards:
+    """All pictures of a split that is ``found`` in shards. Raises UserError where they are damaged."""
+    training = find_split(root, "train").shards
+    match found.format:
+        case "webdataset":
+            return open_webdataset(root, split, found.shards, training)
+        case "tfrecord":
+            return open_tfrecord(root, split, found.shards, training)
+        case "folder":
+            raise ValueError("folders hold no shards")
+        case _:
+            assert_never(found.format)
+
+
+def find_split(root: Path, split: SplitName) -> Found:
+    """Its shards: under ``root`` named after the split, or in a folder named after it. Else it consists of folders.
+
+    Raises UserError where there are several formats at once, a shard is missing, or the archives are the official ones.
+    """
+    words = "|".join(_WORDS[split])
+    own = re.compile(rf"(.*[-_.])?({words})([-_.].*)?", re.DOTALL)
+    files = [entry for entry in _entries(root) if own.fullmatch(entry.name) and entry.is_file()]
+    folders = [entry for word in _WORDS[split] for entry in _entries(root / word)]
+    nested = any(is_class_name(entry.name) and entry.is_dir() for entry in folders)
+    if not nested:
+        files += [entry for entry in folders if entry.is_file()]
+    paths = sorted(Path(entry.path) for entry in files)
+    tars = [path for path in paths if _TAR.fullmatch(path.name) and not _OFFICIAL.fullmatch(path.name)]
+    records = [path for path in paths if _RECORDS.fullmatch(path.name)]
+    if nested + bool(tars) + bool(records) > 1:
+        some = [str(path[0]) for path in (tars, records) if path] + [f"folders in {split}"] * nested
+        raise UserError(f"{root} holds the {split} split in several formats ({' and '.join(some)}); keep one of them")
+    if tars:
+        return Found("webdataset", _complete(tars, _TAR))
+    if records:
+        return Found("tfrecord", _complete(records, _RECORDS))
+    if not nested and (official := [path for path in paths if _OFFICIAL.fullmatch(path.name)]):
+        raise UserError(
+            f"{official[0]} is one of ImageNet's own archives; make what can be trained on out of them: "
+            "`imagenet-fast data prepare`"
+        )
+    return Found("folder")
+
+
+def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
+    """What is in it and not hidden, if it is there."""
+    if folder.is_dir():
+        with os.scandir(folder) as entries:
+            yield from (entry for entry in entries if not entry.name.startswith("."))
+
+
+def _complete(shards: list[Path], pattern: re.Pattern[str]) -> list[Path]:
+    """Raise UserError where numbers are missing between them, or behind the last if they say how many there are."""
+    parts = [found.groupdict() for path in shards if (found := pattern.fullmatch(path.name))]
+    named = [part for part in parts if part["number"]]
+    if len(totals := sorted({part["total"] for part in named if part.get("total")})) > 1:
+        raise UserError(f"{shards[0].parent} holds shards -of-{totals[0]} and -of-{totals[1]}; keep one set of them")
+    for start, total in {(part["start"], part.get("total")) for part in named}:
+        there = {int(part["number"]) for part in named if (part["start"], part.get("total")) == (start, total)}
+        expected = range(int(total)) if total else range(min(there), max(there) + 1)
+        if missing := sorted(set(expected) - there):
+            raise UserError(
+                f"{shards[0].parent} lacks {len(missing)} of the {len(expected)} shards {start}*, number {missing[0]} "
+                "first; put them there"
+            )
+    return shards
+
+
+def _check(found: Found) -> None:
+    """The first shard, as far as it is read at once."""
+    match found.format:
+        case "webdataset":
+            check_tar(found.shards[0])
+        case "tfrecord":
+            check_record_file(found.shards[0])
+        case "folder":
+            pass
+        case _:
+            assert_never(found.format)

@@ -1,0 +1,136 @@
+"""Shards made of pictures: the same bytes whenever they are made of the same, with the indexes that DALI's own readers
+ask for.
+
+Each shard is there whole or not at all.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, Literal, NamedTuple, assert_never
+
+from imagenet_fast.data.formats.crc32c import masked_crc32c
+from imagenet_fast.data.formats.example_proto import write_example
+from imagenet_fast.data.formats.shard_reader import CLASSES
+from imagenet_fast.data.formats.tfrecord import HEAD, TAIL
+from imagenet_fast.data.formats.webdataset import PICTURES
+from imagenet_fast.errors import UserError
+
+_WHEN_S = 1_325_376_000  # 2012, as in ImageNet's archives: tars hold it, and are to be the same
+_MAGIC = {b"\xff\xd8": "jpg", b"\x89PNG": "png", b"BM": "bmp", b"RIFF": "webp"}
+
+
+class Sample(NamedTuple):
+    """A picture as it is stored, and where it comes from."""
+
+    name: str
+    encoded: bytes
+    label: int
+    """An index into the names of the classes."""
+
+
+def shard_names(kind: Literal["webdataset", "tfrecord"], split: str, count: int) -> list[str]:
+    """``train-000000.tar`` and so on; or ``train-00000-of-01024`` and ``validation-``, as TensorFlow's scripts do."""
+    match kind:
+        case "webdataset":
+            return [f"{split}-{shard:06}.tar" for shard in range(count)]
+        case "tfrecord":
+            name = {"val": "validation"}.get(split, split)
+            return [f"{name}-{shard:05}-of-{count:05}" for shard in range(count)]
+        case _:
+            assert_never(kind)
+
+
+def dali_index(shard: Path) -> Path:
+    """Where the index for DALI's own readers is."""
+    return shard.with_suffix(".idx") if shard.suffix == ".tar" else shard.with_name(f"{shard.name}.idx")
+
+
+def write_classes(folder: Path, classes: Sequence[str]) -> None:
+    """``classes.txt``. Raises UserError as :func:`check_classes` does."""
+    check_classes(folder, classes)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _whole(folder / CLASSES) as file:
+        file.write(_lines(classes))
+
+
+def check_classes(folder: Path, classes: Sequence[str]) -> None:
+    """Raise UserError where a name has more than one line, or there are other names."""
+    if strange := [name for name in classes if not name or "\n" in name or name.endswith("\r")]:
+        raise UserError(f"a class named {strange[0]!r} does not fit a line of {CLASSES}; rename its folder")
+    path = folder / CLASSES
+    if path.exists() and path.read_bytes() != _lines(classes):
+        raise UserError(
+            f"{path} names other classes than are to be written there; give another directory, or remove what is there"
+        )
+
+
+def _lines(classes: Sequence[str]) -> bytes:
+    return b"".join(os.fsencode(name) + b"\n" for name in classes)
+
+
+def write_tar(path: Path, samples: Iterable[tuple[int, Sample]]) -> None:
+    """One shard of WebDataset, and DALI's index as its ``wds2idx`` makes it. Numbers are the samples' keys."""
+    lines: list[str] = []
+    with _whole(path) as file, tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        for number, sample in samples:
+            parts = []
+            for extension, content in ((_extension(sample), sample.encoded), ("cls", b"%d" % sample.label)):
+                member = tarfile.TarInfo(f"{number:08}.{extension}")
+                member.size, member.mtime = len(content), _WHEN_S
+                parts.append(f"{extension} {tar.offset + tarfile.BLOCKSIZE} {len(content)} {member.name}")
+                tar.addfile(member, io.BytesIO(content))
+            lines.append(" ".join(parts))
+    _write_lines(dali_index(path), [f"v1.2 {len(lines)}", *lines])
+
+
+def write_records(path: Path, samples: Iterable[Sample], classes: Sequence[str]) -> None:
+    """One shard of TFRecords, and DALI's index as its ``tfrecord2idx`` makes it."""
+    lines: list[str] = []
+    with _whole(path) as file:
+        for sample in samples:
+            example = write_example(
+                {
+                    "image/class/label": sample.label + 1,
+                    "image/class/synset": os.fsencode(classes[sample.label]),
+                    "image/encoded": sample.encoded,
+                    "image/filename": os.fsencode(sample.name),
+                    "image/format": {"jpg": "JPEG"}.get(_extension(sample), _extension(sample).upper()).encode(),
+                }
+            )
+            length = len(example).to_bytes(8, "little")
+            lines.append(f"{file.tell()} {HEAD.size + len(example) + TAIL.size}")
+            file.write(HEAD.pack(len(example), masked_crc32c(length)) + example + TAIL.pack(masked_crc32c(example)))
+    _write_lines(dali_index(path), lines)
+
+
+def _extension(sample: Sample) -> str:
+    """By its first bytes, whatever it is named."""
+    named = Path(sample.name).suffix[1:].lower()
+    known = (extension for magic, extension in _MAGIC.items() if sample.encoded.startswith(magic))
+    return next(known, named if named in PICTURES else "jpg")
+
+
+def _write_lines(path: Path, lines: Sequence[str]) -> None:
+    with _whole(path) as file:
+        file.write("".join(f"{line}\n" for line in lines).encode())
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[BinaryIO]:
+    """A file that becomes ``path`` when the block ends well."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.utime(partial, (_WHEN_S, _WHEN_S))
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,178 @@
+"""Where batches come from, by a recipe's ``[data]`` table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Protocol, assert_never
+
+import torch
+from torch import Tensor
+
+from imagenet_fast.data import dali_loader, format_detection
+from imagenet_fast.data.decoded_cache import some_sizes
+from imagenet_fast.data.fingerprint import Contents, contents, contents_of_split
+from imagenet_fast.data.image_source import Split
+from imagenet_fast.data.mixup import Mixed
+from imagenet_fast.data.normalize import Normalised
+from imagenet_fast.data.paths import cache_folder
+from imagenet_fast.data.sampler import EvalOrder, Order, TrainOrder
+from imagenet_fast.data.stall_advice import Supply
+from imagenet_fast.data.synthetic import SyntheticLoader
+from imagenet_fast.data.thread_loader import FolderLoader
+from imagenet_fast.errors import UserError
+from imagenet_fast.recipe.batching import Batching
+from imagenet_fast.recipe.data_config import Data, ImageData, SyntheticData
+
+Batch = tuple[Tensor, Tensor]
+
+_LOOKED_AT = 50
+"""Pictures whose sizes stand for those of all."""
+
+
+class Loader(Protocol):
+    """Batches without end: images uint8 [n, 3, S, S] in channels_last memory and labels int64 [n], on the device."""
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The validation split as one rank reads it."""
+
+    classes: int
+    class_names: list[str]
+    """By label; nothing for pictures that are made up."""
+    val_contents: dict[str, Any]
+    val_order: EvalOrder
+    val: Iterator[Batch]
+    """Evaluation after evaluation, without end."""
+
+    def next_evaluation(self) -> Iterator[Batch]:
+        """This rank's batches of one evaluation."""
+        return islice(self.val, self.val_order.batches)
+
+
+@dataclass(frozen=True)
+class Dataset(Validation):
+    """Both splits as one rank reads them."""
+
+    contents: Contents
+    train_order: TrainOrder
+    train: Iterator[Batch]
+    """Micro-batches of epoch after epoch, without end."""
+
+
+def open_dataset(
+    data: Data,
+    root: Path | None,
+    batching: Batching,
+    rank: int,
+    cores: int,
+    device: torch.device,
+    seed: int,
+    first_step: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Dataset:
+    """Make this rank's loaders; ``root`` is not read for synthetic data. Training begins with the batches of step
+    ``first_step``, counted over all epochs, which are what loaders opened at 0 give then, on any number of ranks.
+    Pictures are decoded by at most ``cores`` threads, and normalised, in ``dtype``.
+
+    Raises UserError where the pictures cannot be trained on, or not with this batch.
+    """
+    pictures = None
+    match data:
+        case SyntheticData():
+            images = data.train_images
+        case ImageData():
+            assert root is not None
+            pictures = format_detection.open_training(root)
+            images = len(pictures)
+        case _:
+            assert_never(data)
+    order = TrainOrder(images, batching, rank, seed, first_step)
+    if not order.steps_per_epoch:
+        raise UserError(
+            f"the training set has {images} images, fewer than one global batch of {batching.global_batch}; "
+            f"--set global_batch={images} or less, or give more images"
+        )
+    validation = open_validation(data, root, batching, rank, cores, device, seed, dtype)
+    train: Iterable[Batch] = _open(data, pictures, order, cores, device, seed, dtype)
+    if isinstance(data, ImageData) and (data.mixup or data.cutmix):
+        train = Mixed(train, order, validation.classes, data.mixup, data.cutmix)
+    found = contents(validation.class_names, contents_of_split(images, pictures), validation.val_contents)
+    return Dataset(**vars(validation), contents=found, train_order=order, train=iter(train))
+
+
+def open_validation(
+    data: Data,
+    root: Path | None,
+    batching: Batching,
+    rank: int,
+    cores: int,
+    device: torch.device,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+) -> Validation:
+    """Make this rank's loader of the validation split, in micro-batches; the training split need not be there.
+    Pictures are normalised, in ``dtype``."""
+    pictures = None
+    names: list[str] = []
+    match data:
+        case SyntheticData():
+            images, classes = data.val_images, data.classes
+        case ImageData():
+            assert root is not None
+            pictures = format_detection.open_validation(root)
+            images, classes, names = len(pictures), len(pictures.classes), pictures.classes
+        case _:
+            assert_never(data)
+    order = EvalOrder(images, batching.micro_batch, batching.ranks, rank)
+    val = iter(_open(data, pictures, order, cores, device, seed, dtype))
+    return Validation(classes, names, contents_of_split(images, pictures), order, val)
+
+
+def _open(
+    data: Data,
+    pictures: Split | None,
+    order: Order,
+    cores: int,
+    device: torch.device,
+    seed: int,
+    dtype: torch.dtype,
+) -> Normalised:
+    loader = open_loader(data, pictures, order, cores, device, seed)
+    return Normalised(loader, data, device, dtype)
+
+
+def open_loader(
+    data: Data,
+    pictures: Split | None,
+    order: Order,
+    cores: int,
+    device: torch.device,
+    seed: int,
+) -> Loader:
+    """What gives the ``pictures``, or made up ones, in ``order``, as bytes."""
+    match data:
+        case SyntheticData():
+            return SyntheticLoader(order, data, device, seed)
+        case ImageData():
+            assert pictures is not None
+            load = dali_loader.DaliLoader if data.loader == "dali" else FolderLoader
+            return load(pictures, order, data, device, min(data.workers or cores, cores))
+        case _:
+            assert_never(data)
+
+
+def supply_of(data: ImageData, root: Path, cores: int, device: torch.device) -> Supply:
+    """What the pictures of a rank come through, after a look at some of them. Raises UserError, and OSError."""
+    short_side = None
+    if format_detection.find_split(root, "train").format == "folder":
+        sides = [min(size) for size in some_sizes(format_detection.open_training(root), _LOOKED_AT)]
+        short_side = fmean(sides) if sides else None
+    gpu = device.type == "cuda"
+    return Supply(data, gpu, cores, dali_loader.is_installed(), short_side, root, cache_folder())

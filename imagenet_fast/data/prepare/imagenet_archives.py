@@ -1,0 +1,87 @@
+"""The three files that image-net.org gives: a tar of class tars, a flat tar of validation pictures, the devkit."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from imagenet_fast.data.prepare.devkit import Devkit, read_devkit
+from imagenet_fast.data.prepare.source_files import Located, PictureClass, Source
+from imagenet_fast.data.prepare.tar_index import Member, members
+from imagenet_fast.errors import UserError
+
+TRAIN = "ILSVRC2012_img_train.tar"
+VAL = "ILSVRC2012_img_val.tar"
+DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
+
+MD5 = {
+    TRAIN: "1d675b47d978889d74fa0da5fadfb00e",
+    VAL: "29b22e2961454d5413ddabcf34fc5622",
+    DEVKIT: "fa75699e90414af021442c21a62c3abf",
+}
+"""As image-net.org tells them, and torchvision."""
+
+
+def official_source(folder: Path) -> Source:
+    """What of the three files is in ``folder``, where a tar of pictures must be.
+
+    Only the names of class tars are read, not what these hold. Raises UserError where a file is damaged or missing, or
+    has a member that it should not have.
+    """
+    train, val, kit = (folder / name for name in MD5)
+    devkit = read_devkit(kit) if kit.is_file() else None
+    classes = list(_training(train, devkit)) if train.is_file() else []
+    others: list[str] = []
+    if val.is_file():
+        if devkit is None:
+            raise UserError(
+                f"{val} does not say of which class its pictures are; put {DEVKIT} beside it, from where you have it"
+            )
+        pictures = _validation(val, devkit, others)
+        classes += flat_classes(pictures)
+    return Source("ImageNet's tars", classes, others, {folder / name: md5 for name, md5 in MD5.items()})
+
+
+def _training(tar: Path, devkit: Devkit | None) -> Iterator[PictureClass]:
+    for class_tar in members(tar):
+        wnid = class_tar.name.removesuffix(".tar")
+        if not class_tar.name.endswith(".tar") or not re.fullmatch(r"n\d{8}", wnid):
+            raise UserError(
+                f"{tar} has a member '{class_tar.name}', which is no class's; it must hold n01440764.tar and the like"
+            )
+        if devkit is not None and wnid not in devkit.wnids:
+            raise UserError(f"{tar} has a class {wnid} that {DEVKIT} beside it does not know; fetch both again")
+        yield PictureClass("train", wnid, partial(_listed, tar, class_tar), class_tar.size)
+
+
+def _listed(tar: Path, class_tar: Member) -> list[Located]:
+    return list(members(tar, within=class_tar))
+
+
+def _validation(tar: Path, devkit: Devkit, others: list[str]) -> dict[str, list[Located]]:
+    """By class; to ``others`` come the names of files that are no pictures."""
+    pictures: dict[str, list[Located]] = defaultdict(list)
+    for file in members(tar):
+        if not file.is_picture:
+            others.append(f"val/{file.shown}")
+            continue
+        told = re.fullmatch(r"ILSVRC2012_val_(\d{8})\.JPEG", file.name)
+        number = 0 if told is None else int(told[1])
+        if not 0 < number <= len(devkit.validation):
+            raise UserError(
+                f"{tar} has a member '{file.name}', of which {DEVKIT} has no label; it must hold "
+                "ILSVRC2012_val_00000001.JPEG and the like"
+            )
+        pictures[devkit.validation[number - 1]].append(file)
+    return pictures
+
+
+def flat_classes(pictures: dict[str, list[Located]]) -> list[PictureClass]:
+    """Of validation pictures that lie in one place, by class."""
+    return [
+        PictureClass("val", name, partial(list, files), sum(file.size for file in files))
+        for name, files in pictures.items()
+    ]

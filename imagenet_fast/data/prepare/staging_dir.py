@@ -1,0 +1,272 @@
+"""The directory that is being filled: one process at a time, and every piece of it there whole or not at all."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
+
+from imagenet_fast.cost_model.units import exact_size
+from imagenet_fast.data.atomic_io import write_whole
+from imagenet_fast.data.format_detection import Format
+from imagenet_fast.errors import UserError
+from imagenet_fast.recipe.base import Table
+
+RECORD = "prepared.json"
+"""Beside the splits: how they were made."""
+
+SPLITS = ("train", "val")
+
+_T = TypeVar("_T", bound=Table)
+
+
+class Settings(Table):
+    """What decides the bytes of the result, beside the source's."""
+
+    format: Format
+    resize: PositiveInt | None
+    quality: PositiveInt | None
+    shard_size: PositiveInt | None = None
+    """Bytes; None for folders."""
+
+    def __str__(self) -> str:
+        shards = "" if self.shard_size is None else f" --shard-size {exact_size(self.shard_size)}"
+        shrunk = "" if self.resize is None else f" --resize {self.resize} --quality {self.quality}"
+        return f"--format {self.format}{shards}{shrunk}"
+
+
+class Made(Table):
+    """A class, or a shard, that has been made."""
+
+    pictures: NonNegativeInt
+    size: NonNegativeInt
+    """Bytes of the source that it was made from, by which another source is known."""
+    left_out: tuple[str, ...] = ()
+    """Names of files that are no pictures."""
+    undecodable: tuple[str, ...] = ()
+    """Names of pictures that were to be shrunk and could not; they are copied as they are."""
+
+
+Splits = dict[str, dict[str, Made]]
+"""Classes by split and name."""
+
+Tell = Callable[[int], None]
+"""Told how many bytes of the source have been read; raises CancelledError where that is to end."""
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A part of a split that is made at once: the folder of a class, or a shard with its index."""
+
+    split: str
+    name: str
+    files: tuple[str, ...]
+    """The files or folders that it consists of, in the folder of the split."""
+    size: int
+    """As :class:`Made` has it."""
+    make: Callable[[Path, Tell], Made]
+    """Makes these in a folder that is there."""
+
+
+class Noted(Table):
+    """A line of the journal: a piece that is made, and waits to be put in its place."""
+
+    split: str
+    name: str
+    files: tuple[str, ...]
+    made: Made
+
+
+class Record(Table):
+    """What a directory holds, by the classes in it."""
+
+    settings: Settings
+    splits: Splits
+    files: dict[str, dict[str, NonNegativeInt]] = Field(default_factory=dict)
+    """Of shards, by split: the bytes of each and of its index."""
+    others: tuple[str, ...] = ()
+    """Files left out that belong to no class."""
+    apart: tuple[str, ...] = ()
+    """Images left out that lie in no class's own folder."""
+    hidden: tuple[str, ...] = ()
+    """Folders left out that are no classes, by their names."""
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """Inside ``out``, on the same file system: pieces that are made, and others in the making. It is gone at the end.
+
+    A piece is made in ``partial``, noted in a journal, and moved beside the others of its split, with the disk synced
+    in between: what is noted and has moved is whole, whenever this process was killed or the power failed; everything
+    else is made again.
+    """
+
+    out: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.out / ".preparing"
+
+    @property
+    def _partial(self) -> Path:
+        return self.folder / "partial"
+
+    @property
+    def _journal(self) -> Path:
+        return self.folder / "made.jsonl"
+
+    @property
+    def _settings(self) -> Path:
+        return self.folder / "settings.json"
+
+    def landed(self, split: str) -> bool:
+        """Whether it is in its place, where loaders look for it."""
+        return (self.out / split).exists()
+
+    def open(self, settings: Settings) -> Record:
+        """The splits in their places. Raises UserError where they, or what has been begun, are by other settings, or
+        not made here."""
+        finished = _read(self.out / RECORD, Record)
+        begun = _read(self._settings, Settings) if self.noted() else None
+        for before in (begun, None if finished is None else finished.settings):
+            if before not in (None, settings):
+                raise UserError(
+                    f"{self.out} was prepared with {before}, not with {settings}; give the same, or another --out"
+                )
+        if finished is None:
+            finished = Record(settings=settings, splits={})
+        for split in SPLITS:
+            if self.landed(split) and split not in finished.splits:
+                raise UserError(f"{self.out / split} is there already, and not from `data prepare`; give another --out")
+        splits = {split: there for split, there in finished.splits.items() if self.landed(split)}
+        files = {split: there for split, there in finished.files.items() if split in splits}
+        return finished.model_copy(update={"splits": splits, "files": files})
+
+    def noted(self) -> list[Noted]:
+        """Pieces that are in the journal and have moved, and whose split is not in its place yet."""
+        found = []
+        with suppress(FileNotFoundError):
+            for line in self._journal.read_text(errors="replace", encoding="utf-8").split("\n"):
+                try:
+                    entry = Noted.model_validate_json(line)
+                except ValidationError:  # half a line, or its end; what comes after half of one is not to be trusted
+                    break
+                if all((self.folder / entry.split / file).exists() for file in entry.files):
+                    found.append(entry)
+        return found
+
+    def begin(self, settings: Settings) -> None:
+        """Clear away what is half made."""
+        shutil.rmtree(self._partial, ignore_errors=True)
+        self.folder.mkdir(exist_ok=True)
+        write_whole(self._settings, settings.model_dump_json())
+        noted = self.noted()
+        write_whole(self._journal, "".join(map(_line, noted)))  # without what it ended in, if that was half a line
+        whole = {(entry.split, file) for entry in noted for file in entry.files}
+        for split in SPLITS:
+            (self._partial / split).mkdir(parents=True)
+            for path in (self.folder / split).glob("*"):
+                if (split, path.name) not in whole:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def make(self, piece: Piece, tell: Tell) -> Made:
+        """Where nobody looks for it yet. Raises UserError where that cannot be written to."""
+        try:
+            return piece.make(self._partial / piece.split, tell)
+        except OSError as error:
+            raise UserError(
+                f"{self.out} cannot be written to ({error.strerror}); put that right, and the same command goes on"
+            ) from None
+
+    def keep(self, ready: Mapping[Piece, Made]) -> None:
+        """Pieces that are made: they need never be made again."""
+        with self._journal.open("a", encoding="utf-8") as journal:
+            for piece, made in ready.items():
+                journal.write(_line(Noted(split=piece.split, name=piece.name, files=piece.files, made=made)))
+        sync_disk(self.folder)
+        for piece in ready:
+            (self.folder / piece.split).mkdir(exist_ok=True)
+            for file in piece.files:
+                (self._partial / piece.split / file).rename(self.folder / piece.split / file)
+
+    def sizes(self, pieces: Iterable[Piece]) -> dict[str, dict[str, int]]:
+        """Of the files of pieces that are kept, by split: their bytes."""
+        found: dict[str, dict[str, int]] = {}
+        for piece in pieces:
+            for file in piece.files:
+                found.setdefault(piece.split, {})[file] = (self.folder / piece.split / file).stat().st_size
+        return found
+
+    def land(self, record: Record) -> None:
+        """Put all splits in their places."""
+        sync_disk(self.folder)
+        write_whole(self.out / RECORD, record.model_dump_json(indent=1) + "\n")
+        for split in record.splits:
+            if not self.landed(split):
+                (self.folder / split).rename(self.out / split)
+        sync_disk(self.out)
+
+    def close(self) -> None:
+        """There is nothing left to do."""
+        shutil.rmtree(self.folder)
+
+
+def _line(entry: Noted) -> str:
+    return entry.model_dump_json() + "\n"
+
+
+def _read(path: Path, kind: type[_T]) -> _T | None:
+    """Raises UserError where it is damaged."""
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValidationError:
+        raise UserError(
+            f"{path} is damaged; remove {path.parent} and prepare it again, or give another --out"
+        ) from None
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Make ``folder``, and keep it to this process.
+
+    Raises UserError where it cannot be made, or another process is filling it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise UserError(f"--out {folder} cannot be made ({error.strerror}); give a directory of yours") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise UserError(f"{folder} is being prepared by another process; wait for it, or stop it") from None
+    except OSError:  # a file system without locks, or, as NFS, without those of directories
+        pass
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def sync_disk(folder: Path) -> None:
+    """Have all that was written to the file system of ``folder`` survive a loss of power.
+
+    One call for however many files: an fsync each, a million of them, would take longer than to write them.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).syncfs(descriptor):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(folder))
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,105 @@
+"""What a tar holds and where, without unpacking it; what could be written elsewhere than told is refused."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from imagenet_fast.data.prepare.source_files import Located
+from imagenet_fast.errors import UserError
+
+_BLOCK = tarfile.BLOCKSIZE
+
+
+@dataclass(frozen=True, slots=True)
+class Member(Located):
+    """A plain file at the top of a tar, which is itself held by a file."""
+
+    header: int
+    """Offset of its header in that file."""
+
+
+def members(tar: Path, within: Member | None = None) -> list[Member]:
+    """What the tar in the file ``tar`` holds, or the one that is a member of it. Only headers are read.
+
+    Raises UserError where it is no tar, breaks off or is damaged, and where a member is not a plain file at its top
+    (a link, a device, a folder, a path that leads elsewhere) or is there twice.
+    """
+    told = str(tar) if within is None else f"'{within.name}' in {tar}"
+    try:
+        with tar.open("rb") as file:
+            if within is None:
+                return list(_members(file, tar, told, 0))
+            file.seek(within.header)
+            with tarfile.open(fileobj=file, mode="r:") as outer:
+                inner = outer.extractfile(_first(outer))
+                assert inner is not None
+                return list(_members(inner, tar, told, within.offset))
+    except tarfile.TarError as error:
+        raise UserError(f"{told} is no tar, or damaged ({error}); fetch it again") from None
+
+
+def member(tar: Path, name: str, most: int) -> bytes:
+    """The content of one file of a tar, packed or not, by its path there. Raises UserError where there is none, or one
+    of more than ``most`` bytes."""
+    try:
+        with tarfile.open(tar) as archive:
+            found = archive.getmember(name)
+            if not found.isreg() or found.size > most:
+                raise KeyError(name)
+            content = archive.extractfile(found)
+            assert content is not None
+            return content.read()
+    except KeyError:
+        raise UserError(f"{tar} does not hold {name} as it should; fetch it again") from None
+    except (tarfile.TarError, EOFError, OSError, ValueError) as error:  # the latter two from gzip and zlib
+        raise UserError(f"{tar} cannot be read ({error}); fetch it again") from None
+
+
+def _first(archive: tarfile.TarFile) -> tarfile.TarInfo:
+    found = archive.next()
+    assert found is not None
+    return found
+
+
+def _members(stream: IO[bytes], tar: Path, told: str, begin: int) -> Iterator[Member]:
+    seen: set[str] = set()
+    end = 0
+    with tarfile.open(fileobj=stream, mode="r:") as archive:
+        for info in archive:
+            name = info.name.removeprefix("./")
+            if info.isdir() and name in ("", "."):
+                continue
+            _check(info, name, told)
+            if name in seen:
+                raise UserError(f"{told} has the member '{name}' twice; fetch it again")
+            seen.add(name)
+            end = info.offset_data + -(-info.size // _BLOCK) * _BLOCK
+            yield Member(name, str(tar), begin + info.offset_data, info.size, begin + info.offset)
+    # tarfile takes whatever is no header for the end.
+    stream.seek(end)
+    rest = stream.read(_BLOCK)
+    if rest.strip(b"\0") or len(rest) % _BLOCK:
+        raise UserError(f"{told} is damaged after {len(seen)} members; fetch it again")
+
+
+def _check(info: tarfile.TarInfo, name: str, told: str) -> None:
+    match info.type:
+        case tarfile.REGTYPE | tarfile.AREGTYPE if info.size >= 0 and not info.issparse():
+            what = "a path that leads elsewhere" if "/" in name or "\0" in name or name in ("", ".", "..") else ""
+        case tarfile.LNKTYPE | tarfile.SYMTYPE:
+            what = "a link"
+        case tarfile.CHRTYPE | tarfile.BLKTYPE | tarfile.FIFOTYPE:
+            what = "a device"
+        case tarfile.DIRTYPE:
+            what = "a folder"
+        case _:
+            what = "no plain file"
+    if what:
+        raise UserError(
+            f"{told} has a member '{info.name}' that is {what}, and nothing is unpacked from it; "
+            "ImageNet's own tars hold plain files alone, so fetch it again"
+        )

@@ -1,0 +1,85 @@
+"""Threads that make pieces and say how far they are; what is made is kept at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, wait
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rich.progress import Progress, TaskID
+
+from imagenet_fast.data.prepare.shard_layout import Listed, list_class
+from imagenet_fast.data.prepare.source_files import PictureClass
+from imagenet_fast.data.prepare.staging_dir import SPLITS, Made, Piece, Workshop
+from imagenet_fast.errors import UserError
+
+
+@dataclass(frozen=True)
+class Crew:
+    """Who makes pieces: in which workshop, of which source, in which threads, until ``stop`` is set."""
+
+    shop: Workshop
+    source: Path
+    pool: Executor
+    bars: Progress
+    stop: threading.Event
+
+    def kept(self, pieces: Sequence[Piece]) -> dict[Piece, Made]:
+        """Those that were made before. Raises UserError where others were."""
+        known = {(piece.split, piece.name): piece for piece in pieces}
+        kept = {}
+        for entry in self.shop.noted():
+            piece = known.get((entry.split, entry.name))
+            if piece is None or (piece.files, piece.size) != (entry.files, entry.made.size):
+                raise UserError(
+                    f"{self.shop.out} was begun from another source than {self.source}, by {entry.split}/{entry.name}; "
+                    f"give that one or another --out, or remove {self.shop.folder}"
+                )
+            kept[piece] = entry.made
+        return kept
+
+    def list(self, classes: Mapping[PictureClass, int]) -> dict[PictureClass, Listed]:
+        """Their files; of tars, all headers are read for that."""
+        task = self.bars.add_task("listing", total=sum(classes.values()))
+
+        def look(of: PictureClass) -> Listed:
+            self._tell(task, 0)
+            found = list_class(of)
+            self._tell(task, classes[of])
+            return found
+
+        return dict(zip(classes, self.pool.map(look, classes), strict=True))
+
+    def _tell(self, task: TaskID, read: int) -> None:
+        """Move a bar. Raises CancelledError where all is to end."""
+        if self.stop.is_set():
+            raise CancelledError
+        self.bars.advance(task, read)
+
+    def make(self, pieces: Sequence[Piece], kept: Mapping[Piece, Made]) -> dict[Piece, Made]:
+        """What became of ``pieces``, in their order, of which some are ``kept``; the others are made now."""
+        rest = [piece for piece in pieces if piece not in kept]
+        tasks = {
+            split: self.bars.add_task(split, total=size, pictures=0)
+            for split in SPLITS
+            if (size := sum(piece.size for piece in rest if piece.split == split))
+        }
+        pending = {
+            self.pool.submit(self.shop.make, piece, partial(self._tell, tasks[piece.split])): piece for piece in rest
+        }
+        made, pictures = dict(kept), dict.fromkeys(SPLITS, 0)
+        while pending:
+            done, _ = wait(pending, return_when=FIRST_COMPLETED)
+            ready = {pending[future]: future.result() for future in done if future.exception() is None}
+            self.shop.keep(ready)
+            for future in done:
+                future.result()
+                del pending[future]
+            for piece, what in ready.items():
+                pictures[piece.split] += what.pictures
+                self.bars.update(tasks[piece.split], pictures=pictures[piece.split])
+            made |= ready
+        return {piece: made[piece] for piece in pieces}

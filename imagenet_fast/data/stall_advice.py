@@ -1,0 +1,103 @@
+"""What to set where a training waits for its pictures; told of what they come through, without a look at torch."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from imagenet_fast.recipe.data_config import ImageData
+
+_TOLD = 3
+_LARGER = 1.25  # than needed: below that, shrinking pictures beforehand gains little
+_SHRUNK = 256
+_NVIDIA_PREFETCH, _NVIDIA_HARDWARE = 5, 0.99  # of MLPerf on DGX-H100, as in our recipes for eight GPUs
+
+
+@dataclass(frozen=True)
+class Supply:
+    """What a rank's pictures come through."""
+
+    data: ImageData
+    gpu: bool
+    """Whether the rank trains on one."""
+    cores: int
+    """That the rank may use."""
+    dali: bool
+    """Whether it is installed."""
+    short_side: float | None
+    """The mean of some training pictures' shorter sides, in pixels; None where `data prepare` cannot shrink them."""
+    root: Path
+    caches: Path
+    """Where this user keeps data sets."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Something to try: how to write it, and what it does."""
+
+    written: str
+    does: str
+
+
+def advice(wait_pct: float, supply: Supply) -> list[str]:
+    """The lines with which a run ends that has waited ``wait_pct`` per cent of its training for data."""
+    found = list(islice(remedies(supply), _TOLD))
+    said = f"Waited for data {wait_pct:.0f} % of training: a rank reads with {supply.data.loader}, {_threads(supply)}"
+    if not found:
+        return [f"{said}. Nothing is left to set; give ranks more cores, or fewer pictures a second to train on."]
+    return [f"{said}. Most likely to help, the likeliest first:", *(f"  {r.written}  ({r.does})" for r in found)]
+
+
+def remedies(supply: Supply) -> Iterator[Remedy]:
+    """All that may help this run, the likeliest first. What is learned stays as it is, but for pixels that are shrunk
+    beforehand."""
+    data, cores = supply.data, supply.cores
+    decodes_on_gpu = supply.gpu and data.loader == "dali"
+    if data.workers and data.workers < cores:
+        yield Remedy("--set data.workers=0", f"decodes in all {cores} cores of a rank")
+    if data.loader == "dali" and not supply.gpu:
+        yield Remedy("--set data.loader=folder", "takes less of a processor, where there is no GPU to decode on")
+    if data.loader == "folder" and not data.cache and supply.gpu and supply.dali:
+        yield Remedy("--set data.loader=dali", "decodes on the GPU")
+    side = max(_SHRUNK, data.resize)
+    if decodes_on_gpu:
+        yield from _shrink(supply, side)
+        yield from _tune_dali(data)
+    yield from _cache(supply, side)
+    if not decodes_on_gpu:
+        yield from _shrink(supply, side)
+    if data.prefetch < _NVIDIA_PREFETCH:
+        yield Remedy(f"--set data.prefetch={_NVIDIA_PREFETCH}", "reads further ahead, where a disk or network stutters")
+
+
+def _threads(supply: Supply) -> str:
+    threads = min(supply.data.workers or supply.cores, supply.cores)
+    return f"in {threads} of {supply.cores} cores" if supply.cores > 1 else "on one core"
+
+
+def _tune_dali(data: ImageData) -> Iterator[Remedy]:
+    if data.dali.hw_decoder_load < _NVIDIA_HARDWARE:
+        setting = f"--set data.dali.hw_decoder_load={_NVIDIA_HARDWARE}"
+        yield Remedy(setting, "for GPUs with a JPEG decoder of their own, such as A100 and H100")
+
+
+def _shrink(supply: Supply, side: int) -> Iterator[Remedy]:
+    """The pictures, once and for all."""
+    if supply.data.cache_side == 0 and supply.short_side is not None and supply.short_side > _LARGER * side:
+        root = supply.root.absolute()
+        smaller = root.with_name(f"{root.name}-{side}")
+        command = f"imagenet-fast data prepare --source {shlex.quote(str(root))} --out {shlex.quote(str(smaller))}"
+        about = f"shorter sides are {supply.short_side:.0f} pixels on average; then train with --data on those"
+        yield Remedy(f"{command} --resize {side} --subset", about)
+
+
+def _cache(supply: Supply, side: int) -> Iterator[Remedy]:
+    if supply.data.cache:
+        return
+    switch = "" if supply.data.loader == "folder" else "--set data.loader=folder "
+    place = shlex.quote(f"data.cache={supply.caches / f'decoded-{supply.root.absolute().name}'}")
+    larger = f" --set data.cache_side={side}" if side > _SHRUNK and not supply.data.cache_side else ""
+    yield Remedy(f"{switch}--set {place}{larger}", "decodes in the first epoch only; on a fast disk with room")

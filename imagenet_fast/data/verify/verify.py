@@ -1,0 +1,335 @@
+"""Every picture of a data directory decoded, in as many threads as there are cores."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from imagenet_fast.data.atomic_io import write_whole
+from imagenet_fast.data.format_detection import SplitName, find_split, open_shards
+from imagenet_fast.data.image_names import is_class_name, look_into, shown
+from imagenet_fast.data.imagefolder import deeper_images
+from imagenet_fast.data.quarantine import QUARANTINE, prefix_of, quarantine_text, quarantined
+from imagenet_fast.data.verify.inspect_image import Look, examine
+from imagenet_fast.distributed.cpu_count import usable_cores
+from imagenet_fast.errors import UserError
+
+_CHUNK = 64  # files that a thread takes at once
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What was found; files are told by their paths below the data directory, and pictures in shards by these and
+    their places there."""
+
+    counts: dict[str, dict[str, int]]
+    """Good pictures of each split's classes."""
+    bad: dict[str, str]
+    """What is wrong with the files in quarantine."""
+    kinds: dict[str, int]
+    """How many of them are of each kind."""
+    notes: dict[str, list[str]]
+    """Pictures that need care."""
+    duplicates: list[list[str]]
+    """Pictures of the same bytes."""
+    sizes: NDArray[np.int32]
+    """Of the good pictures: width, height [pictures, 2]."""
+
+    leaks: list[list[str]]
+    """Duplicates that are trained on and validated on."""
+    contradictions: list[list[str]]
+    """Duplicates of several classes."""
+    passed_over: dict[str, list[str]]
+    """What lies in folders of classes or beside them and is no image that is trained on, by what it is."""
+    unlisted: str = ""
+    """Why the list of bad files could not be written, if it had to be."""
+
+
+@dataclass(frozen=True)
+class _Lot:
+    """What there is to look at of a split, by numbers from 0 on."""
+
+    split: str
+    classes: list[str]
+    labels: NDArray[np.int64]
+    """[files], indices into ``classes``."""
+    name: Callable[[int], str]
+    """Below the data directory."""
+    read: Callable[[int], bytes]
+    passed_over: dict[str, list[str]] = field(default_factory=dict)
+    """As :class:`Verified` has it."""
+
+
+class _Lots:
+    """Several, numbered through."""
+
+    def __init__(self, lots: Sequence[_Lot]) -> None:
+        self.lots = lots
+        self._begins = np.cumsum([0, *(len(lot.labels) for lot in lots)])
+
+    def __len__(self) -> int:
+        return int(self._begins[-1])
+
+    def at(self, index: int) -> tuple[_Lot, int]:
+        number = int(np.searchsorted(self._begins, index, side="right")) - 1
+        return self.lots[number], index - int(self._begins[number])
+
+    def name(self, index: int) -> str:
+        lot, own = self.at(index)
+        return lot.name(own)
+
+    def class_of(self, index: int) -> tuple[str, str]:
+        """Its split and its class."""
+        lot, own = self.at(index)
+        return lot.split, lot.classes[lot.labels[own]]
+
+
+def verify(root: Path, workers: int | None = None, must_list: bool = True) -> Verified:
+    """Read all of ``root``, and leave the list of what cannot be decoded in it, by which `train` leaves those out.
+
+    Raises UserError where there is nothing to read, a shard's index cannot be made, or the list cannot be written but
+    ``must_list`` be: with the same list in its place already it need not.
+    """
+    files = _Lots([lot for split in get_args(SplitName) if (lot := _lot(root, split)) is not None])
+    if not len(files):
+        raise UserError(
+            f"{root} holds no pictures in train/<class> or val/<class>, and no shards; give another with --data DIR"
+        )
+    if must_list and not (root / QUARANTINE).is_file():
+        _refuse(root, _tried(lambda: tempfile.TemporaryFile(dir=root).close()))  # before an hour has passed
+    digests = np.zeros(len(files), np.uint64)
+    sizes = np.zeros((len(files), 2), np.int32)
+    good = np.ones(len(files), np.bool_)
+    bad: dict[str, str] = {}
+    kinds: Counter[str] = Counter()
+    notes: dict[str, list[str]] = {}
+    for index, look in enumerate(_looks(files, workers or usable_cores())):
+        digests[index] = look.digest
+        sizes[index] = look.width, look.height
+        if look.kind:
+            good[index] = False
+            bad[files.name(index)] = f"{look.kind}: {look.what}" if look.what else look.kind
+            kinds[look.kind] += 1
+        for note in look.notes:
+            notes.setdefault(note, []).append(files.name(index))
+    unlisted = _tried(lambda: write_whole(root / QUARANTINE, quarantine_text(bad)))
+    if unlisted and _listed(root) == bad:
+        unlisted = ""
+    if must_list:
+        _refuse(root, unlisted)
+    same = _duplicates(digests, np.flatnonzero(good))
+
+    def named(groups: Iterable[list[int]]) -> list[list[str]]:
+        return sorted([files.name(index) for index in group] for group in groups)
+
+    return Verified(
+        _counts(files, good), bad, dict(kinds), notes, named(same), sizes[good],
+        named(group for group in same if len({files.class_of(index)[0] for index in group}) > 1),
+        named(group for group in same if len({files.class_of(index)[1] for index in group}) > 1),
+        _passed_over(files), unlisted,
+    )  # fmt: skip
+
+
+def _tried(write: Callable[[], None]) -> str:
+    """Why it cannot be done; nothing where it has been."""
+    try:
+        write()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _refuse(root: Path, reason: str) -> None:
+    """Raise UserError where there is a reason why the list cannot be written."""
+    if reason:
+        raise UserError(
+            f"{root / QUARANTINE} cannot be written ({reason}); make {root} writable, or give --json FILE, which does "
+            "without it"
+        )
+
+
+def _listed(root: Path) -> dict[str, str] | None:
+    """What is in the list that is there; None where it cannot be read."""
+    try:
+        return quarantined(root)
+    except (UserError, OSError):
+        return None
+
+
+def _lot(root: Path, split: SplitName) -> _Lot | None:
+    """None where there is nothing of that split."""
+    found = find_split(root, split)
+    if found.format == "folder":
+        return _folders(root, split)
+    shards = open_shards(root, split, found)
+    prefix = prefix_of(root)
+    return _Lot(split, shards.classes, shards.labels, lambda i: shards.name(i).removeprefix(prefix), shards.read)
+
+
+def _folders(root: Path, split: str) -> _Lot | None:
+    """What loaders take for images, and what they do not."""
+    if not (root / split).is_dir():
+        return None
+    with os.scandir(root / split) as entries:
+        folders = sorted(entry.name for entry in entries if entry.is_dir())
+    classes = [name for name in folders if is_class_name(name)]
+    hidden = [f"{split}/{name}" for name in folders if not is_class_name(name)]
+    files: list[str] = []
+    labels: list[int] = []
+    others: list[str] = []
+    apart = [f"{split}/{file}" for file in look_into(root / split).images]
+    for label, name in enumerate(classes):
+        contents = look_into(root / split / name)
+        files += [f"{split}/{name}/{file}" for file in contents.images]
+        labels += [label] * len(contents.images)
+        others += [f"{split}/{name}/{file}" for file in contents.others]
+        apart += deeper_images(root / split / name, contents, f"{split}/{name}")
+    passed_over = {
+        "images that lie in no class's own folder": apart,
+        "files that are no images by their names": others,
+        "hidden folders, or those of systems": hidden,
+    }
+    return _Lot(
+        split, classes, np.array(labels, np.int64), files.__getitem__, lambda i: (root / files[i]).read_bytes(),
+        passed_over,
+    )  # fmt: skip
+
+
+def _passed_over(files: _Lots) -> dict[str, list[str]]:
+    """Of all splits; what there is none of is left out."""
+    found: dict[str, list[str]] = {}
+    for lot in files.lots:
+        for what, paths in lot.passed_over.items():
+            found[what] = found.get(what, []) + paths
+    return {what: paths for what, paths in found.items() if paths}
+
+
+def _looks(files: _Lots, workers: int) -> Iterator[Look]:
+    """At each file, in their order."""
+    stop = threading.Event()
+    bars = Progress(
+        TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"), TimeRemainingColumn(), console=Console(stderr=True),
+    )  # fmt: skip
+
+    def look(begin: int) -> list[Look]:
+        found = []
+        for index in range(begin, min(begin + _CHUNK, len(files))):
+            if stop.is_set():
+                raise CancelledError
+            found.append(_look(*files.at(index)))
+        return found
+
+    with ThreadPoolExecutor(workers) as pool, bars, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="PIL")  # of pictures that are large, or have odd EXIF
+        task = bars.add_task("decoding", total=len(files), rate="")
+        try:
+            for looks in pool.map(look, range(0, len(files), _CHUNK)):
+                bars.advance(task, len(looks))
+                bars.update(task, rate=f"{bars.tasks[0].completed / (bars.tasks[0].elapsed or 1):.0f} pictures/s")
+                yield from looks
+        except BaseException:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _look(lot: _Lot, index: int) -> Look:
+    try:
+        content = lot.read(index)
+    except (OSError, UserError) as error:
+        what = error.strerror or "" if isinstance(error, OSError) else str(error)
+        return Look("unreadable", what, (), 0, 0, 0)
+    return examine(lot.name(index).rpartition("/")[2], content)
+
+
+def _counts(files: _Lots, good: NDArray[np.bool_]) -> dict[str, dict[str, int]]:
+    counts: dict[str, dict[str, int]] = {}
+    begin = 0
+    for lot in files.lots:
+        labels = lot.labels[good[begin : begin + len(lot.labels)]]
+        there = np.unique(lot.labels).tolist()
+        of_class = np.bincount(labels, minlength=len(lot.classes)).tolist()
+        counts[lot.split] = {lot.classes[label]: of_class[label] for label in there}
+        begin += len(lot.labels)
+    return counts
+
+
+def _duplicates(digests: NDArray[np.uint64], good: NDArray[np.int64]) -> list[list[int]]:
+    """Groups of the same content among ``good``, each in order."""
+    order = good[np.argsort(digests[good], kind="stable")]
+    same_as_next = digests[order][1:] == digests[order][:-1]
+    groups: list[list[int]] = []
+    last = -1
+    for place in np.flatnonzero(same_as_next).tolist():
+        if place != last:
+            groups.append([int(order[place])])
+        groups[-1].append(int(order[place + 1]))
+        last = place + 1
+    return groups
+
+
+def summary(found: Verified, root: Path) -> Iterator[str]:
+    """For a person, in lines that fit a screen and can be printed."""
+    return map(shown, _summary(found, root))
+
+
+def _summary(found: Verified, root: Path) -> Iterator[str]:
+    for split, classes in found.counts.items():
+        counts = sorted(classes.values())
+        yield (
+            f"{split:<5}  {sum(counts)} pictures in {len(counts)} classes: {counts[0]} to {counts[-1]} in each, "
+            f"{counts[len(counts) // 2]} in the median"
+        )
+    if len(found.sizes):
+        (width, height), (most_wide, most_high) = np.median(found.sizes, axis=0), found.sizes.max(axis=0)
+        yield f"pixels  {width:.0f} x {height:.0f} in the median, up to {most_wide} wide and {most_high} high"
+    for note, paths in found.notes.items():
+        yield f"noted, and kept: {len(paths)} {note}, as {paths[0]}"
+    for what, paths in found.passed_over.items():
+        yield f"passed over: {len(paths)} {what}, as {min(paths)}"
+    if found.duplicates:
+        yield (
+            f"noted, and kept: {len(found.duplicates)} pictures that are there several times, "
+            f"{len(found.contradictions)} of them in several classes, {len(found.leaks)} in both splits"
+        )
+        for same in (found.leaks or found.contradictions or found.duplicates)[:1]:
+            yield f"  {' = '.join(same[:3])}"
+    for kind, count in sorted(found.kinds.items()):
+        first = next(path for path, what in found.bad.items() if what.startswith(kind))
+        yield f"quarantined: {count} {kind}, as {first}"
+    empty = [f"{split}/{name}" for split, classes in found.counts.items() for name, n in classes.items() if not n]
+    if empty:
+        yield f"without a single picture: {len(empty)} classes, as {empty[0]}"
+    if found.unlisted:
+        yield f"{root / QUARANTINE} cannot be written ({found.unlisted}): `train` does not leave out what is bad"
+    elif found.bad:
+        yield f"`train` leaves out what is in {root / QUARANTINE}"
+    if not found.bad:
+        yield "every file is a picture that can be decoded"
+
+
+def as_json(found: Verified) -> dict[str, Any]:
+    """All of it but the sizes one by one."""
+    return {
+        "classes": found.counts,
+        "quarantine": found.bad,
+        "noted": found.notes,
+        "duplicates": found.duplicates,
+        "in_both_splits": found.leaks,
+        "in_several_classes": found.contradictions,
+        "passed_over": found.passed_over,
+    }

@@ -1,0 +1,189 @@
+"""Ranks that meet for the first time: have all come, was each told the same, and by which interface do they talk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from imagenet_fast.distributed.network_interfaces import Endpoint, await_listener, is_here, route_to
+from imagenet_fast.distributed.rank_info import Place, ranges
+from imagenet_fast.errors import UserError, refuse
+
+_LOOK_S = 0.05  # between two looks who has come
+_LISTED = 5  # of the keys in which jobs differ
+_INTERFACES = (
+    "let the nodes' firewalls pass it, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that leads to "
+    "the others"
+)
+
+
+def introduce(place: Place, agreed: Mapping[str, Any], patience: timedelta, device: str = "cpu") -> Store:
+    """The store at ``MASTER_ADDR:MASTER_PORT``, once every rank has come there and all bring the same ``agreed``, and
+    compute on a ``device`` of one type.
+
+    Between machines it also settles which interface gloo and NCCL use, unless the user has: the one that leads to the
+    others. By themselves they would take the address of the host's name, which Debian maps to the loopback interface.
+
+    Raises UserError, on every rank that has come, where one is missing or they disagree.
+    """
+    deadline = time.monotonic() + patience.total_seconds()
+    store = _open_store(place, patience, deadline)
+    books = PrefixStore("introduction", store)
+    master = os.environ["MASTER_ADDR"]
+    route = route_to(master) if place.spans_machines else None
+    text = json.dumps(agreed, sort_keys=True)
+    card = {
+        "host": socket.gethostname(),
+        "address": route.address if route else None,
+        "device": device,
+        "job": hashlib.sha256(text.encode()).hexdigest(),
+    }
+    try:
+        if place.leads_node:
+            books.set(f"job/{card['job']}", text)
+        books.set(f"card/{place.rank}", json.dumps(card))
+        if place.leads:
+            books.set("verdict", json.dumps(_judge(books, place.size, deadline, patience)))
+        books.wait(["verdict"], patience + timedelta(seconds=5))
+        verdict = json.loads(books.get("verdict").decode())
+    except dist.DistError:
+        raise UserError(
+            f"rank 0 ended, or never came to {master}, before all {place.size} ranks were together; see its own output"
+        ) from None
+    if verdict["refusal"]:
+        time.sleep(10 * _LOOK_S if place.leads else 0)  # the store may end with this process: the others read first
+        raise UserError(verdict["refusal"])
+    if place.spans_machines and route is None and verdict["elsewhere"]:  # the master's own machine
+        route = route_to(verdict["elsewhere"])
+    if route is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", route.interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={route.interface}")  # without "=", eth1 means eth10 too
+    return store
+
+
+@contextmanager
+def connecting(place: Place, store: Store, patience: timedelta) -> Iterator[None]:
+    """Ranks connect to one another inside. Where one of them cannot, it says so and all end, with exit code 2.
+
+    A backend that waits for a connection runs no Python, so a thread ends the process, asking by a client of its own.
+    """
+    connected = threading.Event()
+    deadline = time.monotonic() + patience.total_seconds()
+
+    def watch() -> None:
+        try:
+            books = store.clone()
+            while not connected.wait(4 * _LOOK_S):
+                if books.check(["broken"]):
+                    _end(books.get("broken").decode())
+                if time.monotonic() > deadline:
+                    _end(f"rank {place.rank} had no connection to all others after {patience.total_seconds():g} s")
+        except dist.DistError:
+            if not connected.is_set():
+                _end(f"rank {place.rank} lost the store of all ranks while they connected to one another")
+
+    if place.size > 1:
+        threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+        connected.set()
+    except RuntimeError as error:
+        connected.set()
+        sentence = f"rank {place.rank} could not connect to the others ({_first_line(error)})"
+        with suppress(dist.DistError):
+            store.set("broken", sentence)
+            time.sleep(20 * _LOOK_S if place.leads else 0)  # the store may end with this process: others look first
+        raise UserError(f"{sentence}; {_INTERFACES}") from None
+
+
+def _end(sentence: str) -> NoReturn:
+    with suppress(SystemExit):
+        refuse(f"{sentence}; {_INTERFACES}")
+    os._exit(2)
+
+
+def _open_store(place: Place, patience: timedelta, deadline: float) -> Store:
+    """The store there; rank 0 holds it, unless torchrun does."""
+    missing = [key for key in ("MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
+    if missing:
+        raise UserError(f"the environment has RANK but not {' and '.join(missing)}; start the ranks with torchrun")
+    try:
+        master = Endpoint(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    except ValueError:
+        raise UserError(f"MASTER_PORT is '{os.environ['MASTER_PORT']}', not a number; correct it") from None
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    holds = place.leads and not shared
+    if not holds:
+        await_listener(master, deadline)
+    try:
+        store = TCPStore(master.host, master.port, is_master=holds, wait_for_workers=False, timeout=patience)
+    except dist.DistError as error:
+        reason = _first_line(error)
+        if holds and not is_here(master.host):
+            reason = f"{master.host} is no address of the machine that has rank 0"
+        raise UserError(
+            f"rank {place.rank} cannot use {master} ({reason}); choose another MASTER_ADDR and MASTER_PORT, or "
+            "--rdzv-endpoint HOST:PORT"
+        ) from None
+    # After a restart torchrun's store still has what the ranks before said; each rank 0 makes its own anew. Only nodes
+    # that never leave or join count alike.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if shared else "0"
+    return PrefixStore(f"attempt-{attempt}", store)
+
+
+def _judge(books: Store, size: int, deadline: float, patience: timedelta) -> dict[str, str]:
+    """On rank 0: whether all have come and agree, and an address of a machine other than rank 0's."""
+    missing = list(range(size))
+    while missing := [rank for rank in missing if not books.check([f"card/{rank}"])]:
+        if time.monotonic() > deadline:
+            who = f"rank {ranges(missing)} of {size} did not come within {patience.total_seconds():g} s"
+            return {"refusal": f"{who}; see what its node says, or wait longer with --join-timeout", "elsewhere": ""}
+        time.sleep(_LOOK_S)
+    cards = [json.loads(books.get(f"card/{rank}").decode()) for rank in range(size)]
+    elsewhere = next((card["address"] for card in cards if card["address"]), "")
+    if (other := _unlike_first(cards, "device")) is not None:
+        found = [f"rank {rank} ({cards[rank]['host']}) on {cards[rank]['device']}" for rank in (0, other)]
+        fix = "run `imagenet-fast doctor` on both nodes, or set CUDA_VISIBLE_DEVICES= on every node to train on CPUs"
+        return {"refusal": f"ranks compute on devices of one type, but {' and '.join(found)}; {fix}", "elsewhere": ""}
+    other = _unlike_first(cards, "job")
+    if other is None:
+        return {"refusal": "", "elsewhere": elsewhere}
+    ours, theirs = (dict(_flat(json.loads(books.get(f"job/{cards[rank]['job']}").decode()))) for rank in (0, other))
+    keys = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
+    listed = ", ".join(f"{key} is {_said(ours, key)} and {_said(theirs, key)}" for key in keys[:_LISTED])
+    more = f" and {len(keys) - _LISTED} more" if len(keys) > _LISTED else ""
+    where = f"rank 0 ({cards[0]['host']}) and rank {other} ({cards[other]['host']})"
+    sentence = f"{where} were told different things: {listed}{more}; give every node the same command"
+    return {"refusal": sentence, "elsewhere": elsewhere}
+
+
+def _unlike_first(cards: Sequence[Mapping[str, Any]], key: str) -> int | None:
+    """The first rank whose card has another value than rank 0's."""
+    return next((rank for rank, card in enumerate(cards) if card[key] != cards[0][key]), None)
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _said(flat: Mapping[str, Any], key: str) -> str:
+    return json.dumps(flat[key]) if key in flat else "unset"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

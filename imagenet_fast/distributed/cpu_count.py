@@ -1,0 +1,80 @@
+"""How many processors this process may use."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from imagenet_fast.distributed.rank_info import Place
+
+if TYPE_CHECKING:  # the command counts cores, too, and starts without torch
+    from torch._C._distributed_c10d import Store
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """The fewest that affinity (``taskset``, SLURM) and cgroups (containers, systemd) allow, and at least 1.
+
+    A cgroup's limit is a share of time, rounded up to whole processors; those of the groups around it hold too.
+    """
+    counts = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
+    counts += [math.ceil(quota) for quota in _quotas(root)]
+    return max(1, min(counts))
+
+
+def own_cores(place: Place, store: Store) -> int:
+    """How many of its node's processors are for this rank. All ranks of the node must ask.
+
+    A core is divided among the ranks that may use it: where srun or NUMA binding has given each rank its own, all of
+    these are its own.
+    """
+    store.set(f"cores/{place.rank}", json.dumps(sorted(os.sched_getaffinity(0))))
+    first = place.rank - place.local_rank
+    allowed = [set(json.loads(store.get(f"cores/{rank}"))) for rank in range(first, first + place.local_size)]
+    share = shares(allowed)[place.local_rank]
+    return max(1, min([share, *(math.ceil(quota) // place.local_size for quota in _quotas(Path("/")))]))
+
+
+def shares(allowed: Sequence[set[int]]) -> list[int]:
+    """The processors for each rank of a node, by the cores that each may use."""
+    users = {core: sum(core in cores for cores in allowed) for core in set().union(*allowed)}
+    return [int(sum(Fraction(1, users[core]) for core in cores)) for cores in allowed]
+
+
+def _quotas(root: Path) -> list[float]:
+    """Processors allowed by each cgroup that this process is in, of either version."""
+    try:
+        memberships = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in memberships:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        group = mount / path.strip("/")
+        # In a container the path may be the host's, of which only the mount's own group is to be seen.
+        for folder in (group, *group.parents):
+            if (quota := _quota(folder)) is not None:
+                found.append(quota)
+            if folder == mount:
+                break
+    return found
+
+
+def _quota(folder: Path) -> float | None:
+    try:
+        if (folder / "cpu.max").exists():
+            limit, period = (folder / "cpu.max").read_text(encoding="utf-8").split()
+        else:
+            limit, period = (
+                (folder / f"cpu.cfs_{name}_us").read_text(encoding="utf-8").strip() for name in ("quota", "period")
+            )
+        return None if limit in ("max", "-1") else float(limit) / float(period)
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,180 @@
+"""The thread that speaks for a rank while its training may be stuck: where it is, that it is there, why it ends."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NoReturn
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from imagenet_fast.distributed.failure_detection import (
+    LOOK_S,
+    answer,
+    calls,
+    excuse,
+    failure_in,
+    has_rung,
+    is_broken_connection,
+    leave_failure,
+    lost_ranks,
+    report_failure,
+)  # fmt: skip
+from imagenet_fast.distributed.flight_recorder import write_flight_record
+from imagenet_fast.distributed.heartbeat import Whereabouts, here, publish, published, tell_lost, tell_stuck
+from imagenet_fast.distributed.process_groups import limit_groups
+from imagenet_fast.distributed.stragglers import Stragglers
+from imagenet_fast.errors import Fault
+from imagenet_fast.recipe.schema import Timeout
+
+_PUBLISHED_S = 1.0  # how old what others know of a rank may be
+_SLEPT = 4  # looks that are missing: the whole job may have been stopped, by Ctrl-Z or with its machine
+_GRACE_S = 5.0  # for a rank to end by itself once another has failed, and to write what became of it
+
+
+class Attendance:
+    """Of one rank. ``end`` is told why, where the rank must end and cannot by itself."""
+
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: Timeout, end: Callable[[str], None],
+        folder: Path | None = None,
+    ) -> None:  # fmt: skip
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._timeout = timeout
+        self._end = end
+        self._folder = folder
+        self._host = socket.gethostname()
+        self._calls = list(calls())
+        self._seen = here.at
+        self._stuck_s = 0.0
+        self._unpublished_s = 0.0
+        self._failed_s = 0.0
+        self._limited_s = 0.0
+        self._stragglers = Stragglers(store, size) if rank == 0 else None
+        self.publish()
+
+    def look(self, passed_s: float) -> None:
+        """Do what is due, ``passed_s`` seconds after the last look. Raises SystemExit where the rank must end."""
+        moved, self._seen = self._seen is not here.at, here.at
+        self._stuck_s = 0.0 if moved else self._stuck_s + passed_s
+        self._unpublished_s += passed_s
+        limit_s = self._timeout.first_step_s if here.fresh else self._timeout.step_s
+        if limit_s != self._limited_s:
+            limit_groups(limit_s)
+            self._limited_s = limit_s
+        try:
+            if has_rung(self._store):
+                self._answer(passed_s)
+            if self._unpublished_s >= _PUBLISHED_S:
+                self.publish()
+            if self._stragglers is not None:
+                self._stragglers.look(passed_s)
+        except dist.DistError:  # the store has ended with the rank, or the launcher, that held it
+            pass
+        if self._stuck_s > limit_s:
+            self._give_up()
+
+    def publish(self) -> None:
+        """Tell the others where this rank is."""
+        self._unpublished_s = 0.0
+        publish(self._store, self._rank, self._whereabouts(), self._folder)
+
+    def leave(self) -> None:
+        """The rank ends in order."""
+        with suppress(dist.DistError):
+            excuse(self._store, self._rank)
+
+    def _whereabouts(self) -> Whereabouts:
+        step, phase = self._seen
+        return Whereabouts(self._host, step, phase, round(self._stuck_s, 1), *here.pace)
+
+    def _answer(self, passed_s: float) -> None:
+        if self._calls and self._store.check([self._calls[0]]):
+            self.publish()  # before the answer: who calls reads it then
+            answer(self._store, self._rank, self._calls.pop(0))
+        if failure := failure_in(self._store):
+            self._failed_s += passed_s
+            if self._failed_s > _GRACE_S:
+                self._leave_for(failure)
+
+    def _give_up(self) -> NoReturn:
+        """This rank has not moved for too long, and says who is to blame."""
+        setting = "timeout.first_step_s" if here.fresh else "timeout.step_s"
+        own = self._whereabouts()
+        try:
+            lost = lost_ranks(self._store, self._rank, self._size)
+            self.publish()
+            known = published(self._store, range(self._size))
+            sentence = tell_lost(lost, known) if lost else tell_stuck(known, setting)
+            first = leave_failure(self._store, sentence)
+            if first == sentence:
+                print(f"error: {sentence}", file=sys.stderr, flush=True)
+        except dist.DistError:
+            alone = tell_stuck({self._rank: own}, setting)
+            first = f"{alone}; the store of all ranks, which could name others, has ended"
+        self._leave_for(first)
+
+    def _leave_for(self, sentence: str) -> NoReturn:
+        def end() -> None:
+            try:
+                self._end(sentence)
+            finally:
+                write_flight_record(self._rank)
+
+        ending = threading.Thread(target=end, daemon=True)  # a disk that hangs must not keep the rank
+        ending.start()
+        ending.join(_GRACE_S)
+        raise SystemExit(1)
+
+
+@contextmanager
+def attending(
+    timeout: Timeout | None = None, end: Callable[[str], None] = lambda sentence: None, folder: Path | None = None
+) -> Iterator[None]:
+    """Have a thread speak for this rank of the default process group, which may be stuck in a collective.
+
+    It answers when another rank asks who is left, and ends the process, with exit code 1, where the rank has not moved
+    for longer than ``timeout`` allows, or does not end by itself after another one has failed: then ``end`` is told
+    why. The thread ends with the block: one that comes back from the store while Python ends would abort the process.
+
+    Raises Fault instead of an error that only says that another rank is gone.
+    """
+    leaving = threading.Event()
+    store = dist.distributed_c10d._get_default_store().clone()  # a client of its own: another may be blocked
+    attendance = Attendance(store, dist.get_rank(), dist.get_world_size(), timeout or Timeout(), end, folder)
+
+    def attend() -> None:
+        before = time.monotonic()
+        try:
+            while not leaving.wait(LOOK_S):
+                now = time.monotonic()
+                attendance.look(min(now - before, _SLEPT * LOOK_S))
+                before = now
+        except SystemExit as ended:
+            os._exit(int(ended.code or 0))
+
+    thread = threading.Thread(target=attend, daemon=True)
+    thread.start()
+    in_order = True
+    try:
+        yield
+    except Exception as error:
+        in_order = False
+        reason = report_failure(error)
+        if is_broken_connection(error) and not reason.startswith(f"rank {dist.get_rank()}: "):
+            raise Fault(reason) from None
+        raise
+    finally:
+        leaving.set()
+        thread.join(2 * LOOK_S)  # no longer: the store may be gone, and slow to say so
+        if in_order and not thread.is_alive():
+            attendance.leave()

@@ -1,0 +1,119 @@
+"""What ranks find out together: how fast they talk, what their network cards promise, whether their clocks agree."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from imagenet_fast.distributed.init import World
+from imagenet_fast.doctor.report import Finding, by_host
+
+_SHORT, _LONG = 2**13, 2**25  # bytes
+_REPEATS, _ROUNDS = 20, 5
+_DRIFT_S = 1.0  # of clocks: what files and records of several machines can be told apart by
+_POOR = 0.5  # of what a card promises
+
+
+def compare_notes(own: list[Finding], world: World, host: str) -> list[Finding]:
+    """What each machine's first rank found there, of all of them, and what is between them. Every rank must call it."""
+    told: list[tuple[str, list[dict[str, str]]] | None] = [None] * world.size
+    dist.all_gather_object(told, (host, [asdict(finding) for finding in own]) if world.leads_node else None)
+    found = {}
+    for number, card in enumerate(filter(None, told)):
+        name, findings = card
+        found[name if name not in found else f"{name} ({number})"] = [Finding(**finding) for finding in findings]  # type: ignore[arg-type]
+    return [*by_host(found), *_network(world), *_clocks(world)]
+
+
+def _network(world: World) -> Iterator[Finding]:
+    if world.size == 1:
+        yield Finding("all-reduce", "ok", "one rank alone needs none")
+        return
+    latency_s, long_s = _seconds(_SHORT, world), _seconds(_LONG, world)
+    bus = 2 * (world.size - 1) / world.size * _LONG / long_s
+    said = f"{8 * bus / 1e9:.2f} Gbit/s and {1e6 * latency_s:.0f} us over {world.size} ranks"
+    promised = _of_all(_promise(os.environ) if world.spans_machines else 0.0)
+    if not promised:
+        yield Finding("all-reduce", "ok", said)
+        return
+    said += f", where the slowest card promises {promised / 1e9:g} Gbit/s"
+    if 8 * bus < _POOR * promised:
+        fix = "see `imagenet-fast bench collectives`; look for another interface (GLOO_SOCKET_IFNAME), or a busy link"
+        yield Finding("all-reduce", "warn", said, fix)
+    else:
+        yield Finding("all-reduce", "ok", said)
+
+
+def _seconds(size: int, world: World) -> float:
+    """Of an all-reduce of ``size`` bytes: the slowest rank's median of rounds."""
+    values = torch.zeros(size // 4, device=world.device)
+    repeats = _REPEATS if size == _SHORT else 1
+
+    def one_round() -> float:
+        dist.barrier()
+        _wait(values)
+        begun = time.perf_counter()
+        for _ in range(repeats):
+            dist.all_reduce(values)
+        _wait(values)
+        return (time.perf_counter() - begun) / repeats
+
+    one_round()
+    seconds = torch.tensor(median(one_round() for _ in range(_ROUNDS)), dtype=torch.float64, device=world.device)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return float(seconds)
+
+
+def _wait(values: Tensor) -> None:
+    if values.is_cuda:
+        torch.cuda.synchronize(values.device)
+
+
+def _of_all(own: float) -> float:
+    """The smallest that ranks know of; 0 where none knows."""
+    told: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(told, own)
+    return min((value for value in told if value), default=0.0)
+
+
+def _promise(environment: Mapping[str, str], root: Path = Path("/sys/class")) -> float:
+    """Bits a second that this machine's network cards are made for, all that NCCL would use; 0 if they do not say."""
+    rates = []
+    for port in sorted(root.glob("infiniband/*/ports/*")):
+        words = _text(port / "rate").split()  # "200 Gb/sec (4X HDR)"
+        if words and _text(port / "state").endswith("ACTIVE"):
+            rates.append(1e9 * float(words[0]))
+    if rates:
+        return sum(rates)
+    interface = environment.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    megabits = _text(root / "net" / interface / "speed") if interface else ""
+    return 1e6 * int(megabits) if megabits.isdecimal() else 0.0
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:  # of an interface that is down, too
+        return ""
+
+
+def _clocks(world: World) -> Iterator[Finding]:
+    if not world.spans_machines:
+        return
+    told: list[float] = [0.0] * world.size
+    dist.barrier()
+    dist.all_gather_object(told, time.time())
+    apart = max(told) - min(told)
+    said = f"{apart:.1f} s apart at most" if apart >= 0.1 else "agree"
+    if apart > _DRIFT_S:
+        yield Finding("clocks", "warn", said, "start a time service (chrony, ntpd) on every node")
+    else:
+        yield Finding("clocks", "ok", said)

@@ -1,0 +1,138 @@
+"""What the text of a cluster's job starts on every node: settled here, and checked as far as this machine can."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from imagenet_fast.errors import UserError
+from imagenet_fast.launch.stdio import print_file
+from imagenet_fast.recipe.axes import check_axes
+from imagenet_fast.recipe.batching import explain, scale_recipe, split_batch
+from imagenet_fast.recipe.data_config import SyntheticData
+from imagenet_fast.recipe.load import find_recipe, load_recipe, recipe_folder
+from imagenet_fast.recipe.schema import Recipe
+
+_UNITS_S = (1, 60, 3600, 86_400)  # of a time limit's parts, from the last
+
+
+@dataclass(frozen=True)
+class ClusterJob:
+    """A recipe on ``nodes`` nodes of ``ranks_each`` ranks; the recipe lies at ``path``."""
+
+    path: Path
+    recipe: Recipe
+    nodes: int
+    ranks_each: int
+    options: tuple[str, ...]
+    """Of `train`, that change the recipe."""
+    note: str
+    """What becomes of the recipe's batch, in one line of plain words and numbers."""
+
+    @property
+    def shipped(self) -> bool:
+        """Whether every installation has the recipe, and finds it by its name."""
+        return self.path.parent == recipe_folder()
+
+    def train(self, recipe: str, data: str | None, folder: str, *more: str) -> list[str]:
+        """The words of the command `train`, without the program: begin in ``folder``, or go on with what lies there."""
+        where = [] if data is None else ["--data", data]
+        ranks = ["--nproc", str(self.ranks_each)]
+        return ["train", "--recipe", recipe, *where, *self.options, *ranks, *more, "--out", folder, "--resume", "auto"]
+
+    @property
+    def recipe_here(self) -> str:
+        """How `train` is told the recipe where nodes share this machine's files."""
+        return self.path.stem if self.shipped else str(self.path.absolute())
+
+
+def plan_cluster_job(
+    named: str, sync: str | None, overrides: Sequence[str], nodes: int, ranks_each: int | None, scale: bool
+) -> ClusterJob:
+    """Settle what is trained; None for as many ranks a node as the recipe was written for.
+
+    Raises UserError where there is no such recipe, or the ranks do not fit it.
+    """
+    path = find_recipe(named)
+    written = load_recipe(path, sync, overrides)
+    if ranks_each is None:
+        ranks_each, rest = divmod(written.ranks, nodes)
+        if rest:
+            raise UserError(
+                f"{path.stem} was written for {written.ranks} ranks, which {nodes} nodes cannot share evenly; say with "
+                "--nproc how many ranks a node has"
+            )
+    ranks = nodes * ranks_each
+    recipe = scale_recipe(written, ranks) if scale else written
+    check_axes(recipe, ranks)
+    note = explain(written, recipe, split_batch(recipe, ranks))
+    options = [word for override in overrides for word in ("--set", override)]
+    options += [] if sync is None else ["--sync", sync]
+    options += ["--scale-batch"] if scale else []
+    return ClusterJob(path, recipe, nodes, ranks_each, tuple(options), note)
+
+
+def check_data(recipe: Recipe, given: object | None, option: str) -> None:
+    """Raise UserError where ``option``, which says where the pictures lie, is missing or would not be read."""
+    if isinstance(recipe.data, SyntheticData):
+        if given is not None:
+            raise UserError(
+                f"{option} {given} would not be read: data.loader is 'synthetic', which makes its own pictures; leave "
+                f"{option} out, or choose a recipe with another loader"
+            )
+    elif given is None and recipe.data.dataset != "digits":
+        raise UserError(f"the nodes do not know where {recipe.data.dataset} lies; say it with {option}")
+
+
+def parse_time_limit(text: str) -> int:
+    """Seconds of Slurm's ``MINUTES``, ``MIN:SEC``, ``H:MIN:SEC`` or ``DAYS-H[:MIN[:SEC]]``. Raises UserError."""
+    found = re.fullmatch(r"(?:(\d{1,4})-)?(\d{1,6})(?::(\d{1,2}))?(?::(\d{1,2}))?", text, re.ASCII)
+    days, *parts = found.groups() if found else (None,)
+    given = [int(part) for part in parts if part is not None]
+    if days is not None:
+        given = [int(days), *given, *[0] * (3 - len(given))]
+    elif len(given) == 1:  # minutes
+        given += [0]
+    seconds = sum(part * unit for part, unit in zip(reversed(given), _UNITS_S, strict=False))
+    if not seconds:
+        raise UserError(f"--time {text} is no time limit; write for example 90 (minutes), 24:00:00 or 2-12:00:00")
+    return seconds
+
+
+def job_label(name: str) -> str:
+    """A name for the job, of small letters, digits and single dashes, 40 at most, that begins with a letter."""
+    plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    named = plain if plain[:1].isalpha() else f"imagenet-fast-{plain}"
+    return named[:40].strip("-")
+
+
+def parse_program(text: str | None) -> list[str]:
+    """The words of what starts imagenet-fast on the nodes; None for this Python. Raises UserError."""
+    if text is None:
+        return [sys.executable, "-m", "imagenet_fast"]
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"--program {text} cannot be read ({error}); quote it as in a shell") from None
+    if not words:
+        raise UserError("--program is empty; leave it out for this Python, or give for example imagenet-fast")
+    return words
+
+
+def hand_over(text: str, file: Path | None) -> None:
+    """Print the text of a job, or write it to ``file``. Raises UserError where that cannot be, with nothing printed."""
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError:
+        raise UserError("a path or an option is not UTF-8, as the text of a job is; choose another") from None
+    if file is None:
+        print_file(encoded)
+        return
+    try:
+        file.write_bytes(encoded)
+    except OSError as error:
+        raise UserError(f"--file {file} cannot be written ({error.strerror}); choose another") from None

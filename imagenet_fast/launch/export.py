@@ -1,0 +1,54 @@
+"""Weights of a run, or of anybody's file, as a file for others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from imagenet_fast.errors import UserError
+from imagenet_fast.launch.job_setup import recipe_of
+from imagenet_fast.metrics.report import run_of
+from imagenet_fast.models import build_model
+from imagenet_fast.models.export import export_program
+from imagenet_fast.models.weights import classes_of, describe, fill, fit, recognise, write_weights
+from imagenet_fast.training.init_weights import given_weights
+
+
+def deliver(given: Path, named: str | None, kind: str, out: Path) -> Path:
+    """Write the weights that ``given`` (a file, a run or a checkpoint) stands for to ``out``, as safetensors or pt2.
+
+    The recipe ``named`` says what they are for, or the run does. Without one safetensors are written of what fits any
+    of our models. Raises UserError where that cannot be, and where ``out`` exists.
+    """
+    if kind not in ("safetensors", "pt2"):
+        raise UserError(f"--format {kind} is not known; there are safetensors and pt2")
+    if out.suffix != f".{kind}":
+        raise UserError(f"--out {out} does not end in .{kind}, which --format {kind} is read by; name it so")
+    if out.exists():
+        raise UserError(f"{out} already exists; give another --out, or remove it")
+    try:
+        _write(given, named, kind, out)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{out} cannot be written ({error}); choose another --out") from None
+    return out
+
+
+def _write(given: Path, named: str | None, kind: str, out: Path) -> None:
+    weights = given_weights(given)
+    if kind == "safetensors" and named is None and not (run_of(given) / "job.json").is_file():
+        recognised = recognise(weights)
+        if recognised is None:
+            raise UserError(f"{weights.source} fits none of our models; say with --recipe NAME which it should fit")
+        write_weights(fit(weights, *recognised).tensors, out, weights.about)
+        return
+    name, recipe, _ = recipe_of(given, named)
+    classes = classes_of(weights, recipe.model)
+    weights = fit(weights, recipe.model, max(1, classes))
+    about = describe(name, recipe, weights.class_names)
+    if kind == "safetensors":
+        write_weights(weights.tensors, out, about)
+    else:
+        model = build_model(recipe.model, classes)
+        fill(model, weights)
+        export_program(model, recipe.data.evaluated_size, out, about)

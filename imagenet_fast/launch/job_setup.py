@@ -1,0 +1,215 @@
+"""From a recipe and the command line to a job, checked before anything is started."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from imagenet_fast.data.format_detection import check_folders, check_validation
+from imagenet_fast.data.paths import locate
+from imagenet_fast.data.quarantine import QUARANTINE, quarantined
+from imagenet_fast.errors import UserError
+from imagenet_fast.metrics.report import run_of
+from imagenet_fast.recipe.axes import check_axes
+from imagenet_fast.recipe.batching import Batching, check_norms, check_splits, explain, scale_recipe, split_batch
+from imagenet_fast.recipe.data_config import Data, SyntheticData
+from imagenet_fast.recipe.evaluating import Evaluation
+from imagenet_fast.recipe.job import Job, read_job
+from imagenet_fast.recipe.load import find_recipe, load_recipe
+from imagenet_fast.recipe.schema import Recipe
+
+
+def plan_job(
+    name: str,
+    written: Recipe,
+    ranks: int,
+    *,
+    data: Path | None = None,
+    folder: Path | None = None,
+    scale: bool = False,
+    trace: bool = False,
+    init_from: Path | None = None,
+    fresh_head: bool = False,
+    resume: bool = False,
+    nodes: range | None = None,
+) -> Job:
+    """Settle what ``ranks`` ranks train, from which folder into which; None for the usual ones. Where there may be any
+    number of ``nodes``, these are the ranks of the most.
+
+    Checks everything that can be checked without torch. Raises UserError with the first thing wrong.
+    """
+    if nodes is not None:
+        _check_elastic(written, nodes, ranks // nodes[-1], scale, resume)
+    recipe = scale_recipe(written, ranks) if scale else written
+    check_axes(recipe, ranks)
+    batching = split_batch(recipe, ranks)
+    check_norms(recipe, batching)
+    root = _find_data(recipe.data, data, check_folders)
+    place = (folder or new_folder(name, recipe.sync.kind)).absolute()
+    if fresh_head and init_from is None:
+        raise UserError("--fresh-head is for weights to start from; add --init-from FILE, or leave it out")
+    start = init_from.absolute() if init_from is not None else None
+    note = _note(written, recipe, batching, root, start, fresh_head)
+    command, elastic = tuple(sys.argv), nodes is not None
+    return Job(name, recipe, batching, root, place, note, trace, start, fresh_head, resume, command, elastic)
+
+
+def on_ranks(job: Job, ranks: int) -> Job:
+    """``job`` as so many ranks train it: of nodes that may leave and join, those that are there now."""
+    batching = split_batch(job.recipe, ranks)
+    note = _note(job.recipe, job.recipe, batching, job.data, job.init_from, job.fresh_head)
+    return replace(job, batching=batching, note=note)
+
+
+def _check_elastic(written: Recipe, nodes: range, ranks_each: int, scale: bool, resume: bool) -> None:
+    """Raise UserError where not every number of ``nodes`` could train it, or go on where others have been."""
+    asked = f"--nodes {nodes[0]}:{nodes[-1]}"
+    if not resume:
+        raise UserError(
+            f"{asked} needs --resume auto --out DIR, a directory that all nodes share: whoever is there goes on with "
+            "what was saved in it"
+        )
+    if scale:
+        raise UserError(
+            f"--scale-batch shrinks the batch to the ranks there are, which change with {asked}; leave one out"
+        )
+    for count in nodes:
+        check_axes(written, count * ranks_each)
+    check_splits(written, nodes, ranks_each)
+    for count in nodes:
+        check_norms(written, split_batch(written, count * ranks_each))
+
+
+def _note(
+    written: Recipe, recipe: Recipe, batching: Batching, root: Path | None, init_from: Path | None, fresh_head: bool
+) -> str:
+    """What became of the recipe's batch, how many pictures are bad, and from which weights it starts."""
+    note = explain(written, recipe, batching)
+    if root is not None and (bad := quarantined(root)):
+        note += f"; {len(bad)} files are left out, by {root / QUARANTINE}"
+    if init_from is not None:
+        note += f"; starts from {init_from}" + (" with a fresh last layer" if fresh_head else "")
+    return note
+
+
+def run_to_resume(asked: str, folder: Path | None) -> Path:
+    """The directory of the run that ``--resume`` names; ``auto`` is the one in ``--out``, which may be none yet.
+
+    Raises UserError.
+    """
+    if asked == "auto":
+        if folder is None:
+            raise UserError("--resume auto goes on with the run in --out, or begins it there; add --out DIR")
+        return folder
+    run = Path(asked)
+    if folder is not None and folder.absolute() != run.absolute():
+        raise UserError(f"--resume {run} goes on in that directory, and --out is {folder}; leave --out out")
+    if not (run / "job.json").is_file():
+        raise UserError(f"{run} holds no run to go on with; give the directory of one, or --resume auto --out DIR")
+    return run
+
+
+def recipe_to_train(
+    named: str | None, run: Path | None, sync: str | None, overrides: Sequence[str], data: Path | None
+) -> tuple[str, Recipe, Path | None]:
+    """The recipe's name, the recipe and where the pictures are: as given, or else as in the ``run`` to go on with.
+
+    Raises UserError.
+    """
+    if named is not None:
+        path = find_recipe(named)
+        return path.stem, load_recipe(path, sync, overrides), data
+    if run is None or not (run / "job.json").is_file():
+        raise UserError("which recipe? add --recipe NAME, one of `imagenet-fast recipes`, or the path of a TOML file")
+    name, _, job = recipe_of(run, None)
+    assert job is not None
+    return name, load_recipe(run / "recipe.toml", sync, overrides), data or job.data
+
+
+def plan_evaluation(
+    weights: Path,
+    named: str | None,
+    overrides: Sequence[str],
+    ranks: int,
+    *,
+    data: Path | None = None,
+    report: Path | None = None,
+) -> Evaluation:
+    """Settle how ``ranks`` ranks evaluate ``weights``: by the recipe ``named``, or as the run they come from did.
+
+    Raises UserError with the first thing wrong, as far as it shows without torch.
+    """
+    name, recipe, run = recipe_of(weights, named, overrides)
+    batch = recipe.micro_batch or max(1, recipe.global_batch // recipe.ranks)
+    if run is not None:
+        batch = run.batching.micro_batch
+        if not isinstance(recipe.data, SyntheticData):
+            data = data or run.data
+    root = _find_data(recipe.data, data, check_validation)
+    place = report.absolute() if report is not None else None
+    return Evaluation(name, recipe, Batching(ranks, batch, 1), weights.absolute(), root, place)
+
+
+def recipe_of(weights: Path, named: str | None, overrides: Sequence[str] = ()) -> tuple[str, Recipe, Job | None]:
+    """The recipe ``named``, with its name; or where none is, that of the run that ``weights`` are of, with its job.
+
+    Raises UserError where it can be neither.
+    """
+    if named is not None:
+        path = find_recipe(named)
+        return path.stem, load_recipe(path, overrides=overrides), None
+    run = run_of(weights)
+    if not (run / "job.json").is_file():
+        raise UserError(f"{weights} does not say by which recipe to use it, as a run directory does; add --recipe NAME")
+    try:
+        job = read_job(run / "job.json")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise UserError(f"{run / 'job.json'} is damaged or of another version; name a recipe with --recipe") from None
+    recipe = load_recipe(run / "recipe.toml", overrides=overrides) if overrides else job.recipe
+    return job.name, recipe, job
+
+
+def _find_data(data: Data, given: Path | None, check: Callable[[Path], None]) -> Path | None:
+    """Where the pictures lie, after a ``check``; None for those that are made up."""
+    if not isinstance(data, SyntheticData):
+        root = locate(data.dataset, given).absolute()
+        check(root)
+        return root
+    if given is not None:
+        raise UserError(
+            f"--data {given} would not be read: data.loader is 'synthetic', which makes its own pictures; "
+            "leave --data out, or choose a recipe with another loader"
+        )
+    return None
+
+
+def new_folder(recipe: str, what: str) -> Path:
+    """Where a run goes that was given no directory."""
+    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{recipe}-{what}"
+
+
+def check_writable(folder: Path, resume: bool = False) -> None:
+    """Raise UserError where a run cannot be put into ``folder``, or not go on there."""
+    try:
+        if not resume and _holds_run(folder):
+            raise UserError(
+                f"{folder} already holds a run; go on with it by --resume auto, give another --out, or remove it"
+            )
+        nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+        tempfile.TemporaryFile(dir=nearest).close()  # root may write almost anywhere, but not everywhere it is told
+    except OSError as error:
+        raise UserError(
+            f"the run cannot be written to {folder} ({error.strerror}: {error.filename}); give another --out"
+        ) from None
+
+
+def _holds_run(folder: Path) -> bool:
+    """Whether anything in ``folder`` is the result of a run. Raises OSError."""
+    weights = (folder / "checkpoints").glob("*")
+    return any((folder / name).exists() for name in ("events.jsonl", "outcome.json")) or any(
+        path.name == "final.safetensors" or path.name.startswith("step-") for path in weights
+    )

@@ -1,0 +1,250 @@
+"""One rank, from its job to its outcome.
+
+Our launcher starts it by ``__main__.py``, which reads the job. Under a torchrun or an srun of the user's own, `cli/`
+has settled the job from the rank's command line.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import nn
+
+from imagenet_fast.checkpoint import CheckpointWriter, expect_first
+from imagenet_fast.data.loaders import Dataset, open_dataset, supply_of
+from imagenet_fast.data.stall_advice import advice
+from imagenet_fast.distributed.failure_detection import report_failure
+from imagenet_fast.distributed.heartbeat import here
+from imagenet_fast.distributed.init import World, join
+from imagenet_fast.distributed.rank_info import Place, number_node
+from imagenet_fast.distributed.reductions import refused_by_first
+from imagenet_fast.errors import Fault, UserError, warn
+from imagenet_fast.launch.exit_status import Ending
+from imagenet_fast.launch.job_setup import check_writable
+from imagenet_fast.launch.resume import Resumption, common_folder, find_resumption
+from imagenet_fast.launch.run_lock import CHECKPOINTS, claimed, move_record_aside
+from imagenet_fast.launch.signals import Signals, end_on_signals
+from imagenet_fast.metrics import Record
+from imagenet_fast.metrics.report import FINAL_WEIGHTS
+from imagenet_fast.metrics.run_dir import open_record
+from imagenet_fast.metrics.run_result import STOPPED_WORDS, Outcome
+from imagenet_fast.models.weights import describe, write_weights
+from imagenet_fast.recipe.data_config import ImageData
+from imagenet_fast.recipe.job import Job
+from imagenet_fast.training.checkpoint_manager import Keeper
+from imagenet_fast.training.clock import Clock
+from imagenet_fast.training.init_weights import starting_weights
+from imagenet_fast.training.nonfinite_count import NotFinite
+from imagenet_fast.training.nonfinite_report import explain
+from imagenet_fast.training.precision import forward_dtype
+from imagenet_fast.training.state import TrainState
+from imagenet_fast.training.train_loop import initial_model, train
+from imagenet_fast.training.train_step import TrainingStep, build_step
+
+
+def train_as_rank(job: Job, place: Place, patience_s: float, handover: Path | None = None) -> Outcome:
+    """Join the others, waiting ``patience_s`` for them at most, and train, or go on training; how that ended.
+
+    Rank 0 leaves the outcome in the run directory, the first rank of each node in ``handover`` too. Raises UserError
+    where the ranks cannot meet, were given different jobs, or cannot start from the weights or go on from the
+    checkpoint they were told to.
+    """
+    job = _restarted(job)
+    if place.leads:
+        check_writable(job.folder, job.resume)
+    if place.leads_node and handover is not None:
+        (handover / "outcome.json").unlink(missing_ok=True)  # of the ranks before, where torchrun starts them again
+    number_node(place)
+    ending = Ending(job, place, handover)
+    signals = end_on_signals(job.recipe.checkpoint.grace_s, ending.late)
+    try:
+        _train_in_world(job, place, patience_s, handover, ending, signals)
+    except KeyboardInterrupt:
+        if not ending.ended:  # while it starts
+            ending.stop()
+            ending.leave()
+    return ending.outcome
+
+
+def _train_in_world(
+    job: Job, place: Place, patience_s: float, handover: Path | None, ending: Ending, signals: Signals
+) -> None:
+    outcome = ending.outcome
+
+    def end(reason: str) -> None:
+        """By the thread beside this one, which may be stuck."""
+        ending.fail(reason)
+        ending.leave()
+
+    meeting, binding = timedelta(seconds=patience_s), job.recipe.numa_binding
+    with (
+        join(place, job.agreed(), meeting, job.recipe.timeout, end, job.folder, handover, binding) as world,
+        claimed(job, world),
+    ):
+        resumption = find_resumption(job, world) if job.resume else None
+        clock = Clock()
+        dataset = _open_data(job, world, resumption)
+        weights = None
+        if job.init_from is not None and resumption is None:
+            weights = starting_weights(job.init_from, job.recipe.model, dataset.classes, world, job.fresh_head)
+        ending.begin_record()
+        if world.leads and resumption is None:
+            move_record_aside(job.folder)
+        record = open_record(job, world, clock.run_s, resumption.step if resumption is not None else None)
+        saved = False
+        try:
+            model = initial_model(job.recipe, dataset.classes, world, weights)
+            take_step = _next_step(job, dataset, world, model, clock, outcome, resumption)
+            begun = outcome.steps
+            ending.saved_step = lambda: begun
+            if resumption is not None:
+                record("resume", resumption.step, gap_s=resumption.gap_s, moved=resumption.elsewhere)
+            with keeping(job, world, dataset.train_order.images, signals, resumption is None) as keep:
+                ending.saved_step = lambda: max(begun, keep.saved_step)
+                unsaved = _train_soundly(job, dataset, world, take_step, record, keep)
+            here.enter("checkpoint")
+            if outcome.status in ("reached", "finished"):
+                _write_final_weights(job, take_step.state, dataset, world)
+                if unsaved:
+                    raise Fault(f"trained to the end, but {unsaved}")
+            saved = outcome.status != "interrupted"
+        except KeyboardInterrupt:
+            ending.stop()
+            raise
+        except Exception as error:
+            ending.fail(report_failure(error))
+            if outcome.status == "failed":
+                raise
+            raise KeyboardInterrupt from None  # it was another rank that a signal has ended
+        finally:
+            outcome.run_s = clock.run_s()
+            ending.leave()
+            # Why it failed is to be heard, not that its record did too.
+            with suppress(UserError, OSError) if outcome.status == "failed" else nullcontext():
+                record("end", outcome.steps, **vars(outcome), advice=_advice(job, outcome, world))
+                record.close()
+                ending.told()
+        if saved:
+            with here.waiting():
+                # A torchrun whose first rank to end had missed the target would interrupt those that write.
+                dist.barrier()
+
+
+def _restarted(job: Job) -> Job:
+    """As torchrun has started it: again, where ranks have been lost."""
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return replace(job, resume=True) if again else job
+
+
+def _open_data(job: Job, world: World, resumption: Resumption | None) -> Dataset:
+    """At the step that comes next. Raises UserError, too, where the pictures are not those gone on with."""
+    begin = 0 if resumption is None else resumption.step
+    dataset = open_dataset(
+        job.recipe.data, job.data, job.batching, world.rank, world.cores, world.device, job.recipe.seed,
+        begin, forward_dtype(job.recipe.precision),
+    )  # fmt: skip
+    if resumption is not None:
+        resumption.check_contents(dataset, job.recipe.model)
+        resumption.check_pictures(dataset.train_order.images)
+        resumption.check_length(job.recipe.epochs, dataset.train_order.steps_per_epoch)
+    return dataset
+
+
+def _next_step(
+    job: Job, dataset: Dataset, world: World, model: nn.Module, clock: Clock, outcome: Outcome,
+    resumption: Resumption | None,
+) -> TrainingStep:  # fmt: skip
+    """The first step of ``model``, or the one that a checkpoint was waiting for."""
+    trace = job.folder / "trace.json" if job.trace and world.leads else None
+    steps_per_epoch = dataset.train_order.steps_per_epoch
+    take_step = build_step(job.recipe, job.batching, model, world, steps_per_epoch, trace, clock, outcome)
+    if resumption is not None:
+        resumption.load(take_step.state, world)
+        take_step.watched = resumption.wrong_from
+    return take_step
+
+
+def _train_soundly(
+    job: Job, dataset: Dataset, world: World, take_step: TrainingStep, record: Record, keep: Keeper
+) -> str:
+    """To the end, or a stop; why its end could not be saved, or nothing. Raises Fault where numbers go wrong, of which
+    the last step is one that nobody follows."""
+    keep.save_with(dataset.contents)
+    outcome = take_step.state.outcome
+    try:
+        train(job, dataset, world, take_step, record, keep, keep.asked)
+        if outcome.status in ("reached", "finished") and not keep.is_sound(take_step.state):
+            raise NotFinite
+    except NotFinite:
+        raise Fault(explain(take_step, keep, world)) from None
+    if outcome.status in ("reached", "finished"):
+        return keep.finish(take_step.state, evaluated=True)
+    if outcome.status == "preempted":
+        outcome.message = f"{STOPPED_WORDS} after step {outcome.steps}, and "
+        if keep.saves:
+            outcome.message += "saved; the same command with --resume auto goes on"
+        else:
+            outcome.status = "interrupted"
+            outcome.message += "not saved, as not every node sees the run; give an --out that all of them share"
+    return ""
+
+
+@contextmanager
+def keeping(job: Job, world: World, images: int, signals: Signals, is_new: bool) -> Iterator[Keeper]:
+    """What saves the state of the run into its directory, while ``signals`` ask instead of ending this rank.
+    ``is_new``: the run goes on from nothing."""
+    root = common_folder(job.folder / CHECKPOINTS, world, make=True)
+    if world.leads and is_new and root is not None:
+        with suppress(OSError):  # of a full disk, which is told when there is something to save
+            expect_first(root)
+    if root is None and job.elastic:
+        raise UserError(
+            f"not every node sees {job.folder}, where all go on when one leaves; give an --out that all of them share"
+        )
+    if root is None and world.leads:
+        warn(
+            f"no checkpoints are written, since not every node sees {job.folder}; give an --out that all of them share"
+        )
+    store = dist.distributed_c10d._get_default_store()
+    with nullcontext() if root is None else CheckpointWriter(root, world, store, job.recipe.checkpoint.keep) as writer:
+        keep = Keeper(job, world, writer, images, signals.ask_first(), store.clone())
+        yield keep
+        keep.close()
+
+
+def _advice(job: Job, outcome: Outcome, world: World) -> list[str]:
+    """What rank 0 says of a run that waited for its pictures, unless there is worse to be said."""
+    data = job.recipe.data
+    if not world.leads or outcome.status == "failed" or not outcome.is_starved:
+        return []
+    if not isinstance(data, ImageData) or job.data is None:
+        return []
+    with suppress(UserError, OSError):  # of pictures that are gone since
+        return advice(outcome.data_wait_pct or 0.0, supply_of(data, job.data, world.cores, world.device))
+    return []
+
+
+def _write_final_weights(job: Job, state: TrainState, dataset: Dataset, world: World) -> None:
+    """On rank 0. Raises Fault, on every rank, where that cannot be."""
+    state.settle()
+    whole = state.whole()
+    failure = ""
+    if world.leads:
+        about = describe(job.name, job.recipe, dataset.class_names)
+        path = job.folder / FINAL_WEIGHTS
+        try:
+            write_weights(whole.state_dict(), path, about)
+        except (OSError, SafetensorError) as error:
+            failure = (
+                f"trained to the end, but {path} cannot be written ({error}); see to that disk, and the same command "
+                "with --resume auto writes them"
+            )
+    if failure := refused_by_first(failure, world.device):
+        raise Fault(failure)

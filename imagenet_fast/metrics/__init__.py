@@ -1,0 +1,8 @@
+"""What a run says about itself: events, which flow one way from the training loop to the sinks."""
+
+from __future__ import annotations
+
+from imagenet_fast.metrics.event import Event, Record, Sink
+from imagenet_fast.metrics.run_result import Outcome, Status
+
+__all__ = ["Event", "Outcome", "Record", "Sink", "Status"]

@@ -1,0 +1,202 @@
+"""What a person sees: a live panel on a terminal, plain lines elsewhere, and a summary at the end."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from imagenet_fast.metrics.event import Event
+from imagenet_fast.metrics.tables import compact_table, number
+
+
+class ConsoleSink:
+    """Follows one run on ``console``."""
+
+    def __init__(self, folder: Path, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
+        self._folder = folder
+        self._latest: dict[str, Any] = {}
+        self._evaluations: list[tuple[float, float]] = []  # run seconds, top-1
+        self._begun: tuple[int, float] | None = None  # step and run seconds of the first training event
+        self._live: Live | None = None
+
+    def write(self, event: Event) -> None:
+        self._latest |= event.tagged() | {"step": event.step, "run_s": event.run_s}
+        match event.name:
+            case "run":
+                self._print(event.values["note"])
+                if self._console.is_terminal:
+                    self._live = Live(console=self._console, auto_refresh=False, transient=True)
+                    self._live.start()
+            case "resume":
+                where = " on other ranks or with another layout" if event.values["moved"] else ""
+                gap = _clock(event.values["gap_s"])
+                self._print(f"goes on from the checkpoint of step {event.step}{where}, {gap} after it was written")
+            case "train":
+                if self._begun is None:
+                    self._begun = (event.step, event.run_s)
+                if self._live is None:
+                    self._print(self._training_line())
+            case "choice":
+                self._console.print(_choice_table(event.values))
+            case "eval":
+                self._evaluations.append((event.run_s, event.values["top1"]))
+                self._print(self._evaluation_line(event.values))
+            case "end":
+                self.close()
+                self._print_summary(event.values)
+        if self._live is not None:
+            self._live.update(self._panel(), refresh=True)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, emoji=False, soft_wrap=True)
+
+    def _training_line(self) -> str:
+        v = self._latest
+        return (
+            f"epoch {v['train/epoch']}/{v['run/epochs']}  step {v['step']}/{v['run/steps']}  "
+            f"loss {v['train/loss']:.4f}  lr {v['train/lr']:.4g}  {v['speed/images_per_s']:.0f} img/s  "
+            f"data wait {v['data/wait_pct']:.1f} %  "
+            f"exposed sync {number(v.get('sync/exposed_ms'), '.1f', ' ms')}  sent {v['sync/sent_MB']:.2f} MB/step"
+            + "".join(f"  {label} {value}" for label, value in self._precision())
+        )
+
+    def _precision(self) -> list[tuple[str, str]]:
+        """Where there is a loss scale, or gradients may be too large for the wire."""
+        shown = {"precision/loss_scale": "loss scale", "precision/skipped_steps": "skipped steps"}
+        return [(label, f"{self._latest[tag]:g}") for tag, label in shown.items() if tag in self._latest]
+
+    def _evaluation_line(self, values: dict[str, Any]) -> str:
+        target = self._latest.get("run/target_top1")
+        aim = f", target {target:g} %" if target is not None else ""
+        return (
+            f"epoch {values['epoch']}/{self._latest['run/epochs']}  top-1 {values['top1']:.2f} %  "
+            f"top-5 {values['top5']:.2f} %  (best {self._best():.2f} %{aim})  "
+            f"{values['images']} images in {values['eval_s']:.1f} s, run {_clock(self._latest['run_s'])}"
+        )
+
+    def _panel(self) -> Panel:
+        v = self._latest
+        target = v.get("run/target_top1")
+        rows = Table.grid(padding=(0, 3))
+        rows.add_row(
+            _pair("epoch", f"{v.get('train/epoch', 0)}/{v['run/epochs']}"),
+            _pair("step", f"{v['step']}/{v['run/steps']}"),
+            _pair("img/s", number(v.get("speed/images_per_s"), ".0f")),
+            _pair("run", _clock(v["run_s"])),
+        )
+        rows.add_row(
+            _pair("loss", number(v.get("train/loss"), ".4f")),
+            _pair("lr", number(v.get("train/lr"), ".4g")),
+            _pair("data wait", number(v.get("data/wait_pct"), ".1f", " %")),
+            _pair("ETA end", _clock(self._seconds_to_end())),
+        )
+        rows.add_row(
+            _pair("best top-1", number(self._best(), ".2f", " %")),
+            _pair("target", number(target, "g", " %")),
+            _pair("exposed sync", number(v.get("sync/exposed_ms"), ".1f", " ms")),
+            _pair("ETA target", _clock(self._seconds_to_target())),
+        )
+        sent = ("sent", number(v.get("sync/sent_MB"), ".2f", " MB/step"))
+        rows.add_row(*(_pair(label, value) for label, value in [sent, *self._precision()]))
+        bar = ProgressBar(total=v["run/steps"], completed=v["step"])
+        body = Table.grid(expand=True)
+        body.add_row(bar)
+        body.add_row(rows)
+        title = f"{v['run/recipe']} · {v['run/sync']} · {v['run/world_size']} ranks"
+        return Panel(body, title=title, width=min(96, self._console.width - 4))  # leaves room for a terminal's ^C
+
+    def _best(self) -> float | None:
+        return max((top1 for _, top1 in self._evaluations), default=None)
+
+    def _seconds_to_end(self) -> float | None:
+        if self._begun is None or self._latest["step"] == self._begun[0]:
+            return None
+        pace = (self._latest["run_s"] - self._begun[1]) / (self._latest["step"] - self._begun[0])
+        return float(pace * (self._latest["run/steps"] - self._latest["step"]))
+
+    def _seconds_to_target(self) -> float | None:
+        """Where the line through the last two evaluations meets the target; None where it does not before the end."""
+        target, end = self._latest.get("run/target_top1"), self._seconds_to_end()
+        if target is None or end is None or len(self._evaluations) < 2:
+            return None
+        (t0, top0), (t1, top1) = self._evaluations[-2:]
+        if top1 <= top0:
+            return None
+        left = t1 + (target - top1) * (t1 - t0) / (top1 - top0) - self._latest["run_s"]
+        return max(left, 0.0) if left <= end else None
+
+    def _print_summary(self, outcome: dict[str, Any]) -> None:
+        reached = outcome["time_to_accuracy_s"]
+        folder = shlex.quote(str(self._folder))  # to be pasted
+        rows = {
+            "time to accuracy": number(reached, ".1f", " s") if reached is not None else "not reached",
+            "training only": f"{outcome['train_s']:.1f} s",
+            "speed": f"{outcome['images_per_s']:.0f} img/s",
+            "waited for data": f"{number(outcome['data_wait_pct'], '.1f')} % of training",
+            "top-1 / top-5": f"{number(outcome['top1'], '.2f')} / {number(outcome['top5'], '.2f')} %",
+            "sent": f"{outcome['sent_bytes_per_step'] / 1e6:.2f} MB a step and rank",
+            "run": folder,
+            "look at it": f"tensorboard --logdir {folder}",
+        }
+        if skipped := self._latest.get("precision/skipped_steps"):
+            rows["skipped"] = f"{skipped} of {outcome['steps']} steps, since gradients overflowed"
+        if outcome["resumed"]:
+            rows["not counted"] = f"{_clock(outcome['gap_s'])} between a checkpoint and going on from it"
+        self._print(_verdict(outcome))
+        for label, value in rows.items():
+            self._print(f"  {label:<17} {value}")
+        for line in outcome.get("advice", ()):
+            self._print(line)
+
+
+def _verdict(outcome: dict[str, Any]) -> str:
+    target = outcome["target_top1"]
+    match outcome["status"]:
+        case "reached":
+            return f"Target reached: top-1 {outcome['top1']:.2f} % of {target:g} % after {outcome['epochs']} epochs."
+        case "finished" if target is not None:
+            return f"Trained to the end without reaching {target:g} % top-1 (last {number(outcome['top1'], '.2f')} %)."
+        case "finished":
+            return "Trained to the end; the recipe has no target."
+        case "preempted" | "interrupted" if message := outcome["message"]:
+            return f"{message[0].upper()}{message[1:]}."
+        case "preempted":
+            return f"Stopped by a signal after step {outcome['steps']}, and saved; go on with --resume."
+        case "interrupted":
+            return f"Interrupted in step {outcome['steps']}."
+        case _:
+            return f"Failed in step {outcome['steps']}" + (f": {message}" if (message := outcome["message"]) else ".")
+
+
+def _choice_table(values: dict[str, Any]) -> Table:
+    """What ``auto`` chose from, the fastest first."""
+    rows = [
+        (engine, f"{ms:.1f}", "taken" if engine == values["engine"] else "" if values["exact"][engine] else "not exact")
+        for engine, ms in sorted(values["predicted_ms"].items(), key=lambda item: item[1])
+    ]
+    return compact_table(("engine",), ("predicted ms a step", ""), rows)
+
+
+def _pair(label: str, value: str) -> str:
+    return f"[dim]{label}[/dim] {value}"
+
+
+def _clock(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

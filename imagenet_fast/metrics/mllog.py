@@ -1,0 +1,147 @@
+"""mllog.txt: the run in MLPerf's log format, so that its tools can read it. No compliance is claimed."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+from imagenet_fast.metrics.append_file import AppendedFile
+from imagenet_fast.metrics.event import Event
+from imagenet_fast.metrics.json_io import to_json
+from imagenet_fast.metrics.replace_file import replace_text
+from imagenet_fast.recipe.batching import Batching
+from imagenet_fast.recipe.schema import Lars, Polynomial, Recipe
+
+Kind = Literal["INTERVAL_START", "INTERVAL_END", "POINT_IN_TIME"]
+
+
+class MLLog:
+    """Writes one ``:::MLLOG`` line a key, in the order MLPerf's training rules (4.0) expect them.
+
+    A run that goes on from step ``resumed`` takes back what came after it.
+    """
+
+    def __init__(self, folder: Path, recipe: Recipe, batching: Batching, resumed: int | None = None) -> None:
+        self._path = folder / "mllog.txt"
+        self._file = AppendedFile(self._path)
+        self._recipe = recipe
+        self._batching = batching
+        self._epoch: int | None = None
+        self._resumed = resumed
+        self._before_ms = 0
+        """When the last line was written: the clock may be set back, times go on."""
+
+    def write(self, event: Event) -> None:
+        values = event.values
+        match event.name:
+            case "run" if self._resumed is not None and self._path.stat().st_size:
+                self._go_on(*divmod(self._resumed, values["steps_per_epoch"]))
+            case "run":
+                self._begin(values["train_images"], values["val_images"], values["steps_per_epoch"], event.run_s)
+            case "epoch":
+                self._end_epoch()
+                self._epoch = values["epoch"]
+                self._line("INTERVAL_START", "epoch_start", epoch_num=self._epoch)
+            case "eval":
+                self._end_epoch(ago_s=values["eval_s"])
+                epoch = {"epoch_num": values["epoch"]}
+                self._line("INTERVAL_START", "eval_start", ago_s=values["eval_s"], **epoch)
+                self._line("POINT_IN_TIME", "eval_accuracy", values["top1"] / 100, **epoch)
+                self._line("INTERVAL_END", "eval_stop", **epoch)
+            case "end":
+                self._end_epoch()
+                status = "success" if values["status"] == "reached" else "aborted"
+                self._line("INTERVAL_END", "run_stop", status=status)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _go_on(self, done: int, into: int) -> None:
+        """``done`` epochs are over, and so many steps of the next one."""
+        lines = self._path.read_text(errors="replace", encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and _belongs(line, done, into > 0)]
+        self._file.close()
+        replace_text(self._path, "".join(kept))
+        self._file = AppendedFile(self._path)
+        self._epoch = done + 1 if into else None
+        self._before_ms = max((_entry(line)["time_ms"] for line in kept), default=0)
+
+    def _now_ms(self, ago_s: float) -> int:
+        """What was ``ago_s`` ago is not earlier than the line before."""
+        self._before_ms = max(self._before_ms, int((time.time() - ago_s) * 1000))
+        return self._before_ms
+
+    def _end_epoch(self, ago_s: float = 0.0) -> None:
+        if self._epoch is not None:
+            self._line("INTERVAL_END", "epoch_stop", ago_s=ago_s, epoch_num=self._epoch)
+            self._epoch = None
+
+    def _begin(self, train_images: int, val_images: int, steps_per_epoch: int, ago_s: float) -> None:
+        """The run began ``ago_s`` seconds ago; starting the ranks, which came before, is not timed."""
+        recipe, optim, schedule = self._recipe, self._recipe.optim, self._recipe.schedule
+        name = recipe.model.kind
+        points: dict[str, Any] = {
+            "cache_clear": False,
+            "submission_benchmark": "resnet" if name == "resnet50" else name,
+            "submission_division": "open",
+            "submission_org": "unsubmitted",
+            "submission_platform": "unsubmitted",
+            "submission_status": "research",
+            "seed": recipe.seed,
+            "global_batch_size": self._batching.global_batch,
+            "gradient_accumulation_steps": self._batching.accumulation,
+            "train_samples": train_images,
+            "eval_samples": val_images,
+            "opt_name": optim.kind,
+        }
+        if isinstance(optim, Lars):
+            points |= {
+                "lars_epsilon": optim.epsilon,
+                "lars_opt_base_learning_rate": optim.lr,
+                "lars_opt_learning_rate_warmup_epochs": schedule.warmup_epochs,
+                "lars_opt_momentum": optim.momentum,
+                "lars_opt_weight_decay": optim.weight_decay,
+            }
+            if isinstance(schedule, Polynomial):
+                decay = (recipe.epochs - schedule.warmup_epochs) * steps_per_epoch
+                points |= {
+                    "lars_opt_end_learning_rate": schedule.end_lr,
+                    "lars_opt_learning_rate_decay_poly_power": schedule.power,
+                    "lars_opt_learning_rate_decay_steps": round(decay),
+                }
+        self._line("INTERVAL_START", "init_start", ago_s=ago_s)
+        for key, value in points.items():
+            self._line("POINT_IN_TIME", key, value, ago_s=ago_s)
+        self._line("INTERVAL_END", "init_stop", ago_s=ago_s)
+        self._line("INTERVAL_START", "run_start", ago_s=ago_s)
+
+    def _line(self, kind: Kind, key: str, value: Any = None, ago_s: float = 0.0, **metadata: Any) -> None:
+        entry = {
+            "namespace": "",
+            "time_ms": self._now_ms(ago_s),
+            "event_type": kind,
+            "key": key,
+            "value": value,
+            "metadata": {"file": "imagenet_fast/training/train_loop.py", "lineno": 0, **metadata},
+        }
+        self._file.write(f":::MLLOG {to_json(entry)}\n")
+
+
+def _belongs(line: str, done: int, begun: bool) -> bool:
+    """Whether it was written before ``done`` epochs were over, or when the next one had ``begun``."""
+    try:
+        entry = _entry(line)
+        if type(entry["time_ms"]) is not int:
+            return False
+        key, epoch = entry["key"], entry["metadata"].get("epoch_num", 0)
+        return key != "run_stop" and (epoch <= done or (begun and key == "epoch_start" and epoch == done + 1))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # damaged: no reader could take it
+        return False
+
+
+def _entry(line: str) -> dict[str, Any]:
+    """Raises ValueError or RecursionError where there is none."""
+    entry: dict[str, Any] = json.loads(line.removeprefix(":::MLLOG "))
+    return entry

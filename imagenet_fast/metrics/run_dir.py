@@ -1,0 +1,85 @@
+"""A run directory and its sinks."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from imagenet_fast import __version__
+from imagenet_fast.distributed.cpu_count import usable_cores
+from imagenet_fast.distributed.init import World
+from imagenet_fast.distributed.process_groups import backend_name
+from imagenet_fast.errors import UserError
+from imagenet_fast.metrics.event import Record
+from imagenet_fast.metrics.json_io import to_json
+from imagenet_fast.metrics.jsonl import JsonLines
+from imagenet_fast.metrics.mllog import MLLog
+from imagenet_fast.recipe.job import Job
+from imagenet_fast.recipe.load import to_toml
+
+
+def open_record(job: Job, world: World, run_s: Callable[[], float], resumed: int | None = None) -> Record:
+    """On rank 0 make the run directory, say in it what is run and where, and open every sink; elsewhere nothing.
+
+    A run that was cut off and goes on from step ``resumed`` has one record: what came later is taken back.
+
+    Raises UserError where a file cannot be written, as where a directory has its name.
+    """
+    if not world.leads:
+        return Record(run_s)
+    try:
+        return _open_on_first(job, world, run_s, resumed)
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or job.folder} cannot be written ({error.strerror}); see to that, or restore it"
+        ) from None
+
+
+def _open_on_first(job: Job, world: World, run_s: Callable[[], float], resumed: int | None) -> Record:
+    from imagenet_fast.metrics.console import ConsoleSink  # only here: together they take half a second
+    from imagenet_fast.metrics.tensorboard import TensorBoard
+
+    job.folder.mkdir(parents=True, exist_ok=True)
+    (job.folder / "outcome.json").unlink(missing_ok=True)
+    job.write(job.folder / "job.json")
+    (job.folder / "recipe.toml").write_text(to_toml(job.recipe), encoding="utf-8")
+    (job.folder / "environment.json").write_text(to_json(environment(job, world), indent=2) + "\n", encoding="utf-8")
+    return Record(
+        run_s,
+        [
+            JsonLines(job.folder, resumed),
+            MLLog(job.folder, job.recipe, job.batching, resumed),
+            TensorBoard(job.folder, job.recipe, resumed),
+            ConsoleSink(job.folder),
+        ],
+    )
+
+
+def environment(job: Job, world: World) -> dict[str, object]:
+    """What else a result depends on: versions, machine, and the variables that steer torch and NCCL."""
+    packages = ("torch", "torchvision", "nvidia-dali-cuda130", "numpy")
+    steering = ("OMP_", "NCCL_", "GLOO_", "TORCH_", "CUDA_", "MASTER_")
+    return {
+        "imagenet_fast": __version__,
+        "command": job.command,
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in packages},
+        "host": platform.node(),
+        "system": platform.platform(),
+        "cores": usable_cores(),
+        "ranks": world.size,
+        "backend": backend_name(world.device),
+        "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu",
+        "variables": {key: value for key, value in os.environ.items() if key.startswith(steering)},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

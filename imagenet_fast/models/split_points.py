@@ -1,0 +1,78 @@
+"""What a network can be cut into: its layers in the order of forward, those together that no cut should part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+from torchvision.models import AlexNet
+from torchvision.models.resnet import ResNet
+
+from imagenet_fast.errors import UserError
+from imagenet_fast.models.alexnet import AlexNetBN
+
+Piece = dict[str, nn.Module]
+"""Layers by their names in the whole network: one with parameters, and what follows it up to the next such layer."""
+
+
+def pieces_of(model: nn.Module, stages: int = 1) -> list[Piece]:
+    """What ``model`` can be cut into, in the order of forward.
+
+    None begins with an operation in place, as a ReLU may be: what arrives at a stage is a leaf of autograd's. Raises
+    UserError for a model whose forward is not known, or that cannot be taken apart, or not into so many ``stages``.
+    """
+    if any(module._compiled_call_impl is not None for module in model.modules()):
+        raise UserError("a pipeline takes a network apart, and this one has been compiled; set compile to false")
+    pieces: list[Piece] = [{}]
+    for name, layer in _layers(model):
+        if _may_begin(layer) and any(_has_parameters(before) for before in pieces[-1].values()):
+            pieces.append({})
+        pieces[-1][name] = layer
+    params = [p for piece in pieces for layer in piece.values() for p in layer.parameters()]
+    if len(params) > len(set(params)):
+        raise UserError(f"{type(model).__name__} reads a weight in several layers, which stages cannot share")
+    if stages > len(pieces):
+        raise UserError(
+            f"{type(model).__name__} comes in {len(pieces)} pieces, too few for {stages} stages; ask for fewer stages"
+        )
+    return pieces
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every layer, by name, in the order of forward; what lies in a Sequential one by one."""
+    match model:
+        case ResNet() | AlexNet() | AlexNetBN():
+            *body, head = _children(model)
+            yield from _opened(body)
+            yield "flatten", nn.Flatten()
+            yield from _opened([head])
+        case nn.Sequential():
+            yield from _opened(_children(model))
+        case _:
+            raise UserError(
+                f"in which order {type(model).__name__} calls its layers is not known, so a pipeline cannot cut it; "
+                "take alexnet, alexnet_bn, resnet18 or resnet50"
+            )
+
+
+def _opened(children: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in children:
+        if isinstance(child, nn.Sequential):
+            yield from ((f"{name}.{inner}", layer) for inner, layer in _children(child))
+        else:
+            yield name, child
+
+
+def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """As ``named_children``, but a module that stands in two places is called in both."""
+    everything = module.named_modules(remove_duplicate=False)
+    return [(name, child) for name, child in everything if name and "." not in name]
+
+
+def _may_begin(layer: nn.Module) -> bool:
+    first = next(module for module in layer.modules() if not any(True for _ in module.children()))
+    return _has_parameters(layer) and not getattr(first, "inplace", False)
+
+
+def _has_parameters(layer: nn.Module) -> bool:
+    return any(True for _ in layer.parameters())

@@ -1,0 +1,196 @@
+"""Tensor parallelism of AlexNet's two large layers, which hold nine tenths of its weights.
+
+"One weird trick" (Krizhevsky, arXiv 1404.5997): convolutions are data-parallel, and the ranks of a tensor group, each
+with pictures of its own, compute fully connected layers together for the pictures of all. The first such layer is cut
+by outputs and the second by inputs (as in Megatron-LM, arXiv 1909.08053), so nothing travels between them; what comes
+out of the second is summed up, and goes back to the rank whose pictures it is of. The last layer is data-parallel
+again. So two activations of every picture travel, forth and back, in place of the gradients of the large layers.
+
+A rank's loss is the mean over its own pictures, and a pool takes the plain mean of its ranks' gradients. A shard's
+gradient is of the losses of all G ranks of its group, so it is divided by G, where gradients enter the sharded layers;
+where they leave these, for features of one rank's pictures, they are multiplied by G again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from imagenet_fast.sync.activation_traffic import Activations
+from imagenet_fast.sync.comm_stream import all_gather_single
+
+
+class TensorGroup:
+    """The ranks that hold the shards of a model's layers, and what they tell each other.
+
+    They must do so in one order, with as many pictures each. What ``activations`` cost is counted and timed.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, activations: Activations) -> None:
+        self.size = dist.get_world_size(group)
+        self.place = dist.get_rank(group)
+        self._group = group
+        self._activations = activations
+
+    def __deepcopy__(self, memo: object) -> TensorGroup:
+        """Copies of a model belong to the same ranks."""
+        return self
+
+    def gather(self, own: Tensor) -> Tensor:
+        """From [pictures, units] of each rank [G pictures, units], by rank."""
+        own = own.contiguous()
+        whole = own.new_empty(self.size * len(own), *own.shape[1:])
+        with self._activations.waited_for((self.size - 1) * own.nbytes):
+            all_gather_single(whole, own, self._group)
+        return whole
+
+    def scatter(self, parts: Tensor) -> Tensor:
+        """From [G pictures, units] of each rank their sum, of which each rank has its own pictures' [pictures, units].
+
+        Added in fp32 at least and rounded once. gloo's own reduce-scatter would send twice as much.
+        """
+        parts = parts.contiguous()
+        arrived = torch.empty_like(parts)
+        with self._activations.waited_for((self.size - 1) * parts.nbytes // self.size):
+            dist.all_to_all_single(arrived, parts, group=self._group)
+        exact = torch.promote_types(parts.dtype, torch.float32)
+        return arrived.view(self.size, -1, *parts.shape[1:]).sum(0, dtype=exact).to(parts.dtype)
+
+    def shard(self, whole: Tensor, dim: int) -> nn.Parameter:
+        """This rank's part of a parameter that all of them hold, cut along ``dim``."""
+        part = whole.detach().chunk(self.size, dim)[self.place]
+        return nn.Parameter(part.clone(memory_format=torch.contiguous_format), whole.requires_grad)
+
+    def whole(self, shard: Tensor, dim: int) -> nn.Parameter:
+        """What :meth:`shard` has cut, by now perhaps trained; on every rank."""
+        parts = [torch.empty_like(shard) for _ in range(self.size)]
+        dist.all_gather(parts, shard.detach(), self._group)
+        return nn.Parameter(torch.cat(parts, dim), shard.requires_grad)
+
+
+class Shard(nn.Linear):
+    """This rank's part of a fully connected layer, for the pictures of the group."""
+
+    dim: int
+    """The axis of the weight along which the layer is cut: of outputs, and then the bias is cut too, or of inputs."""
+
+    def __init__(self, layer: nn.Linear, group: TensorGroup) -> None:
+        super().__init__(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+        self.group = group
+        for name, param in layer.named_parameters():
+            setattr(self, name, group.shard(param, self.dim) if self.cuts(param) else param)
+        self.out_features, self.in_features = self.weight.shape
+
+    def cuts(self, param: Tensor) -> bool:
+        """Whether ranks have parts of it; if not, all have the same."""
+        return param.dim() > self.dim
+
+    def whole(self) -> nn.Linear:
+        """The layer, on every rank."""
+        layer = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        for name, param in self.named_parameters():
+            setattr(layer, name, self.group.whole(param, self.dim) if self.cuts(param) else param)
+        layer.out_features, layer.in_features = layer.weight.shape
+        return layer
+
+
+class ColumnParallel(Shard):
+    """Some outputs of a layer: [pictures, in] to [G pictures, out / G]."""
+
+    dim = 0
+
+    def forward(self, features: Tensor) -> Tensor:
+        device = features.device.type
+        if torch.is_autocast_enabled(device):  # it would be multiplied in that dtype; so it travels in it
+            features = features.to(torch.get_autocast_dtype(device))
+        return super().forward(_Gather.apply(features, self.group))
+
+
+class RowParallel(Shard):
+    """A layer of which each rank has some inputs: [G pictures, in / G] to [pictures, out]."""
+
+    dim = 1
+
+    def forward(self, units: Tensor) -> Tensor:
+        own: Tensor = _Scatter.apply(F.linear(units, self.weight), self.group)
+        return own if self.bias is None else own + self.bias.to(own.dtype)
+
+
+def shard(model: nn.Module, group: TensorGroup) -> None:
+    """Leave of an AlexNet's first two fully connected layers only this rank's shard, in place, under the same names.
+
+    All ranks hold the same model at first. Dropout before these layers drops features of a rank's own pictures, between
+    them units of its own shard: as ever, if the ranks' random numbers differ. Raises ValueError where ``model`` has no
+    such layers, or they do not divide over the ranks.
+    """
+    layers = getattr(model, "classifier", nn.Module())
+    connected = [(name, layer) for name, layer in layers.named_children() if isinstance(layer, nn.Linear)]
+    if len(connected) < 3:
+        raise ValueError("tensor parallelism divides an AlexNet's fully connected layers, and this model has none")
+    (first, outputs), (second, inputs), *_ = connected
+    if outputs.out_features % group.size:
+        raise ValueError(f"{outputs.out_features} units do not divide over {group.size} ranks")
+    setattr(layers, first, ColumnParallel(outputs, group))
+    setattr(layers, second, RowParallel(inputs, group))
+
+
+def gathered(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` whose layers are whole, as it was before :func:`shard`; a model without shards itself.
+
+    Every rank of the group must ask for it. Weights must be up to date (:meth:`GradientSync.settle`).
+    """
+    if not any(isinstance(module, Shard) for module in model.modules()):
+        return model
+    whole = copy.deepcopy(model)
+    for name, layer in list(whole.named_modules()):
+        if isinstance(layer, Shard):
+            whole.set_submodule(name, layer.whole())
+    return whole
+
+
+def sharded(model: nn.Module, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of tensors by a whole model's names what ``model``, of :func:`shard`, has of them; the others as they are."""
+    own = dict(whole)
+    for name, _, layer in shards_of(model):
+        if name in own:
+            own[name] = own[name].chunk(layer.group.size, layer.dim)[layer.group.place]
+    return own
+
+
+def shards_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Shard]]:
+    """Each parameter of which this rank holds one shard, with its name and layer, in the order of layers."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, Shard):
+            yield from ((f"{name}.{own}", param, layer) for own, param in layer.named_parameters() if layer.cuts(param))
+
+
+class _Gather(torch.autograd.Function):
+    """Into the sharded layers; gradients come out."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return group.gather(own)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.scatter(gradient) * ctx.group.size, None
+
+
+class _Scatter(torch.autograd.Function):
+    """Out of the sharded layers; gradients go in."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return group.scatter(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.gather(gradient / ctx.group.size), None

@@ -1,8 +1,0 @@
-"""What a run says about itself: events, which flow one way from the training loop to the sinks."""
-
-from __future__ import annotations
-
-from imagenet_fast.record.event import Event, Record, Sink
-from imagenet_fast.record.outcome import Outcome, Status
-
-__all__ = ["Event", "Outcome", "Record", "Sink", "Status"]

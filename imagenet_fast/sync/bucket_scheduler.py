@@ -1,0 +1,274 @@
+"""Runs an engine: launches its messages, waits for them, counts and times them, and learns what it needs to plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from imagenet_fast.cost_model.timing import Timing
+from imagenet_fast.recipe.sync_config import Collective
+from imagenet_fast.sync.bucketing import URGENT, Message, messages_of
+from imagenet_fast.sync.collectives import Phase, Transfer, all_reduce, carry, line_of, wire_for
+from imagenet_fast.sync.comm_stream import Entry
+from imagenet_fast.sync.compression import Compressed, Memory, phases_by_round
+from imagenet_fast.sync.engine import Engine, Stopwatch, SyncEngine, SyncStats
+from imagenet_fast.sync.gradient_pool import GradientPool
+from imagenet_fast.sync.layer_timer import Timetable
+from imagenet_fast.sync.network_benchmark import Network
+from imagenet_fast.sync.param_slot import Span, bring, label_of, places_of
+from imagenet_fast.sync.quantization import PLAIN, Blocks, Residual, is_coded
+from imagenet_fast.sync.step_prediction import predict_best, releases_of, thresholds
+
+_ON_ONE_COMPUTER = 2.0**22
+"""Bytes from which on a run leaves where ranks share a computer's memory. Measuring would gain little there, and a
+backend rounds sums by how messages are cut: two runs alike would end with other bits."""
+
+
+class Scheduler(SyncEngine):
+    """Carries the gradients of ``pool`` as ``engine`` declares.
+
+    Which messages there are is settled before they travel, so a step only starts them. An engine that learns begins
+    with what is usual, and plans once the first steps have been watched and the network has been measured; with
+    ``timing`` it plans at once. In the first ``dense_steps`` gradients travel as they are, whatever compresses or
+    encodes them later.
+    """
+
+    state_keys = frozenset({"step", "left", "memory", "places", "learnt"})
+
+    def __init__(
+        self, engine: Engine, pool: GradientPool, network: Network | None = None, timing: Timing | None = None,
+        dense_steps: int = 0,
+    ) -> None:  # fmt: skip
+        self.defers = engine.awaits == "read"
+        self._step = 0
+        self._memory: Memory = {}  # the compressor's
+        self._pool = pool
+        if engine.fuse is None and pool.topology.is_one_computer:
+            engine = replace(engine, fuse=_ON_ONE_COMPUTER)
+        self._declared = engine
+        self._topology = pool.topology.anew()
+        self._wire = wire_for(pool.buffer.dtype, engine.wire, self._topology)
+        self._plain_steps = max(dense_steps, engine.bf16_steps if is_coded(self._wire) else 0)
+        self._network = network or Network(self._topology, self._wire)
+        self._timing = timing
+        self._residual: Residual | None = None
+        self._left: Tensor | None = None  # by codes before there is a residual
+        if is_coded(self._wire):
+            pool.align(line_of(self._wire, self._topology))
+        self._timetable: Timetable | None = None
+        self._travelling: dict[int, Transfer] = {}  # by message
+        self._releases: list[list[int]] = []  # by event: a push each, and backward's end
+        self._stats = SyncStats(Stopwatch(pool.buffer.device))
+        self.lay_out()
+
+    def lay_out(self) -> None:
+        self._watch_no_longer()
+        self._plain = self._step < self._plain_steps
+        self._engine = replace(self._declared, compressor=None) if self._plain else self._declared
+        if self._engine.fuse is not None:
+            self._arrange(self._engine.fuse)
+        elif self._timing is None:
+            self._arrange(thresholds(self._engine, self._pool)[0])
+        if self._timing is not None:
+            self.plan(self._timing)
+        elif self._engine.learns:
+            self._timetable = self._pool.watch(layers=self.defers)
+
+    def push(self, span: Span) -> None:
+        if self._timetable is not None:
+            self._timetable.push()
+        self._release(span.index)
+
+    def scale_residual(self, ratio: Tensor) -> None:
+        if self._residual is not None:
+            self._residual.scale(ratio)
+        elif self._left is not None:
+            self._left *= ratio
+        for compressed in self._compressed:
+            compressed.scale(ratio)
+
+    def finish(self, drop: bool = False) -> SyncStats:
+        if self._timetable is not None:
+            self._timetable.finish()
+        self._release(len(self._pool.spans))
+        if drop or self._engine.awaits != "read" or self._timetable is not None:  # which must not wait in forward
+            self._await(list(self._travelling))
+        if drop:
+            self._drop_residual()
+        if self._timetable is not None and self._timetable.complete:
+            self._timing, self._timetable = self._timetable.timing(), None
+            self.plan(self._timing)
+        self._step += 1
+        if self._step == self._plain_steps:
+            self._await(list(self._travelling))
+            self.lay_out()
+        stats, self._stats = self._stats, SyncStats(Stopwatch(self._pool.buffer.device))
+        return stats
+
+    def wait(self, span: Span) -> None:
+        self._await([n for n in self._numbers[span] if n in self._travelling])
+
+    def has_arrived(self, span: Span) -> bool:
+        return self._travelling.keys().isdisjoint(self._numbers[span])
+
+    def plan(self, timing: Timing) -> None:
+        """From now on fuse as is best, and begin every message when it is best begun. Nothing may be under way."""
+        if self._engine.fuse is None:
+            self._arrange(predict_best(self._engine, self._pool, self._wire, timing, self._network)[0])
+        self._releases = releases_of(self._engine, self._messages, timing, self._network)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it has learnt, the same on every rank; what codes have left behind and what a compressor keeps, which
+        differs. Empty where there is neither."""
+        self._await(list(self._travelling))
+        learnt = None
+        if self._timing is not None:
+            learnt = {"timing": asdict(self._timing), "network": self._network.state_dict()}
+        if not self.has_residual and learnt is None:
+            return {}
+        left = self._left if self._residual is None else self._residual.gathered()
+        return {
+            "step": self._step, "left": left, "memory": _copied(self._memory),
+            "places": places_of(self._pool.spans), "learnt": learnt,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not state:
+            return
+        self._pool.order(state["places"])
+        self._step, self._memory = state["step"], _copied(state["memory"])
+        self._residual, self._left = None, None
+        if state["left"] is not None:
+            self._left = state["left"].new_zeros(self._pool.spans[-1].stop)
+            bring(state["left"], state["places"], self._left, self._pool.spans)
+        if learnt := state["learnt"]:
+            self._timing = Timing(**learnt["timing"])
+            self._network.load_state_dict(learnt["network"])
+        self.lay_out()
+
+    @property
+    def has_residual(self) -> bool:
+        return is_coded(self._wire) or self._declared.compressor is not None
+
+    def close(self) -> None:
+        self._watch_no_longer()
+        for transfer in self._travelling.values():
+            transfer.wait()
+        self._topology.close()
+
+    def _drop_residual(self) -> None:
+        """Leave nothing of this step behind."""
+        if self._residual is not None:
+            self._residual.drop()
+        for compressed in self._compressed:
+            compressed.drop()
+
+    def drop(self) -> None:
+        self._watch_no_longer()
+        self._travelling.clear()
+        self._topology.drop()
+
+    def _watch_no_longer(self) -> None:
+        if self._timetable is not None:
+            self._timetable.close()
+            self._timetable = None
+
+    def _arrange(self, fuse: float) -> None:
+        """Settle the messages of all later steps, which leave as soon as they are ready."""
+        engine, pool = self._engine, self._pool
+        self._messages = messages_of(engine, pool, self._wire, fuse, self._network)
+        self._releases = [[] for _ in range(len(pool.spans) + 1)]
+        self._numbers: dict[Span, list[int]] = {span: [] for span in pool.spans}
+        for number, message in enumerate(self._messages):
+            self._releases[message.task.event].append(number)
+            for span in message.run:
+                self._numbers[span].append(number)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Make the phases of all messages. Nothing may be under way."""
+        pool = self._pool
+        wire = PLAIN if self._plain and is_coded(self._wire) else self._wire
+        residual = None
+        if is_coded(wire):
+            left = self._left if self._residual is None else self._residual.moved(pool.spans)
+            residual = Residual(pool.spans, pool.buffer.device, left)
+        self._phases: list[Sequence[Phase]] = []
+        self._compressed: list[Compressed] = []
+        rest: Sequence[Phase] = ()
+        for message in self._messages:
+            if message.half == 1:
+                self._phases.append(rest)
+                continue
+            coded = None if residual is None else residual.blocks(message.part)
+            now, rest = self._halves(message, wire, coded)
+            self._phases.append(now)
+        if residual is not None:
+            residual.arranged()
+            self._residual, self._left = residual, None
+
+    def _halves(
+        self, message: Message, wire: torch.dtype, blocks: Blocks | None
+    ) -> tuple[Sequence[Phase], Sequence[Phase]]:
+        """The phases that leave first, and those that may leave later: none unless the engine divides them."""
+        engine, pool, topology = self._engine, self._pool, self._topology
+
+        def average(values: Tensor, lane: str) -> list[Phase]:
+            cut = engine.halves and engine.compressor is None
+            return all_reduce(values, wire, message.collective, topology, engine.servers, cut, lane, blocks)
+
+        if engine.compressor is None:
+            phases = average(pool.buffer[message.part], message.lane)
+            turn = next((n for n, phase in enumerate(phases) if phase.gathers and engine.halves), len(phases))
+        elif topology.size == 1:
+            return [], []
+        else:
+            compressed = engine.compressor.rounds(message.run, pool.buffer, topology, self._memory)
+            self._compressed.append(compressed)
+            first, *others = phases_by_round(compressed.rounds, compressed.land, topology, message.lane, average)
+            phases = [*first, *chain.from_iterable(others)]
+            turn = len(first) if engine.halves else len(phases)
+        return phases[:turn], phases[turn:]
+
+    def _release(self, event: int) -> None:
+        """Messages queue behind those of their lane and collective alone, and what is under way shares the wire. So at
+        the end of backward what is urgent has it to itself, and what goes by another collective than those before it
+        waits until one of these is left."""
+        if self._releases[event]:
+            self._pool.measure()
+        ended = event == len(self._pool.spans)
+        gate: Sequence[Entry] = ()
+        before: dict[Collective, list[Transfer]] = {}
+        for number in self._releases[event]:
+            message = self._messages[number]
+            if self._engine.awaits == "each" and message.run is not self._messages[number - 1].run:
+                self._await(list(self._travelling))
+            urgent = message.lane == URGENT
+            after = [] if urgent else [*gate]
+            if message.task.after is not None:
+                after += self._travelling[message.task.after].last
+            if ended and self._engine.planned:
+                others = [transfers for collective, transfers in before.items() if collective != message.collective]
+                after += [entry for transfers in others for transfer in transfers[-2:-1] for entry in transfer.last]
+            transfer = self._travelling[number] = carry(self._phases[number], after)
+            before.setdefault(message.collective, []).append(transfer)
+            if ended and urgent:
+                gate = transfer.last
+
+    def _await(self, numbers: Sequence[int]) -> None:
+        """Wait for messages, and count them."""
+        assert self._stats.exposed is not None
+        for number in numbers:
+            transfer, label = self._travelling.pop(number), label_of(self._messages[number].run)
+            with self._stats.exposed(label):
+                transfer.wait()
+            self._stats.add(label, transfer)
+
+
+def _copied(memory: Memory) -> Memory:
+    return {name: {kind: kept.clone() for kind, kept in own.items()} for name, own in memory.items()}

@@ -1,0 +1,44 @@
+"""The parameter server: everybody sends to the servers, which answer everybody. What the papers start from."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from imagenet_fast.sync.collectives.comm_ops import Chain, mean_of
+from imagenet_fast.sync.comm_stream import Channel
+
+
+def parameter_server(chain: Chain, values: Tensor, push: Channel, pull: Channel, servers: int) -> None:
+    """Leave the mean over the channels' ranks in ``values``, a part of which each of ``servers`` ranks adds up in fp32.
+
+    The link of each carries P-1 parts in and P-1 parts out.
+    """
+    ranks, servers = push.size, min(servers, push.size)
+    parts = [0] * ranks
+    for place, part in zip(server_places(ranks, servers), values.tensor_split(servers), strict=True):
+        parts[place] = part.numel()
+    own = parts[push.place]  # 0 unless this rank is a server
+    arrived = values.new_empty(own * ranks)
+    chain.over(push, lambda: push.all_to_all(arrived, values, [own] * ranks, parts))
+
+    def answer() -> Tensor:
+        mean = values.new_empty(own)
+        if own:
+            mean_of(arrived, ranks, ranks, mean)
+        return mean.repeat(ranks)
+
+    chain.over(pull, lambda: pull.all_to_all(values, answer(), parts, [own] * ranks), gathers=True)
+
+
+def server_places(ranks: int, servers: int) -> list[int]:
+    """Which of the ranks are servers: evenly among them."""
+    servers = min(servers, ranks)
+    return [number * ranks // servers for number in range(servers)]
+
+
+def server_bytes(ranks: int, servers: int) -> float:
+    """What a server sends, its own parts and its answers, in units of what each rank would in a ring."""
+    servers = min(servers, ranks)
+    if ranks == 1:
+        return 1.0
+    return ((servers - 1) + (ranks - 1)) / servers * ranks / (2 * (ranks - 1))

@@ -1,0 +1,132 @@
+"""All-reduces of codes: no backend adds them up, so whoever owns a block decodes, adds in fp32 and encodes the sum.
+
+Every rank encodes every value once, as a part that it sends or as the sum that it owns; what codes miss is in the units
+of the sum either way, so one residual does for both.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+
+from imagenet_fast.sync.collectives.butterfly import core_of
+from imagenet_fast.sync.collectives.comm_ops import Chain
+from imagenet_fast.sync.comm_stream import Channel
+from imagenet_fast.sync.quantization import Feedback, Packing, decode, encode
+
+
+def coded_pairwise(
+    chain: Chain, values: Tensor, packing: Packing, push: Channel, pull: Channel, owners: list[int], direct: bool
+) -> None:
+    """Leave the mean over the channels' ranks in ``values``: codes go straight to the ``owners`` of their blocks, by
+    place, and the codes of the means to all. ``direct``: see :meth:`Channel.all_gather`."""
+    ranks, everybody = push.size, len(owners) == push.size
+    mine = owners.index(push.place) if push.place in owners else None
+    leaving, means = packing.message(len(owners)).zero_(), packing.message(len(owners))  # nothing is sent to oneself
+    arrived = packing.message(0 if mine is None else ranks)
+    parts = [packing.width if place in owners else 0 for place in range(ranks)]
+    whole = [0 if mine is None else packing.width] * ranks
+
+    def leave() -> Work | None:
+        packing.load(values)
+        scales, codes, plain = packing.parts(leaving)
+        plain.copy_(packing.plain)
+        turn = len(owners) if mine is None else mine
+        for others in (slice(0, turn), slice(turn + 1, None)):  # a rank's own part is added up as it is
+            if len(scales[others]):
+                feedback = None if packing.feedback is None else packing.feedback[others]
+                encode(packing.coded[others], scales[others], codes[others], feedback)
+        if everybody:
+            return push.all_to_all(arrived, leaving)
+        return push.all_to_all(arrived.view(-1), leaving.view(-1), whole, parts)
+
+    def answer() -> Work | None:
+        if mine is not None:
+            scales, codes, plain = packing.parts(arrived)
+            own_scales, own_codes, own_plain = packing.parts(means[mine])
+            total = decode(scales, codes).sum(0).add_(packing.coded[mine])
+            encode(total, own_scales, own_codes, None if packing.feedback is None else packing.feedback[mine])
+            torch.div(plain.sum(0, dtype=torch.float32), ranks, out=own_plain)
+        if everybody:
+            return pull.all_gather(means.view(-1), direct)
+        answers = means.new_empty(0) if mine is None else means[mine].repeat(ranks)
+        return pull.all_to_all(means.view(-1), answers, parts, whole)
+
+    def land() -> None:
+        scales, codes, plain = packing.parts(means)
+        torch.div(decode(scales, codes), ranks, out=packing.coded)
+        packing.plain.copy_(plain)
+        packing.land(values)
+
+    chain.over(push, leave)
+    chain.over(pull, answer, gathers=True)
+    chain.locally(land)
+
+
+def coded_butterfly(values: Tensor, packing: Packing, channel: Channel) -> None:
+    """Leave the mean over ``channel`` in ``values``, by halves and then by doubles: see :func:`butterfly`.
+
+    A block's owner is the rank, of those of the largest power of two, that ends with its sum.
+    """
+    core = core_of(channel.size)
+    folded = channel.place < 2 * (channel.size - len(core))  # of these, even ranks hand theirs to their odd neighbour
+    packing.load(values)
+    means = packing.message(len(core))
+    if folded and channel.place % 2 == 0:
+        message = packing.message(len(core))
+        _write(packing, message, packing.coded, packing.plain, packing.feedback)
+        channel.exchange([(channel.place + 1, message)], [])
+        channel.exchange([], [(channel.place + 1, means)])
+    else:
+        if folded:
+            message = packing.message(len(core))
+            channel.exchange([], [(channel.place - 1, message)])
+            _add(packing, message, packing.coded, packing.plain)
+        _halve_and_double(packing, means, channel, core)
+        if folded:
+            channel.exchange([(channel.place - 1, means)], [])
+    scales, codes, plain = packing.parts(means)
+    torch.div(decode(scales, codes), channel.size, out=packing.coded)
+    torch.div(plain, channel.size, out=packing.plain)
+    packing.land(values)
+
+
+def _halve_and_double(packing: Packing, means: Tensor, channel: Channel, members: list[int]) -> None:
+    """By owner, the lowest bit of its place first: those of the other bit go to the partner."""
+    place, bits = members.index(channel.place), len(members).bit_length() - 1
+    cube = (2,) * bits
+    coded, plain = packing.coded.unflatten(0, cube), packing.plain.unflatten(0, cube)
+    feedback = None if packing.feedback is None else packing.feedback.unflatten(0, cube)
+    known = means.unflatten(0, cube)
+    halves: list[tuple[int, Tensor, Tensor]] = []  # by step: the partner, the half to be known and the other
+    for bit in range(bits):
+        partner, last = members[place ^ 1 << bit], bits - bit - 1
+        ours, theirs = place >> bit & 1, ~place >> bit & 1
+        leaving = packing.message(*cube[:last])
+        given = None if feedback is None else feedback.select(last, theirs)
+        _write(packing, leaving, coded.select(last, theirs), plain.select(last, theirs), given)
+        arriving = torch.empty_like(leaving)
+        channel.exchange([(partner, leaving)], [(partner, arriving)])
+        coded, plain = coded.select(last, ours), plain.select(last, ours)
+        feedback = None if feedback is None else feedback.select(last, ours)
+        halves.append((partner, known.select(last, ours), known.select(last, theirs)))
+        known = known.select(last, ours)
+        _add(packing, arriving, coded, plain)
+    _write(packing, known, coded, plain, feedback)
+    for partner, ours_known, theirs_known in reversed(halves):
+        arriving = torch.empty_like(theirs_known)
+        channel.exchange([(partner, ours_known.contiguous())], [(partner, arriving)])
+        theirs_known.copy_(arriving)
+
+
+def _write(packing: Packing, message: Tensor, coded: Tensor, plain: Tensor, feedback: Feedback | None) -> None:
+    scales, codes, plains = packing.parts(message)
+    encode(coded, scales, codes, feedback)
+    plains.copy_(plain)
+
+
+def _add(packing: Packing, message: Tensor, coded: Tensor, plain: Tensor) -> None:
+    scales, codes, plains = packing.parts(message)
+    coded += decode(scales, codes)
+    plain += plains

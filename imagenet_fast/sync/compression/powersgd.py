@@ -1,0 +1,222 @@
+"""PowerSGD: a matrix' gradient travels as two thin factors, and what they miss is added to the next one.
+
+After Vogels, Karimireddy and Jaggi (arXiv 1905.13727). A rank's matrix M, [n, m], is its gradient plus its error.
+P = M Q is averaged over the ranks and its columns made orthonormal, Q = Mᵀ P is averaged, and all apply P Qᵀ, which is
+the mean of M projected on the span of P. Each keeps its error, M - P Qᵀ. Q is kept too, and comes nearer to the leading
+singular vectors from step to step.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from imagenet_fast.sync.compression import Compressed, Memory, Round
+from imagenet_fast.sync.param_slot import Span
+from imagenet_fast.sync.topology import Topology
+
+_OLD = 1e-6
+"""How much of a direction of Q stays at least, so that one along which nothing has come is kept and not lost."""
+
+
+@dataclass(frozen=True)
+class PowerSGD:
+    """Approximations of ``rank``. What that does not make smaller travels as it is, in the first round.
+
+    A parameter of several dimensions is the matrix that it is in memory: its outermost dimension by all others, which
+    is how the paper flattens convolutions. Where a value of a message's matrices is not finite on a rank, all their
+    gradients become NaN on every rank, and errors and Q stay what they were. The error of a parameter that no rank has
+    used stays too, and after a step that is dropped both are what they were before it.
+
+    Factors are fp32 at least, and errors are. All ranks make P orthonormal from the same bits, by the same operations:
+    like torch's hook it takes processors of one kind for the ranks' weights to stay alike to the bit.
+    """
+
+    rank: int
+
+    def travelling(self, span: Span) -> int:
+        rows, columns = matrix_shape(span.param)
+        return self.rank * (rows + columns) + 1 if self._saves(span) else span.stop - span.start
+
+    def rounds(self, spans: Sequence[Span], pool: Tensor, topology: Topology, memory: Memory) -> Compressed:
+        compressed = [span for span in spans if self._saves(span)]
+        message = _Message(
+            [self._matrix(span, pool, memory) for span in compressed],
+            [_rest(span, pool, span in compressed) for span in spans],
+            topology,
+        )
+        rounds = [Round(message.project, message.left)]
+        if compressed:
+            rounds.append(Round(message.reflect, message.right))
+        return Compressed(rounds, message.restore, message.drop, message.scale)
+
+    def _saves(self, span: Span) -> bool:
+        rows, columns = matrix_shape(span.param)
+        return self.rank * (rows + columns) < rows * columns
+
+    def _matrix(self, span: Span, pool: Tensor, memory: Memory) -> _Matrix:
+        shape = rows, columns = matrix_shape(span.param)
+        place = pool[span.start : span.start + rows * columns].view(shape)
+        exact = torch.promote_types(pool.dtype, torch.float32)
+        if span.name not in memory:
+            generator = torch.Generator().manual_seed(zlib.crc32(span.name.encode()))  # the same on every rank
+            start = torch.randn(columns, self.rank, generator=generator, device="cpu").to(pool.device, exact)
+            memory[span.name] = {"error": pool.new_zeros(shape, dtype=exact), "q": _orthonormal(start).T.contiguous()}
+        own = memory[span.name]
+        whole = place if pool.dtype == exact else pool.new_zeros(shape, dtype=exact)
+        return _Matrix(place, pool[span.flag], whole, own, {name: torch.zeros_like(kept) for name, kept in own.items()})
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """What belongs to one parameter."""
+
+    place: Tensor
+    """Of its gradient in the pool, [n, m]."""
+    flag: Tensor
+    """In the pool: 0 where no rank has used it."""
+    whole: Tensor
+    """M, where it is made: in its place, if that holds fp32."""
+    kept: dict[str, Tensor]
+    """``error``, and ``q``: Qᵀ, [rank, m], so that its products go along the rows of M. Its rows are orthonormal; the
+    paper's are not, but span the same, and 16 bits hold products with these."""
+    spare: dict[str, Tensor]
+    """Where a step writes what it keeps, and afterwards what was kept before: the step may be dropped."""
+
+    def swap(self) -> None:
+        for name, before in self.kept.items():
+            self.kept[name], self.spare[name] = self.spare[name], before
+
+
+class _Message:
+    """Matrices whose factors travel together, and what travels beside them."""
+
+    def __init__(self, matrices: Sequence[_Matrix], rest: list[Tensor], topology: Topology) -> None:
+        exact = torch.promote_types(rest[0].dtype, torch.float32)
+        self._matrices = matrices
+        self._rest = rest
+
+        def flat(tensors: Sequence[tuple[int, ...]]) -> tuple[Tensor, list[Tensor]]:
+            sizes = [math.prod(shape) for shape in tensors]
+            values = rest[0].new_zeros(topology.padded(sum(sizes)), dtype=exact)
+            parts = values[: sum(sizes)].split(sizes) if sizes else ()
+            return values, [part.view(shape) for part, shape in zip(parts, tensors, strict=True)]
+
+        count = len(matrices)
+        lefts = [(len(matrix.place), len(matrix.kept["q"])) for matrix in matrices]
+        self.left, parts = flat([*lefts, *(tuple(part.shape) for part in rest)])
+        """Every P, then the rest."""
+        self._p, self._rest_sent = parts[:count], parts[count:]
+        self.right, self._q = flat([tuple(matrix.kept["q"].shape) for matrix in matrices])
+        """Every Q."""
+        self._lefts = self.left[: sum(p.numel() for p in self._p)]
+        self._finite = torch.ones((), dtype=torch.bool, device=self.left.device)
+        self._stepped = False
+
+    def project(self) -> None:
+        """P = M Q."""
+        with _exact_products(self.left.device):
+            for matrix, p in zip(self._matrices, self._p, strict=True):
+                torch.add(matrix.place, matrix.kept["error"], out=matrix.whole)
+                torch.mm(matrix.whole, matrix.kept["q"].T, out=p)
+        torch._foreach_copy_(self._rest_sent, self._rest)
+
+    def reflect(self) -> None:
+        """Q = Mᵀ P, of a P that is the mean and orthonormal."""
+        torch.all(self._lefts.isfinite(), dim=0, out=self._finite)
+        torch._foreach_copy_(self._p, _each_orthonormal(self._p))
+        with _exact_products(self.left.device):
+            for matrix, p, q in zip(self._matrices, self._p, self._q, strict=True):
+                torch.mm(p.T, matrix.whole, out=q)
+
+    def restore(self) -> None:
+        """The gradient is P Qᵀ of the mean Q, the error what is left of M."""
+        torch._foreach_copy_(self._rest, self._rest_sent)
+        if not self._matrices:
+            return
+        finite = self._finite & self.right.isfinite().all()
+        self.right.masked_fill_(~finite, 0.0)
+        with _exact_products(self.left.device):
+            self._apply(finite)
+        nexts = [
+            (q / torch.linalg.vector_norm(q).clamp_min(torch.finfo(q.dtype).tiny) + _OLD * matrix.kept["q"]).T
+            for matrix, q in zip(self._matrices, self._q, strict=True)
+        ]
+        for matrix, basis in zip(self._matrices, _each_orthonormal(nexts), strict=True):
+            torch.where(finite, basis.T, matrix.kept["q"], out=matrix.spare["q"])
+            matrix.swap()
+        self._stepped = True
+
+    def _apply(self, finite: Tensor) -> None:
+        """Leave P Qᵀ in the pool, and the errors."""
+        for matrix, p, q in zip(self._matrices, self._p, self._q, strict=True):
+            told = finite & (matrix.flag != 0)
+            error = matrix.spare["error"]
+            torch.where(told, matrix.whole, matrix.kept["error"], out=error)
+            error.addmm_(p.masked_fill(~told, 0.0), q, alpha=-1)
+            torch.mm(p.masked_fill(~finite, math.nan), q, out=matrix.whole)
+            if matrix.whole is not matrix.place:
+                matrix.place.copy_(matrix.whole)
+
+    def drop(self) -> None:
+        """Forget the last step."""
+        if self._stepped:
+            for matrix in self._matrices:
+                matrix.swap()
+            self._stepped = False
+
+    def scale(self, ratio: Tensor) -> None:
+        """Multiply the errors."""
+        for matrix in self._matrices:
+            matrix.kept["error"].mul_(ratio)
+
+
+def _rest(span: Span, pool: Tensor, compressed: bool) -> Tensor:
+    """What of a span travels as it is: all, or whether it has been used."""
+    return pool[span.flag if compressed else span.start : span.flag + 1]
+
+
+def _orthonormal(columns: Tensor) -> Tensor:
+    """An orthonormal basis of what they span, completed where they depend on each other."""
+    basis: Tensor = torch.linalg.qr(columns).Q
+    return basis
+
+
+def _each_orthonormal(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """:func:`_orthonormal` of each, those of one shape together: one after the other, ResNet-50's 53 would cost a GPU
+    50 us each and more."""
+    alike: dict[torch.Size, list[int]] = {}
+    for number, matrix in enumerate(matrices):
+        alike.setdefault(matrix.shape, []).append(number)
+    bases: dict[int, Tensor] = {}
+    for numbers in alike.values():
+        bases |= zip(numbers, _orthonormal(torch.stack([matrices[number] for number in numbers])), strict=True)
+    return [bases[number] for number in range(len(matrices))]
+
+
+@contextmanager
+def _exact_products(device: torch.device) -> Iterator[None]:
+    """Products of fp32 in fp32, also where the model's may be TF32: what these round is no part of the error."""
+    if device.type != "cuda":
+        yield
+        return
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def matrix_shape(param: nn.Parameter) -> tuple[int, int]:
+    """The outermost dimension of a parameter's memory, and all others; of a vector, or a number, (elements, 1)."""
+    strides = torch.empty_like(param, device="meta").stride()
+    wide = [(stride, size) for stride, size in zip(strides, param.shape, strict=True) if size > 1]
+    rows = max(wide)[1] if len(wide) > 1 else param.numel()
+    return rows, param.numel() // max(rows, 1)

@@ -1,0 +1,189 @@
+"""Updates that wait for the next forward: a layer is brought up to date just before it is read.
+
+With an engine that defers, gradients still travel when the optimiser would step. The update is therefore kept, with
+the learning rate it was made for, and carried out layer by layer as the next forward arrives there. After
+hybrid all-reduce (Kim et al., KIPS Trans. 10(7), 2021, doi 10.3745/KTCCS.2021.10.7.191); the result is bit for bit that
+of updating at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+
+from imagenet_fast.sync.copy_hooks import Hook, settle_before_access, settle_no_longer
+from imagenet_fast.sync.engine import SyncEngine
+from imagenet_fast.sync.first_use import Readers
+from imagenet_fast.sync.param_slot import Span
+from imagenet_fast.sync.trace_guard import outside_of_traces, settle_before_trace
+
+Update = Callable[..., object]
+"""Applies the gradients of the parameters it is given, a list, and needs no others to do so. From an engine that leaves
+some elements behind it also takes which :class:`Elements <imagenet_fast.sync.engine>` it may touch."""
+
+
+class Deferral:
+    """The pending updates of ``model``, and hooks that carry each out in time.
+
+    In training, a layer is updated just before the forward of a module that reads it; the first forwards show which
+    modules do (:class:`Readers <imagenet_fast.sync.first_use>`). A parameter that no module reads is updated at once.
+    Our hooks go before a module's others, which may read its parameters (as those of ``nn.utils.prune`` do). Whoever
+    reads a parameter before any forward gets an error from autograd, which finds it changed.
+
+    Everything is settled where that cannot be relied on: before a forward in evaluation or without gradients, before
+    that of a module which the first forwards did not call, and before somebody reads, converts, saves, loads,
+    copies or pickles the model from outside (:func:`settle_before_access`).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: SyncEngine,
+        spans: Sequence[Span],
+        used: Callable[[Sequence[Span]], list[nn.Parameter]],
+    ) -> None:
+        self.engine = engine
+        self._used = used
+        self._pending: dict[Span, None] = {}
+        self._updates: list[Update] = []
+        self._readers = Readers(model, [span.param for span in spans])
+        self._lock = threading.RLock()  # several threads may call the model, to evaluate it
+        self._model = model
+        self._thread = threading.local()
+        self._called: set[nn.Module] = set()
+        self.lay_out(spans)
+        before_forward, settle = Hook(self._before_forward), Hook(lambda *_: self.settle())
+        self._modules = list(model.modules())
+        self._hooks = [model.register_forward_hook(Hook(self._after_forward), always_call=True)]
+        for module in self._modules:
+            self._hooks.append(module.register_forward_pre_hook(before_forward, prepend=True))
+            self._hooks.append(module.register_state_dict_pre_hook(settle))
+            self._hooks.append(module.register_load_state_dict_pre_hook(settle))
+            settle_before_access(module, self.settle, self._is_inside)
+
+    def close(self) -> None:
+        """Leave the model to others. Settles first."""
+        try:
+            self.settle()
+        finally:
+            self._readers.close()
+            for hook in self._hooks:
+                hook.remove()
+            for module in self._modules:
+                settle_no_longer(module, self.settle)
+
+    def lay_out(self, spans: Sequence[Span]) -> None:
+        """The pool's spans, of which none waits."""
+        assert not self._pending
+        self._spans = list(spans)
+        self._read_by: dict[nn.Module, list[Span]] | None = None
+        self._unread: list[Span] = []
+
+    def update(self, apply: Update, at_once: bool) -> None:
+        """Put ``apply`` off for every parameter that a forward hook will reach, unless it is to be ``at_once``."""
+        with self._lock:
+            if self._read_by is None and self._readers.called:  # else there has been no forward yet to learn from
+                self._readers.close()
+                self._called = set(self._readers.called)
+                by_param = {span.param: span for span in self._spans}
+                readers = self._readers.by_module()
+                self._read_by = {module: [by_param[param] for param in params] for module, params in readers.items()}
+                read = {span for spans in self._read_by.values() for span in spans}
+                self._unread = [span for span in self._spans if span not in read]
+            if at_once or len(self._pending) < len(self._spans) - len(self._unread):
+                self._bring_up_to_date(list(self._pending))  # a forward has read some since the update before
+            now = self._spans if at_once or self._read_by is None else self._unread
+            if not self._pending and not at_once:
+                self._updates = []
+                self._pending = dict.fromkeys(span for span in self._spans if span not in set(now))
+            if not at_once:
+                self._updates.append(apply)
+            for span in now:
+                self.engine.wait(span)
+            if now:
+                self._apply([apply], now)
+            for span in self._pending:
+                span.param.grad = None  # still on its way, and not to be zeroed where it lies
+
+    def settle(self) -> None:
+        """Carry out every update that is still put off."""
+        if not self._pending:
+            return
+        with self._lock, outside_of_traces():
+            self._bring_up_to_date(list(self._pending))
+
+    def waits(self, span: Span) -> bool:
+        """Whether the update of ``span`` is still put off."""
+        return span in self._pending
+
+    def _before_forward(self, module: nn.Module, inputs: object) -> None:
+        if not torch.compiler.is_compiling() and module is self._model:
+            self._thread.inside = module.training and torch.is_grad_enabled()
+        if not self._pending:
+            return
+        settle_before_trace(self.settle, inputs)
+        with self._lock:
+            if not self._pending or self._read_by is None:
+                return
+            trains = self._is_inside() or (module.training and torch.is_grad_enabled())
+            if trains and module in self._called:
+                self._bring_up_to_date(self._read_by.get(module, []))
+            else:
+                self._bring_up_to_date(list(self._pending))
+
+    def _after_forward(self, *_: object) -> None:
+        if not torch.compiler.is_compiling():
+            self._thread.inside = False
+
+    def _is_inside(self) -> bool:
+        """Whether this thread is in a training forward of the whole model."""
+        return getattr(self._thread, "inside", False)
+
+    def _bring_up_to_date(self, spans: list[Span]) -> None:
+        """Carry out what is put off for ``spans``; their gradients are used up."""
+        late = [span for span in spans if span in self._pending]
+        if not late:
+            return
+        for span in late:
+            self.engine.wait(span)
+            del self._pending[span]
+        late += self._came_along(late)
+        self._apply(self._updates, late)
+        for span in late:
+            span.param.grad = None
+
+    def _came_along(self, arrived: Sequence[Span]) -> list[Span]:
+        """Neighbours of ``arrived`` that came with the same messages, and are pending no longer: one update of many
+        parameters costs little more than one of a few."""
+        others: list[Span] = []
+        for span in arrived:
+            for step in (1, -1):
+                index = span.index + step
+                while 0 <= index < len(self._spans):
+                    neighbour = self._spans[index]
+                    if neighbour not in self._pending or not self.engine.has_arrived(neighbour):
+                        break
+                    del self._pending[neighbour]
+                    others.append(neighbour)
+                    index += step
+        return others
+
+    def _apply(self, updates: Sequence[Update], spans: Sequence[Span]) -> None:
+        """Wherever we are called: the forward may run under autocast, or in inference mode."""
+        device = spans[0].param.device.type
+        infers = torch.is_inference_mode_enabled()
+        casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        with (
+            torch.inference_mode(False) if infers else nullcontext(),
+            torch.no_grad(),
+            torch.autocast(device, enabled=False) if casts else nullcontext(),
+        ):
+            params = self._used(spans)
+            for apply in updates:
+                apply(params)
+        increment_version(params)  # fused optimisers don't, and then autograd could not tell a stale read

@@ -1,0 +1,99 @@
+"""When layers are read in forward and have their gradients in backward, learned from a few steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from imagenet_fast.cost_model.timing import Timing
+from imagenet_fast.sync.copy_hooks import Hook
+from imagenet_fast.sync.device_timer import Mark, mark, seconds_between
+from imagenet_fast.sync.param_slot import Span
+from imagenet_fast.sync.topology import Topology
+
+_WARM_STEPS, _TIMED_STEPS = 2, 3
+
+
+class Timetable:
+    """Watches ``model`` until it has seen enough steps: call it at every push and at the end of every backward.
+
+    ``layers``: also when each layer is called. Hooks that take the time break compiled blocks, so without need
+    nothing but the whole model is watched.
+    """
+
+    def __init__(self, model: nn.Module, spans: Iterable[Span], topology: Topology, layers: bool) -> None:
+        self._spans = list(spans)
+        self._device = topology.device
+        self._topology = topology
+        self.layers = layers
+        self._steps = 0
+        self._called: dict[nn.Module, Mark] = {}
+        self._turned: Mark | None = None  # from forward to backward
+        self._pushed: list[Mark] = []
+        self._rows: list[list[float]] = []
+        owners = dict.fromkeys([model, *(span.module for span in self._spans if layers and span.module is not None)])
+        self._hooks = [module.register_forward_pre_hook(Hook(self._call)) for module in owners]
+        self._hooks.append(model.register_forward_hook(Hook(self._turn)))
+        self._model = model
+
+    @property
+    def complete(self) -> bool:
+        """Whether enough steps have been seen, the same on every rank."""
+        return self._steps == _WARM_STEPS + _TIMED_STEPS
+
+    def push(self) -> None:
+        """The next span in pool order is ready."""
+        if not self.complete:
+            self._pushed.append(mark(self._device))
+
+    def finish(self) -> None:
+        """Backward is over."""
+        if self.complete:
+            return
+        end = mark(self._device)
+        if self._steps >= _WARM_STEPS:
+            first = self._pushed[0]
+            begin, turn = self._called.get(self._model, first), self._turned or first
+            moments = [
+                *(seconds_between(begin, self._called.get(span.module or self._model, begin)) for span in self._spans),
+                seconds_between(begin, turn),
+                *(seconds_between(turn, pushed) for pushed in self._pushed),
+                seconds_between(turn, end),
+            ]
+            self._rows.append(moments)
+        self._steps += 1
+        self._called.clear()
+        self._pushed.clear()
+
+    def timing(self) -> Timing:
+        """The median of what this rank saw, averaged over the ranks. Every rank must call it, once it is complete."""
+        self.close()
+        rows = torch.tensor(self._rows, dtype=torch.float64, device=self._device)
+        mean = rows.median(0).values
+        if self._topology.size > 1:
+            dist.all_reduce(mean, group=self._topology.group)
+        moments = (mean / self._topology.size).tolist()
+        count = len(self._spans)
+        return Timing(
+            tuple(moments[:count]), moments[count], tuple(moments[count + 1 : 2 * count + 1]), moments[2 * count + 1]
+        )
+
+    def close(self) -> None:
+        """Watch no longer."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _call(self, module: nn.Module, inputs: object) -> None:
+        if torch.compiler.is_exporting():
+            return
+        if module is self._model:  # of several micro-steps the last one counts
+            self._called.clear()
+        self._called.setdefault(module, mark(self._device))
+
+    def _turn(self, module: nn.Module, inputs: object, output: object) -> None:
+        if torch.compiler.is_exporting():
+            return
+        self._turned = mark(self._device)

@@ -1,0 +1,149 @@
+"""What the network costs, measured: the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from imagenet_fast.cost_model.link_model import NO_CODEC, CodecCost, Link
+from imagenet_fast.recipe.sync_config import Collective
+from imagenet_fast.sync.collectives import all_reduce, carry, cost_of, piece_bytes, piece_elements
+from imagenet_fast.sync.collectives.comm_ops import lane_of
+from imagenet_fast.sync.device_timer import mark, seconds_between
+from imagenet_fast.sync.quantization import PLAIN, Packing, all_coded, decode, encode, is_coded
+from imagenet_fast.sync.topology import Topology
+
+_TINY = 2**13  # bytes
+_SHORT_AND_LONG = {"cpu": (2**20, 2**22), "cuda": (2**24, 2**27)}
+"""Bytes, by device: of the difference between two, what a link can burst drops out."""
+_REPEATS = 4
+_MANY = 8  # messages at once, whose latencies overlap
+
+
+class Network:
+    """The link of each collective and the cost of each codec, measured when first asked for: every rank must ask alike,
+    with nothing else under way. ``stated`` and ``codecs`` are taken instead where there is nothing to measure."""
+
+    def __init__(
+        self, topology: Topology, wire: torch.dtype, stated: Link | None = None,
+        codecs: Mapping[torch.dtype, CodecCost] | None = None,
+    ) -> None:  # fmt: skip
+        self._topology = topology
+        self._wire = PLAIN if is_coded(wire) else wire  # what codes cost is not the network's
+        self._stated = stated
+        self._links: dict[Collective, Link] = {}
+        self._codecs = dict(codecs or {})
+
+    def link(self, collective: Collective) -> Link:
+        if self._stated is not None:
+            return self._stated
+        if self._topology.size == 1:
+            return Link(0.0, 0.0)
+        if collective not in self._links:
+            self._links[collective] = measure_link(collective, self._wire, self._topology)
+        return self._links[collective]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been measured so far."""
+        links = {collective: astuple(link) for collective, link in self._links.items()}
+        return {
+            "links": links,
+            "codecs": {str(wire).removeprefix("torch."): astuple(cost) for wire, cost in self._codecs.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take :meth:`state_dict`'s value for measured."""
+        self._links = {collective: Link(*figures) for collective, figures in state["links"].items()}
+        self._codecs = {getattr(torch, wire): CodecCost(*figures) for wire, figures in state["codecs"].items()}
+
+    def seconds(self, collective: Collective, message: float) -> float:
+        """Of a message of so many bytes, with nothing else on the wire."""
+        return self.link(collective).seconds(message * cost_of(collective, self._topology))
+
+    def codec(self, wire: torch.dtype) -> CodecCost:
+        if wire not in self._codecs and is_coded(wire) and self._stated is None and self._topology.size > 1:
+            self._codecs[wire] = measure_codec(wire, self._topology)
+        return self._codecs.get(wire, NO_CODEC)
+
+
+def measure_link(collective: Collective, wire: torch.dtype, topology: Topology) -> Link:
+    """Time three sizes of ``collective``, in pieces as they travel, and several short messages at once, the fastest of
+    four; the first rank's result, so that all ranks decide alike. Its bytes are a ring's: see :func:`cost_of`.
+
+    Every rank must call it, with nothing else under way. The values have the wire's dtype already: casts of fresh
+    memory cost the processor up to a third of the time and say nothing of the network.
+    """
+    piece, (short, long) = piece_bytes(topology), _SHORT_AND_LONG[topology.device.type]
+    latency_s, many_s, short_s, long_s = (
+        min(_seconds(sizes, wire, collective, topology) for _ in range(_REPEATS))
+        for sizes in ([_TINY], [_TINY] * _MANY, _pieces(short, piece), _pieces(long, piece))
+    )
+    s_per_byte = max(0.0, long_s - short_s) / (long - short)
+    call_s = max(0.0, (many_s - latency_s) / (_MANY - 1) - _TINY * s_per_byte)
+    return Link(*_of_first_rank([latency_s, s_per_byte / cost_of(collective, topology), call_s], topology))
+
+
+def measure_codec(wire: torch.dtype, topology: Topology) -> CodecCost:
+    """Time what a rank does for the codes of several pieces, by now out of its caches as gradients are, the fastest of
+    four; the first rank's result. Every rank must call it: those of a machine share its memory, so all work at once."""
+    elements = piece_elements(wire, topology)
+    pieces = [torch.randn(elements, device=topology.device) for _ in range(_MANY)]
+    packings = [Packing(all_coded(elements), topology.size, wire, topology.device) for _ in pieces]
+    messages = [packing.message(topology.size) for packing in packings]
+    for packing in packings:
+        packing.keep_feedback()
+
+    def write(values: Tensor, packing: Packing, message: Tensor) -> None:
+        scales, codes, _ = packing.parts(message)
+        packing.load(values)
+        encode(packing.coded, scales, codes, packing.feedback)
+
+    def read(values: Tensor, packing: Packing, message: Tensor) -> None:
+        scales, codes, _ = packing.parts(message)
+        decode(scales, codes).sum(0)  # where parts are added up
+        packing.coded.copy_(decode(scales, codes))  # where means arrive
+        packing.land(values)
+
+    def seconds(work: Callable[[Tensor, Packing, Tensor], None]) -> float:
+        dist.barrier(topology.group)
+        begun = mark(topology.device)
+        for piece in zip(pieces, packings, messages, strict=True):
+            work(*piece)
+        return seconds_between(begun, mark(topology.device))
+
+    size = sum(message.nbytes for message in messages)
+    figures = [min(seconds(work) for _ in range(_REPEATS)) / size for work in (write, read)]
+    return CodecCost(*_of_first_rank(figures, topology))
+
+
+def _of_first_rank(figures: list[float], topology: Topology) -> list[float]:
+    agreed = torch.tensor(figures, dtype=torch.float64, device=topology.device)
+    if topology.size > 1:
+        dist.broadcast(agreed, src=topology.ranks[0], group=topology.group)
+    told: list[float] = agreed.tolist()
+    return told
+
+
+def _pieces(size: int, piece: int) -> list[int]:
+    """Bytes of each."""
+    return [min(piece, size - start) for start in range(0, size, piece)]
+
+
+def _seconds(sizes: Sequence[int], wire: torch.dtype, collective: Collective, topology: Topology) -> float:
+    """Of messages of so many bytes, begun at once, on the clock of the device: a GPU's host takes longer to launch than
+    its links to send."""
+    values = [torch.zeros(topology.padded(size // wire.itemsize), dtype=wire, device=topology.device) for size in sizes]
+    phases = [
+        all_reduce(message, wire, collective, topology, lane=lane_of(number, topology.device))
+        for number, message in enumerate(values)
+    ]
+    dist.barrier(topology.group)
+    begun = mark(topology.device)
+    for transfer in [carry(of_one) for of_one in phases]:
+        transfer.wait()
+    return seconds_between(begun, mark(topology.device))

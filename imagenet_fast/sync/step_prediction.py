@@ -1,0 +1,87 @@
+"""What a step of an engine would take on a network: the cost model, given the engine's own messages.
+
+It reads the pool's spans and the sizes of its topology. No engine is built for it and no process group made, but for
+what a collective is measured with that nobody has asked of this network before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+
+import torch
+
+from imagenet_fast.cost_model.priority_schedule import as_ready, plan_releases
+from imagenet_fast.cost_model.step_simulator import THRESHOLDS, Sending, simulated_step_s
+from imagenet_fast.cost_model.timing import Timing
+from imagenet_fast.sync.bucketing import URGENT, Message, messages_of
+from imagenet_fast.sync.collectives import piece_bytes
+from imagenet_fast.sync.engine import Engine
+from imagenet_fast.sync.gradient_pool import GradientPool
+from imagenet_fast.sync.network_benchmark import Network
+from imagenet_fast.sync.topology import Topology
+
+
+def predict_best(
+    engine: Engine, pool: GradientPool, wire: torch.dtype, timing: Timing, network: Network, share: float = 1.0
+) -> tuple[float, float]:
+    """The bytes on the wire from which on a run should leave, and the seconds of a step that sends ``share`` of the
+    values so.
+
+    Of those within 1 % of the fastest a plan takes the smallest, since it profits from messages that it can move; else
+    it is the largest, since every launch costs a little that is not in the model.
+    """
+    choices = thresholds(engine, pool) if engine.fuse is None else [engine.fuse]
+    seconds = {fuse: predict(engine, pool, wire, fuse, timing, network, share) for fuse in choices}
+    near = [fuse for fuse, step_s in seconds.items() if step_s <= 1.01 * min(seconds.values())]
+    best = min(near) if engine.planned else max(near)
+    return best, seconds[best]
+
+
+def predict(
+    engine: Engine, pool: GradientPool, wire: torch.dtype, fuse: float, timing: Timing, network: Network,
+    share: float = 1.0,
+) -> float:  # fmt: skip
+    """Seconds of a step by the cost model, of an engine that sends ``share`` of the values."""
+    messages = messages_of(engine, pool, wire, fuse / share, network)
+    sendings = [
+        Sending(
+            replace(message.task, message=share * message.task.message),
+            range(message.run[0].index, message.run[-1].index + 1),
+            network.link(message.collective), network.codec(wire), message.lane == URGENT, run,
+            f"{message.lane}{message.collective} {message.half}", _abreast(message, pool.topology),
+            message.collective if engine.planned else "",
+        )
+        for run, pieces in enumerate(_by_run(messages)) for message in pieces
+    ]  # fmt: skip
+    return simulated_step_s(sendings, releases_of(engine, messages, timing, network), engine.awaits, timing)
+
+
+def releases_of(engine: Engine, messages: Sequence[Message], timing: Timing, network: Network) -> list[list[int]]:
+    """Which messages leave at which event, a push each and backward's end: by plan, or as soon as they can."""
+    tasks, times = [message.task for message in messages], [*timing.ready, timing.backward_s]
+    if not engine.planned:
+        return as_ready(tasks, len(times))
+    most = max(messages, key=lambda message: message.task.message).collective
+    return plan_releases(tasks, times, network.link(most).s_per_byte)
+
+
+def thresholds(engine: Engine, pool: GradientPool) -> list[float]:
+    """What is chosen from; a plan moves whole pieces, so nothing shorter is of use to it."""
+    piece = piece_bytes(pool.topology)
+    return [size for size in THRESHOLDS if size >= piece] if engine.planned else THRESHOLDS
+
+
+def _by_run(messages: Sequence[Message]) -> list[list[Message]]:
+    """``each`` waits for all pieces of a run before the next leaves."""
+    return [list(pieces) for _, pieces in groupby(messages, key=lambda message: message.run[0])]
+
+
+def _abreast(message: Message, topology: Topology) -> int:
+    """How many such messages are under way at a time in their lane, by phases: a stream carries one operation, gloo two
+    of a process group. A butterfly keeps its thread until it is done."""
+    if message.collective == "butterfly":
+        return 1
+    phases = 1 if message.half is not None or message.collective in ("native", "ring") else 2
+    return phases * (2 if topology.device.type == "cpu" else 1)

@@ -1,0 +1,110 @@
+"""The training loop and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from imagenet_fast.data.loaders import Dataset
+from imagenet_fast.distributed.garbage import exempt_what_lives
+from imagenet_fast.distributed.heartbeat import here
+from imagenet_fast.distributed.init import World
+from imagenet_fast.distributed.reductions import same_everywhere
+from imagenet_fast.metrics import Record
+from imagenet_fast.models import build_model
+from imagenet_fast.models.weights import Weights, fill
+from imagenet_fast.recipe.job import Job
+from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.training.evaluation import Stopped, evaluate
+from imagenet_fast.training.lr_schedule import learning_rate
+from imagenet_fast.training.seeding import seed_step
+from imagenet_fast.training.state import TrainState
+from imagenet_fast.training.train_step import TrainingStep
+
+
+def train(
+    job: Job, dataset: Dataset, world: World, take_step: TrainingStep, record: Record,
+    keep: Callable[[TrainState, bool | None], bool], asked: Callable[[], bool] = lambda: False,
+) -> None:  # fmt: skip
+    """Go on from the state of ``take_step`` until the target or the last epoch; its outcome is kept up to date all the
+    way. ``keep`` is told after every step whether it has been evaluated, and says whether to stop; None: the evaluation
+    was dropped, since some rank was ``asked`` to stop, and it is made first when the run goes on."""
+    recipe, batching, state, meter = job.recipe, job.batching, take_step.state, take_step.meter
+    outcome, clock = state.outcome, state.clock
+    steps_per_epoch = dataset.train_order.steps_per_epoch
+    steps = recipe.epochs * steps_per_epoch
+    record(
+        "run", state.step, recipe=job.name, sync=recipe.sync.kind, world_size=world.size,
+        global_batch=batching.global_batch, layout=recipe.parallel.layout(world.size), epochs=recipe.epochs,
+        steps_per_epoch=steps_per_epoch, steps=steps, target_top1=recipe.target_top1,
+        train_images=dataset.train_order.images, val_images=dataset.val_order.images, note=job.note,
+    )  # fmt: skip
+
+    def evaluated(epoch: int) -> bool | None:
+        """Evaluate after ``epoch``; None where that was cut off, and nothing has changed."""
+        here.enter("evaluation")
+        state.settle()
+        before = state.statistics()
+        with clock.pause() as evaluation:
+            exempt_what_lives()
+            state.level_statistics()
+            try:
+                accuracy = evaluate(state.whole(), dataset, take_step.cast, world, asked)
+            except Stopped:
+                state.put_back(before)
+                return None
+        meter.restart()
+        outcome.judge(accuracy.top1, accuracy.top5, clock.run_s())
+        record(
+            "eval", state.step, epoch=epoch, top1=accuracy.top1, top5=accuracy.top5, images=accuracy.images,
+            eval_s=evaluation.seconds, train_s=clock.train_s(),
+        )  # fmt: skip
+        return True
+
+    exempt_what_lives()
+    clock.begin_training()
+    meter.restart()
+    stop = False
+    judged: bool | None = False
+    done, into = divmod(state.step, steps_per_epoch)
+    if state.unjudged and done and into == 0 and recipe.evaluates_after(done):
+        judged = evaluated(done)
+        stop = keep(state, judged)
+    while state.step < steps and outcome.status != "reached" and not stop:
+        done, into = divmod(state.step, steps_per_epoch)
+        epoch = done + 1
+        if into == 0:
+            record("epoch", state.step, epoch=epoch)
+        lr = learning_rate(recipe.schedule, recipe.optim.lr, state.step, steps_per_epoch, recipe.epochs)
+        seed_step(recipe.seed, state.step, world)
+        take_step(dataset.train, lr)
+        if state.step % recipe.log_every == 0:
+            meter.report(record, state.step, epoch, lr)
+        outcome.advance(epoch, state.step, clock.train_s(), state.sent_bytes)
+
+        judged = False
+        if into + 1 == steps_per_epoch and recipe.evaluates_after(epoch):
+            meter.report(record, state.step, epoch, lr)
+            meter.flush(record)
+            outcome.advance(epoch, state.step, clock.train_s(), state.sent_bytes)
+            judged = evaluated(epoch)
+        stop = keep(state, judged)
+    meter.flush(record)
+    if outcome.status != "reached":
+        outcome.status = "finished" if state.step == steps and judged is not None else "preempted"
+
+
+def initial_model(recipe: Recipe, classes: int, world: World, weights: Weights | None = None) -> nn.Module:
+    """The recipe's model on this rank's device, with the same weights everywhere: rank 0's ``weights`` (of
+    :func:`starting_weights`), or fresh ones."""
+    torch.manual_seed(recipe.seed)
+    model = build_model(recipe.model, classes)
+    if weights is not None:
+        fill(model, weights)
+    model = model.to(world.device)
+    if recipe.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    same_everywhere(model)
+    return model

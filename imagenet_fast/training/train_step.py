@@ -1,0 +1,215 @@
+"""One optimiser step: accumulate, synchronise, update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from imagenet_fast.cost_model.layer_profile import shipped_profile
+from imagenet_fast.distributed.heartbeat import here
+from imagenet_fast.distributed.init import World
+from imagenet_fast.metrics import Outcome
+from imagenet_fast.models import compile_blocks
+from imagenet_fast.models.batchnorm_stats import StepStatistics
+from imagenet_fast.models.stages import Part
+from imagenet_fast.parallel.parallelize import Division, divide
+from imagenet_fast.parallel.pipeline_parallel import Pipeline
+from imagenet_fast.recipe.batching import Batching
+from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.sync import GradientSync, attach
+from imagenet_fast.sync.engine import Elements
+from imagenet_fast.sync.trace import TracedSteps
+from imagenet_fast.training.clock import Clock
+from imagenet_fast.training.ema import MovingAverage
+from imagenet_fast.training.meter import Meter
+from imagenet_fast.training.nonfinite_count import Streak
+from imagenet_fast.training.nonfinite_trace import watching
+from imagenet_fast.training.optimizers import build_optimizer, multiply_gradients
+from imagenet_fast.training.precision import LossScale, autocast, forward_dtype, set_float32_math
+from imagenet_fast.training.state import TrainState
+
+
+class TrainingStep:
+    """Calling it takes one step from the next global batch, at a given rate."""
+
+    def __init__(
+        self,
+        state: TrainState,
+        backpropagate: Callable[[Tensor, Tensor], Tensor],
+        cast: torch.autocast,
+        clip_norm: float,
+        accumulation: int,
+        meter: Meter,
+        trace: TracedSteps | None,
+    ) -> None:
+        self.state = state
+        self.cast = cast
+        self.meter = meter
+        self._backpropagate = backpropagate
+        self._clip_norm = clip_norm
+        self._accumulation = accumulation
+        self._statistics = StepStatistics(state.model, accumulation)
+        self._trace = trace
+        self._last: tuple[Tensor, Tensor] | None = None
+        self.watched: int | None = None
+        """A step whose forwards are looked at layer by layer, for which the host waits."""
+        self.suspect: nn.Module | None = None
+        """The first of them, then, that has made of finite values others."""
+
+    def __call__(self, batches: Iterator[tuple[Tensor, Tensor]], lr: float) -> None:
+        state = self.state
+        here.enter("data", state.step + 1)
+        state.sync.zero_grad()
+        self._statistics.begin()
+        self._last = None  # no more batches are held than are at work
+        losses = []
+        for left in reversed(range(self._accumulation)):
+            images, labels = self.meter.fetch(batches)
+            held = state.sync.no_sync() if left else nullcontext()
+            with held, self._statistics.micro_step(), self._looked_at():
+                losses.append(self._backpropagate(images, labels).detach())
+        self._last = images, labels
+        here.enter("sync")
+        stats = state.sync.end_backward()
+        self.meter.add_step(stats, sum(losses[1:], losses[0]))
+        if self._trace is not None:
+            self._trace.end_step(stats)
+        here.enter("update")
+        found_inf = state.sync.found_inf
+        factor = state.scale.end_step(found_inf)
+        if self._clip_norm:
+            factor = self._clipped(factor)
+        state.sync.update(partial(self._update, lr, factor, found_inf))
+        if state.average is not None:
+            state.average.update_buffers()
+        state.step += 1
+        state.sent_bytes += stats.sent_bytes
+
+    @contextmanager
+    def _looked_at(self) -> Iterator[None]:
+        """A forward of the step happens inside."""
+        if self.state.step + 1 != self.watched:
+            yield
+            return
+        with watching(self.state.model) as watch:
+            yield
+        if self.suspect is None:
+            self.suspect = watch.first
+
+    def repeat(self) -> tuple[Tensor, Tensor] | None:
+        """Forward and backward of the last micro-batch once more, which changes no weight: its pictures and its loss,
+        if there was one. Every rank must ask."""
+        self.state.settle()
+        if self._last is None:
+            return None
+        images, labels = self._last
+        self.state.sync.zero_grad()
+        with self.state.sync.no_sync():
+            return images, self._backpropagate(images, labels)
+
+    def _clipped(self, factor: Tensor | None) -> Tensor:
+        """``factor``, or less where the gradients that it multiplies would be longer than is allowed; as torch's
+        ``clip_grad_norm_`` has it. Gradients of all layers are here: engines that defer are refused."""
+        factor = torch.ones_like(self.state.scale.scale) if factor is None else factor
+        norm = self.state.optimizer.gradient_norm()
+        if self.state.division is not None:
+            norm = self.state.division.length(norm)
+        longest = self._clip_norm / (factor * norm + 1e-6)
+        return factor * longest.clamp(max=1.0)
+
+    def _update(
+        self, lr: float, factor: Tensor | None, found_inf: Tensor | None, params: list[nn.Parameter],
+        elements: Elements | None = None,
+    ) -> None:  # fmt: skip
+        if factor is not None:
+            multiply_gradients(params, factor, elements)
+        self.state.optimizer.step(lr, params, found_inf, elements)
+        if self.state.average is not None:
+            self.state.average.update(params)
+
+
+def build_step(
+    recipe: Recipe,
+    batching: Batching,
+    model: nn.Module,
+    world: World,
+    steps_per_epoch: int,
+    trace: Path | None = None,
+    clock: Clock | None = None,
+    outcome: Outcome | None = None,
+) -> TrainingStep:
+    """Give ``model`` the layout, engine, optimiser and precision that a recipe names; ``trace`` a few steps to a file.
+
+    Every rank holds the same model at first. With a layout it is left, in place, what is this rank's of it. ``clock``
+    and ``outcome`` are those of the run that the steps are of, if it is one.
+    """
+    set_float32_math(recipe.precision)
+    parallel, cast, division = recipe.parallel, autocast(recipe.precision, world.device), None
+    if parallel.ranks > 1:
+        size = recipe.data.image_size
+        images = torch.empty(
+            batching.micro_batch, 3, size, size, dtype=forward_dtype(recipe.precision), device="meta",
+            memory_format=torch.channels_last,
+        )  # fmt: skip
+        division = divide(parallel, model, images, cast, shipped_profile(recipe.model.kind))
+        model = division.own
+    average = MovingAverage(model, recipe.ema_decay) if recipe.ema_decay else None
+    if recipe.compile:
+        compile_blocks(model)
+    if division is None:
+        forward, sync = attach(model, recipe.sync, steps_per_epoch)
+    else:
+        forward, sync = model, division.synchronised(recipe.sync, steps_per_epoch)
+    scale = LossScale(recipe.precision, recipe.sync.wire, world.device)
+    if scale.dynamic:
+        sync.set_loss_scale(scale.scale)
+    if scale.largest is not None:
+        sync.guard(scale.largest)
+    whole_norms = None if division is None else division.whole_norms
+    optimizer = build_optimizer(recipe.optim, model, recipe.sync.brings_momentum, whole_norms)
+    outcome = outcome or Outcome.of("", recipe, batching)
+    streak = Streak(world.device)
+    state = TrainState(model, division, average, optimizer, sync, scale, clock or Clock(), outcome, streak)
+    return TrainingStep(
+        state,
+        _backpropagation(recipe, batching, forward, sync, cast, scale, division),
+        cast,
+        recipe.clip_norm,
+        batching.accumulation,
+        Meter(world, batching.global_batch, scale, streak, recipe.nonfinite_steps, outcome),
+        TracedSteps(model, world.device, trace) if trace is not None else None,
+    )
+
+
+def _backpropagation(
+    recipe: Recipe, batching: Batching, forward: nn.Module, sync: GradientSync, cast: torch.autocast, scale: LossScale,
+    division: Division | None,
+) -> Callable[[Tensor, Tensor], Tensor]:  # fmt: skip
+    """Forward and backward of what a rank reads at once: what it adds to the mean loss of a step."""
+    mean = nn.CrossEntropyLoss(label_smoothing=recipe.label_smoothing)
+
+    def criterion(logits: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = mean(logits, labels) / batching.accumulation
+        return loss
+
+    def backpropagate(images: Tensor, labels: Tensor) -> Tensor:
+        here.enter("forward")
+        with cast:
+            loss = criterion(forward(images), labels)
+        here.enter("backward")
+        scale(loss).backward()
+        return loss
+
+    if division is None or not isinstance(forward, Part):
+        return backpropagate
+    schedule, micro_batches = recipe.parallel.schedule, recipe.parallel.micro_batches
+    pipeline = Pipeline(
+        forward, division.layout.pipeline, schedule, micro_batches, criterion, sync, cast,
+        activations=division.activations,
+    )  # fmt: skip
+    return partial(pipeline, scale=scale)

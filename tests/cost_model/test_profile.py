@@ -1,0 +1,75 @@
+"""Layer profiles: shipped, written by a person's own run, or drawn from a seed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from imagenet_fast.cost_model.layer_profile import Layer, Profile, load_profile, random_profile, save_profile
+from imagenet_fast.errors import UserError
+
+TWO = Profile(
+    "two",
+    "by hand",
+    (Layer("a", "Conv2d", ((8, 3, 3, 3), (8,)), 30.0, 40.0), Layer("b", "Linear", ((10, 8), (10,)), 10.0, 20.0)),
+)
+
+
+def test_profiles_are_read_as_they_were_written(tmp_path: Path):
+    for profile in (TWO, random_profile(3)):
+        save_profile(profile, tmp_path / "profile.json")
+        assert load_profile(str(tmp_path / "profile.json")) == profile
+
+
+def test_the_shipped_ones_are_of_the_models_they_say():
+    for name in ("alexnet", "alexnet-512", "resnet50", "resnet50-512"):
+        assert load_profile(name).elements == {"alexnet": 61_100_840, "resnet50": 25_557_032}[name.split("-")[0]]
+
+
+def test_wrong_names_and_files_are_refused(tmp_path: Path):
+    with pytest.raises(UserError, match=r"no layer profile 'vgg'; there are alexnet, .* or give a"):
+        load_profile("vgg")
+    (tmp_path / "bad.json").write_text('{"model": "x"}')
+    with pytest.raises(UserError, match="is not a layer profile"):
+        load_profile(str(tmp_path / "bad.json"))
+    for wrong in ("random:", "random:-1", "random:x", "random:1.5", "random:²"):
+        with pytest.raises(UserError, match="give its seed, as random:7"):
+            load_profile(wrong)
+
+
+def test_its_course_begins_with_the_last_layer():
+    timing = TWO.timing
+    assert timing.needed == pytest.approx((0.030, 0.0))
+    assert timing.ready == pytest.approx((0.020, 0.060))
+    assert timing.forward_s == pytest.approx(0.040)
+    assert timing.compute_s == pytest.approx(TWO.compute_s)
+
+
+def test_it_is_stretched_and_shrunk_in_proportion():
+    assert TWO.lasting(2.0).compute_s == pytest.approx(2.0)
+    assert TWO.lasting(2.0).forward_s == pytest.approx(0.8)
+    assert TWO.shrunk(4).layers[0].shapes == ((2, 3, 3, 3), (2,))
+    assert TWO.shrunk(100).layers[1].shapes == ((1, 8), (1,)), "never less than one"
+    assert (TWO.shrunk(4).compute_s, TWO.shrunk(4).layers[0].kind) == (TWO.compute_s, "Conv2d")
+
+
+def test_an_all_reduce_is_shared_out_by_elements_the_last_layer_first():
+    assert TWO.sending(3.14) == pytest.approx([0.90, 2.24])  # 90 and 224 elements
+
+
+def test_a_seed_is_always_the_same_network_and_seeds_differ_in_every_way():
+    drawn = [load_profile(f"random:{seed}") for seed in range(60)]
+    assert drawn == [random_profile(seed) for seed in range(60)]
+    giants = []
+    for profile in drawn:
+        sizes = [layer.elements for layer in profile.layers]
+        giant = sizes.index(max(sizes))
+        giants.append(giant / (len(sizes) - 1))
+        assert 6 <= len(sizes) <= 48
+        assert min(sizes) > 0
+        assert all(layer.forward_ms > 0 and layer.backward_ms > layer.forward_ms for layer in profile.layers)
+        assert {layer.kind for layer in profile.layers} <= {"Linear", "Conv2d"}
+    assert min(giants) < 0.1
+    assert max(giants) > 0.9
+    assert len({len(profile.layers) for profile in drawn}) > 10

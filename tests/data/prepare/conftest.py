@@ -1,0 +1,19 @@
+"""The official files, small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.data.prepare.replica import Pictures, official_tars, small_imagenet
+
+
+@pytest.fixture(scope="module")
+def pictures() -> Pictures:
+    return small_imagenet()
+
+
+@pytest.fixture(scope="module")
+def tars(tmp_path_factory: pytest.TempPathFactory, pictures: Pictures) -> Path:
+    return official_tars(tmp_path_factory.mktemp("official") / "tars", pictures)

@@ -1,0 +1,507 @@
+"""From ImageNet as people have it to folders that loaders read: the same from any source, and after any death."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from imagenet_fast.cli import app
+from imagenet_fast.data.imagefolder import scan
+from imagenet_fast.data.prepare import checksums, disk_space, imagenet_archives
+from imagenet_fast.data.prepare.devkit import read_devkit
+from imagenet_fast.data.prepare.prepare import prepare
+from imagenet_fast.data.prepare.staging_dir import Settings, alone_in
+from imagenet_fast.errors import UserError
+from tests.data.prepare import replica
+from tests.data.prepare.replica import ODD, Pictures, good, small_imagenet, tar_of, tree, write_tar
+from tests.e2e.command import COMMAND, environment, wait_for
+
+WHOLE = Settings(format="folder", resize=None, quality=None)
+SMALL = Settings(format="folder", resize=256, quality=95)
+TARS = Settings(format="webdataset", resize=256, quality=95, shard_size=40_000)
+RECORDS = Settings(format="tfrecord", resize=256, quality=95, shard_size=40_000)
+
+
+@pytest.fixture
+def own_tars(tmp_path: Path, tars: Path) -> Path:
+    """To be spoilt."""
+    return Path(shutil.copytree(tars, tmp_path / "tars"))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+def pictures_in(out: Path) -> Pictures:
+    return {path: content for path, content in tree(out).items() if path != "prepared.json"}
+
+
+@pytest.mark.parametrize("lay_out", [replica.official_tars, replica.kaggle, replica.image_folder])
+def test_every_source_becomes_the_same_folders_byte_for_byte(
+    tmp_path: Path, pictures: Pictures, lay_out: Callable[[Path, Pictures], Path]
+):
+    source = lay_out(tmp_path / "source", pictures)
+    prepare(source, tmp_path / "out", WHOLE, subset=True)
+    assert pictures_in(tmp_path / "out") == good(pictures)
+    assert names(tmp_path / "out") == ["prepared.json", "train", "val"]
+
+
+def test_labels_are_sorted_wnids_whatever_numbers_the_devkit_has(tmp_path: Path, tars: Path, pictures: Pictures):
+    kit = read_devkit(tars / imagenet_archives.DEVKIT)
+    assert kit.wnids == replica.CLASSES.keys()  # and no inner node of WordNet
+    assert kit.validation[:4] == ["n02123045", "n02105855", "n01443537", "n01440764"]
+    prepare(tars, tmp_path / "out", WHOLE, subset=True)
+    train, val = scan(tmp_path / "out")
+    assert train.classes == sorted(replica.CLASSES)
+    assert [Path(val.name(index)).parent.name for index in range(len(val))] == [
+        train.classes[label] for label in val.labels
+    ]
+    assert len(train) == sum(path.startswith("train/") for path in good(pictures))
+
+
+def test_the_command_says_what_there_is_and_what_was_left_out_and_the_second_time_that_it_is_there(
+    tmp_path: Path, tars: Path
+):
+    command = ("data", "prepare", "--source", str(tars), "--out", str(tmp_path / "out"), "--subset")
+    printed = run(*command)
+    assert "now holds, from ImageNet's tars:\n  train  34 pictures in 4 classes\n  val    12 pictures in" in printed
+    assert f"left out, as they are no pictures: {ODD['AppleDouble']}\n" in printed
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    assert "holds already" in run(*command)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
+
+
+def run(*arguments: str) -> str:
+    """What the command prints, beside its bars."""
+    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+# Shrinking.
+
+
+def test_resize_shrinks_the_short_side_and_leaves_what_is_small_or_undecodable_as_it_is(
+    tmp_path: Path, tars: Path, pictures: Pictures
+):
+    record = prepare(tars, tmp_path / "out", SMALL, subset=True).record
+    found = pictures_in(tmp_path / "out")
+    assert found.keys() == good(pictures).keys()
+    undecodable = [ODD[kind] for kind in ("truncated", "empty", "garbage")]
+    for path, content in found.items():
+        if path in undecodable or min(opened(pictures[path]).size) <= 256:
+            assert content == pictures[path]
+        else:
+            before, after = opened(pictures[path]), opened(content)
+            assert min(after.size) == 256
+            assert after.format == "JPEG"
+            assert after.width / after.height == pytest.approx(before.width / before.height, rel=0.01)
+            difference = np.asarray(before.convert("RGB").resize(after.size), float) - np.asarray(after.convert("RGB"))
+            assert np.abs(difference).mean() < 3  # of 255
+    odd = [f"train/{name}/{file}" for name, made in record.splits["train"].items() for file in made.undecodable]
+    assert odd == undecodable
+
+
+def opened(content: bytes) -> Image.Image:
+    picture = Image.open(io.BytesIO(content))
+    picture.load()
+    return picture
+
+
+def test_a_shrunk_picture_is_not_turned_and_says_still_how_it_is_to_be_turned(
+    tmp_path: Path, tars: Path, pictures: Pictures
+):
+    prepare(tars, tmp_path / "out", SMALL, subset=True)
+    before, after = opened(pictures[ODD["rotated"]]), opened((tmp_path / "out" / ODD["rotated"]).read_bytes())
+    assert (before.width > before.height) == (after.width > after.height)
+    assert after.getexif()[0x0112] == before.getexif()[0x0112] == 6
+    assert opened((tmp_path / "out" / ODD["cmyk"]).read_bytes()).mode == "RGB"
+
+
+# Deaths.
+
+
+@pytest.fixture(scope="module")
+def few_tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return replica.official_tars(tmp_path_factory.mktemp("official") / "few", small_imagenet(train=3, val=1))
+
+
+def die_at(change: int, since: str, source: Path, out: Path, settings: Settings) -> None:
+    """In a process of its own: prepare, and be killed before the how many-eth change of ``out`` from the one on that
+    has ``since`` in its path."""
+    seen, begun = 0, False
+
+    def count(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal seen, begun
+        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        moves = event in ("os.mkdir", "os.rename", "shutil.rmtree")
+        removes = event in ("os.remove", "os.rmdir")  # by names within a folder
+        if removes or ((writes or moves) and str(out) in str(arguments[0])):
+            begun = begun or since in str(arguments[0])
+            seen += begun
+            if seen == change:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+    prepare(source, out, settings, subset=True, workers=2)
+    (out.parent / "changes").write_text(str(seen))
+
+
+def attempt(change: int, since: str, source: Path, out: Path, settings: Settings) -> bool:
+    """Whether it came to its end."""
+    arguments = (change, since, source, out, settings)
+    process = multiprocessing.get_context("forkserver").Process(target=die_at, args=arguments)
+    process.start()
+    process.join()
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return process.exitcode == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "times"),
+    [
+        pytest.param(SMALL, 10, id="folders"),
+        pytest.param(TARS, 3, id="webdataset"),
+        pytest.param(SMALL, 30, id="folders, often", marks=pytest.mark.long),
+        pytest.param(TARS, 30, id="webdataset, often", marks=pytest.mark.long),
+        pytest.param(RECORDS, 30, id="tfrecord, often", marks=pytest.mark.long),
+    ],
+)
+def test_killed_at_random_moments_the_result_is_that_of_an_undisturbed_run(
+    tmp_path: Path, few_tars: Path, settings: Settings, times: int
+):
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert attempt(0, "", few_tars, whole, settings)
+    expected, changes = tree(whole), int((tmp_path / "changes").read_text())
+    draw = random.Random(14)
+    deaths = 0
+    while deaths < times:
+        if attempt(draw.randrange(1, changes // 3), "", few_tars, out, settings):
+            assert tree(out) == expected
+            shutil.rmtree(out)  # and once more from the beginning
+            continue
+        deaths += 1
+        for path, content in tree(out).items():  # what is in its place is whole
+            if path.startswith(("train/", "val/", ".preparing/train/", ".preparing/val/")):
+                assert content == expected[path.removeprefix(".preparing/")]
+    assert attempt(0, "", few_tars, out, settings)
+    assert tree(out) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "moments"),
+    [
+        pytest.param(SMALL, 7, id="folders"),
+        pytest.param(TARS, 15, id="webdataset", marks=pytest.mark.long),
+        pytest.param(RECORDS, 15, id="tfrecord", marks=pytest.mark.long),
+    ],
+)
+def test_killed_at_each_of_its_last_moments_the_result_is_the_same(
+    tmp_path: Path, few_tars: Path, settings: Settings, moments: int
+):
+    """Where splits move into their places."""
+    prepare(few_tars, tmp_path / "whole", settings, subset=True)
+    expected = tree(tmp_path / "whole")
+    for change in range(1, moments + 1):
+        out = tmp_path / f"out{change}"
+        assert not attempt(change, "prepared.json", few_tars, out, settings)
+        for split in ("train", "val"):
+            assert not (out / split).exists() or tree(out / split) == tree(tmp_path / "whole" / split)
+        prepare(few_tars, out, settings, subset=True)
+        assert tree(out) == expected
+
+
+def test_ctrl_c_ends_cleanly_with_what_is_made_kept(tmp_path: Path):
+    slow = replica.encoded(replica.photo(1, 1500, 2000))
+    source = replica.image_folder(tmp_path / "source", {"train/a/0.jpg": b"", "train/b/00.jpg": slow})
+    for number in range(1, 60):
+        os.link(source / "train/b/00.jpg", source / f"train/b/{number:02}.jpg")
+    out = tmp_path / "out"
+    options = ["--source", str(source), "--out", str(out), "--subset", "--resize", "256", "--workers", "1"]
+    started = subprocess.Popen(
+        [*COMMAND, "data", "prepare", *options], stderr=subprocess.PIPE, text=True, env=environment()
+    )
+    wait_for(lambda: (out / ".preparing/train/a").exists() or started.poll() is not None)
+    started.send_signal(signal.SIGINT)
+    _, printed = started.communicate()
+    assert started.returncode == 130
+    assert "stopped; the same command goes on from here\n" in printed
+    assert "Traceback" not in printed
+    assert names(out) == [".preparing"]
+    assert pictures_in(out / ".preparing/train") == {"a/0.jpg": b""}
+
+
+# What is refused.
+
+
+def refused(source: Path, told: str, settings: Settings = WHOLE, subset: bool = True, **options: Any) -> None:
+    """In a sentence; and no split is put into its place, nor anything beside ``out``."""
+    out = source.parent / "out"
+
+    def others() -> list[Path]:
+        return sorted(path for path in source.parent.rglob("*") if not path.is_relative_to(out))
+
+    before = others(), [name for name in names(out) if name != ".preparing"]
+    with pytest.raises(UserError, match=told):
+        prepare(source, out, settings, subset=subset, **options)
+    assert (others(), [name for name in names(out) if name != ".preparing"]) == before
+
+
+def named(path: str, kind: bytes = tarfile.REGTYPE, leads_to: str = "") -> tarfile.TarInfo:
+    info = tarfile.TarInfo(path)
+    info.type, info.linkname = kind, leads_to
+    return info
+
+
+@pytest.mark.parametrize(
+    ("told", "member"),
+    [
+        ("a path that leads elsewhere", named("../escaped.JPEG")),
+        ("a path that leads elsewhere", named("/tmp/d-escaped.JPEG")),
+        ("a path that leads elsewhere", named("./../../escaped.JPEG")),
+        ("a path that leads elsewhere", named("deeper/n01440764_2.JPEG")),
+        ("a folder", named("..", tarfile.DIRTYPE)),
+        ("a link", named("n01440764_2.JPEG", tarfile.SYMTYPE, "/etc/passwd")),
+        ("a link", named("n01440764_2.JPEG", tarfile.LNKTYPE, "../other")),
+        ("a device", named("n01440764_2.JPEG", tarfile.CHRTYPE)),
+        ("a device", named("n01440764_2.JPEG", tarfile.FIFOTYPE)),
+        ("no plain file", named("n01440764_2.JPEG", b"Z")),
+        ("twice", named("n01440764_1.JPEG")),
+    ],
+)
+def test_a_member_that_would_lie_elsewhere_or_is_no_file_is_refused(own_tars: Path, told: str, member: tarfile.TarInfo):
+    plain = {"n01440764_1.JPEG": b"a picture"}
+    write_tar(own_tars / imagenet_archives.TRAIN, {"n01440764.tar": tar_of(plain | {"": member})})
+    refused(own_tars, told)  # of a class tar
+    write_tar(own_tars / imagenet_archives.TRAIN, {"n01440764_1.JPEG": tar_of(plain), "": member})
+    refused(own_tars, told)  # of the outer tar
+    write_tar(own_tars / imagenet_archives.VAL, plain | {"": member})
+    (own_tars / imagenet_archives.TRAIN).unlink()
+    refused(own_tars, told)
+
+
+def test_what_is_no_class_tar_is_refused(own_tars: Path):
+    inner = tar_of({"n01440764_1.JPEG": b"a picture"})
+    for name, told in (
+        ("dogs.tar", "a member 'dogs.tar', which is no class's"),
+        ("n01440764.zip", "a member 'n01440764.zip', which is no class's"),
+        ("n1440764.tar", "a member 'n1440764.tar', which is no class's"),
+        ("n99999999.tar", "a class n99999999 that ILSVRC2012_devkit_t12.tar.gz beside it does not know"),
+        ("n02084071.tar", "a class n02084071 that"),  # known, but not a class
+    ):
+        write_tar(own_tars / imagenet_archives.TRAIN, {name: inner})
+        refused(own_tars, told)
+
+
+def test_a_tar_that_breaks_off_or_is_damaged_is_refused_wherever_it_is(own_tars: Path, pictures: Pictures):
+    outer = own_tars / imagenet_archives.TRAIN
+    whole = outer.read_bytes()
+    inner = tar_of({f"n01440764_{number}.JPEG": bytes(700) for number in range(4)})
+    assert len(inner) == 20 * 512
+
+    def damaged(at: int) -> bytes:
+        return inner[:at] + b"\xff" * 512 + inner[at + 512 :]
+
+    for content, told in (
+        (whole[:-30_000], "is no tar, or damaged|breaks off"),
+        (whole[:100], "is no tar"),
+        (b"", "is no tar"),
+        (b"<html>please log in</html>" * 99, "is no tar"),
+        (tar_of({"n01440764.tar": inner[: 5 * 512]}), "'n01440764.tar' in .* is no tar, or damaged"),
+        (tar_of({"n01440764.tar": damaged(0)}), "'n01440764.tar' in .* is no tar, or damaged"),
+        (tar_of({"n01440764.tar": damaged(6 * 512)}), "'n01440764.tar' in .* is damaged after 2 members"),
+    ):
+        outer.write_bytes(content)
+        refused(own_tars, told)
+
+
+def test_a_class_without_pictures_is_refused(own_tars: Path):
+    write_tar(
+        own_tars / imagenet_archives.TRAIN, {"n01440764.tar": tar_of({"._n01440764_1.JPEG": b"", "read.me": b""})}
+    )
+    refused(own_tars, "train/n01440764 has no pictures in the source")
+
+
+def test_validation_pictures_need_a_devkit_that_is_whole_and_knows_them(own_tars: Path):
+    kit = own_tars / imagenet_archives.DEVKIT
+    whole = kit.read_bytes()
+    for content, told in (
+        (whole[: len(whole) // 2], "devkit_t12.tar.gz cannot be read"),
+        (b"not packed", "devkit_t12.tar.gz cannot be read"),
+        (tar_of({}), "does not hold ILSVRC2012_devkit_t12/data/meta.mat"),
+        (tar_of({"ILSVRC2012_devkit_t12/data/meta.mat": b"MATLAB"}), "meta.mat cannot be read"),
+        (replica.devkit([1] * 11), "'ILSVRC2012_val_00000012.JPEG', of which .* has no label"),
+        (replica.devkit([1] * 11 + [1001]), "has 1001 for a label, which .* does not know"),
+    ):
+        kit.write_bytes(content)
+        refused(own_tars, told)
+    kit.unlink()
+    refused(own_tars, "does not say of which class its pictures are; put ILSVRC2012_devkit_t12.tar.gz beside it")
+
+
+def test_kaggles_pictures_need_kaggles_table(tmp_path: Path, pictures: Pictures):
+    source = replica.kaggle(tmp_path / "source", pictures)
+    table = source / "LOC_val_solution.csv"
+    table.write_text(table.read_text().replace("ILSVRC2012_val_00000003,", "another,"))
+    refused(source, "has no class for .*ILSVRC2012_val_00000003.JPEG")
+    table.write_text("id,label\n")
+    refused(source, "has not the columns ImageId,PredictionString")
+    table.unlink()
+    refused(source, "put Kaggle's LOC_val_solution.csv beside it")
+
+
+def test_a_directory_that_holds_none_of_it_is_refused_with_what_was_looked_for(tmp_path: Path):
+    (tmp_path / "source").mkdir()
+    refused(tmp_path / "source", "neither ILSVRC2012_img_train.tar .* nor ILSVRC/Data/CLS-LOC/train .* nor train/<cl")
+    refused(tmp_path / "nowhere", "there is no directory")
+
+
+def test_what_cannot_be_read_in_a_folder_is_named(tmp_path: Path):
+    source = replica.image_folder(tmp_path / "source", {"train/a/0.jpg": b"", "train/a/note.txt": b""})
+    os.mkfifo(source / "train/a/pipe.jpg")
+    refused(source, "pipe.jpg is neither a file nor a folder")
+    (source / "train/a/pipe.jpg").unlink()
+    (source / "train/a/link.jpg").symlink_to("nowhere")
+    refused(source, "link.jpg is neither a file nor a folder, or a link that leads nowhere")
+
+
+def test_strange_names_arrive_as_they_are(tmp_path: Path):
+    names = [b"a b.jpg", b"\xff.JPG", "é\n.png".encode(), b".hidden.webp", b"'quoted\".bmp", b"-rf.jpeg"]
+    source = tmp_path / "source"
+    (source / "train/class é").mkdir(parents=True)
+    for name in [*names, b"\xfe.txt"]:
+        (source / "train/class é" / os.fsdecode(name)).write_bytes(name)
+    made = prepare(source, tmp_path / "out", WHOLE, subset=True).record.splits["train"]["class é"]
+    there = tmp_path / "out/train/class é"
+    assert {os.fsencode(path.name): path.read_bytes() for path in there.iterdir()} == {name: name for name in names}
+    assert made.left_out == ("\\xfe.txt",)
+    (source / "train" / os.fsdecode(b"\xff")).mkdir()
+    refused(source, "which is no name for a class")
+
+
+def test_less_than_imagenet_is_refused_unless_it_is_meant(own_tars: Path, monkeypatch: pytest.MonkeyPatch):
+    refused(own_tars, "has 4 classes of train, and ImageNet has 1000; .* --subset", subset=False)
+    monkeypatch.setattr(prepare, "CLASSES", 4)
+    refused(own_tars, "has 34 pictures of train, and ImageNet has 1281167; .* kept", subset=False, md5=False)
+    monkeypatch.setattr(prepare, "PICTURES", {"train": 34, "val": 12})
+    assert not prepare(own_tars, own_tars.parent / "out", WHOLE, md5=False).already
+
+
+def test_archives_are_checked_by_md5_once(own_tars: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prepare, "CLASSES", 4)
+    monkeypatch.setattr(prepare, "PICTURES", {"train": 33, "val": 12})
+    refused(own_tars, "train.tar is not what image-net.org gives: its md5 is [0-9a-f]{32}, not 1d675b", subset=False)
+    sums = {name: hashlib.md5((own_tars / name).read_bytes()).hexdigest() for name in imagenet_archives.MD5}
+    monkeypatch.setattr(imagenet_archives, "MD5", sums)
+    refused(own_tars, "has 34 pictures of train", subset=False)
+    monkeypatch.setattr(checksums, "_PIECE", None)  # nothing can be read by it
+    monkeypatch.setattr(prepare, "PICTURES", {"train": 34, "val": 12})
+    prepare(own_tars, own_tars.parent / "out", WHOLE)
+
+
+def test_classes_to_validate_on_are_those_of_training(own_tars: Path, pictures: Pictures, capsys: Any):
+    write_tar(own_tars / imagenet_archives.TRAIN, {"n01440764.tar": tar_of({"n01440764_1.JPEG": b"a picture"})})
+    prepare(own_tars, own_tars.parent / "out", WHOLE, subset=True)
+    assert "warning: 3 classes are left out of val, as train lacks them, the first n01443537" in capsys.readouterr().err
+    assert names(own_tars.parent / "out/val") == ["n01440764"]
+
+
+def test_the_other_split_may_come_later(own_tars: Path, pictures: Pictures):
+    out = own_tars.parent / "out"
+    val = (own_tars / imagenet_archives.VAL).rename(own_tars.parent / "val.tar")
+    prepare(own_tars, out, WHOLE, subset=True)
+    assert pictures_in(out).keys() == {path for path in good(pictures) if path.startswith("train/")}
+    (own_tars / imagenet_archives.TRAIN).unlink()
+    val.rename(own_tars / imagenet_archives.VAL)
+    prepare(own_tars, out, WHOLE, subset=True)
+    assert pictures_in(out) == good(pictures)
+
+
+# What is there already.
+
+
+def test_what_was_made_otherwise_is_not_mixed_with_it(own_tars: Path, pictures: Pictures):
+    out = own_tars.parent / "out"
+    prepare(own_tars, out, WHOLE, subset=True)
+    refused(own_tars, "was prepared with --format folder, not with --format folder --resize 256 --quality 95", SMALL)
+    another = replica.official_tars(own_tars.parent / "another", small_imagenet(train=9))
+    refused(another, "was made from another source than .*another, by train/n01440764")
+    (out / "train/n01443537/n01443537_2.JPEG").unlink()
+    refused(own_tars, "train/n01443537 has not the 8 pictures any more that were put there; remove .*/out/train")
+    shutil.rmtree(out / "train")
+    prepare(own_tars, out, WHOLE, subset=True)
+    assert pictures_in(out) == good(pictures)
+    (out / "prepared.json").write_text("{")
+    refused(own_tars, "prepared.json is damaged")
+    (out / "prepared.json").unlink()
+    refused(own_tars, "out/train is there already, and not from `data prepare`")
+
+
+def test_one_process_at_a_time(own_tars: Path):
+    with alone_in(own_tars.parent / "out"):
+        refused(own_tars, "is being prepared by another process")
+    prepare(own_tars, own_tars.parent / "out", WHOLE, subset=True)
+
+
+# The disk.
+
+
+def test_a_disk_that_is_too_small_is_told_before_anything_is_written(own_tars: Path, monkeypatch: pytest.MonkeyPatch):
+    def disk(free: int) -> None:
+        usage = shutil.disk_usage(own_tars)._replace(free=free)
+        monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda path: usage)
+
+    disk(100_000)
+    refused(own_tars, r"need 59\d.\d kB, and the disk of .* has 100.0 kB free: 49\d.\d kB are missing; free them")
+    large = replica.encoded(replica.photo(1, 1500, 2000))
+    source = replica.image_folder(own_tars.parent / "large", {f"train/a/{number}.jpg": large for number in range(6)})
+    disk(1000)
+    refused(source, r"at --resize 256, by a sample of them, and the disk of .* has 1.0 kB free", SMALL)
+    disk(4 * len(large))
+    prepare(source, own_tars.parent / "out", SMALL, subset=True)  # shrunk, they have room
+
+
+def test_a_disk_that_fills_up_is_named_and_what_is_made_is_kept(own_tars: Path, monkeypatch: pytest.MonkeyPatch):
+    usual = Path.open
+
+    def full(path: Path, *arguments: Any, **options: Any) -> Any:
+        if "n02105855" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return usual(path, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", full)
+        refused(own_tars, "out cannot be written to .No space left on device.; put that right", workers=1)
+    assert (own_tars.parent / "out/.preparing/train/n01440764").is_dir()
+    prepare(own_tars, own_tars.parent / "out", WHOLE, subset=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--format", "zip"], "there is no --format zip; there are folder, webdataset, tfrecord"),
+        (["--quality", "90"], "--quality is of the pictures that --resize makes"),
+        (["--out", "/proc/nothing"], "--out /proc/nothing cannot be made"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    tmp_path: Path, tars: Path, refusal: Callable[..., str], options: list[str], told: str
+):
+    assert told in refusal("data", "prepare", "--source", str(tars), "--out", str(tmp_path / "out"), *options)

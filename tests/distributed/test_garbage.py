@@ -1,0 +1,39 @@
+"""The garbage collector has little to search once training has begun."""
+
+import gc
+
+import pytest
+import torch  # noqa: F401  (most of what lives in a rank)
+
+from imagenet_fast.distributed.garbage import exempt_what_lives
+
+
+class _Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture(autouse=True)
+def _thaw():
+    yield
+    gc.unfreeze()
+
+
+def test_what_lives_is_not_searched_again_and_later_garbage_still_is():
+    cycles = [_Cycle() for _ in range(3)]
+    assert len(gc.get_objects()) > 50_000
+
+    exempt_what_lives()
+    assert len(gc.get_objects()) < 1_000
+    assert len(cycles) == 3
+
+    _Cycle()
+    assert gc.collect() >= 1
+
+
+def test_what_was_garbage_before_is_gone_and_not_kept_for_good():
+    living = gc.get_freeze_count() + len(gc.get_objects())
+    for _ in range(10_000):
+        _Cycle()
+    exempt_what_lives()
+    assert gc.get_freeze_count() < living + 5_000

@@ -1,0 +1,87 @@
+"""What a rank computes on, and which connections its backends open."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from imagenet_fast.distributed.init import prepare_device
+from imagenet_fast.errors import UserError
+from tests.spawning import run
+
+
+@contextmanager
+def one_gpu() -> Iterator[pytest.MonkeyPatch]:
+    """As torch would see one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
+        patch.setattr(torch.cuda, "set_device", lambda device: None)
+        patch.setattr(torch.backends.cudnn, "benchmark", False)
+        yield patch
+
+
+def test_gloo_beside_nccl_connects_only_to_ranks_it_is_asked_to_reach():
+    """Else each rank of 512 would hold 512 sockets a group, for messages that nobody sends."""
+    assert run(4, _sockets_of_a_group) == [(4, 1)] * 4
+
+
+def _sockets_of_a_group() -> tuple[int, int]:
+    """Without GPUs, and beside NCCL."""
+    assert prepare_device(0)[1] == "gloo"
+    before = _sockets()
+    dist.new_group(backend="gloo")
+    alone = _sockets()
+    with one_gpu():
+        assert "gloo" in prepare_device(0)[1]
+        dist.new_group(backend="gloo")
+    return alone - before, _sockets() - alone
+
+
+def _sockets() -> int:
+    """Those that this process has open."""
+    held = 0
+    for file in Path("/proc/self/fd").iterdir():
+        try:
+            held += file.readlink().name.startswith("socket:")
+        except OSError:  # the listing's own
+            continue
+    return held
+
+
+def test_whoever_has_set_how_gloo_connects_keeps_it():
+    with one_gpu() as patch:
+        patch.setenv("TORCH_GLOO_LAZY_INIT", "0")
+        prepare_device(0)
+        assert os.environ["TORCH_GLOO_LAZY_INIT"] == "0"
+
+
+def test_kernels_of_several_communicators_start_in_the_order_of_their_calls_unless_the_user_says_otherwise():
+    with one_gpu() as patch:
+        patch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
+        patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        prepare_device(0)
+        assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
+        assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+
+
+def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040). Please update it.\nMore")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    assert prepare_device(0)[0].type == "cpu"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    with pytest.raises(UserError) as told:
+        prepare_device(0)
+    assert str(told.value) == (
+        "this node has 8 GPUs that torch cannot use (The NVIDIA driver on your system is too old (found version 11040))"
+        "; `imagenet-fast doctor` says what to do, and CUDA_VISIBLE_DEVICES= in the environment trains on the CPU"
+    )

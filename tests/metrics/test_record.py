@@ -1,0 +1,535 @@
+"""What a run leaves behind, without running one."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import random
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+from rich.table import Table
+from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+from typer.main import get_command
+
+from imagenet_fast.cli import app
+from imagenet_fast.errors import UserError
+from imagenet_fast.metrics import Event, Outcome, Record, Status
+from imagenet_fast.metrics.console import ConsoleSink
+from imagenet_fast.metrics.json_io import to_json
+from imagenet_fast.metrics.jsonl import JsonLines, read_events
+from imagenet_fast.metrics.mllog import MLLog
+from imagenet_fast.metrics.report import PastRun, distinct_names, draw_curves, read_run, report_table
+from imagenet_fast.metrics.run_result import read_outcome
+from imagenet_fast.metrics.tables import compact_table
+from imagenet_fast.metrics.tensorboard import TensorBoard
+from imagenet_fast.recipe.batching import split_batch
+from imagenet_fast.recipe.load import find_recipe, load_recipe
+from imagenet_fast.training.clock import Clock
+from tests.e2e.command import in_process
+
+RECIPE = load_recipe(find_recipe("resnet50-8gpu"))
+
+
+def outcome() -> Outcome:
+    return Outcome("failed", "resnet50-8gpu", "lazy", 8, 3200, target_top1=75.9)
+
+
+def pretend_run(
+    record: Record, result: Outcome, losses: tuple[float, float] = (3.0, 1.5), last_top1: float = 76.0,
+    scale: float | None = None, advice: list[str] | None = None,
+) -> None:  # fmt: skip
+    """The events of a two-epoch run, as train.py sends them; where there is a loss ``scale``, three steps an epoch are
+    skipped."""
+    record(
+        "run", 0, recipe="resnet50-8gpu", sync="lazy", world_size=8, layout="dp8", global_batch=3200, epochs=37,
+        steps_per_epoch=400, steps=14800, target_top1=75.9, train_images=1281167, val_images=50000,
+        note="recipe written for 8 ranks",
+    )  # fmt: skip
+    for epoch, loss, top1 in zip((1, 2), losses, (50.0, last_top1), strict=True):
+        step = 400 * epoch
+        record("epoch", step - 400, epoch=epoch)
+        record("data", step, wait_pct=1.5)
+        result.wait_for_data(0.9, of_s=60.0)
+        record("speed", step, images_per_s=20000.0)
+        record("sync", step, exposed_ms=2.5, sent_MB=89.5, launches=4.0)
+        if scale is not None:
+            record("precision", step, loss_scale=scale, skipped_steps=3 * epoch)
+        record("train", step, epoch=epoch, loss=loss, lr=1.0)
+        result.advance(epoch, step, train_s=60.0 * epoch, sent_bytes=step * 89_500_000)
+        result.judge(top1, 90.0, run_s=70.0 * epoch)
+        record("eval", step, epoch=epoch, top1=top1, top5=90.0, images=50000, eval_s=9.0, train_s=60.0 * epoch)
+    record("end", result.steps, **vars(result), advice=advice or [])
+    record.close()
+
+
+def test_the_outcome_follows_the_run_and_stands_for_an_exit_code(tmp_path: Path):
+    result = outcome()
+    assert result.exit_code == 1
+    pretend_run(Record(Clock().run_s), result)
+    assert (result.status, result.time_to_accuracy_s, result.exit_code) == ("reached", 140.0, 0)
+    assert result.images_per_s == pytest.approx(800 * 3200 / 120)
+    assert result.sent_bytes_per_step == 89_500_000
+    result.write(tmp_path)
+    assert read_outcome(tmp_path) == result
+    promised = {
+        "status", "top1", "top5", "target_top1", "time_to_accuracy_s", "train_s", "run_s", "epochs", "steps",
+        "images_per_s", "sync", "world_size", "global_batch", "sent_bytes_per_step",
+    }  # fmt: skip
+    assert promised <= set(json.loads((tmp_path / "outcome.json").read_text()))
+    short = Outcome("finished", "r", "lazy", 1, 1, target_top1=90.0)
+    aimless = Outcome("finished", "r", "lazy", 1, 1)
+    interrupted = Outcome("interrupted", "r", "lazy", 1, 1)
+    assert [o.exit_code for o in (short, aimless, interrupted)] == [3, 0, 1]
+
+
+def test_launchers_that_share_a_folder_leave_a_whole_outcome_whoever_is_last(tmp_path: Path):
+    outcomes = [Outcome("failed", "r", "lazy", 1, 1, message=str(n) * 5000) for n in range(4)]
+    with ThreadPoolExecutor(len(outcomes)) as launchers:
+        for written in [launchers.submit(one.write, tmp_path) for one in outcomes * 50]:
+            written.result()
+    assert read_outcome(tmp_path) in outcomes
+    assert [path.name for path in tmp_path.iterdir()] == ["outcome.json"]
+
+
+def test_events_are_read_back_and_a_torn_last_line_is_left_out(tmp_path: Path):
+    record = Record(Clock().run_s, [JsonLines(tmp_path)])
+    record("train", 1, loss=1.0)
+    record("train", 2, loss=0.5)
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"event": "tra')
+    events = read_events(tmp_path)
+    assert [(e["step"], e["loss"]) for e in events] == [(1, 1.0), (2, 0.5)]
+
+
+def test_a_damaged_line_is_named_and_the_others_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    leave_run(tmp_path)
+    path = tmp_path / "events.jsonl"
+    sound = read_events(tmp_path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    wrong = [
+        b'{"event": "train", "st\n', b"\xff\xfe\n", b"[" * 9999 + b"\n", b"3\n", b"\n", b'{"event": "train"}\n',
+        b'{"event": "train", "step": "3", "run_s": 1}\n', b'{"event": "train", "step": 3, "run_s": NaN}\n',
+        b'{"event": "train", "step": true, "run_s": 1}\n', b'{"event": "train", "step": 3, "run_s": 1e999}\n',
+        b'{"event": "train", "step": ' + b"9" * 5000 + b', "run_s": 1}\n',
+    ]  # fmt: skip
+    for line in wrong:
+        path.write_bytes(b"".join([*lines[:2], line, *lines[2:]]))
+        assert read_events(tmp_path) == sound
+        assert capsys.readouterr().err == f"warning: {path} is damaged: line 3 holds no event and is left out\n"
+    path.write_bytes(b"".join(line for pair in zip(wrong, lines, strict=False) for line in pair))
+    read_events(tmp_path)
+    assert "line 1 and " in capsys.readouterr().err
+
+
+def leave_run(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    result = outcome()
+    pretend_run(Record(Clock().run_s, [JsonLines(folder), MLLog(folder, RECIPE, split_batch(RECIPE, 8))]), result)
+    result.write(folder)
+
+
+def test_no_damage_of_100_to_a_record_keeps_a_run_from_being_shown_and_from_going_on(tmp_path: Path):
+    leave_run(tmp_path / "sound")
+    refused = 0
+    for seed in range(100):
+        chance = random.Random(seed)
+        run = tmp_path / "run"
+        shutil.copytree(tmp_path / "sound", run)
+        victim = run / chance.choice(["events.jsonl", "outcome.json", "mllog.txt"])
+        victim.write_bytes(damaged(victim.read_bytes(), chance))
+        past = read_run(run)
+        if past.status == "outcome damaged":
+            assert victim.name == "outcome.json", seed
+            refused += 1
+        shown(report_table([past]))
+        past.curve("train", "loss")
+        sinks = [JsonLines(run, 400), MLLog(run, RECIPE, split_batch(RECIPE, 8), 400)]
+        pretend_run(Record(Clock().run_s, sinks), outcome())
+        assert len(read_events(run)) > 10, seed
+        shutil.rmtree(run)
+    assert 10 < refused < 40
+
+
+def damaged(whole: bytes, chance: random.Random) -> bytes:
+    """As disks and people do it."""
+    data, place = bytearray(whole), chance.randrange(len(whole))
+    match chance.randrange(6):
+        case 0 | 1:
+            data[place] ^= 1 << chance.randrange(8)
+        case 2:
+            del data[place:]
+        case 3:
+            data[place : place + 16] = chance.randbytes(16)
+        case 4:
+            return chance.randbytes(len(data))
+        case _:
+            value = chance.choice(["NaN", "1e999", "null", '"', "{}", "[" * 9999, "9" * 5000, "true", '"x"', "-1"])
+            values = list(re.finditer(rb": [^,}]+", whole))
+            start, stop = chance.choice(values).span()
+            data[start:stop] = b": " + value.encode()
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "{", "[]", "null", '{"status": "finished"}', '{"steps": NaN}', "[" * 9999, "\0", "STATUS",
+        "STEPS", "TOP1", "MORE",
+    ],
+)  # fmt: skip
+def test_a_damaged_outcome_is_named(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    leave_run(tmp_path)
+    path = tmp_path / "outcome.json"
+    table = json.loads(path.read_text())
+    wrong = {"STATUS": {"status": "won"}, "STEPS": {"steps": 4.0}, "TOP1": {"top1": "4"}, "MORE": {"more": 1}}
+    path.write_text(json.dumps(table | wrong[content]) if content in wrong else content)
+    with pytest.raises(UserError, match=re.escape(f"{path} is damaged or of another version; remove it")):
+        read_outcome(tmp_path)
+    assert read_run(tmp_path).status == "outcome damaged"
+    assert f"warning: {path} is damaged or of another version; remove it" in capsys.readouterr().err
+
+
+def strict(text: str) -> Any:
+    """As a reader has it that holds to RFC 8259: NaN and infinities are no JSON."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_a_number_that_is_not_finite_is_null_at_any_depth():
+    values = {
+        "loss": math.nan,
+        "by layer": (math.inf, [{"deep": (-math.inf, 1.5)}]),
+        "numpy": [np.float32("nan"), np.float64("inf"), np.float16(0.5), np.int64(3), np.float32("-inf")],
+        "others": [True, None, 2**70, "NaN"],
+    }
+    assert strict(to_json(values)) == {
+        "loss": None,
+        "by layer": [None, [{"deep": [None, 1.5]}]],
+        "numpy": [None, None, 0.5, 3, None],
+        "others": [True, None, 2**70, "NaN"],
+    }
+
+
+def test_a_diverged_run_is_recorded_in_strict_json_and_drawn_with_a_gap(tmp_path: Path):
+    result = outcome()
+    record = Record(Clock().run_s, [JsonLines(tmp_path), MLLog(tmp_path, RECIPE, split_batch(RECIPE, 8))])
+    pretend_run(record, result, losses=(2.5, math.nan), last_top1=math.nan)
+    result.images_per_s = math.inf
+    result.write(tmp_path)
+    for line in (tmp_path / "events.jsonl").read_text().splitlines():
+        strict(line)
+    for line in (tmp_path / "mllog.txt").read_text().splitlines():
+        strict(line.removeprefix(":::MLLOG "))
+    assert strict((tmp_path / "outcome.json").read_text())["images_per_s"] is None
+    run = read_run(tmp_path)
+    _, losses = run.curve("train", "loss")
+    assert losses[0] == 2.5
+    assert math.isnan(losses[1])
+    headings, row = shown(report_table([run])).splitlines()
+    assert re.split("  +", headings) == ["run", "status", "steps", "s/step", "MB/step"], "of what was finite"
+    assert row.split() == ["resnet50-8gpu", "lazy", "dp8", "failed", "800", "0.160", "89.50"], (
+        "and of waiting for data only what is too much"
+    )
+    draw_curves([run], tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tensorboard_shows_one_run_with_scalars_and_hyperparameters(tmp_path: Path):
+    pretend_run(Record(Clock().run_s, [TensorBoard(tmp_path, RECIPE)]), outcome())
+    runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
+    assert list(runs.Runs()) == ["tb"]
+    scalars = set(runs.Runs()["tb"]["scalars"])
+    assert {
+        "train/loss",
+        "train/lr",
+        "speed/images_per_s",
+        "sync/exposed_ms",
+        "sync/sent_MB",
+        "data/wait_pct",
+    } <= scalars
+    assert [(e.step, e.value) for e in runs.Scalars("tb", "eval/top1")] == [(400, 50.0), (800, 76.0)]
+    assert not any(tag.startswith("precision/") for tag in scalars)
+    assert "_hparams_/session_start_info" in runs.PluginRunToTagToContent("hparams")["tb"]
+
+
+@pytest.mark.parametrize(
+    ("status", "ended"), [("reached", True), ("finished", True), ("preempted", False), ("failed", False)]
+)
+def test_hyperparameters_have_a_status_once_the_run_has_come_to_its_end(status: Status, ended: bool, tmp_path: Path):
+    result = outcome()
+    board = TensorBoard(tmp_path, RECIPE)
+    board.write(Event("end", 800, 1.0, vars(result) | {"status": status}))
+    board.close()
+    runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
+    told = runs.PluginRunToTagToContent("hparams")["tb"]
+    assert "_hparams_/session_start_info" in told
+    assert ("_hparams_/session_end_info" in told) == ended
+
+
+@pytest.mark.parametrize("set_back_s", [-86400, 0, 100, 10**6])
+def test_a_run_that_goes_on_after_the_clock_was_set_back_is_one_run_in_order(
+    set_back_s: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    begun = int(time.time())
+    for part, resumed in enumerate((None, 400, 400)):
+        now = begun - part * set_back_s
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        sinks = [TensorBoard(tmp_path, RECIPE, resumed), MLLog(tmp_path, RECIPE, split_batch(RECIPE, 8), resumed)]
+        pretend_run(Record(Clock().run_s, sinks), outcome(), last_top1=60.0 + part)
+    monkeypatch.undo()
+    runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in runs.Scalars("tb", "eval/top1")][-1] == (800, 62.0)
+    assert not {60.0, 61.0} & {e.value for e in runs.Scalars("tb", "eval/top1")}
+    lines = (tmp_path / "mllog.txt").read_text().splitlines()
+    times = [json.loads(line.removeprefix(":::MLLOG "))["time_ms"] for line in lines]
+    assert times == sorted(times)
+
+
+def test_mlperfs_own_checker_accepts_the_log(tmp_path: Path):
+    pretend_run(Record(Clock().run_s, [MLLog(tmp_path, RECIPE, split_batch(RECIPE, 8))]), outcome())
+    log = tmp_path / "mllog.txt"
+    checker = [sys.executable, "-m", "mlperf_logging.compliance_checker", "--usage", "training", "--ruleset", "4.0.0"]
+    checked = subprocess.run([*checker, str(log)], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert "SUCCESS" in checked.stdout + checked.stderr, checked.stdout + checked.stderr
+
+
+def shown(table: Table, width: int = 120) -> str:
+    text = io.StringIO()
+    Console(file=text, width=width).print(table)
+    return text.getvalue()
+
+
+def follow(tmp_path: Path, terminal: bool, **pretended: Any) -> str:
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=terminal, width=100, color_system=None)
+    pretend_run(Record(Clock().run_s, [ConsoleSink(tmp_path, console)]), outcome(), **pretended)
+    return text.getvalue()
+
+
+def test_without_a_terminal_the_console_prints_plain_lines(tmp_path: Path):
+    text = follow(tmp_path, terminal=False)
+    assert "\x1b" not in text
+    assert "recipe written for 8 ranks\n" in text
+    assert "epoch 1/37  step 400/14800  loss 3.0000  lr 1  20000 img/s  data wait 1.5 %" in text
+    assert "exposed sync 2.5 ms  sent 89.50 MB/step\n" in text
+    assert "top-1 76.00 %  top-5 90.00 %  (best 76.00 %, target 75.9 %)" in text
+    assert "Target reached: top-1 76.00 % of 75.9 % after 2 epochs." in text
+    assert f"tensorboard --logdir {tmp_path}" in text
+
+
+def test_skipped_steps_are_shown_where_there_is_a_loss_scale(tmp_path: Path):
+    plain, panel = (follow(tmp_path, terminal, scale=65536.0) for terminal in (False, True))
+    assert "sent 89.50 MB/step  loss scale 65536  skipped steps 3\n" in plain
+    assert re.search(r"skipped +6 of 800 steps, since gradients overflowed\n", plain)
+    assert "loss scale 65536" in panel
+    assert "skipped steps 6" in panel
+    assert "skipped steps" not in follow(tmp_path, terminal=False)
+    pretend_run(Record(Clock().run_s, [TensorBoard(tmp_path, RECIPE)]), outcome(), scale=0.5)
+    recorded = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in recorded.Scalars("tb", "precision/skipped_steps")] == [(400, 3.0), (800, 6.0)]
+    assert recorded.Scalars("tb", "precision/loss_scale")[0].value == 0.5
+
+
+def test_what_was_waited_for_data_is_told_at_the_end_and_advice_comes_last(tmp_path: Path):
+    text = follow(tmp_path, terminal=False, advice=["Waited for data [12] % of training", "  --set data.workers=0"])
+    assert re.search(r"waited for data +1\.5 % of training\n", text)
+    assert text.endswith("Waited for data [12] % of training\n  --set data.workers=0\n")
+
+
+def test_an_outcome_of_before_waiting_was_kept_is_read_and_gone_on_from(tmp_path: Path):
+    result = outcome()
+    result.write(tmp_path)
+    older = json.loads((tmp_path / "outcome.json").read_text())
+    del older["data_wait_pct"], older["data_wait_of_s"]
+    (tmp_path / "outcome.json").write_text(json.dumps(older))
+    assert read_outcome(tmp_path) == result
+    result.go_on(older | {"steps": 7})
+    assert (result.steps, result.data_wait_pct) == (7, None)
+    result.wait_for_data(1.0, of_s=4.0)
+    assert result.data_wait_pct == 25.0
+
+
+@pytest.mark.parametrize("name", ["plain", "my runs", "it's $HOME; *", "Läufe", ":smile:[red]"])
+def test_what_the_summary_says_of_the_run_can_be_pasted_into_a_shell(name: str, tmp_path: Path):
+    text = follow(tmp_path / name, terminal=False)
+    pasted = {line[2:18].strip(): shlex.split(line[18:]) for line in text.splitlines() if line.startswith("  ")}
+    assert pasted["run"] == [str(tmp_path / name)]
+    assert pasted["look at it"] == ["tensorboard", "--logdir", str(tmp_path / name)]
+
+
+def test_on_a_terminal_the_panel_shows_all_that_matters(tmp_path: Path):
+    text = follow(tmp_path, terminal=True)
+    for label in (
+        "epoch",
+        "step",
+        "img/s",
+        "loss",
+        "lr",
+        "data wait",
+        "exposed sync",
+        "best top-1",
+        "ETA end",
+        "ETA target",
+    ):
+        assert label in text, label
+    assert "89.50 MB/step" in text
+
+
+def test_a_report_needs_only_what_was_recorded(tmp_path: Path):
+    result = outcome()
+    pretend_run(Record(Clock().run_s, [JsonLines(tmp_path)]), result)
+    result.write(tmp_path)
+    run = read_run(tmp_path)
+    assert run.label == "resnet50-8gpu lazy dp8"
+    assert "resnet50-8gpu lazy dp8  reached" in shown(report_table([run]))
+    draw_curves([run], tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_table_has_what_some_run_has_and_a_dash_for_those_that_have_not(tmp_path: Path):
+    whole = PastRun(tmp_path, outcome(), [], "whole")
+    assert whole.outcome is not None
+    pretend_run(Record(Clock().run_s, [JsonLines(tmp_path)]), whole.outcome)
+    whole.outcome.data_wait_pct = 7.5
+    runs = [PastRun(tmp_path, whole.outcome, read_events(tmp_path), "tp4"), PastRun(tmp_path / "dp4", None, [], "dp4")]
+    headings, first, second = shown(report_table(runs)).splitlines()
+    assert re.split("  +", headings) == [
+        "run", "status", "top-1 %", "loss", "target s", "steps", "s/step", "img/s", "wait %", "MB/step"
+    ]  # fmt: skip
+    assert first.split() == ["tp4", "reached", "76.00", "1.5000", "140.0", "800", "0.160", "21333", "7.5", "89.50"]
+    assert second.split() == ["dp4", "nothing", "recorded", *"––––––––"]
+
+
+def test_a_step_is_told_without_the_first_ten_and_an_interval_weighs_as_many_as_it_has():
+    events: list[dict[str, Any]] = [{"event": "run", "global_batch": 10}]
+    for step, rate, link_MB in ((4, 1.0, 9.0), (8, 1.0, 9.0), (11, 2.0, 9.0), (14, 5.0, 3.0), (15, 10.0, 7.0)):
+        events.append({"event": "speed", "step": step, "images_per_s": rate})
+        events.append({"event": "sync", "step": step, "sent_MB": link_MB - 1, "link_MB": link_MB})
+    run = PastRun(Path(), None, events, "tp4")
+    assert run.step_s == 2.0
+    assert shown(report_table([run])).splitlines()[-1].split() == [
+        "tp4", "not", "ended", "15", "2.000", "3.00", "4.00"
+    ]  # fmt: skip
+    assert shown(report_table([PastRun(Path(), None, events[:5], "tp4")])).splitlines()[-1].split() == [
+        "tp4", "not", "ended", "8", "8.00"
+    ], "it has not settled"  # fmt: skip
+
+
+def two_runs(tmp_path: Path, *folders: str) -> list[PastRun]:
+    """Of one recipe, and so of one name, in these folders."""
+    for folder in folders:
+        (tmp_path / folder).mkdir(parents=True)
+        leave_run(tmp_path / folder)
+    return [read_run(tmp_path / folder) for folder in folders]
+
+
+@pytest.mark.parametrize(
+    ("folders", "told"),
+    [
+        (("one", "two"), ("one", "two")),
+        (("x/run", "y/run"), ("x/run", "y/run")),
+        (("x/a/run", "y/a/run", "other"), ("x/a/run", "y/a/run", "other")),
+        (("run", "x/run"), (None, "x/run")),
+    ],
+    ids=["last", "two", "three", "inside"],
+)
+def test_runs_of_one_name_are_told_apart_by_as_little_of_their_paths_as_will_do(
+    folders: tuple[str, ...], told: tuple[str | None, ...], tmp_path: Path
+):
+    runs = two_runs(tmp_path, *folders)
+    lone = PastRun(tmp_path / "lone", None, [], "lone")
+    names = distinct_names([*runs, lone])
+    expected = [name or f"{tmp_path.name}/{folder}" for name, folder in zip(told, folders, strict=True)]
+    assert names == [*(f"resnet50-8gpu lazy dp8 ({name})" for name in expected), "lone"]
+    text = shown(report_table([*runs, lone]), width=200)
+    assert all(name in text for name in names)
+
+
+def test_the_report_of_a_run_given_twice_has_it_once(tmp_path: Path):
+    two_runs(tmp_path, "a", "b")
+    ways = [str(tmp_path / way) for way in ("a", "b", "a/../a", "a/")]
+    assert in_process("report", *ways).count("resnet50-8gpu") == 2
+
+
+def test_labels_are_no_markup(tmp_path: Path):
+    assert "a [red]b[/]" in shown(report_table([PastRun(tmp_path, None, [], "a [red]b[/]")]))
+
+
+def test_one_damaged_outcome_is_a_warning_and_all_runs_are_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    two_runs(tmp_path, "a", "b", "c")
+    (tmp_path / "b" / "outcome.json").write_text("{")
+    commands = get_command(app)
+    commands.main(["report", *(str(tmp_path / name) for name in "abc")], standalone_mode=False)
+    printed = capfd.readouterr()
+    (warning,) = printed.err.splitlines()
+    assert warning.startswith(f"warning: {tmp_path / 'b' / 'outcome.json'} is damaged or of another version")
+    rows = " ".join(printed.out.split())
+    assert [f"({name}) " in rows for name in "abc"] == [True] * 3
+    assert rows.count("outcome damaged") == 1
+
+
+@pytest.mark.parametrize("width", [200, 120, 100, 80, 60, 50, 40, 30, 24])
+def test_narrow_terminals_wrap_columns_and_cut_no_number(width: int, tmp_path: Path):
+    runs = two_runs(tmp_path, "one", "a-long-name-of-a-directory")
+    runs.append(PastRun(tmp_path, None, [], "hybrid-pp2dp2tp2-seed1234567890"))
+    text = shown(report_table(runs), width=width)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    words = text.split()
+    for value in ("76.00", "1.5000", "140.0", "800", "0.160", "21333", "89.50"):
+        assert words.count(value) == 2, text
+    for heading in ("top-1 %", "loss", "target s", "s/step", "img/s", "MB/step"):
+        assert heading in text, text
+    assert text.count("reached") == 2
+
+
+def test_other_tables_wrap_too():
+    table = compact_table(("engine", "kind"), ("first", "second"), [("hybrid", "exact", "123456.78", "98765.4321")])
+    text = shown(table, width=24)
+    assert {"123456.78", "98765.4321"} <= set(text.split())
+    assert max(map(len, text.splitlines())) <= 24
+
+
+def test_a_table_without_room_folds_names_and_cuts_nothing_off():
+    run = PastRun(Path(), outcome(), [], "hybrid-pp2dp2tp2-seed1234567890")
+    pretend_run(Record(Clock().run_s), run.outcome or outcome())
+    table = report_table([run, run])
+    assert "…" not in shown(table, width=60)
+    assert len(shown(table, width=60).splitlines()) > len(shown(table).splitlines())
+
+
+@pytest.mark.parametrize("left", ["no outcome", "the launcher's, which knows of no step"])
+def test_of_a_run_whose_rank_0_was_killed_the_report_tells_what_it_had_reached(left: str, tmp_path: Path):
+    pretend_run(Record(Clock().run_s, [JsonLines(tmp_path)]), outcome())
+    lines = (tmp_path / "events.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "events.jsonl").write_text("".join(lines[:-1]))
+    if left != "no outcome":
+        outcome().write(tmp_path)
+    row = shown(report_table([read_run(tmp_path)])).splitlines()[-1]
+    status = "not ended" if left == "no outcome" else "failed"
+    told = ["76.00", "1.5000", "800", "0.160", "89.50"]
+    assert row.split() == ["resnet50-8gpu", "lazy", "dp8", *status.split(), *told]
+
+
+def test_runs_that_left_nothing_are_in_the_table_and_the_picture(tmp_path: Path):
+    runs = [PastRun(tmp_path / name, None, [], name) for name in ("lazy", "ring")]
+    headings, *rows = shown(report_table(runs)).splitlines()
+    assert headings.split() == ["run", "status"]
+    assert [row.split() for row in rows] == [[name, "nothing", "recorded"] for name in ("lazy", "ring")]
+    draw_curves(runs, tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")

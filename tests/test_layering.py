@@ -1,0 +1,115 @@
+"""Which package may import which. CONTRIBUTING.md draws the same layers."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "imagenet_fast"
+
+LAYERS = (
+    {"__main__"},
+    {"cli"},
+    {"bench"},
+    {"launch"},
+    {"training", "doctor"},
+    {"parallel"},
+    {"sync", "metrics", "data", "models", "checkpoint"},
+    {"distributed", "cost_model"},
+    {"recipe"},
+    {"errors", "__init__"},
+)
+"""From the top: a module imports from its own package and from layers below it."""
+
+LAYER = {package: number for number, packages in enumerate(LAYERS) for package in packages}
+
+
+def modules() -> dict[str, Path]:
+    """Every module by its dotted name within the package; a package by its directory's."""
+    return {
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in PACKAGE.rglob("*.py")
+    }
+
+
+def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
+    """The modules of the package that a file imports, at its top, inside a function or for type checking alone."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.ImportFrom(level=0, module=str(module), names=names) if module.startswith("imagenet_fast"):
+                inside = module.removeprefix("imagenet_fast").removeprefix(".")
+                for name in names:
+                    full = f"{inside}.{name.name}".removeprefix(".")
+                    yield full if full in known else inside or "__init__"
+            case ast.Import(names=names):
+                for name in names:
+                    if name.name.startswith("imagenet_fast"):
+                        yield name.name.removeprefix("imagenet_fast").removeprefix(".") or "__init__"
+            case ast.ImportFrom(level=level) if level:
+                raise AssertionError(f"{path} imports by a relative name, which this test does not follow")
+
+
+def arrows() -> dict[str, set[str]]:
+    known = modules()
+    return {name: set(imports(path, known)) for name, path in known.items()}
+
+
+def package(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def test_every_package_has_its_layer():
+    assert {package(module) for module in modules()} == LAYER.keys()
+
+
+def test_imports_go_down_only():
+    up = [
+        f"{module} imports {imported}"
+        for module, targets in arrows().items()
+        for imported in targets
+        if package(imported) != package(module) and LAYER[package(imported)] <= LAYER[package(module)]
+    ]
+    assert not up
+
+
+def test_no_import_cycles():
+    try:
+        TopologicalSorter(arrows()).prepare()
+    except CycleError as error:
+        raise AssertionError(" imports ".join(reversed(error.args[1]))) from None
+
+
+def test_what_is_trained_is_read_without_torch():
+    """So that a wrong recipe is refused at once, and `report` works on a laptop."""
+    without = "import sys; sys.modules['torch'] = None; import imagenet_fast.recipe.job, imagenet_fast.recipe.load"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{without}, imagenet_fast.distributed.rank_info, imagenet_fast.metrics.report"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_contributing_draws_the_same_layers():
+    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
+    drawn = [set(re.findall(r"[a-z_]+(?=/)|errors(?=\.py)", line)) for line in _picture(text)]
+    assert [packages for packages in drawn if packages] == [
+        {name for name in packages if not name.startswith("__")} for packages in LAYERS[1:]
+    ]
+
+
+def _picture(text: str) -> list[str]:
+    """The indented block under "The packages", of each line what stands before the explanation."""
+    block = text[text.index("## The packages") :].split("\n\n")[2]
+    return [line.strip().split("   ")[0] for line in block.splitlines()]
+
+
+def test_tests_mirror_the_packages():
+    here = PACKAGE.parent / "tests"
+    folders = {path.name for path in here.iterdir() if path.is_dir() and (path / "__init__.py").is_file()}
+    assert folders <= LAYER.keys() | {"e2e", "faults", "gpu", "gpu_semantics"}
+    assert {name for name in LAYER if (PACKAGE / name).is_dir()} <= folders
