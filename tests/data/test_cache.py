@@ -23,7 +23,7 @@ from PIL import Image
 from torch import Tensor
 
 from imagenet_fast.cli import main
-from imagenet_fast.data import cache as caches
+from imagenet_fast.data import decoded_cache as caches
 from imagenet_fast.data.decode import BadPictureError, decode
 from imagenet_fast.data.decoded_cache import Cache, open_cache
 from imagenet_fast.data.fill_cache import fill, fill_caches
