@@ -2,8 +2,8 @@
 
     python scripts/graphed_step.py [--model resnet50] [--batch 128] [--steps 30] [--sync lazy]
 
-One rank, synthetic pictures of 224 pixels, bf16, SGD. What a replay saves is the host's time: a step of 512 GPUs lasts
-about as long as Python needs to launch it. The rate and the pictures are those of the capture, so this is a
+One rank, synthetic images of 224 pixels, bf16, SGD. What a replay saves is the host's time: a step of 512 GPUs lasts
+about as long as Python needs to launch it. The rate and the images are those of the capture, so this is a
 measurement, not a way to train. Exit code 1 where a step cannot be captured.
 """
 

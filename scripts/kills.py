@@ -20,7 +20,7 @@ from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.conftest import make_pictures
+from tests.conftest import make_images
 from tests.e2e.command import events_of
 from tests.faults.jobs import SMALL, Victim, folder_of_commit, kept_row, kill_at, train
 
@@ -111,17 +111,17 @@ def chosen_in(folder: Path) -> str:
 
 
 def _job(out: Path, setting: str) -> tuple[str, ...]:
-    """What is trained: on pictures where it is a loader that is tried."""
+    """What is trained: on images where it is a loader that is tried."""
     loader = setting.partition(",")[0]
     if loader not in ("folder", "dali"):
         return SMALL
-    pictures = out / "pictures"
-    if not pictures.exists():
-        make_pictures(pictures, train=120, val=12)
+    images = out / "images"
+    if not images.exists():
+        make_images(images, train=120, val=12)
     recipe = out / f"{loader}.toml"
     recipe.write_text(_RECIPE.format(loader=loader), encoding="utf-8")
     cache = ("--set", f"data.cache={out.absolute() / 'cache'}") if setting.endswith("cached") else ()
-    return ("--recipe", str(recipe), "--nproc", "3", "--data", str(pictures), *cache)
+    return ("--recipe", str(recipe), "--nproc", "3", "--data", str(images), *cache)
 
 
 _RECIPE = """

@@ -1,4 +1,4 @@
-"""What every test starts from: one thread, two tables of recipe, a small data set of pictures."""
+"""What every test starts from: one thread, two tables of recipe, a small data set of images."""
 
 from __future__ import annotations
 
@@ -86,12 +86,12 @@ def make_recipe() -> Callable[..., Recipe]:
 
 
 @pytest.fixture(scope="session")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """3 classes, 40 pictures to train on and 7 to validate."""
-    return make_pictures(tmp_path_factory.mktemp("pictures"), train=40, val=7)
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """3 classes, 40 images to train on and 7 to validate."""
+    return make_images(tmp_path_factory.mktemp("images"), train=40, val=7)
 
 
-def make_pictures(root: Path, train: int, val: int) -> Path:
+def make_images(root: Path, train: int, val: int) -> Path:
     """Smooth random JPEGs of several shapes."""
     random = np.random.default_rng(0)
     for split, count in (("train", train), ("val", val)):

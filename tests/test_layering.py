@@ -96,13 +96,13 @@ def test_what_is_trained_is_read_without_torch():
 
 def test_contributing_draws_the_same_layers():
     text = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
-    drawn = [set(re.findall(r"[a-z_]+(?=/)|errors(?=\.py)", line)) for line in _picture(text)]
+    drawn = [set(re.findall(r"[a-z_]+(?=/)|errors(?=\.py)", line)) for line in _image(text)]
     assert [packages for packages in drawn if packages] == [
         {name for name in packages if not name.startswith("__")} for packages in LAYERS[1:]
     ]
 
 
-def _picture(text: str) -> list[str]:
+def _image(text: str) -> list[str]:
     """The indented block under "The packages", of each line what stands before the explanation."""
     block = text[text.index("## The packages") :].split("\n\n")[2]
     return [line.strip().split("   ")[0] for line in block.splitlines()]

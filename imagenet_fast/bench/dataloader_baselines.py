@@ -1,5 +1,5 @@
-"""What else gives training batches of the same pictures, as uint8: torchvision's loader, and DALI with no more than it
-needs; and decoding alone, which is what no loader that decodes pictures whole can exceed."""
+"""What else gives training batches of the same images, as uint8: torchvision's loader, and DALI with no more than it
+needs; and decoding alone, which is what no loader that decodes images whole can exceed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from imagenet_fast.distributed.forkserver import end_with_starter, start_fork_se
 
 _SEED = 1
 _HELD = 1024
-"""Pictures that are kept in memory, encoded, to be decoded again and again."""
+"""Images that are kept in memory, encoded, to be decoded again and again."""
 
 
 def decoding(root: Path, batch: int, workers: int) -> Iterator[None]:
-    """The first pictures under ``root`` decoded whole from memory, in as many threads; a step is one batch."""
-    pictures = scan_training(root)
-    held = [pictures.read(index) for index in range(min(len(pictures), _HELD))]
+    """The first images under ``root`` decoded whole from memory, in as many threads; a step is one batch."""
+    images = scan_training(root)
+    held = [images.read(index) for index in range(min(len(images), _HELD))]
 
     def decode_every(offset: int, share: int) -> Piece:
         for number in range(share):
@@ -60,11 +60,11 @@ def bare_dali(root: Path, image_size: int, batch: int, workers: int, device: tor
     from nvidia.dali import Pipeline, fn, types
 
     gpu = device.type == "cuda"
-    pictures = scan_training(root)
+    source = scan_training(root)
     pipeline = Pipeline(batch, workers, device.index if gpu else None, prefetch_queue_depth=2, seed=_SEED)
     with pipeline:
-        files = [pictures.name(index) for index in range(len(pictures))]
-        encoded, labels = fn.readers.file(files=files, labels=pictures.labels.tolist(), random_shuffle=True)
+        files = [source.name(index) for index in range(len(source))]
+        encoded, labels = fn.readers.file(files=files, labels=source.labels.tolist(), random_shuffle=True)
         images = fn.decoders.image_random_crop(
             encoded, device="mixed" if gpu else "cpu", output_type=types.RGB, adjust_orientation=False,
             random_area=[0.08, 1.0], random_aspect_ratio=[3 / 4, 4 / 3],
@@ -81,11 +81,11 @@ def bare_dali(root: Path, image_size: int, batch: int, workers: int, device: tor
     return run()
 
 
-def _torchvision(pictures: ImageFolder, batch: int, workers: int) -> Iterator[Any]:
+def _torchvision(images: ImageFolder, batch: int, workers: int) -> Iterator[Any]:
     start_fork_server(__name__)
     batches: DataLoader[Any] = DataLoader(
-        pictures,
-        batch_sampler=_Endless(len(pictures), batch),
+        images,
+        batch_sampler=_Endless(len(images), batch),
         num_workers=workers,
         multiprocessing_context="forkserver",
         worker_init_fn=_end_with_starter,
@@ -94,16 +94,16 @@ def _torchvision(pictures: ImageFolder, batch: int, workers: int) -> Iterator[An
 
 
 class _Endless:
-    """Batches of random pictures."""
+    """Batches of random images."""
 
-    def __init__(self, pictures: int, batch: int) -> None:
-        self._pictures = pictures
+    def __init__(self, images: int, batch: int) -> None:
+        self._images = images
         self._batch = batch
 
     def __iter__(self) -> Iterator[list[int]]:
         generator = torch.Generator().manual_seed(_SEED)
         while True:
-            yield torch.randint(self._pictures, (self._batch,), generator=generator).tolist()
+            yield torch.randint(self._images, (self._batch,), generator=generator).tolist()
 
 
 def _decoded(path: str) -> torch.Tensor:

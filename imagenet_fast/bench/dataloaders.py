@@ -1,6 +1,6 @@
 """How fast each loader gives training batches, beside others and beside decoding alone, with nothing that trains.
 
-All end with uint8 pictures [n, 3, S, S] in memory, ours on the device: normalising is the same for all. Each is opened
+All end with uint8 images [n, 3, S, S] in memory, ours on the device: normalising is the same for all. Each is opened
 for a turn of its own and closed again, round after round, so that all meet the same noise and none works during the
 turn of another; the first batches of a turn, which may have been made beforehand, are not timed.
 """
@@ -39,7 +39,7 @@ class LoadingRate:
     """What one rank gets from a loader: medians over the rounds, and extremes. None where it is not installed."""
 
     loader: Loader
-    pictures: str
+    images: str
     image_size: int
     batch: int
     workers: int
@@ -71,11 +71,11 @@ def bench_loading(
     """Take training batches of each loader for about ``seconds`` in each of ``rounds``, to this machine's GPU if it has
     one. ``workers``: threads, or processes where a loader has such.
 
-    Pictures are those under ``root``, or photos made for the occasion.
+    Images are those under ``root``, or photos made for the occasion.
     """
     device, _ = prepare_device(0)
     turns: dict[Loader, list[tuple[float, float]]] = {loader: [] for loader in loaders}
-    with _pictures(root, 2 * batch) as (folder, about):
+    with _images(root, 2 * batch) as (folder, about):
         for turn in range(rounds):
             for loader in loaders if turn % 2 == 0 else reversed(loaders):
                 if loader.startswith("dali") and not dali_loader.is_installed():
@@ -114,13 +114,13 @@ def draw_loading(rates: Sequence[LoadingRate], figure: Any) -> None:
     colours = ["tab:blue" if rate.loader in ("folder", "dali") else "tab:gray" for rate in there]
     bars = axes.barh([rate.loader for rate in there], typical, xerr=(below, above), color=colours, ecolor="black")
     axes.bar_label(bars, [f"{rate:.0f}" for rate in typical], label_type="center", color="white")
-    axes.set(xlabel="pictures a second", title=_title(rates))
+    axes.set(xlabel="images a second", title=_title(rates))
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def _title(rates: Sequence[LoadingRate]) -> str:
     first = rates[0]
-    return f"{first.pictures}; to {first.image_size} pixels, {first.batch} a batch, {first.workers} workers"
+    return f"{first.images}; to {first.image_size} pixels, {first.batch} a batch, {first.workers} workers"
 
 
 def _rate(
@@ -135,10 +135,10 @@ def _rate(
 
 
 @contextmanager
-def _pictures(root: Path | None, count: int) -> Iterator[tuple[Path, str]]:
+def _images(root: Path | None, count: int) -> Iterator[tuple[Path, str]]:
     """Where they are, and what they are."""
     if root is not None:
-        yield root, f"pictures in {root}"
+        yield root, f"images in {root}"
         return
     with TemporaryDirectory() as folder:
         yield Path(folder), make_photos(Path(folder), count)
@@ -155,10 +155,10 @@ def _open(
             )
             return iter(open_loader(made_up, None, order, 1, device, seed=1))
         case "folder" | "dali":
-            pictures = scan_training(folder)
-            if len(pictures) < batch:
-                raise UserError(f"{folder} holds {len(pictures)} pictures, fewer than a batch; --batch {len(pictures)}")
-            return training_batches(loader, pictures, image_size, batch, workers, device)
+            images = scan_training(folder)
+            if len(images) < batch:
+                raise UserError(f"{folder} holds {len(images)} images, fewer than a batch; --batch {len(images)}")
+            return training_batches(loader, images, image_size, batch, workers, device)
         case "dali-bare":
             return bare_dali(folder, image_size, batch, workers, device)
         case "torchvision-pil":

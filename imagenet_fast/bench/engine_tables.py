@@ -67,7 +67,7 @@ def draw_bars(names: Sequence[str], times: Sequence[EngineTime], notes: Sequence
 
 
 def finish(axes: Any, title: str, figure: Any) -> None:
-    """Title, frame and legend, as all pictures of steps have them."""
+    """Title, frame and legend, as all images of steps have them."""
     axes.set_title(title, fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=3, frameon=False)

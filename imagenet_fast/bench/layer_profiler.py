@@ -19,7 +19,7 @@ from imagenet_fast.training.precision import autocast, set_float32_math
 
 
 def record_profile(recipe: Recipe, device: torch.device, steps: int) -> Profile:
-    """Medians over ``steps`` steps of ``recipe``'s model on random pictures, after two that are not counted.
+    """Medians over ``steps`` steps of ``recipe``'s model on random images, after two that are not counted.
 
     A layer's forward lasts from its beginning to the beginning of the next layer with parameters, its backward from
     the moment the layer above had its gradients until it has its own: these are what an engine sees.

@@ -14,7 +14,7 @@ from imagenet_fast.recipe.pipeline_schedules import misfit
 from imagenet_fast.recipe.schema import Recipe
 
 MICRO_BATCHES = 4
-"""The least that a pipeline cuts its pictures into, where nothing else has been asked for."""
+"""The least that a pipeline cuts its images into, where nothing else has been asked for."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,9 @@ def _micro_batches(recipe: Recipe, ranks: int) -> int:
     """The fewest, from four and from the number of stages on, that cut what a stage sees evenly and that every schedule
     takes; where there are none, as few: that is refused with the nearest batch that divides."""
     stages = recipe.parallel.pipeline
-    pictures = recipe.global_batch // (ranks // stages)
+    images = recipe.global_batch // (ranks // stages)
     least = max(MICRO_BATCHES, stages)
-    even = (n for n in range(least, pictures + 1) if pictures % n == 0 and misfit("interleaved", stages, n) is None)
+    even = (n for n in range(least, images + 1) if images % n == 0 and misfit("interleaved", stages, n) is None)
     return next(even, least)
 
 

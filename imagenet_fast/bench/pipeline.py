@@ -1,7 +1,7 @@
-"""What a pipeline costs, schedule by schedule: its bubble, what each rank keeps for backward, and pictures a second.
+"""What a pipeline costs, schedule by schedule: its bubble, what each rank keeps for backward, and images a second.
 
 The bubble is the share of time in which ranks wait for each other. It is measured with stages that sleep instead of
-computing, so that a few cores carry any number of them; memory and pictures a second are of the model itself.
+computing, so that a few cores carry any number of them; memory and images a second are of the model itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What our training step costs beside a plain PyTorch loop: same model, precision, optimiser and data, one process.
 
-Where there are several GPUs, ``nn.DataParallel`` spreads that loop over them, as many pictures on each.
+Where there are several GPUs, ``nn.DataParallel`` spreads that loop over them, as many images on each.
 
 Blocks of steps are timed in turn, so that both meet the same noise. Each block is compared with the plain loop's of
 the same round, and the median of these ratios is reported: a machine that slows down slows both.
@@ -71,7 +71,7 @@ class StepTime:
     step_s_max: float
     images_per_s: float
     ratio_to_plain: float
-    """Of the time a step, the median over rounds. DataParallel's step has as many pictures on each GPU."""
+    """Of the time a step, the median over rounds. DataParallel's step has as many images on each GPU."""
     host_s: float | None
     """Until the host has enqueued a step that a GPU computes: the median of the blocks' first. None without a GPU."""
     warmup_s: float
@@ -87,7 +87,7 @@ class StepTime:
 
 
 def step_recipe(model: str, image_size: int, batch: int, precision: str, compiled: bool, sync: str = "lazy") -> Recipe:
-    """A recipe of synthetic pictures, trained by SGD with momentum. Raises UserError where a name is unknown."""
+    """A recipe of synthetic images, trained by SGD with momentum. Raises UserError where a name is unknown."""
     return parse_recipe(
         "bench step",
         {
@@ -206,7 +206,7 @@ def step_table(times: list[StepTime]) -> Table:
 
 
 def checkpoint_table(times: list[StepTime]) -> Table:
-    """One row a loop that saves checkpoints: pictures a second without and with them, what they cost of these by the
+    """One row a loop that saves checkpoints: images a second without and with them, what they cost of these by the
     rounds' median, for how long one held the training thread, and the longest that one waited for the one before."""
     unsaved = {t.loop + _SAVED: t.images_per_s for t in times}
     return compact_table(
@@ -236,8 +236,8 @@ def synthetic_batches(recipe: Recipe, device: torch.device) -> Batches:
     """Those of a recipe of :func:`step_recipe`, normalised, without end."""
     assert isinstance(recipe.data, SyntheticData)
     order = TrainOrder(recipe.data.train_images, split_batch(recipe, 1), 0, recipe.seed)
-    pictures = SyntheticLoader(order, recipe.data, device, recipe.seed)
-    return iter(Normalised(pictures, recipe.data, device, forward_dtype(recipe.precision)))
+    images = SyntheticLoader(order, recipe.data, device, recipe.seed)
+    return iter(Normalised(images, recipe.data, device, forward_dtype(recipe.precision)))
 
 
 def _ours(recipe: Recipe, world: World) -> Loop:

@@ -19,7 +19,7 @@ class FileSum(Table):
     """What a file must be: its size in bytes, and its CRC-32 in hexadecimal.
 
     CRC-32, as it takes a third of the time of blake2b, and any processor has it fast: the thread that computes it may
-    take that time from the decoding of pictures. It is there to find what disks do, not what people do.
+    take that time from the decoding of images. It is there to find what disks do, not what people do.
     """
 
     size: NonNegativeInt

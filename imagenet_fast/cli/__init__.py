@@ -205,9 +205,9 @@ def evaluate(
         typer.Option("--json", metavar="FILE", callback=in_a_directory, help="Write the result there too."),
     ] = None,
 ) -> None:
-    """Classify the whole validation set with given weights, each picture once: top-1 and top-5.
+    """Classify the whole validation set with given weights, each image once: top-1 and top-5.
 
-    A run directory says itself by which recipe, and on which pictures if they are still where they were.
+    A run directory says itself by which recipe, and on which images if they are still where they were.
     """
     from imagenet_fast.distributed.rank_info import own_place
     from imagenet_fast.launch.job_setup import plan_evaluation
@@ -244,7 +244,7 @@ def export(
     """Write weights as a file to be used elsewhere.
 
     `safetensors` holds them under torchvision's names. `pt2` is the whole network for evaluation, in fp32 and for any
-    number of pictures, which torch.export.load runs without this program. Both say for which classes, and how pictures
+    number of images, which torch.export.load runs without this program. Both say for which classes, and how images
     are prepared, as far as that is known.
     """
     from imagenet_fast.launch.export import deliver
@@ -396,7 +396,7 @@ def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
     png: PngOption = None,
 ) -> None:
-    """Time-to-accuracy of past runs, as a table and as a picture."""
+    """Time-to-accuracy of past runs, as a table and as an image."""
     from rich.console import Console
 
     from imagenet_fast.metrics.report import draw_curves, read_run, report_table

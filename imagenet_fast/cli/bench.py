@@ -34,7 +34,7 @@ def bench_step(
     json_file: JsonOption = None,
 ) -> None:
     """Time our training step beside a plain PyTorch loop, interleaved, on one rank and synthetic data; with two GPUs or
-    more also that loop in nn.DataParallel over all of them, --batch pictures on each. With --checkpoint-every also what
+    more also that loop in nn.DataParallel over all of them, --batch images on each. With --checkpoint-every also what
     checkpoints cost, written to the directory for temporary files (TMPDIR)."""
     from imagenet_fast.bench.train_step import bench_step as measure
     from imagenet_fast.bench.train_step import checkpoint_table, no_data_parallel, step_recipe, step_table
@@ -213,7 +213,7 @@ def bench_pipeline(
     json_file: JsonOption = None,
     png: PngOption = None,
 ) -> None:
-    """Measure a pipeline's bubble beside the formula's, what its ranks keep for backward, and pictures a second."""
+    """Measure a pipeline's bubble beside the formula's, what its ranks keep for backward, and images a second."""
     from imagenet_fast.bench.pipeline import bench_pipeline as measure
     from imagenet_fast.bench.pipeline import draw_pipeline, pipeline_table
     from imagenet_fast.bench.train_step import step_recipe
@@ -305,8 +305,8 @@ def _show_and_draw(
     json_file: Path | None,
     png: Path | None,
 ) -> None:
-    """Show what is measured, and draw it where asked; a picture that cannot be drawn is refused before."""
-    from imagenet_fast.metrics.pictures import new_figure
+    """Show what is measured, and draw it where asked; a plot that cannot be drawn is refused before."""
+    from imagenet_fast.metrics.plots import new_figure
 
     figure = new_figure(png, *inches) if png is not None else None
     rows = measure()

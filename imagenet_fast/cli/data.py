@@ -47,14 +47,14 @@ def prepare(
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Gets train/<class>/* and val/<class>/*, or shards.")],
     kind: Annotated[
-        str, typer.Option("--format", metavar="folder|webdataset|tfrecord", help="How pictures are kept.")
+        str, typer.Option("--format", metavar="folder|webdataset|tfrecord", help="How images are kept.")
     ] = "folder",
     shard_size: Annotated[
         int | None,
         typer.Option(
             metavar="SIZE",
             parser=_shard_bytes,
-            help="Of webdataset and tfrecord: what the pictures of a shard take, as 150MB, of 1024 x 1024 bytes. "
+            help="Of webdataset and tfrecord: what the images of a shard take, as 150MB, of 1024 x 1024 bytes. "
             "Default: 150MB.",
         ),
     ] = None,
@@ -63,8 +63,8 @@ def prepare(
         typer.Option(
             metavar="PIXELS",
             min=32,
-            help="Shrink pictures whose short side is longer, usually to 256. They take less room and are decoded "
-            "faster, at some cost in accuracy: what a crop of a small part of a picture would show in detail is gone, "
+            help="Shrink images whose short side is longer, usually to 256. They take less room and are decoded "
+            "faster, at some cost in accuracy: what a crop of a small part of an image would show in detail is gone, "
             "and they are compressed twice. Too small for crops at more than 224 pixels.",
         ),
     ] = None,
@@ -74,7 +74,7 @@ def prepare(
     subset: Annotated[
         bool,
         typer.Option(
-            "--subset", help="Take fewer classes or pictures than ImageNet's 1 281 167, 50 000 and 1000; checks no md5."
+            "--subset", help="Take fewer classes or images than ImageNet's 1 281 167, 50 000 and 1000; checks no md5."
         ),
     ] = False,
     no_md5: Annotated[
@@ -89,7 +89,7 @@ def prepare(
     Class tars are read where they lie in the outer tar, several at once. Labels
     are sorted wnids, as torchvision has them, whatever numbers the devkit has.
     train/ and val/ appear in --out once they are whole. Stopped or killed, the
-    same command goes on where it was. Shards hold the training pictures in an
+    same command goes on where it was. Shards hold the training images in an
     order of their own, and come with the indexes that we and DALI ask for.
     """
     from imagenet_fast.data.format_detection import Format
@@ -102,7 +102,7 @@ def prepare(
     if shard_size is not None and kind == "folder":
         raise UserError("--shard-size is of shards; give --format webdataset or tfrecord too, or leave it out")
     if quality is not None and resize is None:
-        raise UserError("--quality is of the pictures that --resize makes; give both, or neither")
+        raise UserError("--quality is of the images that --resize makes; give both, or neither")
     settings = Settings(
         format=cast(Format, kind),
         resize=resize,
@@ -127,19 +127,19 @@ def verify(
     ] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Files at a time. Default: one a core.")] = None,
 ) -> None:
-    """Decode every picture of a data set, in folders or shards.
+    """Decode every image of a data set, in folders or shards.
 
     What no loader can read is listed in DIR/quarantine.json, and `train`
     and `eval` leave it out from then on: empty, truncated and damaged ones,
-    such as are no picture, of another kind, or AppleDouble. CMYK pictures,
-    pictures that EXIF turns, pictures under another format's name and
+    such as are no image, of another kind, or AppleDouble. CMYK images,
+    images that EXIF turns, images under another format's name and
     duplicates are told, and kept.
     """
     from imagenet_fast.data.verify.verify import as_json, summary
     from imagenet_fast.data.verify.verify import verify as examine_all
 
     if png is not None:
-        from imagenet_fast.metrics.pictures import new_figure
+        from imagenet_fast.metrics.plots import new_figure
 
         new_figure(png, 1, 1)  # refuses what could not be drawn before an hour has passed
     found = examine_all(data, workers, must_list=json_file is None)
@@ -151,7 +151,7 @@ def verify(
         json_file.write_text(to_json(as_json(found), indent=1) + "\n", encoding="utf-8")
         print(f"written to {json_file}")
     if png is not None:
-        from imagenet_fast.metrics.size_histograms import draw_sizes
+        from imagenet_fast.metrics.plots import draw_sizes
 
         draw_sizes(found.sizes, png)
         print(f"drawn to {png}")
@@ -162,11 +162,11 @@ def cache(
     data: Annotated[Path, typer.Option(metavar="DIR", help="Holds train/<class>/* and val/<class>/*.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="What data.cache is to be.")],
     side: Annotated[
-        int, typer.Option(metavar="PIXELS", min=0, help="What data.cache_side is to be; 0: pictures as they are.")
+        int, typer.Option(metavar="PIXELS", min=0, help="What data.cache_side is to be; 0: images as they are.")
     ] = 256,
     threads: Annotated[int | None, typer.Option(min=1, help="Default: one a core.")] = None,
 ) -> None:
-    """Decode all pictures into a cache, as the first epoch of a run would.
+    """Decode all images into a cache, as the first epoch of a run would.
 
     Says first how much it will take. Stopped, killed or out of space, the same
     command goes on where it was.

@@ -80,7 +80,7 @@ def k8s(
         typer.Option("--run-claim", metavar="NAME", help="PersistentVolumeClaim of runs; pods see it at /runs."),
     ],
     data_claim: Annotated[
-        str | None, typer.Option("--data-claim", metavar="NAME", help="And of the pictures, read at /data.")
+        str | None, typer.Option("--data-claim", metavar="NAME", help="And of the images, read at /data.")
     ] = None,
     nproc: _RanksEach = None,
     out: Annotated[
@@ -161,5 +161,5 @@ def _command(job: ClusterJob, program: str | None, data: Path | None, out: Path 
 
     check_data(job.recipe, data, "--data")
     folder = out or new_folder(job.path.stem, job.recipe.sync.kind)
-    pictures = str(data.absolute()) if data is not None else None
-    return [*parse_program(program), *job.train(job.recipe_here, pictures, str(folder.absolute()), *more)]
+    images = str(data.absolute()) if data is not None else None
+    return [*parse_program(program), *job.train(job.recipe_here, images, str(folder.absolute()), *more)]

@@ -89,7 +89,7 @@ SyncOption = Annotated[
 OnBadImageOption = Annotated[
     Literal["fail", "skip"] | None,
     typer.Option(
-        "--on-bad-image", help="A picture that cannot be decoded ends the run (the default), or another is shown."
+        "--on-bad-image", help="An image that cannot be decoded ends the run (the default), or another is shown."
     ),
 ]
 SetOption = Annotated[

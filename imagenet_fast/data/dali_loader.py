@@ -18,7 +18,7 @@ from torch.utils.dlpack import from_dlpack
 
 from imagenet_fast.data.augmentation import augmentation_of
 from imagenet_fast.data.bad_image_policy import NO_CLASS, Substitution
-from imagenet_fast.data.decode import BadPictureError, Portable, decode, encode, portable
+from imagenet_fast.data.decode import ImageDecodeError, Portable, decode, encode, portable
 from imagenet_fast.data.image_source import Split
 from imagenet_fast.data.prefetch import Piece, filled_ahead
 from imagenet_fast.data.resize import middle_of, scaled_size
@@ -38,7 +38,7 @@ class DaliLoader:
     it instead, so that the same pixels make up a batch on any number of ranks and a validation shard needs no padding.
     """
 
-    def __init__(self, pictures: Split, order: Order, data: ImageData, device: torch.device, threads: int) -> None:
+    def __init__(self, images: Split, order: Order, data: ImageData, device: torch.device, threads: int) -> None:
         try:
             from nvidia.dali import Pipeline
             from nvidia.dali.plugin.pytorch import feed_ndarray
@@ -49,13 +49,13 @@ class DaliLoader:
             ) from None
         self._make_pipeline = Pipeline
         self._feed = feed_ndarray
-        self._pictures = pictures
+        self._images = images
         self._order = order
         self._data = data
         self._chance = augmentation_of(data, order)
-        self._substitution = Substitution(pictures, order, data)
+        self._substitution = Substitution(images, order, data)
         self._decoded: frozenset[int] = frozenset()
-        """Pictures that DALI is given as pixels, since it could not decode all of the batch that they were in."""
+        """Images that DALI is given as pixels, since it could not decode all of the batch that they were in."""
         self._device = device
         self._threads = threads
         self._readers = max(2, threads)  # of files: mostly they wait, for a network perhaps
@@ -68,7 +68,7 @@ class DaliLoader:
                 try:
                     (images,) = pipeline.run(*self._stream())
                 except RuntimeError as error:
-                    self._refuse_other_than_pictures(str(error))
+                    self._refuse_other_than_images(str(error))
                     again = list(given)
                     given.clear()
                     self._replace_bad(again, str(error))
@@ -78,39 +78,39 @@ class DaliLoader:
                 yield self._to_torch(images).permute(0, 3, 1, 2), batch.labels.to(self._device, non_blocking=True)
 
     def _begin(self, batch: MicroBatch) -> tuple[_Given, list[Piece]]:
-        self._pictures.expect(batch.pictures)
+        self._images.expect(batch.images)
         shown_at = resolution(self._data, self._order, batch.epoch)
         given = _Given(batch, shown_at, self._chance is not None, pinned=self._device.type == "cuda")
-        count = len(batch.pictures)
+        count = len(batch.images)
         share = -(-count // self._readers)
         return given, [self._fill(given, range(count)[begin : begin + share]) for begin in range(0, count, share)]
 
     def _fill(self, given: _Given, places: range) -> Piece:
-        """With some of its pictures, one a step, and with what becomes of them."""
-        batch = MicroBatch(given.batch.epoch, given.batch.pictures[places])
+        """With some of its images, one a step, and with what becomes of them."""
+        batch = MicroBatch(given.batch.epoch, given.batch.images[places])
         numbers, labels = None, given.labels.numpy()
         if self._chance is not None:
             numbers, given.flips[places] = self._chance.draw(batch)
         for row, place in enumerate(places):
-            shown = self._substitution.usable(int(batch.pictures[row]), batch.epoch, self._portable)
+            shown = self._substitution.usable(int(batch.images[row]), batch.epoch, self._portable)
             given.indices[place] = NO_CLASS if shown is None else shown.index
             labels[place] = NO_CLASS if shown is None else shown.label
-            picture = _black() if shown is None else shown.made
-            given.encoded[place] = np.frombuffer(picture.encoded, dtype=np.uint8)
+            image = _black() if shown is None else shown.made
+            given.encoded[place] = np.frombuffer(image.encoded, dtype=np.uint8)
             if self._chance is not None and numbers is not None:
-                window = self._chance.window(picture.height, picture.width, numbers[row].tolist())
+                window = self._chance.window(image.height, image.width, numbers[row].tolist())
                 given.places[place], given.extents[place] = window[:2], window[2:]
             else:
-                whole = scaled_size(picture.height, picture.width, given.shown_at.shorter)
+                whole = scaled_size(image.height, image.width, given.shown_at.shorter)
                 given.sides[place], given.places[place] = whole, middle_of(whole, given.shown_at.size)
             yield
 
     def _portable(self, index: int) -> Portable:
-        encoded = self._pictures.read(index)
+        encoded = self._images.read(index)
         return encode(decode(encoded)) if index in self._decoded else portable(encoded)
 
-    def _refuse_other_than_pictures(self, error: str) -> None:
-        """Raise UserError where DALI has failed at something that no other picture would mend."""
+    def _refuse_other_than_images(self, error: str) -> None:
+        """Raise UserError where DALI has failed at something that no other image would mend."""
         if re.search(r"out of memory|bad_alloc", error, re.IGNORECASE):
             where = "the GPU" if self._device.type == "cuda" else "the machine"
             raise UserError(
@@ -124,7 +124,7 @@ class DaliLoader:
             ) from None
 
     def _replace_bad(self, batches: list[_Given], error: str) -> None:
-        """In ``batches``, of which DALI could not decode a picture, and does not say which: bad ones by others; where
+        """In ``batches``, of which DALI could not decode an image, and does not say which: bad ones by others; where
         there is none, all by their pixels, as others can decode them. Raises UserError where a bad one must not be
         replaced, or pixels are not taken either."""
         found = False
@@ -132,17 +132,17 @@ class DaliLoader:
             for place, encoded in enumerate(batch.encoded):
                 try:
                     decode(encoded.tobytes())
-                except BadPictureError as reason:
+                except ImageDecodeError as reason:
                     self._substitution.exclude(int(batch.indices[place]), f"cannot be decoded ({reason})")
                     self._refill(batch, range(place, place + 1))
                     found = True
         if found:
             return
         shown = [index for batch in batches for index in batch.indices.tolist() if index != NO_CLASS]
-        first = f"in the batch of {self._pictures.name(shown[0])} or soon after" if shown else "at once"
+        first = f"in the batch of {self._images.name(shown[0])} or soon after" if shown else "at once"
         if all(batch.decoded for batch in batches):
             raise UserError(f"DALI fails {first} ({error.splitlines()[0]}); --set data.loader=folder") from None
-        warn(f"DALI cannot decode a picture that others can, {first}: it is given the pixels of these pictures")
+        warn(f"DALI cannot decode an image that others can, {first}: it is given the pixels of these images")
         self._decoded |= frozenset(shown)
         for batch in batches:
             self._refill(batch, range(len(batch.encoded)))
@@ -200,15 +200,15 @@ class _Given:
     """A batch as DALI gets it, once it has been filled."""
 
     def __init__(self, batch: MicroBatch, shown_at: Resolution, crops: bool, pinned: bool) -> None:
-        count = len(batch.pictures)
+        count = len(batch.images)
         self.batch = batch
         self.shown_at = shown_at
         self.encoded: list[NDArray[np.uint8]] = [np.empty(0, dtype=np.uint8)] * count
         self.indices = np.empty(count, dtype=np.int64)
-        """Of the pictures that are shown."""
+        """Of the images that are shown."""
         self.labels = torch.empty(count, dtype=torch.int64, pin_memory=pinned)
         self.sides = np.full((count, 2), shown_at.size, dtype=np.float32)
-        """That pictures are resized to: height and width."""
+        """That images are resized to: height and width."""
         self.places, self.extents = np.full((2, count, 2), shown_at.size, dtype=np.int32)
         """Of windows, before resizing where they are random, after it in the middle: top and left, height and width."""
         self.flips = np.empty(count, dtype=np.int32)

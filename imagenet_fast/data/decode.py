@@ -25,16 +25,16 @@ _FRAMES = {0xC0, 0xC1, 0xC2, 0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xC
 """Markers of a JPEG's segment that says how large it is and how many colours it has."""
 
 
-NO_PICTURE = "it is no picture"
+NO_IMAGE = "it is no image"
 """The reason given for a file that no decoder recognises."""
 
 
-class BadPictureError(Exception):
-    """These bytes are no picture, or not a whole one. The message says why, in a few words."""
+class ImageDecodeError(Exception):
+    """These bytes are no image, or not a whole one. The message says why, in a few words."""
 
 
 class Portable(NamedTuple):
-    """An encoded picture, and its size in pixels."""
+    """An encoded image, and its size in pixels."""
 
     encoded: bytes
     height: int
@@ -42,7 +42,7 @@ class Portable(NamedTuple):
 
 
 def decode(encoded: bytes) -> Pixels:
-    """The pixels as they are stored, not turned by what EXIF says. Raises BadPictureError."""
+    """The pixels as they are stored, not turned by what EXIF says. Raises ImageDecodeError."""
     if _alike(encoded):
         try:
             pixels = cv2.imdecode(np.frombuffer(encoded, dtype=np.uint8), _AS_STORED)
@@ -56,18 +56,18 @@ def decode(encoded: bytes) -> Pixels:
 def _decode_slowly(encoded: bytes) -> Pixels:
     """PIL has the last word on what is bad."""
     if not encoded:
-        raise BadPictureError("it is empty")
+        raise ImageDecodeError("it is empty")
     try:
-        with Image.open(BytesIO(encoded)) as picture:
-            return np.array(picture.convert("RGB"))
+        with Image.open(BytesIO(encoded)) as image:
+            return np.array(image.convert("RGB"))
     except UnidentifiedImageError:
-        raise BadPictureError(NO_PICTURE) from None
+        raise ImageDecodeError(NO_IMAGE) from None
     except Exception as error:  # decoders raise of many kinds, SyntaxError and struct.error among them
-        raise BadPictureError(str(error) or type(error).__name__) from None
+        raise ImageDecodeError(str(error) or type(error).__name__) from None
 
 
 def portable(encoded: bytes) -> Portable:
-    """The picture in a form of which every decoder has the same pixels. Raises BadPictureError, but not where a picture
+    """The image in a form of which every decoder has the same pixels. Raises ImageDecodeError, but not where an image
     is broken between a good beginning and a good end: whoever decodes it will see."""
     size = _size_if_whole(encoded) if _alike(encoded) else None
     if size is not None:
@@ -101,7 +101,7 @@ def _is_webp(encoded: bytes) -> bool:
 
 
 def _size_if_whole(encoded: bytes) -> tuple[int, int] | None:
-    """Height and width of a picture that begins and ends as one should; None for what is seldom met, or is broken."""
+    """Height and width of an image that begins and ends as one should; None for what is seldom met, or is broken."""
     if encoded.startswith(_JPEG):
         frame = _frame(encoded) if encoded.endswith(_JPEG_END) else None
         return (frame.height, frame.width) if frame is not None and frame.height else None
@@ -130,8 +130,8 @@ def _sums_are_right(png: bytes) -> bool:
 
 def _size_by_pil(encoded: bytes) -> tuple[int, int] | None:
     try:
-        with Image.open(BytesIO(encoded)) as picture:
-            return picture.height, picture.width
+        with Image.open(BytesIO(encoded)) as image:
+            return image.height, image.width
     except Exception:  # of many kinds, as above
         return None
 

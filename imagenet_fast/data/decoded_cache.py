@@ -1,6 +1,6 @@
-"""Decoded pictures, kept on a disk of the node: the first epoch fills it, all ranks of the node share it.
+"""Decoded images, kept on a disk of the node: the first epoch fills it, all ranks of the node share it.
 
-What a loader shows is the same with it and without it, also while it is filled: crops are made of a picture that is
+What a loader shows is the same with it and without it, also while it is filled: crops are made of an image that is
 decoded and shrunk (``data.cache_side``), whether just now or long ago. Labels are not kept.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from imagenet_fast.data.decode import PIL_REFUSES, BadPictureError, Pixels, decode
+from imagenet_fast.data.decode import PIL_REFUSES, ImageDecodeError, Pixels, decode
 from imagenet_fast.data.image_source import Split
 from imagenet_fast.data.mmap_store import (
     INDEX,
@@ -44,28 +44,28 @@ from imagenet_fast.recipe.data_config import ImageData
 _VERSION = 1
 _ABOUT = "about.json"
 _MEASURED = 200
-"""Pictures whose sizes stand for those of all."""
+"""Images whose sizes stand for those of all."""
 _COMPARED = 16
-"""Pictures that are decoded again when a cache is opened."""
+"""Images that are decoded again when a cache is opened."""
 _SYNC_S = 60.0
 _SPARE = 1.02
 
 
-def pixels_of(pictures: Split, order: Order, data: ImageData) -> Callable[[int], Pixels]:
-    """What gives the pixels of a picture by its number, from the cache if the recipe has one. It raises BadPictureError
+def pixels_of(images: Split, order: Order, data: ImageData) -> Callable[[int], Pixels]:
+    """What gives the pixels of an image by its number, from the cache if the recipe has one. It raises ImageDecodeError
     and OSError. Raises UserError where the cache cannot be used."""
     if data.cache:
         split = "train" if isinstance(order, TrainOrder) else "val"
-        return open_cache(Path(data.cache).expanduser(), split, pictures, data.cache_side).pixels
-    return lambda index: _made(pictures, index, data.cache_side)
+        return open_cache(Path(data.cache).expanduser(), split, images, data.cache_side).pixels
+    return lambda index: _made(images, index, data.cache_side)
 
 
 class Cache:
-    """Of ``pictures``, shrunk to a shorter side of ``side`` unless that is 0. Many threads may ask."""
+    """Of ``images``, shrunk to a shorter side of ``side`` unless that is 0. Many threads may ask."""
 
-    def __init__(self, folder: Path, pictures: Split, side: int, kept: PixelFile, writable: bool) -> None:
+    def __init__(self, folder: Path, images: Split, side: int, kept: PixelFile, writable: bool) -> None:
         self.folder = folder
-        self.pictures = pictures
+        self.images = images
         self.full = "" if writable else "it cannot be written"
         """Why nothing more is kept."""
         self._side = side
@@ -75,14 +75,14 @@ class Cache:
 
     @property
     def missing(self) -> list[int]:
-        """The pictures that are not in it."""
+        """The images that are not in it."""
         return np.flatnonzero(self._kept.entries == 0).tolist()
 
     def pixels(self, index: int) -> Pixels:
-        """Of picture ``index``, and keep them. Raises BadPictureError, and OSError where it cannot be read."""
+        """Of image ``index``, and keep them. Raises ImageDecodeError, and OSError where it cannot be read."""
         pixels = self._kept.read(index)
         if pixels is None:
-            pixels = _made(self.pictures, index, self._side)
+            pixels = _made(self.images, index, self._side)
             if not self.full:
                 self._keep(index, pixels)
         return pixels
@@ -100,7 +100,7 @@ class Cache:
                 told, self.full = self.full, error.strerror or str(error)
             if not told:
                 warn(
-                    f"{self.folder} takes no more pictures ({self.full}): those that are not in it are decoded in each "
+                    f"{self.folder} takes no more images ({self.full}): those that are not in it are decoded in each "
                     "epoch; free some space and start again, or give another data.cache"
                 )
         with self._lock:
@@ -111,16 +111,16 @@ class Cache:
             Thread(target=self.sync, name="sync", daemon=True).start()
 
 
-def open_cache(root: Path, split: str, pictures: Split, side: int) -> Cache:
-    """That of a ``split`` under ``root``: what is there already if it is whole and of these pictures, or a new one.
+def open_cache(root: Path, split: str, images: Split, side: int) -> Cache:
+    """That of a ``split`` under ``root``: what is there already if it is whole and of these images, or a new one.
 
     Tells how much it will take before it is filled. Raises UserError where there is no room, or it cannot be made.
     """
     folder = root / f"{split}-{side or 'whole'}"
     with _one_at_a_time(folder) as writable:
-        about = {"version": _VERSION, "pictures": len(pictures), "side": side, "names": _digest(pictures)}
+        about = {"version": _VERSION, "pictures": len(images), "side": side, "names": _digest(images)}
         found = _about(folder)
-        fault = "is not there" if found is None else _fault(folder, found, about, pictures, side)
+        fault = "is not there" if found is None else _fault(folder, found, about, images, side)
         needed: int = found["bytes"] if found and not fault else 0
         current = found is not None and found.get("boot") == _boot()
         if fault and not writable:
@@ -130,32 +130,32 @@ def open_cache(root: Path, split: str, pictures: Split, side: int) -> Cache:
                 fault = fault or "is of before this machine started"
                 raise UserError(f"{folder} {fault}, and another run, or machine, uses it; give another data.cache")
             if fault:
-                needed = _check_room(folder, pictures, side)
+                needed = _check_room(folder, images, side)
                 if found is not None:
                     print(f"{folder} {fault}: it is made anew", file=sys.stderr)
             try:
                 if fault:
                     (folder / _ABOUT).unlink(missing_ok=True)
-                    make_empty(folder, len(pictures))
+                    make_empty(folder, len(images))
                 else:
-                    go_back(folder, len(pictures))
+                    go_back(folder, len(images))
                 (folder / _ABOUT).write_text(
                     json.dumps({**about, "boot": _boot(), "bytes": needed}) + "\n", encoding="utf-8"
                 )
             except OSError as error:
                 raise UserError(f"{folder} cannot be made ({error.strerror}); give another data.cache") from None
         try:
-            kept = PixelFile(folder, len(pictures), INDEX if writable or current else SYNCED, writable, needed)
+            kept = PixelFile(folder, len(images), INDEX if writable or current else SYNCED, writable, needed)
         except (OSError, ValueError) as error:
             raise UserError(f"{folder} cannot be opened ({error}); remove it, or give another data.cache") from None
-    cache = Cache(folder, pictures, side, kept, writable)
+    cache = Cache(folder, images, side, kept, writable)
     if writable:
         _settle(cache, needed)
     return cache
 
 
-def _made(pictures: Split, index: int, side: int) -> Pixels:
-    return shrunk(decode(pictures.read(index)), side)
+def _made(images: Split, index: int, side: int) -> Pixels:
+    return shrunk(decode(images.read(index)), side)
 
 
 @contextmanager
@@ -185,32 +185,32 @@ def _about(folder: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and isinstance(found.get("bytes"), int) else {}
 
 
-def _fault(folder: Path, found: dict[str, Any], about: dict[str, Any], pictures: Split, side: int) -> str:
+def _fault(folder: Path, found: dict[str, Any], about: dict[str, Any], images: Split, side: int) -> str:
     """Why what is there is not to be used; nothing where it is."""
     if not found:
         return "is damaged"
     if {key: found.get(key) for key in about} != about:
-        return "is of other pictures"
+        return "is of other images"
     try:
-        entries = read_entries(folder, INDEX if found.get("boot") == _boot() else SYNCED, len(pictures))
+        entries = read_entries(folder, INDEX if found.get("boot") == _boot() else SYNCED, len(images))
         if entries is None:
             return "is damaged"
         there = np.flatnonzero(entries)
         for place in np.unique(np.linspace(0, len(there) - 1, _COMPARED).astype(int)) if len(there) else ():
             index = int(there[place])
-            if not np.array_equal(read_alone(folder, entries.item(index)), _made(pictures, index, side)):
-                return "has other pixels than the pictures have now"
-    except (OSError, ValueError, BadPictureError):
-        return "is damaged, or its pictures are"
+            if not np.array_equal(read_alone(folder, entries.item(index)), _made(images, index, side)):
+                return "has other pixels than the images have now"
+    except (OSError, ValueError, ImageDecodeError):
+        return "is damaged, or its images are"
     return ""
 
 
-def _digest(pictures: Split) -> str:
+def _digest(images: Split) -> str:
     """Digest all names in order, by the real paths of their folders, so that links to the data change nothing."""
     digest = hashlib.sha256()
     real: dict[str, str] = {}
-    for index in range(len(pictures)):
-        folder, slash, name = pictures.name(index).rpartition("/")
+    for index in range(len(images)):
+        folder, slash, name = images.name(index).rpartition("/")
         if folder not in real:
             real[folder] = os.path.realpath(folder + slash)
         digest.update(os.fsencode(f"{real[folder]}/{name}") + b"\0")
@@ -232,19 +232,19 @@ def _is_alone(folder: Path) -> bool:
         raise UserError(f"{folder} cannot be opened ({error.strerror}); give another data.cache") from None
 
 
-def _check_room(folder: Path, pictures: Split, side: int) -> int:
-    """How many bytes all pictures will take, told. Raises UserError where there are fewer."""
-    sizes = list(some_sizes(pictures, _MEASURED))
+def _check_room(folder: Path, images: Split, side: int) -> int:
+    """How many bytes all images will take, told. Raises UserError where there are fewer."""
+    sizes = list(some_sizes(images, _MEASURED))
 
     def taken(side: int) -> int:
-        """By a sample of pictures."""
+        """By a sample of images."""
         shapes = (shrunk_size(height, width, side) for height, width in sizes)
         mean = sum(3 * height * width for height, width in shapes) / max(1, len(sizes))
-        return round(_SPARE * mean * len(pictures))
+        return round(_SPARE * mean * len(images))
 
     free = shutil.disk_usage(folder).free + bytes_taken(folder)  # of which nothing will stay
     needed = taken(side)
-    of = f"{len(pictures)} pictures, {f'with a shorter side of at most {side}' if side else 'as large as they are'}, "
+    of = f"{len(images)} images, {f'with a shorter side of at most {side}' if side else 'as large as they are'}, "
     if needed > free:
         fitting = next((less for less in range(side or 1024, 0, -16) if taken(less) <= free), 0)
         instead = f", which would do for a data.cache_side of {fitting}" if fitting else ""
@@ -256,22 +256,22 @@ def _check_room(folder: Path, pictures: Split, side: int) -> int:
     return needed
 
 
-def some_sizes(pictures: Split, count: int) -> Iterator[tuple[int, int]]:
-    """Heights and widths of ``count`` pictures from all over the split, but of no bad ones."""
-    for index in np.unique(np.linspace(0, len(pictures) - 1, count).astype(int)).tolist():
-        with suppress(*PIL_REFUSES), Image.open(BytesIO(pictures.read(index))) as picture:
-            yield picture.height, picture.width
+def some_sizes(images: Split, count: int) -> Iterator[tuple[int, int]]:
+    """Heights and widths of ``count`` images from all over the split, but of no bad ones."""
+    for index in np.unique(np.linspace(0, len(images) - 1, count).astype(int)).tolist():
+        with suppress(*PIL_REFUSES), Image.open(BytesIO(images.read(index))) as image:
+            yield image.height, image.width
 
 
 def _settle(cache: Cache, bytes_expected: int) -> None:
     """What a former run has left to be done, and a warning where it will not be all in the end."""
-    missing, pictures = len(cache.missing), len(cache.pictures)
-    if missing < pictures:
+    missing, images = len(cache.missing), len(cache.images)
+    if missing < images:
         Thread(target=cache.sync, name="sync", daemon=True).start()
-        free, needed = shutil.disk_usage(cache.folder).free, bytes_expected * missing // pictures
+        free, needed = shutil.disk_usage(cache.folder).free, bytes_expected * missing // images
         if needed > free and os.environ.get("LOCAL_RANK", "0") == "0":
             warn(
-                f"{cache.folder} lacks {missing} of {pictures} pictures, about {_gigabytes(needed)}, and its "
+                f"{cache.folder} lacks {missing} of {images} images, about {_gigabytes(needed)}, and its "
                 f"disk has {_gigabytes(free)} free; some will be decoded in every epoch"
             )
 

@@ -30,5 +30,5 @@ def make_digits(place: Path) -> None:
             for number, pixels in enumerate(digits.images[digits.target == label]):
                 grey = Image.fromarray((pixels * (255 / 16)).astype(np.uint8))
                 split = "val" if number % HELD_OUT == 0 else "train"
-                picture = grey.resize((SIZE, SIZE), Image.Resampling.BICUBIC).convert("RGB")
-                picture.save(folder / split / str(label) / f"{number:03}.jpg", quality=95)
+                image = grey.resize((SIZE, SIZE), Image.Resampling.BICUBIC).convert("RGB")
+                image.save(folder / split / str(label) / f"{number:03}.jpg", quality=95)

@@ -1,4 +1,4 @@
-"""``imagenet-fast data cache``: every picture into a cache before anybody trains."""
+"""``imagenet-fast data cache``: every image into a cache before anybody trains."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import cv2
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from imagenet_fast.data.decode import BadPictureError
+from imagenet_fast.data.decode import ImageDecodeError
 from imagenet_fast.data.decoded_cache import Cache, open_cache
 from imagenet_fast.data.format_detection import open_training, open_validation
 from imagenet_fast.data.prefetch import Piece, filled_ahead
 from imagenet_fast.errors import UserError, warn
 
-_AT_ONCE = 64  # pictures, since to hand each over by itself would take as long as it does
+_AT_ONCE = 64  # images, since to hand each over by itself would take as long as it does
 
 
 def fill_caches(data: Path, out: Path, side: int, threads: int) -> None:
@@ -25,26 +25,26 @@ def fill_caches(data: Path, out: Path, side: int, threads: int) -> None:
     """
     cv2.setNumThreads(0)  # we have threads of our own
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    for split, pictures in (("train", open_training(data)), ("val", open_validation(data))):
-        cache = open_cache(out, split, pictures, side)
+    for split, images in (("train", open_training(data)), ("val", open_validation(data))):
+        cache = open_cache(out, split, images, side)
         with Progress(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task(split, total=len(pictures), completed=len(pictures) - len(cache.missing))
+            task = bar.add_task(split, total=len(images), completed=len(images) - len(cache.missing))
             for done in fill(cache, threads):
                 bar.advance(task, done)
 
 
 def fill(cache: Cache, threads: int) -> Iterator[int]:
-    """Add the pictures that are missing; of how many at a time. Bad ones are named, and left out.
+    """Add the images that are missing; of how many at a time. Bad ones are named, and left out.
 
     Raises UserError where no more can be kept.
     """
 
-    def add(pictures: list[int]) -> Piece:
-        for index in pictures:
+    def add(images: list[int]) -> Piece:
+        for index in images:
             try:
                 cache.pixels(index)
-            except (BadPictureError, OSError) as error:
-                warn(f"{cache.pictures.name(index)} cannot be decoded ({error}): it is left out")
+            except (ImageDecodeError, OSError) as error:
+                warn(f"{cache.images.name(index)} cannot be decoded ({error}): it is left out")
             yield
 
     missing = cache.missing

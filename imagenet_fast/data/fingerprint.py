@@ -13,9 +13,9 @@ Contents = dict[str, Any]
 names and labels, wherever they lie: plain values, as a checkpoint takes them. Images that are made up have no names."""
 
 
-def contents_of_split(images: int, pictures: Split | None) -> dict[str, Any]:
-    """Describe one split: its number of ``images``, and a digest of ``pictures`` (None: they are made up)."""
-    return {"images": images, "digest": "" if pictures is None else pictures.digest()}
+def contents_of_split(images: int, source: Split | None) -> dict[str, Any]:
+    """Describe one split: its number of ``images``, and a digest of ``images`` (None: they are made up)."""
+    return {"images": images, "digest": "" if source is None else source.digest()}
 
 
 def contents(classes: Sequence[str], train: Mapping[str, Any], val: Mapping[str, Any]) -> Contents:

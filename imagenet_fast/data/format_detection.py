@@ -1,4 +1,4 @@
-"""In which format pictures lie under a directory, and the splits of them as loaders see them in any."""
+"""In which format images lie under a directory, and the splits of them as loaders see them in any."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _OFFICIAL = re.compile(r"ILSVRC\d+_.*\.tar|n\d{8}\.tar")
 
 
 class Found(NamedTuple):
-    """What a directory holds of a split: its shards, or folders of pictures."""
+    """What a directory holds of a split: its shards, or folders of images."""
 
     format: Format
     shards: Sequence[Path] = ()
 
 
 def check_folders(root: Path) -> None:
-    """Raise UserError where ``root`` cannot be trained on, as far as it shows without looking at every picture."""
+    """Raise UserError where ``root`` cannot be trained on, as far as it shows without looking at every image."""
     train, val = find_split(root, "train"), find_split(root, "val")
     if "folder" in (train.format, val.format) and not (train.shards or val.shards):
         imagefolder.check_folders(root)
@@ -47,7 +47,7 @@ def check_folders(root: Path) -> None:
 
 
 def check_validation(root: Path) -> None:
-    """Raise UserError where ``root`` cannot be evaluated on, as far as it shows without looking at every picture."""
+    """Raise UserError where ``root`` cannot be evaluated on, as far as it shows without looking at every image."""
     val = find_split(root, "val")
     if val.format == "folder":
         imagefolder.check_validation(root)
@@ -74,7 +74,7 @@ def open_validation(root: Path) -> Split:
 
 
 def open_shards(root: Path, split: SplitName, found: Found) -> Shards:
-    """All pictures of a split that is ``found`` in shards. Raises UserError where they are damaged."""
+    """All images of a split that is ``found`` in shards. Raises UserError where they are damaged."""
     training = find_split(root, "train").shards
     match found.format:
         case "webdataset":

@@ -12,5 +12,5 @@ from torch import Tensor
 
 def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A tensor of whatever values, by NumPy, which asks for huge pages: to touch a large one for the first time takes a
-    third of what small pages take, which for a picture would be half of a crop's time."""
+    third of what small pages take, which for an image would be half of a crop's time."""
     return torch.from_numpy(np.empty(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

@@ -1,4 +1,4 @@
-"""Pictures as loaders see them, in whatever format it lies on the disk."""
+"""Images as loaders see them, in whatever format it lies on the disk."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Split(Protocol):
     def __len__(self) -> int: ...
 
     def digest(self) -> str:
-        """Of the names and labels of all pictures, in their order: the same wherever the data lies."""
+        """Of the names and labels of all images, in their order: the same wherever the data lies."""
 
     def name(self, index: int) -> str:
-        """What a person is told where picture ``index`` is bad: its path, or its place in a file of many."""
+        """What a person is told where image ``index`` is bad: its path, or its place in a file of many."""
 
     def read(self, index: int) -> bytes:
-        """Picture ``index``, still encoded. Many threads may ask at once."""
+        """Image ``index``, still encoded. Many threads may ask at once."""
 
     def expect(self, indices: NDArray[np.int64]) -> None:
-        """These pictures will be asked for next: what waits for a file server may begin to fetch them all."""
+        """These images will be asked for next: what waits for a file server may begin to fetch them all."""

@@ -1,4 +1,4 @@
-"""Pictures in one folder a class: ``train/<class>/*`` and ``val/<class>/*``."""
+"""Images in one folder a class: ``train/<class>/*`` and ``val/<class>/*``."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ class ImageFolder:
         return len(self.ends)
 
     def name(self, index: int) -> str:
-        """What a person is told where picture ``index`` is bad: its path."""
+        """What a person is told where image ``index`` is bad: its path."""
         begin = self.ends[index - 1] if index else 0
         file = os.fsdecode(self.names[begin : self.ends[index]])
         return os.path.join(self.folder, self.classes[self.labels[index]], file)  # noqa: PTH118  (pathlib is slow)
 
     def read(self, index: int) -> bytes:
-        """Picture ``index``, still encoded."""
+        """Image ``index``, still encoded."""
         with open(self.name(index), "rb", buffering=0) as file:  # noqa: PTH123
             return file.read()
 
     def digest(self) -> str:
-        """Of the names and labels of all pictures."""
+        """Of the names and labels of all images."""
         return digest_of(self.names, self.ends, self.labels)
 
     def expect(self, indices: NDArray[np.int64]) -> None:

@@ -30,7 +30,7 @@ from imagenet_fast.recipe.data_config import Data, ImageData, SyntheticData
 Batch = tuple[Tensor, Tensor]
 
 _LOOKED_AT = 50
-"""Pictures whose sizes stand for those of all."""
+"""Images whose sizes stand for those of all."""
 
 
 class Loader(Protocol):
@@ -45,7 +45,7 @@ class Validation:
 
     classes: int
     class_names: list[str]
-    """By label; nothing for pictures that are made up."""
+    """By label; nothing for images that are made up."""
     val_contents: dict[str, Any]
     val_order: EvalOrder
     val: Iterator[Batch]
@@ -79,18 +79,18 @@ def open_dataset(
 ) -> Dataset:
     """Make this rank's loaders; ``root`` is not read for synthetic data. Training begins with the batches of step
     ``first_step``, counted over all epochs, which are what loaders opened at 0 give then, on any number of ranks.
-    Pictures are decoded by at most ``cores`` threads, and normalised, in ``dtype``.
+    Images are decoded by at most ``cores`` threads, and normalised, in ``dtype``.
 
-    Raises UserError where the pictures cannot be trained on, or not with this batch.
+    Raises UserError where the images cannot be trained on, or not with this batch.
     """
-    pictures = None
+    source = None
     match data:
         case SyntheticData():
             images = data.train_images
         case ImageData():
             assert root is not None
-            pictures = format_detection.open_training(root)
-            images = len(pictures)
+            source = format_detection.open_training(root)
+            images = len(source)
         case _:
             assert_never(data)
     order = TrainOrder(images, batching, rank, seed, first_step)
@@ -100,10 +100,10 @@ def open_dataset(
             f"--set global_batch={images} or less, or give more images"
         )
     validation = open_validation(data, root, batching, rank, cores, device, seed, dtype)
-    train: Iterable[Batch] = _open(data, pictures, order, cores, device, seed, dtype)
+    train: Iterable[Batch] = _open(data, source, order, cores, device, seed, dtype)
     if isinstance(data, ImageData) and (data.mixup or data.cutmix):
         train = Mixed(train, order, validation.classes, data.mixup, data.cutmix)
-    found = contents(validation.class_names, contents_of_split(images, pictures), validation.val_contents)
+    found = contents(validation.class_names, contents_of_split(images, source), validation.val_contents)
     return Dataset(**vars(validation), contents=found, train_order=order, train=iter(train))
 
 
@@ -118,58 +118,58 @@ def open_validation(
     dtype: torch.dtype = torch.float32,
 ) -> Validation:
     """Make this rank's loader of the validation split, in micro-batches; the training split need not be there.
-    Pictures are normalised, in ``dtype``."""
-    pictures = None
+    Images are normalised, in ``dtype``."""
+    source = None
     names: list[str] = []
     match data:
         case SyntheticData():
             images, classes = data.val_images, data.classes
         case ImageData():
             assert root is not None
-            pictures = format_detection.open_validation(root)
-            images, classes, names = len(pictures), len(pictures.classes), pictures.classes
+            source = format_detection.open_validation(root)
+            images, classes, names = len(source), len(source.classes), source.classes
         case _:
             assert_never(data)
     order = EvalOrder(images, batching.micro_batch, batching.ranks, rank)
-    val = iter(_open(data, pictures, order, cores, device, seed, dtype))
-    return Validation(classes, names, contents_of_split(images, pictures), order, val)
+    val = iter(_open(data, source, order, cores, device, seed, dtype))
+    return Validation(classes, names, contents_of_split(images, source), order, val)
 
 
 def _open(
     data: Data,
-    pictures: Split | None,
+    images: Split | None,
     order: Order,
     cores: int,
     device: torch.device,
     seed: int,
     dtype: torch.dtype,
 ) -> Normalised:
-    loader = open_loader(data, pictures, order, cores, device, seed)
+    loader = open_loader(data, images, order, cores, device, seed)
     return Normalised(loader, data, device, dtype)
 
 
 def open_loader(
     data: Data,
-    pictures: Split | None,
+    images: Split | None,
     order: Order,
     cores: int,
     device: torch.device,
     seed: int,
 ) -> Loader:
-    """What gives the ``pictures``, or made up ones, in ``order``, as bytes."""
+    """What gives the ``images``, or made up ones, in ``order``, as bytes."""
     match data:
         case SyntheticData():
             return SyntheticLoader(order, data, device, seed)
         case ImageData():
-            assert pictures is not None
+            assert images is not None
             load = dali_loader.DaliLoader if data.loader == "dali" else FolderLoader
-            return load(pictures, order, data, device, min(data.workers or cores, cores))
+            return load(images, order, data, device, min(data.workers or cores, cores))
         case _:
             assert_never(data)
 
 
 def supply_of(data: ImageData, root: Path, cores: int, device: torch.device) -> Supply:
-    """What the pictures of a rank come through, after a look at some of them. Raises UserError, and OSError."""
+    """What the images of a rank come through, after a look at some of them. Raises UserError, and OSError."""
     short_side = None
     if format_detection.find_split(root, "train").format == "folder":
         sides = [min(size) for size in some_sizes(format_detection.open_training(root), _LOOKED_AT)]

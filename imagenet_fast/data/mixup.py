@@ -1,4 +1,4 @@
-"""Training pictures mixed with one another, on the device: mixup (Zhang et al., arXiv 1710.09412) and cutmix (Yun et
+"""Training images mixed with one another, on the device: mixup (Zhang et al., arXiv 1710.09412) and cutmix (Yun et
 al., arXiv 1905.04899), by torchvision."""
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from imagenet_fast.data.sampler import TrainOrder
 
 
 class Mixed:
-    """Batches of normalised pictures in ``order``, each picture mixed with the one before it in its micro-batch; labels
+    """Batches of normalised images in ``order``, each image mixed with the one before it in its micro-batch; labels
     become shares of ``classes``, fp32 [n, classes].
 
     ``mixup`` and ``cutmix`` are the alphas of the Beta distributions that shares are drawn from, 0 for never; with
     both, each micro-batch is mixed in one way or the other. What is drawn is a function of (seed, epoch, first
-    picture), and micro-batches are the same on any number of ranks.
+    image), and micro-batches are the same on any number of ranks.
     """
 
     def __init__(
@@ -31,10 +31,10 @@ class Mixed:
         self._ways += [v2.CutMix(alpha=cutmix, num_classes=classes)] if cutmix else []
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for batch, (pictures, labels) in zip(self._order, self._batches, strict=False):
-            number = int(bits("mixing", self._order.seed, batch.epoch, of=batch.pictures[:1])[0])
+        for batch, (images, labels) in zip(self._order, self._batches, strict=False):
+            number = int(bits("mixing", self._order.seed, batch.epoch, of=batch.images[:1])[0])
             with torch.random.fork_rng(devices=[]):  # torchvision draws from the CPU's generator, which is the model's
                 torch.default_generator.manual_seed(number)
                 way = self._ways[number % len(self._ways)]
-                pictures, labels = way(pictures, labels)
-            yield pictures.contiguous(memory_format=torch.channels_last), labels
+                images, labels = way(images, labels)
+            yield images.contiguous(memory_format=torch.channels_last), labels

@@ -1,8 +1,8 @@
-"""Pixels of pictures of all sizes, in one file that several processes map, fill and read at the same time.
+"""Pixels of images of all sizes, in one file that several processes map, fill and read at the same time.
 
-Beside ``pixels`` lies ``index``: 64 bits a picture, which say where its pixels begin, and its height and width; 0 where
+Beside ``pixels`` lies ``index``: 64 bits an image, which say where its pixels begin, and its height and width; 0 where
 they are not there. Pixels are only ever appended, and an index entry is stored at once when they are written. So nobody
-needs to talk to another: whoever dies leaves at most a gap, and a picture that two processes add at the same time is
+needs to talk to another: whoever dies leaves at most a gap, and an image that two processes add at the same time is
 there twice, with the same pixels.
 
 The disk may have the index before it has the pixels. So ``synced`` is a copy of the index as it was when all that it
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from imagenet_fast.data.decode import Pixels
 
 Entries = NDArray[np.uint64]
-"""[pictures]; 34 bits for the place in units of ``_UNIT`` bytes, 15 for the height, 15 for the width."""
+"""[images]; 34 bits for the place in units of ``_UNIT`` bytes, 15 for the height, 15 for the width."""
 
 PIXELS, INDEX, SYNCED = "pixels", "index", "synced"
 
@@ -39,12 +39,12 @@ _PART = 2**26
 
 
 class PixelFile:
-    """Of ``pictures`` in ``folder``, in which ``bytes_expected`` will be. Many threads may read and write.
+    """Of ``images`` in ``folder``, in which ``bytes_expected`` will be. Many threads may read and write.
 
     As long as it is there, nobody else can have it alone (:func:`alone`).
     """
 
-    def __init__(self, folder: Path, pictures: int, index: str, writable: bool, bytes_expected: int) -> None:
+    def __init__(self, folder: Path, images: int, index: str, writable: bool, bytes_expected: int) -> None:
         mode = "r+b" if writable else "rb"
         self._folder = folder
         self._pixels = (folder / PIXELS).open(mode, buffering=0)
@@ -52,16 +52,16 @@ class PixelFile:
         with suppress(OSError):  # not of a read-only file over NFS
             fcntl.flock(self._index, fcntl.LOCK_SH)
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-        mapped = mmap.mmap(self._index.fileno(), 8 * pictures, access=access)
+        mapped = mmap.mmap(self._index.fileno(), 8 * images, access=access)
         self.entries: Entries = np.frombuffer(mapped, dtype=np.uint64)
         self._mapped = np.empty(0, dtype=np.uint8)
         self._part = min(_PART, max(2**16, bytes_expected // 64))
         self._begin = self._end = 0
         self._lock = Lock()
 
-    def read(self, picture: int) -> Pixels | None:
+    def read(self, image: int) -> Pixels | None:
         """Its pixels, in memory that all processes share; None where they are not there."""
-        entry = self.entries.item(picture)
+        entry = self.entries.item(image)
         if not entry:
             return None
         begin, height, width = _unpacked(entry)
@@ -70,7 +70,7 @@ class PixelFile:
             self._mapped = np.frombuffer(mmap.mmap(self._pixels.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
         return self._mapped[begin:end].reshape(height, width, 3)
 
-    def write(self, picture: int, pixels: Pixels) -> None:
+    def write(self, image: int, pixels: Pixels) -> None:
         """Add them, unless they are larger than an entry can tell. Raises OSError, as where the disk is full: through a
         map it would be SIGBUS."""
         height, width, _ = pixels.shape
@@ -84,7 +84,7 @@ class PixelFile:
         while len(left):
             written = os.pwrite(self._pixels.fileno(), left.data, at)
             left, at = left[written:], at + written
-        self.entries[picture] = _packed(begin, height, width)
+        self.entries[image] = _packed(begin, height, width)
 
     def sync(self) -> None:
         """Have all that is there now on the disk, whatever happens. Raises OSError."""
@@ -126,20 +126,20 @@ class PixelFile:
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def make_empty(folder: Path, pictures: int) -> None:
+def make_empty(folder: Path, images: int) -> None:
     """In place of what is there. Raises OSError."""
     for name in (PIXELS, INDEX, SYNCED):
         (folder / name).unlink(missing_ok=True)
     (folder / PIXELS).touch()
     with (folder / INDEX).open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, 8 * pictures)
+        os.posix_fallocate(file.fileno(), 0, 8 * images)
 
 
-def go_back(folder: Path, pictures: int) -> None:
+def go_back(folder: Path, images: int) -> None:
     """To what was on the disk for certain when the machine went down. Raises OSError."""
     synced = folder / SYNCED
     with (folder / INDEX).open("r+b") as file:
-        file.write(synced.read_bytes() if synced.exists() else bytes(8 * pictures))
+        file.write(synced.read_bytes() if synced.exists() else bytes(8 * images))
         file.truncate()
 
 
@@ -163,16 +163,16 @@ def alone(folder: Path) -> bool:
     return True
 
 
-def read_entries(folder: Path, name: str, pictures: int) -> Entries | None:
+def read_entries(folder: Path, name: str, images: int) -> Entries | None:
     """What an index or its copy holds, nothing if it is not there yet; None where it is damaged. Raises OSError."""
     try:
         found = np.fromfile(folder / name, dtype=np.uint64)
     except FileNotFoundError:
-        return np.zeros(pictures, dtype=np.uint64) if name == SYNCED else None
+        return np.zeros(images, dtype=np.uint64) if name == SYNCED else None
     begins, heights, widths = _unpacked(found)
     there = found > 0
     whole = (heights > 0) & (widths > 0) & (begins + 3 * heights * widths <= (folder / PIXELS).stat().st_size)
-    return found if len(found) == pictures and bool(np.all(whole[there])) else None
+    return found if len(found) == images and bool(np.all(whole[there])) else None
 
 
 def read_alone(folder: Path, entry: int) -> Pixels:

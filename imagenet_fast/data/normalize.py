@@ -1,4 +1,4 @@
-"""Pictures come to the device as bytes, a quarter of fp32, and only there become what a network reads."""
+"""Images come to the device as bytes, a quarter of fp32, and only there become what a network reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ to one thread, which is faster here than two: others decode meanwhile, and the t
 class Normalised:
     """The batches of a loader as a network reads them: (x / 255 - mean) / std by channel, in ``dtype``.
 
-    ``batches`` are on ``device``: pictures uint8 [n, 3, S, S] in channels_last memory, as they come out too, and
+    ``batches`` are on ``device``: images uint8 [n, 3, S, S] in channels_last memory, as they come out too, and
     labels. Values are computed in fp32 and rounded once.
     """
 
@@ -34,11 +34,11 @@ class Normalised:
         self._dtype = dtype
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for pictures, labels in self._batches:
-            yield self._normalise(pictures), labels
+        for images, labels in self._batches:
+            yield self._normalise(images), labels
 
-    def _normalise(self, pictures: Tensor) -> Tensor:
-        pixels = pictures.permute(0, 2, 3, 1)
+    def _normalise(self, images: Tensor) -> Tensor:
+        pixels = images.permute(0, 2, 3, 1)
         scale, shift = (values[: 3 * pixels.shape[2]] for values in (self._scale, self._shift))
         rows = pixels.reshape(-1, len(scale))
         if rows.is_cuda:  # one kernel casts, computes and rounds

@@ -1,4 +1,4 @@
-"""Where a recipe's pictures lie, and putting there what can be made on the spot."""
+"""Where a recipe's images lie, and putting there what can be made on the spot."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def filled_ahead(batches: Iterable[tuple[T, Sequence[Piece]]], threads: int, dep
             if stopped.is_set():
                 return
 
-    pool = ThreadPoolExecutor(threads, "pictures")
+    pool = ThreadPoolExecutor(threads, "images")
     begun: deque[tuple[T, list[Future[None]]]] = deque()
     try:
         for batch, pieces in batches:

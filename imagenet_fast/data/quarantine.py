@@ -36,7 +36,7 @@ def quarantined(root: Path) -> dict[str, str]:
 
 
 def prefix_of(root: Path) -> str:
-    """What names of pictures begin with, before the paths that are on the list; pathlib would change odd ones."""
+    """What names of images begin with, before the paths that are on the list; pathlib would change odd ones."""
     return "" if root == Path() else os.path.join(root, "")  # noqa: PTH118
 
 
@@ -63,14 +63,14 @@ def without_quarantined(split: Split, root: Path, name: str) -> Split:
     kept = np.delete(np.arange(len(split), dtype=np.int64), left_out)
     if emptied := set(split.labels.tolist()) - set(split.labels[kept].tolist()):
         raise UserError(
-            f"{root / name / split.classes[min(emptied)]}: all pictures are in {root / QUARANTINE}; bring sound ones, "
+            f"{root / name / split.classes[min(emptied)]}: all images are in {root / QUARANTINE}; bring sound ones, "
             "or remove the class"
         )
     return _Rest(split, kept)
 
 
 class _Rest:
-    """Some pictures of a split, in its order: ``kept`` are their numbers there."""
+    """Some images of a split, in its order: ``kept`` are their numbers there."""
 
     def __init__(self, split: Split, kept: NDArray[np.int64]) -> None:
         self._split = split

@@ -1,4 +1,4 @@
-"""How large pictures are shown: smaller in earlier epochs perhaps, otherwise in an evaluation perhaps."""
+"""How large images are shown: smaller in earlier epochs perhaps, otherwise in an evaluation perhaps."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Resolution(NamedTuple):
     size: int
     """Of each side of what is shown."""
     shorter: int
-    """Of the whole picture's shorter side, where its middle is shown."""
+    """Of the whole image's shorter side, where its middle is shown."""
 
 
 def resolution(data: ImageData, order: Order, epoch: int) -> Resolution:
-    """Of the pictures in ``order`` in ``epoch``, counted from 0. Progressive resizing is Howard's ("Training Imagenet
+    """Of the images in ``order`` in ``epoch``, counted from 0. Progressive resizing is Howard's ("Training Imagenet
     in 3 hours for USD 25; and CIFAR10 for USD 0.26", fast.ai, 2018)."""
     if not isinstance(order, TrainOrder):
         return Resolution(data.evaluated_size, data.resize)

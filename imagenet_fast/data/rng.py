@@ -1,6 +1,6 @@
 """Chance by name: a random number is a function of what it is for, and of nothing drawn before it.
 
-So whoever asks for the number of (seed, epoch, picture), on whatever rank, gets the same one, and a run that goes on
+So whoever asks for the number of (seed, epoch, image), on whatever rank, gets the same one, and a run that goes on
 where another stopped has nothing to restore.
 
 Each name picks a number of a SplitMix64 generator (Steele, Lea and Flood, "Fast splittable pseudorandom number

@@ -15,10 +15,10 @@ Indices = NDArray[np.int64]
 
 
 class MicroBatch(NamedTuple):
-    """What a rank sees at once: ``pictures`` [n], and in which epoch, counted from 0; in an evaluation it is 0."""
+    """What a rank sees at once: ``images`` [n], and in which epoch, counted from 0; in an evaluation it is 0."""
 
     epoch: int
-    pictures: Indices
+    images: Indices
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class TrainOrder:
             for step in range(begin, self.steps_per_epoch):
                 start = step * self.batching.global_batch
                 batch = order[start : start + self.batching.global_batch]
-                for pictures in batch.reshape(split)[self.rank % self.batching.readers]:
-                    yield MicroBatch(epoch, pictures)
+                for images in batch.reshape(split)[self.rank % self.batching.readers]:
+                    yield MicroBatch(epoch, images)
             epoch, begin = epoch + 1, 0
 
 

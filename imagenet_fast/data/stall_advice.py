@@ -1,4 +1,4 @@
-"""What to set where a training waits for its pictures; told of what they come through, without a look at torch."""
+"""What to set where a training waits for its images; told of what they come through, without a look at torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 from imagenet_fast.recipe.data_config import ImageData
 
 _TOLD = 3
-_LARGER = 1.25  # than needed: below that, shrinking pictures beforehand gains little
+_LARGER = 1.25  # than needed: below that, shrinking images beforehand gains little
 _SHRUNK = 256
 _NVIDIA_PREFETCH, _NVIDIA_HARDWARE = 5, 0.99  # of MLPerf on DGX-H100, as in our recipes for eight GPUs
 
 
 @dataclass(frozen=True)
 class Supply:
-    """What a rank's pictures come through."""
+    """What a rank's images come through."""
 
     data: ImageData
     gpu: bool
@@ -28,7 +28,7 @@ class Supply:
     dali: bool
     """Whether it is installed."""
     short_side: float | None
-    """The mean of some training pictures' shorter sides, in pixels; None where `data prepare` cannot shrink them."""
+    """The mean of some training images' shorter sides, in pixels; None where `data prepare` cannot shrink them."""
     root: Path
     caches: Path
     """Where this user keeps data sets."""
@@ -47,7 +47,7 @@ def advice(wait_pct: float, supply: Supply) -> list[str]:
     found = list(islice(remedies(supply), _TOLD))
     said = f"Waited for data {wait_pct:.0f} % of training: a rank reads with {supply.data.loader}, {_threads(supply)}"
     if not found:
-        return [f"{said}. Nothing is left to set; give ranks more cores, or fewer pictures a second to train on."]
+        return [f"{said}. Nothing is left to set; give ranks more cores, or fewer images a second to train on."]
     return [f"{said}. Most likely to help, the likeliest first:", *(f"  {r.written}  ({r.does})" for r in found)]
 
 
@@ -85,7 +85,7 @@ def _tune_dali(data: ImageData) -> Iterator[Remedy]:
 
 
 def _shrink(supply: Supply, side: int) -> Iterator[Remedy]:
-    """The pictures, once and for all."""
+    """The images, once and for all."""
     if supply.data.cache_side == 0 and supply.short_side is not None and supply.short_side > _LARGER * side:
         root = supply.root.absolute()
         smaller = root.with_name(f"{root.name}-{side}")

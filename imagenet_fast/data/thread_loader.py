@@ -1,4 +1,4 @@
-"""Pictures decoded by OpenCV, cropped, resized by torch and mirrored, in threads; no GPU, no other process."""
+"""Images decoded by OpenCV, cropped, resized by torch and mirrored, in threads; no GPU, no other process."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class FolderLoader:
     pickled, sent or kept twice.
     """
 
-    def __init__(self, pictures: Split, order: Order, data: ImageData, device: torch.device, threads: int) -> None:
-        cv2.setNumThreads(0)  # it would divide each picture among threads of its own
+    def __init__(self, images: Split, order: Order, data: ImageData, device: torch.device, threads: int) -> None:
+        cv2.setNumThreads(0)  # it would divide each image among threads of its own
         self._order = order
-        self._pictures = pictures
+        self._images = images
         self._data = data
         self._ahead = data.prefetch
         self._chance = augmentation_of(data, order)
-        self._pixels_of = pixels_of(pictures, order, data)
-        self._substitution = Substitution(pictures, order, data)
+        self._pixels_of = pixels_of(images, order, data)
+        self._substitution = Substitution(images, order, data)
         self._device = device
         self._threads = threads
 
@@ -50,9 +50,9 @@ class FolderLoader:
 
     def _begin(self, batch: MicroBatch) -> tuple[tuple[Tensor, Tensor], list[Piece]]:
         """Memory for a batch, uint8 [n, S, S, 3] and int64 [n], and what fills it: a piece a thread, since handing
-        small pictures over one by one would take as long as they do."""
-        self._pictures.expect(batch.pictures)
-        count, pinned = len(batch.pictures), self._device.type == "cuda"
+        small images over one by one would take as long as they do."""
+        self._images.expect(batch.images)
+        count, pinned = len(batch.images), self._device.type == "cuda"
         size, _ = resolution(self._data, self._order, batch.epoch)
         shape = (count, size, size, 3)
         pixels = torch.empty(shape, dtype=torch.uint8, pin_memory=True) if pinned else fresh(shape, torch.uint8)
@@ -60,17 +60,17 @@ class FolderLoader:
         share = -(-count // self._threads)
         parts = [slice(begin, begin + share) for begin in range(0, count, share)]
         pieces = [
-            self._fill(MicroBatch(batch.epoch, batch.pictures[part]), pixels.numpy()[part], labels.numpy()[part])
+            self._fill(MicroBatch(batch.epoch, batch.images[part]), pixels.numpy()[part], labels.numpy()[part])
             for part in parts
         ]
         return (pixels, labels), pieces
 
     def _fill(self, batch: MicroBatch, places: Pixels, labels: NDArray[np.int64]) -> Piece:
-        """With the pictures of a part of a batch, one a step."""
+        """With the images of a part of a batch, one a step."""
         chances = repeat(None) if self._chance is None else zip(*self._chance.draw(batch), strict=True)
         shown_at = resolution(self._data, self._order, batch.epoch)
         unflipped = np.empty(places.shape[1:], dtype=np.uint8)
-        for number, (index, chance) in enumerate(zip(batch.pictures.tolist(), chances, strict=False)):
+        for number, (index, chance) in enumerate(zip(batch.images.tolist(), chances, strict=False)):
             shown = self._substitution.usable(index, batch.epoch, self._pixels_of)
             labels[number] = NO_CLASS if shown is None else shown.label
             if shown is None:
@@ -87,9 +87,9 @@ class FolderLoader:
             yield
 
 
-def central_crop(picture: Pixels, shown_at: Resolution) -> Pixels:
+def central_crop(image: Pixels, shown_at: Resolution) -> Pixels:
     """[size, size, 3] from the middle, once the shorter side has been made ``shorter``."""
     size, shorter = shown_at
-    picture = resized(picture, *scaled_size(picture.shape[0], picture.shape[1], shorter))
-    top, left = middle_of(picture.shape[:2], size)
-    return picture[top : top + size, left : left + size]
+    image = resized(image, *scaled_size(image.shape[0], image.shape[1], shorter))
+    top, left = middle_of(image.shape[:2], size)
+    return image[top : top + size, left : left + size]

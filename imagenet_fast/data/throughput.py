@@ -17,25 +17,25 @@ from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import ImageData
 
 OwnLoader = Literal["folder", "dali"]
-"""Of pictures on a disk."""
+"""Of images on a disk."""
 
 _WARM_BATCHES = 6
 """More than any of them has ready before it is asked."""
 
 
 def training_batches(
-    loader: OwnLoader, pictures: Split, image_size: int, batch: int, threads: int, device: torch.device
+    loader: OwnLoader, images: Split, image_size: int, batch: int, threads: int, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """As one rank alone gets them, in bytes; there must be as many ``pictures`` as make up a batch."""
+    """As one rank alone gets them, in bytes; there must be as many ``images`` as make up a batch."""
     data = ImageData(
         dataset="imagenet", loader=loader, image_size=image_size, resize=image_size * 8 // 7, workers=threads
     )
-    order = TrainOrder(len(pictures), Batching(1, batch, 1), 0, seed=1)
-    return iter(open_loader(data, pictures, order, threads, device, seed=1))
+    order = TrainOrder(len(images), Batching(1, batch, 1), 0, seed=1)
+    return iter(open_loader(data, images, order, threads, device, seed=1))
 
 
 def measure(batches: Iterator[Any], batch: int, seconds: float, device: torch.device) -> tuple[float, float]:
-    """Pictures a second, and a second of processor time, of about so many seconds after the first batches."""
+    """Images a second, and a second of processor time, of about so many seconds after the first batches."""
     for _ in range(_WARM_BATCHES):
         next(batches)
     _settle(device)
@@ -48,7 +48,7 @@ def measure(batches: Iterator[Any], batch: int, seconds: float, device: torch.de
 
 
 def fastest(rates: Mapping[str, float | None]) -> str:
-    """Which of our own loaders to take, by pictures a second; None: it is not installed. Nothing where there is no
+    """Which of our own loaders to take, by images a second; None: it is not installed. Nothing where there is no
     choice among ``rates``, which may have others too."""
     own = {loader: rates[loader] for loader in get_args(OwnLoader) if loader in rates}
     ordered = sorted(((rate, loader) for loader, rate in own.items() if rate), reverse=True)

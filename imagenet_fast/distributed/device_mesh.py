@@ -21,7 +21,7 @@ class Layout:
     pipeline: dist.ProcessGroup
     """The same place of every stage, by stage."""
     data: dist.ProcessGroup
-    """The ranks that hold what this one does, and see other pictures."""
+    """The ranks that hold what this one does, and see other images."""
     tensor: dist.ProcessGroup
     """The ranks that hold the shards of one layer, by shard."""
     stage: dist.ProcessGroup | None

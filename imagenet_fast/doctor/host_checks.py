@@ -36,7 +36,7 @@ def examine(data: Path | None, out: Path, ranks: int, timeout: Timeout) -> list[
     """All that can be told without other ranks, of which this machine has ``ranks``; runs would lie in ``out``."""
     return [
         *_software(), *_processors(ranks), *_memory(), *_limits(Path("/sys/class/infiniband")), _disk(out),
-        *_pictures(data), *_time_limits(timeout, os.environ),
+        *_images(data), *_time_limits(timeout, os.environ),
     ]  # fmt: skip
 
 
@@ -205,8 +205,8 @@ def _disk(out: Path) -> Finding:
     return Finding("runs", "ok", said)
 
 
-def _pictures(data: Path | None) -> Iterator[Finding]:
-    """Whether there is something to train on; that takes a list of all validation pictures, which is then kept."""
+def _images(data: Path | None) -> Iterator[Finding]:
+    """Whether there is something to train on; that takes a list of all validation images, which is then kept."""
     if data is None:
         return
     try:
@@ -221,9 +221,9 @@ def _pictures(data: Path | None) -> Iterator[Finding]:
         if missing := [name for label, name in enumerate(val.classes) if label not in shown]:
             many = f"{len(missing)} of the {len(val.classes)} classes, the first {missing[0]!r}"
             fix = "copy them, too, or top-1 says nothing about these classes"
-            yield Finding("data", "warn", f"in {data} val has no pictures of {many}", fix)
+            yield Finding("data", "warn", f"in {data} val has no images of {many}", fix)
         else:
-            yield Finding("data", "ok", f"{data} has pictures of the same classes to train on and to validate")
+            yield Finding("data", "ok", f"{data} has images of the same classes to train on and to validate")
 
 
 def _time_limits(timeout: Timeout, environment: Mapping[str, str]) -> Iterator[Finding]:

@@ -23,38 +23,38 @@ _TURNS = 2
 
 
 def try_loaders(data: Path | None, ranks: int, seconds: float = 1.0) -> list[Finding]:
-    """What one of this machine's ``ranks`` gets from each in ``seconds``, of the pictures in ``data`` or of photos made
+    """What one of this machine's ``ranks`` gets from each in ``seconds``, of the images in ``data`` or of photos made
     for the occasion. Nothing where ``data`` cannot be read at all.
 
-    On a GPU that is pictures a second. Elsewhere it is pictures for a second of a processor's time, which they share
+    On a GPU that is images a second. Elsewhere it is images for a second of a processor's time, which they share
     with training, and which other programs do not change.
     """
     threads = max(1, usable_cores() // ranks)
     device, _ = prepare_device(0)
     loaders: list[OwnLoader] = ["folder", "dali"]
     there = [loader for loader in loaders if loader == "folder" or dali_loader.is_installed()]
-    with _pictures(data) as pictures:
-        if pictures is None:
+    with _images(data) as images:
+        if images is None:
             return []
-        batch = min(_BATCH, len(pictures))
+        batch = min(_BATCH, len(images))
         turns: dict[str, list[float]] = {loader: [] for loader in loaders}
         try:
             for turn in range(_TURNS):
                 for loader in there if turn % 2 == 0 else reversed(there):
-                    batches = training_batches(loader, pictures, _SIZE, batch, threads, device)
+                    batches = training_batches(loader, images, _SIZE, batch, threads, device)
                     by_clock, by_core = measure(batches, batch, seconds / _TURNS, device)
                     turns[loader].append(by_clock if device.type == "cuda" else by_core)
-        except (UserError, RuntimeError) as error:  # a bad picture, or a driver that DALI cannot do with
+        except (UserError, RuntimeError) as error:  # a bad image, or a driver that DALI cannot do with
             return [Finding("loaders", "warn", f"`train` would end with: {error}")]
     rates = {loader: fmean(rates) if rates else None for loader, rates in turns.items()}
     told = " and ".join(f"{loader} {rate:.0f}" for loader, rate in rates.items() if rate)
     per = f"second, in {threads} of its threads" if device.type == "cuda" else "second of a core"
-    said = f"{told} pictures a {per}, to {_SIZE} pixels; {fastest(rates)}"
+    said = f"{told} images a {per}, to {_SIZE} pixels; {fastest(rates)}"
     return [Finding("loaders", "ok", said)]
 
 
 @contextmanager
-def _pictures(data: Path | None) -> Iterator[Split | None]:
+def _images(data: Path | None) -> Iterator[Split | None]:
     """The training split in ``data``; None where there is none, as has been said already."""
     if data is not None:
         found = None

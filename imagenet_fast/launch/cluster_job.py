@@ -77,11 +77,11 @@ def plan_cluster_job(
 
 
 def check_data(recipe: Recipe, given: object | None, option: str) -> None:
-    """Raise UserError where ``option``, which says where the pictures lie, is missing or would not be read."""
+    """Raise UserError where ``option``, which says where the images lie, is missing or would not be read."""
     if isinstance(recipe.data, SyntheticData):
         if given is not None:
             raise UserError(
-                f"{option} {given} would not be read: data.loader is 'synthetic', which makes its own pictures; leave "
+                f"{option} {given} would not be read: data.loader is 'synthetic', which makes its own images; leave "
                 f"{option} out, or choose a recipe with another loader"
             )
     elif given is None and recipe.data.dataset != "digits":

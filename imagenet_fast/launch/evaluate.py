@@ -45,7 +45,7 @@ def evaluate_as_rank(evaluation: Evaluation, place: Place, patience_s: float, le
     """Join the others, waiting ``patience_s`` for them at most, and judge; rank 0 prints, and writes what it was asked
     to, and each leaves in ``left`` where it is.
 
-    Raises UserError where the ranks cannot meet, were told different things, or the weights or pictures do not fit.
+    Raises UserError where the ranks cannot meet, were told different things, or the weights or images do not fit.
     """
     number_node(place)
     end_on_signals()
@@ -63,19 +63,19 @@ def evaluate_as_rank(evaluation: Evaluation, place: Place, patience_s: float, le
 def judge(evaluation: Evaluation, world: World) -> Verdict:
     """Classify the whole validation set as training with the recipe does: its model, precision and batches."""
     recipe = evaluation.recipe
-    pictures = open_validation(
+    images = open_validation(
         recipe.data, evaluation.data, evaluation.batching, world.rank, world.cores, world.device, recipe.seed,
         forward_dtype(recipe.precision),
     )  # fmt: skip
-    weights = starting_weights(evaluation.weights, recipe.model, pictures.classes, world)
+    weights = starting_weights(evaluation.weights, recipe.model, images.classes, world)
     set_float32_math(recipe.precision)
-    model = initial_model(recipe, pictures.classes, world, weights)
+    model = initial_model(recipe, images.classes, world, weights)
     if recipe.compile and not recipe.ema_decay:  # a moving average is not compiled in training either
         compile_blocks(model)
     if weights is not None:
-        _doubt_classes(weights.source, weights.class_names, pictures.class_names)
+        _doubt_classes(weights.source, weights.class_names, images.class_names)
     begun = time.perf_counter()
-    accuracy = evaluate(model, pictures, autocast(recipe.precision, world.device), world)
+    accuracy = evaluate(model, images, autocast(recipe.precision, world.device), world)
     seconds = time.perf_counter() - begun
     return Verdict(
         weights.source if weights is not None else str(evaluation.weights), evaluation.name, recipe.model.kind,
@@ -88,7 +88,7 @@ def verdict_table(verdict: Verdict) -> Table:
     """One row, under the names of what it tells."""
     numbers = (f"{verdict.top1:.2f}", f"{verdict.top5:.2f}", str(verdict.images), f"{verdict.images_per_s:.0f}")
     row = (verdict.recipe, verdict.model, *numbers)
-    return compact_table(("recipe", "model"), ("top-1 %", "top-5 %", "pictures", "img/s"), [row])
+    return compact_table(("recipe", "model"), ("top-1 %", "top-5 %", "images", "img/s"), [row])
 
 
 def _write(verdict: Verdict, path: Path) -> None:

@@ -87,7 +87,7 @@ def _check_elastic(written: Recipe, nodes: range, ranks_each: int, scale: bool, 
 def _note(
     written: Recipe, recipe: Recipe, batching: Batching, root: Path | None, init_from: Path | None, fresh_head: bool
 ) -> str:
-    """What became of the recipe's batch, how many pictures are bad, and from which weights it starts."""
+    """What became of the recipe's batch, how many images are bad, and from which weights it starts."""
     note = explain(written, recipe, batching)
     if root is not None and (bad := quarantined(root)):
         note += f"; {len(bad)} files are left out, by {root / QUARANTINE}"
@@ -116,7 +116,7 @@ def run_to_resume(asked: str, folder: Path | None) -> Path:
 def recipe_to_train(
     named: str | None, run: Path | None, sync: str | None, overrides: Sequence[str], data: Path | None
 ) -> tuple[str, Recipe, Path | None]:
-    """The recipe's name, the recipe and where the pictures are: as given, or else as in the ``run`` to go on with.
+    """The recipe's name, the recipe and where the images are: as given, or else as in the ``run`` to go on with.
 
     Raises UserError.
     """
@@ -174,14 +174,14 @@ def recipe_of(weights: Path, named: str | None, overrides: Sequence[str] = ()) -
 
 
 def _find_data(data: Data, given: Path | None, check: Callable[[Path], None]) -> Path | None:
-    """Where the pictures lie, after a ``check``; None for those that are made up."""
+    """Where the images lie, after a ``check``; None for those that are made up."""
     if not isinstance(data, SyntheticData):
         root = locate(data.dataset, given).absolute()
         check(root)
         return root
     if given is not None:
         raise UserError(
-            f"--data {given} would not be read: data.loader is 'synthetic', which makes its own pictures; "
+            f"--data {given} would not be read: data.loader is 'synthetic', which makes its own images; "
             "leave --data out, or choose a recipe with another loader"
         )
     return None

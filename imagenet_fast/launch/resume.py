@@ -74,7 +74,7 @@ class Resumption:
                 "begin another run with --init-from"
             )
 
-    def check_pictures(self, images: int) -> None:
+    def check_images(self, images: int) -> None:
         """Raise UserError where the training set has another number of them by now."""
         if (before := self.shared["images"]) != images:
             raise UserError(

@@ -144,7 +144,7 @@ def _restarted(job: Job) -> Job:
 
 
 def _open_data(job: Job, world: World, resumption: Resumption | None) -> Dataset:
-    """At the step that comes next. Raises UserError, too, where the pictures are not those gone on with."""
+    """At the step that comes next. Raises UserError, too, where the images are not those gone on with."""
     begin = 0 if resumption is None else resumption.step
     dataset = open_dataset(
         job.recipe.data, job.data, job.batching, world.rank, world.cores, world.device, job.recipe.seed,
@@ -152,7 +152,7 @@ def _open_data(job: Job, world: World, resumption: Resumption | None) -> Dataset
     )  # fmt: skip
     if resumption is not None:
         resumption.check_contents(dataset, job.recipe.model)
-        resumption.check_pictures(dataset.train_order.images)
+        resumption.check_images(dataset.train_order.images)
         resumption.check_length(job.recipe.epochs, dataset.train_order.steps_per_epoch)
     return dataset
 
@@ -220,13 +220,13 @@ def keeping(job: Job, world: World, images: int, signals: Signals, is_new: bool)
 
 
 def _advice(job: Job, outcome: Outcome, world: World) -> list[str]:
-    """What rank 0 says of a run that waited for its pictures, unless there is worse to be said."""
+    """What rank 0 says of a run that waited for its images, unless there is worse to be said."""
     data = job.recipe.data
     if not world.leads or outcome.status == "failed" or not outcome.is_starved:
         return []
     if not isinstance(data, ImageData) or job.data is None:
         return []
-    with suppress(UserError, OSError):  # of pictures that are gone since
+    with suppress(UserError, OSError):  # of images that are gone since
         return advice(outcome.data_wait_pct or 0.0, supply_of(data, job.data, world.cores, world.device))
     return []
 

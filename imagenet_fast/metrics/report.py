@@ -1,4 +1,4 @@
-"""Past runs compared: a table and a picture, from what they recorded and nothing else (no torch needed)."""
+"""Past runs compared: a table and an image, from what they recorded and nothing else (no torch needed)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.table import Table
 
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.jsonl import read_events
-from imagenet_fast.metrics.pictures import new_figure
+from imagenet_fast.metrics.plots import new_figure
 from imagenet_fast.metrics.run_result import Outcome, read_outcome
 from imagenet_fast.metrics.tables import NOTHING, compact_table, number
 

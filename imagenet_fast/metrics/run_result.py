@@ -24,7 +24,7 @@ NOTHING_LOST = f"{STOPPED_WORDS}, and nothing is lost; the same command with --r
 """The message of a run that was stopped before it had trained anything that was not saved."""
 
 _BEARABLE_PCT = 5.0
-"""Of training. A run that waits longer for its pictures says so."""
+"""Of training. A run that waits longer for its images says so."""
 
 Status = Literal["reached", "finished", "preempted", "failed", "interrupted"]
 
@@ -57,14 +57,14 @@ class Outcome:
     wrong_from: int | None = None
     """The first step whose loss was not finite, where that has ended the run."""
     data_wait_pct: float | None = None
-    """The share of training in which a device stood still for its pictures, by the rank that did so longest from one
+    """The share of training in which a device stood still for its images, by the rank that did so longest from one
     log line to the next. Each process's first step, evaluations and steps behind the last log line are left out."""
     data_wait_of_s: float = 0.0
     """What that is a share of."""
 
     @property
     def is_starved(self) -> bool:
-        """Whether it has waited for its pictures for too long."""
+        """Whether it has waited for its images for too long."""
         return (self.data_wait_pct or 0.0) > _BEARABLE_PCT
 
     @classmethod

@@ -23,9 +23,9 @@ ABOUT = "imagenet_fast.json"
 
 
 def export_program(network: nn.Module, image_size: int, path: Path, about: Mapping[str, Any]) -> None:
-    """Write ``network``, for evaluation and any number of pictures [n, 3, S, S] in fp32, as ``path``, a .pt2.
+    """Write ``network``, for evaluation and any number of images [n, 3, S, S] in fp32, as ``path``, a .pt2.
 
-    What was written is read again, and must give the network's logits for random pictures before it gets its name.
+    What was written is read again, and must give the network's logits for random images before it gets its name.
     Raises UserError where it does not.
     """
     network.eval()
@@ -38,9 +38,9 @@ def export_program(network: nn.Module, image_size: int, path: Path, about: Mappi
         partial.write_bytes(archive.getbuffer())
         with partial.open("rb") as opened:
             written = torch.export.load(opened).module()
-        for pictures in (torch.randn(n, 3, image_size, image_size) for n in (1, 3)):
+        for images in (torch.randn(n, 3, image_size, image_size) for n in (1, 3)):
             with torch.inference_mode():
-                ours, theirs = network(pictures), written(pictures)
+                ours, theirs = network(images), written(images)
             if not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4 * float(ours.abs().max())):
                 raise UserError(f"{path} would not give the model's results, so it is not kept; --format safetensors")
         partial.replace(path)

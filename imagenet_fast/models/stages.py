@@ -45,7 +45,7 @@ class Stage:
     """Its place in the pipeline."""
     layers: Piece
     arriving: Crossing | None
-    """None: pictures."""
+    """None: images."""
     leaving: Crossing
 
     def __call__(self, values: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class Stage:
 class Part(nn.Module):
     """The stages of one rank, ``count`` of all ranks together. Its state dict is a part of the whole network's.
 
-    ``forward`` takes what arrives at one of them, by its number here: pictures [n, 3, S, S] at the network's first
+    ``forward`` takes what arrives at one of them, by its number here: images [n, 3, S, S] at the network's first
     stage, logits [n, classes] leave its last.
     """
 
@@ -153,7 +153,7 @@ def _rehearse(model: nn.Module, pieces: Sequence[Piece], images: Tensor) -> tupl
 def _refuse_single_values(norm: nn.Module, inputs: tuple[Tensor]) -> None:
     if inputs[0].numel() == inputs[0].size(1):
         raise UserError(
-            "in micro-batches of one picture so small a batch norm has a single value of each channel, and nothing to "
+            "in micro-batches of one image so small a batch norm has a single value of each channel, and nothing to "
             "normalise by; take fewer micro-batches, or a larger batch"
         )
 

@@ -89,7 +89,7 @@ def write_weights(tensors: Mapping[str, Tensor], path: Path, about: Mapping[str,
 
 
 def describe(name: str, recipe: Recipe, class_names: Sequence[str]) -> dict[str, Any]:
-    """What one needs to know of weights to use them: their model, and how pictures are prepared for it.
+    """What one needs to know of weights to use them: their model, and how images are prepared for it.
 
     ``name`` is the recipe's. Without names of classes nothing is said of them.
     """

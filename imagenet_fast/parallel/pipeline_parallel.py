@@ -37,7 +37,7 @@ class Pipeline:
 
     ``sync`` averages the part's gradients with those of its replicas: they leave during the last micro-batch's
     backward, unless a ``no_sync`` of the caller's says otherwise; None: there are no replicas. Forward and
-    ``criterion``, a mean over pictures, run under ``cast``. Running statistics of batch norms move once a batch, as in
+    ``criterion``, a mean over images, run under ``cast``. Running statistics of batch norms move once a batch, as in
     accumulation (:mod:`imagenet_fast.models.batchnorm_stats`). Raises UserError where schedule, micro-batches and
     engine do not go together.
     """
@@ -80,10 +80,10 @@ class Pipeline:
         Returns the mean loss, on every rank. What is differentiated is what ``scale`` makes of it. Raises UserError
         where the batch is not of the size that the network was cut for.
         """
-        pictures = self._micro_batches * len(self._part.images)
-        if len(images) != pictures or len(labels) != pictures:
+        source = self._micro_batches * len(self._part.images)
+        if len(images) != source or len(labels) != source:
             raise UserError(
-                f"a batch of {len(images)} pictures is not the {pictures} of {self._micro_batches} equal micro-batches "
+                f"a batch of {len(images)} images is not the {images} of {self._micro_batches} equal micro-batches "
                 "that the pipeline's ranks have agreed on; give it full batches"
             )
         self._scale = scale

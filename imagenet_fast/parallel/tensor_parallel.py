@@ -1,14 +1,14 @@
 """Tensor parallelism of AlexNet's two large layers, which hold nine tenths of its weights.
 
 "One weird trick" (Krizhevsky, arXiv 1404.5997): convolutions are data-parallel, and the ranks of a tensor group, each
-with pictures of its own, compute fully connected layers together for the pictures of all. The first such layer is cut
+with images of its own, compute fully connected layers together for the images of all. The first such layer is cut
 by outputs and the second by inputs (as in Megatron-LM, arXiv 1909.08053), so nothing travels between them; what comes
-out of the second is summed up, and goes back to the rank whose pictures it is of. The last layer is data-parallel
-again. So two activations of every picture travel, forth and back, in place of the gradients of the large layers.
+out of the second is summed up, and goes back to the rank whose images it is of. The last layer is data-parallel
+again. So two activations of every image travel, forth and back, in place of the gradients of the large layers.
 
-A rank's loss is the mean over its own pictures, and a pool takes the plain mean of its ranks' gradients. A shard's
+A rank's loss is the mean over its own images, and a pool takes the plain mean of its ranks' gradients. A shard's
 gradient is of the losses of all G ranks of its group, so it is divided by G, where gradients enter the sharded layers;
-where they leave these, for features of one rank's pictures, they are multiplied by G again.
+where they leave these, for features of one rank's images, they are multiplied by G again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from imagenet_fast.sync.comm_stream import all_gather_single
 class TensorGroup:
     """The ranks that hold the shards of a model's layers, and what they tell each other.
 
-    They must do so in one order, with as many pictures each. What ``activations`` cost is counted and timed.
+    They must do so in one order, with as many images each. What ``activations`` cost is counted and timed.
     """
 
     def __init__(self, group: dist.ProcessGroup, activations: Activations) -> None:
@@ -43,7 +43,7 @@ class TensorGroup:
         return self
 
     def gather(self, own: Tensor) -> Tensor:
-        """From [pictures, units] of each rank [G pictures, units], by rank."""
+        """From [images, units] of each rank [G images, units], by rank."""
         own = own.contiguous()
         whole = own.new_empty(self.size * len(own), *own.shape[1:])
         with self._activations.waited_for((self.size - 1) * own.nbytes):
@@ -51,7 +51,7 @@ class TensorGroup:
         return whole
 
     def scatter(self, parts: Tensor) -> Tensor:
-        """From [G pictures, units] of each rank their sum, of which each rank has its own pictures' [pictures, units].
+        """From [G images, units] of each rank their sum, of which each rank has its own images' [images, units].
 
         Added in fp32 at least and rounded once. gloo's own reduce-scatter would send twice as much.
         """
@@ -75,7 +75,7 @@ class TensorGroup:
 
 
 class Shard(nn.Linear):
-    """This rank's part of a fully connected layer, for the pictures of the group."""
+    """This rank's part of a fully connected layer, for the images of the group."""
 
     dim: int
     """The axis of the weight along which the layer is cut: of outputs, and then the bias is cut too, or of inputs."""
@@ -101,7 +101,7 @@ class Shard(nn.Linear):
 
 
 class ColumnParallel(Shard):
-    """Some outputs of a layer: [pictures, in] to [G pictures, out / G]."""
+    """Some outputs of a layer: [images, in] to [G images, out / G]."""
 
     dim = 0
 
@@ -113,7 +113,7 @@ class ColumnParallel(Shard):
 
 
 class RowParallel(Shard):
-    """A layer of which each rank has some inputs: [G pictures, in / G] to [pictures, out]."""
+    """A layer of which each rank has some inputs: [G images, in / G] to [images, out]."""
 
     dim = 1
 
@@ -125,7 +125,7 @@ class RowParallel(Shard):
 def shard(model: nn.Module, group: TensorGroup) -> None:
     """Leave of an AlexNet's first two fully connected layers only this rank's shard, in place, under the same names.
 
-    All ranks hold the same model at first. Dropout before these layers drops features of a rank's own pictures, between
+    All ranks hold the same model at first. Dropout before these layers drops features of a rank's own images, between
     them units of its own shard: as ever, if the ranks' random numbers differ. Raises ValueError where ``model`` has no
     such layers, or they do not divide over the ranks.
     """

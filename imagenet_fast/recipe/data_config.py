@@ -1,4 +1,4 @@
-"""The pictures a recipe can name: where they come from, how they are read, and what is done to them in training."""
+"""The images a recipe can name: where they come from, how they are read, and what is done to them in training."""
 
 from __future__ import annotations
 
@@ -10,59 +10,59 @@ from imagenet_fast.recipe.base import Table
 
 
 class DaliDecoding(Table):
-    """How DALI decodes on a GPU; on a CPU nothing of it is read. Its cache of decoded pictures is not here: it goes by
-    the names of files, which DALI is not told, and keeps pictures whole."""
+    """How DALI decodes on a GPU; on a CPU nothing of it is read. Its cache of decoded images is not here: it goes by
+    the names of files, which DALI is not told, and keeps images whole."""
 
     hw_decoder_load: Annotated[float, Field(ge=0, le=1)] = 0.65
     """The share of JPEGs that goes to the GPU's own decoder, where it has one."""
     device_padding_mb: NonNegativeInt = 16
-    """Memory on the GPU that nvJPEG reserves for a thread, so that a larger picture does not stop the others."""
+    """Memory on the GPU that nvJPEG reserves for a thread, so that a larger image does not stop the others."""
     host_padding_mb: NonNegativeInt = 8
     """The same in pinned memory of the host, twice a thread."""
     preallocate_width: NonNegativeInt = 0
-    """Of the largest picture that the GPU's own decoder has memory for at once; 0: it finds out."""
+    """Of the largest image that the GPU's own decoder has memory for at once; 0: it finds out."""
     preallocate_height: NonNegativeInt = 0
 
 
 class ImageData(Table):
-    """Pictures on disk, in folders ``train/<class>/*`` and ``val/<class>/*`` or in shards."""
+    """Images on disk, in folders ``train/<class>/*`` and ``val/<class>/*`` or in shards."""
 
     dataset: Literal["imagenet", "cifar10", "digits"]
-    """Where the pictures come from when no ``--data`` is given."""
+    """Where the images come from when no ``--data`` is given."""
     loader: Literal["dali", "folder"]
     image_size: PositiveInt
     resize: PositiveInt
     """Validation: the shorter side, before the centre crop of ``image_size``."""
     sizes: tuple[tuple[PositiveInt, PositiveInt], ...] = ()
-    """Of training pictures, as [[1, 128], [6, 192]]: from epoch 1 on they are 128 pixels wide, from epoch 6 on 192;
+    """Of training images, as [[1, 128], [6, 192]]: from epoch 1 on they are 128 pixels wide, from epoch 6 on 192;
     before the first of these ``image_size``."""
     eval_size: NonNegativeInt = 0
-    """Of validation pictures; 0: ``image_size``."""
+    """Of validation images; 0: ``image_size``."""
     augment: bool = True
     """Random crop and flip in training; off, training images are treated as validation images are."""
     crop: Literal["resized", "window"] = "resized"
     """``resized``: windows of ``crop_area`` and of several aspect ratios; ``window``: AlexNet's own, square ones of
-    ``image_size`` from the middle of a picture whose shorter side is ``resize``."""
+    ``image_size`` from the middle of an image whose shorter side is ``resize``."""
     crop_area: tuple[PositiveFloat, PositiveFloat] = (0.08, 1.0)
     """Smallest and largest share of the area that a random crop covers."""
     flip: bool = True
     mixup: NonNegativeFloat = 0.0
-    """Training pictures are laid over one another, by shares from a Beta distribution of this alpha; 0: never."""
+    """Training images are laid over one another, by shares from a Beta distribution of this alpha; 0: never."""
     cutmix: NonNegativeFloat = 0.0
-    """A window of another picture is set into each, of a share from such a distribution; with ``mixup`` too, each
+    """A window of another image is set into each, of a share from such a distribution; with ``mixup`` too, each
     micro-batch is mixed in one way or the other."""
     workers: NonNegativeInt = 0
     """Decoding threads a rank, but no more than the cores that it may use; 0: as many as these."""
     prefetch: PositiveInt = 2
     """Batches that are read ahead of the one that is trained on."""
     on_bad_image: Literal["fail", "skip"] = "fail"
-    """What becomes of a picture that cannot be decoded: the run ends and names it, or it is named and another stands in
+    """What becomes of an image that cannot be decoded: the run ends and names it, or it is named and another stands in
     for it in training, while in an evaluation it counts as wrong."""
     cache: str = ""
-    """A directory on a disk of each node, for decoded pictures of which later epochs, and later runs, make their crops.
+    """A directory on a disk of each node, for decoded images of which later epochs, and later runs, make their crops.
     Empty: none."""
     cache_side: NonNegativeInt = Field(default_factory=lambda given: 256 if given.get("cache") else 0)
-    """Pictures with a longer shorter side are shrunk to it before anything else, cached or not, so that a run may go on
+    """Images with a longer shorter side are shrunk to it before anything else, cached or not, so that a run may go on
     where there is no cache. 0: they are not."""
     dali: DaliDecoding = DaliDecoding()
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
@@ -70,7 +70,7 @@ class ImageData(Table):
 
     @property
     def evaluated_size(self) -> int:
-        """In pixels, of each side of a validation picture as a network sees it."""
+        """In pixels, of each side of a validation image as a network sees it."""
         return self.eval_size or self.image_size
 
     @model_validator(mode="after")
@@ -89,19 +89,19 @@ class ImageData(Table):
     def _cache_serves(self) -> ImageData:
         if (self.cache or self.cache_side) and self.loader != "folder":
             raise ValueError(
-                "cache and cache_side are for pixels, and dali takes encoded pictures; --set data.loader=folder, or "
+                "cache and cache_side are for pixels, and dali takes encoded images; --set data.loader=folder, or "
                 "leave them out"
             )
         if 0 < self.cache_side < self.resize:
             raise ValueError(
-                f"cache_side ({self.cache_side}) must be at least resize ({self.resize}), or 0 for whole pictures; "
+                f"cache_side ({self.cache_side}) must be at least resize ({self.resize}), or 0 for whole images; "
                 f"--set data.cache_side={self.resize}"
             )
         return self
 
 
 class SyntheticData(Table):
-    """Random pictures made once, to take storage and decoding out of a measurement. Their bytes are uniform."""
+    """Random images made once, to take storage and decoding out of a measurement. Their bytes are uniform."""
 
     mean: ClassVar[tuple[float, float, float]] = (0.5, 0.5, 0.5)
     std: ClassVar[tuple[float, float, float]] = (0.28981, 0.28981, 0.28981)

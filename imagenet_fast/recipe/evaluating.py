@@ -14,7 +14,7 @@ from imagenet_fast.recipe.schema import Recipe
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Of the recipe the model, the pictures and the precision matter."""
+    """Of the recipe the model, the images and the precision matter."""
 
     name: str
     """The recipe's."""

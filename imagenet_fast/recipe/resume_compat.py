@@ -18,7 +18,7 @@ MAY_CHANGE = (
     "data.workers", "data.prefetch", "data.dali", "data.on_bad_image", "data.cache", "parallel", "checkpoint",
     "timeout", "numa_binding",
 )  # fmt: skip
-"""How long it trains, how it is watched, what it is spread over, and whether a bad picture ends it. The rate follows
+"""How long it trains, how it is watched, what it is spread over, and whether a bad image ends it. The rate follows
 the epochs."""
 
 

@@ -149,7 +149,7 @@ class Parallel(Table):
 
     tensor: PositiveInt = 1
     """Ranks that hold AlexNet's large layers together, and exchange activations instead of those layers' gradients
-    (Krizhevsky's "one weird trick", arXiv 1404.5997). That is fewer bytes while those ranks see less than 4096 pictures
+    (Krizhevsky's "one weird trick", arXiv 1404.5997). That is fewer bytes while those ranks see less than 4096 images
     a step; but activations are waited for, and gradients may travel meanwhile."""
     pipeline: PositiveInt = 1
     """Stages, one after another, into which the model is cut; each has ranks of its own."""
@@ -323,7 +323,7 @@ class Recipe(Table):
             return
         asked = self.parallel.as_written
         if self.parallel.pipeline > 1 and self.data.sizes:
-            raise ValueError(f"{asked} sends activations of one size, so pictures cannot grow (data.sizes)")
+            raise ValueError(f"{asked} sends activations of one size, so images cannot grow (data.sizes)")
         if self.compile:
             raise ValueError(f"{asked} sends activations amid what would be compiled as one piece (compile true)")
         if not self.sync.ours:

@@ -15,7 +15,7 @@ from imagenet_fast.training.checkpoint_manager import Keeper
 from imagenet_fast.training.nonfinite_trace import is_finite, watching
 from imagenet_fast.training.train_step import TrainingStep
 
-Place = Literal["watched", "pictures", "weights", "layer", "loss", "elsewhere"]
+Place = Literal["watched", "images", "weights", "layer", "loss", "elsewhere"]
 """Where there is something that is not finite. Best is what was seen in the step itself; else it is, from what is read
 to what comes of it, in weights, in what a layer makes of finite values, in the loss of a finite output. ``elsewhere``:
 this rank's part of the network shows nothing."""
@@ -43,7 +43,7 @@ def examine(take_step: TrainingStep) -> Finding:
         first, when = _tell(take_step.suspect, names), f"in step {take_step.watched}"
         return Finding(streak, "watched", f"{when} {first} was the first layer that made of finite values others")
     if not is_finite(images):
-        return Finding(streak, "pictures", "the pictures are not finite")
+        return Finding(streak, "images", "the images are not finite")
     params: dict[nn.Parameter, nn.Module] = {}
     for layer in (*watch.called, *names):
         for param in layer.parameters(recurse=False):
@@ -75,7 +75,7 @@ def explain(take_step: TrainingStep, keep: Keeper, world: World) -> str:
     found = min(findings, key=lambda one: (one.place == "elsewhere", -one.streak, order(one.place)))
     last_good = state.step - found.streak  # or the step whose update has spoilt the weights: its own loss was finite
     state.outcome.wrong_from = wrong_from = last_good + 1
-    is_read = found.place == "pictures"
+    is_read = found.place == "images"
     saved = keep.set_aside(state.step + 1 if is_read else last_good)
     if found.streak:
         steps = "1 step" if found.streak == 1 else f"{found.streak} steps"
@@ -83,7 +83,7 @@ def explain(take_step: TrainingStep, keep: Keeper, world: World) -> str:
     else:
         sentence = f"step {last_good} has left weights that are not finite"
     remedy = (
-        "see to data.mean, data.std and the pictures" if is_read else
+        "see to data.mean, data.std and the images" if is_read else
         "lower optim.lr or lengthen schedule.warmup_epochs, and begin another run"
     )  # fmt: skip
     kept = "no checkpoint had been written"

@@ -21,7 +21,7 @@ def autocast(precision: schema.Precision, device: torch.device) -> torch.autocas
 
 
 def forward_dtype(precision: schema.Precision) -> torch.dtype:
-    """In which layers compute, and pictures are given to the first of them."""
+    """In which layers compute, and images are given to the first of them."""
     match precision:
         case schema.Full() | schema.TensorFloat():
             return torch.float32

@@ -26,7 +26,7 @@ from imagenet_fast.training.precision import LossScale
 @dataclass
 class TrainState:
     """What later steps depend on. Chance is no part of it: it follows from the step (`data/rng.py`,
-    `training/seeding.py`), as do the epoch and the pictures."""
+    `training/seeding.py`), as do the epoch and the images."""
 
     model: nn.Module
     """What this rank trains of it."""

@@ -102,7 +102,7 @@ class TrainingStep:
             self.suspect = watch.first
 
     def repeat(self) -> tuple[Tensor, Tensor] | None:
-        """Forward and backward of the last micro-batch once more, which changes no weight: its pictures and its loss,
+        """Forward and backward of the last micro-batch once more, which changes no weight: its images and its loss,
         if there was one. Every rank must ask."""
         self.state.settle()
         if self._last is None:

@@ -25,7 +25,7 @@ from imagenet_fast.bench.collectives import (
 from imagenet_fast.bench.netns import inhabit, parse_rate, shaped_network
 from imagenet_fast.cost_model.units import size_text
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.pictures import new_figure
+from imagenet_fast.metrics.plots import new_figure
 from tests.e2e.command import COMMAND, environment, imagenet_fast, in_process, wait_for
 
 

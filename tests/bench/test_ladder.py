@@ -28,7 +28,7 @@ def ladder(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], str, P
 
 
 def test_every_step_is_told_beside_the_one_it_is_added_to(ladder: tuple[list[dict], str, Path]):
-    rungs, printed, picture = ladder
+    rungs, printed, image = ladder
     seconds = [rung["time"]["step_s"] for rung in rungs]
     assert rungs[0]["gain"] is None
     for rung, below in zip(range(1, 8), (0, 1, 2, 3, 4, 4, 6), strict=True):
@@ -36,7 +36,7 @@ def test_every_step_is_told_beside_the_one_it_is_added_to(ladder: tuple[list[dic
     assert [rung["in_all"] for rung in rungs] == pytest.approx([seconds[0] / s for s in seconds])
     assert all(rung["step"] in printed for rung in rungs)
     assert all(len(line) <= 80 for line in printed.splitlines()), printed
-    assert picture.stat().st_size > 10_000
+    assert image.stat().st_size > 10_000
 
 
 def test_each_step_is_what_it_says(ladder: tuple[list[dict], str, Path]):

@@ -68,7 +68,7 @@ def test_a_recipe_is_laid_out_as_named_whatever_layout_it_has_itself(tmp_path: P
     assert laid("pp4", path=staged).parallel == Parallel(pipeline=4, micro_batches=8, schedule="gpipe")
 
 
-def test_a_pipeline_that_is_told_no_number_cuts_its_pictures_evenly_into_four_or_as_many_as_stages():
+def test_a_pipeline_that_is_told_no_number_cuts_its_images_evenly_into_four_or_as_many_as_stages():
     for stages, data, schedule in product((2, 3, 4, 5, 8), (1, 2, 3), ("gpipe", "1f1b", "interleaved")):
         ranks = stages * data
         asked = (f"ranks={ranks}", f"global_batch={120 * ranks}", f"parallel.schedule={schedule}")

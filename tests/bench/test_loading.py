@@ -51,8 +51,8 @@ def test_every_loader_is_timed_in_one_run_and_drawn(
         assert 0 < rate["slowest"] <= rate["images_per_s"] <= rate["fastest"]
         assert rate["images_per_core_s"] > 0
         assert (rate["batch"], rate["workers"], rate["image_size"]) == (2, 1, 32)
-    with Image.open(tmp_path / "rates.png") as picture:
-        assert picture.width > 300
+    with Image.open(tmp_path / "rates.png") as image:
+        assert image.width > 300
     printed = capsys.readouterr().out
     assert "torchvision-io" in printed
     assert "fastest here: " in printed
@@ -70,4 +70,4 @@ def test_loaders_are_chosen_by_name(refusal: Callable[..., str], tmp_path: Path)
     assert "--loaders dali,disk" in refusal("bench", "data", "--loaders", "dali,disk")
     make_photos(tmp_path, 2)
     small = ("--data", str(tmp_path), "--batch", "9", "--loaders", "folder")
-    assert "holds 2 pictures, fewer than a batch; --batch 2" in refusal("bench", "data", *small)
+    assert "holds 2 images, fewer than a batch; --batch 2" in refusal("bench", "data", *small)

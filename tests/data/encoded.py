@@ -1,4 +1,4 @@
-"""Encoded pictures of every kind that lies in real folders, and what is no picture."""
+"""Encoded images of every kind that lies in real folders, and what is no image."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _RANDOM = np.random.default_rng(1)
 BLOBS = Image.fromarray(_RANDOM.integers(0, 256, (6, 6, 3), dtype=np.uint8)).resize((120, 80), Image.Resampling.BICUBIC)
 
 
-def encoded(picture: Image.Image, kind: str, **options: Any) -> bytes:
+def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
     buffer = io.BytesIO()
-    picture.save(buffer, kind, **options)
+    image.save(buffer, kind, **options)
     return buffer.getvalue()
 
 
@@ -28,9 +28,9 @@ def _turned() -> Image.Exif:
 
 
 def _transparent() -> Image.Image:
-    picture = BLOBS.convert("RGBA")
-    picture.putalpha(Image.linear_gradient("L").resize(BLOBS.size))
-    return picture
+    image = BLOBS.convert("RGBA")
+    image.putalpha(Image.linear_gradient("L").resize(BLOBS.size))
+    return image
 
 
 def deep_png(channels: int) -> bytes:
@@ -63,7 +63,7 @@ def _annotated() -> bytes:
 JPEG = encoded(BLOBS, "JPEG", quality=95)
 PNG = encoded(BLOBS, "PNG")
 
-PICTURES = {
+IMAGES = {
     "jpeg": JPEG,
     "coarse": encoded(BLOBS, "JPEG", quality=40, subsampling=2),
     "odd sides": encoded(BLOBS.resize((37, 53)), "JPEG", subsampling=2),
@@ -115,7 +115,7 @@ NOT_PILS = {
     "a wrong sum of a title": wrong_sum(_annotated(), b"tEXt"),
     "a wrong sum of a density": wrong_sum(_annotated(), b"pHYs"),
 }
-"""Pictures that loaders read though PIL does not."""
+"""Images that loaders read though PIL does not."""
 
 BAD = {
     "empty": b"",

@@ -1,4 +1,4 @@
-"""Windows and flips: torchvision's distributions, as functions of (seed, epoch, picture)."""
+"""Windows and flips: torchvision's distributions, as functions of (seed, epoch, image)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WHOLE = (0.08, 1.0)
 
 
 def windows(height: int, width: int, area: tuple[float, float], count: int = DRAWS, **names: int) -> np.ndarray:
-    """Of as many pictures of one size: [count, 4]."""
+    """Of as many images of one size: [count, 4]."""
     augmentation = Augmentation(names.get("seed", 1), area, flip=True)
     numbers, _ = augmentation.draw(MicroBatch(names.get("epoch", 0), np.arange(count)))
     return np.array([augmentation.window(height, width, drawn) for drawn in numbers.tolist()])
@@ -25,8 +25,8 @@ def windows(height: int, width: int, area: tuple[float, float], count: int = DRA
 
 def torchvisions(height: int, width: int, area: tuple[float, float], count: int = DRAWS) -> np.ndarray:
     torch.manual_seed(0)
-    picture = torch.empty(1, height, width)
-    return np.array([RandomResizedCrop.get_params(picture, list(area), [3 / 4, 4 / 3]) for _ in range(count)])
+    image = torch.empty(1, height, width)
+    return np.array([RandomResizedCrop.get_params(image, list(area), [3 / 4, 4 / 3]) for _ in range(count)])
 
 
 def distance(one: np.ndarray, other: np.ndarray) -> float:
@@ -62,7 +62,7 @@ def test_where_no_attempt_fits_it_is_torchvisions_central_window(size: tuple[int
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 2), (2, 1), (5, 4), (1, 3000), (65500, 3), (4, 4)])
 @pytest.mark.parametrize("area", [WHOLE, (1.0, 1.0), (0.001, 0.002)])
-def test_every_window_lies_within_its_picture(size: tuple[int, int], area: tuple[float, float]):
+def test_every_window_lies_within_its_image(size: tuple[int, int], area: tuple[float, float]):
     corner, extent = np.split(windows(*size, area, count=300), 2, axis=1)
     assert (corner >= 0).all()
     assert (extent > 0).all()
@@ -75,7 +75,7 @@ def test_a_window_reaches_every_edge():
     assert (corner + extent).max(axis=0).tolist() == [12, 12]
 
 
-def test_the_largest_of_numbers_stays_within_the_picture():
+def test_the_largest_of_numbers_stays_within_the_image():
     augmentation = Augmentation(1, (0.1, 0.2), flip=True)
     last = 1 - 2.0**-53
     window = augmentation.window(65535, 65535, [last] * 22)
@@ -85,7 +85,7 @@ def test_the_largest_of_numbers_stays_within_the_picture():
 
 
 @pytest.mark.parametrize("names", [{"epoch": 1}, {"seed": 2}])
-def test_another_epoch_or_seed_is_another_window_of_the_same_picture(names: dict[str, int]):
+def test_another_epoch_or_seed_is_another_window_of_the_same_image(names: dict[str, int]):
     first, other = windows(375, 500, WHOLE), windows(375, 500, WHOLE, **names)
     areas = [np.log(w[:, 2] * w[:, 3]) for w in (first, other)]
     for one, another in ((first[:, 0], other[:, 0]), (first[:, 1], other[:, 1]), areas):
@@ -93,7 +93,7 @@ def test_another_epoch_or_seed_is_another_window_of_the_same_picture(names: dict
     assert (first == other).all(axis=1).mean() < 0.01
 
 
-def test_half_of_all_pictures_are_mirrored_each_in_half_of_all_epochs_if_any():
+def test_half_of_all_images_are_mirrored_each_in_half_of_all_epochs_if_any():
     mirrored = Augmentation(1, WHOLE, flip=True)
     flips = np.array([mirrored.draw(MicroBatch(epoch, np.arange(DRAWS)))[1] for epoch in range(40)])
     assert abs(flips.mean() - 0.5) < 4 * 0.5 / math.sqrt(flips.size)

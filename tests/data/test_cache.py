@@ -1,4 +1,4 @@
-"""A cache of decoded pictures: the same pixels, filled once, by however many, and believed only where it is right."""
+"""A cache of decoded images: the same pixels, filled once, by however many, and believed only where it is right."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from imagenet_fast.cli import main
 from imagenet_fast.data import decoded_cache as caches
-from imagenet_fast.data.decode import BadPictureError, decode
+from imagenet_fast.data.decode import ImageDecodeError, decode
 from imagenet_fast.data.decoded_cache import Cache, open_cache
 from imagenet_fast.data.fill_cache import fill, fill_caches
 from imagenet_fast.data.format_detection import Format
@@ -43,11 +43,11 @@ from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.resume_compat import differences, digest
 from imagenet_fast.recipe.schema import Recipe
 from tests.conftest import tables
-from tests.data.encoded import BAD, PICTURES
+from tests.data.encoded import BAD, IMAGES
 
 CPU = torch.device("cpu")
 FORKED = multiprocessing.get_context("forkserver")
-SIDE = 60  # of pictures of 70 to 140 pixels
+SIDE = 60  # of images of 70 to 140 pixels
 
 
 def recipe(**changes: object) -> Recipe:
@@ -62,7 +62,7 @@ def data(**changes: object) -> ImageData:
 
 
 def epochs(root: Path, cache: Path | None, ranks: int = 1, **changes: object) -> list[list[Tensor]]:
-    """Three epochs of 3 steps of 12 pictures, each rank's batches in turn, and an evaluation."""
+    """Three epochs of 3 steps of 12 images, each rank's batches in turn, and an evaluation."""
     settings = data(**{"cache": "" if cache is None else str(cache), "cache_side": SIDE, **changes})
     batching = Batching(ranks, 2, 6 // ranks)
     opened = [open_dataset(settings, root, batching, rank, 2, CPU, seed=1) for rank in range(ranks)]
@@ -79,37 +79,37 @@ def same(ours: list[list[Tensor]], theirs: list[list[Tensor]]) -> bool:
     )
 
 
-def filled(folder: Path, pictures: ImageFolder, side: int = SIDE) -> Cache:
-    cache = open_cache(folder, "train", pictures, side)
-    assert sum(fill(cache, 2)) == len(pictures)
+def filled(folder: Path, images: ImageFolder, side: int = SIDE) -> Cache:
+    cache = open_cache(folder, "train", images, side)
+    assert sum(fill(cache, 2)) == len(images)
     return cache
 
 
-def opened_after_the_end(folder: Path, pictures: ImageFolder, side: int = SIDE) -> Cache:
+def opened_after_the_end(folder: Path, images: ImageFolder, side: int = SIDE) -> Cache:
     """Once nobody has it any more."""
     gc.collect()
-    return open_cache(folder, "train", pictures, side)
+    return open_cache(folder, "train", images, side)
 
 
-def expected(pictures: ImageFolder, index: int, side: int = SIDE) -> np.ndarray:
-    return shrunk(decode(pictures.read(index)), side)
+def expected(images: ImageFolder, index: int, side: int = SIDE) -> np.ndarray:
+    return shrunk(decode(images.read(index)), side)
 
 
 def test_what_is_shown_is_the_same_with_and_without_it_while_it_fills_and_after_on_any_number_of_ranks(
-    pictures: Path, tmp_path: Path
+    images: Path, tmp_path: Path
 ):
-    without = epochs(pictures, None)
+    without = epochs(images, None)
     for ranks in (1, 2, 3):  # the first one fills it
-        assert same(epochs(pictures, tmp_path, ranks)[: 9 * 6], without[: 9 * 6])
-    assert same(epochs(pictures, tmp_path)[9 * 6 :], without[9 * 6 :])
-    assert not same(epochs(pictures, None, cache_side=0), without)
+        assert same(epochs(images, tmp_path, ranks)[: 9 * 6], without[: 9 * 6])
+    assert same(epochs(images, tmp_path)[9 * 6 :], without[9 * 6 :])
+    assert not same(epochs(images, None, cache_side=0), without)
 
 
-def test_after_the_first_epoch_pictures_are_not_read_again(pictures: Path, tmp_path: Path, capfd):
-    split = scan_training(pictures)
+def test_after_the_first_epoch_images_are_not_read_again(images: Path, tmp_path: Path, capfd):
+    split = scan_training(images)
     cache = filled(tmp_path, split)
     told = capfd.readouterr().err
-    assert re.search(r"^40 pictures, with a shorter side of at most 60, will take about .* kB in .*train-60; ", told)
+    assert re.search(r"^40 images, with a shorter side of at most 60, will take about .* kB in .*train-60; ", told)
     assert not cache.missing
     gone = Cache(cache.folder, Gone(**vars(split)), SIDE, cache._kept, True)
     for index in range(40):
@@ -128,8 +128,8 @@ class Gone(ImageFolder):
         raise AssertionError(f"{self.name(index)} is read")
 
 
-def test_pictures_of_every_kind_come_out_as_they_are_decoded(tmp_path: Path):
-    split = folder_of(tmp_path / "of every kind é\n", PICTURES)
+def test_images_of_every_kind_come_out_as_they_are_decoded(tmp_path: Path):
+    split = folder_of(tmp_path / "of every kind é\n", IMAGES)
     for side in (1, 50, 0):
         cache = filled(tmp_path / "cache ü", split, side)
         assert not cache.missing
@@ -148,8 +148,8 @@ def folder_of(root: Path, contents: dict[str, bytes]) -> ImageFolder:
     return scan_training(root)
 
 
-def test_bad_pictures_stay_bad_and_are_not_kept(tmp_path: Path, capfd):
-    split = folder_of(tmp_path / "bad", {**BAD, "a good one": PICTURES["jpeg"]})
+def test_bad_images_stay_bad_and_are_not_kept(tmp_path: Path, capfd):
+    split = folder_of(tmp_path / "bad", {**BAD, "a good one": IMAGES["jpeg"]})
     cache = filled(tmp_path, split)
     told = capfd.readouterr().err
     assert told.count("it is left out") == len(BAD) == len(cache.missing)
@@ -158,13 +158,13 @@ def test_bad_pictures_stay_bad_and_are_not_kept(tmp_path: Path, capfd):
     bad = [index for index in range(len(split)) if Path(split.name(index)).stem in BAD]
     assert len(bad) == len(BAD)
     for index in bad:
-        with pytest.raises(BadPictureError):
+        with pytest.raises(ImageDecodeError):
             again.pixels(index)
 
 
-def test_others_stand_in_for_bad_pictures_as_they_do_without_a_cache(pictures: Path, tmp_path: Path):
+def test_others_stand_in_for_bad_images_as_they_do_without_a_cache(images: Path, tmp_path: Path):
     root = tmp_path / "data"
-    shutil.copytree(pictures, root)
+    shutil.copytree(images, root)
     for path, content in zip(sorted((root / "train").glob("*/*"))[::4], BAD.values(), strict=True):
         path.write_bytes(content)
     without = epochs(root, None, on_bad_image="skip")
@@ -175,7 +175,7 @@ def test_others_stand_in_for_bad_pictures_as_they_do_without_a_cache(pictures: P
 
 
 def fill_in_a_process(root: Path, folder: Path, begin: int, paused: float = 0.0) -> None:
-    """All pictures, from ``begin`` on in a circle."""
+    """All images, from ``begin`` on in a circle."""
     split = scan_training(root)
     cache = open_cache(folder, "train", split, SIDE)
     for step in range(len(split)):
@@ -184,22 +184,22 @@ def fill_in_a_process(root: Path, folder: Path, begin: int, paused: float = 0.0)
         time.sleep(paused)
 
 
-def test_several_processes_fill_it_at_the_same_time(pictures: Path, tmp_path: Path):
-    fillers = [FORKED.Process(target=fill_in_a_process, args=(pictures, tmp_path, 13 * n)) for n in range(3)]
+def test_several_processes_fill_it_at_the_same_time(images: Path, tmp_path: Path):
+    fillers = [FORKED.Process(target=fill_in_a_process, args=(images, tmp_path, 13 * n)) for n in range(3)]
     for filler in fillers:
         filler.start()
     for filler in fillers:
         filler.join()
         assert filler.exitcode == 0
-    cache = open_cache(tmp_path, "train", scan_training(pictures), SIDE)
+    cache = open_cache(tmp_path, "train", scan_training(images), SIDE)
     assert not cache.missing
 
 
-def test_one_that_is_killed_is_filled_on(pictures: Path, tmp_path: Path):
-    split = scan_training(pictures)
+def test_one_that_is_killed_is_filled_on(images: Path, tmp_path: Path):
+    split = scan_training(images)
     left = 40
     for begin in (0, 20):
-        filler = FORKED.Process(target=fill_in_a_process, args=(pictures, tmp_path, begin, 0.01))
+        filler = FORKED.Process(target=fill_in_a_process, args=(images, tmp_path, begin, 0.01))
         filler.start()
         index = tmp_path / "train-60" / "index"
         while filler.is_alive() and not (
@@ -238,10 +238,10 @@ def _spellings(place: Path, root: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("kind", ["folder", "webdataset", "tfrecord"])
 def test_it_is_the_same_cache_however_the_data_is_named(
-    pictures: Path, tmp_path: Path, kind: Format, monkeypatch: pytest.MonkeyPatch, capfd
+    images: Path, tmp_path: Path, kind: Format, monkeypatch: pytest.MonkeyPatch, capfd
 ):
     root = tmp_path / "the data é"
-    shutil.copytree(pictures, root)
+    shutil.copytree(images, root)
     (root / "val" / "class1" / "004.jpg").write_bytes(BAD["half a jpeg"])
     if kind != "folder":
         settings = Settings(format=kind, resize=None, quality=None, shard_size=30_000)
@@ -256,21 +256,21 @@ def test_it_is_the_same_cache_however_the_data_is_named(
         fill_caches(spelling, tmp_path / "cache", SIDE, 1)
         told = capfd.readouterr().err
         assert told.count("will take about") == (2 if spelling == root else 0), spelling
-        assert "of other pictures" not in told, spelling
+        assert "of other images" not in told, spelling
         gc.collect()
     shutil.copytree(root, tmp_path / "copy")
     fill_caches(tmp_path / "copy", tmp_path / "cache", SIDE, 1)
-    assert "is of other pictures: it is made anew" in capfd.readouterr().err
+    assert "is of other images: it is made anew" in capfd.readouterr().err
 
 
-def _another_picture(root: Path, folder: Path) -> None:
+def _another_image(root: Path, folder: Path) -> None:
     shutil.copy(root / "train" / "class0" / "000.jpg", root / "train" / "class0" / "999.jpg")
 
 
 def _other_contents(root: Path, folder: Path) -> None:
     for path in (root / "train").glob("*/*"):
-        with Image.open(path) as picture:
-            picture.transpose(Image.Transpose.FLIP_TOP_BOTTOM).save(path, quality=95)
+        with Image.open(path) as image:
+            image.transpose(Image.Transpose.FLIP_TOP_BOTTOM).save(path, quality=95)
 
 
 def _no_pixels(root: Path, folder: Path) -> None:
@@ -317,25 +317,25 @@ def _another_version(root: Path, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (_another_picture, "is of other pictures"),
-        (_other_contents, "has other pixels than the pictures have now"),
+        (_another_image, "is of other images"),
+        (_other_contents, "has other pixels than the images have now"),
         (_no_pixels, "is damaged"),
         (_half_the_pixels, "is damaged"),
-        (_zeros_for_pixels, "has other pixels than the pictures have now"),
+        (_zeros_for_pixels, "has other pixels than the images have now"),
         (_half_an_index, "is damaged"),
         (_no_index, "is damaged"),
         (_noise_for_an_index, "is damaged"),
-        (_entries_that_are_swapped, "has other pixels than the pictures have now"),
+        (_entries_that_are_swapped, "has other pixels than the images have now"),
         (_a_torn_note, "is damaged"),
         (_a_note_of_another_kind, "is damaged"),
-        (_another_version, "is of other pictures"),
+        (_another_version, "is of other images"),
     ],
 )
 def test_one_that_is_not_right_is_made_anew(
-    pictures: Path, tmp_path: Path, change: Callable[[Path, Path], None], reason: str, capfd
+    images: Path, tmp_path: Path, change: Callable[[Path, Path], None], reason: str, capfd
 ):
     root = tmp_path / "data"
-    shutil.copytree(pictures, root)
+    shutil.copytree(images, root)
     filled(tmp_path / "cache", scan_training(root))
     gc.collect()
     change(root, tmp_path / "cache" / "train-60")
@@ -348,18 +348,18 @@ def test_one_that_is_not_right_is_made_anew(
     assert all(np.array_equal(cache.pixels(index), expected(split, index)) for index in range(len(split)))
 
 
-def test_one_in_use_is_not_made_anew_for_other_pictures(pictures: Path, tmp_path: Path):
-    split = scan_training(pictures)
+def test_one_in_use_is_not_made_anew_for_other_images(images: Path, tmp_path: Path):
+    split = scan_training(images)
     cache = filled(tmp_path, split)
-    with pytest.raises(UserError, match=r"train-60 is of other pictures, and another run, .* give another data.cache"):
-        open_cache(tmp_path, "train", scan_validation(pictures), SIDE)
+    with pytest.raises(UserError, match=r"train-60 is of other images, and another run, .* give another data.cache"):
+        open_cache(tmp_path, "train", scan_validation(images), SIDE)
     assert not cache.missing
 
 
 def test_when_the_machine_went_down_only_what_was_synced_is_believed(
-    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    split = scan_training(pictures)
+    split = scan_training(images)
     cache = open_cache(tmp_path, "train", split, SIDE)
     for index in range(10):
         cache.pixels(index)
@@ -377,8 +377,8 @@ def test_when_the_machine_went_down_only_what_was_synced_is_believed(
     assert not opened_after_the_end(tmp_path, split).missing
 
 
-def test_one_that_was_never_synced_begins_again(pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    split = scan_training(pictures)
+def test_one_that_was_never_synced_begins_again(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    split = scan_training(images)
     open_cache(tmp_path, "train", split, SIDE).pixels(0)
     monkeypatch.setattr(caches, "_boot", lambda: "another")
     assert len(opened_after_the_end(tmp_path, split).missing) == 40
@@ -391,21 +391,21 @@ def test_its_keys_are_checked_and_only_the_side_binds_a_run(tmp_path: Path):
     one, other, none = (recipe(cache=place, cache_side=256) for place in ("/a", "/b", ""))
     assert digest(one) == digest(other) == digest(none)
     assert differences(recipe_tables(one), recipe()) == ["data.cache_side (256, now 0)"]
-    with pytest.raises(UserError, match=r"dali takes encoded pictures; --set data.loader=folder"):
+    with pytest.raises(UserError, match=r"dali takes encoded images; --set data.loader=folder"):
         data(loader="dali", cache="/somewhere")
     with pytest.raises(UserError, match=r"cache_side \(50\) must be at least resize \(56\).*--set data.cache_side=56"):
         data(cache="/somewhere", cache_side=50)
 
 
-def test_a_place_that_cannot_be_is_refused(pictures: Path, tmp_path: Path):
+def test_a_place_that_cannot_be_is_refused(images: Path, tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"file/train-60 cannot be made .*; give another data.cache"):
-        open_cache(tmp_path / "file", "train", scan_training(pictures), SIDE)
+        open_cache(tmp_path / "file", "train", scan_training(images), SIDE)
 
 
 @pytest.fixture
 def small_disk(root: None, tmp_path: Path) -> Iterator[Path]:
-    """600 kB, which 40 pictures just fit into, but not with what else a cache needs."""
+    """600 kB, which 40 images just fit into, but not with what else a cache needs."""
     place = tmp_path / "small disk"
     place.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(place)], check=True)
@@ -414,31 +414,31 @@ def small_disk(root: None, tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(pictures: Path, small_disk: Path):
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(images: Path, small_disk: Path):
     with pytest.raises(
         UserError,
-        match=r"40 pictures, as large as they are, take about 1.\d MB in .*, and its disk has 6\d\d.\d kB free, "
+        match=r"40 images, as large as they are, take about 1.\d MB in .*, and its disk has 6\d\d.\d kB free, "
         r"which would do for a data.cache_side of \d+; free some, or give another data.cache"
     ):  # fmt: skip
-        open_cache(small_disk, "train", scan_training(pictures), 0)
+        open_cache(small_disk, "train", scan_training(images), 0)
     assert not list(small_disk.glob("*/pixels"))
 
 
-def test_a_disk_that_fills_up_costs_time_and_no_pictures(pictures: Path, small_disk: Path, capfd):
-    split = scan_training(pictures)
+def test_a_disk_that_fills_up_costs_time_and_no_images(images: Path, small_disk: Path, capfd):
+    split = scan_training(images)
     cache = open_cache(small_disk, "train", split, SIDE)
     for _ in range(2):
         for index in range(40):
             assert np.array_equal(cache.pixels(index), expected(split, index))
     told = capfd.readouterr().err
     assert told.count("warning: ") == 1
-    assert re.search("takes no more pictures (.*No space left.*): .*; free some space and start again", told)
+    assert re.search("takes no more images (.*No space left.*): .*; free some space and start again", told)
     with pytest.raises(UserError, match=r"is not whole .*; free some space and run this again"):
         list(fill(cache, 1))
 
 
-def test_a_whole_one_serves_where_it_cannot_be_written(pictures: Path, root: None, tmp_path: Path):
-    split, place = scan_training(pictures), tmp_path / "read only"
+def test_a_whole_one_serves_where_it_cannot_be_written(images: Path, root: None, tmp_path: Path):
+    split, place = scan_training(images), tmp_path / "read only"
     place.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=9m", "tmpfs", str(place)], check=True)
     try:
@@ -453,11 +453,11 @@ def test_a_whole_one_serves_where_it_cannot_be_written(pictures: Path, root: Non
         assert cache.missing == list(range(20, 40))
         assert all(np.array_equal(cache.pixels(index), expected(split, index)) for index in range(40))
         with pytest.raises(
-            UserError, match=r"train-60 is of other pictures and cannot be written; give another data.cache"
+            UserError, match=r"train-60 is of other images and cannot be written; give another data.cache"
         ):
-            open_cache(place, "train", scan_validation(pictures), SIDE)
+            open_cache(place, "train", scan_validation(images), SIDE)
         with pytest.raises(UserError, match="val-60 cannot be made"):
-            open_cache(place, "val", scan_validation(pictures), SIDE)
+            open_cache(place, "val", scan_validation(images), SIDE)
         del cache
     finally:
         gc.collect()
@@ -465,11 +465,11 @@ def test_a_whole_one_serves_where_it_cannot_be_written(pictures: Path, root: Non
 
 
 def test_the_command_fills_both_splits_for_runs_to_come(
-    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ):
     monkeypatch.setattr(
         sys, "argv",
-        ["imagenet-fast", "data", "cache", "--data", str(pictures), "--out", str(tmp_path), "--side", str(SIDE)],
+        ["imagenet-fast", "data", "cache", "--data", str(images), "--out", str(tmp_path), "--side", str(SIDE)],
     )  # fmt: skip
     for _ in range(2):
         with pytest.raises(SystemExit) as end:
@@ -478,8 +478,8 @@ def test_the_command_fills_both_splits_for_runs_to_come(
         assert f"--set data.cache={tmp_path} --set data.cache_side=60" in capsys.readouterr().out
         gc.collect()
     for split, read in (("train", scan_training), ("val", scan_validation)):
-        assert not open_cache(tmp_path, split, read(pictures), SIDE).missing
+        assert not open_cache(tmp_path, split, read(images), SIDE).missing
     settings = data(cache=str(tmp_path), cache_side=SIDE)
-    train = open_loader(settings, scan_training(pictures), TrainOrder(40, Batching(1, 8, 1), 0, 1), 1, CPU, 1)
-    val = open_loader(settings, scan_validation(pictures), EvalOrder(7, 8, 1, 0), 2, CPU, 1)
+    train = open_loader(settings, scan_training(images), TrainOrder(40, Batching(1, 8, 1), 0, 1), 1, CPU, 1)
+    val = open_loader(settings, scan_validation(images), EvalOrder(7, 8, 1, 0), 2, CPU, 1)
     assert [len(next(iter(loader))[0]) for loader in (train, val)] == [8, 7]

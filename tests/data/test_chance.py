@@ -11,7 +11,7 @@ import pytest
 
 from imagenet_fast.data.rng import bits, uniforms
 
-PICTURES = np.arange(40_000)
+IMAGES = np.arange(40_000)
 
 
 def splitmix64(state: int) -> Iterator[int]:
@@ -41,10 +41,10 @@ def test_each_name_picks_a_number_of_the_generator_which_the_one_before_has_pick
 
 def test_a_number_is_the_same_whoever_asks_for_it_beside_which_others():
     together = uniforms(3, "flip", 7, 2, of=np.array([5, 1_281_166, 0]))
-    for row, picture in zip(together, (5, 1_281_166, 0), strict=True):
-        assert np.array_equal(uniforms(3, "flip", 7, 2, of=np.array([picture]))[0], row)
-        assert np.array_equal(uniforms(3, "flip", 7, 2, of=picture)[0], row)
-    assert uniforms(3, "flip", 7, 2, of=PICTURES[:0]).shape == (0, 3)
+    for row, image in zip(together, (5, 1_281_166, 0), strict=True):
+        assert np.array_equal(uniforms(3, "flip", 7, 2, of=np.array([image]))[0], row)
+        assert np.array_equal(uniforms(3, "flip", 7, 2, of=image)[0], row)
+    assert uniforms(3, "flip", 7, 2, of=IMAGES[:0]).shape == (0, 3)
 
 
 def test_what_numbers_are_for_tells_them_apart():
@@ -52,16 +52,16 @@ def test_what_numbers_are_for_tells_them_apart():
     assert len({int(bits(*name, of=of)[0]) for name in names for of in (0, 1, 2**62)}) == 3 * len(names)
 
 
-def numbers(*names: int, purpose: str = "flip", of: np.ndarray = PICTURES) -> np.ndarray:
+def numbers(*names: int, purpose: str = "flip", of: np.ndarray = IMAGES) -> np.ndarray:
     return uniforms(1, purpose, *names, of=of)[:, 0]
 
 
 NEIGHBOURS = {
-    "pictures": (numbers(1, 0), numbers(1, 0, of=PICTURES + 1)),
+    "images": (numbers(1, 0), numbers(1, 0, of=IMAGES + 1)),
     "epochs": (numbers(1, 0), numbers(1, 1)),
     "seeds": (numbers(1, 5), numbers(2, 5)),
     "purposes": (numbers(1, 0), numbers(1, 0, purpose="crop")),
-    "numbers of a picture": tuple(uniforms(2, "flip", 1, 0, of=PICTURES).T),
+    "numbers of an image": tuple(uniforms(2, "flip", 1, 0, of=IMAGES).T),
     "a seed and an epoch": (numbers(1, 2), numbers(2, 1)),
 }
 
@@ -71,7 +71,7 @@ def test_neighbours_are_independent(neighbours: str):
     """Every pair of sixteenths of [0, 1) comes as often as it should: chi-squared of 255 degrees of freedom."""
     one, other = NEIGHBOURS[neighbours]
     counts = np.histogram2d(one, other, bins=16, range=((0, 1), (0, 1)))[0]
-    expected = len(PICTURES) / 256
+    expected = len(IMAGES) / 256
     assert abs(((counts - expected) ** 2 / expected).sum() - 255) < 4 * np.sqrt(2 * 255)
     assert min(one.min(), other.min()) >= 0
     assert max(one.max(), other.max()) < 1

@@ -134,7 +134,7 @@ def test_early_checkpoints_are_compared_by_what_they_tell(root: Path):
     resumption = resumed({"images": 6, "model": model})
     dataset = opened(root)
     resumption.check_contents(dataset, MODEL)
-    resumption.check_pictures(dataset.train_order.images)
+    resumption.check_images(dataset.train_order.images)
     add_class(root)
     with pytest.raises(UserError, match="the data has 4 classes for 3 since run/step-1 was written"):
         resumption.check_contents(opened(root), MODEL)

@@ -27,8 +27,8 @@ def test_the_digits_are_made_once_and_split_by_class(tmp_path: Path, monkeypatch
     train, val = scan(place)
     assert (len(train), len(val)) == (1433, 364)
     assert train.classes == [str(digit) for digit in range(10)]
-    with Image.open(train.name(0)) as picture:
-        assert (picture.size, picture.format, picture.mode) == ((64, 64), "JPEG", "RGB")
+    with Image.open(train.name(0)) as image:
+        assert (image.size, image.format, image.mode) == ((64, 64), "JPEG", "RGB")
     written = Path(train.name(0)).stat().st_mtime_ns
     assert locate("digits", None) == place
     assert Path(train.name(0)).stat().st_mtime_ns == written
@@ -98,17 +98,17 @@ def test_cifar10_is_unpacked_pixel_for_pixel(tmp_path: Path, monkeypatch: pytest
     assert (len(train), len(val)) == (100, 20)
     assert train.classes == list(cifar10.CLASSES)
     for split, number, sheet, row in (("train", 47, 2, 7), ("val", 3, 5, 3)):
-        with Image.open(tmp_path / "cifar10" / split / cifar10.CLASSES[number % 10] / f"{number:05}.png") as picture:
-            assert np.array_equal(np.asarray(picture), pixels[sheet, row].reshape(32, 32, 3))
+        with Image.open(tmp_path / "cifar10" / split / cifar10.CLASSES[number % 10] / f"{number:05}.png") as image:
+            assert np.array_equal(np.asarray(image), pixels[sheet, row].reshape(32, 32, 3))
     assert phases == {"verifying"}  # 120 images are too few for a progress call
 
 
 def test_the_binary_version_holds_the_same_in_planes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     archive = tmp_path / cifar10.BINARY
-    pictures = np.random.default_rng(0).integers(256, size=(6, 20, 32, 32, 3), dtype=np.uint8)
+    images = np.random.default_rng(0).integers(256, size=(6, 20, 32, 32, 3), dtype=np.uint8)
     labels = np.arange(20, dtype=np.uint8)[:, None] % 10
     with tarfile.open(archive, "w:gz") as binary:
-        for batch, name in zip(pictures, [*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"], strict=True):
+        for batch, name in zip(images, [*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"], strict=True):
             content = np.hstack([labels, batch.transpose(0, 3, 1, 2).reshape(20, -1)]).tobytes()
             member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}.bin")
             member.size = len(content)
@@ -118,8 +118,8 @@ def test_the_binary_version_holds_the_same_in_planes(tmp_path: Path, monkeypatch
     train, val = scan(tmp_path / "cifar10")
     assert (len(train), len(val)) == (100, 20)
     for split, number, batch, row in (("train", 47, 2, 7), ("val", 3, 5, 3)):
-        with Image.open(tmp_path / "cifar10" / split / cifar10.CLASSES[number % 10] / f"{number:05}.png") as picture:
-            assert np.array_equal(np.asarray(picture), pictures[batch, row])
+        with Image.open(tmp_path / "cifar10" / split / cifar10.CLASSES[number % 10] / f"{number:05}.png") as image:
+            assert np.array_equal(np.asarray(image), images[batch, row])
 
 
 def know(archive: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

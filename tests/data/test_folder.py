@@ -1,4 +1,4 @@
-"""Crops of the folder loader beside torchvision's of the same pictures, by PIL."""
+"""Crops of the folder loader beside torchvision's of the same images, by PIL."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ SIZES = [(375, 500), (500, 333), (32, 32), (31, 97), (224, 224), (256, 400), (1,
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("to", [(224, 224), (48, 48), (33, 61)])
-def test_pictures_are_resized_as_pil_does_where_they_shrink_and_where_they_grow(
+def test_images_are_resized_as_pil_does_where_they_shrink_and_where_they_grow(
     size: tuple[int, int], to: tuple[int, int]
 ):
-    picture = blobs(*size)
-    theirs = np.asarray(picture.resize(to[::-1], Image.Resampling.BILINEAR)).astype(int)
-    ours = resized(np.array(picture), *to)
+    image = blobs(*size)
+    theirs = np.asarray(image.resize(to[::-1], Image.Resampling.BILINEAR)).astype(int)
+    ours = resized(np.array(image), *to)
     assert ours.dtype == np.uint8
     assert np.abs(ours - theirs).max() <= 1
 
@@ -38,22 +38,22 @@ def test_pictures_are_resized_as_pil_does_where_they_shrink_and_where_they_grow(
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("shorter", "side"), [(256, 224), (48, 48), (57, 32)])
 def test_the_middle_is_torchvisions(size: tuple[int, int], shorter: int, side: int):
-    picture = blobs(*size)
-    theirs = np.asarray(v2.Compose([v2.Resize(shorter), v2.CenterCrop(side)])(picture)).astype(int)
-    ours = central_crop(np.array(picture), Resolution(side, shorter))
+    image = blobs(*size)
+    theirs = np.asarray(v2.Compose([v2.Resize(shorter), v2.CenterCrop(side)])(image)).astype(int)
+    ours = central_crop(np.array(image), Resolution(side, shorter))
     assert ours.shape == (side, side, 3)
     assert np.abs(ours - theirs).max() <= 1
 
 
 def test_a_thread_that_resizes_starts_no_others():
     """Each of the loader's threads would have a team of its own."""
-    picture = np.array(blobs(375, 500))
+    image = np.array(blobs(375, 500))
     running = []
 
     def resize_again_and_again() -> None:
         before = psutil.Process().num_threads()
         for _ in range(20):
-            resized(picture, 224, 224)
+            resized(image, 224, 224)
         running.append(psutil.Process().num_threads() - before)
 
     torch.set_num_threads(4)

@@ -1,4 +1,4 @@
-"""Folders, WebDataset and TFRecord: the same pictures with the same labels, whatever holds them."""
+"""Folders, WebDataset and TFRecord: the same images with the same labels, whatever holds them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from imagenet_fast.data.loaders import open_dataset, open_validation
 from imagenet_fast.data.sampler import EvalOrder, TrainOrder
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
-from tests.data.test_loaders import picture_data
+from tests.data.test_loaders import image_data
 
 FORMATS = ("folder", "webdataset", "tfrecord")
 CLASSES = ["a class", "n01440764", "n01443537", "schön 'quoted'"]
@@ -50,7 +50,7 @@ STRANGE = [
 
 @pytest.fixture(scope="module")
 def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By format: 53 pictures in 4 classes and 13 to validate, of which one class has none, under strange names."""
+    """By format: 53 images in 4 classes and 13 to validate, of which one class has none, under strange names."""
     place = tmp_path_factory.mktemp("formats")
     drawn = random.Random(0)
     for split, count in (("train", 53), ("val", 13)):
@@ -65,43 +65,38 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def to_shards(folder: Path, place: Path, in_each: int = 4) -> None:
-    """Beside it, in the other formats, so many pictures in each shard."""
-    for split, pictures in (("train", open_training(folder)), ("val", open_validation_split(folder))):
-        samples = [Sample(pictures.name(i), pictures.read(i), int(pictures.labels[i])) for i in range(len(pictures))]
+    """Beside it, in the other formats, so many images in each shard."""
+    for split, images in (("train", open_training(folder)), ("val", open_validation_split(folder))):
+        samples = [Sample(images.name(i), images.read(i), int(images.labels[i])) for i in range(len(images))]
         cut = [range(begin, min(begin + in_each, len(samples))) for begin in range(0, len(samples), in_each)]
         for kind in ("webdataset", "tfrecord"):
-            write_classes(place / kind, pictures.classes)
+            write_classes(place / kind, images.classes)
             for name, numbers in zip(shard_names(kind, split, len(cut)), cut, strict=True):
                 if kind == "webdataset":
                     write_tar(place / kind / name, [(number, samples[number]) for number in numbers])
                 else:
-                    write_records(place / kind / name, [samples[number] for number in numbers], pictures.classes)
+                    write_records(place / kind / name, [samples[number] for number in numbers], images.classes)
     for kind in ("webdataset", "tfrecord"):  # which leaves an index
         open_training(place / kind), open_validation_split(place / kind)
 
 
-def shown(pictures: Split, indices: Iterator[int] | np.ndarray) -> list[tuple[bytes, int]]:
-    return [(pictures.read(int(i)), int(pictures.labels[i])) for i in indices]
+def shown(images: Split, indices: Iterator[int] | np.ndarray) -> list[tuple[bytes, int]]:
+    return [(images.read(int(i)), int(images.labels[i])) for i in indices]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_an_epoch_of_any_format_shows_the_same_pictures_with_the_same_labels(roots: dict[str, Path], ranks: int):
-    """54 pictures in global batches of 10 or so: what is left out is the same too, and another epoch another order."""
+def test_an_epoch_of_any_format_shows_the_same_images_with_the_same_labels(roots: dict[str, Path], ranks: int):
+    """54 images in global batches of 10 or so: what is left out is the same too, and another epoch another order."""
     epochs: dict[str, list[list[tuple[bytes, int]]]] = {}
     for name, root in roots.items():
-        pictures = open_training(root)
-        assert len(pictures) == 54
+        images = open_training(root)
+        assert len(images) == 54
         batching = Batching(ranks, 2, 4 // ranks or 1)
-        orders = [TrainOrder(len(pictures), batching, rank, seed=1) for rank in range(ranks)]
+        orders = [TrainOrder(len(images), batching, rank, seed=1) for rank in range(ranks)]
         count = orders[0].steps_per_epoch * batching.accumulation
         streams = [iter(order) for order in orders]
         epochs[name] = [
-            [
-                sample
-                for stream in streams
-                for batch in islice(stream, count)
-                for sample in shown(pictures, batch.pictures)
-            ]
+            [sample for stream in streams for batch in islice(stream, count) for sample in shown(images, batch.images)]
             for _ in range(2)
         ]
     assert epochs["folder"] == epochs["webdataset"] == epochs["tfrecord"]
@@ -111,25 +106,25 @@ def test_an_epoch_of_any_format_shows_the_same_pictures_with_the_same_labels(roo
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 17])
-def test_an_evaluation_of_any_format_shows_every_picture_once(roots: dict[str, Path], ranks: int):
+def test_an_evaluation_of_any_format_shows_every_image_once(roots: dict[str, Path], ranks: int):
     whole = {}
     for name, root in roots.items():
-        pictures = open_validation_split(root)
-        orders = [EvalOrder(len(pictures), 4, ranks, rank) for rank in range(ranks)]
+        images = open_validation_split(root)
+        orders = [EvalOrder(len(images), 4, ranks, rank) for rank in range(ranks)]
         batches = [batch for order in orders for batch in islice(order, order.batches)]
-        whole[name] = [sample for batch in batches for sample in shown(pictures, batch.pictures)]
-        assert pictures.classes == CLASSES
+        whole[name] = [sample for batch in batches for sample in shown(images, batch.images)]
+        assert images.classes == CLASSES
     files = [path.read_bytes() for path in roots["folder"].glob("val/*/*")]
-    assert Counter(picture for picture, _ in whole["folder"]) == Counter(files)
+    assert Counter(image for image, _ in whole["folder"]) == Counter(files)
     assert whole["folder"] == whole["webdataset"] == whole["tfrecord"]
 
 
-def test_a_run_goes_on_in_the_middle_of_an_epoch_in_any_format_with_the_same_batches(pictures: Path, tmp_path: Path):
-    to_shards(pictures, tmp_path)
-    data, device = picture_data("dali"), torch.device("cpu")
+def test_a_run_goes_on_in_the_middle_of_an_epoch_in_any_format_with_the_same_batches(source: Path, tmp_path: Path):
+    to_shards(source, tmp_path)
+    data, device = image_data("dali"), torch.device("cpu")
     taken = {}
     for name in FORMATS:
-        root = pictures if name == "folder" else tmp_path / name
+        root = source if name == "folder" else tmp_path / name
         whole = open_dataset(data, root, Batching(1, 4, 2), 0, 2, device, 1)
         taken[name] = list(islice(whole.train, 5 * 2))
         # From step 3 of 5 on, on two ranks.
@@ -147,18 +142,18 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_in_any_format_with_the_same_bat
             assert torch.equal(ours[1], theirs[1])
 
 
-def test_what_is_told_of_a_picture_leads_to_it(roots: dict[str, Path]):
+def test_what_is_told_of_a_image_leads_to_it(roots: dict[str, Path]):
     for name, root in roots.items():
-        pictures = open_training(root)
-        told = [pictures.name(i) for i in range(len(pictures))]
-        assert len(set(told)) == len(pictures)
+        images = open_training(root)
+        told = [images.name(i) for i in range(len(images))]
+        assert len(set(told)) == len(images)
         for i, place in enumerate(told):
             if name == "folder":
-                assert Path(place).read_bytes() == pictures.read(i)
+                assert Path(place).read_bytes() == images.read(i)
             elif name == "webdataset":
                 shard, _, member = place.partition(": ")
                 with tarfile.open(shard) as tar:
-                    assert tar.extractfile(member).read() == pictures.read(i)
+                    assert tar.extractfile(member).read() == images.read(i)
             else:
                 assert place.startswith(f"{root}/train-000")
                 assert ": record " in place
@@ -167,13 +162,13 @@ def test_what_is_told_of_a_picture_leads_to_it(roots: dict[str, Path]):
 @pytest.mark.parametrize("name", FORMATS[1:])
 def test_many_threads_read_from_few_open_files(roots: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("resource.getrlimit", lambda kind: (12, 12))
-    folder, pictures = open_training(roots["folder"]), open_training(roots[name])
+    folder, images = open_training(roots["folder"]), open_training(roots[name])
     before = len(list(Path("/proc/self/fd").iterdir()))
     everything = np.random.default_rng(0).permutation(np.tile(np.arange(54), 20))
     with ThreadPoolExecutor(8) as threads:
         for begin in range(0, len(everything), 40):
-            pictures.expect(everything[begin : begin + 40])
-        read = list(threads.map(pictures.read, everything))
+            images.expect(everything[begin : begin + 40])
+        read = list(threads.map(images.read, everything))
     assert read == [folder.read(i) for i in everything]
     assert len(list(Path("/proc/self/fd").iterdir())) - before <= 3
 
@@ -203,15 +198,15 @@ def test_shards_carry_the_indexes_that_dalis_own_tools_make(roots: dict[str, Pat
 
 def test_tensorboards_reader_of_records_reads_ours(roots: dict[str, Path]):
     stub = importlib.import_module("tensorboard.compat.tensorflow_stub.pywrap_tensorflow")
-    pictures, records = open_validation_split(roots["tfrecord"]), []
+    images, records = open_validation_split(roots["tfrecord"]), []
     for shard in sorted(roots["tfrecord"].glob("validation-*-of-*[0-9]")):
         reader = stub.PyRecordReader_New(str(shard))
         with suppress(Exception):  # its way to say that there are no more
             while True:
                 reader.GetNext()
                 records.append(reader.record())
-    assert len(records) == len(pictures)
-    assert all(pictures.read(i) in record for i, record in enumerate(records))
+    assert len(records) == len(images)
+    assert all(images.read(i) in record for i, record in enumerate(records))
 
 
 def test_crc32c_is_that_of_its_specification():
@@ -252,12 +247,12 @@ def records_of(path: Path, *examples: bytes) -> Path:
 
 def example(label: int, synset: str = "", **changes: bytes | int) -> bytes:
     named = {"image/class/synset": synset.encode()} if synset else {}
-    return write_example({"image/encoded": b"picture", "image/class/label": label, **named, **changes})
+    return write_example({"image/encoded": b"image", "image/class/label": label, **named, **changes})
 
 
 @pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
 def test_shards_of_any_tar_with_what_else_webdataset_keeps_are_read(tmp_path: Path, format: int):
-    """Long names in either dialect, folders, labels before pictures or far behind, json beside them, AppleDoubles."""
+    """Long names in either dialect, folders, labels before images or far behind, json beside them, AppleDoubles."""
     folder = tarfile.TarInfo("deep")
     folder.type = tarfile.DIRTYPE
     long = "deep/" + "ü" * 200
@@ -312,13 +307,13 @@ GOOD = (("a.jpg", bytes(2000)), ("a.cls", b"0"))
         (lambda path: _put(tar_of(path, *GOOD), 2560, b"garbage"), "train-0.tar is damaged at byte 2560"),
         (lambda path: _put(tar_of(path, *GOOD), 0, b"\x1f\x8b\x08"), "train-0.tar is no whole tar file"),
         (lambda path: tar_of(path, *GOOD, ("b.jpg", b"")), "train-0.tar: b.jpg lacks its label, b.cls"),
-        (lambda path: tar_of(path, *GOOD, ("b.cls", b"1")), "train-0.tar: b.cls lacks its picture, b.jpg"),
+        (lambda path: tar_of(path, *GOOD, ("b.cls", b"1")), "train-0.tar: b.cls lacks its image, b.jpg"),
         (lambda path: tar_of(path, *GOOD, _link()), "train-0.tar: b.jpg is no regular file"),
         (lambda path: tar_of(path, *GOOD, ("a.png", b"")), "train-0.tar: a.png is the second of its key"),
         (lambda path: tar_of(path, ("a.jpg", b""), ("a.cls", b"cat")), "train-0.tar: a.cls holds no label"),
         (lambda path: tar_of(path, ("a.jpg", b""), ("a.cls", b"-1")), "train-0.tar: a.cls holds no label"),
         (lambda path: tar_of(path, ("a.jpg", b""), ("a.cls", b"9" * 99)), "train-0.tar: a.cls holds no label"),
-        (lambda path: tar_of(path), r"no picture in the 1 tar\(s\) of the train split"),
+        (lambda path: tar_of(path), r"no image in the 1 tar\(s\) of the train split"),
         (lambda path: tar_of(path.with_name("n01440764.tar"), ("n01440764_1.JPEG", b"")), "data prepare"),
         (lambda path: tar_of(path.with_name("ILSVRC2012_img_train.tar")), "data prepare"),
     ],
@@ -363,9 +358,9 @@ def test_a_bad_record_is_told_with_its_place(make: Callable[[Path], None], sente
 
 def test_a_record_whose_bytes_have_changed_is_told_when_it_is_read(tmp_path: Path):
     shard = records_of(tmp_path / "train-00000-of-00001", example(0), example(1), example(2))
-    _put(shard, shard.read_bytes().rindex(b"picture"), b"P")
+    _put(shard, shard.read_bytes().rindex(b"image"), b"P")
     train = open_training(tmp_path)
-    assert train.read(1) == train.read(1) == b"picture"
+    assert train.read(1) == train.read(1) == b"image"
     for _ in range(2):
         with pytest.raises(UserError, match="train-00000-of-00001: record 2 at byte 152 is damaged: its bytes are not"):
             train.read(2)
@@ -375,7 +370,7 @@ def test_a_shard_that_has_become_shorter_is_told(tmp_path: Path):
     shard = tar_of(tmp_path / "train-0.tar", *GOOD)
     train = open_training(tmp_path)
     cut(shard, 1000)
-    with pytest.raises(UserError, match=r"train-0.tar: a.jpg: the shard ends before the picture does"):
+    with pytest.raises(UserError, match=r"train-0.tar: a.jpg: the shard ends before the image does"):
         train.read(0)
 
 
@@ -497,8 +492,8 @@ def test_an_incomplete_or_ambiguous_directory_is_refused(names: list[str], sente
             look(tmp_path)
 
 
-def test_leftover_archives_beside_folders_do_not_matter(pictures: Path, tmp_path: Path):
-    shutil.copytree(pictures, tmp_path / "data")
+def test_leftover_archives_beside_folders_do_not_matter(images: Path, tmp_path: Path):
+    shutil.copytree(images, tmp_path / "data")
     for name in ("ILSVRC2012_img_train.tar", "train/n01440764.tar"):
         (tmp_path / "data" / name).touch()
     assert len(open_training(tmp_path / "data")) == 40

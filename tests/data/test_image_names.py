@@ -136,7 +136,7 @@ def test_prepare_names_folders_that_are_no_classes(source: Path, tmp_path: Path)
 
 def test_prepare_counts_files_that_are_no_images(source: Path, tmp_path: Path):
     prepared = prepare(source, tmp_path / "out", WHOLE, subset=True)
-    (line,) = (line for line in report(prepared, tmp_path / "out") if "no pictures" in line)
+    (line,) = (line for line in report(prepared, tmp_path / "out") if "no images" in line)
     assert f" and {2 * len(CLASSES) * len(NO_IMAGES) - 3} more" in line
     assert "photo.heic" in prepared.record.splits["train"]["cat"].left_out
 
@@ -211,5 +211,5 @@ def test_a_second_call_is_not_troubled_by_what_systems_leave(source: Path, tmp_p
         put(folder / "@eaDir", "1.jpg")
     assert prepare(source, out, WHOLE, subset=True).already
     (out / "train/cat/1.jpg").unlink()
-    with pytest.raises(UserError, match="train/cat has not the 15 pictures any more"):
+    with pytest.raises(UserError, match="train/cat has not the 15 images any more"):
         prepare(source, out, WHOLE, subset=True)

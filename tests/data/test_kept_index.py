@@ -103,12 +103,12 @@ def test_whatever_lies_in_its_place_is_believed_only_if_it_is_whole(tmp_path: Pa
 
 def test_an_index_of_another_format_is_not_taken_for_ones_own(tmp_path: Path):
     """Where shards were replaced by shards of another kind."""
-    sample = Sample("a.jpg", b"picture", 0)
+    sample = Sample("a.jpg", b"image", 0)
     write_tar(tmp_path / "train-0.tar", [(0, sample)])
-    assert open_training(tmp_path).read(0) == b"picture"
+    assert open_training(tmp_path).read(0) == b"image"
     (tmp_path / "train-0.tar").unlink()
     write_records(tmp_path / "train-00000-of-00001", [sample], ["cat"])
-    assert open_training(tmp_path).read(0) == b"picture"
+    assert open_training(tmp_path).read(0) == b"image"
 
 
 def test_data_that_cannot_be_written_has_its_index_in_the_cache(tmp_path: Path, cache: Path):
@@ -229,12 +229,12 @@ def test_a_copy_that_is_completed_with_its_old_times_is_listed_again(tmp_path: P
 
 
 def test_a_shard_that_is_changed_in_place_with_its_old_time_is_read_again(tmp_path: Path):
-    write_tar(tmp_path / "train-0.tar", [(0, Sample("a.jpg", b"picture", 0))])
+    write_tar(tmp_path / "train-0.tar", [(0, Sample("a.jpg", b"image", 0))])
     shard = tmp_path / "train-0.tar"
     assert open_training(tmp_path).labels.tolist() == [0]
     old = shard.stat()
     content = shard.read_bytes()
-    write_tar(tmp_path / "other.tar", [(0, Sample("a.jpg", b"picture", 3))])
+    write_tar(tmp_path / "other.tar", [(0, Sample("a.jpg", b"image", 3))])
     shard.write_bytes((tmp_path / "other.tar").read_bytes())
     assert shard.stat().st_size == len(content)
     os.utime(shard, ns=(old.st_atime_ns, old.st_mtime_ns))

@@ -1,4 +1,4 @@
-"""dali and folder: the same pictures, the same pixels, the same statistics."""
+"""dali and folder: the same images, the same pixels, the same statistics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import ImageData, SyntheticData
 from imagenet_fast.recipe.load import parse_recipe
 from tests.conftest import tables
-from tests.data.encoded import NOT_PILS, PICTURES
+from tests.data.encoded import IMAGES, NOT_PILS
 
 ALONE = Batching(ranks=1, micro_batch=8, accumulation=1)
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ BICUBIC = Image.Resampling.BICUBIC
 SYNTHETIC = SyntheticData(loader="synthetic", image_size=8, train_images=40, val_images=7, classes=3)
 
 
-def picture_data(loader: str, **changes: object) -> ImageData:
+def image_data(loader: str, **changes: object) -> ImageData:
     table = {"dataset": "digits", "loader": loader, "image_size": 48, "resize": 56, "workers": 1, **changes}
     data = parse_recipe("test", tables(data=table)).data
     assert isinstance(data, ImageData)
@@ -40,7 +40,7 @@ def picture_data(loader: str, **changes: object) -> ImageData:
 
 
 def opened(root: Path, loader: str, seed: int = 1, **changes: object) -> Dataset:
-    return open_dataset(picture_data(loader, **changes), root, ALONE, 0, 2, CPU, seed)
+    return open_dataset(image_data(loader, **changes), root, ALONE, 0, 2, CPU, seed)
 
 
 def collect(batches: Iterable[tuple[Tensor, Tensor]], count: int) -> tuple[Tensor, Tensor]:
@@ -48,8 +48,8 @@ def collect(batches: Iterable[tuple[Tensor, Tensor]], count: int) -> tuple[Tenso
     return torch.cat([images for images, _ in taken]), torch.cat([labels for _, labels in taken])
 
 
-def test_both_loaders_show_the_same_pixels_where_nothing_is_random(pictures: Path):
-    dali_loader, folder = opened(pictures, "dali", augment=False), opened(pictures, "folder", augment=False)
+def test_both_loaders_show_the_same_pixels_where_nothing_is_random(images: Path):
+    dali_loader, folder = opened(images, "dali", augment=False), opened(images, "folder", augment=False)
     for split, count in (("val", 1), ("train", 10)):
         ours, ours_labels = collect(getattr(dali_loader, split), count)
         theirs, theirs_labels = collect(getattr(folder, split), count)
@@ -59,7 +59,7 @@ def test_both_loaders_show_the_same_pixels_where_nothing_is_random(pictures: Pat
         assert (ours - theirs).abs().mean((1, 2, 3)).max() < 0.03, "decoders may round differently"
 
 
-def test_both_loaders_show_the_same_middle_of_pictures_of_any_size(tmp_path: Path):
+def test_both_loaders_show_the_same_middle_of_images_of_any_size(tmp_path: Path):
     """Where an odd number of pixels is too many, and where the longer side has a fraction of one."""
     random = np.random.default_rng(1)
     sizes = [(56, 56 + more) for more in range(8)] + [(80, 57), (113, 75), (40, 31), (56, 400), (9, 7), (300, 299)]
@@ -76,8 +76,8 @@ def test_both_loaders_show_the_same_middle_of_pictures_of_any_size(tmp_path: Pat
 
 
 @pytest.mark.parametrize("loader", ["dali", "folder", "synthetic"])
-def test_pictures_leave_every_loader_as_bytes(pictures: Path, loader: str):
-    data, split = (SYNTHETIC, None) if loader == "synthetic" else (picture_data(loader), scan_training(pictures))
+def test_images_leave_every_loader_as_bytes(source: Path, loader: str):
+    data, split = (SYNTHETIC, None) if loader == "synthetic" else (image_data(loader), scan_training(source))
     images, labels = next(iter(open_loader(data, split, TrainOrder(40, ALONE, 0, seed=1), 1, CPU, seed=1)))
     assert (images.dtype, labels.dtype) == (torch.uint8, torch.int64)
     assert images.shape == (8, 3, data.image_size, data.image_size)
@@ -87,11 +87,11 @@ def test_pictures_leave_every_loader_as_bytes(pictures: Path, loader: str):
 
 @pytest.mark.parametrize("loader", ["dali", "folder", "synthetic"])
 @pytest.mark.parametrize("micro_batch", [8, 3, 1])
-def test_every_batch_lies_in_channels_last_memory(pictures: Path, loader: str, micro_batch: int):
+def test_every_batch_lies_in_channels_last_memory(source: Path, loader: str, micro_batch: int):
     """A batch of one and the smaller batch that ends an evaluation too."""
-    data = SYNTHETIC if loader == "synthetic" else picture_data(loader)
+    data = SYNTHETIC if loader == "synthetic" else image_data(loader)
     size = data.image_size
-    dataset = open_dataset(data, pictures, Batching(1, micro_batch, 1), 0, 2, CPU, seed=1)
+    dataset = open_dataset(data, source, Batching(1, micro_batch, 1), 0, 2, CPU, seed=1)
     batches = [next(dataset.train), next(dataset.train), *dataset.next_evaluation(), *dataset.next_evaluation()]
     assert len(batches[-1][0]) == (7 % micro_batch or micro_batch)
     for images, labels in batches:
@@ -101,15 +101,15 @@ def test_every_batch_lies_in_channels_last_memory(pictures: Path, loader: str, m
         assert images.stride() == (3 * size * size, 1, 3 * size, 3)
 
 
-def test_both_loaders_show_the_same_windows_of_the_same_pictures_in_every_epoch(pictures: Path):
-    ours, ours_labels = collect(opened(pictures, "dali").train, 20)  # 4 epochs
-    theirs, theirs_labels = collect(opened(pictures, "folder").train, 20)
+def test_both_loaders_show_the_same_windows_of_the_same_images_in_every_epoch(images: Path):
+    ours, ours_labels = collect(opened(images, "dali").train, 20)  # 4 epochs
+    theirs, theirs_labels = collect(opened(images, "folder").train, 20)
     assert torch.equal(ours_labels, theirs_labels)
-    # Decoders round by 0.005 at most; windows a pixel apart differ by 0.1 and more, mirrored pictures by 1.
+    # Decoders round by 0.005 at most; windows a pixel apart differ by 0.1 and more, mirrored images by 1.
     assert (ours - theirs).abs().mean((1, 2, 3)).max() < 0.03
 
 
-def odd_pictures(root: Path) -> Path:
+def odd_images(root: Path) -> Path:
     """What lies in real folders beside plain JPEGs, as many as make an epoch; names with spaces and accents."""
     random = np.random.default_rng(1)
     pixels = Image.fromarray(random.integers(0, 256, (6, 6, 3), dtype=np.uint8)).resize((120, 80), BICUBIC)
@@ -130,29 +130,29 @@ def odd_pictures(root: Path) -> Path:
     return root
 
 
-def test_odd_pictures_too_are_cropped_alike(tmp_path: Path):
-    root = odd_pictures(tmp_path)
+def test_odd_images_too_are_cropped_alike(tmp_path: Path):
+    root = odd_images(tmp_path)
     nine = Batching(ranks=1, micro_batch=9, accumulation=1)
-    datasets = [open_dataset(picture_data(loader), root, nine, 0, 2, CPU, seed=1) for loader in ("dali", "folder")]
+    datasets = [open_dataset(image_data(loader), root, nine, 0, 2, CPU, seed=1) for loader in ("dali", "folder")]
     for order, (ours, _), (theirs, _) in islice(
         zip(datasets[0].train_order, *(d.train for d in datasets), strict=True), 6
     ):
         names = sorted(path.name for path in (root / "train" / "of every kind").iterdir())
-        for index, one, other in zip(order.pictures, ours, theirs, strict=True):
+        for index, one, other in zip(order.images, ours, theirs, strict=True):
             assert (one - other).abs().mean() < 0.03, names[index]
 
 
 @pytest.mark.parametrize("loader", ["dali", "folder", "synthetic"])
-def test_a_loader_opened_at_a_step_goes_on_as_an_undisturbed_one_on_any_number_of_ranks(pictures: Path, loader: str):
+def test_a_loader_opened_at_a_step_goes_on_as_an_undisturbed_one_on_any_number_of_ranks(source: Path, loader: str):
     """Three epochs of 3 steps on one rank; steps 4 to 8 again on one, on two and on three, with other workers."""
-    data = SYNTHETIC if loader == "synthetic" else picture_data(loader)
+    data = SYNTHETIC if loader == "synthetic" else image_data(loader)
     alone = Batching(ranks=1, micro_batch=2, accumulation=6)
-    whole = list(islice(open_dataset(data, pictures, alone, 0, 2, CPU, seed=1).train, 9 * 6))
+    whole = list(islice(open_dataset(data, source, alone, 0, 2, CPU, seed=1).train, 9 * 6))
     if loader != "synthetic":
-        data = picture_data(loader, workers=2)
+        data = image_data(loader, workers=2)
     for ranks in (1, 2, 3):
         batching = Batching(ranks, 2, 6 // ranks)
-        trains = [open_dataset(data, pictures, batching, rank, 2, CPU, 1, first_step=4).train for rank in range(ranks)]
+        trains = [open_dataset(data, source, batching, rank, 2, CPU, 1, first_step=4).train for rank in range(ranks)]
         expected = iter(whole[4 * 6 :])
         for _ in range(5):
             for train in trains:
@@ -164,31 +164,31 @@ def test_a_loader_opened_at_a_step_goes_on_as_an_undisturbed_one_on_any_number_o
 
 
 @pytest.mark.parametrize("loader", ["dali", "folder"])
-def test_the_same_seed_shows_the_same_pixels_again_and_another_does_not(pictures: Path, loader: str):
-    """Whatever the size of a batch: what is cropped is chosen picture by picture."""
-    first, _ = collect(opened(pictures, loader).train, 10)
-    other, _ = collect(opened(pictures, loader, seed=2).train, 10)
+def test_the_same_seed_shows_the_same_pixels_again_and_another_does_not(images: Path, loader: str):
+    """Whatever the size of a batch: what is cropped is chosen image by image."""
+    first, _ = collect(opened(images, loader).train, 10)
+    other, _ = collect(opened(images, loader, seed=2).train, 10)
     assert not torch.equal(first, other)
-    fives = open_dataset(picture_data(loader), pictures, Batching(1, 5, 1), 0, 2, CPU, seed=1).train
+    fives = open_dataset(image_data(loader), images, Batching(1, 5, 1), 0, 2, CPU, seed=1).train
     assert torch.equal(first, collect(fives, 16)[0])
 
 
-def test_dali_ends_though_it_has_read_ahead(pictures: Path):
+def test_dali_ends_though_it_has_read_ahead(images: Path):
     """Its threads decode, and ours read, also while the loader goes."""
     for taken in range(20):
-        collect(opened(pictures, "dali", workers=2).train, 1 + taken % 3)
+        collect(opened(images, "dali", workers=2).train, 1 + taken % 3)
 
 
 @pytest.mark.parametrize("loader", ["dali", "folder"])
-def test_evaluations_follow_one_another_and_show_every_image_once(pictures: Path, loader: str):
-    dataset = opened(pictures, loader)
+def test_evaluations_follow_one_another_and_show_every_image_once(source: Path, loader: str):
+    dataset = opened(source, loader)
     for _ in range(2):
         images = torch.cat([images for images, _ in dataset.next_evaluation()])
         assert len(images) == 7
     assert dataset.classes == 3
 
 
-def test_synthetic_pictures_belong_to_their_labels():
+def test_synthetic_images_belong_to_their_labels():
     dataset = open_dataset(SYNTHETIC, None, ALONE, 0, 2, CPU, seed=1)
     (images, labels), (more, more_labels) = next(dataset.train), next(dataset.train)
     assert images.shape == (8, 3, 8, 8)
@@ -200,15 +200,15 @@ def test_synthetic_pictures_belong_to_their_labels():
         assert all(val_labels[i] == label for i in matches)
 
 
-def test_a_batch_beyond_the_data_set_is_refused(pictures: Path):
+def test_a_batch_beyond_the_data_set_is_refused(images: Path):
     with pytest.raises(UserError, match="40 images, fewer than one global batch of 64"):
-        open_dataset(picture_data("dali"), pictures, Batching(2, 32, 1), 0, 2, CPU, 1)
+        open_dataset(image_data("dali"), images, Batching(2, 32, 1), 0, 2, CPU, 1)
 
 
-def test_a_missing_dali_is_named_with_the_way_round(pictures: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_dali_is_named_with_the_way_round(images: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(__import__("sys").modules, "nvidia.dali", None)
     with pytest.raises(UserError, match=r"DALI is not installed; .* --set data.loader=folder"):
-        opened(pictures, "dali")
+        opened(images, "dali")
 
 
 def folder_of(root: Path, contents: dict[str, bytes], copies: int = 1) -> Path:
@@ -222,7 +222,7 @@ def folder_of(root: Path, contents: dict[str, bytes], copies: int = 1) -> Path:
 
 @pytest.mark.parametrize("on_bad_image", ["fail", "skip"])
 def test_both_loaders_and_verify_agree_on_what_can_be_read(tmp_path: Path, on_bad_image: str):
-    everything = {**PICTURES, **NOT_PILS}
+    everything = {**IMAGES, **NOT_PILS}
     root = folder_of(tmp_path, everything)
     assert not verify(root).bad
     shown = []
@@ -237,12 +237,12 @@ def test_dali_is_given_pixels_of_what_it_cannot_decode(
     tmp_path: Path, augment: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     """Whatever that is: here nothing is found out about it beforehand."""
-    root = folder_of(tmp_path, {name: PICTURES[name] for name in ("jpeg", "png", "a wrong sum of pixels", "gif")}, 4)
+    root = folder_of(tmp_path, {name: IMAGES[name] for name in ("jpeg", "png", "a wrong sum of pixels", "gif")}, 4)
     expected, _ = collect(opened(root, "dali", augment=augment).train, 12)
     assert "warning" not in capfd.readouterr().err
     monkeypatch.setattr(dali_loader, "portable", lambda encoded: Portable(encoded, *decode(encoded).shape[:2]))
     images, _ = collect(opened(root, "dali", augment=augment).train, 12)
-    told = capfd.readouterr().err.count("warning: DALI cannot decode a picture that others can")
+    told = capfd.readouterr().err.count("warning: DALI cannot decode an image that others can")
     assert 1 <= told <= 4, "not again in every epoch"
     assert (images - expected).abs().mean((1, 2, 3)).max() < 0.03
 
@@ -258,13 +258,13 @@ def test_dali_is_given_pixels_of_what_it_cannot_decode(
         ("CUDA runtime API error cudaErrorECCUncorrectable (214)", "DALI cannot use the GPU (CUDA runtime API error"),
     ],
 )
-def test_what_is_no_fault_of_a_picture_is_told_as_what_it_is(
-    pictures: Path, error: str, told: str, monkeypatch: pytest.MonkeyPatch
+def test_what_is_no_fault_of_a_image_is_told_as_what_it_is(
+    images: Path, error: str, told: str, monkeypatch: pytest.MonkeyPatch
 ):
     def run(*_: object) -> None:
         raise RuntimeError(error)
 
-    train = opened(pictures, "dali").train
+    train = opened(images, "dali").train
     monkeypatch.setattr("nvidia.dali.Pipeline.run", run)
     with pytest.raises(UserError) as refusal:
         collect(train, 1)
@@ -291,7 +291,7 @@ def _strange_class(root: Path) -> None:
 def _empty_class(root: Path) -> None:
     for split in ("train", "val"):
         (root / split / "cat").mkdir(parents=True)
-        (root / split / "cat" / "notes.txt").write_text("no picture")
+        (root / split / "cat" / "notes.txt").write_text("no image")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 from imagenet_fast.data.loaders import open_dataset
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import ImageData
-from tests.conftest import make_pictures
+from tests.conftest import make_images
 from tests.spawning import run
 
 EPOCHS = 20
@@ -23,7 +23,7 @@ SETTLED = 5
 
 TRAIN, BATCH = 240, 24
 SLACK = 10e6
-"""Bytes. Pictures that stayed, decoded, would come to ten times as much."""
+"""Bytes. Images that stayed, decoded, would come to ten times as much."""
 
 
 def resident(root: str, loader: str, cache: str) -> list[int]:
@@ -43,6 +43,6 @@ def resident(root: str, loader: str, cache: str) -> list[int]:
 @pytest.mark.long
 @pytest.mark.parametrize(("loader", "cached"), [("folder", False), ("folder", True), ("dali", False)])
 def test_memory_is_flat_over_twenty_epochs(tmp_path: Path, loader: str, cached: bool):
-    make_pictures(tmp_path, train=TRAIN, val=30)
+    make_images(tmp_path, train=TRAIN, val=30)
     (after,) = run(1, resident, str(tmp_path), loader, str(tmp_path / "cache") if cached else "")
     assert max(after[SETTLED:]) - max(after[:SETTLED]) < SLACK, [round(size / 1e6, 1) for size in after]

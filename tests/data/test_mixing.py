@@ -1,4 +1,4 @@
-"""Pictures mixed with one another."""
+"""Images mixed with one another."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def order_of(ranks: int, rank: int, seed: int = 1, first_step: int = 0) -> Train
 
 
 def batches(order: TrainOrder, dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, Tensor]]:
-    """Of two epochs: picture n is n everywhere, of class n mod 7."""
+    """Of two epochs: image n is n everywhere, of class n mod 7."""
     made = []
-    for _, pictures in islice(order, 4 * order.batching.accumulation):
-        numbers = torch.from_numpy(pictures)
+    for _, source in islice(order, 4 * order.batching.accumulation):
+        numbers = torch.from_numpy(source)
         images = numbers.to(dtype)[:, None, None, None].expand(-1, 3, 8, 10)
         made.append((images.contiguous(memory_format=torch.channels_last), numbers % CLASSES))
     return made
@@ -38,7 +38,7 @@ def mixed(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0), (0.2, 1.0)])
-def test_a_pictures_label_says_what_it_shows(mixup: float, cutmix: float, dtype: torch.dtype):
+def test_a_images_label_says_what_it_shows(mixup: float, cutmix: float, dtype: torch.dtype):
     order = order_of(1, 0)
     changed = 0
     for (before, classes), (images, labels) in zip(batches(order), mixed(order, mixup, cutmix, dtype), strict=True):

@@ -19,8 +19,7 @@ def steps(ranks: int, micro_batch: int, count: int) -> list[list[tuple[int, ...]
     batching = Batching(ranks, micro_batch, GLOBAL // ranks // micro_batch)
     orders = [iter(TrainOrder(IMAGES, batching, rank, seed=3)) for rank in range(ranks)]
     return [
-        sorted(tuple(m.pictures) for order in orders for m in islice(order, batching.accumulation))
-        for _ in range(count)
+        sorted(tuple(m.images) for order in orders for m in islice(order, batching.accumulation)) for _ in range(count)
     ]
 
 
@@ -41,7 +40,7 @@ def test_an_epoch_shows_no_image_twice_and_the_next_one_is_another():
 
 def test_another_seed_is_another_order():
     batching = Batching(1, 8, 1)
-    orders = [next(iter(TrainOrder(IMAGES, batching, 0, seed))).pictures for seed in (1, 2)]
+    orders = [next(iter(TrainOrder(IMAGES, batching, 0, seed))).images for seed in (1, 2)]
     assert not np.array_equal(*orders)
 
 
@@ -55,12 +54,12 @@ def test_an_order_that_begins_later_goes_on_as_the_whole_one(first_step: int, ra
     skipped = first_step % 4 * batching.accumulation
     for one, other in zip(islice(whole, skipped, skipped + 20), islice(later, 20), strict=True):
         assert one.epoch == other.epoch
-        assert np.array_equal(one.pictures, other.pictures)
+        assert np.array_equal(one.images, other.images)
     assert next(iter(later)).epoch == first_step // 4
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 3), (3, 1), (6, 2)])
-def test_an_epoch_begun_on_some_ranks_and_ended_on_others_shows_every_picture_once(before: int, after: int):
+def test_an_epoch_begun_on_some_ranks_and_ended_on_others_shows_every_image_once(before: int, after: int):
     seen: list[int] = []
     for ranks, begin, end in ((before, 4, 6), (after, 6, 8)):
         batching = Batching(ranks, 2, GLOBAL // ranks // 2)
@@ -68,10 +67,10 @@ def test_an_epoch_begun_on_some_ranks_and_ended_on_others_shows_every_picture_on
             order = TrainOrder(IMAGES, batching, rank, 3, begin)
             batches = list(islice(order, (end - begin) * batching.accumulation))
             assert {batch.epoch for batch in batches} == {1}
-            seen += [int(i) for batch in batches for i in batch.pictures]
+            seen += [int(i) for batch in batches for i in batch.images]
     assert len(seen) == len(set(seen)) == IMAGES // GLOBAL * GLOBAL
     undisturbed = islice(TrainOrder(IMAGES, Batching(1, GLOBAL, 1), 0, 3, 4), 4)
-    assert sorted(seen) == sorted(int(i) for batch in undisturbed for i in batch.pictures)
+    assert sorted(seen) == sorted(int(i) for batch in undisturbed for i in batch.images)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 120])
@@ -81,15 +80,15 @@ def test_an_evaluation_shows_every_image_once(ranks: int, batch: int):
     for rank in range(ranks):
         order = EvalOrder(IMAGES, batch, ranks, rank)
         batches = list(islice(iter(order), order.batches))
-        assert all(0 < len(pictures) <= batch for _, pictures in batches)
-        seen += [int(i) for _, pictures in batches for i in pictures]
+        assert all(0 < len(images) <= batch for _, images in batches)
+        seen += [int(i) for _, images in batches for i in images]
     assert seen == list(range(IMAGES))
 
 
 def test_the_ranks_of_one_pipeline_read_the_same_and_all_pipelines_together_everything():
     batching = Batching(ranks=6, micro_batch=4, accumulation=2, stages=3)
     orders = [TrainOrder(16, batching, rank, seed=1) for rank in range(6)]
-    read = [[tuple(micro.pictures) for micro in islice(order, 2)] for order in orders]
+    read = [[tuple(micro.images) for micro in islice(order, 2)] for order in orders]
     assert read[0] == read[2] == read[4]
     assert read[1] == read[3] == read[5]
     assert sorted(sum(read[0] + read[1], ())) == list(range(16))

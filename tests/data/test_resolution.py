@@ -1,4 +1,4 @@
-"""Pictures that grow with the epochs, and are judged at another size."""
+"""Images that grow with the epochs, and are judged at another size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 GROWING = {"sizes": [[1, 36], [2, 40]], "eval_size": 52}
 
 
-def picture_data(loader: str = "folder", **changes: object) -> ImageData:
+def image_data(loader: str = "folder", **changes: object) -> ImageData:
     table = {"dataset": "digits", "loader": loader, "image_size": 48, "resize": 56, "workers": 1, **changes}
     data = parse_recipe("test", tables(data=table, model={"kind": "resnet18"})).data
     assert isinstance(data, ImageData)
@@ -31,41 +31,39 @@ def picture_data(loader: str = "folder", **changes: object) -> ImageData:
 
 
 def opened(root: Path, loader: str, first_step: int = 0, **changes: object) -> Dataset:
-    return open_dataset(picture_data(loader, **changes), root, ALONE, 0, 2, CPU, 1, first_step)
+    return open_dataset(image_data(loader, **changes), root, ALONE, 0, 2, CPU, 1, first_step)
 
 
 @pytest.mark.parametrize("augment", [True, False])
 @pytest.mark.parametrize("loader", ["dali", "folder"])
-def test_training_pictures_grow_and_those_that_judge_have_a_size_of_their_own(
-    pictures: Path, loader: str, augment: bool
-):
-    dataset = opened(pictures, loader, augment=augment, **GROWING)
+def test_training_images_grow_and_those_that_judge_have_a_size_of_their_own(source: Path, loader: str, augment: bool):
+    dataset = opened(source, loader, augment=augment, **GROWING)
     each = dataset.train_order.steps_per_epoch
     sizes = [images.shape[2:] for images, _ in islice(dataset.train, 3 * each)]
     assert sizes == [(36, 36)] * each + [(40, 40)] * 2 * each
     assert [images.shape[2:] for images, _ in dataset.next_evaluation()] == [(52, 52)]
-    images, _ = next(opened(pictures, loader, first_step=each, augment=augment, **GROWING).train)
+    images, _ = next(opened(source, loader, first_step=each, augment=augment, **GROWING).train)
     assert images.shape[2:] == (40, 40)
     assert images.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_both_loaders_show_the_same_of_them(pictures: Path):
+def test_both_loaders_show_the_same_of_them(images: Path):
     for changes in (GROWING, {"crop": "window"}, {"augment": False, **GROWING}):
-        dali, folder = opened(pictures, "dali", **changes), opened(pictures, "folder", **changes)
+        dali, folder = opened(images, "dali", **changes), opened(images, "folder", **changes)
         for (ours, _), (theirs, _) in islice(zip(dali.train, folder.train, strict=True), 8):
             assert (ours - theirs).abs().mean() < 0.08
 
 
-def test_before_the_first_size_pictures_have_the_usual_one():
-    data, train = picture_data(sizes=[[3, 64]]), TrainOrder(40, ALONE, 0, 1)
+def test_before_the_first_size_images_have_the_usual_one():
+    data, train = image_data(sizes=[[3, 64]]), TrainOrder(40, ALONE, 0, 1)
     assert [resolution(data, train, epoch).size for epoch in range(4)] == [48, 48, 64, 64]
     assert resolution(data, EvalOrder(7, 8, 1, 0), 5) == (48, 56)
     assert resolution(data, train, 0).shorter == 56
-    assert resolution(data, train, 3).shorter == 74  # the same share of the picture
+    assert resolution(data, train, 3).shorter == 74  # the same share of the image
 
 
 def test_alexnets_own_windows_are_squares_from_the_middle_square():
-    chance = augmentation_of(picture_data(crop="window", image_size=227, resize=256), TrainOrder(40, ALONE, 0, 1))
+    chance = augmentation_of(image_data(crop="window", image_size=227, resize=256), TrainOrder(40, ALONE, 0, 1))
     assert chance is not None
     corners = [chance.window(300, 512, [down, right]) for down in (0.0, 0.999) for right in (0.0, 0.999)]
     side = round(227 / 256 * 300)
@@ -75,8 +73,8 @@ def test_alexnets_own_windows_are_squares_from_the_middle_square():
 
 
 @pytest.mark.parametrize("loader", ["dali", "folder"])
-def test_mixed_pictures_come_with_shares_of_their_classes(pictures: Path, loader: str):
-    dataset = opened(pictures, loader, mixup=0.4, cutmix=1.0)
+def test_mixed_images_come_with_shares_of_their_classes(source: Path, loader: str):
+    dataset = opened(source, loader, mixup=0.4, cutmix=1.0)
     for images, labels in islice(dataset.train, 6):
         assert images.is_contiguous(memory_format=torch.channels_last)
         assert labels.shape == (8, dataset.classes)
@@ -100,4 +98,4 @@ def test_mixed_pictures_come_with_shares_of_their_classes(pictures: Path, loader
 )
 def test_what_makes_no_sense_is_refused(changes: dict[str, object], said: str):
     with pytest.raises(UserError, match=said):
-        picture_data(**changes)
+        image_data(**changes)

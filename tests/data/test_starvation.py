@@ -1,4 +1,4 @@
-"""What a run that waited for its pictures is told to set."""
+"""What a run that waited for its images is told to set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad pictures: named, or left out in the same way on any number of ranks."""
+"""Bad images: named, or left out in the same way on any number of ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.data.encoded import BAD
 CPU = torch.device("cpu")
 LOADERS = ("folder", "dali")
 EPOCHS = 4
-"""An epoch of 3 steps of 12 leaves out 4 of the 40 pictures, others each time."""
+"""An epoch of 3 steps of 12 leaves out 4 of the 40 images, others each time."""
 
 
 def data(loader: str, on_bad_image: str) -> ImageData:
@@ -28,10 +28,10 @@ def data(loader: str, on_bad_image: str) -> ImageData:
 
 
 @pytest.fixture
-def damaged(pictures: Path, tmp_path: Path) -> Path:
-    """40 pictures to train on, of which 10 are bad in another way each, and 7 to validate, of which one is."""
+def damaged(images: Path, tmp_path: Path) -> Path:
+    """40 images to train on, of which 10 are bad in another way each, and 7 to validate, of which one is."""
     root = tmp_path / "damaged é"
-    shutil.copytree(pictures, root)
+    shutil.copytree(images, root)
     for path, content in zip(sorted((root / "train").glob("*/*"))[::4], BAD.values(), strict=True):
         path.write_bytes(content)
     (root / "val" / "class1" / "004.jpg").write_bytes(BAD["half a jpeg"])
@@ -40,8 +40,8 @@ def damaged(pictures: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("bad", BAD)
-def test_a_bad_picture_is_named(pictures: Path, tmp_path: Path, loader: str, bad: str):
-    shutil.copytree(pictures, tmp_path / "data")
+def test_a_bad_image_is_named(images: Path, tmp_path: Path, loader: str, bad: str):
+    shutil.copytree(images, tmp_path / "data")
     path = tmp_path / "data" / "train" / "class2" / "017.jpg"
     path.write_bytes(BAD[bad])
     train = open_dataset(data(loader, "fail"), tmp_path / "data", Batching(1, 8, 1), 0, 2, CPU, seed=1).train
@@ -50,7 +50,7 @@ def test_a_bad_picture_is_named(pictures: Path, tmp_path: Path, loader: str, bad
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_others_stand_in_for_bad_pictures_the_same_on_any_number_of_ranks(
+def test_others_stand_in_for_bad_images_the_same_on_any_number_of_ranks(
     damaged: Path, loader: str, capfd: pytest.CaptureFixture[str]
 ):
     alone = open_dataset(data(loader, "skip"), damaged, Batching(1, 2, 6), 0, 2, CPU, seed=1)
@@ -58,7 +58,7 @@ def test_others_stand_in_for_bad_pictures_the_same_on_any_number_of_ranks(
     told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
     assert len(told) == len(set(told)) == 10, "each once, and none is left out of every epoch"
     assert all("damaged é" in line and "cannot be decoded" in line for line in told)
-    assert told[-1].endswith("another is shown instead; bad pictures so far on this rank: 10")
+    assert told[-1].endswith("another is shown instead; bad images so far on this rank: 10")
     assert all(len(images) == 2 and images.any() for images, _ in whole)
     batching = Batching(3, 2, 2)
     ranks = [open_dataset(data(loader, "skip"), damaged, batching, rank, 2, CPU, seed=1).train for rank in range(3)]
@@ -80,12 +80,12 @@ def test_a_stand_in_brings_its_label_and_the_loaders_agree_on_it(damaged: Path):
     ):
         assert torch.equal(our_labels, their_labels)
         assert (ours - theirs).abs().mean((1, 2, 3)).max() < 0.03
-        changed += int((our_labels.numpy() != labels[order.pictures]).sum())
+        changed += int((our_labels.numpy() != labels[order.images]).sum())
     assert changed, "of ten some stand-ins are of another class"
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_in_an_evaluation_a_bad_picture_counts_and_counts_as_wrong(damaged: Path, loader: str):
+def test_in_an_evaluation_a_bad_image_counts_and_counts_as_wrong(damaged: Path, loader: str):
     dataset = open_dataset(data(loader, "skip"), damaged, Batching(1, 3, 1), 0, 2, CPU, seed=1)
     for _ in range(2):
         images, labels = (torch.cat(part) for part in zip(*dataset.next_evaluation(), strict=True))
@@ -95,19 +95,19 @@ def test_in_an_evaluation_a_bad_picture_counts_and_counts_as_wrong(damaged: Path
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_a_folder_of_nothing_but_bad_pictures_ends_the_run(tmp_path: Path, loader: str):
+def test_a_folder_of_nothing_but_bad_images_ends_the_run(tmp_path: Path, loader: str):
     for split in ("train", "val"):
         (tmp_path / split / "only").mkdir(parents=True)
         for number in range(4):
             (tmp_path / split / "only" / f"{number}.jpg").write_bytes(BAD["text"])
     train = open_dataset(data(loader, "skip"), tmp_path, Batching(1, 2, 1), 0, 2, CPU, seed=1).train
-    with pytest.raises(UserError, match=r"only/\d.jpg cannot be decoded, nor can any of 100 other pictures"):
+    with pytest.raises(UserError, match=r"only/\d.jpg cannot be decoded, nor can any of 100 other images"):
         next(train)
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_a_picture_that_has_gone_is_named_too(pictures: Path, tmp_path: Path, loader: str):
-    shutil.copytree(pictures, tmp_path / "data")
+def test_a_image_that_has_gone_is_named_too(images: Path, tmp_path: Path, loader: str):
+    shutil.copytree(images, tmp_path / "data")
     train = open_dataset(data(loader, "fail"), tmp_path / "data", Batching(1, 40, 1), 0, 2, CPU, seed=1).train
     gone = tmp_path / "data" / "train" / "class0" / "003.jpg"
     gone.unlink()

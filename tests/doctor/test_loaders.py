@@ -27,16 +27,16 @@ def test_the_fastest_of_our_own_is_told_with_its_lead(rates: dict[str, float | N
     assert fastest(rates) == said
 
 
-def test_both_are_tried_on_the_pictures_given(pictures: Path):
-    (found,) = try_loaders(pictures, ranks=1, seconds=0)
+def test_both_are_tried_on_the_images_given(images: Path):
+    (found,) = try_loaders(images, ranks=1, seconds=0)
     assert found.state == "ok"
-    said = r"folder \d+ and dali \d+ pictures a second.*; fastest here: (folder|dali), \d+\.\d\d x (dali|folder)"
+    said = r"folder \d+ and dali \d+ images a second.*; fastest here: (folder|dali), \d+\.\d\d x (dali|folder)"
     assert re.fullmatch(said, found.said)
 
 
-def test_without_dali_the_other_is_tried(pictures: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_dali_the_other_is_tried(images: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)
-    (found,) = try_loaders(pictures, ranks=10_000, seconds=0)
+    (found,) = try_loaders(images, ranks=10_000, seconds=0)
     assert found.said.endswith("fastest here: folder, dali is not installed")
 
 
@@ -44,10 +44,10 @@ def test_a_directory_that_cannot_be_read_is_not_told_of_twice(tmp_path: Path):
     assert try_loaders(tmp_path / "gone", 1) == []
 
 
-def test_a_bad_picture_among_the_first_is_named(tmp_path: Path):
+def test_a_bad_image_among_the_first_is_named(tmp_path: Path):
     for split in ("train", "val"):
         (tmp_path / split / "a [b]").mkdir(parents=True)
-        (tmp_path / split / "a [b]" / "bad.jpg").write_bytes(b"no picture")
+        (tmp_path / split / "a [b]" / "bad.jpg").write_bytes(b"no image")
     (found,) = try_loaders(tmp_path, 1, seconds=0)
     assert found.state == "warn"
     assert "bad.jpg" in found.said

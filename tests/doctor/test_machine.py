@@ -152,13 +152,13 @@ def test_cuda_without_a_device_is_not_passed_over(monkeypatch: pytest.MonkeyPatc
     assert (found.about, found.state) == ("GPU", "fail")
 
 
-def test_a_class_without_a_picture_in_val_is_doubtful(tmp_path: Path):
+def test_a_class_without_a_image_in_val_is_doubtful(tmp_path: Path):
     for place in ("train/a", "train/b", "train/c", "val/a"):
         (tmp_path / place).mkdir(parents=True)
         (tmp_path / place / "x.png").write_bytes(b"")
     found = found_by("data", host_checks.examine(tmp_path, tmp_path, 1, Timeout()))
     assert (found.state, bool(found.fix)) == ("warn", True)
-    assert "val has no pictures of 2 of the 3 classes, the first 'b'" in found.said
+    assert "val has no images of 2 of the 3 classes, the first 'b'" in found.said
 
 
 def test_a_place_for_runs_that_cannot_be_one_fails(tmp_path: Path):
@@ -172,7 +172,7 @@ def test_a_place_for_runs_that_cannot_be_one_fails(tmp_path: Path):
 
 
 def test_advice_names_options_that_doctor_has_or_says_whose_they_are(
-    tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Of every finding that can be brought about here, and of every fix that is written in the code."""
     own = {option for parameter in get_command(app).commands["doctor"].params for option in parameter.opts}  # type: ignore[attr-defined]
@@ -184,10 +184,10 @@ def test_advice_names_options_that_doctor_has_or_says_whose_they_are(
     ]
     for split in ("train", "val"):
         (tmp_path / split / "a").mkdir(parents=True)
-        (tmp_path / split / "a" / "bad.jpg").write_bytes(b"no picture")
+        (tmp_path / split / "a" / "bad.jpg").write_bytes(b"no image")
     sentences += [f"{found.said}; {found.fix}" for found in try_loaders(tmp_path, 1, seconds=0)]
     monkeypatch.setattr("imagenet_fast.doctor.loader_check.measure", refuse_dali)
-    sentences += [f"{found.said}; {found.fix}" for found in try_loaders(pictures, 1, seconds=0)]
+    sentences += [f"{found.said}; {found.fix}" for found in try_loaders(images, 1, seconds=0)]
     for sentence in sentences:
         for option in re.finditer(r"(?<!^)--[a-z][a-z-]*", sentence):  # at the start of a word for a program
             others = re.search(r"\b(train|container)\b", sentence[: option.start()])

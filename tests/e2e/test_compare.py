@@ -71,7 +71,7 @@ def test_layouts_are_compared_in_one_table_with_what_a_step_takes_and_sends(root
 
 
 def tiny_alexnet(folder: Path) -> Path:
-    """A recipe of as few pictures as show what a step takes, and those as small as AlexNet allows."""
+    """A recipe of as few images as show what a step takes, and those as small as AlexNet allows."""
     recipe = folder / "alexnet.toml"
     recipe.write_text(
         """

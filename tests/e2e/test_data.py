@@ -21,8 +21,8 @@ from tests.e2e.command import events_of, imagenet_fast, outcome_of
     ],
 )
 def test_tars_are_prepared_verified_and_trained_on(tmp_path: Path, loader: str, how: str):
-    pictures = small_imagenet(train=16, val=5)
-    source = official_tars(tmp_path / "tars", pictures)
+    images = small_imagenet(train=16, val=5)
+    source = official_tars(tmp_path / "tars", images)
     data, run = tmp_path / "imagenet", tmp_path / "run"
     for command in (
         ("prepare", "--source", str(source), "--out", str(data), "--subset", *how.split()),
@@ -38,6 +38,6 @@ def test_tars_are_prepared_verified_and_trained_on(tmp_path: Path, loader: str, 
     done = imagenet_fast("train", "--recipe", "demo", "--data", str(data), "--out", str(run), "--nproc", "2", *settings)
     assert done.returncode in (0, 3), done.stdout + done.stderr
     assert f"; 3 files are left out, by {data / 'quarantine.json'}" in done.stdout
-    trained = sum(path.startswith("train/") for path in good(pictures)) - 3
+    trained = sum(path.startswith("train/") for path in good(images)) - 3
     assert outcome_of(run)["steps"] == 2 * (trained // 16)
     assert [event["images"] for event in events_of(run, "eval")][-1] == 20

@@ -23,7 +23,7 @@ from imagenet_fast.training.train_step import build_step
 IMAGES = {"imagenet": 1_281_167, "cifar10": 50_000, "digits": 1_433}
 CLASSES = {"imagenet": 1000, "cifar10": 10, "digits": 10}
 SMALLEST = 67
-"""Pixels that every network takes; of larger pictures shapes are enough to know that one takes them."""
+"""Pixels that every network takes; of larger images shapes are enough to know that one takes them."""
 
 
 @pytest.fixture(params=recipe_names())
@@ -44,7 +44,7 @@ def test_a_recipe_can_be_trained_at_its_full_size(planned: tuple[Recipe, World])
     assert batching.global_batch == recipe.global_batch
     assert batching.accumulation == (2 if recipe.micro_batch else 1)
     order = TrainOrder(images, batching, rank=recipe.ranks - 1, seed=recipe.seed)
-    assert len(next(iter(order)).pictures) == batching.micro_batch
+    assert len(next(iter(order)).images) == batching.micro_batch
     steps_per_epoch = order.steps_per_epoch
     assert steps_per_epoch == images // recipe.global_batch
 
@@ -77,8 +77,8 @@ def test_a_recipe_can_be_trained_at_its_full_size(planned: tuple[Recipe, World])
     assert len(shards) == (3 if recipe.parallel.tensor > 1 else 0), "both weights and the first layer's bias"
     wire = sum(p.numel() for p in after if p not in shards) * (4 if recipe.sync.wire == "fp32" else 2)
     share = 2 * (recipe.ranks - 1) / recipe.ranks
-    picture = 2 * (recipe.parallel.tensor - 1) * (9216 + 4096) * 2  # what comes to the layers and leaves them, and back
-    sent = share * wire + 2 * batching.accumulation * picture
+    image = 2 * (recipe.parallel.tensor - 1) * (9216 + 4096) * 2  # what comes to the layers and leaves them, and back
+    sent = share * wire + 2 * batching.accumulation * image
     assert take_step.state.sent_bytes == pytest.approx(sent, rel=4e-3)  # tensors are padded to a multiple of the ranks
 
 

@@ -14,31 +14,31 @@ from imagenet_fast.metrics import Event
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import parse_recipe
-from tests.conftest import make_pictures, tables
+from tests.conftest import make_images, tables
 from tests.spawning import run
 from tests.training.jobs import train_job
 
-STEPS, PICTURES = 6, 40
+STEPS, IMAGES = 6, 40
 
 
 @pytest.mark.long
 def test_one_two_and_four_ranks_agree_in_every_loss_and_in_accuracy(tmp_path: Path):
     """Batch-norm statistics included, in training and in evaluation: micro-batches do not depend on the ranks.
 
-    What is left is the order of additions, which training a network amplifies, and on pictures with flat areas
-    (ties in max-pooling) quickly: hence smooth pictures.
+    What is left is the order of additions, which training a network amplifies, and on images with flat areas
+    (ties in max-pooling) quickly: hence smooth images.
     """
-    pictures = make_pictures(tmp_path / "pictures", train=64, val=PICTURES)
+    images = make_images(tmp_path / "images", train=64, val=IMAGES)
     with ThreadPoolExecutor() as at_once:
         (alone,), (both, _), (four, *_) = at_once.map(
-            lambda case: run(case[0], _train, case[1], pictures, tmp_path / str(case[0])),
+            lambda case: run(case[0], _train, case[1], images, tmp_path / str(case[0])),
             [(1, "lazy"), (2, "lazy"), (4, "hybrid")],
         )
     assert len(alone.losses) == STEPS
     assert alone.losses[-1] < 0.9 * alone.losses[0], "it learns"
     for other in (both, four):
         assert other.losses == pytest.approx(alone.losses, rel=1e-3)
-        assert other.correct == pytest.approx(alone.correct, abs=2), "pictures, after each epoch"
+        assert other.correct == pytest.approx(alone.correct, abs=2), "images, after each epoch"
 
 
 class Seen:
@@ -52,13 +52,13 @@ class Seen:
         if event.name == "train":
             self.losses.append(event.values["loss"])
         elif event.name == "eval":
-            self.correct.append(event.values["top1"] / 100 * PICTURES)
+            self.correct.append(event.values["top1"] / 100 * IMAGES)
 
     def close(self) -> None: ...
 
 
-def _train(engine: str, pictures: Path, folder: Path) -> Seen:
-    """The real loop with real pictures, batch norm and LARS, in fp32 and without augmentation."""
+def _train(engine: str, images: Path, folder: Path) -> Seen:
+    """The real loop with real images, batch norm and LARS, in fp32 and without augmentation."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     world = World(rank, ranks, rank, ranks, torch.device("cpu"))
     recipe = parse_recipe(
@@ -73,5 +73,5 @@ def _train(engine: str, pictures: Path, folder: Path) -> Seen:
         ),
     )  # fmt: skip
     seen = Seen()
-    train_job(Job("test", recipe, split_batch(recipe, ranks), pictures, folder), world, sinks=[seen])
+    train_job(Job("test", recipe, split_batch(recipe, ranks), images, folder), world, sinks=[seen])
     return seen

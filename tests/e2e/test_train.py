@@ -36,12 +36,12 @@ SMOKE = ("train", "--recipe", "smoke")
 IN_SMALL = (
     "--set", "global_batch=8", "--set", "micro_batch=2", "--set", "data.train_images=64", "--set", "data.val_images=15",
 )  # fmt: skip
-"""As many steps as shipped, of a quarter of the pictures."""
+"""As many steps as shipped, of a quarter of the images."""
 ONE_EPOCH = ("--set", "epochs=1", "--set", "schedule.warmup_epochs=0")
 
 
-def on(pictures: Path) -> tuple[str, ...]:
-    return ("--data", str(pictures), "--set", "global_batch=16", "--set", "micro_batch=8")
+def on(images: Path) -> tuple[str, ...]:
+    return ("--data", str(images), "--set", "global_batch=16", "--set", "micro_batch=8")
 
 
 @pytest.fixture
@@ -123,11 +123,11 @@ def test_under_torchrun_the_same_seed_gives_the_same_run_to_the_digit_and_short_
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_on_a_folder_of_pictures_with_fewer_ranks_than_the_recipes_its_own_launcher_keeps_the_exit_code(
-    pictures: Path, tmp_path: Path, launched: Callable[..., tuple[int, str, str]]
+def test_on_a_folder_of_images_with_fewer_ranks_than_the_recipes_its_own_launcher_keeps_the_exit_code(
+    images: Path, tmp_path: Path, launched: Callable[..., tuple[int, str, str]]
 ):
     run = tmp_path / "run"
-    options = (*on(pictures), *ONE_EPOCH, "--sync", "allreduce", "--nproc", "1", "--scale-batch", "--out", str(run))
+    options = (*on(images), *ONE_EPOCH, "--sync", "allreduce", "--nproc", "1", "--scale-batch", "--out", str(run))
     code, printed, errors = launched("train", "--recipe", "demo", *options)
     assert (code, errors) == (3, ""), printed
     assert "recipe written for 2 ranks: 1 rank, micro-batch 8, " in printed
@@ -167,9 +167,9 @@ def test_with_a_layout_the_final_weights_are_whole_and_as_good_as_the_run_report
     job = read_job(run / "job.json")
     model = alexnet(num_classes=10)
     model.load_state_dict(load_file(run / "checkpoints" / "final.safetensors"))
-    pictures = open_dataset(job.recipe.data, None, Batching(1, 8, 1), 0, 2, torch.device("cpu"), job.recipe.seed)
+    images = open_dataset(job.recipe.data, None, Batching(1, 8, 1), 0, 2, torch.device("cpu"), job.recipe.seed)
     with torch.inference_mode(), autocast(job.recipe.precision, torch.device("cpu")):
-        hits = sum(int((model.eval()(x).argmax(1) == y).sum()) for x, y in pictures.next_evaluation())
+        hits = sum(int((model.eval()(x).argmax(1) == y).sum()) for x, y in images.next_evaluation())
     assert events_of(run, "eval")[-1]["top1"] == pytest.approx(100 * hits / 21)
 
 
@@ -217,11 +217,11 @@ def test_ctrl_c_from_the_terminal_or_as_a_signal_to_the_launcher_saves_and_ends_
 
 
 @pytest.mark.long
-def test_a_rank_that_dies_leaves_no_process_behind_and_a_readable_run(pictures: Path, tmp_path: Path):
+def test_a_rank_that_dies_leaves_no_process_behind_and_a_readable_run(images: Path, tmp_path: Path):
     run = tmp_path / "run"
     options = ("--set", "data.loader=folder", "--set", "epochs=1000000", "--out", str(run))
     process = subprocess.Popen(
-        [*COMMAND, "train", "--recipe", "demo", *on(pictures), *options],
+        [*COMMAND, "train", "--recipe", "demo", *on(images), *options],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
     )  # fmt: skip
     wait_for(lambda: (run / "events.jsonl").exists() and events_of(run, "eval"))

@@ -63,7 +63,7 @@ def test_what_a_run_started_from_is_on_its_record(started: tuple[Path, str]):
     assert (job.init_from, job.fresh_head) == (folder.parent / "r.pth", True)
 
 
-def test_three_ranks_judge_a_run_as_it_judged_itself_to_the_picture(trained: Path, tmp_path: Path):
+def test_three_ranks_judge_a_run_as_it_judged_itself_to_the_image(trained: Path, tmp_path: Path):
     before = sorted(path for path in trained.rglob("*"))
     done = imagenet_fast(
         "eval", "--weights", str(trained), "--nproc", "3", "--json", str(tmp_path / "v.json"),
@@ -76,7 +76,7 @@ def test_three_ranks_judge_a_run_as_it_judged_itself_to_the_picture(trained: Pat
     assert (verdict["recipe"], verdict["model"], verdict["precision"]) == ("smoke", "resnet18", "bf16")
     assert (verdict["world_size"], verdict["weights"]) == (3, str(trained / FINAL_WEIGHTS))
     header, row = done.stdout.splitlines()
-    assert header.split() == ["recipe", "model", "top-1", "%", "top-5", "%", "pictures", "img/s"]
+    assert header.split() == ["recipe", "model", "top-1", "%", "top-5", "%", "images", "img/s"]
     assert row.split()[:-1] == ["smoke", "resnet18", f"{said['top1']:.2f}", f"{said['top5']:.2f}", "63"]
     assert sorted(path for path in trained.rglob("*")) == before
     assert [path.name for path in tmp_path.iterdir()] == ["v.json"]
@@ -89,7 +89,7 @@ def test_so_does_one_and_also_by_the_file_and_the_recipes_name(trained: Path):
     assert (by_run.top1, by_run.top5, by_run.images) == (by_file.top1, by_file.top5, by_file.images)
 
 
-def test_more_ranks_than_pictures_count_each_once(trained: Path):
+def test_more_ranks_than_images_count_each_once(trained: Path):
     options = ("data.val_images=2",)
     ((alone,),) = run(1, _judged, [(trained, None)], options)
     for (verdict,) in run(3, _judged, [(trained, None)], options):
@@ -106,22 +106,22 @@ def _judged(ways: list[tuple[Path, str | None]], overrides: tuple[str, ...]) -> 
     ]
 
 
-def test_pictures_on_disk_are_judged_by_validation_alone_and_other_classes_are_doubted(pictures: Path, tmp_path: Path):
+def test_images_on_disk_are_judged_by_validation_alone_and_other_classes_are_doubted(images: Path, tmp_path: Path):
     """Where there is no training split the classes are those of validation."""
     alone = tmp_path / "data"
     alone.mkdir()
-    (alone / "val").symlink_to(pictures / "val")
+    (alone / "val").symlink_to(images / "val")
     network = resnet18(num_classes=3).eval()
     data = {"dataset": "digits", "loader": "folder", "image_size": 48, "resize": 56, "workers": 1}
     recipe = parse_recipe("test", tables(data=data))
     names = ["class0", "class1", "dog"]
     write_weights(network.state_dict(), tmp_path / "w.safetensors", describe("test", recipe, names))
-    ((ours, both, said),) = run(1, _judged_pictures, tmp_path / "w.safetensors", [alone, pictures])
+    ((ours, both, said),) = run(1, _judged_images, tmp_path / "w.safetensors", [alone, images])
     assert (ours.top1, ours.top5, ours.images) == (both.top1, both.top5, 7)
     assert said.count("was trained on other classes: on 'dog' where the data has 'class2'\n") == 2
 
 
-def _judged_pictures(weights: Path, places: list[Path]) -> tuple[Verdict, Verdict, str]:
+def _judged_images(weights: Path, places: list[Path]) -> tuple[Verdict, Verdict, str]:
     options = ["data.loader=folder", "data.workers=1", "data.image_size=48", "data.resize=56"]
     with redirect_stderr(StringIO()) as said:
         first, second = (judge(plan_evaluation(weights, "demo", options, 1, data=p), _world()) for p in places)
@@ -204,7 +204,7 @@ def test_an_exported_file_carries_what_is_known_and_nothing_is_overwritten(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again.safetensors", "w.safetensors"]
 
 
-def test_an_exported_program_gives_the_networks_results_for_any_number_of_pictures_and_is_not_taken_back(
+def test_an_exported_program_gives_the_networks_results_for_any_number_of_images_and_is_not_taken_back(
     trained: Path, tmp_path: Path, refusal: Callable[..., str]
 ):
     out = tmp_path / "smoke.pt2"
@@ -234,9 +234,9 @@ def _check_program(file: Path, network: nn.Module, state: dict[str, Tensor], siz
     extra: dict[str, Any] = {ABOUT: ""}
     program = torch.export.load(file, extra_files=extra).module()
     assert json.loads(extra[ABOUT])["recipe"] == recipe
-    for pictures in (torch.randn(n, 3, size, size) for n in (1, 2, 5)):
+    for images in (torch.randn(n, 3, size, size) for n in (1, 2, 5)):
         with torch.inference_mode():
-            torch.testing.assert_close(program(pictures), network.eval()(pictures), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(program(images), network.eval()(images), rtol=1e-4, atol=1e-4)
 
 
 USAGE = [

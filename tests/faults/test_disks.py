@@ -1,4 +1,4 @@
-"""Disks that are full or read-only, and pictures that are gone, under real jobs: a clear end, and nothing lost."""
+"""Disks that are full or read-only, and images that are gone, under real jobs: a clear end, and nothing lost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import make_pictures
+from tests.conftest import make_images
 from tests.e2e.command import events_of, outcome_of, wait_for
 from tests.faults.jobs import Running, digest, start, start_any, train
 
@@ -102,16 +102,16 @@ def test_on_a_full_disk_checkpoints_that_need_not_stay_make_room_for_the_next(tm
         assert steps_of(disk / "run") == list(range(1, 21))
 
 
-def test_pictures_that_are_removed_while_it_trains_are_named(tmp_path: Path):
-    pictures = make_pictures(tmp_path / "pictures", train=60, val=6)
+def test_images_that_are_removed_while_it_trains_are_named(tmp_path: Path):
+    images = make_images(tmp_path / "images", train=60, val=6)
     running = start_any(
-        tmp_path / "run", "--recipe", "demo", "--data", str(pictures), "--nproc", "2", "--set", "data.loader=folder",
+        tmp_path / "run", "--recipe", "demo", "--data", str(images), "--nproc", "2", "--set", "data.loader=folder",
         "--set", "global_batch=16", "--set", "micro_batch=8", "--set", "epochs=500", "--set", "eval_every=500",
         "--set", "log_every=1",
     )  # fmt: skip
     wait_for(lambda: running.step >= 3)
-    shutil.rmtree(pictures)
+    shutil.rmtree(images)
     log = said(running)
-    assert f"{pictures}/train/class" in log
+    assert f"{images}/train/class" in log
     assert "cannot be read (No such file or directory); replace the file or take it away" in log
     assert json.loads((tmp_path / "run" / "outcome.json").read_text())["status"] == "failed"

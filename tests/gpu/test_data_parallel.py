@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 
-def test_data_parallel_is_timed_with_as_many_pictures_on_each_gpu():
+def test_data_parallel_is_timed_with_as_many_images_on_each_gpu():
     recipe = step_recipe("resnet18", 32, 8, "bf16", False)
     plain, spread, ours = bench_step(recipe, [recipe], rounds=1, steps=2)
     assert [plain.loop, spread.loop, ours.loop] == ["plain PyTorch", f"nn.DataParallel, {GPUS} GPUs", "ours, lazy"]

@@ -1,4 +1,4 @@
-"""A GPU's own time without pictures. Run with `pytest tests/gpu` where there is a GPU."""
+"""A GPU's own time without images. Run with `pytest tests/gpu` where there is a GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WORK = 10**8
 def test_a_decoder_that_works_on_the_gpu_counts_and_a_host_that_is_slow_but_ahead_does_not():
     ((decoding, reading),) = run(1, _shares, backend="nccl")
     assert 30 < decoding < 60, "of two pieces of work as long one is decoding, of which the host sees nothing"
-    assert reading < 10, "the host looks for pictures while the GPU is at work"
+    assert reading < 10, "the host looks for images while the GPU is at work"
 
 
 def _shares() -> tuple[float | None, ...]:

@@ -1,4 +1,4 @@
-"""Which runs end with advice on their pictures."""
+"""Which runs end with advice on their images."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ WORLD = World(0, 2, 0, 2, torch.device("cpu"))
 
 
 @pytest.fixture
-def job(make_recipe: Callable[..., Recipe], pictures: Path, tmp_path: Path) -> Job:
+def job(make_recipe: Callable[..., Recipe], images: Path, tmp_path: Path) -> Job:
     recipe = make_recipe(data={"dataset": "imagenet", "loader": "dali", "image_size": 32, "resize": 32})
-    return Job("test", recipe, split_batch(recipe, 2), pictures, tmp_path)
+    return Job("test", recipe, split_batch(recipe, 2), images, tmp_path)
 
 
 def ended(status: str, wait_pct: float | None) -> Outcome:
@@ -45,7 +45,7 @@ def test_others_are_not(status: str, wait_pct: float | None, job: Job):
     assert _advice(job, ended(status, wait_pct), WORLD) == []
 
 
-def test_nor_is_one_on_another_rank_or_without_pictures_or_whose_pictures_are_gone(
+def test_nor_is_one_on_another_rank_or_without_images_or_whose_images_are_gone(
     job: Job, make_recipe: Callable[..., Recipe], tmp_path: Path
 ):
     starved = ended("finished", 80.0)

@@ -1,4 +1,4 @@
-"""A run that goes on over other numbers of ranks: each picture of an epoch once, and the same weights."""
+"""A run that goes on over other numbers of ranks: each image of an epoch once, and the same weights."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from imagenet_fast.training.train_step import build_step
 from tests.conftest import tables
 from tests.spawning import run
 
-PICTURES, BATCH, EPOCHS = 60, 12, 2  # five steps an epoch
-STEPS = EPOCHS * PICTURES // BATCH
+IMAGES, BATCH, EPOCHS = 60, 12, 2  # five steps an epoch
+STEPS = EPOCHS * IMAGES // BATCH
 
 Seen = list[tuple[int, list[int]]]
-"""Of each step, the pictures that a rank trained on."""
+"""Of each step, the images that a rank trained on."""
 
 
-def test_over_2_then_4_then_3_ranks_every_picture_of_an_epoch_is_trained_on_once(tmp_path: Path):
+def test_over_2_then_4_then_3_ranks_every_image_of_an_epoch_is_trained_on_once(tmp_path: Path):
     """The first epoch is interrupted after its third step, and so is the second."""
     straight, expected = zip(*run(2, trained, tmp_path / "straight", STEPS), strict=True)
     parts, weights = [], {}
@@ -42,27 +42,25 @@ def test_over_2_then_4_then_3_ranks_every_picture_of_an_epoch_is_trained_on_once
         weights = found[0]
     for epoch in range(EPOCHS):
         steps = range(1 + epoch * STEPS // EPOCHS, 1 + (epoch + 1) * STEPS // EPOCHS)
-        assert sorted(used([straight], steps)) == list(range(PICTURES))
-        assert sorted(used(parts, steps)) == list(range(PICTURES))
+        assert sorted(used([straight], steps)) == list(range(IMAGES))
+        assert sorted(used(parts, steps)) == list(range(IMAGES))
     for step in range(1, STEPS + 1):
         assert sorted(used(parts, range(step, step + 1))) == sorted(used([straight], range(step, step + 1)))
-    assert {len(pictures) for ranks in parts[1] for _, pictures in ranks} == {BATCH // 4}
+    assert {len(images) for ranks in parts[1] for _, images in ranks} == {BATCH // 4}
     assert weights.keys() == expected[0].keys()
     for name, tensor in weights.items():  # sums are rounded in another order, and nothing else differs
         torch.testing.assert_close(tensor, expected[0][name], rtol=1e-3, atol=1e-4)
 
 
 def used(parts: list[tuple[Seen, ...]], steps: range) -> list[int]:
-    return [
-        picture for ranks in parts for seen in ranks for step, pictures in seen if step in steps for picture in pictures
-    ]
+    return [image for ranks in parts for seen in ranks for step, images in seen if step in steps for image in images]
 
 
 def trained(folder: Path, stop: int) -> tuple[Seen, dict[str, Tensor]]:
     """Begin in ``folder``, or go on with what is there, and save after ``stop`` steps; what this rank saw meanwhile."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     world = World(rank, ranks, rank, ranks, torch.device("cpu"))
-    changes = {"data__train_images": PICTURES, "global_batch": BATCH, "micro_batch": 1, "eval_every": EPOCHS}
+    changes = {"data__train_images": IMAGES, "global_batch": BATCH, "micro_batch": 1, "eval_every": EPOCHS}
     recipe = parse_recipe("test", tables(epochs=EPOCHS, **changes))
     job = Job("test", recipe, split_batch(recipe, ranks), None, folder, resume=True)
     folder.mkdir(exist_ok=True)
@@ -79,7 +77,7 @@ def trained(folder: Path, stop: int) -> tuple[Seen, dict[str, Tensor]]:
     if resumption is not None:
         resumption.load(state, world)
     seen: Seen = []
-    pictures = torch.randn(PICTURES, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    images = torch.randn(IMAGES, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
     def batches() -> Iterator[Batch]:
         """In the order that a loader is given."""
@@ -87,11 +85,11 @@ def trained(folder: Path, stop: int) -> tuple[Seen, dict[str, Tensor]]:
             if not seen or seen[-1][0] != state.step + 1:
                 seen.append((state.step + 1, []))
             seen[-1][1].extend(numbers.tolist())
-            yield pictures[numbers], torch.from_numpy(numbers) % 10
+            yield images[numbers], torch.from_numpy(numbers) % 10
 
     store = dist.distributed_c10d._get_default_store()
     with CheckpointWriter(folder / CHECKPOINTS, world, store) as writer:
-        keeper = Keeper(job, world, writer, PICTURES, lambda: False)
+        keeper = Keeper(job, world, writer, IMAGES, lambda: False)
 
         def keep(state: TrainState, evaluated: bool) -> bool:
             if state.step == stop:

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from tests.conftest import make_pictures
+from tests.conftest import make_images
 from tests.e2e.command import events_of, imagenet_fast
 
 SLOW_TO_SPEAK = """\
@@ -30,13 +30,13 @@ def test_a_refusal_is_printed_once_though_rank_0_is_ended_before_it_speaks(tmp_p
     assert not (tmp_path / "run").exists()
 
 
-def test_a_bad_picture_ends_a_run_that_may_restart_at_once(tmp_path: Path):
-    pictures = make_pictures(tmp_path / "pictures", train=30, val=6)
-    bad = sorted(pictures.glob("train/*/*.jpg"))[7]
-    bad.write_bytes(b"no picture")
+def test_a_bad_image_ends_a_run_that_may_restart_at_once(tmp_path: Path):
+    images = make_images(tmp_path / "images", train=30, val=6)
+    bad = sorted(images.glob("train/*/*.jpg"))[7]
+    bad.write_bytes(b"no image")
     run = tmp_path / "run"
     ended = imagenet_fast(
-        "train", "--recipe", "demo", "--data", str(pictures), "--nproc", "1", "--set", "data.loader=folder",
+        "train", "--recipe", "demo", "--data", str(images), "--nproc", "1", "--set", "data.loader=folder",
         "--set", "global_batch=4", "--set", "micro_batch=4", "--set", "epochs=2", "--set", "ranks=1",
         "--set", "checkpoint.every_steps=1", "--set", "data.prefetch=1", "--out", str(run), "--max-restarts", "3",
         OMP_NUM_THREADS="1",

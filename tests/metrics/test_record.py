@@ -526,7 +526,7 @@ def test_of_a_run_whose_rank_0_was_killed_the_report_tells_what_it_had_reached(l
     assert row.split() == ["resnet50-8gpu", "lazy", "dp8", *status.split(), *told]
 
 
-def test_runs_that_left_nothing_are_in_the_table_and_the_picture(tmp_path: Path):
+def test_runs_that_left_nothing_are_in_the_table_and_the_image(tmp_path: Path):
     runs = [PastRun(tmp_path / name, None, [], name) for name in ("lazy", "ring")]
     headings, *rows = shown(report_table(runs)).splitlines()
     assert headings.split() == ["run", "status"]

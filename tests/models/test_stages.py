@@ -26,7 +26,7 @@ MODELS: dict[str, tuple[schema.Model, int]] = {
 
 
 def built(name: str) -> tuple[nn.Module, Tensor]:
-    """A model in channels_last memory, and two pictures."""
+    """A model in channels_last memory, and two images."""
     torch.manual_seed(0)
     settings, size = MODELS[name]
     return narrow_model(settings, 10), torch.randn(2, 3, size, size).contiguous(memory_format=torch.channels_last)

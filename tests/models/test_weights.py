@@ -213,7 +213,7 @@ HEADLESS: dict[str, Tensor | None] = {"fc.weight": None, "fc.bias": None}
 MISFITS: dict[str, tuple[dict[str, Tensor | None], str]] = {
     "missing": ({"layer4.1.bn2.running_var": None}, "model resnet18: layer4.1.bn2.running_var is missing; give"),
     "unknown": ({"total_ops": torch.zeros(1)}, "not of the recipe's model resnet18: total_ops is not known to"),
-    "for small pictures": (
+    "for small images": (
         {"conv1.weight": torch.zeros(64, 3, 3, 3)}, "conv1.weight is [64, 3, 3, 3] instead of [64, 3, 7, 7]; give"
     ),
     "no head": (HEADLESS, "resnet18: fc.weight is missing, fc.bias is missing; give"),

@@ -84,7 +84,7 @@ def train(
     kind: str, steps: int, batch: int, lr: float = 0.1, parallel: Parallel = UNDIVIDED, micro: int = 2, **changes: Any
 ) -> Trained:
     """On this rank and all others, by :func:`build_step`, over the same two batches again and again, in micro-batches
-    of ``micro`` pictures. ``changes`` are the recipe's; ``parallel`` need not fit its own model. Of a layout groups are
+    of ``micro`` images. ``changes`` are the recipe's; ``parallel`` need not fit its own model. Of a layout groups are
     made once."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = {"model": {"kind": "resnet18" if kind == "tiny" else kind}, "data__image_size": 67}

@@ -77,7 +77,7 @@ class Case:
     schedule: str
     micro_batches: int
     micro: int = 4
-    """Pictures of one."""
+    """Images of one."""
     engine: EngineSettings = LAZY
     cast: bool = False
     lr: float = 0.01
@@ -93,9 +93,9 @@ class Case:
 
     def batch(self, step: int, replicas: int) -> tuple[Tensor, Tensor]:
         """Of all replicas."""
-        pictures, generator = replicas * self.micro_batches * self.micro, torch.Generator().manual_seed(step)
-        images = torch.randn(pictures, 3, self.size, self.size, generator=generator)
-        labels = torch.randint(0, 10, (pictures,), generator=generator)
+        source, generator = replicas * self.micro_batches * self.micro, torch.Generator().manual_seed(step)
+        images = torch.randn(source, 3, self.size, self.size, generator=generator)
+        labels = torch.randint(0, 10, (source,), generator=generator)
         return images.contiguous(memory_format=torch.channels_last), labels
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -320,9 +320,9 @@ def test_what_a_pipeline_cannot_do_is_refused_in_a_sentence_on_every_rank():
             "schedule 1f1b has a micro-batch for each of 2 stages at least, and 1 are fewer; raise micro_batches, or "
             "take gpipe",
             "the engine ddp watches the forward of a whole network, not stages; take another engine",
-            "a batch of 7 pictures is not the 8 of 2 equal micro-batches that the pipeline's ranks have agreed on; "
+            "a batch of 7 images is not the 8 of 2 equal micro-batches that the pipeline's ranks have agreed on; "
             "give it full batches",
-            "a batch of 6 pictures is not the 8 of 2 equal micro-batches that the pipeline's ranks have agreed on; "
+            "a batch of 6 images is not the 8 of 2 equal micro-batches that the pipeline's ranks have agreed on; "
             "give it full batches",
         ]
 

@@ -48,11 +48,11 @@ def _gathered_again() -> None:
         own, _ = images_of(kind, 7 + dist.get_rank(), 2)
         model.eval(), plain.eval(), again.eval()
         torch.testing.assert_close(model(own), plain(own), rtol=1e-5, atol=1e-6)
-        if dist.get_rank() == 0:  # each rank by itself, with as many pictures as it likes
+        if dist.get_rank() == 0:  # each rank by itself, with as many images as it likes
             torch.testing.assert_close(again(own[:1]), plain(own[:1]))
 
 
-def test_each_shard_drops_units_of_its_own_of_all_pictures_and_each_rank_features_of_its_own():
+def test_each_shard_drops_units_of_its_own_of_all_images_and_each_rank_features_of_its_own():
     run(2, _dropped)
 
 
@@ -67,8 +67,8 @@ def _dropped() -> None:
         model.classifier[number].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     model.classifier(torch.ones(64, 36))
     own, units = (values != 0 for values in seen)
-    for mask, pictures in ((own, 64), (units, 128)):
-        assert len(mask) == pictures
+    for mask, images in ((own, 64), (units, 128)):
+        assert len(mask) == images
         assert 0.3 < mask.double().mean() < 0.7
         masks = model.classifier[1].group.gather(mask.to(torch.uint8)).chunk(2)
         assert not torch.equal(*masks), "two ranks drop the same"
@@ -97,13 +97,13 @@ def _counted() -> None:
     model = small_model("tiny")
     division = sharded(model)
     pools = division.synchronised(LazySync(wire="fp32"))
-    for pictures in (1, 3):
+    for images in (1, 3):
         pools.zero_grad()
-        own, _ = images_of("tiny", dist.get_rank(), pictures)
+        own, _ = images_of("tiny", dist.get_rank(), images)
         model(own).sum().backward()
         stats = pools.end_backward()
         sent = [transfer.traffic[0].sent_bytes for label, transfer in stats.transfers if label == "activations"]
-        assert sent == [4 * pictures * units for units in (36, 12, 12, 36)], "forth and back, to one other rank"
+        assert sent == [4 * images * units for units in (36, 12, 12, 36)], "forth and back, to one other rank"
         assert stats.sent_bytes > sum(sent), "gradients of the other layers"
         assert stats.exposed is not None
         assert stats.exposed.seconds() > 0

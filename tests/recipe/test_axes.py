@@ -101,7 +101,7 @@ def test_a_layout_that_does_not_come_out_even_gets_one_sentence_with_the_nearest
         # A pipeline reads what its ranks would have read together.
         ({"pipeline": 2, "micro_batches": 4}, 0, 2, (1, 64, 1), "2 ranks, micro-batch 16, 1 accumulation step; "),
         ({"pipeline": 2, "micro_batches": 4}, 0, 4, (2, 32, 1), "x 2; 4 micro-batches under way by 1f1b"),
-        # As many pictures at a time as the recipe has it, and as many times as they need.
+        # As many images at a time as the recipe has it, and as many times as they need.
         ({"pipeline": 2, "micro_batches": 4}, 8, 2, (1, 32, 2), "micro-batch 8, 2 accumulation steps; "),
         ({"pipeline": 2, "schedule": "gpipe"}, 64, 2, (1, 64, 1), "; 1 micro-batch under way by gpipe"),
         ({"tensor": 2, "pipeline": 2, "micro_batches": 4}, 2, 8, (4, 8, 2), "data-parallel x 2; 4 micro-batches"),

@@ -360,7 +360,7 @@ def test_a_target_leaves_slack_below_the_published_figure():
 @pytest.mark.parametrize(
     "command", [("train", "--recipe", "smoke"), ("eval", "--weights", "w.pth", "--recipe", "smoke")]
 )
-def test_what_becomes_of_bad_pictures_has_an_option_of_its_own(refusal: Callable[..., str], command: tuple[str, ...]):
+def test_what_becomes_of_bad_images_has_an_option_of_its_own(refusal: Callable[..., str], command: tuple[str, ...]):
     said = refusal(*command, "--recipe", "smoke", "--on-bad-image", "skip")
-    assert "data.on_bad_image" in said, "of a recipe without pictures"
+    assert "data.on_bad_image" in said, "of a recipe without images"
     assert written_out({"seed": None, "data.on_bad_image": "skip"}) == ["data.on_bad_image=skip"]

@@ -322,7 +322,7 @@ def _beside_ddp() -> list[tuple[list[float], list[int]]]:
 
 
 def trained(chosen: PowerSgdSync | DdpSync) -> tuple[list[float], list[int]]:
-    """Mean losses and bytes sent of 30 steps on the same pictures."""
+    """Mean losses and bytes sent of 30 steps on the same images."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(576, 64), nn.ReLU(), nn.Linear(64, 10)

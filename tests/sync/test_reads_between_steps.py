@@ -193,8 +193,8 @@ def test_channels_last_after_the_pool_trains_as_by_hand(settings: EngineSettings
                 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
                 model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             (pool or optimizer).zero_grad()
-            pictures = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(step))
-            model(pictures).square().sum().backward()
+            images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(step))
+            model(images).square().sum().backward()
             (pool.step(optimizer) if pool is not None else optimizer.step())
         if pool is not None:
             pool.close()

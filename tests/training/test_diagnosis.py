@@ -67,7 +67,7 @@ EXPECTED = {
     "sparse": "of its 8 parameters are not finite, and classifier.",  # it has not sent those of others yet
     "layer": "rank 0 classifier.4 (Linear) is the first layer that makes of finite values others; lower optim.lr",
     "seen": "rank 0 in step 5 classifier.4 (Linear) was the first layer that made of finite values others; lower ",
-    "pictures": "rank 1 the pictures are not finite; see to data.mean, data.std and the pictures; ",
+    "images": "rank 1 the images are not finite; see to data.mean, data.std and the images; ",
 }
 
 
@@ -76,7 +76,7 @@ def _with_every_engine() -> list[tuple[str, str]]:
     told.append(("layer", _told(partial(_overflow, "classifier.4"), sync=GUARDED)))
     for name in ("lazy", "hybrid", "ddp"):
         told.append(("seen", _told(partial(_overflow, "classifier.4"), watched=5, sync=ENGINES[name])))
-    told.append(("pictures", _told(None, pictures_of=1, sync=GUARDED)))
+    told.append(("images", _told(None, images_of=1, sync=GUARDED)))
     return told
 
 
@@ -127,7 +127,7 @@ def _overflow(layer: str, take_step: TrainingStep) -> None:
     with torch.no_grad(), suppress(AttributeError):
         take_step.state.model.get_submodule(layer).weight.fill_(3e38)
     with torch.no_grad(), suppress(AttributeError):
-        take_step.state.model.get_submodule("classifier.1").bias.fill_(10.0)  # of which every picture's overflow
+        take_step.state.model.get_submodule("classifier.1").bias.fill_(10.0)  # of which every image's overflow
 
 
 def _cross(take_step: TrainingStep) -> None:
@@ -157,7 +157,7 @@ def test_whoever_does_not_want_to_be_stopped_is_not_and_all_is_saved(tmp_path: P
 
 @unmeasured()
 def _told(
-    spoil: Spoil | None, parallel: Parallel = UNDIVIDED, pictures_of: int | None = None, folder: Path | None = None,
+    spoil: Spoil | None, parallel: Parallel = UNDIVIDED, drawn_images: int | None = None, folder: Path | None = None,
     watched: int | None = None, stop: int = 99, **changes: Any,
 ) -> str:  # fmt: skip
     """Why training ended that goes wrong after its fourth step, with a report and a checkpoint after every one."""
@@ -186,7 +186,7 @@ def _told(
             t.unflatten(0, (batching.readers, batching.accumulation, batching.micro_batch))[rank % batching.readers]
             for t in images_of("tiny", step, recipe.global_batch)
         )
-        if step >= 4 and rank == pictures_of:
+        if step >= 4 and rank == drawn_images:
             images[:, :, 0, 2, 2] = torch.nan
         return zip(images, labels, strict=True)
 

@@ -49,12 +49,12 @@ def _accuracies() -> list[Accuracy]:
 
 
 def _expected() -> list[Accuracy]:
-    """Counted by hand from the pictures themselves."""
+    """Counted by hand from the images themselves."""
     generator = torch.Generator().manual_seed(5)
-    pictures = torch.randint(256, (256, 4, 4, 3), dtype=torch.uint8, generator=generator).permute(0, 3, 1, 2)
+    source = torch.randint(256, (256, 4, 4, 3), dtype=torch.uint8, generator=generator).permute(0, 3, 1, 2)
     results = []
     for images, _ in _cases():
-        order = [p.flatten()[:10].argsort(descending=True, stable=True).tolist() for p in pictures[:images]]
+        order = [p.flatten()[:10].argsort(descending=True, stable=True).tolist() for p in source[:images]]
         top1 = sum(guesses[0] == i % 10 for i, guesses in enumerate(order))
         top5 = sum(i % 10 in guesses[:5] for i, guesses in enumerate(order))
         results.append(Accuracy(100 * top1 / images, 100 * top5 / images, images))

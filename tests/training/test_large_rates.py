@@ -30,9 +30,9 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("digits") / "digits"
     make_digits(root)
     for split, kept in (("train", 384), ("val", 20)):
-        for number, picture in enumerate(sorted((root / split).glob("*/*.jpg"), key=lambda path: path.name)):
+        for number, image in enumerate(sorted((root / split).glob("*/*.jpg"), key=lambda path: path.name)):
             if number >= kept:
-                picture.unlink()
+                image.unlink()
     return root
 
 

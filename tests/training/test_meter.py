@@ -1,4 +1,4 @@
-"""What a run waited for its pictures, by a clock that tells what was agreed with it."""
+"""What a run waited for its images, by a clock that tells what was agreed with it."""
 
 from __future__ import annotations
 

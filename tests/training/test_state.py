@@ -187,7 +187,7 @@ def _trained_on_it(
 def _preparation(
     kind: str, parallel: Parallel, changes: dict[str, Any]
 ) -> tuple[Callable[[], TrainingStep], Callable[[int], Iterator[tuple[Tensor, Tensor]]]]:
-    """What builds a step from fresh weights, and this rank's pictures of each."""
+    """What builds a step from fresh weights, and this rank's images of each."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     own = {"global_batch": 12, "micro_batch": 2, "ranks": 1, "model": {"kind": "resnet18"}, "data__image_size": 67}
     recipe = parse_recipe("test", tables(**(own | changes)))

@@ -46,11 +46,11 @@ def test_it_is_named_in_every_model_of_the_table(kind: str, layer: str):
     settings, size = SMALL[kind]
     torch.manual_seed(0)
     model = narrow_model(settings, 5)
-    pictures = torch.randn(2, 3, size, size)
-    assert first(model, pictures) is None
+    images = torch.randn(2, 3, size, size)
+    assert first(model, images) is None
     with torch.no_grad():
         model.get_submodule(layer).weight[0].fill_(torch.inf)  # of one channel, which all layers behind it read
-    assert first(model, pictures) == layer
+    assert first(model, images) == layer
 
 
 class Odd(nn.Module):

@@ -1,4 +1,4 @@
-"""Where each picture of a split lies: found out once, kept in a file, and believed as long as nothing has changed."""
+"""Where each image of a split lies: found out once, kept in a file, and believed as long as nothing has changed."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ Stamps = list[Stamp]
 
 @dataclass(frozen=True)
 class Index:
-    """A table with a row a picture, and what holds for all of them."""
+    """A table with a row an image, and what holds for all of them."""
 
     about: Mapping[str, Any]
     """As JSON has it."""
     columns: Mapping[str, NDArray[Any]]
-    """By name; all but those of bytes have [pictures] elements."""
+    """By name; all but those of bytes have [images] elements."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What an index is one of: the format of the pictures, and the columns with their dtypes."""
+    """What an index is one of: the format of the images, and the columns with their dtypes."""
 
     name: str
     columns: Mapping[str, str]

@@ -1,4 +1,4 @@
-"""Pictures that lie one after another in a few large files."""
+"""Images that lie one after another in a few large files."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from imagenet_fast.data.image_source import digest_of
 from imagenet_fast.errors import UserError
 
 COLUMNS = {"shards": "<i4", "offsets": "<i8", "lengths": "<i8", "before": "<i8", "labels": "<i8"}
-"""Of every picture: the number of its shard; where its bytes begin there and how many they are; how far before them its
+"""Of every image: the number of its shard; where its bytes begin there and how many they are; how far before them its
 record begins, or its member's header; and its label as it is written."""
 
 CLASSES = "classes.txt"
 """The names of the classes, a line each in the order of their labels, where shards have only numbers."""
 
 Row = tuple[int, int, int, int]
-"""Offset, length, before and label of one picture."""
+"""Offset, length, before and label of one image."""
 
 Found = TypeVar("Found")
 
@@ -50,26 +50,26 @@ class Shards:
         return len(self._offsets)
 
     def name(self, index: int) -> str:
-        """What a person is told where picture ``index`` is bad: its shard and its place there."""
+        """What a person is told where image ``index`` is bad: its shard and its place there."""
         return f"{self.files[self._shards[index]]}: byte {self._offsets[index]}"
 
     def maybe_named(self, names: Collection[str]) -> Iterator[int]:
-        """Pictures that may have one of these names, by their shards: names of pictures have to be read."""
+        """Images that may have one of these names, by their shards: names of images have to be read."""
         for number, file in enumerate(self.files):
             if any(name.startswith(f"{file}: ") for name in names):
                 yield from range(*np.searchsorted(self._shards, (number, number + 1)).tolist())
 
     def read(self, index: int) -> bytes:
-        """Picture ``index``, still encoded. Raises UserError where its shard ends before it."""
+        """Image ``index``, still encoded. Raises UserError where its shard ends before it."""
         return self.read_at(index, int(self._offsets[index]), int(self._lengths[index]))
 
     def digest(self) -> str:
-        """Of the places and labels of all pictures: reading their names would take long."""
+        """Of the places and labels of all images: reading their names would take long."""
         names = b"\0".join(os.fsencode(os.path.basename(file)) for file in self.files)  # noqa: PTH119
         return digest_of(names, self._shards, self._offsets, self._lengths, self.labels)
 
     def expect(self, indices: NDArray[np.int64]) -> None:
-        """Have the system begin to read these pictures, neighbours in one go, so that a file server is waited for once
+        """Have the system begin to read these images, neighbours in one go, so that a file server is waited for once
         and not for each."""
         if not hasattr(os, "posix_fadvise"):
             return
@@ -81,10 +81,10 @@ class Shards:
                 os.posix_fadvise(descriptor.number, begin, end - begin, os.POSIX_FADV_WILLNEED)
 
     def read_at(self, index: int, offset: int, length: int) -> bytes:
-        """Bytes of the shard of picture ``index``. Raises UserError where it ends before them."""
+        """Bytes of the shard of image ``index``. Raises UserError where it ends before them."""
         content = self._open(self.files[self._shards[index]]).read(offset, length)
         if len(content) < length:
-            raise UserError(f"{self.name(index)}: the shard ends before the picture does; copy or make it again")
+            raise UserError(f"{self.name(index)}: the shard ends before the image does; copy or make it again")
         return content
 
 
@@ -119,7 +119,7 @@ def look_through(files: Sequence[Path], look: Callable[[Path], list[Found]]) -> 
 
 
 def columns_of(rows: Sequence[Sequence[Row]]) -> dict[str, NDArray[Any]]:
-    """Of the pictures in each shard."""
+    """Of the images in each shard."""
     table = np.asarray([row for found in rows for row in found], dtype=np.int64).reshape(-1, 4)
     shards = np.repeat(np.arange(len(rows)), [len(found) for found in rows])
     columns = (shards, *table.T)

@@ -1,4 +1,4 @@
-"""Shards made of pictures: the same bytes whenever they are made of the same, with the indexes that DALI's own readers
+"""Shards made of images: the same bytes whenever they are made of the same, with the indexes that DALI's own readers
 ask for.
 
 Each shard is there whole or not at all.
@@ -18,7 +18,7 @@ from imagenet_fast.data.formats.crc32c import masked_crc32c
 from imagenet_fast.data.formats.example_proto import write_example
 from imagenet_fast.data.formats.shard_reader import CLASSES
 from imagenet_fast.data.formats.tfrecord import HEAD, TAIL
-from imagenet_fast.data.formats.webdataset import PICTURES
+from imagenet_fast.data.formats.webdataset import IMAGES
 from imagenet_fast.errors import UserError
 
 _WHEN_S = 1_325_376_000  # 2012, as in ImageNet's archives: tars hold it, and are to be the same
@@ -26,7 +26,7 @@ _MAGIC = {b"\xff\xd8": "jpg", b"\x89PNG": "png", b"BM": "bmp", b"RIFF": "webp"}
 
 
 class Sample(NamedTuple):
-    """A picture as it is stored, and where it comes from."""
+    """An image as it is stored, and where it comes from."""
 
     name: str
     encoded: bytes
@@ -113,7 +113,7 @@ def _extension(sample: Sample) -> str:
     """By its first bytes, whatever it is named."""
     named = Path(sample.name).suffix[1:].lower()
     known = (extension for magic, extension in _MAGIC.items() if sample.encoded.startswith(magic))
-    return next(known, named if named in PICTURES else "jpg")
+    return next(known, named if named in IMAGES else "jpg")
 
 
 def _write_lines(path: Path, lines: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""TFRecord: files of records, each an Example with a picture and a label, as TensorFlow's ImageNet scripts write them.
+"""TFRecord: files of records, each an Example with an image and a label, as TensorFlow's ImageNet scripts write them.
 
 A record is its length (uint64), the masked CRC-32C of that (uint32), the Example, and its masked CRC-32C (uint32), all
 little-endian (https://www.tensorflow.org/tutorials/load_data/tfrecord).
@@ -26,7 +26,7 @@ KIND = Kind("tfrecord", {**COLUMNS, "synsets": "<i4"})
 
 HEAD, TAIL = struct.Struct("<QI"), struct.Struct("<I")
 
-_PICTURES = ("image/encoded", "image")  # of TensorFlow's scripts; of TensorFlow Datasets
+_IMAGES = ("image/encoded", "image")  # of TensorFlow's scripts; of TensorFlow Datasets
 _LABELS = ("image/class/label", "label")
 _SYNSET = "image/class/synset"
 _WINDOW = 512  # bytes that are read at once
@@ -48,7 +48,7 @@ class RecordShards(Shards):
         return f"{self.files[shard]}: record {number} at byte {self._record(index)}"
 
     def read(self, index: int) -> bytes:
-        """Picture ``index``, still encoded. Raises UserError where its record is damaged."""
+        """Image ``index``, still encoded. Raises UserError where its record is damaged."""
         if self._sound[index]:
             return super().read(index)
         begin, place = self._record(index), int(self._offsets[index])
@@ -68,7 +68,7 @@ class RecordShards(Shards):
 
 
 def open_tfrecord(root: Path, split: str, files: Sequence[Path], training: Sequence[Path]) -> Shards:
-    """The pictures in ``files``, with labels as those of the ``training`` files are to be read, if there are any.
+    """The images in ``files``, with labels as those of the ``training`` files are to be read, if there are any.
 
     Where all records name their synsets, labels are places among the classes, or the sorted synsets, as folders would
     be numbered. Else they are what is written, less one where they run from 1 on. Raises UserError where a shard is
@@ -140,21 +140,17 @@ def _look(shard: Path) -> list[Record]:
 def _record(fetch: _Window, at: int, example: Span) -> Record:
     """Raises ValueError with what is wrong, and the fix."""
     try:
-        features = find_features(fetch, example, (*_PICTURES, *_LABELS, _SYNSET))
+        features = find_features(fetch, example, (*_IMAGES, *_LABELS, _SYNSET))
     except ValueError as error:
         raise ValueError(f"it is no Example ({error}); {_AGAIN}") from None
-    encoded, label = (
-        next((features[name] for name in names if name in features), []) for names in (_PICTURES, _LABELS)
-    )
+    encoded, label = (next((features[name] for name in names if name in features), []) for names in (_IMAGES, _LABELS))
     match encoded, label:
         case [[(int(begin), int(end))], [int(number)]] if 0 <= number < 1 << 31:
             pass
         case [[(int(), int())], [int(number)]]:
             raise ValueError(f"its label is {number}; labels run from 0 or 1 on")
         case _:
-            raise ValueError(
-                f"it has not one {_PICTURES[0]} and one {_LABELS[0]}; write them as TensorFlow's scripts do"
-            )
+            raise ValueError(f"it has not one {_IMAGES[0]} and one {_LABELS[0]}; write them as TensorFlow's scripts do")
     synset = features.get(_SYNSET, [])
     name = os.fsdecode(fetch(*synset[0])) if synset and not isinstance(synset[0], int) else ""
     return Record((begin, end - begin, begin - at, number), name)
@@ -186,7 +182,7 @@ class _Numbering(NamedTuple):
     """Whether the numbers have been found to run from 1 on."""
 
     def labels(self, root: Path, split: str, index: Index) -> NDArray[np.int64]:
-        """Of all pictures. Raises UserError where there is one of no known class."""
+        """Of all images. Raises UserError where there is one of no known class."""
         named = bool(self.by_synset) and _all_named(index)
         written = index.columns["synsets" if named else "labels"]
         values, places = np.unique(written, return_inverse=True)

@@ -1,4 +1,4 @@
-"""WebDataset: tar files in which ``KEY.jpg`` is a picture and ``KEY.cls`` its label, a number from 0 on."""
+"""WebDataset: tar files in which ``KEY.jpg`` is an image and ``KEY.cls`` its label, a number from 0 on."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from imagenet_fast.data.formats.shard_reader import (
 )
 from imagenet_fast.errors import UserError
 
-PICTURES = ("jpg", "jpeg", "png", "bmp", "webp")
+IMAGES = ("jpg", "jpeg", "png", "bmp", "webp")
 KIND = Kind("webdataset", COLUMNS)
 
 _DIGITS = 20  # more than a label has
 _BLOCK = 512
-_HINT = "a shard holds pictures and their labels as KEY.jpg and KEY.cls (of other archives make some: `data prepare`)"
+_HINT = "a shard holds images and their labels as KEY.jpg and KEY.cls (of other archives make some: `data prepare`)"
 
 
 class TarShards(Shards):
-    """Members are named by their headers, which lie before the pictures."""
+    """Members are named by their headers, which lie before the images."""
 
     def name(self, index: int) -> str:
         """``shard.tar: member``."""
@@ -44,7 +44,7 @@ class TarShards(Shards):
 
 
 def open_webdataset(root: Path, split: str, files: Sequence[Path], training: Sequence[Path] = ()) -> Shards:
-    """The pictures in ``files``. Classes have the names in ``classes.txt``, else numbers, up to the largest label that
+    """The images in ``files``. Classes have the names in ``classes.txt``, else numbers, up to the largest label that
     the ``training`` files hold, or these where there are none.
 
     Raises UserError where a shard is damaged, or a label is none or of no class.
@@ -77,13 +77,13 @@ def _open(root: Path, split: str, files: Sequence[Path]) -> Index:
 def _index(root: Path, split: str, files: Sequence[Path]) -> Index:
     rows = list(look_through(files, _look))
     if not any(rows):
-        raise UserError(f"{root}: there is no picture in the {len(files)} tar(s) of the {split} split")
+        raise UserError(f"{root}: there is no image in the {len(files)} tar(s) of the {split} split")
     return Index({}, columns_of(rows))
 
 
 def _look(shard: Path) -> list[Row]:
-    """The pictures of a shard, in the order in which they lie there."""
-    pictures: dict[str, tarfile.TarInfo] = {}
+    """The images of a shard, in the order in which they lie there."""
+    images: dict[str, tarfile.TarInfo] = {}
     labels: dict[str, int] = {}
     with shard.open("rb") as file:
         for member in _members(shard, file):
@@ -93,20 +93,20 @@ def _look(shard: Path) -> list[Row]:
             match extension:
                 case "cls":
                     found, content = labels, _label(shard, file, member)
-                case _ if extension in PICTURES:
-                    found, content = pictures, member
-                case _:  # what else WebDataset may keep beside a picture
+                case _ if extension in IMAGES:
+                    found, content = images, member
+                case _:  # what else WebDataset may keep beside an image
                     continue
             if key in found:
                 raise UserError(f"{shard}: {member.name} is the second of its key; give every sample its own")
             found[key] = content
-    for key in pictures.keys() ^ labels.keys():
-        there, lacking = ("its label", f"{key}.cls") if key in pictures else ("its picture", f"{key}.jpg")
-        name = pictures[key].name if key in pictures else f"{key}.cls"
+    for key in images.keys() ^ labels.keys():
+        there, lacking = ("its label", f"{key}.cls") if key in images else ("its image", f"{key}.jpg")
+        name = images[key].name if key in images else f"{key}.cls"
         raise UserError(f"{shard}: {name} lacks {there}, {lacking}; {_HINT}")
     return sorted(
         (member.offset_data, member.size, member.offset_data - member.offset, labels[key])
-        for key, member in pictures.items()
+        for key, member in images.items()
     )
 
 

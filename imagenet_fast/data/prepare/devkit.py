@@ -1,4 +1,4 @@
-"""ImageNet's development kit: which classes there are, and of which each validation picture is."""
+"""ImageNet's development kit: which classes there are, and of which each validation image is."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Devkit:
     wnids: frozenset[str]
     """Of the classes."""
     validation: list[str]
-    """The wnid of validation picture n at n - 1."""
+    """The wnid of validation image n at n - 1."""
 
 
 def read_devkit(archive: Path) -> Devkit:

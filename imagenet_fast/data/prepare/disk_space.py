@@ -17,9 +17,9 @@ _SAMPLE_SPARE = 1.1
 
 
 def check_space(out: Path, size: int, files: int, settings: Settings, sample: Callable[[], Iterable[Located]]) -> None:
-    """Raise UserError where so many ``files``, made of ``size`` bytes of pictures in all, would not fit into ``out``.
+    """Raise UserError where so many ``files``, made of ``size`` bytes of images in all, would not fit into ``out``.
 
-    Pictures that are to be shrunk are taken for as large as they were, and only if that does not fit, for as much
+    Images that are to be shrunk are taken for as large as they were, and only if that does not fit, for as much
     smaller as a ``sample`` of them becomes.
     """
     needed = _SPARE * size
@@ -30,7 +30,7 @@ def check_space(out: Path, size: int, files: int, settings: Settings, sample: Ca
         told = f" at --resize {settings.resize}, by a sample of them"
     if needed > free:
         raise UserError(
-            f"the pictures need {gigabytes(needed)}{told}, and the disk of {out} has {gigabytes(free)} free: "
+            f"the images need {gigabytes(needed)}{told}, and the disk of {out} has {gigabytes(free)} free: "
             f"{gigabytes(needed - free)} are missing; free them, or give --out on another disk"
         )
     room = os.statvfs(out)

@@ -1,4 +1,4 @@
-"""The three files that image-net.org gives: a tar of class tars, a flat tar of validation pictures, the devkit."""
+"""The three files that image-net.org gives: a tar of class tars, a flat tar of validation images, the devkit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from imagenet_fast.data.prepare.devkit import Devkit, read_devkit
-from imagenet_fast.data.prepare.source_files import Located, PictureClass, Source
+from imagenet_fast.data.prepare.source_files import Located, Source, SourceClass
 from imagenet_fast.data.prepare.tar_index import Member, members
 from imagenet_fast.errors import UserError
 
@@ -26,7 +26,7 @@ MD5 = {
 
 
 def official_source(folder: Path) -> Source:
-    """What of the three files is in ``folder``, where a tar of pictures must be.
+    """What of the three files is in ``folder``, where a tar of images must be.
 
     Only the names of class tars are read, not what these hold. Raises UserError where a file is damaged or missing, or
     has a member that it should not have.
@@ -38,14 +38,14 @@ def official_source(folder: Path) -> Source:
     if val.is_file():
         if devkit is None:
             raise UserError(
-                f"{val} does not say of which class its pictures are; put {DEVKIT} beside it, from where you have it"
+                f"{val} does not say of which class its images are; put {DEVKIT} beside it, from where you have it"
             )
-        pictures = _validation(val, devkit, others)
-        classes += flat_classes(pictures)
+        images = _validation(val, devkit, others)
+        classes += flat_classes(images)
     return Source("ImageNet's tars", classes, others, {folder / name: md5 for name, md5 in MD5.items()})
 
 
-def _training(tar: Path, devkit: Devkit | None) -> Iterator[PictureClass]:
+def _training(tar: Path, devkit: Devkit | None) -> Iterator[SourceClass]:
     for class_tar in members(tar):
         wnid = class_tar.name.removesuffix(".tar")
         if not class_tar.name.endswith(".tar") or not re.fullmatch(r"n\d{8}", wnid):
@@ -54,7 +54,7 @@ def _training(tar: Path, devkit: Devkit | None) -> Iterator[PictureClass]:
             )
         if devkit is not None and wnid not in devkit.wnids:
             raise UserError(f"{tar} has a class {wnid} that {DEVKIT} beside it does not know; fetch both again")
-        yield PictureClass("train", wnid, partial(_listed, tar, class_tar), class_tar.size)
+        yield SourceClass("train", wnid, partial(_listed, tar, class_tar), class_tar.size)
 
 
 def _listed(tar: Path, class_tar: Member) -> list[Located]:
@@ -62,10 +62,10 @@ def _listed(tar: Path, class_tar: Member) -> list[Located]:
 
 
 def _validation(tar: Path, devkit: Devkit, others: list[str]) -> dict[str, list[Located]]:
-    """By class; to ``others`` come the names of files that are no pictures."""
-    pictures: dict[str, list[Located]] = defaultdict(list)
+    """By class; to ``others`` come the names of files that are no images."""
+    images: dict[str, list[Located]] = defaultdict(list)
     for file in members(tar):
-        if not file.is_picture:
+        if not file.is_image:
             others.append(f"val/{file.shown}")
             continue
         told = re.fullmatch(r"ILSVRC2012_val_(\d{8})\.JPEG", file.name)
@@ -75,13 +75,13 @@ def _validation(tar: Path, devkit: Devkit, others: list[str]) -> dict[str, list[
                 f"{tar} has a member '{file.name}', of which {DEVKIT} has no label; it must hold "
                 "ILSVRC2012_val_00000001.JPEG and the like"
             )
-        pictures[devkit.validation[number - 1]].append(file)
-    return pictures
+        images[devkit.validation[number - 1]].append(file)
+    return images
 
 
-def flat_classes(pictures: dict[str, list[Located]]) -> list[PictureClass]:
-    """Of validation pictures that lie in one place, by class."""
+def flat_classes(images: dict[str, list[Located]]) -> list[SourceClass]:
+    """Of validation images that lie in one place, by class."""
     return [
-        PictureClass("val", name, partial(list, files), sum(file.size for file in files))
-        for name, files in pictures.items()
+        SourceClass("val", name, partial(list, files), sum(file.size for file in files))
+        for name, files in images.items()
     ]

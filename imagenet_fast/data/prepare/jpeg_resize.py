@@ -1,4 +1,4 @@
-"""Pictures made smaller once, so that they are read and decoded faster ever after."""
+"""Images made smaller once, so that they are read and decoded faster ever after."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ _LONGEST_EXIF = 65_533  # bytes that a JPEG has room for
 
 
 class Undecodable(Exception):
-    """What is wrong with a picture."""
+    """What is wrong with an image."""
 
 
 def shrunk(content: bytes, side: int, quality: int) -> bytes:
-    """A JPEG of the picture with the short side ``side``; ``content`` itself where that is no longer already.
+    """A JPEG of the image with the short side ``side``; ``content`` itself where that is no longer already.
 
     Pixels are those that the loaders see: as stored, without the rotation that EXIF asks for, and RGB, but grey stays
     grey. EXIF stays with it, so whoever heeds its orientation goes on to; a colour profile does, too, unless it was of
     other colours. Raises Undecodable.
     """
     try:
-        with Image.open(BytesIO(content)) as picture:
-            width, height = picture.size
+        with Image.open(BytesIO(content)) as image:
+            width, height = image.size
             if min(width, height) <= side:
                 return content
-            pixels = picture if picture.mode in ("L", "RGB") else picture.convert("RGB")
-            profile = picture.info.get("icc_profile") if pixels is picture else None
-            exif = picture.info.get("exif", b"")
+            pixels = image if image.mode in ("L", "RGB") else image.convert("RGB")
+            profile = image.info.get("icc_profile") if pixels is image else None
+            exif = image.info.get("exif", b"")
             scale = side / min(width, height)
             small = pixels.resize((round(width * scale), round(height * scale)), Image.Resampling.LANCZOS)
     # Pillow's decoders raise of many kinds, EOFError, SyntaxError and struct.error among them
@@ -43,7 +43,7 @@ def shrunk(content: bytes, side: int, quality: int) -> bytes:
 
 
 def stored(file: Located, settings: Settings) -> tuple[bytes, bool]:
-    """What is kept of a picture, and whether it cannot be decoded for shrinking: it is then kept as it is."""
+    """What is kept of an image, and whether it cannot be decoded for shrinking: it is then kept as it is."""
     content = file.read()
     if settings.resize is None or settings.quality is None:
         return content, False
@@ -54,7 +54,7 @@ def stored(file: Located, settings: Settings) -> tuple[bytes, bool]:
 
 
 def shrinking_ratio(sample: Iterable[Located], settings: Settings) -> float:
-    """The bytes kept of these pictures to those they have; 1 where they have none."""
+    """The bytes kept of these images to those they have; 1 where they have none."""
     before = after = 0
     for file in sample:
         before += file.size

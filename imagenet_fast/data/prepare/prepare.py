@@ -21,7 +21,7 @@ from imagenet_fast.data.prepare.disk_space import check_space
 from imagenet_fast.data.prepare.folder_writer import folder_pieces, sample_of_classes
 from imagenet_fast.data.prepare.progress import new_bars
 from imagenet_fast.data.prepare.shard_layout import BYTES_AROUND, classes_made, in_shards, sample_of, shard_pieces
-from imagenet_fast.data.prepare.source_files import PictureClass, Source
+from imagenet_fast.data.prepare.source_files import Source, SourceClass
 from imagenet_fast.data.prepare.sources import recognise
 from imagenet_fast.data.prepare.staging_dir import RECORD, SPLITS, Record, Settings, Splits, Workshop, alone_in
 from imagenet_fast.data.prepare.worker_pool import Crew
@@ -29,11 +29,11 @@ from imagenet_fast.distributed.cpu_count import usable_cores
 from imagenet_fast.errors import UserError, warn
 
 CLASSES = 1000
-PICTURES = {"train": 1_281_167, "val": 50_000}
+IMAGES = {"train": 1_281_167, "val": 50_000}
 """Of ImageNet's challenge of 2012."""
 
 _T = TypeVar("_T")
-_Sized = Mapping[PictureClass, int]
+_Sized = Mapping[SourceClass, int]
 """Classes, and the bytes that their files take in the source."""
 
 
@@ -52,7 +52,7 @@ def prepare(
     """Fill ``out`` from ``source``, ``workers`` classes or shards at a time (by default one a core), and say what it
     holds then.
 
-    No split is in its place before all of it is made. ``subset``: fewer classes or pictures than ImageNet has will do,
+    No split is in its place before all of it is made. ``subset``: fewer classes or images than ImageNet has will do,
     and other archives than its own; ``md5=False``: other archives will. Raises UserError where something is wrong with
     the source, with ``out`` or with what is there already; what has been made by then, or by a KeyboardInterrupt, is
     where the next call goes on.
@@ -71,7 +71,7 @@ def prepare(
             before = shop.open(settings)
             classes = _classes(found, before, source, subset)
             with Console(stderr=True).status("listing"):
-                sized = dict(zip(classes, pool.map(PictureClass.measured, classes), strict=True))
+                sized = dict(zip(classes, pool.map(SourceClass.measured, classes), strict=True))
             _check_same(before, shop, sized, source)
             rest = {of: size for of, size in sized.items() if of.split not in before.splits}
             if not rest and not shop.folder.exists():
@@ -120,7 +120,7 @@ def _fill_folders(rest: _Sized, before: Record, crew: Crew, counted: Callable[[S
 
 
 def _fill_shards(rest: _Sized, before: Record, crew: Crew, counted: Callable[[Splits], None]) -> Record:
-    """As :func:`_fill_folders`; which picture comes into which shard is settled, and all are counted, before."""
+    """As :func:`_fill_folders`; which image comes into which shard is settled, and all are counted, before."""
     out, settings = crew.shop.out, before.settings
     names = _names(rest, before)
     check_classes(out, names)
@@ -163,7 +163,7 @@ def _look_through(out: Path, record: Record) -> None:
         open_validation(out)
 
 
-def _classes(found: Source, before: Record, source: Path, subset: bool) -> list[PictureClass]:
+def _classes(found: Source, before: Record, source: Path, subset: bool) -> list[SourceClass]:
     """Those of ``source`` that are to be in the result, training first, by name.
 
     Raises UserError where there are not as many as there should be, or validation has one that training lacks.
@@ -211,9 +211,9 @@ def _check_folders(before: Record, shop: Workshop) -> None:
     for split, classes in before.splits.items():
         for name, made in classes.items():
             folder = shop.out / split / name
-            if not folder.is_dir() or len(look_into(folder).images) != made.pictures:
+            if not folder.is_dir() or len(look_into(folder).images) != made.images:
                 raise UserError(
-                    f"{folder} has not the {made.pictures} pictures any more that were put there; remove "
+                    f"{folder} has not the {made.images} images any more that were put there; remove "
                     f"{folder.parent}, and it is made again"
                 )
 
@@ -230,11 +230,11 @@ def _check_files(before: Record, shop: Workshop) -> None:
 
 
 def _check_counts(splits: Splits, source: Path) -> None:
-    for split, expected in PICTURES.items():
-        found = sum(made.pictures for made in splits[split].values())
+    for split, expected in IMAGES.items():
+        found = sum(made.images for made in splits[split].values())
         if found != expected:
             raise UserError(
-                f"{source} has {found} pictures of {split}, and ImageNet has {expected}; fetch it again, or give "
+                f"{source} has {found} images of {split}, and ImageNet has {expected}; fetch it again, or give "
                 "--subset if that is meant: what has been made is kept"
             )
 
@@ -245,13 +245,13 @@ def report(prepared: Prepared, out: Path) -> Iterator[str]:
     yield f"{out} {'holds already' if prepared.already else 'now holds'}, from {prepared.source}:"
     for split, classes in record.splits.items():
         shards = f", {len(record.files[split]) // 2} shards" if split in record.files else ""  # with an index each
-        pictures = sum(made.pictures for made in classes.values())
-        yield f"  {split:<5}  {pictures} pictures in {len(classes)} classes{shards}"
+        images = sum(made.images for made in classes.values())
+        yield f"  {split:<5}  {images} images in {len(classes)} classes{shards}"
     every = [(f"{split}/{name}", made) for split, classes in record.splits.items() for name, made in classes.items()]
     left_out = [*record.others] + [f"{path}/{file}" for path, made in every for file in made.left_out]
     undecodable = [f"{path}/{file}" for path, made in every for file in made.undecodable]
     if left_out:
-        yield f"left out, as they are no pictures: {_first(left_out)}"
+        yield f"left out, as they are no images: {_first(left_out)}"
     if record.apart:
         yield (
             "left out, as they lie in no class's own folder and so belong to no class: "

@@ -17,16 +17,16 @@ from rich.text import Text
 
 
 def new_bars() -> Progress:
-    """Bars of bytes on stderr; for a task that counts ``pictures`` also of those."""
+    """Bars of bytes on stderr; for a task that counts ``images`` also of those."""
     return Progress(
-        TextColumn("{task.description}"), BarColumn(bar_width=16), DownloadColumn(), TransferSpeedColumn(), _Pictures(),
+        TextColumn("{task.description}"), BarColumn(bar_width=16), DownloadColumn(), TransferSpeedColumn(), _Images(),
         TimeRemainingColumn(), console=Console(stderr=True),
     )  # fmt: skip
 
 
-class _Pictures(ProgressColumn):
+class _Images(ProgressColumn):
     def render(self, task: Task) -> Text:
-        pictures = task.fields.get("pictures")
-        if not pictures or not task.elapsed:
+        images = task.fields.get("images")
+        if not images or not task.elapsed:
             return Text()
-        return Text(f"{pictures / task.elapsed:.0f} pictures/s")
+        return Text(f"{images / task.elapsed:.0f} images/s")

@@ -1,9 +1,9 @@
-"""Pictures in shards. Which lie in which is settled before the first is written, so that any worker may write any shard
+"""Images in shards. Which lie in which is settled before the first is written, so that any worker may write any shard
 and any shard may be written again.
 
-Training pictures lie in the order of a hash of their names: neighbours, which are read together, are then of many
+Training images lie in the order of a hash of their names: neighbours, which are read together, are then of many
 classes, also for readers that shuffle no more than a shard or two (ours draw each epoch from the whole set). Unlike a
-shuffle by a random generator it is the same with every version of every library, from any source. Validation pictures
+shuffle by a random generator it is the same with every version of every library, from any source. Validation images
 lie by class and name, as in folders.
 """
 
@@ -20,20 +20,20 @@ from typing import NamedTuple
 
 from imagenet_fast.data.formats.shard_writer import Sample, dali_index, shard_names, write_records, write_tar
 from imagenet_fast.data.prepare.jpeg_resize import shrinking_ratio, stored
-from imagenet_fast.data.prepare.source_files import Located, PictureClass
+from imagenet_fast.data.prepare.source_files import Located, SourceClass
 from imagenet_fast.data.prepare.staging_dir import SPLITS, Made, Piece, Settings, Splits, Tell
 from imagenet_fast.errors import UserError
 
 BYTES_AROUND = 2100
-"""That a picture takes beside its own, at most: headers of its own and its label's, padding, lines of indexes."""
+"""That an image takes beside its own, at most: headers of its own and its label's, padding, lines of indexes."""
 
 _SEED = b"imagenet-fast"
-_SAMPLE = 256  # pictures, which are shrunk to learn how many fit into a shard
+_SAMPLE = 256  # images, which are shrunk to learn how many fit into a shard
 _MOST = 100_000  # shards, whose names sort as their numbers do
 
 
 class Placed(NamedTuple):
-    """A picture, and its class."""
+    """An image, and its class."""
 
     file: Located
     label: int
@@ -43,51 +43,51 @@ class Placed(NamedTuple):
 class Listed:
     """What a class has in the source."""
 
-    pictures: Sequence[Located]
+    images: Sequence[Located]
     left_out: tuple[str, ...]
 
 
-def list_class(of: PictureClass) -> Listed:
-    """Raises UserError where it has no pictures."""
+def list_class(of: SourceClass) -> Listed:
+    """Raises UserError where it has no images."""
     return Listed(*of.sorted_out())
 
 
-def in_shards(split: str, listed: Mapping[PictureClass, Listed], names: Sequence[str]) -> list[Placed]:
-    """All pictures of a split in the order in which shards hold them; labels are places among ``names``."""
+def in_shards(split: str, listed: Mapping[SourceClass, Listed], names: Sequence[str]) -> list[Placed]:
+    """All images of a split in the order in which shards hold them; labels are places among ``names``."""
     label = {name: number for number, name in enumerate(names)}
-    pictures = [
-        Placed(file, label[of.name]) for of, found in listed.items() if of.split == split for file in found.pictures
+    images = [
+        Placed(file, label[of.name]) for of, found in listed.items() if of.split == split for file in found.images
     ]
     if split == "train":
-        return sorted(pictures, key=lambda placed: _hash(names[placed.label], placed.file.name))
-    return sorted(pictures, key=lambda placed: (placed.label, placed.file.name))
+        return sorted(images, key=lambda placed: _hash(names[placed.label], placed.file.name))
+    return sorted(images, key=lambda placed: (placed.label, placed.file.name))
 
 
 def shard_pieces(placed: Mapping[str, Sequence[Placed]], names: Sequence[str], settings: Settings) -> list[Piece]:
-    """Shards of ``settings.shard_size`` bytes of pictures, up to the last; of pictures that are to be shrunk, about as
+    """Shards of ``settings.shard_size`` bytes of images, up to the last; of images that are to be shrunk, about as
     many, by a sample of each split. Raises UserError where that are too many shards."""
     assert settings.format != "folder"
     pieces = []
     for split in SPLITS:
-        pictures = placed.get(split, ())
-        shards = list(_cut(pictures, settings))
+        images = placed.get(split, ())
+        shards = list(_cut(images, settings))
         if len(shards) > _MOST:
             raise UserError(f"{split} would have {len(shards)} shards; give a larger --shard-size")
         begins = accumulate((len(shard) for shard in shards), initial=0)
         for name, begin, shard in zip(shard_names(settings.format, split, len(shards)), begins, shards, strict=False):
-            size = sum(picture.file.size for picture in shard)
+            size = sum(image.file.size for image in shard)
             make = partial(_make, name, begin, shard, names, settings)
             pieces.append(Piece(split, name, (dali_index(Path(name)).name, name), size, make))
     return pieces
 
 
-def sample_of(pictures: Sequence[Placed]) -> Iterator[Located]:
+def sample_of(images: Sequence[Placed]) -> Iterator[Located]:
     """Some of a training split, at random; of a validation split from all over it."""
-    return (picture.file for picture in islice(pictures, 0, None, max(1, len(pictures) // _SAMPLE)))
+    return (image.file for image in islice(images, 0, None, max(1, len(images) // _SAMPLE)))
 
 
 def classes_made(
-    listed: Mapping[PictureClass, Listed], sized: Mapping[PictureClass, int], shards: Mapping[Piece, Made]
+    listed: Mapping[SourceClass, Listed], sized: Mapping[SourceClass, int], shards: Mapping[Piece, Made]
 ) -> Splits:
     """What became of each class, by split and name."""
     odd: dict[tuple[str, str], list[str]] = {}
@@ -98,7 +98,7 @@ def classes_made(
     splits: Splits = {}
     for of, found in listed.items():
         splits.setdefault(of.split, {})[of.name] = Made(
-            pictures=len(found.pictures), size=sized[of], left_out=found.left_out,
+            images=len(found.images), size=sized[of], left_out=found.left_out,
             undecodable=tuple(sorted(odd.get((of.split, of.name), ()))),
         )  # fmt: skip
     return splits
@@ -108,32 +108,32 @@ def _hash(name: str, file: str) -> bytes:
     return hashlib.blake2b(os.fsencode(f"{name}/{file}"), digest_size=16, key=_SEED).digest()
 
 
-def _cut(pictures: Sequence[Placed], settings: Settings) -> Iterator[list[Placed]]:
-    """The pictures of each shard."""
+def _cut(images: Sequence[Placed], settings: Settings) -> Iterator[list[Placed]]:
+    """The images of each shard."""
     most = settings.shard_size or 0
-    ratio = 1.0 if settings.resize is None else shrinking_ratio(sample_of(pictures), settings)
+    ratio = 1.0 if settings.resize is None else shrinking_ratio(sample_of(images), settings)
 
     def numbered() -> Iterator[tuple[int, Placed]]:
         shard, filled = 0, 0.0
-        for picture in pictures:
-            size = picture.file.size * ratio
+        for image in images:
+            size = image.file.size * ratio
             if filled and filled + size > most:
                 shard, filled = shard + 1, 0.0
             filled += size
-            yield shard, picture
+            yield shard, image
 
     for _, group in groupby(numbered(), key=lambda pair: pair[0]):
-        yield [picture for _, picture in group]
+        yield [image for _, image in group]
 
 
 def _make(
-    name: str, begin: int, pictures: Sequence[Placed], names: Sequence[str], settings: Settings, place: Path, tell: Tell
+    name: str, begin: int, images: Sequence[Placed], names: Sequence[str], settings: Settings, place: Path, tell: Tell
 ) -> Made:
-    """Write a shard, whose first picture is number ``begin`` of the split."""
+    """Write a shard, whose first image is number ``begin`` of the split."""
     undecodable = []
 
     def samples() -> Iterator[Sample]:
-        for file, label in pictures:
+        for file, label in images:
             content, is_undecodable = stored(file, settings)
             undecodable.extend([f"{names[label]}/{file.shown}"] * is_undecodable)
             yield Sample(file.name, content, label)
@@ -143,5 +143,5 @@ def _make(
         write_tar(place / name, enumerate(samples(), begin))
     else:
         write_records(place / name, samples(), names)
-    size = sum(picture.file.size for picture in pictures)
-    return Made(pictures=len(pictures), size=size, undecodable=tuple(undecodable))
+    size = sum(image.file.size for image in images)
+    return Made(images=len(images), size=size, undecodable=tuple(undecodable))

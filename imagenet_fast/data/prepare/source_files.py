@@ -1,4 +1,4 @@
-"""Pictures by where their bytes lie, in archives or in files of their own: all that a writer of any format asks for."""
+"""Images by where their bytes lie, in archives or in files of their own: all that a writer of any format asks for."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Located:
         return content
 
     @property
-    def is_picture(self) -> bool:
+    def is_image(self) -> bool:
         """By its name, as ImageFolder takes them."""
         return is_image_name(self.name)
 
@@ -45,13 +45,13 @@ class Located:
 
 
 @dataclass(frozen=True, eq=False)
-class PictureClass:
+class SourceClass:
     """One class of one split of a source."""
 
     split: str
     name: str
     listed: Callable[[], list[Located]]
-    """Its files, each name once; others than pictures may be among them. Raises UserError where a name is amiss."""
+    """Its files, each name once; others than images may be among them. Raises UserError where a name is amiss."""
     size: int | None = None
     """Bytes that they take, or a little less; None where only listing them tells."""
 
@@ -63,7 +63,7 @@ class PictureClass:
         return sum(file.size for file in self.listed()) if self.size is None else self.size
 
     def sorted_out(self) -> tuple[list[Located], tuple[str, ...]]:
-        """Its pictures, and the names of files that are none. Raises UserError where there are no pictures, or it
+        """Its images, and the names of files that are none. Raises UserError where there are no images, or it
         cannot be listed."""
         try:
             files = self.listed()
@@ -72,10 +72,10 @@ class PictureClass:
                 f"{error.filename or self.path} cannot be read ({error.strerror}); put that right, and the same "
                 "command goes on"
             ) from None
-        pictures = [file for file in files if file.is_picture]
-        if not pictures:
-            raise UserError(f"{self.path} has no pictures in the source; add them, or leave that class out")
-        return pictures, tuple(sorted(file.shown for file in files if not file.is_picture))
+        images = [file for file in files if file.is_image]
+        if not images:
+            raise UserError(f"{self.path} has no images in the source; add them, or leave that class out")
+        return images, tuple(sorted(file.shown for file in files if not file.is_image))
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Source:
 
     told: str
     """What it was taken for."""
-    classes: list[PictureClass]
+    classes: list[SourceClass]
     others: list[str] = field(default_factory=list)
     """Files that belong to no class and are left out."""
     md5: dict[Path, str] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from pathlib import Path
 from imagenet_fast.data.image_names import look_into, shown
 from imagenet_fast.data.imagefolder import deeper_images, require_images
 from imagenet_fast.data.prepare.imagenet_archives import DEVKIT, TRAIN, VAL, flat_classes, official_source
-from imagenet_fast.data.prepare.source_files import Located, PictureClass, Source
+from imagenet_fast.data.prepare.source_files import Located, Source, SourceClass
 from imagenet_fast.errors import UserError
 
 _KAGGLE = Path("ILSVRC/Data/CLS-LOC")
@@ -35,7 +35,7 @@ def recognise(folder: Path) -> Source:
 
 
 def _folders(root: Path) -> Source:
-    """With the validation pictures in one folder a class, or all in one, as Kaggle has them."""
+    """With the validation images in one folder a class, or all in one, as Kaggle has them."""
     classes = _classes(root, "train")
     hidden = _hidden(root, "train")
     apart = _apart(root, "train", [of.name for of in classes])
@@ -46,21 +46,21 @@ def _folders(root: Path) -> Source:
     solution = next((f for f in (d / _SOLUTION for d in (root, *root.absolute().parents[:3])) if f.is_file()), None)
     if solution is None:
         raise UserError(
-            f"{root / 'val'} does not say of which class its pictures are; put Kaggle's {_SOLUTION} beside it"
+            f"{root / 'val'} does not say of which class its images are; put Kaggle's {_SOLUTION} beside it"
         )
-    others = [f"val/{file.shown}" for file in flat if not file.is_picture]
+    others = [f"val/{file.shown}" for file in flat if not file.is_image]
     apart += map(shown, deeper_images(root / "val", look_into(root / "val"), "val"))
     return Source("Kaggle's layout", classes + _solved(flat, solution), others, apart=apart, hidden=hidden)
 
 
-def _classes(root: Path, split: str) -> list[PictureClass]:
+def _classes(root: Path, split: str) -> list[SourceClass]:
     if not (root / split).is_dir():
         return []
     names = look_into(root / split).folders
     for name in names:
         if not name.isprintable():
             raise UserError(f"{root / split} has a folder {name!r}, which is no name for a class; rename it")
-    return [PictureClass(split, name, partial(_listed, root / split / name)) for name in names]
+    return [SourceClass(split, name, partial(_listed, root / split / name)) for name in names]
 
 
 def _hidden(root: Path, split: str) -> list[str]:
@@ -95,24 +95,24 @@ def _listed(folder: Path) -> list[Located]:
 
 
 def _flat(folder: Path) -> list[Located]:
-    """The files in ``folder`` if there are pictures among them."""
+    """The files in ``folder`` if there are images among them."""
     files = _listed(folder) if folder.is_dir() else []
-    return files if any(file.is_picture for file in files) else []
+    return files if any(file.is_image for file in files) else []
 
 
-def _solved(files: list[Located], solution: Path) -> list[PictureClass]:
+def _solved(files: list[Located], solution: Path) -> list[SourceClass]:
     """By Kaggle's table of what is to be seen where: an ``ImageId``, and "wnid x y x y" for each box, of one class."""
     with solution.open(newline="", encoding="utf-8") as table:
         rows = csv.DictReader(table)
         if rows.fieldnames != ["ImageId", "PredictionString"]:
             raise UserError(f"{solution} has not the columns ImageId,PredictionString; fetch it again")
         wnid = {row["ImageId"]: (row["PredictionString"] or "").partition(" ")[0] for row in rows}
-    pictures: dict[str, list[Located]] = defaultdict(list)
+    images: dict[str, list[Located]] = defaultdict(list)
     for file in sorted(files, key=lambda file: file.name):
-        if not file.is_picture:
+        if not file.is_image:
             continue
         label = wnid.get(Path(file.name).stem, "")
         if not re.fullmatch(r"n\d{8}", label):
             raise UserError(f"{solution} has no class for {file.held_by}; fetch both again")
-        pictures[label].append(file)
-    return flat_classes(pictures)
+        images[label].append(file)
+    return flat_classes(images)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import AliasChoices, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from imagenet_fast.cost_model.units import exact_size
 from imagenet_fast.data.atomic_io import write_whole
@@ -46,13 +46,13 @@ class Settings(Table):
 class Made(Table):
     """A class, or a shard, that has been made."""
 
-    pictures: NonNegativeInt
+    images: NonNegativeInt = Field(validation_alias=AliasChoices("images", "pictures"))
     size: NonNegativeInt
     """Bytes of the source that it was made from, by which another source is known."""
     left_out: tuple[str, ...] = ()
-    """Names of files that are no pictures."""
+    """Names of files that are no images."""
     undecodable: tuple[str, ...] = ()
-    """Names of pictures that were to be shrunk and could not; they are copied as they are."""
+    """Names of images that were to be shrunk and could not; they are copied as they are."""
 
 
 Splits = dict[str, dict[str, Made]]

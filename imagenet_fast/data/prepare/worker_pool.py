@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.progress import Progress, TaskID
 
 from imagenet_fast.data.prepare.shard_layout import Listed, list_class
-from imagenet_fast.data.prepare.source_files import PictureClass
+from imagenet_fast.data.prepare.source_files import SourceClass
 from imagenet_fast.data.prepare.staging_dir import SPLITS, Made, Piece, Workshop
 from imagenet_fast.errors import UserError
 
@@ -41,11 +41,11 @@ class Crew:
             kept[piece] = entry.made
         return kept
 
-    def list(self, classes: Mapping[PictureClass, int]) -> dict[PictureClass, Listed]:
+    def list(self, classes: Mapping[SourceClass, int]) -> dict[SourceClass, Listed]:
         """Their files; of tars, all headers are read for that."""
         task = self.bars.add_task("listing", total=sum(classes.values()))
 
-        def look(of: PictureClass) -> Listed:
+        def look(of: SourceClass) -> Listed:
             self._tell(task, 0)
             found = list_class(of)
             self._tell(task, classes[of])
@@ -63,14 +63,14 @@ class Crew:
         """What became of ``pieces``, in their order, of which some are ``kept``; the others are made now."""
         rest = [piece for piece in pieces if piece not in kept]
         tasks = {
-            split: self.bars.add_task(split, total=size, pictures=0)
+            split: self.bars.add_task(split, total=size, images=0)
             for split in SPLITS
             if (size := sum(piece.size for piece in rest if piece.split == split))
         }
         pending = {
             self.pool.submit(self.shop.make, piece, partial(self._tell, tasks[piece.split])): piece for piece in rest
         }
-        made, pictures = dict(kept), dict.fromkeys(SPLITS, 0)
+        made, images = dict(kept), dict.fromkeys(SPLITS, 0)
         while pending:
             done, _ = wait(pending, return_when=FIRST_COMPLETED)
             ready = {pending[future]: future.result() for future in done if future.exception() is None}
@@ -79,7 +79,7 @@ class Crew:
                 future.result()
                 del pending[future]
             for piece, what in ready.items():
-                pictures[piece.split] += what.pictures
-                self.bars.update(tasks[piece.split], pictures=pictures[piece.split])
+                images[piece.split] += what.images
+                self.bars.update(tasks[piece.split], images=images[piece.split])
             made |= ready
         return {piece: made[piece] for piece in pieces}

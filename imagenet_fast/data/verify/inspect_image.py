@@ -1,4 +1,4 @@
-"""What is in one file that calls itself a picture."""
+"""What is in one file that calls itself an image."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from imagenet_fast.data.decode import NO_PICTURE, BadPictureError, decode
+from imagenet_fast.data.decode import NO_IMAGE, ImageDecodeError, decode
 from imagenet_fast.data.image_names import SUFFIXES
 
-KINDS = ("empty", "AppleDouble", "no picture", "truncated", "damaged", "unreadable")
+KINDS = ("empty", "AppleDouble", "no image", "truncated", "damaged", "unreadable")
 """Of files that loaders cannot read."""
 
 NOTES = ("CMYK", "turned by EXIF", "named otherwise")
-"""Of pictures that need care, which the loaders take."""
+"""Of images that need care, which the loaders take."""
 
 _NAMED = {
     "JPEG": (".jpg", ".jpeg", ".jpe", ".jfif"),
@@ -39,7 +39,7 @@ _ORIENTATION = 0x0112
 
 class Look(NamedTuple):
     kind: str
-    """One of KINDS, or nothing for a picture."""
+    """One of KINDS, or nothing for an image."""
     what: str
     """In the decoder's words."""
     notes: tuple[str, ...]
@@ -62,27 +62,27 @@ def examine(name: str, content: bytes) -> Look:
         return bad("empty")
     try:
         height, width, _ = decode(content).shape
-    except BadPictureError as error:
-        if str(error) == NO_PICTURE:
-            return bad("damaged" if content.startswith(_MAGIC) else "no picture")
+    except ImageDecodeError as error:
+        if str(error) == NO_IMAGE:
+            return bad("damaged" if content.startswith(_MAGIC) else "no image")
         return bad("truncated" if "truncated" in str(error).lower() else "damaged", error)
     return Look("", "", tuple(_notes(name, content)), width, height, digest)
 
 
 def _notes(name: str, content: bytes) -> Iterator[str]:
-    """What its header tells; nothing of a picture that only other decoders than PIL read."""
-    with suppress(Exception), Image.open(BytesIO(content)) as picture:
-        if picture.mode == "CMYK":
+    """What its header tells; nothing of an image that only other decoders than PIL read."""
+    with suppress(Exception), Image.open(BytesIO(content)) as image:
+        if image.mode == "CMYK":
             yield "CMYK"
-        if _orientation(picture) not in (0, 1):
+        if _orientation(image) not in (0, 1):
             yield "turned by EXIF"
-        usual = _NAMED.get(picture.format or "", ())
+        usual = _NAMED.get(image.format or "", ())
         if name.lower().endswith(SUFFIXES) and not name.lower().endswith(usual):
             yield "named otherwise"
 
 
-def _orientation(picture: Image.Image) -> int:
+def _orientation(image: Image.Image) -> int:
     try:
-        return int(picture.getexif().get(_ORIENTATION, 1))
+        return int(image.getexif().get(_ORIENTATION, 1))
     except Exception:  # EXIF is not read by loaders: whatever is wrong with it does not matter
         return 1

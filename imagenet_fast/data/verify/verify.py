@@ -1,4 +1,4 @@
-"""Every picture of a data directory decoded, in as many threads as there are cores."""
+"""Every image of a data directory decoded, in as many threads as there are cores."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ _CHUNK = 64  # files that a thread takes at once
 
 @dataclass(frozen=True)
 class Verified:
-    """What was found; files are told by their paths below the data directory, and pictures in shards by these and
+    """What was found; files are told by their paths below the data directory, and images in shards by these and
     their places there."""
 
     counts: dict[str, dict[str, int]]
-    """Good pictures of each split's classes."""
+    """Good images of each split's classes."""
     bad: dict[str, str]
     """What is wrong with the files in quarantine."""
     kinds: dict[str, int]
     """How many of them are of each kind."""
     notes: dict[str, list[str]]
-    """Pictures that need care."""
+    """Images that need care."""
     duplicates: list[list[str]]
-    """Pictures of the same bytes."""
+    """Images of the same bytes."""
     sizes: NDArray[np.int32]
-    """Of the good pictures: width, height [pictures, 2]."""
+    """Of the good images: width, height [images, 2]."""
 
     leaks: list[list[str]]
     """Duplicates that are trained on and validated on."""
@@ -106,7 +106,7 @@ def verify(root: Path, workers: int | None = None, must_list: bool = True) -> Ve
     files = _Lots([lot for split in get_args(SplitName) if (lot := _lot(root, split)) is not None])
     if not len(files):
         raise UserError(
-            f"{root} holds no pictures in train/<class> or val/<class>, and no shards; give another with --data DIR"
+            f"{root} holds no images in train/<class> or val/<class>, and no shards; give another with --data DIR"
         )
     if must_list and not (root / QUARANTINE).is_file():
         _refuse(root, _tried(lambda: tempfile.TemporaryFile(dir=root).close()))  # before an hour has passed
@@ -234,12 +234,12 @@ def _looks(files: _Lots, workers: int) -> Iterator[Look]:
         return found
 
     with ThreadPoolExecutor(workers) as pool, bars, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="PIL")  # of pictures that are large, or have odd EXIF
+        warnings.filterwarnings("ignore", module="PIL")  # of images that are large, or have odd EXIF
         task = bars.add_task("decoding", total=len(files), rate="")
         try:
             for looks in pool.map(look, range(0, len(files), _CHUNK)):
                 bars.advance(task, len(looks))
-                bars.update(task, rate=f"{bars.tasks[0].completed / (bars.tasks[0].elapsed or 1):.0f} pictures/s")
+                bars.update(task, rate=f"{bars.tasks[0].completed / (bars.tasks[0].elapsed or 1):.0f} images/s")
                 yield from looks
         except BaseException:
             stop.set()
@@ -291,7 +291,7 @@ def _summary(found: Verified, root: Path) -> Iterator[str]:
     for split, classes in found.counts.items():
         counts = sorted(classes.values())
         yield (
-            f"{split:<5}  {sum(counts)} pictures in {len(counts)} classes: {counts[0]} to {counts[-1]} in each, "
+            f"{split:<5}  {sum(counts)} images in {len(counts)} classes: {counts[0]} to {counts[-1]} in each, "
             f"{counts[len(counts) // 2]} in the median"
         )
     if len(found.sizes):
@@ -303,7 +303,7 @@ def _summary(found: Verified, root: Path) -> Iterator[str]:
         yield f"passed over: {len(paths)} {what}, as {min(paths)}"
     if found.duplicates:
         yield (
-            f"noted, and kept: {len(found.duplicates)} pictures that are there several times, "
+            f"noted, and kept: {len(found.duplicates)} images that are there several times, "
             f"{len(found.contradictions)} of them in several classes, {len(found.leaks)} in both splits"
         )
         for same in (found.leaks or found.contradictions or found.duplicates)[:1]:
@@ -313,13 +313,13 @@ def _summary(found: Verified, root: Path) -> Iterator[str]:
         yield f"quarantined: {count} {kind}, as {first}"
     empty = [f"{split}/{name}" for split, classes in found.counts.items() for name, n in classes.items() if not n]
     if empty:
-        yield f"without a single picture: {len(empty)} classes, as {empty[0]}"
+        yield f"without a single image: {len(empty)} classes, as {empty[0]}"
     if found.unlisted:
         yield f"{root / QUARANTINE} cannot be written ({found.unlisted}): `train` does not leave out what is bad"
     elif found.bad:
         yield f"`train` leaves out what is in {root / QUARANTINE}"
     if not found.bad:
-        yield "every file is a picture that can be decoded"
+        yield "every file is an image that can be decoded"
 
 
 def as_json(found: Verified) -> dict[str, Any]:

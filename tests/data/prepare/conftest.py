@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.prepare.replica import Pictures, official_tars, small_imagenet
+from tests.data.prepare.replica import Images, official_tars, small_imagenet
 
 
 @pytest.fixture(scope="module")
-def pictures() -> Pictures:
+def images() -> Images:
     return small_imagenet()
 
 
 @pytest.fixture(scope="module")
-def tars(tmp_path_factory: pytest.TempPathFactory, pictures: Pictures) -> Path:
-    return official_tars(tmp_path_factory.mktemp("official") / "tars", pictures)
+def tars(tmp_path_factory: pytest.TempPathFactory, images: Images) -> Path:
+    return official_tars(tmp_path_factory.mktemp("official") / "tars", images)

@@ -1,9 +1,9 @@
 """ImageNet as people have it, with few classes: the official tars, Kaggle's layout, one folder a class.
 
-    pictures = small_imagenet()
-    official_tars(tmp_path / "tars", pictures)
+    images = small_imagenet()
+    official_tars(tmp_path / "tars", images)
 
-What prepare should make of any of them is ``good(pictures)``. The odd ones of the real set are among them, and such as
+What prepare should make of any of them is ``good(images)``. The odd ones of the real set are among them, and such as
 are found on disks: see ``ODD``.
 """
 
@@ -41,9 +41,9 @@ ODD = {
     "AppleDouble": "train/n01440764/._n01440764_18.JPEG",
     "twin": "train/n02123045/n02123045_8.JPEG",
 }
-"""Where files are that are not what their names say, or need care. The twin is a copy of another class's picture."""
+"""Where files are that are not what their names say, or need care. The twin is a copy of another class's image."""
 
-Pictures = dict[str, bytes]
+Images = dict[str, bytes]
 """By path, as prepare should make it: ``train/<wnid>/<file>``."""
 
 
@@ -54,28 +54,28 @@ def photo(number: int, short: int = 300, long: int = 400, mode: str = "RGB") -> 
     return Image.fromarray(blobs).resize(size, Image.Resampling.BICUBIC).convert(mode)
 
 
-def encoded(picture: Image.Image, kind: str = "JPEG", **options: object) -> bytes:
+def encoded(image: Image.Image, kind: str = "JPEG", **options: object) -> bytes:
     written = io.BytesIO()
-    picture.save(written, kind, **options)
+    image.save(written, kind, **options)
     return written.getvalue()
 
 
-def small_imagenet(train: int = 8, val: int = 3, odd: bool = True) -> Pictures:
-    """So many pictures a class. A third of them have a short side of 200 pixels, the others of 300."""
-    pictures: Pictures = {}
+def small_imagenet(train: int = 8, val: int = 3, odd: bool = True) -> Images:
+    """So many images a class. A third of them have a short side of 200 pixels, the others of 300."""
+    images: Images = {}
     number = 0
     for wnid in CLASSES:
         for index in range(train):
             number += 1
             shape = (200, 260) if index % 3 == 0 else (300, 400)
-            pictures[f"train/{wnid}/{wnid}_{index}.JPEG"] = encoded(photo(number, *shape), quality=90)
+            images[f"train/{wnid}/{wnid}_{index}.JPEG"] = encoded(photo(number, *shape), quality=90)
     validation = [wnid for _ in range(val) for wnid in sorted(CLASSES, reverse=True)]
     for index, wnid in enumerate(validation, 1):
-        pictures[f"val/{wnid}/ILSVRC2012_val_{index:08}.JPEG"] = encoded(photo(1000 + index), quality=90)
-    return pictures | (odd_pictures() if odd else {})
+        images[f"val/{wnid}/ILSVRC2012_val_{index:08}.JPEG"] = encoded(photo(1000 + index), quality=90)
+    return images | (odd_images() if odd else {})
 
 
-def odd_pictures() -> Pictures:
+def odd_images() -> Images:
     turned = Image.Exif()
     turned[0x0112] = 6  # Orientation: to be shown turned by 90 degrees
     whole = encoded(photo(2001), quality=90)
@@ -91,24 +91,24 @@ def odd_pictures() -> Pictures:
     } | {"train/n01443537/n01443537_1.JPEG": encoded(photo(2000), quality=90)}
 
 
-def good(pictures: Pictures) -> Pictures:
-    """Without what is no picture by its name."""
-    return {path: content for path, content in pictures.items() if "/._" not in path}
+def good(images: Images) -> Images:
+    """Without what is no image by its name."""
+    return {path: content for path, content in images.items() if "/._" not in path}
 
 
-def official_tars(folder: Path, pictures: Pictures) -> Path:
+def official_tars(folder: Path, images: Images) -> Path:
     """The three files that image-net.org gives. Returns ``folder``."""
     folder.mkdir(parents=True)
-    by_class: dict[str, Pictures] = {}
-    for path, content in pictures.items():
+    by_class: dict[str, Images] = {}
+    for path, content in images.items():
         split, wnid, name = path.split("/")
         if split == "train":
             by_class.setdefault(f"{wnid}.tar", {})[name] = content
     write_tar(folder / "ILSVRC2012_img_train.tar", {name: tar_of(files) for name, files in by_class.items()})
-    validation = _validation(pictures)
+    validation = _validation(images)
     write_tar(
         folder / "ILSVRC2012_img_val.tar",
-        {name: pictures[f"val/{wnid}/{name}"] for name, wnid in sorted(validation.items())},
+        {name: images[f"val/{wnid}/{name}"] for name, wnid in sorted(validation.items())},
     )
     truth = [CLASSES[wnid][0] for _, wnid in sorted(validation.items())]
     (folder / "ILSVRC2012_devkit_t12.tar.gz").write_bytes(devkit(truth))
@@ -116,7 +116,7 @@ def official_tars(folder: Path, pictures: Pictures) -> Path:
 
 
 def devkit(truth: list[int]) -> bytes:
-    """The labels of validation pictures 1, 2, ... as the real kit has them, by its own numbers."""
+    """The labels of validation images 1, 2, ... as the real kit has them, by its own numbers."""
     top = "ILSVRC2012_devkit_t12/data"
     files = {
         f"{top}/meta.mat": meta_mat(),
@@ -141,12 +141,12 @@ def meta_mat() -> bytes:
     return written.getvalue()
 
 
-def kaggle(folder: Path, pictures: Pictures) -> Path:
+def kaggle(folder: Path, images: Images) -> Path:
     """What Kaggle's archive unpacks to. Returns ``folder``."""
     top = folder / "ILSVRC/Data/CLS-LOC"
-    validation = _validation(pictures)
-    write_files(top, {path: content for path, content in pictures.items() if path.startswith("train/")})
-    write_files(top / "val", {name: pictures[f"val/{wnid}/{name}"] for name, wnid in validation.items()})
+    validation = _validation(images)
+    write_files(top, {path: content for path, content in images.items() if path.startswith("train/")})
+    write_files(top / "val", {name: images[f"val/{wnid}/{name}"] for name, wnid in validation.items()})
     with (folder / "LOC_val_solution.csv").open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(["ImageId", "PredictionString"])
@@ -155,15 +155,15 @@ def kaggle(folder: Path, pictures: Pictures) -> Path:
     return folder
 
 
-def image_folder(folder: Path, pictures: Pictures) -> Path:
+def image_folder(folder: Path, images: Images) -> Path:
     """One folder a class. Returns ``folder``."""
-    write_files(folder, pictures)
+    write_files(folder, images)
     return folder
 
 
-def _validation(pictures: Pictures) -> dict[str, str]:
-    """The wnid of each validation picture, by its name."""
-    paths = (path.split("/") for path in pictures)
+def _validation(images: Images) -> dict[str, str]:
+    """The wnid of each validation image, by its name."""
+    paths = (path.split("/") for path in images)
     return {name: wnid for split, wnid, name in paths if split == "val"}
 
 

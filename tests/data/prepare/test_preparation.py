@@ -30,7 +30,7 @@ from imagenet_fast.data.prepare.prepare import prepare
 from imagenet_fast.data.prepare.staging_dir import Settings, alone_in
 from imagenet_fast.errors import UserError
 from tests.data.prepare import replica
-from tests.data.prepare.replica import ODD, Pictures, good, small_imagenet, tar_of, tree, write_tar
+from tests.data.prepare.replica import ODD, Images, good, small_imagenet, tar_of, tree, write_tar
 from tests.e2e.command import COMMAND, environment, wait_for
 
 WHOLE = Settings(format="folder", resize=None, quality=None)
@@ -49,21 +49,21 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
-def pictures_in(out: Path) -> Pictures:
+def images_in(out: Path) -> Images:
     return {path: content for path, content in tree(out).items() if path != "prepared.json"}
 
 
 @pytest.mark.parametrize("lay_out", [replica.official_tars, replica.kaggle, replica.image_folder])
 def test_every_source_becomes_the_same_folders_byte_for_byte(
-    tmp_path: Path, pictures: Pictures, lay_out: Callable[[Path, Pictures], Path]
+    tmp_path: Path, images: Images, lay_out: Callable[[Path, Images], Path]
 ):
-    source = lay_out(tmp_path / "source", pictures)
+    source = lay_out(tmp_path / "source", images)
     prepare(source, tmp_path / "out", WHOLE, subset=True)
-    assert pictures_in(tmp_path / "out") == good(pictures)
+    assert images_in(tmp_path / "out") == good(images)
     assert names(tmp_path / "out") == ["prepared.json", "train", "val"]
 
 
-def test_labels_are_sorted_wnids_whatever_numbers_the_devkit_has(tmp_path: Path, tars: Path, pictures: Pictures):
+def test_labels_are_sorted_wnids_whatever_numbers_the_devkit_has(tmp_path: Path, tars: Path, images: Images):
     kit = read_devkit(tars / imagenet_archives.DEVKIT)
     assert kit.wnids == replica.CLASSES.keys()  # and no inner node of WordNet
     assert kit.validation[:4] == ["n02123045", "n02105855", "n01443537", "n01440764"]
@@ -73,7 +73,7 @@ def test_labels_are_sorted_wnids_whatever_numbers_the_devkit_has(tmp_path: Path,
     assert [Path(val.name(index)).parent.name for index in range(len(val))] == [
         train.classes[label] for label in val.labels
     ]
-    assert len(train) == sum(path.startswith("train/") for path in good(pictures))
+    assert len(train) == sum(path.startswith("train/") for path in good(images))
 
 
 def test_the_command_says_what_there_is_and_what_was_left_out_and_the_second_time_that_it_is_there(
@@ -81,8 +81,8 @@ def test_the_command_says_what_there_is_and_what_was_left_out_and_the_second_tim
 ):
     command = ("data", "prepare", "--source", str(tars), "--out", str(tmp_path / "out"), "--subset")
     printed = run(*command)
-    assert "now holds, from ImageNet's tars:\n  train  34 pictures in 4 classes\n  val    12 pictures in" in printed
-    assert f"left out, as they are no pictures: {ODD['AppleDouble']}\n" in printed
+    assert "now holds, from ImageNet's tars:\n  train  34 images in 4 classes\n  val    12 images in" in printed
+    assert f"left out, as they are no images: {ODD['AppleDouble']}\n" in printed
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
     assert "holds already" in run(*command)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
@@ -99,17 +99,17 @@ def run(*arguments: str) -> str:
 
 
 def test_resize_shrinks_the_short_side_and_leaves_what_is_small_or_undecodable_as_it_is(
-    tmp_path: Path, tars: Path, pictures: Pictures
+    tmp_path: Path, tars: Path, images: Images
 ):
     record = prepare(tars, tmp_path / "out", SMALL, subset=True).record
-    found = pictures_in(tmp_path / "out")
-    assert found.keys() == good(pictures).keys()
+    found = images_in(tmp_path / "out")
+    assert found.keys() == good(images).keys()
     undecodable = [ODD[kind] for kind in ("truncated", "empty", "garbage")]
     for path, content in found.items():
-        if path in undecodable or min(opened(pictures[path]).size) <= 256:
-            assert content == pictures[path]
+        if path in undecodable or min(opened(images[path]).size) <= 256:
+            assert content == images[path]
         else:
-            before, after = opened(pictures[path]), opened(content)
+            before, after = opened(images[path]), opened(content)
             assert min(after.size) == 256
             assert after.format == "JPEG"
             assert after.width / after.height == pytest.approx(before.width / before.height, rel=0.01)
@@ -120,16 +120,14 @@ def test_resize_shrinks_the_short_side_and_leaves_what_is_small_or_undecodable_a
 
 
 def opened(content: bytes) -> Image.Image:
-    picture = Image.open(io.BytesIO(content))
-    picture.load()
-    return picture
+    image = Image.open(io.BytesIO(content))
+    image.load()
+    return image
 
 
-def test_a_shrunk_picture_is_not_turned_and_says_still_how_it_is_to_be_turned(
-    tmp_path: Path, tars: Path, pictures: Pictures
-):
+def test_a_shrunk_image_is_not_turned_and_says_still_how_it_is_to_be_turned(tmp_path: Path, tars: Path, images: Images):
     prepare(tars, tmp_path / "out", SMALL, subset=True)
-    before, after = opened(pictures[ODD["rotated"]]), opened((tmp_path / "out" / ODD["rotated"]).read_bytes())
+    before, after = opened(images[ODD["rotated"]]), opened((tmp_path / "out" / ODD["rotated"]).read_bytes())
     assert (before.width > before.height) == (after.width > after.height)
     assert after.getexif()[0x0112] == before.getexif()[0x0112] == 6
     assert opened((tmp_path / "out" / ODD["cmyk"]).read_bytes()).mode == "RGB"
@@ -245,7 +243,7 @@ def test_ctrl_c_ends_cleanly_with_what_is_made_kept(tmp_path: Path):
     assert "stopped; the same command goes on from here\n" in printed
     assert "Traceback" not in printed
     assert names(out) == [".preparing"]
-    assert pictures_in(out / ".preparing/train") == {"a/0.jpg": b""}
+    assert images_in(out / ".preparing/train") == {"a/0.jpg": b""}
 
 
 # What is refused.
@@ -287,7 +285,7 @@ def named(path: str, kind: bytes = tarfile.REGTYPE, leads_to: str = "") -> tarfi
     ],
 )
 def test_a_member_that_would_lie_elsewhere_or_is_no_file_is_refused(own_tars: Path, told: str, member: tarfile.TarInfo):
-    plain = {"n01440764_1.JPEG": b"a picture"}
+    plain = {"n01440764_1.JPEG": b"an image"}
     write_tar(own_tars / imagenet_archives.TRAIN, {"n01440764.tar": tar_of(plain | {"": member})})
     refused(own_tars, told)  # of a class tar
     write_tar(own_tars / imagenet_archives.TRAIN, {"n01440764_1.JPEG": tar_of(plain), "": member})
@@ -298,7 +296,7 @@ def test_a_member_that_would_lie_elsewhere_or_is_no_file_is_refused(own_tars: Pa
 
 
 def test_what_is_no_class_tar_is_refused(own_tars: Path):
-    inner = tar_of({"n01440764_1.JPEG": b"a picture"})
+    inner = tar_of({"n01440764_1.JPEG": b"an image"})
     for name, told in (
         ("dogs.tar", "a member 'dogs.tar', which is no class's"),
         ("n01440764.zip", "a member 'n01440764.zip', which is no class's"),
@@ -310,7 +308,7 @@ def test_what_is_no_class_tar_is_refused(own_tars: Path):
         refused(own_tars, told)
 
 
-def test_a_tar_that_breaks_off_or_is_damaged_is_refused_wherever_it_is(own_tars: Path, pictures: Pictures):
+def test_a_tar_that_breaks_off_or_is_damaged_is_refused_wherever_it_is(own_tars: Path, images: Images):
     outer = own_tars / imagenet_archives.TRAIN
     whole = outer.read_bytes()
     inner = tar_of({f"n01440764_{number}.JPEG": bytes(700) for number in range(4)})
@@ -332,14 +330,14 @@ def test_a_tar_that_breaks_off_or_is_damaged_is_refused_wherever_it_is(own_tars:
         refused(own_tars, told)
 
 
-def test_a_class_without_pictures_is_refused(own_tars: Path):
+def test_a_class_without_images_is_refused(own_tars: Path):
     write_tar(
         own_tars / imagenet_archives.TRAIN, {"n01440764.tar": tar_of({"._n01440764_1.JPEG": b"", "read.me": b""})}
     )
-    refused(own_tars, "train/n01440764 has no pictures in the source")
+    refused(own_tars, "train/n01440764 has no images in the source")
 
 
-def test_validation_pictures_need_a_devkit_that_is_whole_and_knows_them(own_tars: Path):
+def test_validation_images_need_a_devkit_that_is_whole_and_knows_them(own_tars: Path):
     kit = own_tars / imagenet_archives.DEVKIT
     whole = kit.read_bytes()
     for content, told in (
@@ -353,11 +351,11 @@ def test_validation_pictures_need_a_devkit_that_is_whole_and_knows_them(own_tars
         kit.write_bytes(content)
         refused(own_tars, told)
     kit.unlink()
-    refused(own_tars, "does not say of which class its pictures are; put ILSVRC2012_devkit_t12.tar.gz beside it")
+    refused(own_tars, "does not say of which class its images are; put ILSVRC2012_devkit_t12.tar.gz beside it")
 
 
-def test_kaggles_pictures_need_kaggles_table(tmp_path: Path, pictures: Pictures):
-    source = replica.kaggle(tmp_path / "source", pictures)
+def test_kaggles_images_need_kaggles_table(tmp_path: Path, images: Images):
+    source = replica.kaggle(tmp_path / "source", images)
     table = source / "LOC_val_solution.csv"
     table.write_text(table.read_text().replace("ILSVRC2012_val_00000003,", "another,"))
     refused(source, "has no class for .*ILSVRC2012_val_00000003.JPEG")
@@ -399,55 +397,55 @@ def test_strange_names_arrive_as_they_are(tmp_path: Path):
 def test_less_than_imagenet_is_refused_unless_it_is_meant(own_tars: Path, monkeypatch: pytest.MonkeyPatch):
     refused(own_tars, "has 4 classes of train, and ImageNet has 1000; .* --subset", subset=False)
     monkeypatch.setattr(prepare, "CLASSES", 4)
-    refused(own_tars, "has 34 pictures of train, and ImageNet has 1281167; .* kept", subset=False, md5=False)
-    monkeypatch.setattr(prepare, "PICTURES", {"train": 34, "val": 12})
+    refused(own_tars, "has 34 images of train, and ImageNet has 1281167; .* kept", subset=False, md5=False)
+    monkeypatch.setattr(prepare, "IMAGES", {"train": 34, "val": 12})
     assert not prepare(own_tars, own_tars.parent / "out", WHOLE, md5=False).already
 
 
 def test_archives_are_checked_by_md5_once(own_tars: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(prepare, "CLASSES", 4)
-    monkeypatch.setattr(prepare, "PICTURES", {"train": 33, "val": 12})
+    monkeypatch.setattr(prepare, "IMAGES", {"train": 33, "val": 12})
     refused(own_tars, "train.tar is not what image-net.org gives: its md5 is [0-9a-f]{32}, not 1d675b", subset=False)
     sums = {name: hashlib.md5((own_tars / name).read_bytes()).hexdigest() for name in imagenet_archives.MD5}
     monkeypatch.setattr(imagenet_archives, "MD5", sums)
-    refused(own_tars, "has 34 pictures of train", subset=False)
+    refused(own_tars, "has 34 images of train", subset=False)
     monkeypatch.setattr(checksums, "_PIECE", None)  # nothing can be read by it
-    monkeypatch.setattr(prepare, "PICTURES", {"train": 34, "val": 12})
+    monkeypatch.setattr(prepare, "IMAGES", {"train": 34, "val": 12})
     prepare(own_tars, own_tars.parent / "out", WHOLE)
 
 
-def test_classes_to_validate_on_are_those_of_training(own_tars: Path, pictures: Pictures, capsys: Any):
-    write_tar(own_tars / imagenet_archives.TRAIN, {"n01440764.tar": tar_of({"n01440764_1.JPEG": b"a picture"})})
+def test_classes_to_validate_on_are_those_of_training(own_tars: Path, images: Images, capsys: Any):
+    write_tar(own_tars / imagenet_archives.TRAIN, {"n01440764.tar": tar_of({"n01440764_1.JPEG": b"an image"})})
     prepare(own_tars, own_tars.parent / "out", WHOLE, subset=True)
     assert "warning: 3 classes are left out of val, as train lacks them, the first n01443537" in capsys.readouterr().err
     assert names(own_tars.parent / "out/val") == ["n01440764"]
 
 
-def test_the_other_split_may_come_later(own_tars: Path, pictures: Pictures):
+def test_the_other_split_may_come_later(own_tars: Path, images: Images):
     out = own_tars.parent / "out"
     val = (own_tars / imagenet_archives.VAL).rename(own_tars.parent / "val.tar")
     prepare(own_tars, out, WHOLE, subset=True)
-    assert pictures_in(out).keys() == {path for path in good(pictures) if path.startswith("train/")}
+    assert images_in(out).keys() == {path for path in good(images) if path.startswith("train/")}
     (own_tars / imagenet_archives.TRAIN).unlink()
     val.rename(own_tars / imagenet_archives.VAL)
     prepare(own_tars, out, WHOLE, subset=True)
-    assert pictures_in(out) == good(pictures)
+    assert images_in(out) == good(images)
 
 
 # What is there already.
 
 
-def test_what_was_made_otherwise_is_not_mixed_with_it(own_tars: Path, pictures: Pictures):
+def test_what_was_made_otherwise_is_not_mixed_with_it(own_tars: Path, images: Images):
     out = own_tars.parent / "out"
     prepare(own_tars, out, WHOLE, subset=True)
     refused(own_tars, "was prepared with --format folder, not with --format folder --resize 256 --quality 95", SMALL)
     another = replica.official_tars(own_tars.parent / "another", small_imagenet(train=9))
     refused(another, "was made from another source than .*another, by train/n01440764")
     (out / "train/n01443537/n01443537_2.JPEG").unlink()
-    refused(own_tars, "train/n01443537 has not the 8 pictures any more that were put there; remove .*/out/train")
+    refused(own_tars, "train/n01443537 has not the 8 images any more that were put there; remove .*/out/train")
     shutil.rmtree(out / "train")
     prepare(own_tars, out, WHOLE, subset=True)
-    assert pictures_in(out) == good(pictures)
+    assert images_in(out) == good(images)
     (out / "prepared.json").write_text("{")
     refused(own_tars, "prepared.json is damaged")
     (out / "prepared.json").unlink()
@@ -497,7 +495,7 @@ def test_a_disk_that_fills_up_is_named_and_what_is_made_is_kept(own_tars: Path, 
     ("options", "told"),
     [
         (["--format", "zip"], "there is no --format zip; there are folder, webdataset, tfrecord"),
-        (["--quality", "90"], "--quality is of the pictures that --resize makes"),
+        (["--quality", "90"], "--quality is of the images that --resize makes"),
         (["--out", "/proc/nothing"], "--out /proc/nothing cannot be made"),
     ],
 )

@@ -17,9 +17,9 @@ from imagenet_fast.data.prepare.prepare import prepare
 from imagenet_fast.data.prepare.staging_dir import Settings
 from imagenet_fast.errors import UserError
 from tests.data.prepare import replica
-from tests.data.prepare.replica import ODD, Pictures, good, small_imagenet, tree
+from tests.data.prepare.replica import ODD, Images, good, small_imagenet, tree
 
-SHARD = 80_000  # bytes; the largest picture has 74 kB
+SHARD = 80_000  # bytes; the largest image has 74 kB
 WEBDATASET = Settings(format="webdataset", resize=None, quality=None, shard_size=SHARD)
 TFRECORD = WEBDATASET.model_copy(update={"format": "tfrecord"})
 BOTH = pytest.mark.parametrize("settings", [WEBDATASET, TFRECORD], ids=["webdataset", "tfrecord"])
@@ -31,25 +31,25 @@ def out(tmp_path: Path) -> Path:
 
 
 def contents(split: Split) -> list[tuple[str, bytes]]:
-    """Class and bytes of each picture, in their order."""
+    """Class and bytes of each image, in their order."""
     return [(split.classes[label], split.read(index)) for index, label in enumerate(split.labels.tolist())]
 
 
-def expected(pictures: Pictures, split: str) -> list[tuple[str, bytes]]:
+def expected(images: Images, split: str) -> list[tuple[str, bytes]]:
     """In the order of folders."""
-    paths = sorted(path for path in good(pictures) if path.startswith(f"{split}/"))
-    return [(path.split("/")[1], pictures[path]) for path in paths]
+    paths = sorted(path for path in good(images) if path.startswith(f"{split}/"))
+    return [(path.split("/")[1], images[path]) for path in paths]
 
 
 @BOTH
-def test_shards_hold_every_picture_with_its_class_and_training_pictures_well_mixed(
-    tars: Path, out: Path, pictures: Pictures, settings: Settings
+def test_shards_hold_every_image_with_its_class_and_training_images_well_mixed(
+    tars: Path, out: Path, images: Images, settings: Settings
 ):
     prepare(tars, out, settings, subset=True)
     train, val = open_training(out), open_validation(out)
     assert train.classes == val.classes == sorted(replica.CLASSES)
-    assert Counter(contents(train)) == Counter(expected(pictures, "train"))
-    assert contents(val) == expected(pictures, "val")
+    assert Counter(contents(train)) == Counter(expected(images, "train"))
+    assert contents(val) == expected(images, "val")
     assert {path.name for path in out.iterdir()} == {
         "train", "val", "classes.txt", "prepared.json", ".imagenet-fast-train.index", ".imagenet-fast-val.index",
     }  # fmt: skip
@@ -59,18 +59,18 @@ def test_shards_hold_every_picture_with_its_class_and_training_pictures_well_mix
 
 @BOTH
 def test_shards_are_the_same_bytes_from_any_source_and_by_any_number_of_workers(
-    tmp_path: Path, tars: Path, out: Path, pictures: Pictures, settings: Settings
+    tmp_path: Path, tars: Path, out: Path, images: Images, settings: Settings
 ):
     prepare(tars, out, settings, subset=True, workers=3)
     first = {path: content for path, content in tree(out).items() if path != "prepared.json"}
     for lay_out in (replica.kaggle, replica.image_folder):
-        source, again = lay_out(tmp_path / lay_out.__name__, pictures), tmp_path / f"{lay_out.__name__} again"
+        source, again = lay_out(tmp_path / lay_out.__name__, images), tmp_path / f"{lay_out.__name__} again"
         prepare(source, again, settings, subset=True, workers=1)
         assert {path: content for path, content in tree(again).items() if path != "prepared.json"} == first
 
 
 @BOTH
-def test_a_shard_has_the_size_asked_for_also_where_pictures_are_shrunk(tars: Path, out: Path, settings: Settings):
+def test_a_shard_has_the_size_asked_for_also_where_images_are_shrunk(tars: Path, out: Path, settings: Settings):
     prepare(tars, out, settings, subset=True)
     assert max(held(out, "train")) <= SHARD
     assert len(held(out, "train")) <= 2 * sum(held(out, "train")) / SHARD
@@ -86,7 +86,7 @@ def test_a_shard_has_the_size_asked_for_also_where_pictures_are_shrunk(tars: Pat
 
 
 def held(out: Path, split: str) -> list[int]:
-    """The bytes of pictures in each shard."""
+    """The bytes of images in each shard."""
     train = open_training(out)
     by_shard: Counter[str] = Counter()
     for index in range(len(train)):
@@ -94,7 +94,7 @@ def held(out: Path, split: str) -> list[int]:
     return list(by_shard.values())
 
 
-def test_shrunk_pictures_are_those_of_the_folders(tars: Path, out: Path):
+def test_shrunk_images_are_those_of_the_folders(tars: Path, out: Path):
     shrink = {"resize": 256, "quality": 95}
     prepare(tars, out, WEBDATASET.model_copy(update=shrink), subset=True)
     folders = out.with_name("folders")
@@ -104,7 +104,7 @@ def test_shrunk_pictures_are_those_of_the_folders(tars: Path, out: Path):
 
 
 @BOTH
-def test_pictures_larger_than_a_shard_have_one_each(tars: Path, out: Path, settings: Settings):
+def test_images_larger_than_a_shard_have_one_each(tars: Path, out: Path, settings: Settings):
     prepare(tars, out, settings.model_copy(update={"shard_size": 1}), subset=True)
     # But an empty one, which takes no room.
     assert len(held(out, "train")) == 34 - 1
@@ -168,13 +168,13 @@ FOLDER = {"format": "folder", "resize": None, "quality": None}
 
 @BOTH
 def test_the_other_split_may_come_later_if_it_has_the_same_classes(
-    tmp_path: Path, out: Path, pictures: Pictures, settings: Settings
+    tmp_path: Path, out: Path, images: Images, settings: Settings
 ):
-    source = replica.image_folder(tmp_path / "source", pictures)
+    source = replica.image_folder(tmp_path / "source", images)
     prepare(source, tmp_path / "at once", settings, subset=True)
     (source / "train").rename(tmp_path / "train")
     prepare(source, out, settings, subset=True)
-    assert contents(open_validation(out)) == expected(pictures, "val")
+    assert contents(open_validation(out)) == expected(images, "val")
     (tmp_path / "train").rename(source / "train")
     replica.write_files(source, {"train/n00000001/0.jpg": b"more"})
     refused(source, out, "classes.txt names other classes than are to be written there", settings)

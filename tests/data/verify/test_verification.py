@@ -23,18 +23,18 @@ from imagenet_fast.data.verify import verify as verification
 from imagenet_fast.data.verify.verify import summary, verify
 from imagenet_fast.errors import UserError
 from tests.data.prepare import replica
-from tests.data.prepare.replica import ODD, Pictures, small_imagenet
+from tests.data.prepare.replica import ODD, Images, small_imagenet
 
 
 @pytest.fixture(scope="module")
-def pictures() -> Pictures:
+def images() -> Images:
     gif = {"val/n01440764/moving.jpg": replica.encoded(replica.photo(7, 20, 30), "GIF")}
     return small_imagenet(train=8, val=2) | gif
 
 
 @pytest.fixture
-def data(tmp_path: Path, pictures: Pictures) -> Path:
-    return replica.image_folder(tmp_path / "data", pictures)
+def data(tmp_path: Path, images: Images) -> Path:
+    return replica.image_folder(tmp_path / "data", images)
 
 
 def scan(root: Path) -> tuple[Split, Split]:
@@ -50,19 +50,19 @@ NO_IMAGES = {ODD["AppleDouble"]}
 """By its name, for training as for verify."""
 
 
-def test_what_cannot_be_decoded_is_left_out_of_training(data: Path, pictures: Pictures):
+def test_what_cannot_be_decoded_is_left_out_of_training(data: Path, images: Images):
     verify(data)
     train, val = scan(data)
     assert {str(Path(path).relative_to(data)) for path in paths_of(train) + paths_of(val)} == (
-        pictures.keys() - BAD - NO_IMAGES
+        images.keys() - BAD - NO_IMAGES
     )
     with pytest.raises(Exception, match="truncated"):
         Image.open(data / ODD["truncated"]).load()  # as it would have been
 
 
-def test_it_is_told_of_each_file_what_is_wrong_and_of_each_picture_what_is_odd(data: Path):
+def test_it_is_told_of_each_file_what_is_wrong_and_of_each_image_what_is_odd(data: Path):
     found = verify(data)
-    assert found.kinds == {"truncated": 1, "empty": 1, "no picture": 1}
+    assert found.kinds == {"truncated": 1, "empty": 1, "no image": 1}
     assert found.passed_over == {"files that are no images by their names": [ODD["AppleDouble"]]}
     assert "image file is truncated" in found.bad[ODD["truncated"]]
     assert found.notes == {
@@ -85,15 +85,15 @@ def test_the_command_tells_it_on_one_screen_and_all_of_it_as_json_and_draws_size
     assert done.exit_code == 0
     lines = done.stdout.splitlines()
     assert len(lines) < 24
-    assert lines[0] == "train  31 pictures in 4 classes: 5 to 9 in each, 9 in the median"
+    assert lines[0] == "train  31 images in 4 classes: 5 to 9 in each, 9 in the median"
     assert f"noted, and kept: 1 CMYK, as {ODD['cmyk']}" in lines
     assert f"quarantined: 1 truncated, as {ODD['truncated']}" in lines
     assert f"`train` leaves out what is in {data / 'quarantine.json'}" in lines
     told = json.loads(json_file.read_text())
     assert told["quarantine"].keys() == BAD
     assert told["classes"]["val"] == dict.fromkeys(sorted(replica.CLASSES), 2) | {"n01440764": 3}
-    with Image.open(png) as picture:
-        assert picture.format == "PNG"
+    with Image.open(png) as image:
+        assert image.format == "PNG"
 
 
 @pytest.mark.parametrize("kind", ["webdataset", "tfrecord"])
@@ -111,7 +111,7 @@ def test_shards_are_looked_at_as_folders_are_and_what_is_bad_is_left_out(
     for name in ("leaks", "contradictions", "duplicates"):
         assert len(getattr(found, name)) == len(getattr(folders, name))
     called = {"named otherwise"} if kind == "webdataset" else set()  # which has no name for a GIF
-    assert found.notes.keys() == {"CMYK", "turned by EXIF"} | called  # of others shards call pictures what they are
+    assert found.notes.keys() == {"CMYK", "turned by EXIF"} | called  # of others shards call images what they are
     assert found.counts == folders.counts
     assert np.array_equal(np.sort(found.sizes, axis=0), np.sort(folders.sizes, axis=0))
     for whole, rest in zip(before, scan(out), strict=True):
@@ -145,9 +145,9 @@ def test_a_record_that_is_damaged_is_quarantined_too(tmp_path: Path, data: Path)
     assert len(scan(tmp_path / "shards")[1]) == 8
 
 
-def test_a_second_look_finds_what_was_mended(data: Path, pictures: Pictures):
+def test_a_second_look_finds_what_was_mended(data: Path, images: Images):
     verify(data)
-    (data / ODD["truncated"]).write_bytes(pictures["val/n01443537/ILSVRC2012_val_00000003.JPEG"])
+    (data / ODD["truncated"]).write_bytes(images["val/n01443537/ILSVRC2012_val_00000003.JPEG"])
     found = verify(data)
     assert ODD["truncated"] not in found.bad
     assert [ODD["truncated"], "val/n01443537/ILSVRC2012_val_00000003.JPEG"] in found.leaks
@@ -171,8 +171,8 @@ def test_odd_names_and_folders_do_no_harm(tmp_path: Path):
     assert len(val) == 1
 
 
-def test_what_has_no_pictures_or_a_list_that_is_damaged_is_refused(tmp_path: Path, data: Path):
-    with pytest.raises(UserError, match="holds no pictures in train/<class> or val/<class>"):
+def test_what_has_no_images_or_a_list_that_is_damaged_is_refused(tmp_path: Path, data: Path):
+    with pytest.raises(UserError, match="holds no images in train/<class> or val/<class>"):
         verify(tmp_path)
     for text in ("", "[]", '{"files": 3}', '{"files": {"a": 1}}'):
         (data / "quarantine.json").write_text(text)
@@ -184,7 +184,7 @@ def test_a_class_that_is_all_in_quarantine_is_refused_by_training(data: Path):
     for path in (data / "val/n01440764").iterdir():
         path.write_bytes(b"")
     verify(data)
-    with pytest.raises(UserError, match=r"val/n01440764: all pictures are in .*quarantine\.json"):
+    with pytest.raises(UserError, match=r"val/n01440764: all images are in .*quarantine\.json"):
         scan(data)
 
 
