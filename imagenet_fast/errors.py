@@ -17,7 +17,7 @@ class UserError(Exception):
     """
 
 
-class Fault(Exception):
+class JobAborted(Exception):
     """All ranks end, as one is lost, or as numbers have gone wrong. The message is one sentence that says where.
 
     Exit code 1, and no traceback: it would show where this rank waited, or looked.
@@ -55,7 +55,7 @@ def refusal_in(folder: Path) -> tuple[str, int] | None:
     return None
 
 
-def refuse(sentence: str, code: int = 2) -> NoReturn:
+def exit_with_error(sentence: str, code: int = 2) -> NoReturn:
     """Say so on stderr, once a node, since every rank of it finds the same; then exit with ``code``."""
     if _refusals:
         rank = os.environ.get("RANK", "0")

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from imagenet_fast.checkpoint import CheckpointWriter, Stamp
 from imagenet_fast.checkpoint.serialization import Tree
-from imagenet_fast.distributed.init import World
+from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.schema import Checkpointing, Recipe
-from imagenet_fast.training.checkpoint_manager import Keeper
+from imagenet_fast.training.checkpoint_manager import CheckpointManager
 from imagenet_fast.training.state import TrainState
 
 
@@ -35,13 +35,13 @@ class Saving:
     """
 
     def __init__(
-        self, recipe: Recipe, world: World, state: TrainState, root: Path, every_steps: int, warmup: int
+        self, recipe: Recipe, world: DistContext, state: TrainState, root: Path, every_steps: int, warmup: int
     ) -> None:
         policy = Checkpointing(every_steps=every_steps, every_minutes=0)
         recipe = recipe.model_copy(update={"checkpoint": policy})
         job = Job("bench step", recipe, split_batch(recipe, world.size), None, root)
         self._writer = _TimedWriter(root, world)
-        self._keep = Keeper(job, world, self._writer, recipe.global_batch, lambda: False)
+        self._keep = CheckpointManager(job, world, self._writer, recipe.global_batch, lambda: False)
         state.step = every_steps - 1 - warmup % every_steps
         self._keep(state, evaluated=True)  # the memory of the copy is asked for once in a run
         self.settle()
@@ -66,7 +66,7 @@ class Saving:
 
 
 class _TimedWriter(CheckpointWriter):
-    def __init__(self, root: Path, world: World) -> None:
+    def __init__(self, root: Path, world: DistContext) -> None:
         super().__init__(root, world)
         self.stood = Stood()
 

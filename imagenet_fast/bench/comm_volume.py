@@ -17,7 +17,7 @@ from imagenet_fast.bench.netns import parse_rate
 from imagenet_fast.bench.processes import in_processes
 from imagenet_fast.bench.whole_numbers import whole_numbers
 from imagenet_fast.cost_model.layer_profile import Profile
-from imagenet_fast.cost_model.link_model import Link
+from imagenet_fast.cost_model.link_model import LinkModel
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.tables import compact_table, number
 from imagenet_fast.recipe.sync_config import Collective, Sync, Wire
@@ -88,14 +88,14 @@ def parse_ranks(text: str, ranks_per_node: int) -> list[int]:
     return sizes
 
 
-def stated_link(nodes: int, ranks_per_node: int, bits_per_s: float) -> Link:
+def stated_link(nodes: int, ranks_per_node: int, bits_per_s: float) -> LinkModel:
     """What an all-reduce by levels is taken to cost, n bytes on each of ``ranks_per_node`` ranks of each node.
 
     The ranks of a node share its link, through which 2 (H-1)/H n bytes pass; what they send each other takes no time.
     Latency is that of a tree over the nodes. Of a single node only the latency is left.
     """
     hops_s = (ranks_per_node - 1) * _INSIDE_S + math.ceil(math.log2(nodes)) * _BETWEEN_S
-    return Link(_CALL_S + 2 * hops_s, 2 * (nodes - 1) / nodes * 8 / (_PAYLOAD * bits_per_s), _CALL_S)
+    return LinkModel(_CALL_S + 2 * hops_s, 2 * (nodes - 1) / nodes * 8 / (_PAYLOAD * bits_per_s), _CALL_S)
 
 
 def count_table(counts: list[Count]) -> Table:

@@ -18,13 +18,13 @@ from pathlib import Path
 from imagenet_fast.bench.netns import Host, end_with_parent, enter, parse_rate, shaped_network
 from imagenet_fast.bench.parallel_layouts import NamedLayout, laid_out, refuse_axes
 from imagenet_fast.distributed.cpu_count import usable_cores
-from imagenet_fast.distributed.rank_info import Place
+from imagenet_fast.distributed.rank_info import RankInfo
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.launch.job_setup import check_writable, plan_job
 from imagenet_fast.launch.signals import GRACE_S, interrupt_on_signals
 from imagenet_fast.metrics.report import PastRun, read_run
-from imagenet_fast.metrics.run_result import Outcome, read_outcome
-from imagenet_fast.recipe.doubts import doubts
+from imagenet_fast.metrics.run_result import RunResult, read_outcome
+from imagenet_fast.recipe.doubts import lint
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import engine_names, find_recipe, load_recipe
 
@@ -130,7 +130,7 @@ def compare(
         recipe = load_recipe(find_recipe(name), run.engine, [*run.overrides, *seed])
         jobs[run] = plan_job(name, recipe, ranks, data=data, folder=folder / run.label)
         check_writable(folder / run.label)
-        doubtful |= dict.fromkeys(doubts(recipe))
+        doubtful |= dict.fromkeys(lint(recipe))
     for doubt in doubtful:
         warn(doubt)
     codes: dict[Contestant, int] = {}
@@ -155,7 +155,7 @@ def _past(job: Job, label: str) -> PastRun:
         past = read_run(job.folder)
     except UserError:
         return PastRun(job.folder, read_outcome(job.folder), [], label)
-    return replace(past, name=label, outcome=past.outcome or Outcome.beginning(job))  # of no steps, and failed
+    return replace(past, name=label, outcome=past.outcome or RunResult.beginning(job))  # of no steps, and failed
 
 
 def _on_this_machine(arguments: list[str], ranks: int) -> int:
@@ -166,7 +166,7 @@ def _on_hosts(arguments: list[str], network: list[Host]) -> int:
     """A rank a host, by torchrun's environment variables."""
     starts = []
     for rank, host in enumerate(network):
-        place = Place(rank, len(network), 0, 1).variables(node=rank)
+        place = RankInfo(rank, len(network), 0, 1).variables(node=rank)
         meeting = {"MASTER_ADDR": network[0].address, "MASTER_PORT": str(_PORT)}
         threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // len(network)))}
         environment = threads | dict(os.environ) | place | meeting

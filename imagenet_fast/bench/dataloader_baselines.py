@@ -15,7 +15,7 @@ from torchvision.transforms import v2
 
 from imagenet_fast.data.decode import decode
 from imagenet_fast.data.imagefolder import scan_training
-from imagenet_fast.data.prefetch import Piece, filled_ahead
+from imagenet_fast.data.prefetch import Job, prefetched
 from imagenet_fast.distributed.forkserver import end_with_starter, start_fork_server
 
 _SEED = 1
@@ -28,19 +28,19 @@ def decoding(root: Path, batch: int, workers: int) -> Iterator[None]:
     images = scan_training(root)
     held = [images.read(index) for index in range(min(len(images), _HELD))]
 
-    def decode_every(offset: int, share: int) -> Piece:
+    def decode_every(offset: int, share: int) -> Job:
         for number in range(share):
             decode(held[(offset + number) % len(held)])
             yield
 
-    def batches() -> Iterator[tuple[None, list[Piece]]]:
+    def batches() -> Iterator[tuple[None, list[Job]]]:
         done, share = 0, -(-batch // workers)
         while True:
             parts = range(0, batch, share)
             yield None, [decode_every(done + part, min(share, batch - part)) for part in parts]
             done += batch
 
-    return filled_ahead(batches(), workers, depth=2)
+    return prefetched(batches(), workers, depth=2)
 
 
 def torchvision_pil(root: Path, image_size: int, batch: int, workers: int) -> Iterator[Any]:

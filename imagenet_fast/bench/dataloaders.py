@@ -23,7 +23,7 @@ from imagenet_fast.data import dali_loader
 from imagenet_fast.data.imagefolder import scan_training
 from imagenet_fast.data.loaders import open_loader
 from imagenet_fast.data.sample_images import make_photos
-from imagenet_fast.data.sampler import TrainOrder
+from imagenet_fast.data.sampler import TrainSampler
 from imagenet_fast.data.throughput import fastest, measure, training_batches
 from imagenet_fast.distributed.init import prepare_device
 from imagenet_fast.errors import UserError
@@ -149,7 +149,7 @@ def _open(
 ) -> Iterator[Any]:
     match loader:
         case "synthetic":
-            order = TrainOrder(2 * batch, Batching(1, batch, 1), 0, seed=1)
+            order = TrainSampler(2 * batch, Batching(1, batch, 1), 0, seed=1)
             made_up = SyntheticData(
                 loader="synthetic", image_size=image_size, train_images=2 * batch, val_images=1, classes=1000
             )

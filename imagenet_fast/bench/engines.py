@@ -26,14 +26,14 @@ from imagenet_fast.bench.hosts import run_on
 from imagenet_fast.bench.netns import parse_rate, sent_bytes, shaped_network
 from imagenet_fast.bench.replay import Gradients, gradients_of, replay, timing_of, with_moves
 from imagenet_fast.cost_model.layer_profile import Profile
-from imagenet_fast.cost_model.lower_bound import least_step_s
+from imagenet_fast.cost_model.lower_bound import step_lower_bound
 from imagenet_fast.cost_model.step_simulator import Prediction
-from imagenet_fast.distributed.garbage import exempt_what_lives
+from imagenet_fast.distributed.garbage import freeze_gc
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.sync_config import Awaits, Cast, DdpSync, Sync, Wire
 from imagenet_fast.sync import Engine, GradientPool, SyncStats, attach, declare, wire_dtype
-from imagenet_fast.sync.collectives import Phase, all_reduce, carry, piece_elements, wire_for
-from imagenet_fast.sync.network_benchmark import Network
+from imagenet_fast.sync.collectives import CommOp, all_reduce, carry, piece_elements, wire_for
+from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.quantization import PLAIN, is_coded
 from imagenet_fast.sync.step_prediction import predict_best
 from imagenet_fast.sync.topology import Topology
@@ -177,7 +177,7 @@ def bench_sync(
     def row(settings: Sync | Declared) -> EngineTime:
         times, wire = seconds[settings], settings.wire
         raw = min(seconds[wire])  # the limit should not be the one that meets with the noise
-        limit = least_step_s(timing, small.sending(raw, settings.travelling), settings.awaits)
+        limit = step_lower_bound(timing, small.sending(raw, settings.travelling), settings.awaits)
 
         def over_ranks(field: str) -> float:
             return median(
@@ -240,7 +240,7 @@ def _measure(
         measurements[settings] = partial(loop.block, steps)
         if traces is not None:
             loop.trace(traces / f"{settings.kind}-{settings.wire}.json")
-    exempt_what_lives()
+    freeze_gc()
     blocks: _Blocks = defaultdict(list)
     for turn in range(rounds):
         order = list(measurements)
@@ -257,13 +257,13 @@ def _predictions(
     model = replay(profile, gradients)
     pool = GradientPool(model, topology=topology)
     timing = with_moves(timing_of(profile, model, pool.spans), gradients, pool)
-    predicted, networks = dict[Sync | Declared, float](), dict[torch.dtype, Network]()
+    predicted, networks = dict[Sync | Declared, float](), dict[torch.dtype, NetworkProbe]()
     for settings in engines:
         if settings.chooses:
             continue
         engine = settings.engine if isinstance(settings, Declared) else declare(settings)  # type: ignore[arg-type]
         wire = wire_for(pool.buffer.dtype, engine.wire, topology)
-        network = networks.setdefault(wire, Network(topology, wire))
+        network = networks.setdefault(wire, NetworkProbe(topology, wire))
         _, predicted[settings] = predict_best(engine, pool, wire, timing, network, settings.share)
     pool.close()
     return predicted
@@ -282,7 +282,7 @@ def _raw_block(size: int, wire: torch.dtype, topology: Topology) -> _Block:
     """Of so many bytes, the fastest of three."""
     wire = PLAIN if is_coded(wire) else wire  # no backend adds codes up
     message = torch.zeros(topology.padded(size // wire.itemsize), dtype=wire)
-    pieces: list[list[Phase]] = []
+    pieces: list[list[CommOp]] = []
     if topology.levels != topology.flat:
         size = piece_elements(wire, topology)
         pieces = [all_reduce(piece, wire, "hierarchical", topology) for piece in message.split(size)]

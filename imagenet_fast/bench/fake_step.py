@@ -24,15 +24,15 @@ from torch.utils._pytree import tree_leaves
 
 from imagenet_fast.bench.replay import timing_of
 from imagenet_fast.cost_model.layer_profile import Layer, Profile
-from imagenet_fast.cost_model.link_model import Link
+from imagenet_fast.cost_model.link_model import LinkModel
 from imagenet_fast.recipe.sync_config import Collective, SparseSync
 from imagenet_fast.sync import EngineSettings, GradientPool, SyncEngine, declare, wire_dtype
 from imagenet_fast.sync.bucket_scheduler import Scheduler
-from imagenet_fast.sync.bucketing import messages_of
+from imagenet_fast.sync.bucketing import build_chunks
 from imagenet_fast.sync.collectives import wire_for
-from imagenet_fast.sync.comm_stream import Call, Channel
+from imagenet_fast.sync.comm_stream import Call, CommStream
 from imagenet_fast.sync.engines.sparse import Sparse
-from imagenet_fast.sync.network_benchmark import Network
+from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.step_prediction import predict_best
 from imagenet_fast.sync.topology import Topology
 
@@ -58,7 +58,7 @@ class CountedStep:
     pool's order."""
 
     def __init__(
-        self, profile: Profile, settings: EngineSettings, ranks_per_node: int, link: Link, noting: bool = True
+        self, profile: Profile, settings: EngineSettings, ranks_per_node: int, link: LinkModel, noting: bool = True
     ) -> None:
         self._model = nn.Sequential(*(_Layer(layer) for layer in profile.layers))
         self._alone = nn.Sequential(*(_Layer(layer) for layer in profile.layers))  # without a pool
@@ -72,7 +72,7 @@ class CountedStep:
         wire = wire_dtype(settings.wire)
         self._wire = wire_for(pool.buffer.dtype, wire, pool.topology)
         declaration = declare(settings)  # type: ignore[arg-type]  # none that chooses
-        network = Network(pool.topology, self._wire, link)
+        network = NetworkProbe(pool.topology, self._wire, link)
         timing = timing_of(profile, self._model, pool.spans)
         self._engine: SyncEngine
         if isinstance(settings, SparseSync):
@@ -81,7 +81,7 @@ class CountedStep:
             self._engine = Scheduler(declaration, pool, network, timing)
         fuse, _ = predict_best(declaration, pool, self._wire, timing, network)
         size: Counter[Collective] = Counter()
-        for message in messages_of(declaration, pool, self._wire, fuse, network):
+        for message in build_chunks(declaration, pool, self._wire, fuse, network):
             size[message.collective] += message.part.stop - message.part.start
         self.collective = max(size, key=size.__getitem__)
         """By which most of the values go."""
@@ -183,7 +183,7 @@ class _Noting(Topology):
         super().__init__(_META, ranks_per_node=ranks_per_node)
         self._noted = calls
 
-    def channel(self, ranks: tuple[int, ...], role: str) -> Channel:
+    def channel(self, ranks: tuple[int, ...], role: str) -> CommStream:
         channel = super().channel(ranks, role)
         channel.calls = self._noted
         return channel

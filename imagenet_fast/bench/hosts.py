@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import FileStore
 from imagenet_fast.bench.netns import INTERFACE, Host, enter
 from imagenet_fast.bench.processes import in_processes
 from imagenet_fast.distributed.init import prepare_device
-from imagenet_fast.distributed.rank_info import Place
+from imagenet_fast.distributed.rank_info import RankInfo
 from imagenet_fast.errors import UserError
 
 TIMEOUT = timedelta(minutes=5)
@@ -72,7 +72,7 @@ def _rank(
     arguments: tuple[Any, ...],
 ) -> Any:
     node, local_rank = divmod(rank, ranks_each)
-    os.environ.update(Place(rank, count, local_rank, ranks_each).variables(node))
+    os.environ.update(RankInfo(rank, count, local_rank, ranks_each).variables(node))
     if hosts is not None:
         enter(hosts[node])
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE

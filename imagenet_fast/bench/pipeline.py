@@ -30,13 +30,13 @@ from imagenet_fast.cost_model.linear_partition import linear_partition
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.tables import compact_table
 from imagenet_fast.models import build_model
-from imagenet_fast.models.split_points import pieces_of
-from imagenet_fast.models.stages import cut, recorded_times
+from imagenet_fast.models.split_points import segments_of
+from imagenet_fast.models.stages import recorded_times, split_model
 from imagenet_fast.parallel.pipeline_parallel import Pass, Pipeline
 from imagenet_fast.recipe.data_config import SyntheticData
 from imagenet_fast.recipe.pipeline_schedules import chunks_of, misfit
 from imagenet_fast.recipe.schema import Recipe
-from imagenet_fast.sync.device_timer import mark, seconds_between
+from imagenet_fast.sync.device_timer import record_timestamp, seconds_between
 from imagenet_fast.training.precision import autocast, set_float32_math
 
 _MICRO_S = 0.03  # that a rank sleeps for a micro-batch on average, where nothing else has been asked for
@@ -115,7 +115,7 @@ def bench_pipeline(
             raise UserError(f"--schedules: {refused[schedule, micro_batches[0]]}")
     size, smallest = recipe.data.image_size, recipe.global_batch // max(micro_batches)
     with torch.device("meta"):  # so that what cannot be is refused here, and not by a rank
-        cut(
+        split_model(
             build_model(recipe.model, classes=1), torch.empty(smallest, 3, size, size), 0, stages,
             max(map(chunks_of, schedules)),
         )  # fmt: skip
@@ -220,7 +220,7 @@ def _measure(
     batch, size = recipe.global_batch, recipe.data.image_size
     images = torch.randn(batch, 3, size, size, device=device).contiguous(memory_format=torch.channels_last)
     labels = torch.randint(recipe.data.classes, (batch,), device=device)
-    times = recorded_times(pieces_of(model), profile)
+    times = recorded_times(segments_of(model), profile)
     measured = []
     for schedule, micro_batches in runs:
         ranks, chunks = dist.get_world_size(), chunks_of(schedule)
@@ -228,7 +228,7 @@ def _measure(
         slept = _sleep(stages_s, schedule, micro_batches, rounds)
         cast = autocast(recipe.precision, device)
         with cast:
-            part = cut(model, images.chunk(micro_batches)[0], dist.get_rank(), ranks, chunks, profile)
+            part = split_model(model, images.chunk(micro_batches)[0], dist.get_rank(), ranks, chunks, profile)
         pipeline = Pipeline(part, None, schedule, micro_batches, nn.CrossEntropyLoss(), cast=cast)
         step = partial(_step, part, pipeline, images, labels)
         step()  # connects ranks, and touches fresh memory
@@ -251,7 +251,7 @@ def _sleep(stages_s: Sequence[float], schedule: str, micro_batches: int, rounds:
     pace = Pace()
     asleep = nn.Sequential(*(Replayed(pace, second / 3, 2 * second / 3, [torch.zeros(1)]) for second in stages_s))
     ranks = dist.get_world_size()
-    part = cut(asleep, torch.zeros(1, 1), dist.get_rank(), ranks, chunks_of(schedule))
+    part = split_model(asleep, torch.zeros(1, 1), dist.get_rank(), ranks, chunks_of(schedule))
     course = _Course()
     pipeline = Pipeline(part, None, schedule, micro_batches, _any_loss, observe=course)
     images = torch.zeros(micro_batches, 1)
@@ -298,6 +298,6 @@ def _step(part: nn.Module, pipeline: Pipeline, images: Tensor, labels: Tensor) -
 
 def _seconds(step: Callable[[], None], device: torch.device) -> float:
     dist.barrier()
-    begun = mark(device)
+    begun = record_timestamp(device)
     step()
-    return seconds_between(begun, mark(device))
+    return seconds_between(begun, record_timestamp(device))

@@ -12,7 +12,7 @@ import torch
 from torch.multiprocessing.spawn import start_processes
 
 from imagenet_fast.distributed.forkserver import end_with_starter, start_fork_server
-from imagenet_fast.distributed.garbage import exempt_what_lives
+from imagenet_fast.distributed.garbage import freeze_gc
 
 
 def in_processes(count: int, module: str, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -38,6 +38,6 @@ def in_processes(count: int, module: str, function: Callable[..., Any], *argumen
 
 def _process(number: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     end_with_starter()
-    exempt_what_lives()
+    freeze_gc()
     torch.set_num_threads(1)
     (Path(folder) / str(number)).write_bytes(pickle.dumps(function(number, *arguments)))

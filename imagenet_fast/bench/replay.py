@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from imagenet_fast.cost_model.layer_profile import Profile
 from imagenet_fast.cost_model.timing import Timing
-from imagenet_fast.sync import GradientPool, Span
+from imagenet_fast.sync import GradientPool, ParamSlot
 
 Gradients = list[list[Tensor]]
 """By layer, of each of its parameters."""
@@ -40,7 +40,7 @@ def replay(profile: Profile, gradients: Gradients) -> nn.Sequential:
     )
 
 
-def timing_of(profile: Profile, model: nn.Sequential, spans: Sequence[Span]) -> Timing:
+def timing_of(profile: Profile, model: nn.Sequential, spans: Sequence[ParamSlot]) -> Timing:
     """A step's course over the ``spans`` of the profile's replayed ``model``, by the recorded times."""
     course = profile.timing
     places: dict[nn.Module | None, int] = {module: place for place, module in enumerate(reversed(list(model)))}

@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
 from imagenet_fast.bench.checkpoint_overhead import Saving, Stood
-from imagenet_fast.data.normalize import Normalised
-from imagenet_fast.data.sampler import TrainOrder
+from imagenet_fast.data.normalize import Normalizer
+from imagenet_fast.data.sampler import TrainSampler
 from imagenet_fast.data.synthetic import SyntheticLoader
-from imagenet_fast.distributed.init import World, prepare_device
-from imagenet_fast.metrics import Record
+from imagenet_fast.distributed.init import DistContext, prepare_device
+from imagenet_fast.metrics import MetricLogger
 from imagenet_fast.metrics.tables import compact_table, number
 from imagenet_fast.models import compile_blocks
 from imagenet_fast.recipe.batching import split_batch
@@ -41,7 +41,7 @@ from imagenet_fast.recipe.schema import Float16, Precision, Recipe, Sgd
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.optimizers import split_parameters
 from imagenet_fast.training.precision import autocast, forward_dtype, set_float32_math
-from imagenet_fast.training.train_loop import initial_model
+from imagenet_fast.training.train_loop import build_initial_model
 from imagenet_fast.training.train_step import TrainingStep, build_step
 
 Batches = Iterator[tuple[Tensor, Tensor]]
@@ -225,27 +225,27 @@ def _milliseconds(seconds: float | None) -> str:
     return number(None if seconds is None else 1e3 * seconds, ".1f")
 
 
-def alone() -> World:
+def alone() -> DistContext:
     """The world of one rank, on the GPU where there is one."""
     device, backend = prepare_device(0)
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    return World(0, 1, 0, 1, device)
+    return DistContext(0, 1, 0, 1, device)
 
 
 def synthetic_batches(recipe: Recipe, device: torch.device) -> Batches:
     """Those of a recipe of :func:`step_recipe`, normalised, without end."""
     assert isinstance(recipe.data, SyntheticData)
-    order = TrainOrder(recipe.data.train_images, split_batch(recipe, 1), 0, recipe.seed)
+    order = TrainSampler(recipe.data.train_images, split_batch(recipe, 1), 0, recipe.seed)
     images = SyntheticLoader(order, recipe.data, device, recipe.seed)
-    return iter(Normalised(images, recipe.data, device, forward_dtype(recipe.precision)))
+    return iter(Normalizer(images, recipe.data, device, forward_dtype(recipe.precision)))
 
 
-def _ours(recipe: Recipe, world: World) -> Loop:
+def _ours(recipe: Recipe, world: DistContext) -> Loop:
     return Loop(_taking(recipe, world, our_step(recipe, world)), partial(_settle, world.device))
 
 
 @contextmanager
-def _ours_saved(recipe: Recipe, world: World, every_steps: int) -> Iterator[Loop]:
+def _ours_saved(recipe: Recipe, world: DistContext, every_steps: int) -> Iterator[Loop]:
     take_step = our_step(recipe, world)
     with (
         TemporaryDirectory(prefix="bench-step-") as folder,
@@ -259,18 +259,20 @@ def _ours_saved(recipe: Recipe, world: World, every_steps: int) -> Iterator[Loop
         yield Loop(_taking(recipe, world, take_step, saving), settle, saving.stood)
 
 
-def our_step(recipe: Recipe, world: World) -> TrainingStep:
+def our_step(recipe: Recipe, world: DistContext) -> TrainingStep:
     """A step of a recipe of :func:`step_recipe`, with fresh weights."""
     recipe = recipe.model_copy(update={"nonfinite_steps": 0})  # steps are timed, whatever they learn
     assert isinstance(recipe.data, SyntheticData)
-    return build_step(recipe, split_batch(recipe, 1), initial_model(recipe, recipe.data.classes, world), world, 64)
+    return build_step(
+        recipe, split_batch(recipe, 1), build_initial_model(recipe, recipe.data.classes, world), world, 64
+    )
 
 
 def _taking(
-    recipe: Recipe, world: World, take_step: TrainingStep, saving: Saving | None = None
+    recipe: Recipe, world: DistContext, take_step: TrainingStep, saving: Saving | None = None
 ) -> Callable[[int], None]:
     batches = synthetic_batches(recipe, world.device)
-    record = Record(Clock().run_s)
+    record = MetricLogger(Clock().run_s)
     done = 0
 
     def take(steps: int) -> None:
@@ -286,13 +288,13 @@ def _taking(
     return take
 
 
-def _plain(recipe: Recipe, world: World, gpus: int = 1) -> Loop:
+def _plain(recipe: Recipe, world: DistContext, gpus: int = 1) -> Loop:
     """What one would write by hand: forward, backward, ``torch.optim.SGD`` in its fused form, a loss every log line;
     torch's ``GradScaler`` for fp16. With several ``gpus`` that batch divided over them."""
     assert isinstance(recipe.data, SyntheticData)
     assert isinstance(recipe.optim, Sgd)
     set_float32_math(recipe.precision)
-    model = initial_model(recipe, recipe.data.classes, world)
+    model = build_initial_model(recipe, recipe.data.classes, world)
     if recipe.compile:
         compile_blocks(model)
     decayed, plain = split_parameters(model, recipe.optim)

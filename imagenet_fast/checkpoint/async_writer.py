@@ -18,9 +18,9 @@ from imagenet_fast.checkpoint.commit import tidied, write_checkpoint
 from imagenet_fast.checkpoint.manifest import SHARED, Stamp, part_name
 from imagenet_fast.checkpoint.retention import set_aside, sweep
 from imagenet_fast.checkpoint.serialization import Tree
-from imagenet_fast.checkpoint.staging import HostCopy
-from imagenet_fast.checkpoint.store_coordination import Correspondence, Leaving, Silence
-from imagenet_fast.distributed.rank_info import Place
+from imagenet_fast.checkpoint.staging import StagingBuffer
+from imagenet_fast.checkpoint.store_coordination import Leaving, RankTimeout, StoreCoordinator
+from imagenet_fast.distributed.rank_info import RankInfo
 from imagenet_fast.errors import UserError
 
 _PRIORITY = 10  # a tenth of another thread's share of a busy core
@@ -41,7 +41,7 @@ class CheckpointWriter:
     def __init__(
         self,
         root: Path,
-        place: Place,
+        place: RankInfo,
         store: Store | None = None,
         keep: int = 1,
         patience: timedelta = timedelta(minutes=10),
@@ -51,7 +51,7 @@ class CheckpointWriter:
         self._store = PrefixStore("checkpoint", (store or HashStore()).clone())
         self._keep = keep
         self._patience_s = patience.total_seconds()
-        self._copies: dict[str, HostCopy] = {}
+        self._copies: dict[str, StagingBuffer] = {}
         self._saves = 0
         self._thread: threading.Thread | None = None
         self._leaving = threading.Event()
@@ -60,7 +60,7 @@ class CheckpointWriter:
         self.written_step = 0
         """The step of the last complete checkpoint; 0 before the first."""
         self._failure: Exception | None = None
-        if place.leads:
+        if place.is_main:
             tidied(lambda: sweep(root))
 
     def save(self, stamp: Stamp, shared: Tree, own: Tree = None) -> None:
@@ -69,11 +69,11 @@ class CheckpointWriter:
         None is no tree. First waits for the checkpoint before, and raises what :meth:`wait` raises.
         """
         self.wait()
-        trees = {SHARED: shared if self._place.leads else None, part_name(self._place.rank): own}
+        trees = {SHARED: shared if self._place.is_main else None, part_name(self._place.rank): own}
         files = {}
         for name, tree in trees.items():
             if tree is not None:
-                copy = self._copies.setdefault(name, HostCopy())
+                copy = self._copies.setdefault(name, StagingBuffer())
                 copy.take(tree)
                 files[name] = self._unless_leaving(copy.chunks())
         self._saves += 1
@@ -110,7 +110,7 @@ class CheckpointWriter:
         with suppress(UserError):  # that the last one could not be written is the lesser evil
             self.wait()
         left: list[int | None] = [None]
-        if self._place.leads:
+        if self._place.is_main:
             tidied(lambda: left.append(set_aside(self._root, step)))
         return left[-1]
 
@@ -138,7 +138,7 @@ class CheckpointWriter:
         """In the thread."""
         if sys.platform == "linux":  # where a thread has a priority of its own: training comes first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PRIORITY)
-        letters = Correspondence(PrefixStore(str(number), self._store), self._place.size, self._leaving)
+        letters = StoreCoordinator(PrefixStore(str(number), self._store), self._place.size, self._leaving)
         lost = f"the checkpoint of step {stamp.step} was given up"
         try:
             self._written = write_checkpoint(
@@ -147,7 +147,7 @@ class CheckpointWriter:
             self.written_step = stamp.step
         except Leaving:
             return
-        except Silence:
+        except RankTimeout:
             self._failure = UserError(f"{lost}, as rank 0 does not answer; see its output")
         except dist.DistError:
             self._failure = UserError(f"{lost}, as the store where the ranks met is gone; see the output of rank 0")

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from imagenet_fast.checkpoint.durable_io import FileSum, write_durably
-from imagenet_fast.checkpoint.manifest import Damaged, Manifest, NotSaved, Stamp
+from imagenet_fast.checkpoint.manifest import CorruptCheckpoint, Manifest, NotSaved, Stamp
 from imagenet_fast.checkpoint.reader import Checkpoint
 from imagenet_fast.checkpoint.retention import first_is_there, new_folder, remove, retain, survey
-from imagenet_fast.checkpoint.store_coordination import Correspondence, Leaving, Letter, Silence
-from imagenet_fast.distributed.rank_info import Place
+from imagenet_fast.checkpoint.store_coordination import Leaving, RankReply, RankTimeout, StoreCoordinator
+from imagenet_fast.distributed.rank_info import RankInfo
 from imagenet_fast.errors import warn
 
 _MAKE_ROOM = "free space there"
@@ -31,8 +31,8 @@ _CONFIRMED_S = 30.0  # in which a rank that lives has seen what became of the ch
 
 def write_checkpoint(
     root: Path,
-    place: Place,
-    letters: Correspondence,
+    place: RankInfo,
+    letters: StoreCoordinator,
     stamp: Stamp,
     files: Mapping[str, Iterable[bytes | memoryview]],
     keep: int,
@@ -47,19 +47,19 @@ def write_checkpoint(
     ``patience_s`` after rank 0 has written; where rank 0 itself is, Silence is raised. ``known``: which checkpoints
     are whole, as far as this process has written or read them.
     """
-    if place.leads:
+    if place.is_main:
         begun = _tried(place, lambda: new_folder(root, stamp.step).name)
         letters.write("folder", _refused(root, [begun]) if begun.failure else begun)
     (verdict,) = letters.read(["folder"], _FOR_RANK_0 * patience_s)
     if not verdict.failure:
         folder = root / str(verdict.content)
         letters.write(f"part/{place.rank}", _tried(place, lambda: _write_files(folder, files)))
-        if place.leads:
+        if place.is_main:
             letters.write("verdict", _conclude(root, place, letters, folder, stamp, patience_s))
         (verdict,) = letters.read(["verdict"], _FOR_RANK_0 * patience_s)
     letters.confirm()
     removed: list[Path] = []
-    if place.leads:
+    if place.is_main:
         if not verdict.failure:
             known[folder] = True
             tidied(lambda: retain(root, keep, partial(_is_whole, known)))
@@ -78,7 +78,7 @@ def _is_whole(known: dict[Path, bool], folder: Path, manifest: Manifest) -> bool
         try:
             Checkpoint(folder, manifest).verify()
             known[folder] = True
-        except Damaged as error:
+        except CorruptCheckpoint as error:
             known[folder] = False
             warn(f"checkpoint {folder} is damaged: {error}; it does not count as the best one")
     return known[folder]
@@ -93,15 +93,15 @@ def tidied(attempt: Callable[[], object]) -> None:
 
 
 def _conclude(
-    root: Path, place: Place, letters: Correspondence, folder: Path, stamp: Stamp, patience_s: float
-) -> Letter:
+    root: Path, place: RankInfo, letters: StoreCoordinator, folder: Path, stamp: Stamp, patience_s: float
+) -> RankReply:
     """On rank 0: write the manifest once all parts are there; where they are not, remove what there is."""
     try:
         parts = letters.read([f"part/{rank}" for rank in range(place.size)], patience_s)
-    except Silence as silence:
+    except RankTimeout as silence:
         late = ", ".join(key.removeprefix("part/") for key in silence.missing)
         failure = f"rank {late} did not write its part within {patience_s:g} s"
-        parts = [Letter(failure=failure, remedy="see its output, and whether its disk is slow")]
+        parts = [RankReply(failure=failure, remedy="see its output, and whether its disk is slow")]
     failed = [part for part in parts if part.failure]
     if not failed:
         sealed = _tried(place, lambda: _seal(root, folder, stamp, parts))
@@ -113,17 +113,17 @@ def _conclude(
     return _refused(root, failed)
 
 
-def _refused(root: Path, failed: list[Letter]) -> Letter:
+def _refused(root: Path, failed: list[RankReply]) -> RankReply:
     """What the ranks are told of those that failed."""
     before: dict[Path, Manifest] = {}
     with suppress(OSError):
         before, _ = survey(root)
     more = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
     then = next((f"resume from {folder.name}" for folder in before), "start again")
-    return Letter(then, failed[0].failure + more, failed[0].remedy)
+    return RankReply(then, failed[0].failure + more, failed[0].remedy)
 
 
-def _seal(root: Path, folder: Path, stamp: Stamp, parts: list[Letter]) -> None:
+def _seal(root: Path, folder: Path, stamp: Stamp, parts: list[RankReply]) -> None:
     before, _ = survey(root)
     number = 1 + max((manifest.number for manifest in before.values()), default=0)
     files = {name: FileSum(**found) for part in parts for name, found in part.content.items()}
@@ -136,15 +136,15 @@ def _write_files(folder: Path, files: Mapping[str, Iterable[bytes | memoryview]]
     return {name: write_durably(folder / name, chunks).model_dump() for name, chunks in files.items()}
 
 
-def _tried(place: Place, attempt: Callable[[], Any]) -> Letter:
+def _tried(place: RankInfo, attempt: Callable[[], Any]) -> RankReply:
     """What came of it, for the others to read."""
     who = f"rank {place.rank} on {socket.gethostname()}: " if place.size > 1 else ""
     try:
-        return Letter(attempt())
+        return RankReply(attempt())
     except Leaving:
         raise
     except OSError as error:
         remedy = _REMEDIES.get(error.errno or 0, "see to that disk")
-        return Letter(failure=f"{who}{error.filename} cannot be written ({error.strerror})", remedy=remedy)
+        return RankReply(failure=f"{who}{error.filename} cannot be written ({error.strerror})", remedy=remedy)
     except Exception as error:  # else the others would wait for a rank that has stumbled over a defect of ours
-        return Letter(failure=f"{who}{type(error).__name__}: {error}", remedy="report this")
+        return RankReply(failure=f"{who}{type(error).__name__}: {error}", remedy="report this")

@@ -20,7 +20,7 @@ def part_name(rank: int) -> str:
     return f"rank-{rank:05}.safetensors"
 
 
-class Damaged(Exception):
+class CorruptCheckpoint(Exception):
     """A checkpoint is not whole; the message is the name of the file and what is wrong with it."""
 
     def __init__(self, path: Path, what: str) -> None:
@@ -76,16 +76,18 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         if path.exists() and not path.is_file():
-            raise Damaged(path, "is no file")
+            raise CorruptCheckpoint(path, "is no file")
         manifest = Manifest.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise Damaged(path, f"cannot be read ({error.strerror})") from None
+        raise CorruptCheckpoint(path, f"cannot be read ({error.strerror})") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise Damaged(path, f"is not a manifest of format 1 ({where + ': ' if where else ''}{first['msg']})") from None
+        raise CorruptCheckpoint(
+            path, f"is not a manifest of format 1 ({where + ': ' if where else ''}{first['msg']})"
+        ) from None
     if manifest.crc32 != manifest._sum():
-        raise Damaged(path, "disagrees with its own checksum")
+        raise CorruptCheckpoint(path, "disagrees with its own checksum")
     return manifest

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from imagenet_fast.checkpoint.durable_io import FileSum, sum_of
-from imagenet_fast.checkpoint.manifest import SHARED, Damaged, Manifest, part_name, read_manifest
+from imagenet_fast.checkpoint.manifest import SHARED, CorruptCheckpoint, Manifest, part_name, read_manifest
 from imagenet_fast.checkpoint.retention import by_merit, survey
 from imagenet_fast.checkpoint.serialization import Tree
 from imagenet_fast.checkpoint.staging import read_tree
@@ -51,7 +51,7 @@ class Checkpoint:
                 _check_size(path, expected.size)
                 _check_sum(path, expected, sum_of(_read_chunks(path)))
             except OSError as error:
-                raise Damaged(path, f"cannot be read ({error.strerror})") from None
+                raise CorruptCheckpoint(path, f"cannot be read ({error.strerror})") from None
 
     def _read(self, name: str, device: torch.device) -> Tree:
         if name not in self.manifest.files:
@@ -62,8 +62,8 @@ class Checkpoint:
             data = path.read_bytes()
             _check_sum(path, expected, sum_of([data]))
             return read_tree(data, device)
-        except (OSError, ValueError, Damaged) as error:
-            what = error if isinstance(error, Damaged) else f"{name} {error}"
+        except (OSError, ValueError, CorruptCheckpoint) as error:
+            what = error if isinstance(error, CorruptCheckpoint) else f"{name} {error}"
             raise UserError(f"{self.folder} is damaged: {what}; resume from another checkpoint") from None
 
 
@@ -73,7 +73,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         return Checkpoint(folder, read_manifest(folder))
     except FileNotFoundError:
         raise UserError(f"{folder} is no checkpoint, or not a complete one; give another") from None
-    except Damaged as error:
+    except CorruptCheckpoint as error:
         raise UserError(f"{folder} is damaged: {error}; give another") from None
 
 
@@ -93,7 +93,7 @@ def best(root: Path) -> Checkpoint | None:
     return _first_whole(root, by_merit(found), found, damaged)
 
 
-def _survey(root: Path) -> tuple[dict[Path, Manifest], dict[Path, Damaged]]:
+def _survey(root: Path) -> tuple[dict[Path, Manifest], dict[Path, CorruptCheckpoint]]:
     try:
         return survey(root)
     except OSError as error:
@@ -101,14 +101,14 @@ def _survey(root: Path) -> tuple[dict[Path, Manifest], dict[Path, Damaged]]:
 
 
 def _first_whole(
-    root: Path, order: Iterable[Path], found: dict[Path, Manifest], damaged: dict[Path, Damaged]
+    root: Path, order: Iterable[Path], found: dict[Path, Manifest], damaged: dict[Path, CorruptCheckpoint]
 ) -> Checkpoint | None:
     damaged = damaged.copy()
     for folder in order:
         checkpoint = Checkpoint(folder, found[folder])
         try:
             checkpoint.verify()
-        except Damaged as error:
+        except CorruptCheckpoint as error:
             damaged[folder] = error
             continue
         for other, what in damaged.items():
@@ -129,11 +129,11 @@ def _read_chunks(path: Path) -> Iterator[bytes]:
 def _check_size(path: Path, expected: int) -> None:
     """Before it is read: a pipe or a device may have no end. Raises OSError too."""
     if path.exists() and not path.is_file():
-        raise Damaged(path, "is no file")
+        raise CorruptCheckpoint(path, "is no file")
     if (found := path.stat().st_size) != expected:
-        raise Damaged(path, f"has {found} bytes instead of {expected}")
+        raise CorruptCheckpoint(path, f"has {found} bytes instead of {expected}")
 
 
 def _check_sum(path: Path, expected: FileSum, found: FileSum) -> None:
     if found != expected:
-        raise Damaged(path, f"has the CRC-32 {found.crc32} instead of {expected.crc32}")
+        raise CorruptCheckpoint(path, f"has the CRC-32 {found.crc32} instead of {expected.crc32}")

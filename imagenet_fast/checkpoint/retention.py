@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 
 from imagenet_fast.checkpoint.durable_io import sync_folder
-from imagenet_fast.checkpoint.manifest import MANIFEST, Damaged, Manifest, read_manifest
+from imagenet_fast.checkpoint.manifest import MANIFEST, CorruptCheckpoint, Manifest, read_manifest
 
 _NONE_YET = ".none-yet"
 
@@ -22,7 +22,7 @@ def _folders(root: Path) -> list[Path]:
     return sorted(path for path in named if path.is_dir() and not path.is_symlink())
 
 
-def survey(root: Path) -> tuple[dict[Path, Manifest], dict[Path, Damaged]]:
+def survey(root: Path) -> tuple[dict[Path, Manifest], dict[Path, CorruptCheckpoint]]:
     """What the manifests say, from the newest checkpoint to the oldest; and those that cannot be read. Raises OSError
     where one cannot even look, which is not to be taken for an empty directory."""
     found, damaged = {}, {}
@@ -31,7 +31,7 @@ def survey(root: Path) -> tuple[dict[Path, Manifest], dict[Path, Damaged]]:
             found[folder] = read_manifest(folder)
         except FileNotFoundError:
             continue
-        except Damaged as error:
+        except CorruptCheckpoint as error:
             damaged[folder] = error
     return dict(sorted(found.items(), key=lambda item: item[1].number, reverse=True)), damaged
 

@@ -24,7 +24,7 @@ Tree: TypeAlias = Any
 tensors, lists and dicts."""
 
 
-class Leaf(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor, and the strides with which it fills a piece of memory without gap or overlap: its own, if it does so,
     else those in the same order."""
 
@@ -32,12 +32,12 @@ class Leaf(NamedTuple):
     strides: tuple[int, ...]
 
 
-def take_apart(tree: Tree) -> tuple[Any, dict[str, Leaf]]:
+def flatten_tree(tree: Tree) -> tuple[Any, dict[str, TensorEntry]]:
     """The tree's outline, for JSON, and its tensors by the names that the outline has for them.
 
     Raises TypeError, with the path, for what has no place in a tree.
     """
-    leaves: dict[str, Leaf] = {}
+    leaves: dict[str, TensorEntry] = {}
     names: dict[Any, str] = {}
 
     def outline(value: Any, path: str) -> Any:
@@ -71,7 +71,7 @@ def take_apart(tree: Tree) -> tuple[Any, dict[str, Leaf]]:
         if known not in names:
             names[known] = name = _unused(path.removeprefix("/"), leaves)
             like = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
-            leaves[name] = Leaf(tensor, like.stride())
+            leaves[name] = TensorEntry(tensor, like.stride())
         note = {
             "$tensor": names[known],
             "dtype": str(tensor.dtype).removeprefix("torch."),
@@ -93,8 +93,8 @@ def _unused(path: str, taken: Container[str]) -> str:
     return name
 
 
-def put_together(outline: Any, flat: dict[str, Tensor], device: torch.device) -> Tree:
-    """The tree of which :func:`take_apart` made ``outline``; ``flat`` has its tensors as they lay in memory.
+def unflatten_tree(outline: Any, flat: dict[str, Tensor], device: torch.device) -> Tree:
+    """The tree of which :func:`flatten_tree` made ``outline``; ``flat`` has its tensors as they lay in memory.
 
     ``device`` takes the tensors that lay on an accelerator; the others stay on the CPU. Raises ValueError, KeyError,
     TypeError or RuntimeError where the outline is none, or names what ``flat`` does not have.

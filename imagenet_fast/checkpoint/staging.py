@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from safetensors.torch import load
 
-from imagenet_fast.checkpoint.serialization import Leaf, Tree, put_together, take_apart
+from imagenet_fast.checkpoint.serialization import TensorEntry, Tree, flatten_tree, unflatten_tree
 
 _CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -33,7 +33,7 @@ _CODES = {
 _CHUNK_BYTES = 4 << 20
 
 
-class HostCopy:
+class StagingBuffer:
     """Copies of one tree after another, of which it holds the last."""
 
     def __init__(self) -> None:
@@ -44,8 +44,8 @@ class HostCopy:
         self._copied: dict[torch.device, torch.cuda.Event] = {}
 
     def take(self, tree: Tree) -> None:
-        """Copy ``tree``; nobody may still read the copy before. Raises TypeError as :func:`take_apart` does."""
-        self._outline, leaves = take_apart(tree)
+        """Copy ``tree``; nobody may still read the copy before. Raises TypeError as :func:`flatten_tree` does."""
+        self._outline, leaves = flatten_tree(tree)
         self._entries = {}
         self._bytes = sum(leaf.tensor.nbytes for leaf in leaves.values())
         gpus = {leaf.tensor.device for leaf in leaves.values() if leaf.tensor.is_cuda}
@@ -77,7 +77,7 @@ class HostCopy:
             yield data[start : min(start + _CHUNK_BYTES, self._bytes)]
 
 
-def _entry(leaf: Leaf) -> dict[str, Any]:
+def _entry(leaf: TensorEntry) -> dict[str, Any]:
     """What the format says of a tensor: its shape as it lies in memory, where channels may come last."""
     tensor, strides = leaf
     if tensor.dtype not in _CODES:
@@ -92,6 +92,6 @@ def read_tree(data: bytes, device: torch.device) -> Tree:
         flat = load(data)
         (length,) = struct.unpack_from("<Q", data)
         outline = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["tree"])
-        return put_together(outline, flat, device)
+        return unflatten_tree(outline, flat, device)
     except Exception as error:  # whatever is in the file: it fails in the library, in the outline or in torch
         raise ValueError(f"holds no tree ({type(error).__name__}: {error})") from error

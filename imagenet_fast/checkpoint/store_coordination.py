@@ -21,7 +21,7 @@ _READ = "read"
 
 
 @dataclass(frozen=True)
-class Letter:
+class RankReply:
     """Carry what a rank tells the others: its ``content``; or its ``failure``, the ``remedy`` for it and,
     as ``content``, what to do after that."""
 
@@ -34,7 +34,7 @@ class Leaving(Exception):
     """This rank gives up the checkpoint, as its training has ended otherwise."""
 
 
-class Silence(Exception):
+class RankTimeout(Exception):
     """Nobody wrote these letters in time."""
 
     def __init__(self, missing: Sequence[str]) -> None:
@@ -42,7 +42,7 @@ class Silence(Exception):
         self.missing = missing
 
 
-class Correspondence:
+class StoreCoordinator:
     """About one checkpoint, among ``ranks`` ranks. It looks for letters until ``leaving`` is set."""
 
     def __init__(self, store: Store, ranks: int, leaving: threading.Event) -> None:
@@ -51,16 +51,16 @@ class Correspondence:
         self._leaving = leaving
         self._keys = [_READ]
 
-    def write(self, key: str, letter: Letter) -> None:
+    def write(self, key: str, letter: RankReply) -> None:
         self._keys.append(key)
         self._store.set(key, json.dumps(asdict(letter)))
 
-    def read(self, keys: Sequence[str], patience_s: float) -> list[Letter]:
+    def read(self, keys: Sequence[str], patience_s: float) -> list[RankReply]:
         """These letters, once all are there. Raises Silence, Leaving, or DistError where the store is gone."""
         self._keys += keys
         if not self._await(lambda: self._store.check([*keys]), patience_s):
-            raise Silence([key for key in keys if not self._store.check([key])])
-        return [Letter(**json.loads(self._store.get(key))) for key in keys]
+            raise RankTimeout([key for key in keys if not self._store.check([key])])
+        return [RankReply(**json.loads(self._store.get(key))) for key in keys]
 
     def confirm(self) -> None:
         """This rank has read all that there is for it."""

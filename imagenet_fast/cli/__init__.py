@@ -35,7 +35,7 @@ from imagenet_fast.cli.options import (
     in_a_directory,
     written_out,
 )
-from imagenet_fast.errors import Fault, UserError, refuse, warn
+from imagenet_fast.errors import JobAborted, UserError, exit_with_error, warn
 from imagenet_fast.launch.signals import stopping_early
 
 app = typer.Typer(
@@ -83,13 +83,13 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        refuse(str(error))
-    except Fault as fault:
-        refuse(str(fault), code=1)
+        exit_with_error(str(error))
+    except JobAborted as fault:
+        exit_with_error(str(fault), code=1)
     except (OSError, UnicodeDecodeError) as error:
         if "RANK" in os.environ:  # in the middle of a run the place matters
             raise
-        refuse(f"{error}; check the path")
+        exit_with_error(f"{error}; check the path")
 
 
 @app.callback()
@@ -159,10 +159,10 @@ def train(
     Exit codes: 0 target reached (or none set), 1 error or interrupted, 2 usage, 3 trained to the end without
     reaching the target, 4 stopped by a signal without loss.
     """
-    from imagenet_fast.distributed.rank_info import own_place
+    from imagenet_fast.distributed.rank_info import rank_info_from_env
     from imagenet_fast.launch.job_setup import plan_job, recipe_to_train, run_to_resume
     from imagenet_fast.launch.slurm import adopt_step
-    from imagenet_fast.recipe.doubts import doubts
+    from imagenet_fast.recipe.doubts import lint
 
     run = run_to_resume(resume, out) if resume is not None else None
     overrides = [*overrides, *written_out({"seed": seed, "data.on_bad_image": on_bad_image})]
@@ -172,20 +172,20 @@ def train(
         fresh_head=fresh_head, resume=run is not None,
     )  # fmt: skip
     adopt_step(os.environ)
-    place = own_place()
-    if not silent and (place is None or place.leads):
-        for doubt in doubts(written):
+    place = rank_info_from_env()
+    if not silent and (place is None or place.is_main):
+        for doubt in lint(written):
             warn(doubt)
     if place is not None:  # a torchrun or an srun of the user's has started us: we are a rank
-        from imagenet_fast.launch.worker import train_as_rank
+        from imagenet_fast.launch.worker import run_worker
 
         job = plan(place.size)
-        raise typer.Exit(train_as_rank(job, place, join_timeout).exit_code)
+        raise typer.Exit(run_worker(job, place, join_timeout).exit_code)
 
     from imagenet_fast.launch.launcher import launch
-    from imagenet_fast.launch.rendezvous import plan_nodes
+    from imagenet_fast.launch.rendezvous import resolve_nodes
 
-    cluster = plan_nodes(nproc, nodes, rdzv_endpoint, join_timeout, max_restarts)
+    cluster = resolve_nodes(nproc, nodes, rdzv_endpoint, join_timeout, max_restarts)
     raise typer.Exit(launch(plan(cluster.ranks, nodes=cluster.counts), cluster))
 
 
@@ -209,14 +209,14 @@ def evaluate(
 
     A run directory says itself by which recipe, and on which images if they are still where they were.
     """
-    from imagenet_fast.distributed.rank_info import own_place
+    from imagenet_fast.distributed.rank_info import rank_info_from_env
     from imagenet_fast.launch.job_setup import plan_evaluation
     from imagenet_fast.launch.slurm import adopt_step
 
     overrides = [*overrides, *written_out({"data.on_bad_image": on_bad_image})]
     plan = partial(plan_evaluation, weights, recipe, overrides, data=data, report=json_file)
     adopt_step(os.environ)
-    place = own_place()
+    place = rank_info_from_env()
     if place is not None:  # a torchrun or an srun of the user's has started us: we are a rank
         from imagenet_fast.launch.evaluate import evaluate_as_rank
 
@@ -224,9 +224,9 @@ def evaluate(
         return
 
     from imagenet_fast.launch.launcher import launch_evaluation
-    from imagenet_fast.launch.rendezvous import plan_nodes
+    from imagenet_fast.launch.rendezvous import resolve_nodes
 
-    cluster = plan_nodes(nproc, nodes, rdzv_endpoint, join_timeout)
+    cluster = resolve_nodes(nproc, nodes, rdzv_endpoint, join_timeout)
     raise typer.Exit(launch_evaluation(plan(cluster.ranks), cluster))
 
 
@@ -247,9 +247,9 @@ def export(
     number of images, which torch.export.load runs without this program. Both say for which classes, and how images
     are prepared, as far as that is known.
     """
-    from imagenet_fast.launch.export import deliver
+    from imagenet_fast.launch.export import export_weights
 
-    print(f"written to {deliver(weights, recipe, kind, out)}")
+    print(f"written to {export_weights(weights, recipe, kind, out)}")
 
 
 @app.command()
@@ -272,13 +272,13 @@ def doctor(
     from rich.console import Console
 
     from imagenet_fast.doctor.report import findings_table
-    from imagenet_fast.launch.doctor import Examination, launch_examination
-    from imagenet_fast.launch.rendezvous import plan_nodes
+    from imagenet_fast.launch.doctor import DoctorJob, launch_doctor
+    from imagenet_fast.launch.rendezvous import resolve_nodes
     from imagenet_fast.metrics.json_io import to_json
     from imagenet_fast.recipe.schema import Timeout
 
-    cluster = plan_nodes(nproc, nodes, rdzv_endpoint, join_timeout)
-    found = launch_examination(Examination(data, out, Timeout()), cluster)
+    cluster = resolve_nodes(nproc, nodes, rdzv_endpoint, join_timeout)
+    found = launch_doctor(DoctorJob(data, out, Timeout()), cluster)
     if found is None:
         return
     Console().print(findings_table(found))

@@ -146,10 +146,10 @@ def _settle(
     recipe: str, sync: str | None, overrides: list[str], nodes: int, nproc: int | None, scale_batch: bool
 ) -> ClusterJob:
     from imagenet_fast.launch.cluster_job import plan_cluster_job
-    from imagenet_fast.recipe.doubts import doubts
+    from imagenet_fast.recipe.doubts import lint
 
     job = plan_cluster_job(recipe, sync, overrides, nodes, nproc, scale_batch)
-    for doubt in doubts(job.recipe):
+    for doubt in lint(job.recipe):
         warn(doubt)
     return job
 

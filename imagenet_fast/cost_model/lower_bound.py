@@ -8,7 +8,7 @@ from typing import Literal, assert_never
 from imagenet_fast.cost_model.timing import Timing
 
 
-def least_step_s(
+def step_lower_bound(
     timing: Timing, seconds: Sequence[float], awaits: Literal["each", "backward", "read"], share: float = 1.0
 ) -> float:
     """Seconds of the fastest step, of an engine that waits where ``awaits`` says and sends ``share`` of the values.

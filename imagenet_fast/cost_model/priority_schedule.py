@@ -31,7 +31,7 @@ class Task:
     """A task that must have begun before."""
 
 
-def plan_releases(tasks: Sequence[Task], times: Sequence[float], s_per_byte: float) -> list[list[int]]:
+def plan_release_order(tasks: Sequence[Task], times: Sequence[float], s_per_byte: float) -> list[list[int]]:
     """Which tasks begin at which event, given the times of the events in seconds.
 
     At each event the most urgent tasks that can begin are released, until they keep the wire busy past the next

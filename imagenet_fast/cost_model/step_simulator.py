@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from imagenet_fast.cost_model.link_model import NO_CODEC, CodecCost, Link
+from imagenet_fast.cost_model.link_model import NO_CODEC, CodecCost, LinkModel
 from imagenet_fast.cost_model.priority_schedule import Task
 from imagenet_fast.cost_model.timing import Timing
 
@@ -36,14 +36,14 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Sending:
+class SimMessage:
     """A message of a step, or a half of one."""
 
     task: Task
     """From when on it may leave, its bytes, and of which other it is the second half."""
     spans: range
     """Whose gradients, by number in pool order, are complete once it and its like have come."""
-    link: Link
+    link: LinkModel
     codec: CodecCost = NO_CODEC
     urgent: bool = False
     """Whether what is released with it at the end of backward, but is not urgent, waits until it has come."""
@@ -58,7 +58,7 @@ class Sending:
 
 
 def simulated_step_s(
-    sendings: Sequence[Sending],
+    sendings: Sequence[SimMessage],
     releases: Sequence[Sequence[int]],
     awaits: Literal["each", "backward", "read"],
     timing: Timing,
@@ -78,7 +78,7 @@ def simulated_step_s(
 
 
 def _came(
-    sendings: Sequence[Sending], releases: Sequence[Sequence[int]], one_by_one: bool, moments: Sequence[float]
+    sendings: Sequence[SimMessage], releases: Sequence[Sequence[int]], one_by_one: bool, moments: Sequence[float]
 ) -> list[float]:
     """When each message has come, from the beginning of backward; ``one_by_one``: no run leaves before the last has."""
     behind = _behind(sendings, releases, one_by_one)
@@ -152,7 +152,7 @@ class _Wire:
         return self._now, number
 
 
-def _behind(sendings: Sequence[Sending], releases: Sequence[Sequence[int]], one_by_one: bool) -> list[list[int]]:
+def _behind(sendings: Sequence[SimMessage], releases: Sequence[Sequence[int]], one_by_one: bool) -> list[list[int]]:
     """By message, those that must have come before it leaves."""
     behind: list[list[int]] = [[] for _ in sendings]
     run: list[int] = []

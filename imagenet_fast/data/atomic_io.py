@@ -13,7 +13,7 @@ from imagenet_fast.errors import UserError
 
 
 @contextmanager
-def appearing_whole(place: Path) -> Iterator[Path]:
+def atomic_directory(place: Path) -> Iterator[Path]:
     """A folder to fill that becomes ``place`` only when the block ends well; otherwise nothing is left behind.
 
     Raises UserError where there can be none.
@@ -38,7 +38,7 @@ def appearing_whole(place: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def write_whole(path: Path, text: str) -> None:
+def atomic_write_text(path: Path, text: str) -> None:
     """Write ``path`` anew: there is what was before, or all of the new, also after the power has failed."""
     partial = path.with_name(f".{path.name}")
     with partial.open("w", encoding="utf-8") as file:

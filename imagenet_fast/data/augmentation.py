@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from imagenet_fast.data.rng import uniforms
-from imagenet_fast.data.sampler import MicroBatch, Order, TrainOrder
+from imagenet_fast.data.sampler import BatchIndices, Order, TrainSampler
 from imagenet_fast.recipe.data_config import ImageData
 
 _ATTEMPTS = 10
@@ -49,7 +49,7 @@ class Augmentation:
     side: float | None = None
     """Windows are squares of this share of the image's shorter side instead."""
 
-    def draw(self, batch: MicroBatch) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    def draw(self, batch: BatchIndices) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         """The numbers [n, 22] by which :meth:`window` chooses, and which images are mirrored, [n]."""
         numbers = uniforms(_WINDOW_NUMBERS + 1, "augmentation", self.seed, batch.epoch, of=batch.images)
         return numbers[:, :-1], self.flip & (numbers[:, -1] < 0.5)
@@ -79,7 +79,7 @@ class Augmentation:
 
 def augmentation_of(data: ImageData, order: Order) -> Augmentation | None:
     """Of the images in ``order``, if they are for training and the recipe wants one."""
-    if data.augment and isinstance(order, TrainOrder):
+    if data.augment and isinstance(order, TrainSampler):
         side = data.image_size / data.resize if data.crop == "window" else None
         return Augmentation(order.seed, data.crop_area, data.flip, side)
     return None

@@ -14,9 +14,9 @@ from threading import Lock
 from typing import Generic, TypeVar
 
 from imagenet_fast.data.decode import ImageDecodeError
-from imagenet_fast.data.image_source import Split
+from imagenet_fast.data.image_source import ImageSource
 from imagenet_fast.data.rng import bits
-from imagenet_fast.data.sampler import Order, TrainOrder
+from imagenet_fast.data.sampler import Order, TrainSampler
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.recipe.data_config import ImageData
 
@@ -29,7 +29,7 @@ _ATTEMPTS = 100
 
 
 @dataclass(slots=True)
-class Shown(Generic[T]):
+class LoadedImage(Generic[T]):
     """What is shown, in a place that another image may have been meant for."""
 
     made: T
@@ -37,17 +37,17 @@ class Shown(Generic[T]):
     label: int
 
 
-class Substitution:
+class BadImagePolicy:
     """Of the ``images`` that one rank reads in ``order``. Many threads may ask at once."""
 
-    def __init__(self, images: Split, order: Order, data: ImageData) -> None:
+    def __init__(self, images: ImageSource, order: Order, data: ImageData) -> None:
         self._images = images
         self._order = order
         self._skips = data.on_bad_image == "skip"
         self._bad: set[int] = set()
         self._lock = Lock()
 
-    def usable(self, index: int, epoch: int, make: Callable[[int], T]) -> Shown[T] | None:
+    def usable(self, index: int, epoch: int, make: Callable[[int], T]) -> LoadedImage[T] | None:
         """What ``make`` makes of image ``index``, or of another one where it is bad; None where none can be.
 
         It is bad where ``make`` raises ImageDecodeError, or OSError as it cannot be read. Raises UserError where it is
@@ -57,7 +57,7 @@ class Substitution:
             if candidate in self._bad:
                 continue
             try:
-                return Shown(make(candidate), candidate, int(self._images.labels[candidate]))
+                return LoadedImage(make(candidate), candidate, int(self._images.labels[candidate]))
             except ImageDecodeError as error:
                 self.exclude(candidate, f"cannot be decoded ({error})")
             except OSError as error:
@@ -66,7 +66,7 @@ class Substitution:
                 if not self._skips:
                     raise
                 self.exclude(candidate, f"cannot be read ({error})")
-        if isinstance(self._order, TrainOrder):
+        if isinstance(self._order, TrainSampler):
             raise UserError(
                 f"{self._images.name(index)} cannot be decoded, nor can any of {_ATTEMPTS} other images; look at "
                 "the data with `imagenet-fast data verify`"
@@ -80,7 +80,7 @@ class Substitution:
             raise UserError(
                 f"{sentence}; replace the file or take it away, or go on without it by --set data.on_bad_image=skip"
             ) from None
-        instead = "another is shown instead" if isinstance(self._order, TrainOrder) else "it counts as wrong"
+        instead = "another is shown instead" if isinstance(self._order, TrainSampler) else "it counts as wrong"
         with self._lock:  # told under it too: the counts come in their order
             if index not in self._bad:
                 self._bad.add(index)
@@ -88,7 +88,7 @@ class Substitution:
 
     def _candidates(self, index: int, epoch: int) -> Iterator[int]:
         yield index
-        if isinstance(self._order, TrainOrder):
+        if isinstance(self._order, TrainSampler):
             for attempt in range(_ATTEMPTS):
                 drawn = bits("substitute", self._order.seed, epoch, attempt, of=index)[0]
                 yield int(drawn) % len(self._images)

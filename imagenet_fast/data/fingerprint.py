@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from imagenet_fast.data.image_names import shown
-from imagenet_fast.data.image_source import Split
+from imagenet_fast.data.image_source import ImageSource
 
 Contents = dict[str, Any]
 """The names of the classes in order of their labels and, for each split, how many images it has and a digest of their
 names and labels, wherever they lie: plain values, as a checkpoint takes them. Images that are made up have no names."""
 
 
-def contents_of_split(images: int, source: Split | None) -> dict[str, Any]:
+def contents_of_split(images: int, source: ImageSource | None) -> dict[str, Any]:
     """Describe one split: its number of ``images``, and a digest of ``images`` (None: they are made up)."""
     return {"images": images, "digest": "" if source is None else source.digest()}
 

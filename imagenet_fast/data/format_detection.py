@@ -13,7 +13,7 @@ from imagenet_fast.data.formats.shard_reader import Shards
 from imagenet_fast.data.formats.tfrecord import check_record_file, open_tfrecord
 from imagenet_fast.data.formats.webdataset import check_tar, open_webdataset
 from imagenet_fast.data.image_names import is_class_name
-from imagenet_fast.data.image_source import Split
+from imagenet_fast.data.image_source import ImageSource
 from imagenet_fast.data.quarantine import without_quarantined
 from imagenet_fast.errors import UserError
 
@@ -57,7 +57,7 @@ def check_validation(root: Path) -> None:
         _check(val)
 
 
-def open_training(root: Path) -> Split:
+def open_training(root: Path) -> ImageSource:
     """The training split, whatever its format, without what is in quarantine. Raises UserError where it is damaged, or
     not to be trained on."""
     train = find_split(root, "train")
@@ -65,7 +65,7 @@ def open_training(root: Path) -> Split:
     return without_quarantined(whole, root, "train")
 
 
-def open_validation(root: Path) -> Split:
+def open_validation(root: Path) -> ImageSource:
     """The validation split, numbered as the training split if there is one. Raises UserError as :func:`open_training`
     does."""
     val = find_split(root, "val")

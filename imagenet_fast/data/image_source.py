@@ -18,7 +18,7 @@ def digest_of(*parts: bytes | NDArray[np.int64]) -> str:
     return digest.hexdigest()
 
 
-class Split(Protocol):
+class ImageSource(Protocol):
     """Numbered from 0 on, in an order that never changes."""
 
     @property

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from imagenet_fast.data.formats import index_cache
-from imagenet_fast.data.formats.index_cache import Index, Kind, Stamps, check_kept, keep_index, moving
+from imagenet_fast.data.formats.index_cache import Fingerprint, Index, Kind, check_kept, load_or_build_index, moving
 from imagenet_fast.data.image_names import (
     SUFFIXES,
     FolderContents,
@@ -158,11 +158,11 @@ def _check_classes(root: Path, split: str, names: list[str]) -> None:
 def _open(root: Path, split: str, names: list[str], classes: list[str]) -> ImageFolder:
     folder = root / split
 
-    def stamp() -> Stamps:
+    def stamp() -> Fingerprint:
         """A folder's times change with its names."""
         return [index_cache.stamp_of(name, (folder / name).stat()) for name in names]
 
-    index = keep_index(root, split, _KIND, stamp, lambda: _list(folder, names))
+    index = load_or_build_index(root, split, _KIND, stamp, lambda: _list(folder, names))
     if os.environ.get("RANK", "0") == "0":
         _tell_left_out(folder, index.about)
     kept = index.columns

@@ -15,12 +15,12 @@ from torch import Tensor
 from imagenet_fast.data import dali_loader, format_detection
 from imagenet_fast.data.decoded_cache import some_sizes
 from imagenet_fast.data.fingerprint import Contents, contents, contents_of_split
-from imagenet_fast.data.image_source import Split
-from imagenet_fast.data.mixup import Mixed
-from imagenet_fast.data.normalize import Normalised
-from imagenet_fast.data.paths import cache_folder
-from imagenet_fast.data.sampler import EvalOrder, Order, TrainOrder
-from imagenet_fast.data.stall_advice import Supply
+from imagenet_fast.data.image_source import ImageSource
+from imagenet_fast.data.mixup import MixupCutmix
+from imagenet_fast.data.normalize import Normalizer
+from imagenet_fast.data.paths import cache_dir
+from imagenet_fast.data.sampler import EvalSampler, Order, TrainSampler
+from imagenet_fast.data.stall_advice import InputPipeline
 from imagenet_fast.data.synthetic import SyntheticLoader
 from imagenet_fast.data.thread_loader import FolderLoader
 from imagenet_fast.errors import UserError
@@ -40,14 +40,14 @@ class Loader(Protocol):
 
 
 @dataclass(frozen=True)
-class Validation:
+class ValLoader:
     """The validation split as one rank reads it."""
 
     classes: int
     class_names: list[str]
     """By label; nothing for images that are made up."""
     val_contents: dict[str, Any]
-    val_order: EvalOrder
+    val_order: EvalSampler
     val: Iterator[Batch]
     """Evaluation after evaluation, without end."""
 
@@ -57,16 +57,16 @@ class Validation:
 
 
 @dataclass(frozen=True)
-class Dataset(Validation):
+class Loaders(ValLoader):
     """Both splits as one rank reads them."""
 
     contents: Contents
-    train_order: TrainOrder
+    train_order: TrainSampler
     train: Iterator[Batch]
     """Micro-batches of epoch after epoch, without end."""
 
 
-def open_dataset(
+def build_loaders(
     data: Data,
     root: Path | None,
     batching: Batching,
@@ -76,7 +76,7 @@ def open_dataset(
     seed: int,
     first_step: int = 0,
     dtype: torch.dtype = torch.float32,
-) -> Dataset:
+) -> Loaders:
     """Make this rank's loaders; ``root`` is not read for synthetic data. Training begins with the batches of step
     ``first_step``, counted over all epochs, which are what loaders opened at 0 give then, on any number of ranks.
     Images are decoded by at most ``cores`` threads, and normalised, in ``dtype``.
@@ -93,7 +93,7 @@ def open_dataset(
             images = len(source)
         case _:
             assert_never(data)
-    order = TrainOrder(images, batching, rank, seed, first_step)
+    order = TrainSampler(images, batching, rank, seed, first_step)
     if not order.steps_per_epoch:
         raise UserError(
             f"the training set has {images} images, fewer than one global batch of {batching.global_batch}; "
@@ -102,9 +102,9 @@ def open_dataset(
     validation = open_validation(data, root, batching, rank, cores, device, seed, dtype)
     train: Iterable[Batch] = _open(data, source, order, cores, device, seed, dtype)
     if isinstance(data, ImageData) and (data.mixup or data.cutmix):
-        train = Mixed(train, order, validation.classes, data.mixup, data.cutmix)
+        train = MixupCutmix(train, order, validation.classes, data.mixup, data.cutmix)
     found = contents(validation.class_names, contents_of_split(images, source), validation.val_contents)
-    return Dataset(**vars(validation), contents=found, train_order=order, train=iter(train))
+    return Loaders(**vars(validation), contents=found, train_order=order, train=iter(train))
 
 
 def open_validation(
@@ -116,7 +116,7 @@ def open_validation(
     device: torch.device,
     seed: int,
     dtype: torch.dtype = torch.float32,
-) -> Validation:
+) -> ValLoader:
     """Make this rank's loader of the validation split, in micro-batches; the training split need not be there.
     Images are normalised, in ``dtype``."""
     source = None
@@ -130,27 +130,27 @@ def open_validation(
             images, classes, names = len(source), len(source.classes), source.classes
         case _:
             assert_never(data)
-    order = EvalOrder(images, batching.micro_batch, batching.ranks, rank)
+    order = EvalSampler(images, batching.micro_batch, batching.ranks, rank)
     val = iter(_open(data, source, order, cores, device, seed, dtype))
-    return Validation(classes, names, contents_of_split(images, source), order, val)
+    return ValLoader(classes, names, contents_of_split(images, source), order, val)
 
 
 def _open(
     data: Data,
-    images: Split | None,
+    images: ImageSource | None,
     order: Order,
     cores: int,
     device: torch.device,
     seed: int,
     dtype: torch.dtype,
-) -> Normalised:
+) -> Normalizer:
     loader = open_loader(data, images, order, cores, device, seed)
-    return Normalised(loader, data, device, dtype)
+    return Normalizer(loader, data, device, dtype)
 
 
 def open_loader(
     data: Data,
-    images: Split | None,
+    images: ImageSource | None,
     order: Order,
     cores: int,
     device: torch.device,
@@ -168,11 +168,11 @@ def open_loader(
             assert_never(data)
 
 
-def supply_of(data: ImageData, root: Path, cores: int, device: torch.device) -> Supply:
+def supply_of(data: ImageData, root: Path, cores: int, device: torch.device) -> InputPipeline:
     """What the images of a rank come through, after a look at some of them. Raises UserError, and OSError."""
     short_side = None
     if format_detection.find_split(root, "train").format == "folder":
         sides = [min(size) for size in some_sizes(format_detection.open_training(root), _LOOKED_AT)]
         short_side = fmean(sides) if sides else None
     gpu = device.type == "cuda"
-    return Supply(data, gpu, cores, dali_loader.is_installed(), short_side, root, cache_folder())
+    return InputPipeline(data, gpu, cores, dali_loader.is_installed(), short_side, root, cache_dir())

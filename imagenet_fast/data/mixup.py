@@ -10,10 +10,10 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from imagenet_fast.data.rng import bits
-from imagenet_fast.data.sampler import TrainOrder
+from imagenet_fast.data.sampler import TrainSampler
 
 
-class Mixed:
+class MixupCutmix:
     """Batches of normalised images in ``order``, each image mixed with the one before it in its micro-batch; labels
     become shares of ``classes``, fp32 [n, classes].
 
@@ -23,7 +23,7 @@ class Mixed:
     """
 
     def __init__(
-        self, batches: Iterable[tuple[Tensor, Tensor]], order: TrainOrder, classes: int, mixup: float, cutmix: float
+        self, batches: Iterable[tuple[Tensor, Tensor]], order: TrainSampler, classes: int, mixup: float, cutmix: float
     ) -> None:
         self._batches = batches
         self._order = order

@@ -38,7 +38,7 @@ _PART = 2**26
 """Bytes by which a process makes the file longer for itself, unless it is a small one."""
 
 
-class PixelFile:
+class MmapImageStore:
     """Of ``images`` in ``folder``, in which ``bytes_expected`` will be. Many threads may read and write.
 
     As long as it is there, nobody else can have it alone (:func:`alone`).
@@ -152,7 +152,7 @@ def bytes_taken(folder: Path) -> int:
 
 
 def alone(folder: Path) -> bool:
-    """Whether no :class:`PixelFile` of ``folder`` is in use, by whatever process. Raises OSError."""
+    """Whether no :class:`MmapImageStore` of ``folder`` is in use, by whatever process. Raises OSError."""
     try:
         with (folder / INDEX).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -15,7 +15,7 @@ _GRAIN = 32_768
 to one thread, which is faster here than two: others decode meanwhile, and the two would wait for each other."""
 
 
-class Normalised:
+class Normalizer:
     """The batches of a loader as a network reads them: (x / 255 - mean) / std by channel, in ``dtype``.
 
     ``batches`` are on ``device``: images uint8 [n, 3, S, S] in channels_last memory, as they come out too, and

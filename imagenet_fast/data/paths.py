@@ -10,7 +10,7 @@ from imagenet_fast.data.digits import make_digits
 from imagenet_fast.errors import UserError
 
 
-def cache_folder() -> Path:
+def cache_dir() -> Path:
     """``$IMAGENET_FAST_CACHE``, or ``imagenet-fast`` in the user's cache directory. Raises UserError without a home."""
     if own := os.environ.get("IMAGENET_FAST_CACHE"):
         return Path(own)
@@ -30,7 +30,7 @@ def locate(dataset: Literal["imagenet", "cifar10", "digits"], given: Path | None
     """
     if given is not None:
         return given
-    place = cache_folder() / dataset
+    place = cache_dir() / dataset
     if place.is_dir():
         return place
     match dataset:

@@ -10,11 +10,11 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-Piece = Iterator[None]
+Job = Iterator[None]
 """A part of the work on a batch, step by step: it may be left unfinished after any of them."""
 
 
-def filled_ahead(batches: Iterable[tuple[T, Sequence[Piece]]], threads: int, depth: int) -> Generator[T, None, None]:
+def prefetched(batches: Iterable[tuple[T, Sequence[Job]]], threads: int, depth: int) -> Generator[T, None, None]:
     """Each batch once all its pieces are done, in the order given; ``threads`` are up to ``depth`` batches ahead.
 
     What is raised in a piece is raised here, in the turn of its batch. When the iterator is closed, or dropped, its
@@ -22,7 +22,7 @@ def filled_ahead(batches: Iterable[tuple[T, Sequence[Piece]]], threads: int, dep
     """
     stopped = Event()
 
-    def work(piece: Piece) -> None:
+    def work(piece: Job) -> None:
         for _ in piece:
             if stopped.is_set():
                 return

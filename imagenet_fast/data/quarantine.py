@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from imagenet_fast.data.formats.shard_reader import Shards
-from imagenet_fast.data.image_source import Split, digest_of
+from imagenet_fast.data.image_source import ImageSource, digest_of
 from imagenet_fast.errors import UserError
 
 QUARANTINE = "quarantine.json"
@@ -45,7 +45,7 @@ def quarantine_text(files: Mapping[str, str]) -> str:
     return json.dumps({"format": 1, "files": dict(sorted(files.items()))}, indent=1) + "\n"
 
 
-def without_quarantined(split: Split, root: Path, name: str) -> Split:
+def without_quarantined(split: ImageSource, root: Path, name: str) -> ImageSource:
     """``split``, which is the one of that ``name`` under ``root``, but for what is on the list.
 
     Raises UserError where a class has nothing left, or the list cannot be read.
@@ -72,7 +72,7 @@ def without_quarantined(split: Split, root: Path, name: str) -> Split:
 class _Rest:
     """Some images of a split, in its order: ``kept`` are their numbers there."""
 
-    def __init__(self, split: Split, kept: NDArray[np.int64]) -> None:
+    def __init__(self, split: ImageSource, kept: NDArray[np.int64]) -> None:
         self._split = split
         self._kept = kept
         self.labels = split.labels[kept]

@@ -14,7 +14,7 @@ from imagenet_fast.recipe.batching import Batching
 Indices = NDArray[np.int64]
 
 
-class MicroBatch(NamedTuple):
+class BatchIndices(NamedTuple):
     """What a rank sees at once: ``images`` [n], and in which epoch, counted from 0; in an evaluation it is 0."""
 
     epoch: int
@@ -22,7 +22,7 @@ class MicroBatch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TrainOrder:
+class TrainSampler:
     """This rank's micro-batches of a training set, epoch after epoch without end, from ``first_step`` on.
 
     Every epoch is a new permutation of all images, the same on every rank. A step takes the next global batch
@@ -46,7 +46,7 @@ class TrainOrder:
     def steps_per_epoch(self) -> int:
         return self.images // self.batching.global_batch
 
-    def __iter__(self) -> Iterator[MicroBatch]:
+    def __iter__(self) -> Iterator[BatchIndices]:
         epoch, begin = divmod(self.first_step, self.steps_per_epoch)
         split = (self.batching.readers, self.batching.accumulation, self.batching.micro_batch)
         while True:
@@ -55,12 +55,12 @@ class TrainOrder:
                 start = step * self.batching.global_batch
                 batch = order[start : start + self.batching.global_batch]
                 for images in batch.reshape(split)[self.rank % self.batching.readers]:
-                    yield MicroBatch(epoch, images)
+                    yield BatchIndices(epoch, images)
             epoch, begin = epoch + 1, 0
 
 
 @dataclass(frozen=True)
-class EvalOrder:
+class EvalSampler:
     """This rank's part of a validation set: a contiguous shard, each image once, the last batch as it falls.
 
     Shards differ by at most one image, and a rank may have none. Iterating starts over without end;
@@ -80,11 +80,11 @@ class EvalOrder:
     def batches(self) -> int:
         return -(-len(self.shard) // self.batch)
 
-    def __iter__(self) -> Iterator[MicroBatch]:
+    def __iter__(self) -> Iterator[BatchIndices]:
         shard = np.asarray(self.shard)
         while self.batches:
             for start in range(0, len(shard), self.batch):
-                yield MicroBatch(0, shard[start : start + self.batch])
+                yield BatchIndices(0, shard[start : start + self.batch])
 
 
-Order = TrainOrder | EvalOrder
+Order = TrainSampler | EvalSampler

@@ -17,7 +17,7 @@ _NVIDIA_PREFETCH, _NVIDIA_HARDWARE = 5, 0.99  # of MLPerf on DGX-H100, as in our
 
 
 @dataclass(frozen=True)
-class Supply:
+class InputPipeline:
     """What a rank's images come through."""
 
     data: ImageData
@@ -35,33 +35,33 @@ class Supply:
 
 
 @dataclass(frozen=True)
-class Remedy:
+class Suggestion:
     """Something to try: how to write it, and what it does."""
 
     written: str
     does: str
 
 
-def advice(wait_pct: float, supply: Supply) -> list[str]:
+def advice(wait_pct: float, supply: InputPipeline) -> list[str]:
     """The lines with which a run ends that has waited ``wait_pct`` per cent of its training for data."""
-    found = list(islice(remedies(supply), _TOLD))
+    found = list(islice(suggestions(supply), _TOLD))
     said = f"Waited for data {wait_pct:.0f} % of training: a rank reads with {supply.data.loader}, {_threads(supply)}"
     if not found:
         return [f"{said}. Nothing is left to set; give ranks more cores, or fewer images a second to train on."]
     return [f"{said}. Most likely to help, the likeliest first:", *(f"  {r.written}  ({r.does})" for r in found)]
 
 
-def remedies(supply: Supply) -> Iterator[Remedy]:
+def suggestions(supply: InputPipeline) -> Iterator[Suggestion]:
     """All that may help this run, the likeliest first. What is learned stays as it is, but for pixels that are shrunk
     beforehand."""
     data, cores = supply.data, supply.cores
     decodes_on_gpu = supply.gpu and data.loader == "dali"
     if data.workers and data.workers < cores:
-        yield Remedy("--set data.workers=0", f"decodes in all {cores} cores of a rank")
+        yield Suggestion("--set data.workers=0", f"decodes in all {cores} cores of a rank")
     if data.loader == "dali" and not supply.gpu:
-        yield Remedy("--set data.loader=folder", "takes less of a processor, where there is no GPU to decode on")
+        yield Suggestion("--set data.loader=folder", "takes less of a processor, where there is no GPU to decode on")
     if data.loader == "folder" and not data.cache and supply.gpu and supply.dali:
-        yield Remedy("--set data.loader=dali", "decodes on the GPU")
+        yield Suggestion("--set data.loader=dali", "decodes on the GPU")
     side = max(_SHRUNK, data.resize)
     if decodes_on_gpu:
         yield from _shrink(supply, side)
@@ -70,34 +70,36 @@ def remedies(supply: Supply) -> Iterator[Remedy]:
     if not decodes_on_gpu:
         yield from _shrink(supply, side)
     if data.prefetch < _NVIDIA_PREFETCH:
-        yield Remedy(f"--set data.prefetch={_NVIDIA_PREFETCH}", "reads further ahead, where a disk or network stutters")
+        yield Suggestion(
+            f"--set data.prefetch={_NVIDIA_PREFETCH}", "reads further ahead, where a disk or network stutters"
+        )
 
 
-def _threads(supply: Supply) -> str:
+def _threads(supply: InputPipeline) -> str:
     threads = min(supply.data.workers or supply.cores, supply.cores)
     return f"in {threads} of {supply.cores} cores" if supply.cores > 1 else "on one core"
 
 
-def _tune_dali(data: ImageData) -> Iterator[Remedy]:
+def _tune_dali(data: ImageData) -> Iterator[Suggestion]:
     if data.dali.hw_decoder_load < _NVIDIA_HARDWARE:
         setting = f"--set data.dali.hw_decoder_load={_NVIDIA_HARDWARE}"
-        yield Remedy(setting, "for GPUs with a JPEG decoder of their own, such as A100 and H100")
+        yield Suggestion(setting, "for GPUs with a JPEG decoder of their own, such as A100 and H100")
 
 
-def _shrink(supply: Supply, side: int) -> Iterator[Remedy]:
+def _shrink(supply: InputPipeline, side: int) -> Iterator[Suggestion]:
     """The images, once and for all."""
     if supply.data.cache_side == 0 and supply.short_side is not None and supply.short_side > _LARGER * side:
         root = supply.root.absolute()
         smaller = root.with_name(f"{root.name}-{side}")
         command = f"imagenet-fast data prepare --source {shlex.quote(str(root))} --out {shlex.quote(str(smaller))}"
         about = f"shorter sides are {supply.short_side:.0f} pixels on average; then train with --data on those"
-        yield Remedy(f"{command} --resize {side} --subset", about)
+        yield Suggestion(f"{command} --resize {side} --subset", about)
 
 
-def _cache(supply: Supply, side: int) -> Iterator[Remedy]:
+def _cache(supply: InputPipeline, side: int) -> Iterator[Suggestion]:
     if supply.data.cache:
         return
     switch = "" if supply.data.loader == "folder" else "--set data.loader=folder "
     place = shlex.quote(f"data.cache={supply.caches / f'decoded-{supply.root.absolute().name}'}")
     larger = f" --set data.cache_side={side}" if side > _SHRUNK and not supply.data.cache_side else ""
-    yield Remedy(f"{switch}--set {place}{larger}", "decodes in the first epoch only; on a fast disk with room")
+    yield Suggestion(f"{switch}--set {place}{larger}", "decodes in the first epoch only; on a fast disk with room")

@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from imagenet_fast.data.augmentation import augmentation_of
-from imagenet_fast.data.bad_image_policy import NO_CLASS, Substitution
+from imagenet_fast.data.bad_image_policy import NO_CLASS, BadImagePolicy
 from imagenet_fast.data.decode import Pixels
 from imagenet_fast.data.decoded_cache import pixels_of
 from imagenet_fast.data.huge_pages import fresh
-from imagenet_fast.data.image_source import Split
-from imagenet_fast.data.prefetch import Piece, filled_ahead
+from imagenet_fast.data.image_source import ImageSource
+from imagenet_fast.data.prefetch import Job, prefetched
 from imagenet_fast.data.resize import middle_of, resized, scaled_size
 from imagenet_fast.data.resolution import Resolution, resolution
-from imagenet_fast.data.sampler import MicroBatch, Order
+from imagenet_fast.data.sampler import BatchIndices, Order
 from imagenet_fast.recipe.data_config import ImageData
 
 
@@ -31,7 +31,7 @@ class FolderLoader:
     pickled, sent or kept twice.
     """
 
-    def __init__(self, images: Split, order: Order, data: ImageData, device: torch.device, threads: int) -> None:
+    def __init__(self, images: ImageSource, order: Order, data: ImageData, device: torch.device, threads: int) -> None:
         cv2.setNumThreads(0)  # it would divide each image among threads of its own
         self._order = order
         self._images = images
@@ -39,16 +39,16 @@ class FolderLoader:
         self._ahead = data.prefetch
         self._chance = augmentation_of(data, order)
         self._pixels_of = pixels_of(images, order, data)
-        self._substitution = Substitution(images, order, data)
+        self._substitution = BadImagePolicy(images, order, data)
         self._device = device
         self._threads = threads
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for pixels, labels in filled_ahead(map(self._begin, self._order), self._threads, self._ahead):
+        for pixels, labels in prefetched(map(self._begin, self._order), self._threads, self._ahead):
             images = pixels.to(self._device, non_blocking=True).permute(0, 3, 1, 2)
             yield images, labels.to(self._device, non_blocking=True)
 
-    def _begin(self, batch: MicroBatch) -> tuple[tuple[Tensor, Tensor], list[Piece]]:
+    def _begin(self, batch: BatchIndices) -> tuple[tuple[Tensor, Tensor], list[Job]]:
         """Memory for a batch, uint8 [n, S, S, 3] and int64 [n], and what fills it: a piece a thread, since handing
         small images over one by one would take as long as they do."""
         self._images.expect(batch.images)
@@ -60,12 +60,12 @@ class FolderLoader:
         share = -(-count // self._threads)
         parts = [slice(begin, begin + share) for begin in range(0, count, share)]
         pieces = [
-            self._fill(MicroBatch(batch.epoch, batch.images[part]), pixels.numpy()[part], labels.numpy()[part])
+            self._fill(BatchIndices(batch.epoch, batch.images[part]), pixels.numpy()[part], labels.numpy()[part])
             for part in parts
         ]
         return (pixels, labels), pieces
 
-    def _fill(self, batch: MicroBatch, places: Pixels, labels: NDArray[np.int64]) -> Piece:
+    def _fill(self, batch: BatchIndices, places: Pixels, labels: NDArray[np.int64]) -> Job:
         """With the images of a part of a batch, one a step."""
         chances = repeat(None) if self._chance is None else zip(*self._chance.draw(batch), strict=True)
         shown_at = resolution(self._data, self._order, batch.epoch)

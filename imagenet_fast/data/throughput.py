@@ -10,9 +10,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from imagenet_fast.data.image_source import Split
+from imagenet_fast.data.image_source import ImageSource
 from imagenet_fast.data.loaders import open_loader
-from imagenet_fast.data.sampler import TrainOrder
+from imagenet_fast.data.sampler import TrainSampler
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import ImageData
 
@@ -24,13 +24,13 @@ _WARM_BATCHES = 6
 
 
 def training_batches(
-    loader: OwnLoader, images: Split, image_size: int, batch: int, threads: int, device: torch.device
+    loader: OwnLoader, images: ImageSource, image_size: int, batch: int, threads: int, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """As one rank alone gets them, in bytes; there must be as many ``images`` as make up a batch."""
     data = ImageData(
         dataset="imagenet", loader=loader, image_size=image_size, resize=image_size * 8 // 7, workers=threads
     )
-    order = TrainOrder(len(images), Batching(1, batch, 1), 0, seed=1)
+    order = TrainSampler(len(images), Batching(1, batch, 1), 0, seed=1)
     return iter(open_loader(data, images, order, threads, device, seed=1))
 
 

@@ -8,20 +8,20 @@ import torch
 import torch.distributed as dist
 
 from imagenet_fast.distributed.heartbeat import here
-from imagenet_fast.distributed.init import World
+from imagenet_fast.distributed.init import DistContext
 
 _EVERY_S = 0.2  # so often ranks vote, whatever a step takes
 _MOST_STEPS = 1000
 
 
-class Vote:
+class AsyncAnyReduce:
     """Ranks call it once a step, and hear the same at the same step.
 
     Ballots are counted while the next steps are trained, over gloo and so without a stream of a GPU: an all-reduce of
     32 bytes about five times a second. A wish is heard of two votes later at most. With one rank it is heard at once.
     """
 
-    def __init__(self, world: World, wishes: int) -> None:
+    def __init__(self, world: DistContext, wishes: int) -> None:
         self._group: dist.ProcessGroup | None = None
         if world.size > 1:
             group = dist.new_group(backend="gloo")

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from imagenet_fast.distributed.network_interfaces import Endpoint, await_listener, is_here, route_to
-from imagenet_fast.distributed.rank_info import Place, ranges
-from imagenet_fast.errors import UserError, refuse
+from imagenet_fast.distributed.rank_info import RankInfo, ranges
+from imagenet_fast.errors import UserError, exit_with_error
 
 _LOOK_S = 0.05  # between two looks who has come
 _LISTED = 5  # of the keys in which jobs differ
@@ -28,7 +28,7 @@ _INTERFACES = (
 )
 
 
-def introduce(place: Place, agreed: Mapping[str, Any], patience: timedelta, device: str = "cpu") -> Store:
+def rendezvous_ranks(place: RankInfo, agreed: Mapping[str, Any], patience: timedelta, device: str = "cpu") -> Store:
     """The store at ``MASTER_ADDR:MASTER_PORT``, once every rank has come there and all bring the same ``agreed``, and
     compute on a ``device`` of one type.
 
@@ -41,7 +41,7 @@ def introduce(place: Place, agreed: Mapping[str, Any], patience: timedelta, devi
     store = _open_store(place, patience, deadline)
     books = PrefixStore("introduction", store)
     master = os.environ["MASTER_ADDR"]
-    route = route_to(master) if place.spans_machines else None
+    route = route_to(master) if place.is_multi_node else None
     text = json.dumps(agreed, sort_keys=True)
     card = {
         "host": socket.gethostname(),
@@ -50,10 +50,10 @@ def introduce(place: Place, agreed: Mapping[str, Any], patience: timedelta, devi
         "job": hashlib.sha256(text.encode()).hexdigest(),
     }
     try:
-        if place.leads_node:
+        if place.is_local_main:
             books.set(f"job/{card['job']}", text)
         books.set(f"card/{place.rank}", json.dumps(card))
-        if place.leads:
+        if place.is_main:
             books.set("verdict", json.dumps(_judge(books, place.size, deadline, patience)))
         books.wait(["verdict"], patience + timedelta(seconds=5))
         verdict = json.loads(books.get("verdict").decode())
@@ -62,9 +62,9 @@ def introduce(place: Place, agreed: Mapping[str, Any], patience: timedelta, devi
             f"rank 0 ended, or never came to {master}, before all {place.size} ranks were together; see its own output"
         ) from None
     if verdict["refusal"]:
-        time.sleep(10 * _LOOK_S if place.leads else 0)  # the store may end with this process: the others read first
+        time.sleep(10 * _LOOK_S if place.is_main else 0)  # the store may end with this process: the others read first
         raise UserError(verdict["refusal"])
-    if place.spans_machines and route is None and verdict["elsewhere"]:  # the master's own machine
+    if place.is_multi_node and route is None and verdict["elsewhere"]:  # the master's own machine
         route = route_to(verdict["elsewhere"])
     if route is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", route.interface)
@@ -73,7 +73,7 @@ def introduce(place: Place, agreed: Mapping[str, Any], patience: timedelta, devi
 
 
 @contextmanager
-def connecting(place: Place, store: Store, patience: timedelta) -> Iterator[None]:
+def connecting(place: RankInfo, store: Store, patience: timedelta) -> Iterator[None]:
     """Ranks connect to one another inside. Where one of them cannot, it says so and all end, with exit code 2.
 
     A backend that waits for a connection runs no Python, so a thread ends the process, asking by a client of its own.
@@ -103,17 +103,17 @@ def connecting(place: Place, store: Store, patience: timedelta) -> Iterator[None
         sentence = f"rank {place.rank} could not connect to the others ({_first_line(error)})"
         with suppress(dist.DistError):
             store.set("broken", sentence)
-            time.sleep(20 * _LOOK_S if place.leads else 0)  # the store may end with this process: others look first
+            time.sleep(20 * _LOOK_S if place.is_main else 0)  # the store may end with this process: others look first
         raise UserError(f"{sentence}; {_INTERFACES}") from None
 
 
 def _end(sentence: str) -> NoReturn:
     with suppress(SystemExit):
-        refuse(f"{sentence}; {_INTERFACES}")
+        exit_with_error(f"{sentence}; {_INTERFACES}")
     os._exit(2)
 
 
-def _open_store(place: Place, patience: timedelta, deadline: float) -> Store:
+def _open_store(place: RankInfo, patience: timedelta, deadline: float) -> Store:
     """The store there; rank 0 holds it, unless torchrun does."""
     missing = [key for key in ("MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
     if missing:
@@ -123,7 +123,7 @@ def _open_store(place: Place, patience: timedelta, deadline: float) -> Store:
     except ValueError:
         raise UserError(f"MASTER_PORT is '{os.environ['MASTER_PORT']}', not a number; correct it") from None
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    holds = place.leads and not shared
+    holds = place.is_main and not shared
     if not holds:
         await_listener(master, deadline)
     try:

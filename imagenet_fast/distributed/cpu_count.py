@@ -10,7 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from imagenet_fast.distributed.rank_info import Place
+from imagenet_fast.distributed.rank_info import RankInfo
 
 if TYPE_CHECKING:  # the command counts cores, too, and starts without torch
     from torch._C._distributed_c10d import Store
@@ -26,7 +26,7 @@ def usable_cores(root: Path = Path("/")) -> int:
     return max(1, min(counts))
 
 
-def own_cores(place: Place, store: Store) -> int:
+def own_cores(place: RankInfo, store: Store) -> int:
     """How many of its node's processors are for this rank. All ranks of the node must ask.
 
     A core is divided among the ranks that may use it: where srun or NUMA binding has given each rank its own, all of

@@ -12,7 +12,7 @@ from imagenet_fast.recipe.schema import Parallel
 
 
 @dataclass(frozen=True)
-class Layout:
+class ProcessGroups:
     """This rank's process group along each axis; of an axis of one rank, a group of one.
 
     The tensor axis is innermost: its groups are of neighbouring ranks, and lie inside a node whose ranks they divide.
@@ -28,7 +28,7 @@ class Layout:
     """The ranks of one stage: replicas and shards together; None: all ranks are."""
 
 
-def lay_out(parallel: Parallel, device: torch.device) -> Layout:
+def build_mesh(parallel: Parallel, device: torch.device) -> ProcessGroups:
     """Make the process groups of this rank, as patient as the one of all ranks. Every rank must call it, of which there
     must be a multiple of ``parallel.ranks``."""
     size, shards, stages = dist.get_world_size(), parallel.tensor, parallel.pipeline
@@ -39,5 +39,5 @@ def lay_out(parallel: Parallel, device: torch.device) -> Layout:
     data = new_group(device, here[place % shards :: shards])
     tensor = new_group(device, here[place - place % shards :][:shards])
     if stages == 1:
-        return Layout(pipeline, data, tensor, None)
-    return Layout(pipeline, data, tensor, new_group(device, here) if shards > 1 else data)
+        return ProcessGroups(pipeline, data, tensor, None)
+    return ProcessGroups(pipeline, data, tensor, new_group(device, here) if shards > 1 else data)

@@ -11,9 +11,9 @@ from contextlib import suppress
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from imagenet_fast.distributed.heartbeat import published, tell_lost
+from imagenet_fast.distributed.heartbeat import describe_lost, published
 from imagenet_fast.distributed.presence import absent, present
-from imagenet_fast.errors import Fault, UserError
+from imagenet_fast.errors import JobAborted, UserError
 
 LOOK_S = 0.5  # between two looks whether somebody calls the roll, or what came of it
 _ANSWERED_IN = 4  # such looks
@@ -38,14 +38,16 @@ def report_failure(error: Exception) -> str:
     Where the error is a broken connection, the sentence names the ranks that were lost, and where they were last.
     """
     rank, error = dist.get_rank(), _first_cause(error)
-    messages = [str(error) if isinstance(error, Fault | UserError) else f"rank {rank}: {type(error).__name__}: {error}"]
+    messages = [
+        str(error) if isinstance(error, JobAborted | UserError) else f"rank {rank}: {type(error).__name__}: {error}"
+    ]
 
     def agree() -> None:
         broken = is_broken_connection(error)
         try:
             store, size = dist.distributed_c10d._get_default_store(), dist.get_world_size()
-            if broken and (lost := lost_ranks(store, rank, size)):
-                messages.append(tell_lost(lost, published(store, range(size))))
+            if broken and (lost := find_lost_ranks(store, rank, size)):
+                messages.append(describe_lost(lost, published(store, range(size))))
             messages.append(leave_failure(store, messages[-1]))
         except dist.DistError:  # whoever held the store is lost, too
             if broken:
@@ -90,7 +92,7 @@ def _first_cause(error: Exception) -> Exception:
     return error
 
 
-def lost_ranks(store: Store, rank: int, size: int) -> list[int]:
+def find_lost_ranks(store: Store, rank: int, size: int) -> list[int]:
     """The ranks that do not answer a roll call. Which connection broke first says little: giving up breaks more.
 
     Of the ranks that ask, the first one calls and the others wait for what it finds; where it is lost before that,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 
-def exempt_what_lives() -> None:
+def freeze_gc() -> None:
     """Never again search what is alive now for garbage.
 
     torch and a model are some half a million objects, and a search through all of them takes 0.1 to 0.4 s. Each rank

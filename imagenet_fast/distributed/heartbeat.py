@@ -28,7 +28,7 @@ _PLACES = 3  # that a sentence names one by one, before it counts
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class Heartbeat:
     """What a rank does, as it was last heard of."""
 
     host: str
@@ -84,7 +84,7 @@ here = Here()
 """Of this process, which is one rank."""
 
 
-def publish(store: Store, rank: int, whereabouts: Whereabouts, folder: Path | None = None) -> None:
+def publish(store: Store, rank: int, whereabouts: Heartbeat, folder: Path | None = None) -> None:
     """For other ranks; and in ``folder`` for whoever started the ranks of this machine."""
     text = json.dumps(asdict(whereabouts))
     if folder is not None:
@@ -95,24 +95,24 @@ def publish(store: Store, rank: int, whereabouts: Whereabouts, folder: Path | No
     store.set(f"whereabouts/{rank}", text)
 
 
-def published(store: Store, ranks: Sequence[int]) -> dict[int, Whereabouts]:
+def published(store: Store, ranks: Sequence[int]) -> dict[int, Heartbeat]:
     """Where those of ``ranks`` were last that have said so; two requests where all have."""
     missing = set(absent(store, "whereabouts", ranks))
     there = [rank for rank in ranks if rank not in missing]
     texts = store.multi_get([f"whereabouts/{rank}" for rank in there]) if there else []
-    return {rank: Whereabouts(**json.loads(text)) for rank, text in zip(there, texts, strict=True)}
+    return {rank: Heartbeat(**json.loads(text)) for rank, text in zip(there, texts, strict=True)}
 
 
-def tell_ended(rank: int, fate: str, folder: Path) -> str:
+def describe_exit(rank: int, fate: str, folder: Path) -> str:
     """What became of a ``rank`` of this machine, and where it was last by what it has left in ``folder``."""
     file = _file(folder, rank)
     if not file.is_file():
         return f"rank {rank} {fate}"
-    last = Whereabouts(**json.loads(file.read_text(encoding="utf-8")))
+    last = Heartbeat(**json.loads(file.read_text(encoding="utf-8")))
     return f"rank {rank} on {last.host} {fate} {_where(last)}"
 
 
-def tell_lost(lost: Sequence[int], known: Mapping[int, Whereabouts]) -> str:
+def describe_lost(lost: Sequence[int], known: Mapping[int, Heartbeat]) -> str:
     """In a sentence, where the ``lost`` ranks were when they were last heard of, and what the others did meanwhile."""
     unheard = [rank for rank in lost if rank not in known]
     heard = {rank: known[rank] for rank in lost if rank in known}
@@ -122,7 +122,7 @@ def tell_lost(lost: Sequence[int], known: Mapping[int, Whereabouts]) -> str:
     return "; ".join([_first(said), *_others(known, lost)])
 
 
-def tell_stuck(known: Mapping[int, Whereabouts], setting: str) -> str:
+def describe_hang(known: Mapping[int, Heartbeat], setting: str) -> str:
     """In a sentence, which rank keeps the others waiting, where all of them answer and one has not moved for longer
     than ``setting`` allows.
 
@@ -141,7 +141,7 @@ def tell_stuck(known: Mapping[int, Whereabouts], setting: str) -> str:
     return "; ".join([f"{_first(said)}, {reason}", *_others(known, list(culprits))])
 
 
-def _others(known: Mapping[int, Whereabouts], named: Sequence[int]) -> list[str]:
+def _others(known: Mapping[int, Heartbeat], named: Sequence[int]) -> list[str]:
     """What all but the ``named`` ranks did, if there are any."""
     rest = {rank: at for rank, at in known.items() if rank not in named}
     waiting = {rank: at for rank, at in rest.items() if at.phase == "sync"}
@@ -156,7 +156,7 @@ def _others(known: Mapping[int, Whereabouts], named: Sequence[int]) -> list[str]
 
 
 def _listed(
-    ranks: Mapping[int, Whereabouts], host: Callable[[Whereabouts], str], what: Callable[[Whereabouts], str]
+    ranks: Mapping[int, Heartbeat], host: Callable[[Heartbeat], str], what: Callable[[Heartbeat], str]
 ) -> list[str]:
     """One piece for all ranks of which the same is to be said; seconds are those of the first that moved least."""
     alike: dict[tuple[str, str], list[int]] = {}
@@ -174,7 +174,7 @@ def _first(pieces: list[str]) -> str:
     return ", ".join(pieces[:_PLACES]) + (f", and {more} more such" if more > 0 else "")
 
 
-def _where(at: Whereabouts) -> str:
+def _where(at: Heartbeat) -> str:
     if at.step:
         return f"at step {at.step}, in {at.phase}"
     match at.phase:
@@ -186,13 +186,13 @@ def _where(at: Whereabouts) -> str:
             return f"before the first step, in {at.phase}"
 
 
-def _doing(at: Whereabouts) -> str:
+def _doing(at: Heartbeat) -> str:
     if at.step:
         return f"in {at.phase} at step {at.step}"
     return "starting" if at.phase == "start" else f"in {at.phase}"
 
 
-def _nowhere(at: Whereabouts) -> str:
+def _nowhere(at: Heartbeat) -> str:
     return ""
 
 

@@ -13,19 +13,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from imagenet_fast.distributed.bootstrap import connecting, introduce
+from imagenet_fast.distributed.bootstrap import connecting, rendezvous_ranks
 from imagenet_fast.distributed.cpu_count import own_cores
 from imagenet_fast.distributed.flight_recorder import record_flights
 from imagenet_fast.distributed.numa import bind_to_numa_node
 from imagenet_fast.distributed.process_groups import SLACK_S
-from imagenet_fast.distributed.rank_info import Place
-from imagenet_fast.distributed.watchdog import attending
+from imagenet_fast.distributed.rank_info import RankInfo
+from imagenet_fast.distributed.watchdog import watching_ranks
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.schema import Timeout
 
 
 @dataclass(frozen=True)
-class World(Place):
+class DistContext(RankInfo):
     """This process among all of them, and what it computes on."""
 
     device: torch.device
@@ -35,10 +35,10 @@ class World(Place):
 
 @contextmanager
 def join(
-    place: Place, agreed: Mapping[str, Any], patience: timedelta, timeout: Timeout | None = None,
+    place: RankInfo, agreed: Mapping[str, Any], patience: timedelta, timeout: Timeout | None = None,
     end: Callable[[str], None] = lambda sentence: None, traces: Path | None = None, left: Path | None = None,
     numa_binding: bool = True,
-) -> Iterator[World]:  # fmt: skip
+) -> Iterator[DistContext]:  # fmt: skip
     """Join the process group that torchrun's environment describes: NCCL where there are GPUs, else gloo.
 
     The others are waited for with ``patience``; later on a rank that stands still for longer than ``timeout`` allows
@@ -51,15 +51,15 @@ def join(
     device, backend = prepare_device(place.local_rank, traces)
     if numa_binding and device.type == "cuda":
         bind_to_numa_node(device)
-    store = introduce(place, agreed, patience, device.type)
+    store = rendezvous_ranks(place, agreed, patience, device.type)
     with connecting(place, store, patience):
         dist.init_process_group(
             backend, store=store, rank=place.rank, world_size=place.size,
             timeout=timedelta(seconds=timeout.first_step_s + SLACK_S),
             device_id=device if device.type == "cuda" else None,
         )  # fmt: skip
-    with attending(timeout, end, left):
-        yield World(place.rank, place.size, place.local_rank, place.local_size, device, own_cores(place, store))
+    with watching_ranks(timeout, end, left):
+        yield DistContext(place.rank, place.size, place.local_rank, place.local_size, device, own_cores(place, store))
     dist.destroy_process_group()  # not after an error: it would wait for collectives that never end
 
 

@@ -6,7 +6,7 @@ import math
 import os
 from pathlib import Path
 
-from imagenet_fast.distributed.rank_info import Place
+from imagenet_fast.distributed.rank_info import RankInfo
 
 
 def sent_bytes(interface: str) -> int | None:
@@ -23,9 +23,9 @@ def sent_bytes(interface: str) -> int | None:
     return None
 
 
-def link_bytes(place: Place) -> float:
+def link_bytes(place: RankInfo) -> float:
     """This rank's share of what its host has sent by gloo's interface so far, each rank of a host the same.
     NaN where that is not told, as on a single machine."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    sent = sent_bytes(interface) if interface is not None and place.spans_machines else None
+    sent = sent_bytes(interface) if interface is not None and place.is_multi_node else None
     return math.nan if sent is None else sent / place.local_size

@@ -16,7 +16,7 @@ SLACK_S = 30.0
 backend, which names nobody, is there for when that thread waits for a store whose machine is gone."""
 
 
-def limit_groups(seconds: float) -> None:
+def set_group_timeouts(seconds: float) -> None:
     """From now on operations of every process group of this rank may take so long, and the slack; those under way
     keep their limit."""
     limit = timedelta(seconds=seconds + SLACK_S)

@@ -15,7 +15,7 @@ _RUNS = 6  # of neighbouring ranks that are listed
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """One process among ``size``, of which ``local_size`` share its machine."""
 
     rank: int
@@ -29,21 +29,21 @@ class Place:
         return {key: str(value) for key, value in own} | {"GROUP_RANK": str(node)}
 
     @property
-    def spans_machines(self) -> bool:
+    def is_multi_node(self) -> bool:
         return self.size > self.local_size
 
     @property
-    def leads(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this rank writes the record."""
         return self.rank == 0
 
     @property
-    def leads_node(self) -> bool:
+    def is_local_main(self) -> bool:
         """Whether this rank speaks for its machine."""
         return self.local_rank == 0
 
 
-def number_node(place: Place, environment: MutableMapping[str, str] = os.environ) -> None:
+def set_group_rank(place: RankInfo, environment: MutableMapping[str, str] = os.environ) -> None:
     """Set ``GROUP_RANK`` where neither torchrun nor srun has started this rank, but an mpirun or a script.
 
     Nodes are taken to have as many ranks each, and ranks of one node to be neighbours, as with torchrun.
@@ -51,7 +51,7 @@ def number_node(place: Place, environment: MutableMapping[str, str] = os.environ
     environment.setdefault("GROUP_RANK", str(place.rank // place.local_size))
 
 
-def own_place() -> Place | None:
+def rank_info_from_env() -> RankInfo | None:
     """Where the environment places this process; None where nothing has started it as a rank of several.
 
     Raises UserError where only some of the variables are set, as by a pod's ``WORLD_SIZE``: trained by itself, each of
@@ -60,7 +60,7 @@ def own_place() -> Place | None:
     found = {key: os.environ[key] for key in TORCHRUN if key in os.environ}
     if len(found) == len(TORCHRUN):
         try:
-            return Place(*(int(found[key]) for key in TORCHRUN))
+            return RankInfo(*(int(found[key]) for key in TORCHRUN))
         except ValueError:
             given = ", ".join(f"{key}={value}" for key, value in found.items())
             raise UserError(f"the environment says {given}, which are not all whole numbers; correct them") from None

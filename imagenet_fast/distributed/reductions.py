@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.distributed.heartbeat import here
-from imagenet_fast.distributed.init import World
+from imagenet_fast.distributed.init import DistContext
 
 
-def same_everywhere(model: nn.Module) -> None:
+def broadcast_model(model: nn.Module) -> None:
     """Give every rank the weights and buffers of rank 0."""
     tensors = [*model.parameters(), *model.buffers()]
     for dtype in dict.fromkeys(t.dtype for t in tensors):  # not a set, whose order differs between ranks
@@ -38,7 +38,7 @@ def average_batch_norms(model: nn.Module, group: dist.ProcessGroup | None = None
         _scatter(flat.div_(dist.get_world_size(group)), running)
 
 
-def total(*values: float, device: torch.device) -> list[float]:
+def all_reduce_sum(*values: float, device: torch.device) -> list[float]:
     """The sum of each value over all ranks, added in float64."""
     sums = torch.tensor(values, dtype=torch.float64, device=device)
     with here.waiting():
@@ -46,7 +46,7 @@ def total(*values: float, device: torch.device) -> list[float]:
         return [float(value) for value in sums]
 
 
-def rows_of_ranks(own: Sequence[float], world: World) -> Tensor:
+def gather_rows(own: Sequence[float], world: DistContext) -> Tensor:
     """The values that each rank tells, a row a rank, float64 on the device. With NCCL the host waits for nothing."""
     cuda = world.device.type == "cuda"
     rows = torch.zeros(world.size, len(own), dtype=torch.float64, device=world.device)
@@ -56,7 +56,7 @@ def rows_of_ranks(own: Sequence[float], world: World) -> Tensor:
     return rows
 
 
-def refused_by_first(refusal: str, device: torch.device) -> str:
+def broadcast_error(refusal: str, device: torch.device) -> str:
     """What rank 0 refuses, in a sentence, on every rank; nothing where it refuses nothing. Others' are not heard."""
     said = [refusal]
     with here.waiting():

@@ -7,7 +7,7 @@ from statistics import median
 
 from torch._C._distributed_c10d import Store
 
-from imagenet_fast.distributed.heartbeat import Whereabouts, published
+from imagenet_fast.distributed.heartbeat import Heartbeat, published
 from imagenet_fast.distributed.rank_info import ranges
 from imagenet_fast.errors import warn
 
@@ -23,7 +23,7 @@ class Stragglers:
     def __init__(self, store: Store, size: int) -> None:
         self._store = store
         self._size = size
-        self._before: dict[int, Whereabouts] = {}
+        self._before: dict[int, Heartbeat] = {}
         self._since_look_s = 0.0
         self._silent_s = 0.0
 
@@ -42,7 +42,7 @@ class Stragglers:
             self._silent_s = _SILENT_S
 
 
-def tell_slow(before: Mapping[int, Whereabouts], now: Mapping[int, Whereabouts]) -> str:
+def tell_slow(before: Mapping[int, Heartbeat], now: Mapping[int, Heartbeat]) -> str:
     """In a sentence, which ranks took more than three times the median for a step between two looks, without what they
     waited for others; nothing where none did, or nothing is known."""
     own_s = {

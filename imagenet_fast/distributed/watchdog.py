@@ -21,17 +21,17 @@ from imagenet_fast.distributed.failure_detection import (
     calls,
     excuse,
     failure_in,
+    find_lost_ranks,
     has_rung,
     is_broken_connection,
     leave_failure,
-    lost_ranks,
     report_failure,
 )  # fmt: skip
 from imagenet_fast.distributed.flight_recorder import write_flight_record
-from imagenet_fast.distributed.heartbeat import Whereabouts, here, publish, published, tell_lost, tell_stuck
-from imagenet_fast.distributed.process_groups import limit_groups
+from imagenet_fast.distributed.heartbeat import Heartbeat, describe_hang, describe_lost, here, publish, published
+from imagenet_fast.distributed.process_groups import set_group_timeouts
 from imagenet_fast.distributed.stragglers import Stragglers
-from imagenet_fast.errors import Fault
+from imagenet_fast.errors import JobAborted
 from imagenet_fast.recipe.schema import Timeout
 
 _PUBLISHED_S = 1.0  # how old what others know of a rank may be
@@ -39,7 +39,7 @@ _SLEPT = 4  # looks that are missing: the whole job may have been stopped, by Ct
 _GRACE_S = 5.0  # for a rank to end by itself once another has failed, and to write what became of it
 
 
-class Attendance:
+class Watchdog:
     """Of one rank. ``end`` is told why, where the rank must end and cannot by itself."""
 
     def __init__(
@@ -69,7 +69,7 @@ class Attendance:
         self._unpublished_s += passed_s
         limit_s = self._timeout.first_step_s if here.fresh else self._timeout.step_s
         if limit_s != self._limited_s:
-            limit_groups(limit_s)
+            set_group_timeouts(limit_s)
             self._limited_s = limit_s
         try:
             if has_rung(self._store):
@@ -93,9 +93,9 @@ class Attendance:
         with suppress(dist.DistError):
             excuse(self._store, self._rank)
 
-    def _whereabouts(self) -> Whereabouts:
+    def _whereabouts(self) -> Heartbeat:
         step, phase = self._seen
-        return Whereabouts(self._host, step, phase, round(self._stuck_s, 1), *here.pace)
+        return Heartbeat(self._host, step, phase, round(self._stuck_s, 1), *here.pace)
 
     def _answer(self, passed_s: float) -> None:
         if self._calls and self._store.check([self._calls[0]]):
@@ -111,15 +111,15 @@ class Attendance:
         setting = "timeout.first_step_s" if here.fresh else "timeout.step_s"
         own = self._whereabouts()
         try:
-            lost = lost_ranks(self._store, self._rank, self._size)
+            lost = find_lost_ranks(self._store, self._rank, self._size)
             self.publish()
             known = published(self._store, range(self._size))
-            sentence = tell_lost(lost, known) if lost else tell_stuck(known, setting)
+            sentence = describe_lost(lost, known) if lost else describe_hang(known, setting)
             first = leave_failure(self._store, sentence)
             if first == sentence:
                 print(f"error: {sentence}", file=sys.stderr, flush=True)
         except dist.DistError:
-            alone = tell_stuck({self._rank: own}, setting)
+            alone = describe_hang({self._rank: own}, setting)
             first = f"{alone}; the store of all ranks, which could name others, has ended"
         self._leave_for(first)
 
@@ -137,7 +137,7 @@ class Attendance:
 
 
 @contextmanager
-def attending(
+def watching_ranks(
     timeout: Timeout | None = None, end: Callable[[str], None] = lambda sentence: None, folder: Path | None = None
 ) -> Iterator[None]:
     """Have a thread speak for this rank of the default process group, which may be stuck in a collective.
@@ -150,7 +150,7 @@ def attending(
     """
     leaving = threading.Event()
     store = dist.distributed_c10d._get_default_store().clone()  # a client of its own: another may be blocked
-    attendance = Attendance(store, dist.get_rank(), dist.get_world_size(), timeout or Timeout(), end, folder)
+    attendance = Watchdog(store, dist.get_rank(), dist.get_world_size(), timeout or Timeout(), end, folder)
 
     def attend() -> None:
         before = time.monotonic()
@@ -171,7 +171,7 @@ def attending(
         in_order = False
         reason = report_failure(error)
         if is_broken_connection(error) and not reason.startswith(f"rank {dist.get_rank()}: "):
-            raise Fault(reason) from None
+            raise JobAborted(reason) from None
         raise
     finally:
         leaving.set()

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from imagenet_fast.distributed.init import World
-from imagenet_fast.doctor.report import Finding, by_host
+from imagenet_fast.distributed.init import DistContext
+from imagenet_fast.doctor.report import CheckResult, by_host
 
 _SHORT, _LONG = 2**13, 2**25  # bytes
 _REPEATS, _ROUNDS = 20, 5
@@ -22,37 +22,37 @@ _DRIFT_S = 1.0  # of clocks: what files and records of several machines can be t
 _POOR = 0.5  # of what a card promises
 
 
-def compare_notes(own: list[Finding], world: World, host: str) -> list[Finding]:
+def gather_results(own: list[CheckResult], world: DistContext, host: str) -> list[CheckResult]:
     """What each machine's first rank found there, of all of them, and what is between them. Every rank must call it."""
     told: list[tuple[str, list[dict[str, str]]] | None] = [None] * world.size
-    dist.all_gather_object(told, (host, [asdict(finding) for finding in own]) if world.leads_node else None)
+    dist.all_gather_object(told, (host, [asdict(finding) for finding in own]) if world.is_local_main else None)
     found = {}
     for number, card in enumerate(filter(None, told)):
         name, findings = card
-        found[name if name not in found else f"{name} ({number})"] = [Finding(**finding) for finding in findings]  # type: ignore[arg-type]
+        found[name if name not in found else f"{name} ({number})"] = [CheckResult(**finding) for finding in findings]  # type: ignore[arg-type]
     return [*by_host(found), *_network(world), *_clocks(world)]
 
 
-def _network(world: World) -> Iterator[Finding]:
+def _network(world: DistContext) -> Iterator[CheckResult]:
     if world.size == 1:
-        yield Finding("all-reduce", "ok", "one rank alone needs none")
+        yield CheckResult("all-reduce", "ok", "one rank alone needs none")
         return
     latency_s, long_s = _seconds(_SHORT, world), _seconds(_LONG, world)
     bus = 2 * (world.size - 1) / world.size * _LONG / long_s
     said = f"{8 * bus / 1e9:.2f} Gbit/s and {1e6 * latency_s:.0f} us over {world.size} ranks"
-    promised = _of_all(_promise(os.environ) if world.spans_machines else 0.0)
+    promised = _of_all(_promise(os.environ) if world.is_multi_node else 0.0)
     if not promised:
-        yield Finding("all-reduce", "ok", said)
+        yield CheckResult("all-reduce", "ok", said)
         return
     said += f", where the slowest card promises {promised / 1e9:g} Gbit/s"
     if 8 * bus < _POOR * promised:
         fix = "see `imagenet-fast bench collectives`; look for another interface (GLOO_SOCKET_IFNAME), or a busy link"
-        yield Finding("all-reduce", "warn", said, fix)
+        yield CheckResult("all-reduce", "warn", said, fix)
     else:
-        yield Finding("all-reduce", "ok", said)
+        yield CheckResult("all-reduce", "ok", said)
 
 
-def _seconds(size: int, world: World) -> float:
+def _seconds(size: int, world: DistContext) -> float:
     """Of an all-reduce of ``size`` bytes: the slowest rank's median of rounds."""
     values = torch.zeros(size // 4, device=world.device)
     repeats = _REPEATS if size == _SHORT else 1
@@ -105,8 +105,8 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _clocks(world: World) -> Iterator[Finding]:
-    if not world.spans_machines:
+def _clocks(world: DistContext) -> Iterator[CheckResult]:
+    if not world.is_multi_node:
         return
     told: list[float] = [0.0] * world.size
     dist.barrier()
@@ -114,6 +114,6 @@ def _clocks(world: World) -> Iterator[Finding]:
     apart = max(told) - min(told)
     said = f"{apart:.1f} s apart at most" if apart >= 0.1 else "agree"
     if apart > _DRIFT_S:
-        yield Finding("clocks", "warn", said, "start a time service (chrony, ntpd) on every node")
+        yield CheckResult("clocks", "warn", said, "start a time service (chrony, ntpd) on every node")
     else:
-        yield Finding("clocks", "ok", said)
+        yield CheckResult("clocks", "ok", said)

@@ -22,7 +22,7 @@ import torch
 
 from imagenet_fast.data.format_detection import check_folders, open_validation
 from imagenet_fast.distributed.cpu_count import usable_cores
-from imagenet_fast.doctor.report import Finding
+from imagenet_fast.doctor.report import CheckResult
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.schema import Timeout
 
@@ -32,7 +32,7 @@ _SHARED, _FREE, _FILES = 2**30, 5 * _GIB, 4096
 _SMI_S = 30.0  # with eight cards and no persistence daemon nvidia-smi takes up to ten
 
 
-def examine(data: Path | None, out: Path, ranks: int, timeout: Timeout) -> list[Finding]:
+def examine(data: Path | None, out: Path, ranks: int, timeout: Timeout) -> list[CheckResult]:
     """All that can be told without other ranks, of which this machine has ``ranks``; runs would lie in ``out``."""
     return [
         *_software(), *_processors(ranks), *_memory(), *_limits(Path("/sys/class/infiniband")), _disk(out),
@@ -40,28 +40,28 @@ def examine(data: Path | None, out: Path, ranks: int, timeout: Timeout) -> list[
     ]  # fmt: skip
 
 
-def _software() -> Iterator[Finding]:
+def _software() -> Iterator[CheckResult]:
     python = platform.python_version()
     if sys.version_info >= _OLDEST_PYTHON:
-        yield Finding("python", "ok", python)
+        yield CheckResult("python", "ok", python)
     else:
-        yield Finding("python", "fail", python, "install Python 3.11 or later")
+        yield CheckResult("python", "fail", python, "install Python 3.11 or later")
     found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if found >= _OLDEST_TORCH:
-        yield Finding("torch", "ok", torch.__version__)
+        yield CheckResult("torch", "ok", torch.__version__)
     else:
-        yield Finding("torch", "fail", torch.__version__, "`pip install -U torch torchvision`, to 2.11 or later")
+        yield CheckResult("torch", "fail", torch.__version__, "`pip install -U torch torchvision`, to 2.11 or later")
     yield from _graphics(_driver())
     try:
         dali = version("nvidia-dali-cuda130")
         import nvidia.dali  # noqa: F401  (what is installed may not load)
 
-        yield Finding("DALI", "ok", dali)
+        yield CheckResult("DALI", "ok", dali)
     except PackageNotFoundError:
         fix = "`pip install nvidia-dali-cuda130` (Linux), or train with --set data.loader=folder"
-        yield Finding("DALI", "warn", "is not installed", fix)
+        yield CheckResult("DALI", "warn", "is not installed", fix)
     except (ImportError, OSError) as error:
-        yield Finding(
+        yield CheckResult(
             "DALI", "fail", f"does not load ({error})", "install it anew, or train with --set data.loader=folder"
         )
 
@@ -106,7 +106,7 @@ def _driver() -> _Driver:
     return _Driver(first)
 
 
-def _graphics(driver: _Driver) -> Iterator[Finding]:
+def _graphics(driver: _Driver) -> Iterator[CheckResult]:
     """GPUs, and whether torch and the driver go together.
 
     torch counts GPUs by NVML, and starts them by CUDA's runtime; the two may disagree.
@@ -114,98 +114,98 @@ def _graphics(driver: _Driver) -> Iterator[Finding]:
     available, count = torch.cuda.is_available(), torch.cuda.device_count()
     if driver.trouble:
         fix = "reinstall or update the driver; after an update, restart the machine"
-        yield Finding("nvidia-smi", "warn" if available else "fail", driver.trouble, fix)
+        yield CheckResult("nvidia-smi", "warn" if available else "fail", driver.trouble, fix)
     named = f"driver {driver.version or 'unknown'}"
     if available and count:
         for number in range(count):
             yield _card(number, named)
     elif available:
         fix = "look at CUDA_VISIBLE_DEVICES, or restart the machine"
-        yield Finding("GPU", "fail", f"CUDA starts, but torch finds no GPU ({named})", fix)
+        yield CheckResult("GPU", "fail", f"CUDA starts, but torch finds no GPU ({named})", fix)
     elif driver.version is not None and torch.version.cuda is None:
         fix = "`pip install torch torchvision` without an index of CPU builds"
-        yield Finding("GPU", "fail", f"there is one ({named}), but this torch is a CPU build", fix)
+        yield CheckResult("GPU", "fail", f"there is one ({named}), but this torch is a CPU build", fix)
     elif driver.version is not None or count:
         fix = "update the driver, or look at CUDA_VISIBLE_DEVICES; with NVSwitch, see that nvidia-fabricmanager runs"
         there = f"the driver counts {count} GPUs, but " if count else ""
-        yield Finding("GPU", "fail", f"{there}{named} does not serve this torch's CUDA {torch.version.cuda}", fix)
+        yield CheckResult("GPU", "fail", f"{there}{named} does not serve this torch's CUDA {torch.version.cuda}", fix)
     elif not driver.trouble:
-        yield Finding("GPU", "ok", "none; ranks train on the processor")
+        yield CheckResult("GPU", "ok", "none; ranks train on the processor")
 
 
-def _card(number: int, driver: str) -> Finding:
+def _card(number: int, driver: str) -> CheckResult:
     try:
         card = torch.cuda.get_device_properties(number)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
         fix = "look for it with nvidia-smi and dmesg, or leave it out by CUDA_VISIBLE_DEVICES"
-        return Finding(f"GPU {number}", "fail", f"does not answer ({reason})", fix)
+        return CheckResult(f"GPU {number}", "fail", f"does not answer ({reason})", fix)
     said = f"{card.name}, {card.total_memory / _GIB:.0f} GiB; CUDA {torch.version.cuda}, {driver}"
-    return Finding(f"GPU {number}", "ok", said)
+    return CheckResult(f"GPU {number}", "ok", said)
 
 
-def _processors(ranks: int) -> Iterator[Finding]:
+def _processors(ranks: int) -> Iterator[CheckResult]:
     cores = usable_cores()
     said = f"{cores} for {ranks} rank(s)"
     if ranks > cores:
-        yield Finding("cores", "warn", said, f"start at most {cores} with --nproc, or allow this process more")
+        yield CheckResult("cores", "warn", said, f"start at most {cores} with --nproc, or allow this process more")
     else:
-        yield Finding("cores", "ok", said)
+        yield CheckResult("cores", "ok", said)
 
 
-def _memory() -> Iterator[Finding]:
+def _memory() -> Iterator[CheckResult]:
     available = psutil.virtual_memory().available
     said = f"{available / _GIB:.1f} GiB available"
     if available < 2 * _GIB:
-        yield Finding("memory", "warn", said, "end other programs, or train with a smaller micro_batch")
+        yield CheckResult("memory", "warn", said, "end other programs, or train with a smaller micro_batch")
     else:
-        yield Finding("memory", "ok", said)
+        yield CheckResult("memory", "ok", said)
     shared = Path("/dev/shm")
     if shared.is_dir():
         free = shutil.disk_usage(shared).free
         said = f"{free / _GIB:.1f} GiB free"
         if free < _SHARED:  # NCCL's buffers between the GPUs of a machine lie there; Docker gives 64 MiB
             fix = "give the container more: --ipc=host, or --shm-size=8g"
-            yield Finding("/dev/shm", "warn", said, fix)
+            yield CheckResult("/dev/shm", "warn", said, fix)
         else:
-            yield Finding("/dev/shm", "ok", said)
+            yield CheckResult("/dev/shm", "ok", said)
 
 
-def _limits(infiniband: Path) -> Iterator[Finding]:
+def _limits(infiniband: Path) -> Iterator[CheckResult]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < _FILES:
         fix = f"`ulimit -n {min(hard, 65536) if hard > soft else 65536}` before the command"
-        yield Finding("open files", "warn", f"at most {soft}", fix)
+        yield CheckResult("open files", "warn", f"at most {soft}", fix)
     else:
-        yield Finding("open files", "ok", f"at most {soft}")
+        yield CheckResult("open files", "ok", f"at most {soft}")
     if infiniband.is_dir() and any(infiniband.iterdir()):
         locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         if locked != resource.RLIM_INFINITY:
             fix = "`ulimit -l unlimited` (in a container --ulimit memlock=-1), or NCCL cannot use RDMA"
-            yield Finding("locked memory", "warn", f"at most {locked // 1024} KiB, with InfiniBand here", fix)
+            yield CheckResult("locked memory", "warn", f"at most {locked // 1024} KiB, with InfiniBand here", fix)
         else:
-            yield Finding("locked memory", "ok", "unlimited")
+            yield CheckResult("locked memory", "ok", "unlimited")
 
 
-def _disk(out: Path) -> Finding:
+def _disk(out: Path) -> CheckResult:
     fix = "choose another --out"
     try:
         place = next(path for path in (out.absolute(), *out.absolute().parents) if os.path.lexists(path))
         if not place.is_dir():
-            return Finding("runs", "fail", f"{place} is no directory", fix)
+            return CheckResult("runs", "fail", f"{place} is no directory", fix)
         tempfile.TemporaryFile(dir=place).close()  # root may write almost anywhere, but not everywhere it is told
         if not out.exists() and len(out.name) > os.pathconf(place, "PC_NAME_MAX"):
-            return Finding("runs", "fail", f"the name of {out} is too long", fix)
+            return CheckResult("runs", "fail", f"the name of {out} is too long", fix)
         free = shutil.disk_usage(place).free
     except OSError as error:
-        return Finding("runs", "fail", f"{out} cannot be written ({error.strerror})", fix)
+        return CheckResult("runs", "fail", f"{out} cannot be written ({error.strerror})", fix)
     said = f"{free / _GIB:.0f} GiB free under {place}"
     if free < _FREE:  # a checkpoint of AlexNet is 490 MB, and two or three are kept
-        return Finding("runs", "warn", said, f"make room, or {fix}")
-    return Finding("runs", "ok", said)
+        return CheckResult("runs", "warn", said, f"make room, or {fix}")
+    return CheckResult("runs", "ok", said)
 
 
-def _images(data: Path | None) -> Iterator[Finding]:
+def _images(data: Path | None) -> Iterator[CheckResult]:
     """Whether there is something to train on; that takes a list of all validation images, which is then kept."""
     if data is None:
         return
@@ -213,29 +213,29 @@ def _images(data: Path | None) -> Iterator[Finding]:
         check_folders(data)
         val = open_validation(data)
     except UserError as error:
-        yield Finding("data", "fail", str(error))
+        yield CheckResult("data", "fail", str(error))
     except OSError as error:
-        yield Finding("data", "fail", f"{data} cannot be read ({error.strerror}); check the path and its rights")
+        yield CheckResult("data", "fail", f"{data} cannot be read ({error.strerror}); check the path and its rights")
     else:
         shown = set(val.labels.tolist())
         if missing := [name for label, name in enumerate(val.classes) if label not in shown]:
             many = f"{len(missing)} of the {len(val.classes)} classes, the first {missing[0]!r}"
             fix = "copy them, too, or top-1 says nothing about these classes"
-            yield Finding("data", "warn", f"in {data} val has no images of {many}", fix)
+            yield CheckResult("data", "warn", f"in {data} val has no images of {many}", fix)
         else:
-            yield Finding("data", "ok", f"{data} has images of the same classes to train on and to validate")
+            yield CheckResult("data", "ok", f"{data} has images of the same classes to train on and to validate")
 
 
-def _time_limits(timeout: Timeout, environment: Mapping[str, str]) -> Iterator[Finding]:
+def _time_limits(timeout: Timeout, environment: Mapping[str, str]) -> Iterator[CheckResult]:
     """What would end a run before our own time-outs, which name who is lost, or would let it hang."""
     said = f"{timeout.first_step_s:g} s for the first step, {timeout.step_s:g} s for others"
     if environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0":
         fix = "unset it, or ranks hang where one is lost"
-        yield Finding("time-outs", "warn", "TORCH_NCCL_ASYNC_ERROR_HANDLING is 0", fix)
+        yield CheckResult("time-outs", "warn", "TORCH_NCCL_ASYNC_ERROR_HANDLING is 0", fix)
         return
     beat = environment.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "480")
     if beat.isdecimal() and int(beat) < timeout.first_step_s:
         fix = "unset it, or NCCL's watchdog kills ranks that only compile, and names none"
-        yield Finding("time-outs", "warn", f"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC is {beat}; ours are {said}", fix)
+        yield CheckResult("time-outs", "warn", f"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC is {beat}; ours are {said}", fix)
         return
-    yield Finding("time-outs", "ok", said)
+    yield CheckResult("time-outs", "ok", said)

@@ -10,19 +10,19 @@ from tempfile import TemporaryDirectory
 
 from imagenet_fast.data import dali_loader
 from imagenet_fast.data.format_detection import open_training
-from imagenet_fast.data.image_source import Split
+from imagenet_fast.data.image_source import ImageSource
 from imagenet_fast.data.sample_images import make_photos
 from imagenet_fast.data.throughput import OwnLoader, fastest, measure, training_batches
 from imagenet_fast.distributed.cpu_count import usable_cores
 from imagenet_fast.distributed.init import prepare_device
-from imagenet_fast.doctor.report import Finding
+from imagenet_fast.doctor.report import CheckResult
 from imagenet_fast.errors import UserError
 
 _SIZE, _BATCH = 224, 64
 _TURNS = 2
 
 
-def try_loaders(data: Path | None, ranks: int, seconds: float = 1.0) -> list[Finding]:
+def try_loaders(data: Path | None, ranks: int, seconds: float = 1.0) -> list[CheckResult]:
     """What one of this machine's ``ranks`` gets from each in ``seconds``, of the images in ``data`` or of photos made
     for the occasion. Nothing where ``data`` cannot be read at all.
 
@@ -45,16 +45,16 @@ def try_loaders(data: Path | None, ranks: int, seconds: float = 1.0) -> list[Fin
                     by_clock, by_core = measure(batches, batch, seconds / _TURNS, device)
                     turns[loader].append(by_clock if device.type == "cuda" else by_core)
         except (UserError, RuntimeError) as error:  # a bad image, or a driver that DALI cannot do with
-            return [Finding("loaders", "warn", f"`train` would end with: {error}")]
+            return [CheckResult("loaders", "warn", f"`train` would end with: {error}")]
     rates = {loader: fmean(rates) if rates else None for loader, rates in turns.items()}
     told = " and ".join(f"{loader} {rate:.0f}" for loader, rate in rates.items() if rate)
     per = f"second, in {threads} of its threads" if device.type == "cuda" else "second of a core"
     said = f"{told} images a {per}, to {_SIZE} pixels; {fastest(rates)}"
-    return [Finding("loaders", "ok", said)]
+    return [CheckResult("loaders", "ok", said)]
 
 
 @contextmanager
-def _images(data: Path | None) -> Iterator[Split | None]:
+def _images(data: Path | None) -> Iterator[ImageSource | None]:
     """The training split in ``data``; None where there is none, as has been said already."""
     if data is not None:
         found = None

@@ -14,7 +14,7 @@ _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One line of a check-up."""
 
     about: str
@@ -27,7 +27,7 @@ class Finding:
     """Where, if not everywhere."""
 
 
-def findings_table(findings: Iterable[Finding]) -> Table:
+def findings_table(findings: Iterable[CheckResult]) -> Table:
     """A line each, and its fix."""
     about = (Column("", no_wrap=True), Column("", no_wrap=True))
     table = Table(*about, "", box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
@@ -39,9 +39,9 @@ def findings_table(findings: Iterable[Finding]) -> Table:
     return table
 
 
-def by_host(found: dict[str, list[Finding]]) -> list[Finding]:
+def by_host(found: dict[str, list[CheckResult]]) -> list[CheckResult]:
     """Of several hosts' findings each once where all have the same, else with the host's name."""
-    merged: list[Finding] = []
+    merged: list[CheckResult] = []
     everything = [finding for findings in found.values() for finding in findings]
     for about in dict.fromkeys(finding.about for finding in everything):
         of_hosts = {host: [f for f in findings if f.about == about] for host, findings in found.items()}
@@ -50,6 +50,8 @@ def by_host(found: dict[str, list[Finding]]) -> list[Finding]:
             merged += first
         else:
             merged += [
-                Finding(f.about, f.state, f.said, f.fix, host) for host, findings in of_hosts.items() for f in findings
+                CheckResult(f.about, f.state, f.said, f.fix, host)
+                for host, findings in of_hosts.items()
+                for f in findings
             ]
     return merged

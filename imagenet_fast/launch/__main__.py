@@ -15,8 +15,8 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback out of the imports; the launcher says what there is
 
 from imagenet_fast.distributed.forkserver import end_with_parent
-from imagenet_fast.distributed.rank_info import Place, own_place
-from imagenet_fast.errors import Fault, UserError, leave_refusals_in, refuse
+from imagenet_fast.distributed.rank_info import RankInfo, rank_info_from_env
+from imagenet_fast.errors import JobAborted, UserError, exit_with_error, leave_refusals_in
 from imagenet_fast.launch.fast_exit import leave
 from imagenet_fast.launch.stdio import keep_printing, refuse_if_lost
 
@@ -32,7 +32,7 @@ def main() -> None:
         raise SystemExit(2)  # torchrun has started ranks again, which would come to the same end
     leave_refusals_in(path.parent)
     try:
-        place = own_place()
+        place = rank_info_from_env()
         assert place is not None, "torchrun tells a rank its place"
         match task:
             case "eval":
@@ -44,10 +44,10 @@ def main() -> None:
     except UserError as error:
         if _have_met():
             (path.parent / _FINAL).touch()
-        refuse(str(error))
-    except Fault as fault:
+        exit_with_error(str(error))
+    except JobAborted as fault:
         if task != "train":  # of a training the launcher tells
-            refuse(str(fault), code=1)
+            exit_with_error(str(fault), code=1)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(1) from None
@@ -62,20 +62,20 @@ def _have_met() -> bool:
     return dist.is_initialized()
 
 
-def _train(path: Path, place: Place, patience_s: float) -> bool:
+def _train(path: Path, place: RankInfo, patience_s: float) -> bool:
     from imagenet_fast.launch.job_setup import on_ranks
-    from imagenet_fast.launch.worker import train_as_rank  # seconds of imports, in which Ctrl-C may come
+    from imagenet_fast.launch.worker import run_worker  # seconds of imports, in which Ctrl-C may come
     from imagenet_fast.recipe.job import read_job
 
     job = read_job(path)
     if job.elastic:
         job = on_ranks(job, place.size)
-    outcome = train_as_rank(job, place, patience_s, handover=path.parent)
+    outcome = run_worker(job, place, patience_s, handover=path.parent)
     # Where nodes may leave, a stop that has been saved is for those that were told; torchrun starts the others again.
     return outcome.status in ("reached", "finished") or (outcome.status == "preempted" and not job.elastic)
 
 
-def _evaluate(path: Path, place: Place, patience_s: float) -> bool:
+def _evaluate(path: Path, place: RankInfo, patience_s: float) -> bool:
     from imagenet_fast.launch.evaluate import evaluate_as_rank
     from imagenet_fast.recipe.evaluating import read_evaluation
 
@@ -84,7 +84,7 @@ def _evaluate(path: Path, place: Place, patience_s: float) -> bool:
     return True
 
 
-def _examine(path: Path, place: Place, patience_s: float) -> bool:
+def _examine(path: Path, place: RankInfo, patience_s: float) -> bool:
     from imagenet_fast.launch.doctor import examine_as_rank, read_examination
 
     examine_as_rank(read_examination(path), place, patience_s, handover=path.parent)

@@ -10,12 +10,12 @@ from datetime import timedelta
 from pathlib import Path
 
 from imagenet_fast.distributed.init import join
-from imagenet_fast.distributed.rank_info import Place, number_node
-from imagenet_fast.doctor.cluster_checks import compare_notes
+from imagenet_fast.distributed.rank_info import RankInfo, set_group_rank
+from imagenet_fast.doctor.cluster_checks import gather_results
 from imagenet_fast.doctor.host_checks import examine
 from imagenet_fast.doctor.loader_check import try_loaders
-from imagenet_fast.doctor.report import Finding
-from imagenet_fast.launch.rendezvous import Nodes
+from imagenet_fast.doctor.report import CheckResult
+from imagenet_fast.launch.rendezvous import LaunchConfig
 from imagenet_fast.launch.signals import end_on_signals, interrupt_on_signals
 from imagenet_fast.launch.torchrun import run_ranks
 from imagenet_fast.recipe.schema import Timeout
@@ -24,7 +24,7 @@ _FINDINGS = "findings.json"
 
 
 @dataclass(frozen=True)
-class Examination:
+class DoctorJob:
     """What to look at."""
 
     data: Path | None
@@ -40,14 +40,14 @@ class Examination:
         path.write_text(json.dumps(table) + "\n", encoding="utf-8")
 
 
-def read_examination(path: Path) -> Examination:
-    """What :meth:`Examination.write` wrote."""
+def read_examination(path: Path) -> DoctorJob:
+    """What :meth:`DoctorJob.write` wrote."""
     table = json.loads(path.read_text(encoding="utf-8"))
     data = Path(table["data"]) if table["data"] is not None else None
-    return Examination(data, Path(table["out"]), Timeout(**table["timeout"]))
+    return DoctorJob(data, Path(table["out"]), Timeout(**table["timeout"]))
 
 
-def launch_examination(examination: Examination, nodes: Nodes) -> list[Finding] | None:
+def launch_doctor(examination: DoctorJob, nodes: LaunchConfig) -> list[CheckResult] | None:
     """What this machine's ranks, and those of the other ``nodes``, have found; None on all nodes but the first, which
     tells.
 
@@ -60,28 +60,28 @@ def launch_examination(examination: Examination, nodes: Nodes) -> list[Finding] 
         code, fate = run_ranks("doctor", path, nodes)
         found = Path(handover) / _FINDINGS
         if found.is_file():
-            return [Finding(**finding) for finding in json.loads(found.read_text(encoding="utf-8"))]
+            return [CheckResult(**finding) for finding in json.loads(found.read_text(encoding="utf-8"))]
     if not code:
         return None
     own = examine(examination.data, examination.out, nodes.ranks_each, examination.timeout)
     said = "the ranks did not come together" if code == 2 else fate
-    return [*own, Finding("ranks", "fail", said, "see what they said above")]
+    return [*own, CheckResult("ranks", "fail", said, "see what they said above")]
 
 
-def examine_as_rank(examination: Examination, place: Place, patience_s: float, handover: Path) -> None:
+def examine_as_rank(examination: DoctorJob, place: RankInfo, patience_s: float, handover: Path) -> None:
     """Join the others, waiting ``patience_s`` for them at most, and look; rank 0 leaves what all found in ``handover``.
 
     Raises UserError where the ranks cannot meet.
     """
-    number_node(place)
+    set_group_rank(place)
     end_on_signals()
-    own: list[Finding] = []
-    if place.leads_node:
+    own: list[CheckResult] = []
+    if place.is_local_main:
         own = examine(examination.data, examination.out, place.local_size, examination.timeout)
         own += try_loaders(examination.data, place.local_size)
     with join(place, {}, timedelta(seconds=patience_s), examination.timeout, left=handover) as world:
-        found = compare_notes(own, world, socket.gethostname())
-        if world.leads:
+        found = gather_results(own, world, socket.gethostname())
+        if world.is_main:
             (handover / _FINDINGS).write_text(
                 json.dumps([asdict(finding) for finding in found]) + "\n", encoding="utf-8"
             )

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from imagenet_fast.data.loaders import open_validation
-from imagenet_fast.distributed.init import World, join
-from imagenet_fast.distributed.rank_info import Place, number_node
+from imagenet_fast.distributed.init import DistContext, join
+from imagenet_fast.distributed.rank_info import RankInfo, set_group_rank
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.launch.signals import end_on_signals
 from imagenet_fast.metrics.json_io import to_json
@@ -20,13 +20,13 @@ from imagenet_fast.metrics.tables import compact_table
 from imagenet_fast.models import compile_blocks
 from imagenet_fast.recipe.evaluating import Evaluation
 from imagenet_fast.training.evaluation import evaluate
-from imagenet_fast.training.init_weights import starting_weights
+from imagenet_fast.training.init_weights import load_initial_weights
 from imagenet_fast.training.precision import autocast, forward_dtype, set_float32_math
-from imagenet_fast.training.train_loop import initial_model
+from imagenet_fast.training.train_loop import build_initial_model
 
 
 @dataclass(frozen=True)
-class Verdict:
+class EvalResult:
     """What weights are worth: percent of ``images``, seconds from the first of them to the last, compiling included."""
 
     weights: str
@@ -41,35 +41,35 @@ class Verdict:
     images_per_s: float
 
 
-def evaluate_as_rank(evaluation: Evaluation, place: Place, patience_s: float, left: Path | None = None) -> None:
+def evaluate_as_rank(evaluation: Evaluation, place: RankInfo, patience_s: float, left: Path | None = None) -> None:
     """Join the others, waiting ``patience_s`` for them at most, and judge; rank 0 prints, and writes what it was asked
     to, and each leaves in ``left`` where it is.
 
     Raises UserError where the ranks cannot meet, were told different things, or the weights or images do not fit.
     """
-    number_node(place)
+    set_group_rank(place)
     end_on_signals()
     recipe, patience = evaluation.recipe, timedelta(seconds=patience_s)
     with join(
         place, evaluation.agreed(), patience, recipe.timeout, left=left, numa_binding=recipe.numa_binding
     ) as world:
         verdict = judge(evaluation, world)
-        if world.leads:
+        if world.is_main:
             Console().print(verdict_table(verdict))
             if evaluation.report is not None:
                 _write(verdict, evaluation.report)
 
 
-def judge(evaluation: Evaluation, world: World) -> Verdict:
+def judge(evaluation: Evaluation, world: DistContext) -> EvalResult:
     """Classify the whole validation set as training with the recipe does: its model, precision and batches."""
     recipe = evaluation.recipe
     images = open_validation(
         recipe.data, evaluation.data, evaluation.batching, world.rank, world.cores, world.device, recipe.seed,
         forward_dtype(recipe.precision),
     )  # fmt: skip
-    weights = starting_weights(evaluation.weights, recipe.model, images.classes, world)
+    weights = load_initial_weights(evaluation.weights, recipe.model, images.classes, world)
     set_float32_math(recipe.precision)
-    model = initial_model(recipe, images.classes, world, weights)
+    model = build_initial_model(recipe, images.classes, world, weights)
     if recipe.compile and not recipe.ema_decay:  # a moving average is not compiled in training either
         compile_blocks(model)
     if weights is not None:
@@ -77,21 +77,21 @@ def judge(evaluation: Evaluation, world: World) -> Verdict:
     begun = time.perf_counter()
     accuracy = evaluate(model, images, autocast(recipe.precision, world.device), world)
     seconds = time.perf_counter() - begun
-    return Verdict(
+    return EvalResult(
         weights.source if weights is not None else str(evaluation.weights), evaluation.name, recipe.model.kind,
         recipe.precision.kind, world.size, accuracy.top1, accuracy.top5, accuracy.images, seconds,
         accuracy.images / seconds,
     )  # fmt: skip
 
 
-def verdict_table(verdict: Verdict) -> Table:
+def verdict_table(verdict: EvalResult) -> Table:
     """One row, under the names of what it tells."""
     numbers = (f"{verdict.top1:.2f}", f"{verdict.top5:.2f}", str(verdict.images), f"{verdict.images_per_s:.0f}")
     row = (verdict.recipe, verdict.model, *numbers)
     return compact_table(("recipe", "model"), ("top-1 %", "top-5 %", "images", "img/s"), [row])
 
 
-def _write(verdict: Verdict, path: Path) -> None:
+def _write(verdict: EvalResult, path: Path) -> None:
     try:
         path.write_text(to_json(asdict(verdict), indent=2) + "\n", encoding="utf-8")
     except OSError as error:

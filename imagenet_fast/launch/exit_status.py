@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from imagenet_fast.distributed.failure_detection import leave_failure, reported_failure
-from imagenet_fast.distributed.rank_info import Place
-from imagenet_fast.metrics.run_result import NOTHING_LOST, STOPPED_WORDS, Outcome
+from imagenet_fast.distributed.rank_info import RankInfo
+from imagenet_fast.metrics.run_result import NOTHING_LOST, STOPPED_WORDS, RunResult
 from imagenet_fast.recipe.job import Job
 
 OPENED, TOLD = "opened", "told"
@@ -25,8 +25,8 @@ class Ending:
     """How a run ends: rank 0 leaves the outcome in the run directory after :meth:`begin_record`, the first rank of each
     node, or whoever has something to say, in the launcher's folder ``handover``."""
 
-    def __init__(self, job: Job, place: Place, handover: Path | None) -> None:
-        self.outcome = Outcome.beginning(job)
+    def __init__(self, job: Job, place: RankInfo, handover: Path | None) -> None:
+        self.outcome = RunResult.beginning(job)
         self.saved_step: Callable[[], int] = lambda: 0
         """From which the run would go on now."""
         self._job = job
@@ -39,13 +39,13 @@ class Ending:
     def begin_record(self) -> None:
         """The run directory is this run's, and rank 0 writes there from now on."""
         self._opened = True
-        if self._place.leads and self._handover is not None:
+        if self._place.is_main and self._handover is not None:
             (self._handover / OPENED).touch()
 
     def told(self) -> None:
         """The outcome has been printed."""
         self._told = True
-        if self._place.leads and self._handover is not None:
+        if self._place.is_main and self._handover is not None:
             with suppress(OSError):
                 (self._handover / TOLD).touch()
 
@@ -81,13 +81,13 @@ class Ending:
         """Write the outcome; print it where nobody else does."""
         self.ended = True
         outcome, place = self.outcome, self._place
-        if place.leads and self._opened and self._job.folder.is_dir():
+        if place.is_main and self._opened and self._job.folder.is_dir():
             with suppress(OSError):  # of a full disk there is a sentence already, and another place to leave it
                 outcome.write(self._job.folder)
         if self._handover is None:
-            if place.leads and not self._told and outcome.status in ("preempted", "interrupted"):
+            if place.is_main and not self._told and outcome.status in ("preempted", "interrupted"):
                 print(outcome.message, flush=True)
-        elif place.leads_node or outcome.message:  # the node's first rank may be the one that is lost
+        elif place.is_local_main or outcome.message:  # the node's first rank may be the one that is lost
             with suppress(OSError):  # the launcher has ended
                 outcome.write(self._handover)
 

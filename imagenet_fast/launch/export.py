@@ -15,7 +15,7 @@ from imagenet_fast.models.weights import classes_of, describe, fill, fit, recogn
 from imagenet_fast.training.init_weights import given_weights
 
 
-def deliver(given: Path, named: str | None, kind: str, out: Path) -> Path:
+def export_weights(given: Path, named: str | None, kind: str, out: Path) -> Path:
     """Write the weights that ``given`` (a file, a run or a checkpoint) stands for to ``out``, as safetensors or pt2.
 
     The recipe ``named`` says what they are for, or the run does. Without one safetensors are written of what fits any

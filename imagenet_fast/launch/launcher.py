@@ -9,11 +9,11 @@ from pathlib import Path
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.exit_status import OPENED, TOLD
 from imagenet_fast.launch.job_setup import check_writable
-from imagenet_fast.launch.rendezvous import Nodes
+from imagenet_fast.launch.rendezvous import LaunchConfig
 from imagenet_fast.launch.run_lock import hold
 from imagenet_fast.launch.signals import interrupt_on_signals
 from imagenet_fast.launch.torchrun import run_ranks
-from imagenet_fast.metrics.run_result import NOTHING_LOST, STOPPED, STOPPED_WORDS, Outcome, read_outcome
+from imagenet_fast.metrics.run_result import NOTHING_LOST, STOPPED, STOPPED_WORDS, RunResult, read_outcome
 from imagenet_fast.recipe.evaluating import Evaluation
 from imagenet_fast.recipe.job import Job
 
@@ -23,7 +23,7 @@ _KILLED = (
 )
 
 
-def launch(job: Job, nodes: Nodes) -> int:
+def launch(job: Job, nodes: LaunchConfig) -> int:
     """Train ``job`` on this node's ranks, and on those of the other ``nodes``; the command's exit code.
 
     The job lies in a folder of this launcher's own, not in the run directory: which node is the first, and so has
@@ -51,7 +51,7 @@ def launch(job: Job, nodes: Nodes) -> int:
         if fate and code != 2:  # 2: it has been printed
             print(f"failed: {fate}")
         return 1 if code < 0 else code
-    outcome = left or Outcome.beginning(job)
+    outcome = left or RunResult.beginning(job)
     if interrupted and outcome.status == "failed":
         outcome.status = "interrupted"
         outcome.message = outcome.message or _KILLED
@@ -71,7 +71,7 @@ def launch(job: Job, nodes: Nodes) -> int:
     return code if code == 2 else outcome.exit_code
 
 
-def launch_evaluation(evaluation: Evaluation, nodes: Nodes) -> int:
+def launch_evaluation(evaluation: Evaluation, nodes: LaunchConfig) -> int:
     """Evaluate on this node's ranks, and on those of the other ``nodes``; the command's exit code.
 
     Rank 0 says what came of it. Raises UserError where the nodes cannot meet.

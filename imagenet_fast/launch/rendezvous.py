@@ -25,7 +25,7 @@ _RESTARTS = 10  # where nodes may leave: each that does costs those that stay on
 
 
 @dataclass(frozen=True)
-class Nodes:
+class LaunchConfig:
     """How many nodes train, with how many ranks each, and where and how long they wait for one another."""
 
     ranks_each: int
@@ -48,9 +48,9 @@ class Nodes:
         return None if self.least is None else range(self.least, self.count + 1)
 
 
-def plan_nodes(
+def resolve_nodes(
     nproc: int | None, asked: str | int | None, endpoint: str | None, patience_s: float, restarts: int | None = None
-) -> Nodes:
+) -> LaunchConfig:
     """What the command line asks for; None for the usual number of ranks, for the nodes that srun has started, and for
     as many restarts as these nodes need.
 
@@ -64,7 +64,7 @@ def plan_nodes(
     meeting_place = parse_endpoint(endpoint) if endpoint is not None else None
     if restarts is None:
         restarts = 0 if least is None else _RESTARTS
-    return Nodes(local_ranks(nproc), count, meeting_place, patience_s, restarts, least)
+    return LaunchConfig(local_ranks(nproc), count, meeting_place, patience_s, restarts, least)
 
 
 def parse_nodes(asked: str) -> tuple[int | None, int]:
@@ -95,7 +95,7 @@ def local_ranks(asked: int | None) -> int:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class RendezvousInfo:
     """All nodes have come, or enough; this one has ``number``, and number 0 holds the store at the ``endpoint``."""
 
     number: int
@@ -105,7 +105,7 @@ class Meeting:
     """To be kept as long as ranks train: they use it too."""
 
 
-def meet(endpoint: Endpoint, count: int, patience_s: float, least: int | None = None) -> Meeting:
+def meet(endpoint: Endpoint, count: int, patience_s: float, least: int | None = None) -> RendezvousInfo:
     """Meet ``count`` nodes at ``endpoint``, which is an address of one of them; that one becomes number 0. Where
     ``least`` are enough, whoever comes after them has met them at once.
 
@@ -130,7 +130,7 @@ def meet(endpoint: Endpoint, count: int, patience_s: float, least: int | None = 
             f"the node at {endpoint} has ended before {f'all {count}' if least is None else f'at least {least}'} nodes "
             "had come; its own output says why"
         ) from None
-    return Meeting(number, name, store)
+    return RendezvousInfo(number, name, store)
 
 
 def _arrive(

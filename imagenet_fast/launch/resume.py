@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from imagenet_fast.checkpoint import Checkpoint, newest, open_checkpoint
 from imagenet_fast.data.fingerprint import differences as differences_of_data
-from imagenet_fast.data.loaders import Dataset
-from imagenet_fast.distributed.init import World
-from imagenet_fast.distributed.reductions import refused_by_first, total
+from imagenet_fast.data.loaders import Loaders
+from imagenet_fast.distributed.init import DistContext
+from imagenet_fast.distributed.reductions import all_reduce_sum, broadcast_error
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.launch.run_lock import CHECKPOINTS, check_replaceable, hold
 from imagenet_fast.metrics.run_result import read_outcome
@@ -31,7 +31,7 @@ _PATIENCE_S = 5.0  # for what another node has written to be seen over NFS
 
 
 @dataclass(frozen=True)
-class Resumption:
+class ResumePoint:
     """Where a run goes on; the same on every rank."""
 
     checkpoint: Checkpoint
@@ -47,7 +47,7 @@ class Resumption:
     def step(self) -> int:
         return self.checkpoint.manifest.step
 
-    def load(self, state: TrainState, world: World) -> None:
+    def load(self, state: TrainState, world: DistContext) -> None:
         """Put ``state`` where the checkpoint has it."""
         checkpoint = self.checkpoint
         if self.elsewhere:
@@ -60,7 +60,7 @@ class Resumption:
         state.outcome.gap_s += self.gap_s
         state.unjudged = checkpoint.manifest.top1 is None
 
-    def check_contents(self, dataset: Dataset, model: Model) -> None:
+    def check_contents(self, dataset: Loaders, model: Model) -> None:
         """Raise UserError where classes, images or labels are others by now, as far as the checkpoint tells: an early
         one tells no more than the number of classes of its ``model``."""
         if "data" in self.shared:
@@ -98,13 +98,13 @@ class Resumption:
         return max(0.0, self.found_at - saved_at)
 
 
-def find_resumption(job: Job, world: World) -> Resumption | None:
+def find_resumption(job: Job, world: DistContext) -> ResumePoint | None:
     """Where ``job`` goes on, which rank 0 finds; None where there is no checkpoint yet.
 
     Raises UserError, the same on every rank, where it cannot go on from there.
     """
     found, refusal, checkpoint, wrong_from = "", "", None, None
-    if world.leads:
+    if world.is_main:
         try:
             hold(job.folder)
             checkpoint = newest(job.folder / CHECKPOINTS)
@@ -114,7 +114,7 @@ def find_resumption(job: Job, world: World) -> Resumption | None:
                 check_replaceable(job.folder)
         except UserError as error:
             refusal = str(error)
-    if refusal := refused_by_first(refusal, world.device):
+    if refusal := broadcast_error(refusal, world.device):
         raise UserError(refusal)
     told = [(found, wrong_from)]
     dist.broadcast_object_list(told, src=0, device=world.device)
@@ -131,7 +131,7 @@ def find_resumption(job: Job, world: World) -> Resumption | None:
     _check_recipe(job, shared["recipe"])
     manifest = checkpoint.manifest
     elsewhere = (manifest.world, manifest.layout) != (world.size, job.recipe.parallel.axes(world.size))
-    return Resumption(checkpoint, shared, elsewhere, time.time(), wrong_from)
+    return ResumePoint(checkpoint, shared, elsewhere, time.time(), wrong_from)
 
 
 def _wrong_from(folder: Path) -> int | None:
@@ -154,7 +154,7 @@ def _check_recipe(job: Job, begun: Mapping[str, Any]) -> None:
         )
 
 
-def common_folder(folder: Path, world: World, make: bool = False) -> Path | None:
+def common_folder(folder: Path, world: DistContext, make: bool = False) -> Path | None:
     """Rank 0's ``folder`` as this rank sees it: by its own path or by rank 0's. None, on every rank, where some rank
     sees it by neither. ``make``: rank 0 makes it, in a directory that is there.
 
@@ -164,20 +164,20 @@ def common_folder(folder: Path, world: World, make: bool = False) -> Path | None
     dist.broadcast_object_list(told, src=0, device=world.device)
     mark = f".seen-{told[1]}"
     refusal = ""
-    if world.leads:
+    if world.is_main:
         try:
             if make:
                 folder.mkdir(exist_ok=True)
             (folder / mark).touch()
         except OSError as error:
             refusal = f"{folder} cannot be written ({error.strerror}); make it writable, or free space there"
-    if refusal := refused_by_first(refusal, world.device):
+    if refusal := broadcast_error(refusal, world.device):
         raise UserError(refusal)
     deadline = time.monotonic() + (0.0 if world.size == world.local_size else _PATIENCE_S)
     while (seen := _first_with(mark, folder.absolute(), Path(told[0]))) is None and time.monotonic() < deadline:
         time.sleep(0.05)
-    (missing,) = total(float(seen is None), device=world.device)
-    if world.leads:
+    (missing,) = all_reduce_sum(float(seen is None), device=world.device)
+    if world.is_main:
         with suppress(OSError):
             (folder / mark).unlink()
     return None if missing else seen

@@ -12,13 +12,13 @@ from itertools import count
 from pathlib import Path
 
 from imagenet_fast.checkpoint import had_none
-from imagenet_fast.distributed.init import World
-from imagenet_fast.distributed.reductions import refused_by_first
+from imagenet_fast.distributed.init import DistContext
+from imagenet_fast.distributed.reductions import broadcast_error
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.launch.job_setup import check_writable
 from imagenet_fast.metrics.jsonl import read_events
 from imagenet_fast.metrics.report import FINAL_WEIGHTS
-from imagenet_fast.metrics.run_result import Outcome, read_outcome
+from imagenet_fast.metrics.run_result import RunResult, read_outcome
 from imagenet_fast.recipe.job import Job
 
 CHECKPOINTS = "checkpoints"
@@ -32,14 +32,14 @@ _held: set[Path] = set()
 
 
 @contextmanager
-def claimed(job: Job, world: World) -> Iterator[None]:
+def claimed(job: Job, world: DistContext) -> Iterator[None]:
     """Make the directory of ``job`` and lock it for this run, on rank 0; until here the run has written nothing.
 
     Raises UserError, on every rank, where another process trains there, or a run lies there that ``job`` is not to go
     on with. A directory in which nothing was written is removed at the end.
     """
     refusal = ""
-    if world.leads:
+    if world.is_main:
         try:
             check_writable(job.folder, job.resume)
             make_and_hold(job.folder)
@@ -49,11 +49,11 @@ def claimed(job: Job, world: World) -> Iterator[None]:
         except OSError as error:
             refusal = f"the run cannot be written to {job.folder} ({error.strerror}); give another --out"
     try:
-        if refusal := refused_by_first(refusal, world.device):
+        if refusal := broadcast_error(refusal, world.device):
             raise UserError(refusal)
         yield
     finally:
-        if world.leads:
+        if world.is_main:
             with suppress(OSError):  # it is not empty
                 job.folder.rmdir()
 
@@ -113,7 +113,7 @@ def check_replaceable(folder: Path) -> None:
 
 def _result(folder: Path) -> str:
     """What the run in ``folder`` has come to, in words; nothing where it has come to nothing."""
-    outcome: Outcome | None = None
+    outcome: RunResult | None = None
     with suppress(UserError):  # damaged: the other files tell
         outcome = read_outcome(folder)
     if outcome is not None and outcome.status in ("reached", "finished"):

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, MutableMapping
 
 from imagenet_fast.distributed.cpu_count import usable_cores
-from imagenet_fast.distributed.rank_info import TORCHRUN, Place
+from imagenet_fast.distributed.rank_info import TORCHRUN, RankInfo
 
 _FIRST_PORT, _PORTS = 20_000, 10_000
 
@@ -29,7 +29,7 @@ def adopt_step(environment: MutableMapping[str, str]) -> None:
     node = int(environment["SLURM_NODEID"])
     here = tasks[node]
     rank, size, local_rank = (int(environment[f"SLURM_{key}"]) for key in ("PROCID", "STEP_NUM_TASKS", "LOCALID"))
-    environment.update(Place(rank, size, local_rank, here).variables(node))
+    environment.update(RankInfo(rank, size, local_rank, here).variables(node))
     environment.setdefault("MASTER_ADDR", _first_host(environment["SLURM_STEP_NODELIST"]))
     environment.setdefault("MASTER_PORT", str(_port(environment)))
     cores = int(environment.get("SLURM_CPUS_PER_TASK") or max(1, usable_cores() // here))

@@ -15,7 +15,7 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO
 
-from imagenet_fast.errors import refuse
+from imagenet_fast.errors import exit_with_error
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -69,7 +69,9 @@ def refuse_if_lost() -> None:
     """
     sys.stdout.flush()
     if _lost is not None:
-        refuse(f"the output could not be written ({_lost.strerror}); see to where it goes, and run the command again")
+        exit_with_error(
+            f"the output could not be written ({_lost.strerror}); see to where it goes, and run the command again"
+        )
 
 
 def _forgiving(stream: TextIO | None, number: int) -> TextIO:

@@ -12,8 +12,8 @@ from typing import Literal
 
 from imagenet_fast.distributed.cpu_count import usable_cores
 from imagenet_fast.distributed.network_interfaces import Endpoint, route_to
-from imagenet_fast.errors import Fault, refusal_in
-from imagenet_fast.launch.rendezvous import Meeting, Nodes, meet
+from imagenet_fast.errors import JobAborted, refusal_in
+from imagenet_fast.launch.rendezvous import LaunchConfig, RendezvousInfo, meet
 
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torchrun passes them on to the ranks
 _LAST_CALL_S = 10  # for which nodes that are enough wait for further ones
@@ -22,7 +22,7 @@ _ENDING_S = 10  # beyond their grace, after which ranks are killed
 
 
 def run_ranks(
-    task: Literal["train", "eval", "doctor"], job: Path, nodes: Nodes, grace_s: float = 20.0
+    task: Literal["train", "eval", "doctor"], job: Path, nodes: LaunchConfig, grace_s: float = 20.0
 ) -> tuple[int, str]:
     """Do what the file ``job`` says on this node's ranks, once the other nodes have come, until all have ended. Told to
     stop, they may take ``grace_s`` seconds.
@@ -40,14 +40,16 @@ def run_ranks(
     return code, fate
 
 
-def _run_ranks(task: Literal["train", "eval", "doctor"], job: Path, nodes: Nodes, grace_s: float) -> tuple[int, str]:
+def _run_ranks(
+    task: Literal["train", "eval", "doctor"], job: Path, nodes: LaunchConfig, grace_s: float
+) -> tuple[int, str]:
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import get_args_parser, run
 
-    from imagenet_fast.distributed.heartbeat import tell_ended
+    from imagenet_fast.distributed.heartbeat import describe_exit
 
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # torchrun's own account of an end, which we give instead
@@ -75,20 +77,20 @@ def _run_ranks(task: Literal["train", "eval", "doctor"], job: Path, nodes: Nodes
         rank, failure = error.get_first_failure()
         code = failure.exitcode
         fate = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return code, tell_ended(rank, fate, job.parent)
+        return code, describe_exit(rank, fate, job.parent)
     except SignalException:
         raise KeyboardInterrupt from None
     except DistError:
         return 1, f"the node at {endpoint} ended while this one was still at work"
     except RendezvousError as error:
-        raise Fault(_apart(error, nodes)) from None
+        raise JobAborted(_apart(error, nodes)) from None
     except AttributeError as error:  # torchrun's agent has no result where this node was one too many to the end
         if nodes.least is None or error.name != "is_failed":
             raise
     return 0, ""
 
 
-def _meeting_again(endpoint: Endpoint, met: Meeting, patience_s: float) -> list[str]:
+def _meeting_again(endpoint: Endpoint, met: RendezvousInfo, patience_s: float) -> list[str]:
     """Options by which torchrun has the nodes meet anew whenever one comes or goes, in the store that they have met in.
 
     Each time another node may become the first, which has a new store made for the ranks then: the one that torchrun
@@ -108,7 +110,7 @@ def _meeting_again(endpoint: Endpoint, met: Meeting, patience_s: float) -> list[
     ]
 
 
-def _apart(error: Exception, nodes: Nodes) -> str:
+def _apart(error: Exception, nodes: LaunchConfig) -> str:
     """Why nodes that may leave and join train no more, in a sentence."""
     from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 

@@ -18,38 +18,38 @@ from safetensors import SafetensorError
 from torch import nn
 
 from imagenet_fast.checkpoint import CheckpointWriter, expect_first
-from imagenet_fast.data.loaders import Dataset, open_dataset, supply_of
+from imagenet_fast.data.loaders import Loaders, build_loaders, supply_of
 from imagenet_fast.data.stall_advice import advice
 from imagenet_fast.distributed.failure_detection import report_failure
 from imagenet_fast.distributed.heartbeat import here
-from imagenet_fast.distributed.init import World, join
-from imagenet_fast.distributed.rank_info import Place, number_node
-from imagenet_fast.distributed.reductions import refused_by_first
-from imagenet_fast.errors import Fault, UserError, warn
+from imagenet_fast.distributed.init import DistContext, join
+from imagenet_fast.distributed.rank_info import RankInfo, set_group_rank
+from imagenet_fast.distributed.reductions import broadcast_error
+from imagenet_fast.errors import JobAborted, UserError, warn
 from imagenet_fast.launch.exit_status import Ending
 from imagenet_fast.launch.job_setup import check_writable
-from imagenet_fast.launch.resume import Resumption, common_folder, find_resumption
+from imagenet_fast.launch.resume import ResumePoint, common_folder, find_resumption
 from imagenet_fast.launch.run_lock import CHECKPOINTS, claimed, move_record_aside
 from imagenet_fast.launch.signals import Signals, end_on_signals
-from imagenet_fast.metrics import Record
+from imagenet_fast.metrics import MetricLogger
 from imagenet_fast.metrics.report import FINAL_WEIGHTS
-from imagenet_fast.metrics.run_dir import open_record
-from imagenet_fast.metrics.run_result import STOPPED_WORDS, Outcome
+from imagenet_fast.metrics.run_dir import open_run_dir
+from imagenet_fast.metrics.run_result import STOPPED_WORDS, RunResult
 from imagenet_fast.models.weights import describe, write_weights
 from imagenet_fast.recipe.data_config import ImageData
 from imagenet_fast.recipe.job import Job
-from imagenet_fast.training.checkpoint_manager import Keeper
+from imagenet_fast.training.checkpoint_manager import CheckpointManager
 from imagenet_fast.training.clock import Clock
-from imagenet_fast.training.init_weights import starting_weights
-from imagenet_fast.training.nonfinite_count import NotFinite
+from imagenet_fast.training.init_weights import load_initial_weights
+from imagenet_fast.training.nonfinite_count import NonFiniteLoss
 from imagenet_fast.training.nonfinite_report import explain
 from imagenet_fast.training.precision import forward_dtype
 from imagenet_fast.training.state import TrainState
-from imagenet_fast.training.train_loop import initial_model, train
+from imagenet_fast.training.train_loop import build_initial_model, train
 from imagenet_fast.training.train_step import TrainingStep, build_step
 
 
-def train_as_rank(job: Job, place: Place, patience_s: float, handover: Path | None = None) -> Outcome:
+def run_worker(job: Job, place: RankInfo, patience_s: float, handover: Path | None = None) -> RunResult:
     """Join the others, waiting ``patience_s`` for them at most, and train, or go on training; how that ended.
 
     Rank 0 leaves the outcome in the run directory, the first rank of each node in ``handover`` too. Raises UserError
@@ -57,11 +57,11 @@ def train_as_rank(job: Job, place: Place, patience_s: float, handover: Path | No
     checkpoint they were told to.
     """
     job = _restarted(job)
-    if place.leads:
+    if place.is_main:
         check_writable(job.folder, job.resume)
-    if place.leads_node and handover is not None:
+    if place.is_local_main and handover is not None:
         (handover / "outcome.json").unlink(missing_ok=True)  # of the ranks before, where torchrun starts them again
-    number_node(place)
+    set_group_rank(place)
     ending = Ending(job, place, handover)
     signals = end_on_signals(job.recipe.checkpoint.grace_s, ending.late)
     try:
@@ -74,7 +74,7 @@ def train_as_rank(job: Job, place: Place, patience_s: float, handover: Path | No
 
 
 def _train_in_world(
-    job: Job, place: Place, patience_s: float, handover: Path | None, ending: Ending, signals: Signals
+    job: Job, place: RankInfo, patience_s: float, handover: Path | None, ending: Ending, signals: Signals
 ) -> None:
     outcome = ending.outcome
 
@@ -93,14 +93,14 @@ def _train_in_world(
         dataset = _open_data(job, world, resumption)
         weights = None
         if job.init_from is not None and resumption is None:
-            weights = starting_weights(job.init_from, job.recipe.model, dataset.classes, world, job.fresh_head)
+            weights = load_initial_weights(job.init_from, job.recipe.model, dataset.classes, world, job.fresh_head)
         ending.begin_record()
-        if world.leads and resumption is None:
+        if world.is_main and resumption is None:
             move_record_aside(job.folder)
-        record = open_record(job, world, clock.run_s, resumption.step if resumption is not None else None)
+        record = open_run_dir(job, world, clock.run_s, resumption.step if resumption is not None else None)
         saved = False
         try:
-            model = initial_model(job.recipe, dataset.classes, world, weights)
+            model = build_initial_model(job.recipe, dataset.classes, world, weights)
             take_step = _next_step(job, dataset, world, model, clock, outcome, resumption)
             begun = outcome.steps
             ending.saved_step = lambda: begun
@@ -113,7 +113,7 @@ def _train_in_world(
             if outcome.status in ("reached", "finished"):
                 _write_final_weights(job, take_step.state, dataset, world)
                 if unsaved:
-                    raise Fault(f"trained to the end, but {unsaved}")
+                    raise JobAborted(f"trained to the end, but {unsaved}")
             saved = outcome.status != "interrupted"
         except KeyboardInterrupt:
             ending.stop()
@@ -143,10 +143,10 @@ def _restarted(job: Job) -> Job:
     return replace(job, resume=True) if again else job
 
 
-def _open_data(job: Job, world: World, resumption: Resumption | None) -> Dataset:
+def _open_data(job: Job, world: DistContext, resumption: ResumePoint | None) -> Loaders:
     """At the step that comes next. Raises UserError, too, where the images are not those gone on with."""
     begin = 0 if resumption is None else resumption.step
-    dataset = open_dataset(
+    dataset = build_loaders(
         job.recipe.data, job.data, job.batching, world.rank, world.cores, world.device, job.recipe.seed,
         begin, forward_dtype(job.recipe.precision),
     )  # fmt: skip
@@ -158,11 +158,11 @@ def _open_data(job: Job, world: World, resumption: Resumption | None) -> Dataset
 
 
 def _next_step(
-    job: Job, dataset: Dataset, world: World, model: nn.Module, clock: Clock, outcome: Outcome,
-    resumption: Resumption | None,
+    job: Job, dataset: Loaders, world: DistContext, model: nn.Module, clock: Clock, outcome: RunResult,
+    resumption: ResumePoint | None,
 ) -> TrainingStep:  # fmt: skip
     """The first step of ``model``, or the one that a checkpoint was waiting for."""
-    trace = job.folder / "trace.json" if job.trace and world.leads else None
+    trace = job.folder / "trace.json" if job.trace and world.is_main else None
     steps_per_epoch = dataset.train_order.steps_per_epoch
     take_step = build_step(job.recipe, job.batching, model, world, steps_per_epoch, trace, clock, outcome)
     if resumption is not None:
@@ -172,7 +172,12 @@ def _next_step(
 
 
 def _train_soundly(
-    job: Job, dataset: Dataset, world: World, take_step: TrainingStep, record: Record, keep: Keeper
+    job: Job,
+    dataset: Loaders,
+    world: DistContext,
+    take_step: TrainingStep,
+    record: MetricLogger,
+    keep: CheckpointManager,
 ) -> str:
     """To the end, or a stop; why its end could not be saved, or nothing. Raises Fault where numbers go wrong, of which
     the last step is one that nobody follows."""
@@ -181,9 +186,9 @@ def _train_soundly(
     try:
         train(job, dataset, world, take_step, record, keep, keep.asked)
         if outcome.status in ("reached", "finished") and not keep.is_sound(take_step.state):
-            raise NotFinite
-    except NotFinite:
-        raise Fault(explain(take_step, keep, world)) from None
+            raise NonFiniteLoss
+    except NonFiniteLoss:
+        raise JobAborted(explain(take_step, keep, world)) from None
     if outcome.status in ("reached", "finished"):
         return keep.finish(take_step.state, evaluated=True)
     if outcome.status == "preempted":
@@ -197,32 +202,32 @@ def _train_soundly(
 
 
 @contextmanager
-def keeping(job: Job, world: World, images: int, signals: Signals, is_new: bool) -> Iterator[Keeper]:
+def keeping(job: Job, world: DistContext, images: int, signals: Signals, is_new: bool) -> Iterator[CheckpointManager]:
     """What saves the state of the run into its directory, while ``signals`` ask instead of ending this rank.
     ``is_new``: the run goes on from nothing."""
     root = common_folder(job.folder / CHECKPOINTS, world, make=True)
-    if world.leads and is_new and root is not None:
+    if world.is_main and is_new and root is not None:
         with suppress(OSError):  # of a full disk, which is told when there is something to save
             expect_first(root)
     if root is None and job.elastic:
         raise UserError(
             f"not every node sees {job.folder}, where all go on when one leaves; give an --out that all of them share"
         )
-    if root is None and world.leads:
+    if root is None and world.is_main:
         warn(
             f"no checkpoints are written, since not every node sees {job.folder}; give an --out that all of them share"
         )
     store = dist.distributed_c10d._get_default_store()
     with nullcontext() if root is None else CheckpointWriter(root, world, store, job.recipe.checkpoint.keep) as writer:
-        keep = Keeper(job, world, writer, images, signals.ask_first(), store.clone())
+        keep = CheckpointManager(job, world, writer, images, signals.ask_first(), store.clone())
         yield keep
         keep.close()
 
 
-def _advice(job: Job, outcome: Outcome, world: World) -> list[str]:
+def _advice(job: Job, outcome: RunResult, world: DistContext) -> list[str]:
     """What rank 0 says of a run that waited for its images, unless there is worse to be said."""
     data = job.recipe.data
-    if not world.leads or outcome.status == "failed" or not outcome.is_starved:
+    if not world.is_main or outcome.status == "failed" or not outcome.is_starved:
         return []
     if not isinstance(data, ImageData) or job.data is None:
         return []
@@ -231,12 +236,12 @@ def _advice(job: Job, outcome: Outcome, world: World) -> list[str]:
     return []
 
 
-def _write_final_weights(job: Job, state: TrainState, dataset: Dataset, world: World) -> None:
+def _write_final_weights(job: Job, state: TrainState, dataset: Loaders, world: DistContext) -> None:
     """On rank 0. Raises Fault, on every rank, where that cannot be."""
     state.settle()
     whole = state.whole()
     failure = ""
-    if world.leads:
+    if world.is_main:
         about = describe(job.name, job.recipe, dataset.class_names)
         path = job.folder / FINAL_WEIGHTS
         try:
@@ -246,5 +251,5 @@ def _write_final_weights(job: Job, state: TrainState, dataset: Dataset, world: W
                 f"trained to the end, but {path} cannot be written ({error}); see to that disk, and the same command "
                 "with --resume auto writes them"
             )
-    if failure := refused_by_first(failure, world.device):
-        raise Fault(failure)
+    if failure := broadcast_error(failure, world.device):
+        raise JobAborted(failure)

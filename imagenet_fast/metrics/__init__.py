@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from imagenet_fast.metrics.event import Event, Record, Sink
-from imagenet_fast.metrics.run_result import Outcome, Status
+from imagenet_fast.metrics.event import Event, MetricLogger, Sink
+from imagenet_fast.metrics.run_result import RunResult, Status
 
-__all__ = ["Event", "Outcome", "Record", "Sink", "Status"]
+__all__ = ["Event", "MetricLogger", "RunResult", "Sink", "Status"]

@@ -30,7 +30,7 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class Record:
+class MetricLogger:
     """Stamps values with the run's time and hands them to every sink; without sinks (on all ranks but 0) to none.
 
     Of a full disk it warns: sinks write later what they could not. Raises UserError where one cannot be written

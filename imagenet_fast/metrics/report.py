@@ -16,7 +16,7 @@ from rich.table import Table
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.jsonl import read_events
 from imagenet_fast.metrics.plots import new_figure
-from imagenet_fast.metrics.run_result import Outcome, read_outcome
+from imagenet_fast.metrics.run_result import RunResult, read_outcome
 from imagenet_fast.metrics.tables import NOTHING, compact_table, number
 
 SETTLING_STEPS = 10
@@ -29,7 +29,7 @@ FINAL_WEIGHTS = Path("checkpoints") / "final.safetensors"
 @dataclass(frozen=True)
 class PastRun:
     folder: Path
-    outcome: Outcome | None
+    outcome: RunResult | None
     events: list[dict[str, Any]]
     name: str = ""
     """Instead of its recipe's and its engine's."""

@@ -11,10 +11,10 @@ import torch
 
 from imagenet_fast import __version__
 from imagenet_fast.distributed.cpu_count import usable_cores
-from imagenet_fast.distributed.init import World
+from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.process_groups import backend_name
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.event import Record
+from imagenet_fast.metrics.event import MetricLogger
 from imagenet_fast.metrics.json_io import to_json
 from imagenet_fast.metrics.jsonl import JsonLines
 from imagenet_fast.metrics.mllog import MLLog
@@ -22,15 +22,15 @@ from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import to_toml
 
 
-def open_record(job: Job, world: World, run_s: Callable[[], float], resumed: int | None = None) -> Record:
+def open_run_dir(job: Job, world: DistContext, run_s: Callable[[], float], resumed: int | None = None) -> MetricLogger:
     """On rank 0 make the run directory, say in it what is run and where, and open every sink; elsewhere nothing.
 
     A run that was cut off and goes on from step ``resumed`` has one record: what came later is taken back.
 
     Raises UserError where a file cannot be written, as where a directory has its name.
     """
-    if not world.leads:
-        return Record(run_s)
+    if not world.is_main:
+        return MetricLogger(run_s)
     try:
         return _open_on_first(job, world, run_s, resumed)
     except OSError as error:
@@ -39,7 +39,7 @@ def open_record(job: Job, world: World, run_s: Callable[[], float], resumed: int
         ) from None
 
 
-def _open_on_first(job: Job, world: World, run_s: Callable[[], float], resumed: int | None) -> Record:
+def _open_on_first(job: Job, world: DistContext, run_s: Callable[[], float], resumed: int | None) -> MetricLogger:
     from imagenet_fast.metrics.console import ConsoleSink  # only here: together they take half a second
     from imagenet_fast.metrics.tensorboard import TensorBoard
 
@@ -48,7 +48,7 @@ def _open_on_first(job: Job, world: World, run_s: Callable[[], float], resumed: 
     job.write(job.folder / "job.json")
     (job.folder / "recipe.toml").write_text(to_toml(job.recipe), encoding="utf-8")
     (job.folder / "environment.json").write_text(to_json(environment(job, world), indent=2) + "\n", encoding="utf-8")
-    return Record(
+    return MetricLogger(
         run_s,
         [
             JsonLines(job.folder, resumed),
@@ -59,7 +59,7 @@ def _open_on_first(job: Job, world: World, run_s: Callable[[], float], resumed: 
     )
 
 
-def environment(job: Job, world: World) -> dict[str, object]:
+def environment(job: Job, world: DistContext) -> dict[str, object]:
     """What else a result depends on: versions, machine, and the variables that steer torch and NCCL."""
     packages = ("torch", "torchvision", "nvidia-dali-cuda130", "numpy")
     steering = ("OMP_", "NCCL_", "GLOO_", "TORCH_", "CUDA_", "MASTER_")

@@ -30,7 +30,7 @@ Status = Literal["reached", "finished", "preempted", "failed", "interrupted"]
 
 
 @dataclass
-class Outcome:
+class RunResult:
     """The result of a run. Accuracies in percent, times in seconds, ``None`` where there is nothing to say."""
 
     status: Status
@@ -68,12 +68,12 @@ class Outcome:
         return (self.data_wait_pct or 0.0) > _BEARABLE_PCT
 
     @classmethod
-    def of(cls, name: str, recipe: Recipe, batching: Batching) -> Outcome:
+    def of(cls, name: str, recipe: Recipe, batching: Batching) -> RunResult:
         """Of a run of the recipe ``name`` in which nothing has happened yet."""
         return cls("failed", name, recipe.sync.kind, batching.ranks, batching.global_batch, recipe.target_top1)
 
     @classmethod
-    def beginning(cls, job: Job) -> Outcome:
+    def beginning(cls, job: Job) -> RunResult:
         """Of ``job``, before it."""
         return cls.of(job.name, job.recipe, job.batching)
 
@@ -132,14 +132,14 @@ class Outcome:
         replace_text(folder / "outcome.json", to_json(asdict(self), indent=2) + "\n")
 
 
-def read_outcome(folder: Path) -> Outcome | None:
+def read_outcome(folder: Path) -> RunResult | None:
     """The outcome of the run in ``folder``, with None for a number that was not finite; None while there is none.
 
     Raises UserError where it is damaged.
     """
     path = folder / "outcome.json"
     try:
-        outcome = Outcome(**json.loads(path.read_bytes()))
+        outcome = RunResult(**json.loads(path.read_bytes()))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, RecursionError):
@@ -149,7 +149,7 @@ def read_outcome(folder: Path) -> Outcome | None:
     return outcome
 
 
-def _is_sound(outcome: Outcome) -> bool:
+def _is_sound(outcome: RunResult) -> bool:
     """Whether it has what an outcome has, after it was read from a file that may hold anything."""
 
     def fits(value: Any, kind: Any) -> bool:
@@ -157,6 +157,6 @@ def _is_sound(outcome: Outcome) -> bool:
             return type(value) is kind
         return value is None or (type(value) in (int, float) and math.isfinite(value))
 
-    kinds = get_type_hints(Outcome)
+    kinds = get_type_hints(RunResult)
     status = kinds.pop("status")
     return outcome.status in get_args(status) and all(fits(getattr(outcome, name), kinds[name]) for name in kinds)

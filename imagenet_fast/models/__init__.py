@@ -10,7 +10,7 @@ from torchvision.models import alexnet
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
 from imagenet_fast.models.alexnet import AlexNetBN
-from imagenet_fast.models.half import Half
+from imagenet_fast.models.half import CompilableSequential
 from imagenet_fast.models.resnet import ResNet
 from imagenet_fast.recipe import schema
 
@@ -24,7 +24,10 @@ def build_model(model: schema.Model, classes: int) -> nn.Module:
     match model:
         case schema.AlexNet():
             theirs = alexnet(num_classes=classes, dropout=model.dropout)
-            theirs.features, theirs.classifier = Half(*theirs.features), Half(*theirs.classifier)
+            theirs.features, theirs.classifier = (
+                CompilableSequential(*theirs.features),
+                CompilableSequential(*theirs.classifier),
+            )
             network = theirs
         case schema.AlexNetBN():
             network = AlexNetBN(classes, model.dropout, model.pool5_norm)
@@ -45,7 +48,7 @@ def compile_blocks(model: nn.Module) -> None:
     """
     if isinstance(model, ResNet):
         model.compile_stem(dynamic=False)
-    pieces = [m for m in model.modules() if isinstance(m, BasicBlock | Bottleneck | Half)]
+    pieces = [m for m in model.modules() if isinstance(m, BasicBlock | Bottleneck | CompilableSequential)]
     for piece in pieces:
         piece.compile(dynamic=False)
     _allow_compilations(_FORMS * len(pieces))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from imagenet_fast.models.half import Half
+from imagenet_fast.models.half import CompilableSequential
 
 
 class AlexNetBN(nn.Module):
@@ -21,7 +21,7 @@ class AlexNetBN(nn.Module):
     def __init__(self, classes: int, dropout: float, pool5_norm: bool) -> None:
         super().__init__()
         pool5 = [nn.MaxPool2d(3, 2), *([_norm(256)] if pool5_norm else [])]
-        self.features = Half(
+        self.features = CompilableSequential(
             nn.Conv2d(3, 96, 11, stride=4), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2), _norm(96),
             nn.Conv2d(96, 256, 5, padding=2, groups=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2), _norm(256),
             nn.Conv2d(256, 384, 3, padding=1), nn.ReLU(inplace=True), _norm(384),
@@ -29,7 +29,7 @@ class AlexNetBN(nn.Module):
             nn.Conv2d(384, 256, 3, padding=1, groups=2), nn.ReLU(inplace=True), *pool5,
         )  # fmt: skip
         self.avgpool = nn.AdaptiveAvgPool2d(6)  # the identity at 227 pixels
-        self.classifier = Half(
+        self.classifier = CompilableSequential(
             nn.Linear(256 * 6 * 6, 4096), nn.ReLU(inplace=True), nn.Dropout(dropout),
             nn.Linear(4096, 4096), nn.ReLU(inplace=True), nn.Dropout(dropout),
             nn.Linear(4096, classes),

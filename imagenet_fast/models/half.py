@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 
-class Half(nn.Sequential):
+class CompilableSequential(nn.Sequential):
     """Layers one after the other. What it calls is written here: torch 2.11 compiles no forward of torch.nn's own."""
 
     def forward(self, values: Tensor) -> Tensor:

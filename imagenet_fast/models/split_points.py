@@ -11,11 +11,11 @@ from torchvision.models.resnet import ResNet
 from imagenet_fast.errors import UserError
 from imagenet_fast.models.alexnet import AlexNetBN
 
-Piece = dict[str, nn.Module]
+Segment = dict[str, nn.Module]
 """Layers by their names in the whole network: one with parameters, and what follows it up to the next such layer."""
 
 
-def pieces_of(model: nn.Module, stages: int = 1) -> list[Piece]:
+def segments_of(model: nn.Module, stages: int = 1) -> list[Segment]:
     """What ``model`` can be cut into, in the order of forward.
 
     None begins with an operation in place, as a ReLU may be: what arrives at a stage is a leaf of autograd's. Raises
@@ -23,7 +23,7 @@ def pieces_of(model: nn.Module, stages: int = 1) -> list[Piece]:
     """
     if any(module._compiled_call_impl is not None for module in model.modules()):
         raise UserError("a pipeline takes a network apart, and this one has been compiled; set compile to false")
-    pieces: list[Piece] = [{}]
+    pieces: list[Segment] = [{}]
     for name, layer in _layers(model):
         if _may_begin(layer) and any(_has_parameters(before) for before in pieces[-1].values()):
             pieces.append({})

@@ -12,11 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from imagenet_fast.cost_model.layer_profile import Profile
 from imagenet_fast.cost_model.linear_partition import linear_partition
 from imagenet_fast.errors import UserError
-from imagenet_fast.models.split_points import Piece, pieces_of
+from imagenet_fast.models.split_points import Segment, segments_of
 
 
 @dataclass(frozen=True)
-class Crossing:
+class ActivationSpec:
     """The activations of one micro-batch that leave a layer."""
 
     shape: tuple[int, ...]
@@ -43,10 +43,10 @@ class Stage:
 
     index: int
     """Its place in the pipeline."""
-    layers: Piece
-    arriving: Crossing | None
+    layers: Segment
+    arriving: ActivationSpec | None
     """None: images."""
-    leaving: Crossing
+    leaving: ActivationSpec
 
     def __call__(self, values: Tensor) -> Tensor:
         if self.arriving is not None:
@@ -56,7 +56,7 @@ class Stage:
         return self.leaving.leaving(values)
 
 
-class Part(nn.Module):
+class LocalStages(nn.Module):
     """The stages of one rank, ``count`` of all ranks together. Its state dict is a part of the whole network's.
 
     ``forward`` takes what arrives at one of them, by its number here: images [n, 3, S, S] at the network's first
@@ -90,9 +90,9 @@ class Part(nn.Module):
         return self.stages[number](values)
 
 
-def cut(
+def split_model(
     model: nn.Module, images: Tensor, rank: int, ranks: int, chunks: int = 1, profile: Profile | None = None
-) -> Part:
+) -> LocalStages:
     """What ``rank`` of ``ranks`` runs of ``model``: ``chunks`` stages, every ``ranks``-th.
 
     The slowest stage is made as fast as can be, by the times of a layer ``profile`` of the model, or without one by
@@ -101,7 +101,7 @@ def cut(
     where the model cannot be cut so often.
     """
     count = ranks * chunks
-    pieces = pieces_of(model, count)
+    pieces = segments_of(model, count)
     crossings, work = _rehearse(model, pieces, images)
     runs = linear_partition(work if profile is None else recorded_times(pieces, profile), count)
     leaving = [crossings[run.stop - 1] for run in runs]
@@ -110,10 +110,10 @@ def cut(
         for index, (run, before, after) in enumerate(zip(runs, [None, *leaving], leaving, strict=False))
     ]
     owners = {name: stage.index % ranks for stage in stages for name in stage.layers}
-    return Part(stages[rank::ranks], count, torch.empty_like(images, device="meta"), owners)
+    return LocalStages(stages[rank::ranks], count, torch.empty_like(images, device="meta"), owners)
 
 
-def recorded_times(pieces: Sequence[Piece], profile: Profile) -> list[float]:
+def recorded_times(pieces: Sequence[Segment], profile: Profile) -> list[float]:
     """Milliseconds of each piece, forward and backward. Raises UserError where the profile is of another model."""
     times = dict.fromkeys((name for piece in pieces for name in piece), 0.0)
     for layer in profile.layers:
@@ -126,7 +126,7 @@ def recorded_times(pieces: Sequence[Piece], profile: Profile) -> list[float]:
     return [sum(times[name] for name in piece) for piece in pieces]
 
 
-def _rehearse(model: nn.Module, pieces: Sequence[Piece], images: Tensor) -> tuple[list[Crossing], list[float]]:
+def _rehearse(model: nn.Module, pieces: Sequence[Segment], images: Tensor) -> tuple[list[ActivationSpec], list[float]]:
     """What leaves each piece, and the floating-point operations of its forward. Leaves the model as it was."""
     modes = {module: module.training for module in model.modules()}
     norms = [module for module in modes if isinstance(module, nn.modules.batchnorm._BatchNorm)]
@@ -140,7 +140,9 @@ def _rehearse(model: nn.Module, pieces: Sequence[Piece], images: Tensor) -> tupl
                 for layer in piece.values():
                     values = layer(values)
             lies_last = values.dim() == 4 and values.is_contiguous(memory_format=torch.channels_last)
-            crossings.append(Crossing(tuple(values.shape), values.dtype, lies_last and not values.is_contiguous()))
+            crossings.append(
+                ActivationSpec(tuple(values.shape), values.dtype, lies_last and not values.is_contiguous())
+            )
             work.append(float(counter.get_total_flops()))
     finally:
         for hook in hooks:

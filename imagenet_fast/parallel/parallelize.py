@@ -13,25 +13,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.cost_model.layer_profile import Profile
-from imagenet_fast.distributed.device_mesh import Layout, lay_out
-from imagenet_fast.models.stages import Part, cut
+from imagenet_fast.distributed.device_mesh import ProcessGroups, build_mesh
+from imagenet_fast.models.stages import LocalStages, split_model
 from imagenet_fast.parallel.pipeline_parallel import joined
 from imagenet_fast.parallel.tensor_parallel import TensorGroup, gathered, shard, sharded, shards_of
 from imagenet_fast.recipe.pipeline_schedules import chunks_of
 from imagenet_fast.recipe.schema import Parallel
 from imagenet_fast.sync import DdpSync, Engine, EngineSettings, GradientPool, GradientSync, build_engine
-from imagenet_fast.sync.activation_traffic import Activations
+from imagenet_fast.sync.activation_traffic import ActivationTraffic
 from imagenet_fast.sync.pool_group import Pools
 
 
 @dataclass(frozen=True)
-class Division:
+class ParallelModel:
     """This rank's part of a model. Ranks of one model must ask for the same, in the same order."""
 
     own: nn.Module
     """What this rank trains: the model with shards in place of layers, or some stages of it."""
-    layout: Layout
-    activations: Activations
+    layout: ProcessGroups
+    activations: ActivationTraffic
     outline: nn.Module | None
     """The whole model, on the meta device; None where no stage is missing here."""
 
@@ -48,7 +48,7 @@ class Division:
         trained = gathered(trained)
         if self.outline is None:
             return trained
-        assert isinstance(trained, Part)
+        assert isinstance(trained, LocalStages)
         return joined(trained, self.outline, self.layout.pipeline)
 
     def parts(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -94,13 +94,13 @@ class Division:
         return Pools(pools, self.largest, self.activations.spent)
 
 
-def divide(
+def parallelize(
     parallel: Parallel,
     model: nn.Module,
     images: Tensor,
     cast: AbstractContextManager[object],
     profile: Profile | None = None,
-) -> Division:
+) -> ParallelModel:
     """Give this rank its part of ``model``, of which it is left, in place, no more than that. All ranks hold the same
     at first.
 
@@ -110,15 +110,15 @@ def divide(
     """
     device = next(model.parameters()).device
     outline = copy.deepcopy(model).to("meta") if parallel.pipeline > 1 else None
-    layout, activations = lay_out(parallel, device), Activations(device)
+    layout, activations = build_mesh(parallel, device), ActivationTraffic(device)
     own = model
     if parallel.tensor > 1:
         shard(model, TensorGroup(layout.tensor, activations))
     if parallel.pipeline > 1:
         stage, micro_batch = layout.pipeline.rank(), images.chunk(parallel.micro_batches)[0]
         with cast:
-            own = cut(model, micro_batch, stage, parallel.pipeline, chunks_of(parallel.schedule), profile)
+            own = split_model(model, micro_batch, stage, parallel.pipeline, chunks_of(parallel.schedule), profile)
         for name, layer in model.named_modules():
             if own.owners.get(name, stage) != stage:
                 layer.to("meta")
-    return Division(own, layout, activations, outline)
+    return ParallelModel(own, layout, activations, outline)

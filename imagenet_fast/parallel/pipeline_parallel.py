@@ -21,10 +21,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.errors import UserError
 from imagenet_fast.models.batchnorm_stats import PipelinedStatistics
-from imagenet_fast.models.stages import Part
+from imagenet_fast.models.stages import LocalStages
 from imagenet_fast.recipe.pipeline_schedules import chunks_of, misfit
 from imagenet_fast.sync import GradientSync
-from imagenet_fast.sync.activation_traffic import Activations
+from imagenet_fast.sync.activation_traffic import ActivationTraffic
 from imagenet_fast.sync.engines.ddp import DdpPeer
 
 Pass = Literal["forward", "backward"]
@@ -44,7 +44,7 @@ class Pipeline:
 
     def __init__(
         self,
-        part: Part,
+        part: LocalStages,
         group: dist.ProcessGroup | None,
         schedule: str,
         micro_batches: int,
@@ -52,7 +52,7 @@ class Pipeline:
         sync: GradientSync | None = None,
         cast: AbstractContextManager[object] | None = None,
         observe: Observe | None = None,
-        activations: Activations | None = None,
+        activations: ActivationTraffic | None = None,
     ) -> None:
         self._ranks = dist.get_world_size(group)
         if (why := misfit(schedule, self._ranks, micro_batches)) is not None:
@@ -107,7 +107,7 @@ class Pipeline:
         return loss if self._scale is None else self._scale(loss)
 
 
-def joined(part: Part, outline: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
+def joined(part: LocalStages, outline: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
     """The whole network as the ranks of a pipeline hold it, a copy on each. ``outline`` is like it, on the meta device.
 
     Every rank must ask for it.
@@ -130,7 +130,7 @@ class _MicroStage(PipelineStage):
 
     def __init__(
         self,
-        part: Part,
+        part: LocalStages,
         number: int,
         group: dist.ProcessGroup | None,
         micro_batches: int,

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from imagenet_fast.sync.activation_traffic import Activations
+from imagenet_fast.sync.activation_traffic import ActivationTraffic
 from imagenet_fast.sync.comm_stream import all_gather_single
 
 
@@ -32,7 +32,7 @@ class TensorGroup:
     They must do so in one order, with as many images each. What ``activations`` cost is counted and timed.
     """
 
-    def __init__(self, group: dist.ProcessGroup, activations: Activations) -> None:
+    def __init__(self, group: dist.ProcessGroup, activations: ActivationTraffic) -> None:
         self.size = dist.get_world_size(group)
         self.place = dist.get_rank(group)
         self._group = group

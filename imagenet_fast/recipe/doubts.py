@@ -5,7 +5,7 @@ from __future__ import annotations
 from imagenet_fast.recipe.schema import Recipe
 
 
-def doubts(recipe: Recipe) -> list[str]:
+def lint(recipe: Recipe) -> list[str]:
     """A sentence for each value that is allowed, but looks like a slip."""
     target = recipe.target_top1
     if target is not None and target < 1:

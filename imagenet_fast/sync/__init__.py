@@ -47,7 +47,7 @@ from imagenet_fast.sync.engines.auto import Auto, Candidate
 from imagenet_fast.sync.engines.ddp import DdpPeer
 from imagenet_fast.sync.engines.sparse import Sparse
 from imagenet_fast.sync.gradient_pool import GradientPool
-from imagenet_fast.sync.param_slot import Span
+from imagenet_fast.sync.param_slot import ParamSlot
 from imagenet_fast.sync.topology import Topology
 
 __all__ = [
@@ -61,9 +61,9 @@ __all__ = [
     "GradientSync",
     "HybridSync",
     "LazySync",
+    "ParamSlot",
     "PowerSgdSync",
     "RingSync",
-    "Span",
     "SparseSync",
     "SyncEngine",
     "SyncStats",

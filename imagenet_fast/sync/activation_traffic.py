@@ -7,12 +7,12 @@ from contextlib import contextmanager
 
 import torch
 
-from imagenet_fast.sync.collectives import Transfer
-from imagenet_fast.sync.comm_stream import Traffic
+from imagenet_fast.sync.collectives import AllReduceHandle
+from imagenet_fast.sync.comm_stream import CommStats
 from imagenet_fast.sync.engine import Stopwatch, SyncStats
 
 
-class Activations:
+class ActivationTraffic:
     """Counts activations, and their gradients, as they travel."""
 
     def __init__(self, device: torch.device) -> None:
@@ -27,19 +27,19 @@ class Activations:
         with stopwatch("activations"):
             yield
         _, begun, ended = stopwatch.blocks[-1]
-        self._add(Traffic(sent_bytes, sent_bytes, begun, ended))
+        self._add(CommStats(sent_bytes, sent_bytes, begun, ended))
 
     def exchanged(self, sent_bytes: int, received_bytes: int) -> None:
         """So many bytes have travelled; how long ranks waited for them is not known."""
-        self._add(Traffic(sent_bytes, received_bytes))
+        self._add(CommStats(sent_bytes, received_bytes))
 
     def spent(self) -> SyncStats:
         """What they have cost since this was asked last."""
         stats, self._stats = self._stats, SyncStats(Stopwatch(self._device))
         return stats
 
-    def _add(self, traffic: Traffic) -> None:
-        self._stats.add("activations", Transfer(_nothing, [traffic]))
+    def _add(self, traffic: CommStats) -> None:
+        self._stats.add("activations", AllReduceHandle(_nothing, [traffic]))
 
 
 def _nothing() -> None:

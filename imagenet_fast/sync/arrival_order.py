@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from imagenet_fast.sync.param_slot import Span
+from imagenet_fast.sync.param_slot import ParamSlot
 from imagenet_fast.sync.topology import Topology
 
 
@@ -15,8 +15,8 @@ class ArrivalOrder:
     """Learns the order of gradients in the first whole backward."""
 
     def __init__(self) -> None:
-        self._came: list[Span] | None = []
-        self.better: list[Span] | None = None
+        self._came: list[ParamSlot] | None = []
+        self.better: list[ParamSlot] | None = None
         """An order that fits better than today's, before the next step."""
 
     @property
@@ -28,12 +28,12 @@ class ArrivalOrder:
         """Learn no other order than today's."""
         self._came = self.better = None
 
-    def note(self, span: Span) -> None:
+    def note(self, span: ParamSlot) -> None:
         """This span's gradient has come."""
         if self._came is not None:
             self._came.append(span)
 
-    def agree(self, spans: Sequence[Span], topology: Topology, whole: bool) -> None:
+    def agree(self, spans: Sequence[ParamSlot], topology: Topology, whole: bool) -> None:
         """Take the first rank's order, in which gradients that did not come are last. Does nothing if that rank has not
         seen the ``whole`` of its backward: then the next one tells. Every rank calls it."""
         if self._came is None:

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from imagenet_fast.cost_model.timing import Timing
 from imagenet_fast.recipe.sync_config import Collective
-from imagenet_fast.sync.bucketing import URGENT, Message, messages_of
-from imagenet_fast.sync.collectives import Phase, Transfer, all_reduce, carry, line_of, wire_for
-from imagenet_fast.sync.comm_stream import Entry
+from imagenet_fast.sync.bucketing import HIGH_PRIORITY, BucketChunk, build_chunks
+from imagenet_fast.sync.collectives import AllReduceHandle, CommOp, all_reduce, carry, line_of, wire_for
+from imagenet_fast.sync.comm_stream import PendingOp
 from imagenet_fast.sync.compression import Compressed, Memory, phases_by_round
 from imagenet_fast.sync.engine import Engine, Stopwatch, SyncEngine, SyncStats
 from imagenet_fast.sync.gradient_pool import GradientPool
-from imagenet_fast.sync.layer_timer import Timetable
-from imagenet_fast.sync.network_benchmark import Network
-from imagenet_fast.sync.param_slot import Span, bring, label_of, places_of
-from imagenet_fast.sync.quantization import PLAIN, Blocks, Residual, is_coded
+from imagenet_fast.sync.layer_timer import LayerTimer
+from imagenet_fast.sync.network_benchmark import NetworkProbe
+from imagenet_fast.sync.param_slot import ParamSlot, bring, label_of, places_of
+from imagenet_fast.sync.quantization import PLAIN, BlockMap, ErrorFeedback, is_coded
 from imagenet_fast.sync.step_prediction import predict_best, releases_of, thresholds
 
 _ON_ONE_COMPUTER = 2.0**22
@@ -41,7 +41,7 @@ class Scheduler(SyncEngine):
     state_keys = frozenset({"step", "left", "memory", "places", "learnt"})
 
     def __init__(
-        self, engine: Engine, pool: GradientPool, network: Network | None = None, timing: Timing | None = None,
+        self, engine: Engine, pool: GradientPool, network: NetworkProbe | None = None, timing: Timing | None = None,
         dense_steps: int = 0,
     ) -> None:  # fmt: skip
         self.defers = engine.awaits == "read"
@@ -54,14 +54,14 @@ class Scheduler(SyncEngine):
         self._topology = pool.topology.anew()
         self._wire = wire_for(pool.buffer.dtype, engine.wire, self._topology)
         self._plain_steps = max(dense_steps, engine.bf16_steps if is_coded(self._wire) else 0)
-        self._network = network or Network(self._topology, self._wire)
+        self._network = network or NetworkProbe(self._topology, self._wire)
         self._timing = timing
-        self._residual: Residual | None = None
+        self._residual: ErrorFeedback | None = None
         self._left: Tensor | None = None  # by codes before there is a residual
         if is_coded(self._wire):
             pool.align(line_of(self._wire, self._topology))
-        self._timetable: Timetable | None = None
-        self._travelling: dict[int, Transfer] = {}  # by message
+        self._timetable: LayerTimer | None = None
+        self._travelling: dict[int, AllReduceHandle] = {}  # by message
         self._releases: list[list[int]] = []  # by event: a push each, and backward's end
         self._stats = SyncStats(Stopwatch(pool.buffer.device))
         self.lay_out()
@@ -79,7 +79,7 @@ class Scheduler(SyncEngine):
         elif self._engine.learns:
             self._timetable = self._pool.watch(layers=self.defers)
 
-    def push(self, span: Span) -> None:
+    def push(self, span: ParamSlot) -> None:
         if self._timetable is not None:
             self._timetable.push()
         self._release(span.index)
@@ -110,10 +110,10 @@ class Scheduler(SyncEngine):
         stats, self._stats = self._stats, SyncStats(Stopwatch(self._pool.buffer.device))
         return stats
 
-    def wait(self, span: Span) -> None:
+    def wait(self, span: ParamSlot) -> None:
         self._await([n for n in self._numbers[span] if n in self._travelling])
 
-    def has_arrived(self, span: Span) -> bool:
+    def has_arrived(self, span: ParamSlot) -> bool:
         return self._travelling.keys().isdisjoint(self._numbers[span])
 
     def plan(self, timing: Timing) -> None:
@@ -181,9 +181,9 @@ class Scheduler(SyncEngine):
     def _arrange(self, fuse: float) -> None:
         """Settle the messages of all later steps, which leave as soon as they are ready."""
         engine, pool = self._engine, self._pool
-        self._messages = messages_of(engine, pool, self._wire, fuse, self._network)
+        self._messages = build_chunks(engine, pool, self._wire, fuse, self._network)
         self._releases = [[] for _ in range(len(pool.spans) + 1)]
-        self._numbers: dict[Span, list[int]] = {span: [] for span in pool.spans}
+        self._numbers: dict[ParamSlot, list[int]] = {span: [] for span in pool.spans}
         for number, message in enumerate(self._messages):
             self._releases[message.task.event].append(number)
             for span in message.run:
@@ -197,10 +197,10 @@ class Scheduler(SyncEngine):
         residual = None
         if is_coded(wire):
             left = self._left if self._residual is None else self._residual.moved(pool.spans)
-            residual = Residual(pool.spans, pool.buffer.device, left)
-        self._phases: list[Sequence[Phase]] = []
+            residual = ErrorFeedback(pool.spans, pool.buffer.device, left)
+        self._phases: list[Sequence[CommOp]] = []
         self._compressed: list[Compressed] = []
-        rest: Sequence[Phase] = ()
+        rest: Sequence[CommOp] = ()
         for message in self._messages:
             if message.half == 1:
                 self._phases.append(rest)
@@ -213,12 +213,12 @@ class Scheduler(SyncEngine):
             self._residual, self._left = residual, None
 
     def _halves(
-        self, message: Message, wire: torch.dtype, blocks: Blocks | None
-    ) -> tuple[Sequence[Phase], Sequence[Phase]]:
+        self, message: BucketChunk, wire: torch.dtype, blocks: BlockMap | None
+    ) -> tuple[Sequence[CommOp], Sequence[CommOp]]:
         """The phases that leave first, and those that may leave later: none unless the engine divides them."""
         engine, pool, topology = self._engine, self._pool, self._topology
 
-        def average(values: Tensor, lane: str) -> list[Phase]:
+        def average(values: Tensor, lane: str) -> list[CommOp]:
             cut = engine.halves and engine.compressor is None
             return all_reduce(values, wire, message.collective, topology, engine.servers, cut, lane, blocks)
 
@@ -242,13 +242,13 @@ class Scheduler(SyncEngine):
         if self._releases[event]:
             self._pool.measure()
         ended = event == len(self._pool.spans)
-        gate: Sequence[Entry] = ()
-        before: dict[Collective, list[Transfer]] = {}
+        gate: Sequence[PendingOp] = ()
+        before: dict[Collective, list[AllReduceHandle]] = {}
         for number in self._releases[event]:
             message = self._messages[number]
             if self._engine.awaits == "each" and message.run is not self._messages[number - 1].run:
                 self._await(list(self._travelling))
-            urgent = message.lane == URGENT
+            urgent = message.lane == HIGH_PRIORITY
             after = [] if urgent else [*gate]
             if message.task.after is not None:
                 after += self._travelling[message.task.after].last

@@ -12,20 +12,20 @@ from imagenet_fast.cost_model.priority_schedule import Task
 from imagenet_fast.recipe.sync_config import Collective
 from imagenet_fast.sync.collectives import cost_of, piece_elements, usual_collective
 from imagenet_fast.sync.collectives.comm_ops import lane_of
-from imagenet_fast.sync.engine import Engine, Run
+from imagenet_fast.sync.engine import Bucket, Engine
 from imagenet_fast.sync.gradient_pool import GradientPool
-from imagenet_fast.sync.network_benchmark import Network
-from imagenet_fast.sync.param_slot import Span
+from imagenet_fast.sync.network_benchmark import NetworkProbe
+from imagenet_fast.sync.param_slot import ParamSlot
 
-URGENT = "urgent "
+HIGH_PRIORITY = "urgent "
 """The lane of what is ready last and needed first: it queues behind nothing."""
 
 
 @dataclass(frozen=True)
-class Message:
+class BucketChunk:
     """A piece of what travels together, or a half of its all-reduce."""
 
-    run: Run
+    run: Bucket
     """What it completes: a plan moves pieces singly, so there these are the spans that it has a part of."""
     part: slice
     """Of the pool."""
@@ -37,9 +37,11 @@ class Message:
     task: Task
 
 
-def messages_of(engine: Engine, pool: GradientPool, wire: torch.dtype, fuse: float, network: Network) -> list[Message]:
+def build_chunks(
+    engine: Engine, pool: GradientPool, wire: torch.dtype, fuse: float, network: NetworkProbe
+) -> list[BucketChunk]:
     """The messages of a step, fused until ``fuse`` bytes, in the order in which their gradients are ready."""
-    messages: list[Message] = []
+    messages: list[BucketChunk] = []
     elements = -(-piece_elements(wire, pool.topology) // pool.line) * pool.line
     for run in _runs(pool.spans, engine, fuse / wire.itemsize):
         collective = _collective(engine, run, pool, wire, network)
@@ -49,18 +51,18 @@ def messages_of(engine: Engine, pool: GradientPool, wire: torch.dtype, fuse: flo
             closes = len(pool.spans) if engine.awaits == "each" else whose[-1].index
             needed = -whose[-1].index  # the pool's last layers are the first of the next forward
             urgent = engine.planned and whose[-1] is pool.spans[-1]
-            lane = URGENT if urgent else lane_of(piece, pool.topology.device)
+            lane = HIGH_PRIORITY if urgent else lane_of(piece, pool.topology.device)
             size = cost * travelling * wire.itemsize
             if not engine.halves:
-                messages.append(Message(whose, part, collective, None, lane, Task(closes, size, (0, needed))))
+                messages.append(BucketChunk(whose, part, collective, None, lane, Task(closes, size, (0, needed))))
                 continue
             for half in (0, 1):
                 task = Task(closes, size / 2, (half, needed), len(messages) - 1 if half else None)
-                messages.append(Message(whose, part, collective, half, lane, task))
+                messages.append(BucketChunk(whose, part, collective, half, lane, task))
     return messages
 
 
-def _parts(run: Run, engine: Engine, elements: int) -> list[tuple[slice, int]]:
+def _parts(run: Bucket, engine: Engine, elements: int) -> list[tuple[slice, int]]:
     """The pieces of a run, and how many values travel for each; what is compressed is one piece."""
     start, stop = run[0].start, run[-1].stop
     if engine.compressor is not None:
@@ -69,9 +71,9 @@ def _parts(run: Run, engine: Engine, elements: int) -> list[tuple[slice, int]]:
     return [(slice(*ends), ends[1] - ends[0]) for ends in pairwise(cuts)]
 
 
-def _runs(spans: Iterable[Span], engine: Engine, fuse: float) -> list[Run]:
+def _runs(spans: Iterable[ParamSlot], engine: Engine, fuse: float) -> list[Bucket]:
     """Neighbours of one kind, until they come to ``fuse`` elements."""
-    runs: list[list[Span]] = []
+    runs: list[list[ParamSlot]] = []
     for span in spans:
         run = runs[-1] if runs else []
         enough = fuse * (engine.first if len(runs) == 1 else 1)
@@ -82,7 +84,9 @@ def _runs(spans: Iterable[Span], engine: Engine, fuse: float) -> list[Run]:
     return list(runs)
 
 
-def _collective(engine: Engine, run: Run, pool: GradientPool, wire: torch.dtype, network: Network) -> Collective:
+def _collective(
+    engine: Engine, run: Bucket, pool: GradientPool, wire: torch.dtype, network: NetworkProbe
+) -> Collective:
     match engine.collective:
         case None:
             usual = usual_collective(pool.buffer.dtype, wire, pool.topology)

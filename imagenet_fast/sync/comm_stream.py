@@ -16,7 +16,7 @@ from torch.distributed import Work
 
 from imagenet_fast.distributed.failure_detection import PeerLost
 from imagenet_fast.distributed.process_groups import new_group
-from imagenet_fast.sync.device_timer import Mark, mark
+from imagenet_fast.sync.device_timer import Timestamp, record_timestamp
 
 # Renamed in torch 2.13.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -24,13 +24,13 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 
 @dataclass
-class Traffic:
+class CommStats:
     """What a phase cost this rank: bytes on the wire, and from when to when it was under way."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
-    begun: Mark | None = None
-    ended: Mark | None = None
+    begun: Timestamp | None = None
+    ended: Timestamp | None = None
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Entry:
+class PendingOp:
     """A phase that has entered its channel. On a GPU ``wait`` makes the current stream wait, not the host."""
 
     wait: Callable[[], None]
 
 
-class Channel:
+class CommStream:
     """Carries phases over ``ranks``, of which this process is one, in the order in which they are entered.
 
     Every rank must enter its phases in the same order. On a CPU a thread of the channel's issues them: it waits until a
@@ -74,9 +74,9 @@ class Channel:
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._idle = True
-        self._traffic = Traffic()
+        self._traffic = CommStats()
 
-    def enter(self, start: Callable[[], Work | None], after: Sequence[Entry], traffic: Traffic) -> Entry:
+    def enter(self, start: Callable[[], Work | None], after: Sequence[PendingOp], traffic: CommStats) -> PendingOp:
         """Begin a phase once all of ``after`` are done and all that has entered before has begun.
 
         ``start`` does its local work and starts its collective; None: there is none, or it is done."""
@@ -85,20 +85,20 @@ class Channel:
         if self._stream is None:  # the meta device: for counting
             self._traffic = traffic
             start()
-            return Entry(_nothing)
+            return PendingOp(_nothing)
         if not after:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for entry in after:
                 entry.wait()
             self._traffic = traffic
-            traffic.begun = mark(self._device)
+            traffic.begun = record_timestamp(self._device)
             work = start()
             if work is not None:
                 work.wait()
-            done = traffic.ended = mark(self._device)
+            done = traffic.ended = record_timestamp(self._device)
             assert isinstance(done, torch.cuda.Event)
-        return Entry(lambda: torch.cuda.current_stream().wait_event(done))
+        return PendingOp(lambda: torch.cuda.current_stream().wait_event(done))
 
     def all_to_all(
         self, arrived: Tensor, values: Tensor, arriving: Sequence[int] = (), leaving: Sequence[int] = ()
@@ -186,7 +186,7 @@ class Channel:
             after = self.ranks[(self.place + 1) % self.size]
             self.calls.append(Call(operation, self.ranks, ((after, hops, values.nbytes // self.size),)))
 
-    def _hand_over(self, start: Callable[[], Work | None], after: Sequence[Entry], traffic: Traffic) -> Entry:
+    def _hand_over(self, start: Callable[[], Work | None], after: Sequence[PendingOp], traffic: CommStats) -> PendingOp:
         begun: Future[Work | None] = Future()
 
         def task() -> None:
@@ -194,13 +194,13 @@ class Channel:
                 for entry in after:
                     entry.wait()
                 self._traffic = traffic
-                traffic.begun = mark(self._device)
+                traffic.begun = record_timestamp(self._device)
                 work = start()
             except BaseException as error:
                 begun.set_exception(error)
                 return
             if work is None:
-                traffic.ended = mark(self._device)
+                traffic.ended = record_timestamp(self._device)
             else:
                 work.get_future().then(lambda _: _end(traffic, self._device))
             begun.set_result(work)
@@ -215,7 +215,7 @@ class Channel:
             threading.Thread(target=_issue, args=(self._queue, torch.get_num_threads()), daemon=True).start()
             weakref.finalize(self, self._queue.put, None)
         self._queue.put(task)
-        return Entry(wait)
+        return PendingOp(wait)
 
 
 def _issue(queue: SimpleQueue[Callable[[], None] | None], threads: int) -> None:
@@ -225,8 +225,8 @@ def _issue(queue: SimpleQueue[Callable[[], None] | None], threads: int) -> None:
         del task
 
 
-def _end(traffic: Traffic, device: torch.device) -> None:
-    traffic.ended = mark(device)
+def _end(traffic: CommStats, device: torch.device) -> None:
+    traffic.ended = record_timestamp(device)
 
 
 def _nothing() -> None:

@@ -44,7 +44,7 @@ def settle_before_access(module: nn.Module, settle: Callable[[], None], inside: 
     (known or _Settling(module)).settles.append((settle, inside))
 
 
-def settle_no_longer(module: nn.Module, settle: Callable[[], None]) -> None:
+def remove_copy_hook(module: nn.Module, settle: Callable[[], None]) -> None:
     """Undo :func:`settle_before_access`."""
     known = _settling(module)
     assert known is not None

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from imagenet_fast.sync.copy_hooks import Hook, settle_before_access, settle_no_longer
+from imagenet_fast.sync.copy_hooks import Hook, remove_copy_hook, settle_before_access
 from imagenet_fast.sync.engine import SyncEngine
-from imagenet_fast.sync.first_use import Readers
-from imagenet_fast.sync.param_slot import Span
+from imagenet_fast.sync.first_use import FirstUseTracker
+from imagenet_fast.sync.param_slot import ParamSlot
 from imagenet_fast.sync.trace_guard import outside_of_traces, settle_before_trace
 
 Update = Callable[..., object]
@@ -27,12 +27,12 @@ Update = Callable[..., object]
 some elements behind it also takes which :class:`Elements <imagenet_fast.sync.engine>` it may touch."""
 
 
-class Deferral:
+class DeferredUpdate:
     """The pending updates of ``model``, and hooks that carry each out in time.
 
     In training, a layer is updated just before the forward of a module that reads it; the first forwards show which
-    modules do (:class:`Readers <imagenet_fast.sync.first_use>`). A parameter that no module reads is updated at once.
-    Our hooks go before a module's others, which may read its parameters (as those of ``nn.utils.prune`` do). Whoever
+    modules do (:class:`FirstUseTracker <imagenet_fast.sync.first_use>`). A parameter that no module reads is updated
+    at once. Our hooks go before a module's others, which may read its parameters (as those of ``nn.utils.prune`` do). Whoever
     reads a parameter before any forward gets an error from autograd, which finds it changed.
 
     Everything is settled where that cannot be relied on: before a forward in evaluation or without gradients, before
@@ -44,14 +44,14 @@ class Deferral:
         self,
         model: nn.Module,
         engine: SyncEngine,
-        spans: Sequence[Span],
-        used: Callable[[Sequence[Span]], list[nn.Parameter]],
+        spans: Sequence[ParamSlot],
+        used: Callable[[Sequence[ParamSlot]], list[nn.Parameter]],
     ) -> None:
         self.engine = engine
         self._used = used
-        self._pending: dict[Span, None] = {}
+        self._pending: dict[ParamSlot, None] = {}
         self._updates: list[Update] = []
-        self._readers = Readers(model, [span.param for span in spans])
+        self._readers = FirstUseTracker(model, [span.param for span in spans])
         self._lock = threading.RLock()  # several threads may call the model, to evaluate it
         self._model = model
         self._thread = threading.local()
@@ -75,14 +75,14 @@ class Deferral:
             for hook in self._hooks:
                 hook.remove()
             for module in self._modules:
-                settle_no_longer(module, self.settle)
+                remove_copy_hook(module, self.settle)
 
-    def lay_out(self, spans: Sequence[Span]) -> None:
+    def lay_out(self, spans: Sequence[ParamSlot]) -> None:
         """The pool's spans, of which none waits."""
         assert not self._pending
         self._spans = list(spans)
-        self._read_by: dict[nn.Module, list[Span]] | None = None
-        self._unread: list[Span] = []
+        self._read_by: dict[nn.Module, list[ParamSlot]] | None = None
+        self._unread: list[ParamSlot] = []
 
     def update(self, apply: Update, at_once: bool) -> None:
         """Put ``apply`` off for every parameter that a forward hook will reach, unless it is to be ``at_once``."""
@@ -117,7 +117,7 @@ class Deferral:
         with self._lock, outside_of_traces():
             self._bring_up_to_date(list(self._pending))
 
-    def waits(self, span: Span) -> bool:
+    def waits(self, span: ParamSlot) -> bool:
         """Whether the update of ``span`` is still put off."""
         return span in self._pending
 
@@ -144,7 +144,7 @@ class Deferral:
         """Whether this thread is in a training forward of the whole model."""
         return getattr(self._thread, "inside", False)
 
-    def _bring_up_to_date(self, spans: list[Span]) -> None:
+    def _bring_up_to_date(self, spans: list[ParamSlot]) -> None:
         """Carry out what is put off for ``spans``; their gradients are used up."""
         late = [span for span in spans if span in self._pending]
         if not late:
@@ -157,10 +157,10 @@ class Deferral:
         for span in late:
             span.param.grad = None
 
-    def _came_along(self, arrived: Sequence[Span]) -> list[Span]:
+    def _came_along(self, arrived: Sequence[ParamSlot]) -> list[ParamSlot]:
         """Neighbours of ``arrived`` that came with the same messages, and are pending no longer: one update of many
         parameters costs little more than one of a few."""
-        others: list[Span] = []
+        others: list[ParamSlot] = []
         for span in arrived:
             for step in (1, -1):
                 index = span.index + step
@@ -173,7 +173,7 @@ class Deferral:
                     index += step
         return others
 
-    def _apply(self, updates: Sequence[Update], spans: Sequence[Span]) -> None:
+    def _apply(self, updates: Sequence[Update], spans: Sequence[ParamSlot]) -> None:
         """Wherever we are called: the forward may run under autocast, or in inference mode."""
         device = spans[0].param.device.type
         infers = torch.is_inference_mode_enabled()

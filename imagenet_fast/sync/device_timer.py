@@ -6,11 +6,11 @@ import time
 
 import torch
 
-Mark = float | torch.cuda.Event
+Timestamp = float | torch.cuda.Event
 """A moment, on the clock of the device that has to wait: on a GPU the host runs ahead, and waits only order streams."""
 
 
-def mark(device: torch.device) -> Mark:
+def record_timestamp(device: torch.device) -> Timestamp:
     """Now, as the current stream gets there."""
     if device.type != "cuda":
         return time.perf_counter()
@@ -19,13 +19,13 @@ def mark(device: torch.device) -> Mark:
     return event
 
 
-def wait_for(moment: Mark) -> None:
+def wait_for(moment: Timestamp) -> None:
     """Have the host wait until the GPU has passed it."""
     if isinstance(moment, torch.cuda.Event):
         moment.synchronize()
 
 
-def seconds_between(begin: Mark, end: Mark) -> float:
+def seconds_between(begin: Timestamp, end: Timestamp) -> float:
     """Negative where ``end`` came first. Waits for the GPU to pass both."""
     if isinstance(begin, torch.cuda.Event):
         assert isinstance(end, torch.cuda.Event)

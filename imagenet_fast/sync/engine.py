@@ -14,20 +14,20 @@ from torch import Tensor, nn
 from imagenet_fast.cost_model.step_simulator import Prediction
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.recipe.sync_config import Collective
-from imagenet_fast.sync.collectives import Transfer
+from imagenet_fast.sync.collectives import AllReduceHandle
 from imagenet_fast.sync.compression import Compressor
-from imagenet_fast.sync.device_timer import Mark, mark, seconds_between
-from imagenet_fast.sync.network_benchmark import Network
-from imagenet_fast.sync.param_slot import Span
+from imagenet_fast.sync.device_timer import Timestamp, record_timestamp, seconds_between
+from imagenet_fast.sync.network_benchmark import NetworkProbe
+from imagenet_fast.sync.param_slot import ParamSlot
 
-Run = Sequence[Span]
+Bucket = Sequence[ParamSlot]
 """Neighbouring spans that travel together."""
 
 Elements = dict[nn.Parameter, list[slice]]
 """Of parameters, which elements, in the order they lie in memory."""
 
 
-def alike(span: Span) -> None:
+def alike(span: ParamSlot) -> None:
     """All spans are of one kind."""
 
 
@@ -43,9 +43,9 @@ class Engine:
     """Bytes on the wire from which on a run leaves; None: the best by the cost model, once steps have been watched."""
     first: float = 1.0
     """The first run leaves at this share of it."""
-    together: Callable[[Span], Hashable] = alike
+    together: Callable[[ParamSlot], Hashable] = alike
     """Only neighbours of one kind travel together."""
-    collective: Collective | Callable[[Run, Network], Collective] | None = None
+    collective: Collective | Callable[[Bucket, NetworkProbe], Collective] | None = None
     """How, or what decides it for a run; None: the usual one."""
     servers: int = 1
     """Of a parameter server."""
@@ -70,17 +70,17 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.blocks: list[tuple[str, Mark, Mark]] = []
+        self.blocks: list[tuple[str, Timestamp, Timestamp]] = []
         """What was waited for, from when to when."""
 
     @contextmanager
     def __call__(self, label: str) -> Iterator[None]:
-        begun = mark(self._device)
+        begun = record_timestamp(self._device)
         try:
             with here.waiting() if self._device.type == "cpu" else nullcontext():  # a GPU's host goes on
                 yield
         finally:
-            self.blocks.append((label, begun, mark(self._device)))
+            self.blocks.append((label, begun, record_timestamp(self._device)))
 
     def seconds(self) -> float:
         """The total so far. Waits for the GPU to pass the last block."""
@@ -93,12 +93,12 @@ class SyncStats:
 
     exposed: Stopwatch | None
     """Time the step stood still for communication; None where it cannot be told."""
-    transfers: list[tuple[str, Transfer]] = field(default_factory=list)
+    transfers: list[tuple[str, AllReduceHandle]] = field(default_factory=list)
     """What was sent, by the layers it was for. A deferring engine counts it in the step that waits for it."""
     decision: tuple[Prediction, ...] = ()
     """In the step after which ``auto`` has chosen: what it chose from."""
 
-    def add(self, label: str, transfer: Transfer) -> None:
+    def add(self, label: str, transfer: AllReduceHandle) -> None:
         """Count a transfer that has ended."""
         self.transfers.append((label, transfer))
 
@@ -171,11 +171,11 @@ class SyncEngine(Protocol):
         else:
             place.copy_(gradient)
 
-    def spoil(self, span: Span, gradient: Tensor) -> None:
+    def spoil(self, span: ParamSlot, gradient: Tensor) -> None:
         """What this step is to send of a span becomes NaN, for backward has failed."""
         gradient.fill_(math.nan)
 
-    def push(self, span: Span) -> None:
+    def push(self, span: ParamSlot) -> None:
         """In backward: this span's local gradient is final. Called in pool order, once a step. Before it changes or
         sends what lies there, it calls ``pool.measure()``."""
 
@@ -186,11 +186,11 @@ class SyncEngine(Protocol):
         """
         ...
 
-    def wait(self, span: Span) -> None:
+    def wait(self, span: ParamSlot) -> None:
         """Before this span's parameters are read again: make sure they are up to date."""
         return
 
-    def has_arrived(self, span: Span) -> bool:
+    def has_arrived(self, span: ParamSlot) -> bool:
         """Whether :meth:`wait` has nothing left to wait for, where that is known without asking a device."""
         return False
 

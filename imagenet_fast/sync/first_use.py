@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from imagenet_fast.sync.copy_hooks import Hook
 
 
-class Readers:
+class FirstUseTracker:
     """Watches the forwards of ``model`` and its modules until it is closed.
 
     A parameter is mostly read by the module that owns it; but ``nn.MultiheadAttention`` reads its ``out_proj``, and

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from imagenet_fast.sync.param_slot import USED, Span, move
+from imagenet_fast.sync.param_slot import USED, ParamSlot, move
 from imagenet_fast.sync.pending_grad import PendingGrad
 
 _LINE = 16  # elements: spans start on 64-byte lines in fp32, so vectorised kernels keep their fast path
@@ -25,7 +25,7 @@ class GradientBuffer:
     Raises ValueError for parameters that one buffer cannot hold.
     """
 
-    def __init__(self, spans: Sequence[Span], line: int) -> None:
+    def __init__(self, spans: Sequence[ParamSlot], line: int) -> None:
         kinds = {(span.param.dtype, span.param.device) for span in spans}
         if len(kinds) > 1:
             raise ValueError(f"parameters of one pool share a dtype and a device, found {sorted(map(str, kinds))}")
@@ -40,10 +40,10 @@ class GradientBuffer:
         self.line = math.lcm(_LINE, line)
         self.multiple = 1
         """Elements, of which its length is a multiple."""
-        self.spans: list[Span] = []
+        self.spans: list[ParamSlot] = []
         self.lay_out(spans)
 
-    def lay_out(self, order: Sequence[Span]) -> None:
+    def lay_out(self, order: Sequence[ParamSlot]) -> None:
         """Give every span its place in this order. Values move with it."""
         old, before = self.values, self.spans
         self.spans = []
@@ -82,14 +82,14 @@ class GradientBuffer:
             moved = moved or param.stride() != strides
         return moved
 
-    def gradient(self, span: Span) -> Tensor:
+    def gradient(self, span: ParamSlot) -> Tensor:
         """What lies at a span, with the strides that its parameter has now: a fused update would mix them up."""
         view = self.views[span.index]
         if span.param.stride() != self._strides[span.index]:
             view = torch.empty_like(span.param).copy_(view)
         return view
 
-    def mark_used(self, but: Iterable[Span]) -> None:
+    def mark_used(self, but: Iterable[ParamSlot]) -> None:
         """Fill the flags of all spans ``but`` some."""
         left_out = set(but)
         flags = self._flags

@@ -23,10 +23,10 @@ from torch.optim.optimizer import Optimizer
 from imagenet_fast.sync.arrival_order import ArrivalOrder
 from imagenet_fast.sync.consistency import compare_models
 from imagenet_fast.sync.copy_hooks import Hook
-from imagenet_fast.sync.deferred_update import Deferral, Update
+from imagenet_fast.sync.deferred_update import DeferredUpdate, Update
 from imagenet_fast.sync.engine import Elements, SyncEngine, SyncStats
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
-from imagenet_fast.sync.layer_timer import Timetable
+from imagenet_fast.sync.layer_timer import LayerTimer
 from imagenet_fast.sync.loop_checks import (
     named_parameters,
     refuse_choice,
@@ -34,8 +34,8 @@ from imagenet_fast.sync.loop_checks import (
     refuse_gradient,
     refuse_state,
 )
-from imagenet_fast.sync.param_slot import USED, Span
-from imagenet_fast.sync.per_param_step import captured_step, needs_all, settle_before_state
+from imagenet_fast.sync.param_slot import USED, ParamSlot
+from imagenet_fast.sync.per_param_step import needs_all, settle_before_state, snapshot_step
 from imagenet_fast.sync.pooled_params import ModelWatch, check_optimizer, forget, register
 from imagenet_fast.sync.residual_scale import ResidualScale
 from imagenet_fast.sync.topology import Topology
@@ -85,17 +85,19 @@ class GradientPool:
         owners = {
             p: module for module in ([] if model is None else model.modules()) for p in module.parameters(recurse=False)
         }
-        spans = [Span(0, name, p, owners.get(p), 0, 0) for name, p in reversed(trainable.items())]
+        spans = [ParamSlot(0, name, p, owners.get(p), 0, 0) for name, p in reversed(trainable.items())]
         self._places = GradientBuffer(spans, self.topology.line)
         self._guard: float | None = None
         self._lock = threading.RLock()  # autograd may run several threads
         self._ready = [False] * len(spans)  # by span: whether its gradient may leave
         self._front = 0  # spans before this one have been handed to the engine
-        self._unreached: dict[Span, None] = {}  # by this rank, in the last step whose gradients are here or pending
+        self._unreached: dict[
+            ParamSlot, None
+        ] = {}  # by this rank, in the last step whose gradients are here or pending
         self._measured = 0  # spans before this one have been looked at
         self._largest: list[Tensor] = []  # magnitudes in this step
         self._engine: SyncEngine | None = None
-        self._deferral: Deferral | None = None
+        self._deferral: DeferredUpdate | None = None
         register(self, trainable)
         self._watch = ModelWatch(model)
         self._hooks = [param.register_post_accumulate_grad_hook(self._on_gradient) for param in trainable.values()]
@@ -112,9 +114,9 @@ class GradientPool:
         self._updated = False  # whether they have been applied, or will be
         self._stepped: list[Optimizer] = []  # in this step
         self._reached = False  # whether this step's last backward has reached any parameter
-        self._cancelled: set[Span] = set()  # those whose p.grad was set to None on their way
-        self._nulled: set[Span] = set()  # those whose p.grad was zeroed on its way
-        self._flag_behind: set[Span] = set()  # those whose flag is not yet that of a gradient of this step
+        self._cancelled: set[ParamSlot] = set()  # those whose p.grad was set to None on their way
+        self._nulled: set[ParamSlot] = set()  # those whose p.grad was zeroed on its way
+        self._flag_behind: set[ParamSlot] = set()  # those whose flag is not yet that of a gradient of this step
         self._last_ended = False  # whether nothing of the step before is pending any more
         self._end_awaited = False  # whether autograd will tell of the end of this backward
         self._residual_scale = ResidualScale(device)
@@ -128,7 +130,7 @@ class GradientPool:
         return self._places.values
 
     @property
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[ParamSlot]:
         """The gradients' places, in the order in which they leave."""
         return self._places.spans
 
@@ -147,7 +149,7 @@ class GradientPool:
         if self._deferral is not None:
             self._deferral.engine = engine
         elif engine.defers and self.model is not None:
-            self._deferral = Deferral(self.model, engine, self.spans, self.used)
+            self._deferral = DeferredUpdate(self.model, engine, self.spans, self.used)
 
     def guard(self, largest: float) -> None:
         """From now on look at every gradient before it is sent: see :attr:`found_inf`. One above ``largest`` counts as
@@ -314,7 +316,7 @@ class GradientPool:
             return stats
         if not self._updated:
             self.settle()  # before it is copied what an optimiser counts in its groups
-        apply = captured_step(optimizer)
+        apply = snapshot_step(optimizer)
         stats = self.end_backward()
         self._stepped.append(optimizer)
         settle_before_state(optimizer, self.settle)
@@ -332,7 +334,7 @@ class GradientPool:
         if self._deferral is not None:
             self._deferral.settle()
 
-    def used(self, spans: Sequence[Span]) -> list[nn.Parameter]:
+    def used(self, spans: Sequence[ParamSlot]) -> list[nn.Parameter]:
         """Put the gradients of ``spans`` into ``p.grad``, and return the parameters that are to be updated.
 
         Those that no rank has used, and those whose ``p.grad`` the user set to None on its way, have None instead. Asks
@@ -348,14 +350,14 @@ class GradientPool:
             span.param.grad = None
         return [span.param for span in spans if span not in left_out]
 
-    def watch(self, layers: bool) -> Timetable:
+    def watch(self, layers: bool) -> LayerTimer:
         """A timetable of the next steps."""
         if self.model is None:
             raise ValueError(
                 "an engine that plans needs to see the forward; give the pool model=..., or the engine a fixed number "
                 "of MiB"
             )
-        return Timetable(self.model, self.spans, self.topology, layers)
+        return LayerTimer(self.model, self.spans, self.topology, layers)
 
     def lengthen(self, multiple: int) -> None:
         """Make the buffer's length a multiple of so many elements. For an engine, before it begins."""
@@ -437,7 +439,7 @@ class GradientPool:
                 raise
             users.add_note(f"closing the pool failed as well: {error}")
 
-    def _lay_out(self, order: Sequence[Span]) -> None:
+    def _lay_out(self, order: Sequence[ParamSlot]) -> None:
         """Give the parameter of every span its place. Values in the buffer move with it. Settles first."""
         self.settle()
         self._places.lay_out(order)
@@ -511,7 +513,7 @@ class GradientPool:
             self._unreached, self._cancelled, self._nulled = {}, set(), set()
             self._last_ended = True
 
-    def _take_rest(self, engine: SyncEngine, span: Span) -> None:
+    def _take_rest(self, engine: SyncEngine, span: ParamSlot) -> None:
         """Of a parameter that the last backward has not reached."""
         if span.param.grad is not None:
             self._take(engine, span)
@@ -520,12 +522,12 @@ class GradientPool:
             self._unreached[span] = None
             self._flag_behind.add(span)
 
-    def _hide(self, span: Span) -> None:
+    def _hide(self, span: ParamSlot) -> None:
         pending = self._places.pending[span.index]
         pending.zeroed = False
         span.param.grad = pending
 
-    def _take(self, engine: SyncEngine | None, span: Span) -> None:
+    def _take(self, engine: SyncEngine | None, span: ParamSlot) -> None:
         """Bring ``p.grad`` into its place, unless autograd has added it up there."""
         gradient, view = span.param.grad, self._places.views[span.index]
         assert gradient is not None
@@ -539,7 +541,7 @@ class GradientPool:
         if span in self._flag_behind:
             self.buffer[span.flag] = USED
 
-    def _take_last(self, engine: SyncEngine, span: Span) -> None:
+    def _take_last(self, engine: SyncEngine, span: ParamSlot) -> None:
         """At the end of backward: what has not left, and what the user has made of it."""
         gradient, pending, ready = span.param.grad, self._places.pending[span.index], self._ready[span.index]
         if pending.zeroed:
@@ -627,7 +629,7 @@ class GradientPool:
             dist.all_reduce(overflow, dist.ReduceOp.MAX, group=self.topology.group)
         return overflow
 
-    def _learn_order(self, order: Sequence[Span]) -> None:
+    def _learn_order(self, order: Sequence[ParamSlot]) -> None:
         assert self._engine is not None
         self._order.better = None
         self.settle()

@@ -10,29 +10,29 @@ from torch import nn
 
 from imagenet_fast.cost_model.timing import Timing
 from imagenet_fast.sync.copy_hooks import Hook
-from imagenet_fast.sync.device_timer import Mark, mark, seconds_between
-from imagenet_fast.sync.param_slot import Span
+from imagenet_fast.sync.device_timer import Timestamp, record_timestamp, seconds_between
+from imagenet_fast.sync.param_slot import ParamSlot
 from imagenet_fast.sync.topology import Topology
 
 _WARM_STEPS, _TIMED_STEPS = 2, 3
 
 
-class Timetable:
+class LayerTimer:
     """Watches ``model`` until it has seen enough steps: call it at every push and at the end of every backward.
 
     ``layers``: also when each layer is called. Hooks that take the time break compiled blocks, so without need
     nothing but the whole model is watched.
     """
 
-    def __init__(self, model: nn.Module, spans: Iterable[Span], topology: Topology, layers: bool) -> None:
+    def __init__(self, model: nn.Module, spans: Iterable[ParamSlot], topology: Topology, layers: bool) -> None:
         self._spans = list(spans)
         self._device = topology.device
         self._topology = topology
         self.layers = layers
         self._steps = 0
-        self._called: dict[nn.Module, Mark] = {}
-        self._turned: Mark | None = None  # from forward to backward
-        self._pushed: list[Mark] = []
+        self._called: dict[nn.Module, Timestamp] = {}
+        self._turned: Timestamp | None = None  # from forward to backward
+        self._pushed: list[Timestamp] = []
         self._rows: list[list[float]] = []
         owners = dict.fromkeys([model, *(span.module for span in self._spans if layers and span.module is not None)])
         self._hooks = [module.register_forward_pre_hook(Hook(self._call)) for module in owners]
@@ -47,13 +47,13 @@ class Timetable:
     def push(self) -> None:
         """The next span in pool order is ready."""
         if not self.complete:
-            self._pushed.append(mark(self._device))
+            self._pushed.append(record_timestamp(self._device))
 
     def finish(self) -> None:
         """Backward is over."""
         if self.complete:
             return
-        end = mark(self._device)
+        end = record_timestamp(self._device)
         if self._steps >= _WARM_STEPS:
             first = self._pushed[0]
             begin, turn = self._called.get(self._model, first), self._turned or first
@@ -91,9 +91,9 @@ class Timetable:
             return
         if module is self._model:  # of several micro-steps the last one counts
             self._called.clear()
-        self._called.setdefault(module, mark(self._device))
+        self._called.setdefault(module, record_timestamp(self._device))
 
     def _turn(self, module: nn.Module, inputs: object, output: object) -> None:
         if torch.compiler.is_exporting():
             return
-        self._turned = mark(self._device)
+        self._turned = record_timestamp(self._device)

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from imagenet_fast.cost_model.link_model import NO_CODEC, CodecCost, Link
+from imagenet_fast.cost_model.link_model import NO_CODEC, CodecCost, LinkModel
 from imagenet_fast.recipe.sync_config import Collective
 from imagenet_fast.sync.collectives import all_reduce, carry, cost_of, piece_bytes, piece_elements
 from imagenet_fast.sync.collectives.comm_ops import lane_of
-from imagenet_fast.sync.device_timer import mark, seconds_between
-from imagenet_fast.sync.quantization import PLAIN, Packing, all_coded, decode, encode, is_coded
+from imagenet_fast.sync.device_timer import record_timestamp, seconds_between
+from imagenet_fast.sync.quantization import PLAIN, Packer, all_coded, decode, encode, is_coded
 from imagenet_fast.sync.topology import Topology
 
 _TINY = 2**13  # bytes
@@ -25,25 +25,25 @@ _REPEATS = 4
 _MANY = 8  # messages at once, whose latencies overlap
 
 
-class Network:
+class NetworkProbe:
     """The link of each collective and the cost of each codec, measured when first asked for: every rank must ask alike,
     with nothing else under way. ``stated`` and ``codecs`` are taken instead where there is nothing to measure."""
 
     def __init__(
-        self, topology: Topology, wire: torch.dtype, stated: Link | None = None,
+        self, topology: Topology, wire: torch.dtype, stated: LinkModel | None = None,
         codecs: Mapping[torch.dtype, CodecCost] | None = None,
     ) -> None:  # fmt: skip
         self._topology = topology
         self._wire = PLAIN if is_coded(wire) else wire  # what codes cost is not the network's
         self._stated = stated
-        self._links: dict[Collective, Link] = {}
+        self._links: dict[Collective, LinkModel] = {}
         self._codecs = dict(codecs or {})
 
-    def link(self, collective: Collective) -> Link:
+    def link(self, collective: Collective) -> LinkModel:
         if self._stated is not None:
             return self._stated
         if self._topology.size == 1:
-            return Link(0.0, 0.0)
+            return LinkModel(0.0, 0.0)
         if collective not in self._links:
             self._links[collective] = measure_link(collective, self._wire, self._topology)
         return self._links[collective]
@@ -58,7 +58,7 @@ class Network:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take :meth:`state_dict`'s value for measured."""
-        self._links = {collective: Link(*figures) for collective, figures in state["links"].items()}
+        self._links = {collective: LinkModel(*figures) for collective, figures in state["links"].items()}
         self._codecs = {getattr(torch, wire): CodecCost(*figures) for wire, figures in state["codecs"].items()}
 
     def seconds(self, collective: Collective, message: float) -> float:
@@ -71,7 +71,7 @@ class Network:
         return self._codecs.get(wire, NO_CODEC)
 
 
-def measure_link(collective: Collective, wire: torch.dtype, topology: Topology) -> Link:
+def measure_link(collective: Collective, wire: torch.dtype, topology: Topology) -> LinkModel:
     """Time three sizes of ``collective``, in pieces as they travel, and several short messages at once, the fastest of
     four; the first rank's result, so that all ranks decide alike. Its bytes are a ring's: see :func:`cost_of`.
 
@@ -85,7 +85,7 @@ def measure_link(collective: Collective, wire: torch.dtype, topology: Topology) 
     )
     s_per_byte = max(0.0, long_s - short_s) / (long - short)
     call_s = max(0.0, (many_s - latency_s) / (_MANY - 1) - _TINY * s_per_byte)
-    return Link(*_of_first_rank([latency_s, s_per_byte / cost_of(collective, topology), call_s], topology))
+    return LinkModel(*_of_first_rank([latency_s, s_per_byte / cost_of(collective, topology), call_s], topology))
 
 
 def measure_codec(wire: torch.dtype, topology: Topology) -> CodecCost:
@@ -93,28 +93,28 @@ def measure_codec(wire: torch.dtype, topology: Topology) -> CodecCost:
     four; the first rank's result. Every rank must call it: those of a machine share its memory, so all work at once."""
     elements = piece_elements(wire, topology)
     pieces = [torch.randn(elements, device=topology.device) for _ in range(_MANY)]
-    packings = [Packing(all_coded(elements), topology.size, wire, topology.device) for _ in pieces]
+    packings = [Packer(all_coded(elements), topology.size, wire, topology.device) for _ in pieces]
     messages = [packing.message(topology.size) for packing in packings]
     for packing in packings:
         packing.keep_feedback()
 
-    def write(values: Tensor, packing: Packing, message: Tensor) -> None:
+    def write(values: Tensor, packing: Packer, message: Tensor) -> None:
         scales, codes, _ = packing.parts(message)
         packing.load(values)
         encode(packing.coded, scales, codes, packing.feedback)
 
-    def read(values: Tensor, packing: Packing, message: Tensor) -> None:
+    def read(values: Tensor, packing: Packer, message: Tensor) -> None:
         scales, codes, _ = packing.parts(message)
         decode(scales, codes).sum(0)  # where parts are added up
         packing.coded.copy_(decode(scales, codes))  # where means arrive
         packing.land(values)
 
-    def seconds(work: Callable[[Tensor, Packing, Tensor], None]) -> float:
+    def seconds(work: Callable[[Tensor, Packer, Tensor], None]) -> float:
         dist.barrier(topology.group)
-        begun = mark(topology.device)
+        begun = record_timestamp(topology.device)
         for piece in zip(pieces, packings, messages, strict=True):
             work(*piece)
-        return seconds_between(begun, mark(topology.device))
+        return seconds_between(begun, record_timestamp(topology.device))
 
     size = sum(message.nbytes for message in messages)
     figures = [min(seconds(work) for _ in range(_REPEATS)) / size for work in (write, read)]
@@ -143,7 +143,7 @@ def _seconds(sizes: Sequence[int], wire: torch.dtype, collective: Collective, to
         for number, message in enumerate(values)
     ]
     dist.barrier(topology.group)
-    begun = mark(topology.device)
+    begun = record_timestamp(topology.device)
     for transfer in [carry(of_one) for of_one in phases]:
         transfer.wait()
-    return seconds_between(begun, mark(topology.device))
+    return seconds_between(begun, record_timestamp(topology.device))

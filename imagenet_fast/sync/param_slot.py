@@ -12,7 +12,7 @@ USED = 2.0**-14
 
 
 @dataclass(frozen=True, eq=False)
-class Span:
+class ParamSlot:
     """Elements ``start`` to ``stop`` of the pool, padding to the next span included."""
 
     index: int
@@ -34,7 +34,7 @@ class Span:
         return self.name.rpartition(".")[0]
 
 
-def move(values: Tensor, spans: Sequence[Span], into: Tensor, others: Sequence[Span]) -> None:
+def move(values: Tensor, spans: Sequence[ParamSlot], into: Tensor, others: Sequence[ParamSlot]) -> None:
     """Bring what lies at ``spans`` of ``values`` to the places that its parameters have among ``others``."""
     places = {span.param: span for span in spans}
     for span in others:
@@ -46,11 +46,11 @@ Places = dict[str, tuple[int, int]]
 """Of parameters by name, in the order of a pool: where their gradient begins, and the flag behind it."""
 
 
-def places_of(spans: Sequence[Span]) -> Places:
+def places_of(spans: Sequence[ParamSlot]) -> Places:
     return {span.name: (span.start, span.flag) for span in spans}
 
 
-def bring(values: Tensor, places: Places, into: Tensor, spans: Sequence[Span]) -> None:
+def bring(values: Tensor, places: Places, into: Tensor, spans: Sequence[ParamSlot]) -> None:
     """As :func:`move`, from a pool that is no more: ``places`` tell how it was laid out."""
     for span in spans:
         start, flag = places.get(span.name, (0, -1))
@@ -58,7 +58,7 @@ def bring(values: Tensor, places: Places, into: Tensor, spans: Sequence[Span]) -
             into[span.start : span.flag + 1] = values[start : flag + 1]
 
 
-def label_of(spans: Sequence[Span]) -> str:
+def label_of(spans: Sequence[ParamSlot]) -> str:
     """The layers of neighbouring spans, for a person."""
     first, last = spans[0].layer, spans[-1].layer
     return first if first == last else f"{first} to {last}"

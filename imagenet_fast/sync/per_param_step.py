@@ -28,7 +28,7 @@ _Settings = dict[str, Any]
 """Of a group, by name, without its parameters."""
 
 
-def captured_step(optimizer: Optimizer) -> Callable[[list[nn.Parameter]], None]:
+def snapshot_step(optimizer: Optimizer) -> Callable[[list[nn.Parameter]], None]:
     """``optimizer.step()`` with the hyper-parameters of this moment, for :meth:`GradientPool.update`.
 
     What is returned updates the parameters it is given, in any order and any number of calls, and leaves all others

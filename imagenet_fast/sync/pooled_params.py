@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from imagenet_fast.sync.param_slot import Span
+from imagenet_fast.sync.param_slot import ParamSlot
 
 _POOL_OF: Any = WeakIdKeyDictionary()
 """By parameter, a weak reference to its pool."""
@@ -39,7 +39,7 @@ def is_pooled(param: nn.Parameter) -> bool:
     return known is not None and known() is not None
 
 
-def check_optimizer(optimizer: Optimizer, in_pool: Mapping[nn.Parameter, Span]) -> None:
+def check_optimizer(optimizer: Optimizer, in_pool: Mapping[nn.Parameter, ParamSlot]) -> None:
     """Raise ValueError where ``optimizer`` updates nothing of this pool, or a parameter with a gradient that is in no
     pool."""
     kind = type(optimizer).__name__
@@ -69,7 +69,7 @@ class ModelWatch:
         self._modules = () if model is None else tuple(model.named_modules())
         self._known = {module for _, module in self._modules}
 
-    def check(self, spans: Sequence[Span], in_pool: Mapping[nn.Parameter, Span]) -> None:
+    def check(self, spans: Sequence[ParamSlot], in_pool: Mapping[nn.Parameter, ParamSlot]) -> None:
         """Raise RuntimeError where a module of the model has another parameter now than the one in the pool, or one
         with a gradient that is in no pool. Costs a look at every parameter."""
         for span in spans:
@@ -82,7 +82,7 @@ class ModelWatch:
                     for inner, new in child.named_modules(prefix=f"{path}.{name}" if path else name):
                         _check_members(inner, new, in_pool)
 
-    def _check_replaced(self, span: Span) -> None:
+    def _check_replaced(self, span: ParamSlot) -> None:
         assert span.module is not None
         if all(param is not span.param for param in span.module._parameters.values()):  # else it has another name there
             raise RuntimeError(
@@ -91,7 +91,7 @@ class ModelWatch:
             )
 
 
-def _check_members(path: str, module: nn.Module, in_pool: Mapping[nn.Parameter, Span]) -> None:
+def _check_members(path: str, module: nn.Module, in_pool: Mapping[nn.Parameter, ParamSlot]) -> None:
     for name, param in module._parameters.items():
         if param is None or param in in_pool or param.grad is None or not param.requires_grad:
             continue

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from imagenet_fast.sync.param_slot import Span, move
+from imagenet_fast.sync.param_slot import ParamSlot, move
 
 BLOCK = 512
 """Values with a common scale. Blocks lie on the pool's grid, so which gradients travel together changes no bit."""
@@ -99,13 +99,13 @@ class FeedbackRows:
             self._stepped = False
 
 
-class Residual:
+class ErrorFeedback:
     """What the codes of a pool's gradients have left behind: fp32, by the pool's elements, on this rank.
 
     Messages hold it in pieces, which only their codes change. ``left`` is what there was before those messages.
     """
 
-    def __init__(self, spans: Sequence[Span], device: torch.device, left: Tensor | None = None) -> None:
+    def __init__(self, spans: Sequence[ParamSlot], device: torch.device, left: Tensor | None = None) -> None:
         self._spans = spans
         blocks = spans[-1].stop // BLOCK
         self._kinds = torch.zeros(2, blocks, dtype=torch.bool)
@@ -119,10 +119,10 @@ class Residual:
         self._shared: dict[int, Tensor] = {}
         self._pieces: list[tuple[Tensor, FeedbackRows, Tensor, int]] = []
 
-    def blocks(self, part: slice) -> Blocks:
+    def blocks(self, part: slice) -> BlockMap:
         """Those of a part of the pool."""
         own = slice(part.start // BLOCK, part.stop // BLOCK)
-        return Blocks(self._kinds[:, own], self._numbers[:, own], own.start, self)
+        return BlockMap(self._kinds[:, own], self._numbers[:, own], own.start, self)
 
     def share(self, ranks: int, add_up: Callable[[Tensor], object]) -> None:
         """So many ranks, over which ``add_up`` sums a tensor, have rows in common from now on."""
@@ -164,7 +164,7 @@ class Residual:
         for _, feedback, _, _ in self._pieces:
             feedback.rows.mul_(ratio)
 
-    def moved(self, spans: Sequence[Span]) -> Tensor:
+    def moved(self, spans: Sequence[ParamSlot]) -> Tensor:
         """The same, where the parameters have the places of other ``spans``."""
         left = self.gathered()
         moved = left.new_zeros(spans[-1].stop)
@@ -173,7 +173,7 @@ class Residual:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class BlockMap:
     """Of a message, by block."""
 
     kinds: Tensor
@@ -182,31 +182,33 @@ class Blocks:
     """Its number among those of its kind in the whole pool, by which its owner is found: so all own equally many."""
     first: int
     """The place of the first in the pool."""
-    residual: Residual | None
+    residual: ErrorFeedback | None
     """None: nothing is kept of what codes miss."""
 
-    def part(self, number: int, parts: int) -> Blocks:
+    def part(self, number: int, parts: int) -> BlockMap:
         """One of equally many ``parts``."""
         size, rest = divmod(self.kinds.shape[1], parts)
         assert not rest, "a message must be cut between blocks"
         own = slice(number * size, (number + 1) * size)
-        return Blocks(self.kinds[:, own], self.numbers[:, own], self.first + own.start, self.residual)
+        return BlockMap(self.kinds[:, own], self.numbers[:, own], self.first + own.start, self.residual)
 
 
-def all_coded(elements: int) -> Blocks:
+def all_coded(elements: int) -> BlockMap:
     """Blocks of a message that lies in no pool."""
     kinds = torch.tensor([[True], [False]]).repeat(1, elements // BLOCK)
-    return Blocks(kinds, _numbered(kinds), 0, None)
+    return BlockMap(kinds, _numbered(kinds), 0, None)
 
 
-class Packing:
+class Packer:
     """A message's blocks in rows, by owner, and those rows on the wire.
 
     A block's owner follows from the pool alone. Every owner has equally many rows, so those of some are
     repetitions, which nobody reads.
     """
 
-    def __init__(self, blocks: Blocks, owners: int, wire: torch.dtype, device: torch.device, sharing: int = 1) -> None:
+    def __init__(
+        self, blocks: BlockMap, owners: int, wire: torch.dtype, device: torch.device, sharing: int = 1
+    ) -> None:
         self._wire, self._device = wire, device
         coded, coded_rows = _by_owner(blocks.kinds[0], blocks.numbers[0], owners)
         plain, plain_rows = _by_owner(blocks.kinds[1], blocks.numbers[1], owners)

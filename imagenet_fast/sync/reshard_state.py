@@ -14,7 +14,7 @@ _KEPT = ("left", "residual", "velocity")
 """By pool offset, of one rank."""
 
 
-def redistributed(states: Iterable[Any], sharded: bool = False) -> dict[str, Any]:
+def reshard_sync_state(states: Iterable[Any], sharded: bool = False) -> dict[str, Any]:
     """From the :meth:`state_dict` of every rank's synchroniser one that each of other ranks can continue from.
 
     Each gets the mean of what ranks had left behind of a parameter, so the mean over ranks, of which these values will

@@ -12,19 +12,19 @@ from itertools import groupby
 
 import torch
 
-from imagenet_fast.cost_model.priority_schedule import as_ready, plan_releases
-from imagenet_fast.cost_model.step_simulator import THRESHOLDS, Sending, simulated_step_s
+from imagenet_fast.cost_model.priority_schedule import as_ready, plan_release_order
+from imagenet_fast.cost_model.step_simulator import THRESHOLDS, SimMessage, simulated_step_s
 from imagenet_fast.cost_model.timing import Timing
-from imagenet_fast.sync.bucketing import URGENT, Message, messages_of
+from imagenet_fast.sync.bucketing import HIGH_PRIORITY, BucketChunk, build_chunks
 from imagenet_fast.sync.collectives import piece_bytes
 from imagenet_fast.sync.engine import Engine
 from imagenet_fast.sync.gradient_pool import GradientPool
-from imagenet_fast.sync.network_benchmark import Network
+from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.topology import Topology
 
 
 def predict_best(
-    engine: Engine, pool: GradientPool, wire: torch.dtype, timing: Timing, network: Network, share: float = 1.0
+    engine: Engine, pool: GradientPool, wire: torch.dtype, timing: Timing, network: NetworkProbe, share: float = 1.0
 ) -> tuple[float, float]:
     """The bytes on the wire from which on a run should leave, and the seconds of a step that sends ``share`` of the
     values so.
@@ -40,16 +40,16 @@ def predict_best(
 
 
 def predict(
-    engine: Engine, pool: GradientPool, wire: torch.dtype, fuse: float, timing: Timing, network: Network,
+    engine: Engine, pool: GradientPool, wire: torch.dtype, fuse: float, timing: Timing, network: NetworkProbe,
     share: float = 1.0,
 ) -> float:  # fmt: skip
     """Seconds of a step by the cost model, of an engine that sends ``share`` of the values."""
-    messages = messages_of(engine, pool, wire, fuse / share, network)
+    messages = build_chunks(engine, pool, wire, fuse / share, network)
     sendings = [
-        Sending(
+        SimMessage(
             replace(message.task, message=share * message.task.message),
             range(message.run[0].index, message.run[-1].index + 1),
-            network.link(message.collective), network.codec(wire), message.lane == URGENT, run,
+            network.link(message.collective), network.codec(wire), message.lane == HIGH_PRIORITY, run,
             f"{message.lane}{message.collective} {message.half}", _abreast(message, pool.topology),
             message.collective if engine.planned else "",
         )
@@ -58,13 +58,15 @@ def predict(
     return simulated_step_s(sendings, releases_of(engine, messages, timing, network), engine.awaits, timing)
 
 
-def releases_of(engine: Engine, messages: Sequence[Message], timing: Timing, network: Network) -> list[list[int]]:
+def releases_of(
+    engine: Engine, messages: Sequence[BucketChunk], timing: Timing, network: NetworkProbe
+) -> list[list[int]]:
     """Which messages leave at which event, a push each and backward's end: by plan, or as soon as they can."""
     tasks, times = [message.task for message in messages], [*timing.ready, timing.backward_s]
     if not engine.planned:
         return as_ready(tasks, len(times))
     most = max(messages, key=lambda message: message.task.message).collective
-    return plan_releases(tasks, times, network.link(most).s_per_byte)
+    return plan_release_order(tasks, times, network.link(most).s_per_byte)
 
 
 def thresholds(engine: Engine, pool: GradientPool) -> list[float]:
@@ -73,12 +75,12 @@ def thresholds(engine: Engine, pool: GradientPool) -> list[float]:
     return [size for size in THRESHOLDS if size >= piece] if engine.planned else THRESHOLDS
 
 
-def _by_run(messages: Sequence[Message]) -> list[list[Message]]:
+def _by_run(messages: Sequence[BucketChunk]) -> list[list[BucketChunk]]:
     """``each`` waits for all pieces of a run before the next leaves."""
     return [list(pieces) for _, pieces in groupby(messages, key=lambda message: message.run[0])]
 
 
-def _abreast(message: Message, topology: Topology) -> int:
+def _abreast(message: BucketChunk, topology: Topology) -> int:
     """How many such messages are under way at a time in their lane, by phases: a stream carries one operation, gloo two
     of a process group. A butterfly keeps its thread until it is done."""
     if message.collective == "butterfly":

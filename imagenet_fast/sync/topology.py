@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from imagenet_fast.sync.comm_stream import Channel
+from imagenet_fast.sync.comm_stream import CommStream
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Topology:
 
     _made: ClassVar[int] = 2**30
     """The number of the next process group, far from any that torch counts."""
-    _dropped: ClassVar[list[Channel]] = []
+    _dropped: ClassVar[list[CommStream]] = []
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Topology:
         """The ranks of each node, nodes in the order of their first rank."""
         self.max_ctas: int | None = None
         """Thread blocks that NCCL may take for an operation of a channel made from now on; None: as it likes."""
-        self._channels: dict[tuple[tuple[int, ...], str], Channel] = {}
+        self._channels: dict[tuple[tuple[int, ...], str], CommStream] = {}
 
     @property
     def even(self) -> bool:
@@ -124,13 +124,13 @@ class Topology:
             twin._channels = {}
         return twin
 
-    def channel(self, ranks: tuple[int, ...], role: str) -> Channel:
+    def channel(self, ranks: tuple[int, ...], role: str) -> CommStream:
         """The channel of ``ranks`` for one kind of phase: ``scatter``, ``gather``, ... It is made at the first call,
         which every rank must make in the same order."""
         key = (ranks, role)
         if key not in self._channels:
             with self._counted_apart() if len(ranks) > 1 else nullcontext():
-                self._channels[key] = Channel(self.device, ranks, self.max_ctas)
+                self._channels[key] = CommStream(self.device, ranks, self.max_ctas)
         return self._channels[key]
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from imagenet_fast.sync.device_timer import Mark, mark, seconds_between
+from imagenet_fast.sync.device_timer import Timestamp, record_timestamp, seconds_between
 from imagenet_fast.sync.engine import SyncStats
 
 TRACKS = ("compute", "wait", "wire")
@@ -21,9 +21,9 @@ class Trace:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._device = device
-        self._begun = mark(device)
-        self._events: list[tuple[str, str, Mark, Mark, dict[str, int]]] = []
-        self._entered: dict[str, Mark] = {}
+        self._begun = record_timestamp(device)
+        self._events: list[tuple[str, str, Timestamp, Timestamp, dict[str, int]]] = []
+        self._entered: dict[str, Timestamp] = {}
         self._last = self._begun  # where the backward of the layer above ended
         self._hooks = [model.register_forward_hook(self._turn)]
         for name, module in model.named_modules():
@@ -72,16 +72,16 @@ class Trace:
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
 
     def _enter(self, name: str, module: nn.Module, inputs: object) -> None:
-        self._entered[name] = mark(self._device)
+        self._entered[name] = record_timestamp(self._device)
 
     def _leave(self, name: str, module: nn.Module, inputs: object, output: object) -> None:
-        self._events.append(("compute", f"forward {name}", self._entered[name], mark(self._device), {}))
+        self._events.append(("compute", f"forward {name}", self._entered[name], record_timestamp(self._device), {}))
 
     def _turn(self, module: nn.Module, inputs: object, output: object) -> None:
-        self._last = mark(self._device)
+        self._last = record_timestamp(self._device)
 
     def _graded(self, name: str, param: nn.Parameter) -> None:
-        now = mark(self._device)
+        now = record_timestamp(self._device)
         self._events.append(("compute", f"backward {name}", self._last, now, {}))
         self._last = now
 

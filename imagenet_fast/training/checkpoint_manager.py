@@ -9,13 +9,13 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from imagenet_fast.checkpoint import CheckpointWriter, NotSaved, Stamp
 from imagenet_fast.data.fingerprint import Contents
-from imagenet_fast.distributed.async_any import Vote
+from imagenet_fast.distributed.async_any import AsyncAnyReduce
 from imagenet_fast.distributed.heartbeat import here
-from imagenet_fast.distributed.init import World
-from imagenet_fast.errors import Fault, warn
+from imagenet_fast.distributed.init import DistContext
+from imagenet_fast.errors import JobAborted, warn
 from imagenet_fast.recipe.job import Job, recipe_tables
 from imagenet_fast.recipe.resume_compat import digest
-from imagenet_fast.training.nonfinite_count import NotFinite
+from imagenet_fast.training.nonfinite_count import NonFiniteLoss
 from imagenet_fast.training.state import TrainState
 
 _LOOK_S = 1.0  # between two looks whether another rank was asked to stop
@@ -23,7 +23,7 @@ _STOP = "stop"
 _AGAIN_S, _AGAIN_LATER_S = 60.0, 600.0  # from a checkpoint that failed to the next try: at first, and at most
 
 
-class Keeper:
+class CheckpointManager:
     """Called after each step: it saves when the recipe says so, after evaluations, and before a stop; but nothing whose
     numbers have gone wrong, unless the recipe's ``nonfinite_steps`` is 0. What cannot be saved does not end the
     training: rank 0 warns, and all try again.
@@ -33,7 +33,7 @@ class Keeper:
     """
 
     def __init__(
-        self, job: Job, world: World, writer: CheckpointWriter | None, images: int, asked: Callable[[], bool],
+        self, job: Job, world: DistContext, writer: CheckpointWriter | None, images: int, asked: Callable[[], bool],
         store: Store | None = None,
     ) -> None:  # fmt: skip
         self._job = job
@@ -42,7 +42,7 @@ class Keeper:
         self._images = images
         self._contents: Contents | None = None
         self._asked = asked
-        self._vote = Vote(world, wishes=2)
+        self._vote = AsyncAnyReduce(world, wishes=2)
         self._saved_at = time.monotonic()
         self._told = False  # the others, that the last one was written too long ago
         self._store = None if store is None else PrefixStore("keeper", store)
@@ -82,9 +82,9 @@ class Keeper:
             if self.is_sound(state):
                 self._save(self._writer, state, bool(evaluated))
             elif stop:
-                raise NotFinite
+                raise NonFiniteLoss
             if stop and (unsaved := self.finish(state, bool(evaluated))):
-                raise Fault(unsaved)
+                raise JobAborted(unsaved)
         return stop
 
     def finish(self, state: TrainState, evaluated: bool) -> str:
@@ -114,7 +114,7 @@ class Keeper:
 
     def _hear(self, failure: Exception) -> None:
         """On rank 0: say once of each failure that there was one, and put off the next try."""
-        if not self._world.leads or failure is self._heard_of or not isinstance(failure, NotSaved):
+        if not self._world.is_main or failure is self._heard_of or not isinstance(failure, NotSaved):
             return
         self._heard_of = failure
         warn(f"{failure.in_short}; training goes on, and it is tried again")
@@ -154,7 +154,7 @@ class Keeper:
     def _is_late(self) -> bool:
         """By rank 0's clock; while one is being written there is no hurry."""
         minutes = self._job.recipe.checkpoint.every_minutes
-        if not self._world.leads or self._writer is None or self._writer.under_way or self._told:
+        if not self._world.is_main or self._writer is None or self._writer.under_way or self._told:
             return False
         if (failure := self._writer.failure) is not None:
             self._hear(failure)

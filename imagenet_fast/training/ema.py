@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 
-class MovingAverage:
+class ModelEma:
     """A copy of ``model`` that follows it: a <- decay a + (1 - decay) w, once an update of w.
 
     torch's ``AveragedModel`` (with ``get_ema_multi_avg_fn`` and ``use_buffers``) does it to a whole model; here any of

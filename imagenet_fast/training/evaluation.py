@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from imagenet_fast.data.loaders import Validation
+from imagenet_fast.data.loaders import ValLoader
 from imagenet_fast.distributed.heartbeat import here
-from imagenet_fast.distributed.init import World
-from imagenet_fast.distributed.reductions import total
+from imagenet_fast.distributed.init import DistContext
+from imagenet_fast.distributed.reductions import all_reduce_sum
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,11 @@ class Stopped(Exception):
 
 
 def evaluate(
-    model: nn.Module, dataset: Validation, cast: torch.autocast, world: World, asked: Callable[[], bool] = lambda: False
+    model: nn.Module,
+    dataset: ValLoader,
+    cast: torch.autocast,
+    world: DistContext,
+    asked: Callable[[], bool] = lambda: False,
 ) -> Accuracy:
     """Classify this rank's shard and add up the counts of all ranks.
 
@@ -55,7 +59,7 @@ def evaluate(
             seen += len(labels)
     model.train(training)
     counts = (float(correct1), float(correct5), float(seen))
-    hits1, hits5, images_seen, cut_off = total(*counts, float(stopped), device=world.device)
+    hits1, hits5, images_seen, cut_off = all_reduce_sum(*counts, float(stopped), device=world.device)
     if cut_off:
         raise Stopped
     expected = dataset.val_order.images

@@ -10,28 +10,30 @@ from torch import Tensor
 from imagenet_fast.checkpoint import Checkpoint, best, newest, open_checkpoint
 from imagenet_fast.checkpoint.manifest import Manifest
 from imagenet_fast.checkpoint.retention import survey
-from imagenet_fast.distributed.init import World
-from imagenet_fast.distributed.reductions import refused_by_first
+from imagenet_fast.distributed.init import DistContext
+from imagenet_fast.distributed.reductions import broadcast_error
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.report import FINAL_WEIGHTS, is_checkpoint, split_checkpoint, weights_file
 from imagenet_fast.models.weights import Weights, fit, read_weights
 from imagenet_fast.recipe.schema import Model
 
 
-def starting_weights(given: Path, model: Model, classes: int, world: World, fresh_head: bool = False) -> Weights | None:
+def load_initial_weights(
+    given: Path, model: Model, classes: int, world: DistContext, fresh_head: bool = False
+) -> Weights | None:
     """On rank 0 the weights that ``given`` stands for (see :func:`given_weights`), fit for ``model``.
 
-    Elsewhere None: other ranks get theirs from rank 0 (:func:`initial_model`), and their nodes need no such file.
+    Elsewhere None: other ranks get theirs from rank 0 (:func:`build_initial_model`), and their nodes need no such file.
 
     Raises UserError, the same on every rank, where rank 0 cannot read them or they do not fit.
     """
     found, refusal = None, ""
-    if world.leads:
+    if world.is_main:
         try:
             found = fit(given_weights(given), model, classes, fresh_head)
         except UserError as error:
             refusal = str(error)
-    if refusal := refused_by_first(refusal, world.device):
+    if refusal := broadcast_error(refusal, world.device):
         raise UserError(refusal)
     return found
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from imagenet_fast.distributed.heartbeat import here
-from imagenet_fast.distributed.init import World
+from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.nic_counters import link_bytes
-from imagenet_fast.distributed.reductions import rows_of_ranks
-from imagenet_fast.metrics import Outcome, Record
+from imagenet_fast.distributed.reductions import gather_rows
+from imagenet_fast.metrics import MetricLogger, RunResult
 from imagenet_fast.sync import SyncStats
-from imagenet_fast.sync.device_timer import Mark, mark, seconds_between, wait_for
-from imagenet_fast.training.nonfinite_count import NotFinite, Streak
-from imagenet_fast.training.precision import LossScale
+from imagenet_fast.sync.device_timer import Timestamp, record_timestamp, seconds_between, wait_for
+from imagenet_fast.training.nonfinite_count import NonFiniteCounter, NonFiniteLoss
+from imagenet_fast.training.precision import LossScaler
 
 
 @dataclass
@@ -28,16 +28,16 @@ class _Interval:
     epoch: int
     lr: float
     steps: list[SyncStats]
-    fetches: list[tuple[Mark, Mark]]
+    fetches: list[tuple[Timestamp, Timestamp]]
     at_start: int
     """Of the fetches, those of the run's first step."""
-    begun: Mark
-    ended: Mark
+    begun: Timestamp
+    ended: Timestamp
     linked: float
     """Bytes on the link."""
     own: Tensor
     """In host memory once ``ended`` is passed: the sum of losses, the streak, what there is of the loss scale."""
-    ranks: tuple[Tensor, Mark] | None = None
+    ranks: tuple[Tensor, Timestamp] | None = None
     """A row a rank, in host memory once the mark is passed."""
 
 
@@ -52,7 +52,13 @@ class Meter:
     """
 
     def __init__(
-        self, world: World, global_batch: int, scale: LossScale, streak: Streak, most: int, outcome: Outcome
+        self,
+        world: DistContext,
+        global_batch: int,
+        scale: LossScaler,
+        streak: NonFiniteCounter,
+        most: int,
+        outcome: RunResult,
     ) -> None:
         self._world = world
         self._global_batch = global_batch
@@ -70,19 +76,19 @@ class Meter:
         """Begin a new interval, for instance after an evaluation."""
         self._loss = torch.zeros((), device=self._world.device)
         self._steps: list[SyncStats] = []
-        self._fetches: list[tuple[Mark, Mark]] = []
+        self._fetches: list[tuple[Timestamp, Timestamp]] = []
         self._at_start = 0
         self._link_begun = self._link_bytes()
-        self._begun = mark(self._world.device)
+        self._begun = record_timestamp(self._world.device)
 
     def fetch(self, batches: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """The next batch. What passes on the device, from the end of its work until the batch is there, counts as
         waiting for data: on a GPU that is also what is decoded, copied or normalised on its stream, but nothing where
         the host is ahead of it."""
         here.enter("data")
-        begun = mark(self._world.device)
+        begun = record_timestamp(self._world.device)
         batch = next(batches)
-        self._fetches.append((begun, mark(self._world.device)))
+        self._fetches.append((begun, record_timestamp(self._world.device)))
         return batch
 
     def add_step(self, stats: SyncStats, loss: Tensor) -> None:
@@ -93,7 +99,7 @@ class Meter:
         self._loss += loss
         self._streak.add(loss)
 
-    def report(self, record: Record, step: int, epoch: int, lr: float) -> None:
+    def report(self, record: MetricLogger, step: int, epoch: int, lr: float) -> None:
         """Close the interval, and record it, or on a GPU an earlier one. Every rank must call it.
 
         Raises NotFinite, on all ranks alike, where losses have not been finite for too long.
@@ -102,7 +108,7 @@ class Meter:
             return
         reached = self._link_bytes()
         own = _on_host(torch.stack([value.double() for value in (self._loss, self._streak.steps, *self._scale.state)]))
-        ended = mark(self._world.device)
+        ended = record_timestamp(self._world.device)
         linked = reached - self._link_begun
         self._intervals.append(
             _Interval(
@@ -117,16 +123,16 @@ class Meter:
         self.restart()
         self._link_begun = reached  # what an engine that defers is sending meanwhile is not lost
 
-    def flush(self, record: Record) -> None:
+    def flush(self, record: MetricLogger) -> None:
         """Record every interval that was reported, waiting for the device. Every rank must call it. Raises as
         :meth:`report` does."""
         while self._intervals:
             self._advance(self._intervals[0], record)
 
-    def _advance(self, interval: _Interval, record: Record) -> None:
+    def _advance(self, interval: _Interval, record: MetricLogger) -> None:
         if interval.ranks is None:
-            rows = _on_host(rows_of_ranks(self._told_to_all(interval), self._world))
-            interval.ranks = rows, mark(self._world.device)
+            rows = _on_host(gather_rows(self._told_to_all(interval), self._world))
+            interval.ranks = rows, record_timestamp(self._world.device)
         else:
             self._intervals.remove(interval)
             self._record(interval, *interval.ranks, record)
@@ -142,7 +148,7 @@ class Meter:
         sent = sum(stats.sent_bytes for stats in interval.steps)
         return [loss, sent, interval.linked, 0 < self._most <= streak, sum(waits), sum(counted), passed]
 
-    def _record(self, interval: _Interval, rows: Tensor, there: Mark, record: Record) -> None:
+    def _record(self, interval: _Interval, rows: Tensor, there: Timestamp, record: MetricLogger) -> None:
         """Losses and bytes are means over ranks; of waits those of the rank that waited longest count: where one is
         late, all are. The run's share leaves out its first step, and begins with the second one's first batch."""
         here.enter("record")
@@ -175,7 +181,7 @@ class Meter:
             record("precision", step, **scale)
         record("train", step, epoch=interval.epoch, loss=loss / of, lr=interval.lr)
         if spoilt:
-            raise NotFinite
+            raise NonFiniteLoss
 
     def _link_bytes(self) -> float:
         """NaN on GPUs, too, whose network cards may read their memory past the kernel."""

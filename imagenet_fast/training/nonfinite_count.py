@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 
-class NotFinite(Exception):
+class NonFiniteLoss(Exception):
     """The numbers have gone wrong, and there is no use in going on. Raised on all ranks alike."""
 
 
-class Streak:
+class NonFiniteCounter:
     """Steps in a row, up to the last one, whose loss on this rank was infinite or no number."""
 
     def __init__(self, device: torch.device) -> None:

@@ -9,41 +9,41 @@ from typing import Literal, get_args
 import torch.distributed as dist
 from torch import nn
 
-from imagenet_fast.distributed.init import World
-from imagenet_fast.distributed.reductions import refused_by_first
-from imagenet_fast.training.checkpoint_manager import Keeper
-from imagenet_fast.training.nonfinite_trace import is_finite, watching
+from imagenet_fast.distributed.init import DistContext
+from imagenet_fast.distributed.reductions import broadcast_error
+from imagenet_fast.training.checkpoint_manager import CheckpointManager
+from imagenet_fast.training.nonfinite_trace import is_finite, trace_nonfinite
 from imagenet_fast.training.train_step import TrainingStep
 
-Place = Literal["watched", "images", "weights", "layer", "loss", "elsewhere"]
+Location = Literal["watched", "images", "weights", "layer", "loss", "elsewhere"]
 """Where there is something that is not finite. Best is what was seen in the step itself; else it is, from what is read
 to what comes of it, in weights, in what a layer makes of finite values, in the loss of a finite output. ``elsewhere``:
 this rank's part of the network shows nothing."""
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     """What one rank has found."""
 
     streak: int
     """Steps whose loss was not finite."""
-    place: Place
+    place: Location
     what: str
     """To be said of this rank."""
 
 
-def examine(take_step: TrainingStep) -> Finding:
+def examine(take_step: TrainingStep) -> Diagnosis:
     """This rank's finding, from its weights as they are and its last micro-batch once more. Every rank must ask."""
     state = take_step.state
-    with watching(state.model) as watch:
+    with trace_nonfinite(state.model) as watch:
         images, loss = take_step.repeat() or (None, None)
     streak = int(state.streak)
     names = {module: name for name, module in state.model.named_modules()}
     if take_step.suspect is not None:
         first, when = _tell(take_step.suspect, names), f"in step {take_step.watched}"
-        return Finding(streak, "watched", f"{when} {first} was the first layer that made of finite values others")
+        return Diagnosis(streak, "watched", f"{when} {first} was the first layer that made of finite values others")
     if not is_finite(images):
-        return Finding(streak, "images", "the images are not finite")
+        return Diagnosis(streak, "images", "the images are not finite")
     params: dict[nn.Parameter, nn.Module] = {}
     for layer in (*watch.called, *names):
         for param in layer.parameters(recurse=False):
@@ -51,16 +51,16 @@ def examine(take_step: TrainingStep) -> Finding:
     spoilt = [layer for param, layer in params.items() if not is_finite(param)]
     if spoilt:
         first, many = _tell(spoilt[0], names), f"{len(spoilt)} of its {len(params)} parameters"
-        return Finding(streak, "weights", f"{many} are not finite, and {first} is the first layer that has such")
+        return Diagnosis(streak, "weights", f"{many} are not finite, and {first} is the first layer that has such")
     if watch.first is not None:
         first = _tell(watch.first, names)
-        return Finding(streak, "layer", f"{first} is the first layer that makes of finite values others")
+        return Diagnosis(streak, "layer", f"{first} is the first layer that makes of finite values others")
     if not is_finite(loss) and not watch.arrived_so:
-        return Finding(streak, "loss", "the loss is not finite, though the network's output is")
-    return Finding(streak, "elsewhere", "the last micro-batch, repeated, does not show where")
+        return Diagnosis(streak, "loss", "the loss is not finite, though the network's output is")
+    return Diagnosis(streak, "elsewhere", "the last micro-batch, repeated, does not show where")
 
 
-def explain(take_step: TrainingStep, keep: Keeper, world: World) -> str:
+def explain(take_step: TrainingStep, keep: CheckpointManager, world: DistContext) -> str:
     """Why the run ends: the same sentence on every rank, each of which must ask.
 
     Nothing is saved any more, and what was saved when weights may have been spoilt already is set aside.
@@ -69,9 +69,9 @@ def explain(take_step: TrainingStep, keep: Keeper, world: World) -> str:
     ranks have one loss, the first.
     """
     state = take_step.state
-    findings: list[Finding] = [Finding(0, "elsewhere", "")] * world.size
+    findings: list[Diagnosis] = [Diagnosis(0, "elsewhere", "")] * world.size
     dist.all_gather_object(findings, examine(take_step))
-    order = get_args(Place).index
+    order = get_args(Location).index
     found = min(findings, key=lambda one: (one.place == "elsewhere", -one.streak, order(one.place)))
     last_good = state.step - found.streak  # or the step whose update has spoilt the weights: its own loss was finite
     state.outcome.wrong_from = wrong_from = last_good + 1
@@ -91,7 +91,7 @@ def explain(take_step: TrainingStep, keep: Keeper, world: World) -> str:
         kept = f"--resume goes on from the checkpoint of step {saved}"
         if found.place in ("weights", "elsewhere"):  # by now all layers show it
             kept += f" and looks at every layer in step {wrong_from}"
-    return refused_by_first(f"{sentence}: on rank {findings.index(found)} {found.what}; {remedy}; {kept}", world.device)
+    return broadcast_error(f"{sentence}: on rank {findings.index(found)} {found.what}; {remedy}; {kept}", world.device)
 
 
 def _tell(layer: nn.Module, names: Mapping[nn.Module, str]) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Watch:
+class NonFiniteTracer:
     """Follows forwards of ``model`` by hooks, and what modules are given and return: for all of it the host waits."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -50,9 +50,9 @@ class Watch:
 
 
 @contextmanager
-def watching(model: nn.Module) -> Iterator[Watch]:
+def trace_nonfinite(model: nn.Module) -> Iterator[NonFiniteTracer]:
     """Looks at the forwards of ``model`` inside. Of compiled code it runs the source, so that hooks are called."""
-    watch = Watch(model)
+    watch = NonFiniteTracer(model)
     try:
         with torch.compiler.set_stance("force_eager"):
             yield watch

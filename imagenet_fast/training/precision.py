@@ -40,7 +40,7 @@ def set_float32_math(precision: schema.Precision) -> None:
     torch.backends.cudnn.allow_tf32 = not full
 
 
-class LossScale:
+class LossScaler:
     """Keeps small fp16 gradients from vanishing: the loss is multiplied by it, the gradients divided.
 
     Whether a step can be used is found by the gradients' synchroniser, alike on all ranks and before any weight is

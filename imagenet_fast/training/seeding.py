@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from imagenet_fast.data.rng import bits
-from imagenet_fast.distributed.init import World
+from imagenet_fast.distributed.init import DistContext
 
 
-def seed_step(seed: int, step: int, world: World) -> None:
+def seed_step(seed: int, step: int, world: DistContext) -> None:
     """Begin a step's random numbers, of the CPU's generator and of the device's, where (seed, step, rank) say.
 
     So a run that goes on at a step draws what one that never stopped would have. Compiled code and replayed CUDA graphs

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from imagenet_fast.distributed.reductions import average_batch_norms, total
-from imagenet_fast.metrics import Outcome
-from imagenet_fast.parallel.parallelize import Division
+from imagenet_fast.distributed.reductions import all_reduce_sum, average_batch_norms
+from imagenet_fast.metrics import RunResult
+from imagenet_fast.parallel.parallelize import ParallelModel
 from imagenet_fast.sync import GradientSync
-from imagenet_fast.sync.reshard_state import redistributed
+from imagenet_fast.sync.reshard_state import reshard_sync_state
 from imagenet_fast.training.clock import Clock
-from imagenet_fast.training.ema import MovingAverage
-from imagenet_fast.training.nonfinite_count import Streak
+from imagenet_fast.training.ema import ModelEma
+from imagenet_fast.training.nonfinite_count import NonFiniteCounter
 from imagenet_fast.training.optimizers import MomentumSGD
-from imagenet_fast.training.precision import LossScale
+from imagenet_fast.training.precision import LossScaler
 
 
 @dataclass
@@ -30,16 +30,16 @@ class TrainState:
 
     model: nn.Module
     """What this rank trains of it."""
-    division: Division | None
+    division: ParallelModel | None
     """Of a model that several ranks hold in parts."""
-    average: MovingAverage | None
+    average: ModelEma | None
     """Follows the weights as they are updated, which an engine may put off: up to date after :meth:`settle`."""
     optimizer: MomentumSGD
     sync: GradientSync
-    scale: LossScale
+    scale: LossScaler
     clock: Clock
-    outcome: Outcome
-    streak: Streak
+    outcome: RunResult
+    streak: NonFiniteCounter
     """Of losses that were not finite. It is in no checkpoint, as none is written meanwhile."""
     step: int = 0
     """How many have been taken."""
@@ -78,7 +78,7 @@ class TrainState:
         for its device."""
         weights = [param.detach() for param in self.model.parameters() if param.numel()]
         finite = torch.stack(torch._foreach_norm(weights, math.inf)).isfinite().all()
-        (spoilt,) = total(float(int(self.streak) > 0 or not finite), device=finite.device)
+        (spoilt,) = all_reduce_sum(float(int(self.streak) > 0 or not finite), device=finite.device)
         return not spoilt
 
     def shared(self) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def joined(parts: Iterable[Mapping[str, Any]], sharded: bool) -> dict[str, Any]:
                 own[kind].setdefault(name, []).append(buffer)
     for kind in ("buffers", "average"):
         own[kind] = {name: _mean(of_ranks) for name, of_ranks in own[kind].items()}
-    return own | {"sync": redistributed(own["sync"], sharded)}
+    return own | {"sync": reshard_sync_state(own["sync"], sharded)}
 
 
 def _mean(tensors: list[Tensor]) -> Tensor:

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from imagenet_fast.data.loaders import Dataset
-from imagenet_fast.distributed.garbage import exempt_what_lives
+from imagenet_fast.data.loaders import Loaders
+from imagenet_fast.distributed.garbage import freeze_gc
 from imagenet_fast.distributed.heartbeat import here
-from imagenet_fast.distributed.init import World
-from imagenet_fast.distributed.reductions import same_everywhere
-from imagenet_fast.metrics import Record
+from imagenet_fast.distributed.init import DistContext
+from imagenet_fast.distributed.reductions import broadcast_model
+from imagenet_fast.metrics import MetricLogger
 from imagenet_fast.models import build_model
 from imagenet_fast.models.weights import Weights, fill
 from imagenet_fast.recipe.job import Job
@@ -25,7 +25,7 @@ from imagenet_fast.training.train_step import TrainingStep
 
 
 def train(
-    job: Job, dataset: Dataset, world: World, take_step: TrainingStep, record: Record,
+    job: Job, dataset: Loaders, world: DistContext, take_step: TrainingStep, record: MetricLogger,
     keep: Callable[[TrainState, bool | None], bool], asked: Callable[[], bool] = lambda: False,
 ) -> None:  # fmt: skip
     """Go on from the state of ``take_step`` until the target or the last epoch; its outcome is kept up to date all the
@@ -48,7 +48,7 @@ def train(
         state.settle()
         before = state.statistics()
         with clock.pause() as evaluation:
-            exempt_what_lives()
+            freeze_gc()
             state.level_statistics()
             try:
                 accuracy = evaluate(state.whole(), dataset, take_step.cast, world, asked)
@@ -63,7 +63,7 @@ def train(
         )  # fmt: skip
         return True
 
-    exempt_what_lives()
+    freeze_gc()
     clock.begin_training()
     meter.restart()
     stop = False
@@ -96,9 +96,9 @@ def train(
         outcome.status = "finished" if state.step == steps and judged is not None else "preempted"
 
 
-def initial_model(recipe: Recipe, classes: int, world: World, weights: Weights | None = None) -> nn.Module:
+def build_initial_model(recipe: Recipe, classes: int, world: DistContext, weights: Weights | None = None) -> nn.Module:
     """The recipe's model on this rank's device, with the same weights everywhere: rank 0's ``weights`` (of
-    :func:`starting_weights`), or fresh ones."""
+    :func:`load_initial_weights`), or fresh ones."""
     torch.manual_seed(recipe.seed)
     model = build_model(recipe.model, classes)
     if weights is not None:
@@ -106,5 +106,5 @@ def initial_model(recipe: Recipe, classes: int, world: World, weights: Weights |
     model = model.to(world.device)
     if recipe.channels_last:
         model = model.to(memory_format=torch.channels_last)
-    same_everywhere(model)
+    broadcast_model(model)
     return model

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from imagenet_fast.cost_model.layer_profile import shipped_profile
 from imagenet_fast.distributed.heartbeat import here
-from imagenet_fast.distributed.init import World
-from imagenet_fast.metrics import Outcome
+from imagenet_fast.distributed.init import DistContext
+from imagenet_fast.metrics import RunResult
 from imagenet_fast.models import compile_blocks
 from imagenet_fast.models.batchnorm_stats import StepStatistics
-from imagenet_fast.models.stages import Part
-from imagenet_fast.parallel.parallelize import Division, divide
+from imagenet_fast.models.stages import LocalStages
+from imagenet_fast.parallel.parallelize import ParallelModel, parallelize
 from imagenet_fast.parallel.pipeline_parallel import Pipeline
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.schema import Recipe
@@ -25,12 +25,12 @@ from imagenet_fast.sync import GradientSync, attach
 from imagenet_fast.sync.engine import Elements
 from imagenet_fast.sync.trace import TracedSteps
 from imagenet_fast.training.clock import Clock
-from imagenet_fast.training.ema import MovingAverage
+from imagenet_fast.training.ema import ModelEma
 from imagenet_fast.training.meter import Meter
-from imagenet_fast.training.nonfinite_count import Streak
-from imagenet_fast.training.nonfinite_trace import watching
+from imagenet_fast.training.nonfinite_count import NonFiniteCounter
+from imagenet_fast.training.nonfinite_trace import trace_nonfinite
 from imagenet_fast.training.optimizers import build_optimizer, multiply_gradients
-from imagenet_fast.training.precision import LossScale, autocast, forward_dtype, set_float32_math
+from imagenet_fast.training.precision import LossScaler, autocast, forward_dtype, set_float32_math
 from imagenet_fast.training.state import TrainState
 
 
@@ -96,7 +96,7 @@ class TrainingStep:
         if self.state.step + 1 != self.watched:
             yield
             return
-        with watching(self.state.model) as watch:
+        with trace_nonfinite(self.state.model) as watch:
             yield
         if self.suspect is None:
             self.suspect = watch.first
@@ -137,11 +137,11 @@ def build_step(
     recipe: Recipe,
     batching: Batching,
     model: nn.Module,
-    world: World,
+    world: DistContext,
     steps_per_epoch: int,
     trace: Path | None = None,
     clock: Clock | None = None,
-    outcome: Outcome | None = None,
+    outcome: RunResult | None = None,
 ) -> TrainingStep:
     """Give ``model`` the layout, engine, optimiser and precision that a recipe names; ``trace`` a few steps to a file.
 
@@ -156,24 +156,24 @@ def build_step(
             batching.micro_batch, 3, size, size, dtype=forward_dtype(recipe.precision), device="meta",
             memory_format=torch.channels_last,
         )  # fmt: skip
-        division = divide(parallel, model, images, cast, shipped_profile(recipe.model.kind))
+        division = parallelize(parallel, model, images, cast, shipped_profile(recipe.model.kind))
         model = division.own
-    average = MovingAverage(model, recipe.ema_decay) if recipe.ema_decay else None
+    average = ModelEma(model, recipe.ema_decay) if recipe.ema_decay else None
     if recipe.compile:
         compile_blocks(model)
     if division is None:
         forward, sync = attach(model, recipe.sync, steps_per_epoch)
     else:
         forward, sync = model, division.synchronised(recipe.sync, steps_per_epoch)
-    scale = LossScale(recipe.precision, recipe.sync.wire, world.device)
+    scale = LossScaler(recipe.precision, recipe.sync.wire, world.device)
     if scale.dynamic:
         sync.set_loss_scale(scale.scale)
     if scale.largest is not None:
         sync.guard(scale.largest)
     whole_norms = None if division is None else division.whole_norms
     optimizer = build_optimizer(recipe.optim, model, recipe.sync.brings_momentum, whole_norms)
-    outcome = outcome or Outcome.of("", recipe, batching)
-    streak = Streak(world.device)
+    outcome = outcome or RunResult.of("", recipe, batching)
+    streak = NonFiniteCounter(world.device)
     state = TrainState(model, division, average, optimizer, sync, scale, clock or Clock(), outcome, streak)
     return TrainingStep(
         state,
@@ -187,8 +187,8 @@ def build_step(
 
 
 def _backpropagation(
-    recipe: Recipe, batching: Batching, forward: nn.Module, sync: GradientSync, cast: torch.autocast, scale: LossScale,
-    division: Division | None,
+    recipe: Recipe, batching: Batching, forward: nn.Module, sync: GradientSync, cast: torch.autocast, scale: LossScaler,
+    division: ParallelModel | None,
 ) -> Callable[[Tensor, Tensor], Tensor]:  # fmt: skip
     """Forward and backward of what a rank reads at once: what it adds to the mean loss of a step."""
     mean = nn.CrossEntropyLoss(label_smoothing=recipe.label_smoothing)
@@ -205,7 +205,7 @@ def _backpropagation(
         scale(loss).backward()
         return loss
 
-    if division is None or not isinstance(forward, Part):
+    if division is None or not isinstance(forward, LocalStages):
         return backpropagate
     schedule, micro_batches = recipe.parallel.schedule, recipe.parallel.micro_batches
     pipeline = Pipeline(

@@ -21,7 +21,7 @@ from imagenet_fast.bench.train_step import (
     step_recipe,
     step_table,
 )
-from imagenet_fast.distributed.init import World
+from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.recipe.schema import BFloat16
 
 
@@ -47,7 +47,7 @@ def test_what_checkpoints_cost_is_timed_beside_the_same_loop_without():
 
 
 def test_a_rounds_first_step_is_saved_and_the_next_rounds_again(tmp_path: Path):
-    recipe, alone = step_recipe("resnet18", 32, 2, "bf16", False), World(0, 1, 0, 1, torch.device("cpu"))
+    recipe, alone = step_recipe("resnet18", 32, 2, "bf16", False), DistContext(0, 1, 0, 1, torch.device("cpu"))
     for every, warmup in ((1, 2), (2, 2), (5, 2), (20, 2)):
         outcome = SimpleNamespace(epochs=1, top1=None)
         state: Any = SimpleNamespace(settle=lambda: None, is_sound=lambda: True, shared=dict, own=dict, outcome=outcome)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from imagenet_fast.checkpoint import Checkpoint, CheckpointWriter, Stamp
-from imagenet_fast.distributed.rank_info import Place
+from imagenet_fast.distributed.rank_info import RankInfo
 
-ALONE = Place(0, 1, 0, 1)
+ALONE = RankInfo(0, 1, 0, 1)
 
 
 def stamp(step: int, world: int = 1, top1: float | None = None) -> Stamp:

@@ -10,7 +10,7 @@ import torch
 from torchvision.transforms import RandomResizedCrop
 
 from imagenet_fast.data.augmentation import Augmentation, Window
-from imagenet_fast.data.sampler import MicroBatch
+from imagenet_fast.data.sampler import BatchIndices
 
 DRAWS = 3000
 WHOLE = (0.08, 1.0)
@@ -19,7 +19,7 @@ WHOLE = (0.08, 1.0)
 def windows(height: int, width: int, area: tuple[float, float], count: int = DRAWS, **names: int) -> np.ndarray:
     """Of as many images of one size: [count, 4]."""
     augmentation = Augmentation(names.get("seed", 1), area, flip=True)
-    numbers, _ = augmentation.draw(MicroBatch(names.get("epoch", 0), np.arange(count)))
+    numbers, _ = augmentation.draw(BatchIndices(names.get("epoch", 0), np.arange(count)))
     return np.array([augmentation.window(height, width, drawn) for drawn in numbers.tolist()])
 
 
@@ -95,8 +95,8 @@ def test_another_epoch_or_seed_is_another_window_of_the_same_image(names: dict[s
 
 def test_half_of_all_images_are_mirrored_each_in_half_of_all_epochs_if_any():
     mirrored = Augmentation(1, WHOLE, flip=True)
-    flips = np.array([mirrored.draw(MicroBatch(epoch, np.arange(DRAWS)))[1] for epoch in range(40)])
+    flips = np.array([mirrored.draw(BatchIndices(epoch, np.arange(DRAWS)))[1] for epoch in range(40)])
     assert abs(flips.mean() - 0.5) < 4 * 0.5 / math.sqrt(flips.size)
     assert np.abs(flips.mean(axis=1) - 0.5).max() < 5 * 0.5 / math.sqrt(DRAWS)
     assert np.abs(flips.mean(axis=0) - 0.5).max() < 5 * 0.5 / math.sqrt(40)
-    assert not Augmentation(1, WHOLE, flip=False).draw(MicroBatch(0, np.arange(DRAWS)))[1].any()
+    assert not Augmentation(1, WHOLE, flip=False).draw(BatchIndices(0, np.arange(DRAWS)))[1].any()

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from imagenet_fast.data import cifar10
-from imagenet_fast.data.atomic_io import appearing_whole
+from imagenet_fast.data.atomic_io import atomic_directory
 from imagenet_fast.data.imagefolder import scan
 from imagenet_fast.data.paths import locate
 from imagenet_fast.errors import UserError
@@ -60,7 +60,7 @@ def test_a_cache_that_cannot_be_written_is_named_with_the_way_round(tmp_path: Pa
 
 def test_nothing_is_left_of_a_folder_whose_making_is_interrupted(tmp_path: Path):
     def interrupted() -> None:
-        with appearing_whole(tmp_path / "data") as folder:
+        with atomic_directory(tmp_path / "data") as folder:
             (folder / "half").write_text("")
             raise KeyboardInterrupt
 

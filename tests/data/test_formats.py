@@ -27,9 +27,9 @@ from imagenet_fast.data.formats.crc32c import crc32c, masked_crc32c
 from imagenet_fast.data.formats.example_proto import find_features, write_example
 from imagenet_fast.data.formats.shard_writer import Sample, shard_names, write_classes, write_records, write_tar
 from imagenet_fast.data.formats.tfrecord import HEAD, TAIL
-from imagenet_fast.data.image_source import Split
-from imagenet_fast.data.loaders import open_dataset, open_validation
-from imagenet_fast.data.sampler import EvalOrder, TrainOrder
+from imagenet_fast.data.image_source import ImageSource
+from imagenet_fast.data.loaders import build_loaders, open_validation
+from imagenet_fast.data.sampler import EvalSampler, TrainSampler
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
 from tests.data.test_loaders import image_data
@@ -80,7 +80,7 @@ def to_shards(folder: Path, place: Path, in_each: int = 4) -> None:
         open_training(place / kind), open_validation_split(place / kind)
 
 
-def shown(images: Split, indices: Iterator[int] | np.ndarray) -> list[tuple[bytes, int]]:
+def shown(images: ImageSource, indices: Iterator[int] | np.ndarray) -> list[tuple[bytes, int]]:
     return [(images.read(int(i)), int(images.labels[i])) for i in indices]
 
 
@@ -92,7 +92,7 @@ def test_an_epoch_of_any_format_shows_the_same_images_with_the_same_labels(roots
         images = open_training(root)
         assert len(images) == 54
         batching = Batching(ranks, 2, 4 // ranks or 1)
-        orders = [TrainOrder(len(images), batching, rank, seed=1) for rank in range(ranks)]
+        orders = [TrainSampler(len(images), batching, rank, seed=1) for rank in range(ranks)]
         count = orders[0].steps_per_epoch * batching.accumulation
         streams = [iter(order) for order in orders]
         epochs[name] = [
@@ -110,7 +110,7 @@ def test_an_evaluation_of_any_format_shows_every_image_once(roots: dict[str, Pat
     whole = {}
     for name, root in roots.items():
         images = open_validation_split(root)
-        orders = [EvalOrder(len(images), 4, ranks, rank) for rank in range(ranks)]
+        orders = [EvalSampler(len(images), 4, ranks, rank) for rank in range(ranks)]
         batches = [batch for order in orders for batch in islice(order, order.batches)]
         whole[name] = [sample for batch in batches for sample in shown(images, batch.images)]
         assert images.classes == CLASSES
@@ -125,11 +125,11 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_in_any_format_with_the_same_bat
     taken = {}
     for name in FORMATS:
         root = source if name == "folder" else tmp_path / name
-        whole = open_dataset(data, root, Batching(1, 4, 2), 0, 2, device, 1)
+        whole = build_loaders(data, root, Batching(1, 4, 2), 0, 2, device, 1)
         taken[name] = list(islice(whole.train, 5 * 2))
         # From step 3 of 5 on, on two ranks.
         for rank in range(2):
-            later = open_dataset(data, root, Batching(2, 4, 1), rank, 2, device, 1, first_step=3).train
+            later = build_loaders(data, root, Batching(2, 4, 1), rank, 2, device, 1, first_step=3).train
             for step, (images, labels) in enumerate(islice(later, 2), 3):
                 assert torch.equal(images, taken[name][2 * step + rank][0])
                 assert torch.equal(labels, taken[name][2 * step + rank][1])
@@ -301,7 +301,10 @@ GOOD = (("a.jpg", bytes(2000)), ("a.cls", b"0"))
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda path: cut(tar_of(path, *GOOD), 1000), r"train-0.tar is no whole tar file \(unexpected end of data\)"),
+        (
+            lambda path: cut(tar_of(path, *GOOD), 1000),
+            r"train-0.tar is no whole tar file \(unexpected end of data\)",
+        ),
         (lambda path: cut(tar_of(path, *GOOD), 0), r"train-0.tar is no whole tar file \(empty file\)"),
         (lambda path: cut(tar_of(path, *GOOD), 512 * 7), "train-0.tar ends without an end mark at byte 3584"),
         (lambda path: _put(tar_of(path, *GOOD), 2560, b"garbage"), "train-0.tar is damaged at byte 2560"),
@@ -331,7 +334,10 @@ def test_a_bad_tar_is_told_with_its_place(make: Callable[[Path], None], sentence
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda path: cut(records_of(path, example(0), example(0)), -20), "record 1 at byte 76 is not whole: the file"),
+        (
+            lambda path: cut(records_of(path, example(0), example(0)), -20),
+            "record 1 at byte 76 is not whole: the file",
+        ),
         (lambda path: cut(records_of(path, example(0)), 5), "record 0 at byte 0 is not whole"),
         (lambda path: _put(records_of(path, example(0), example(0)), 77, b"!"), "record 1 at byte 76 is damaged, or"),
         (

@@ -14,10 +14,10 @@ from PIL import Image
 from torch import Tensor
 
 from imagenet_fast.data import dali_loader
-from imagenet_fast.data.decode import Portable, decode
+from imagenet_fast.data.decode import EncodedImage, decode
 from imagenet_fast.data.imagefolder import scan_training
-from imagenet_fast.data.loaders import Dataset, open_dataset, open_loader
-from imagenet_fast.data.sampler import TrainOrder
+from imagenet_fast.data.loaders import Loaders, build_loaders, open_loader
+from imagenet_fast.data.sampler import TrainSampler
 from imagenet_fast.data.verify.verify import verify
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
@@ -39,8 +39,8 @@ def image_data(loader: str, **changes: object) -> ImageData:
     return data
 
 
-def opened(root: Path, loader: str, seed: int = 1, **changes: object) -> Dataset:
-    return open_dataset(image_data(loader, **changes), root, ALONE, 0, 2, CPU, seed)
+def opened(root: Path, loader: str, seed: int = 1, **changes: object) -> Loaders:
+    return build_loaders(image_data(loader, **changes), root, ALONE, 0, 2, CPU, seed)
 
 
 def collect(batches: Iterable[tuple[Tensor, Tensor]], count: int) -> tuple[Tensor, Tensor]:
@@ -78,7 +78,7 @@ def test_both_loaders_show_the_same_middle_of_images_of_any_size(tmp_path: Path)
 @pytest.mark.parametrize("loader", ["dali", "folder", "synthetic"])
 def test_images_leave_every_loader_as_bytes(source: Path, loader: str):
     data, split = (SYNTHETIC, None) if loader == "synthetic" else (image_data(loader), scan_training(source))
-    images, labels = next(iter(open_loader(data, split, TrainOrder(40, ALONE, 0, seed=1), 1, CPU, seed=1)))
+    images, labels = next(iter(open_loader(data, split, TrainSampler(40, ALONE, 0, seed=1), 1, CPU, seed=1)))
     assert (images.dtype, labels.dtype) == (torch.uint8, torch.int64)
     assert images.shape == (8, 3, data.image_size, data.image_size)
     assert images.is_contiguous(memory_format=torch.channels_last)
@@ -91,7 +91,7 @@ def test_every_batch_lies_in_channels_last_memory(source: Path, loader: str, mic
     """A batch of one and the smaller batch that ends an evaluation too."""
     data = SYNTHETIC if loader == "synthetic" else image_data(loader)
     size = data.image_size
-    dataset = open_dataset(data, source, Batching(1, micro_batch, 1), 0, 2, CPU, seed=1)
+    dataset = build_loaders(data, source, Batching(1, micro_batch, 1), 0, 2, CPU, seed=1)
     batches = [next(dataset.train), next(dataset.train), *dataset.next_evaluation(), *dataset.next_evaluation()]
     assert len(batches[-1][0]) == (7 % micro_batch or micro_batch)
     for images, labels in batches:
@@ -133,7 +133,7 @@ def odd_images(root: Path) -> Path:
 def test_odd_images_too_are_cropped_alike(tmp_path: Path):
     root = odd_images(tmp_path)
     nine = Batching(ranks=1, micro_batch=9, accumulation=1)
-    datasets = [open_dataset(image_data(loader), root, nine, 0, 2, CPU, seed=1) for loader in ("dali", "folder")]
+    datasets = [build_loaders(image_data(loader), root, nine, 0, 2, CPU, seed=1) for loader in ("dali", "folder")]
     for order, (ours, _), (theirs, _) in islice(
         zip(datasets[0].train_order, *(d.train for d in datasets), strict=True), 6
     ):
@@ -147,12 +147,12 @@ def test_a_loader_opened_at_a_step_goes_on_as_an_undisturbed_one_on_any_number_o
     """Three epochs of 3 steps on one rank; steps 4 to 8 again on one, on two and on three, with other workers."""
     data = SYNTHETIC if loader == "synthetic" else image_data(loader)
     alone = Batching(ranks=1, micro_batch=2, accumulation=6)
-    whole = list(islice(open_dataset(data, source, alone, 0, 2, CPU, seed=1).train, 9 * 6))
+    whole = list(islice(build_loaders(data, source, alone, 0, 2, CPU, seed=1).train, 9 * 6))
     if loader != "synthetic":
         data = image_data(loader, workers=2)
     for ranks in (1, 2, 3):
         batching = Batching(ranks, 2, 6 // ranks)
-        trains = [open_dataset(data, source, batching, rank, 2, CPU, 1, first_step=4).train for rank in range(ranks)]
+        trains = [build_loaders(data, source, batching, rank, 2, CPU, 1, first_step=4).train for rank in range(ranks)]
         expected = iter(whole[4 * 6 :])
         for _ in range(5):
             for train in trains:
@@ -169,7 +169,7 @@ def test_the_same_seed_shows_the_same_pixels_again_and_another_does_not(images: 
     first, _ = collect(opened(images, loader).train, 10)
     other, _ = collect(opened(images, loader, seed=2).train, 10)
     assert not torch.equal(first, other)
-    fives = open_dataset(image_data(loader), images, Batching(1, 5, 1), 0, 2, CPU, seed=1).train
+    fives = build_loaders(image_data(loader), images, Batching(1, 5, 1), 0, 2, CPU, seed=1).train
     assert torch.equal(first, collect(fives, 16)[0])
 
 
@@ -189,7 +189,7 @@ def test_evaluations_follow_one_another_and_show_every_image_once(source: Path, 
 
 
 def test_synthetic_images_belong_to_their_labels():
-    dataset = open_dataset(SYNTHETIC, None, ALONE, 0, 2, CPU, seed=1)
+    dataset = build_loaders(SYNTHETIC, None, ALONE, 0, 2, CPU, seed=1)
     (images, labels), (more, more_labels) = next(dataset.train), next(dataset.train)
     assert images.shape == (8, 3, 8, 8)
     assert labels.max() < 3
@@ -202,7 +202,7 @@ def test_synthetic_images_belong_to_their_labels():
 
 def test_a_batch_beyond_the_data_set_is_refused(images: Path):
     with pytest.raises(UserError, match="40 images, fewer than one global batch of 64"):
-        open_dataset(image_data("dali"), images, Batching(2, 32, 1), 0, 2, CPU, 1)
+        build_loaders(image_data("dali"), images, Batching(2, 32, 1), 0, 2, CPU, 1)
 
 
 def test_a_missing_dali_is_named_with_the_way_round(images: Path, monkeypatch: pytest.MonkeyPatch):
@@ -240,7 +240,7 @@ def test_dali_is_given_pixels_of_what_it_cannot_decode(
     root = folder_of(tmp_path, {name: IMAGES[name] for name in ("jpeg", "png", "a wrong sum of pixels", "gif")}, 4)
     expected, _ = collect(opened(root, "dali", augment=augment).train, 12)
     assert "warning" not in capfd.readouterr().err
-    monkeypatch.setattr(dali_loader, "portable", lambda encoded: Portable(encoded, *decode(encoded).shape[:2]))
+    monkeypatch.setattr(dali_loader, "portable", lambda encoded: EncodedImage(encoded, *decode(encoded).shape[:2]))
     images, _ = collect(opened(root, "dali", augment=augment).train, 12)
     told = capfd.readouterr().err.count("warning: DALI cannot decode an image that others can")
     assert 1 <= told <= 4, "not again in every epoch"

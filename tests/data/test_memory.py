@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from imagenet_fast.data.loaders import open_dataset
+from imagenet_fast.data.loaders import build_loaders
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import ImageData
 from tests.conftest import make_images
@@ -30,7 +30,7 @@ def resident(root: str, loader: str, cache: str) -> list[int]:
     """Bytes after each of many epochs, each with its evaluation."""
     table = {"dataset": "digits", "loader": loader, "image_size": 64, "resize": 72, "cache": cache}
     data = ImageData.model_validate(table)
-    dataset = open_dataset(data, Path(root), Batching(1, BATCH, 1), 0, 2, torch.device("cpu"), seed=1)
+    dataset = build_loaders(data, Path(root), Batching(1, BATCH, 1), 0, 2, torch.device("cpu"), seed=1)
     after = []
     for _ in range(EPOCHS):
         deque(islice(dataset.train, TRAIN // BATCH), maxlen=0)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from imagenet_fast.data.augmentation import augmentation_of
-from imagenet_fast.data.loaders import Dataset, open_dataset
+from imagenet_fast.data.loaders import Loaders, build_loaders
 from imagenet_fast.data.resolution import resolution
-from imagenet_fast.data.sampler import EvalOrder, TrainOrder
+from imagenet_fast.data.sampler import EvalSampler, TrainSampler
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import ImageData
@@ -30,8 +30,8 @@ def image_data(loader: str = "folder", **changes: object) -> ImageData:
     return data
 
 
-def opened(root: Path, loader: str, first_step: int = 0, **changes: object) -> Dataset:
-    return open_dataset(image_data(loader, **changes), root, ALONE, 0, 2, CPU, 1, first_step)
+def opened(root: Path, loader: str, first_step: int = 0, **changes: object) -> Loaders:
+    return build_loaders(image_data(loader, **changes), root, ALONE, 0, 2, CPU, 1, first_step)
 
 
 @pytest.mark.parametrize("augment", [True, False])
@@ -55,15 +55,15 @@ def test_both_loaders_show_the_same_of_them(images: Path):
 
 
 def test_before_the_first_size_images_have_the_usual_one():
-    data, train = image_data(sizes=[[3, 64]]), TrainOrder(40, ALONE, 0, 1)
+    data, train = image_data(sizes=[[3, 64]]), TrainSampler(40, ALONE, 0, 1)
     assert [resolution(data, train, epoch).size for epoch in range(4)] == [48, 48, 64, 64]
-    assert resolution(data, EvalOrder(7, 8, 1, 0), 5) == (48, 56)
+    assert resolution(data, EvalSampler(7, 8, 1, 0), 5) == (48, 56)
     assert resolution(data, train, 0).shorter == 56
     assert resolution(data, train, 3).shorter == 74  # the same share of the image
 
 
 def test_alexnets_own_windows_are_squares_from_the_middle_square():
-    chance = augmentation_of(image_data(crop="window", image_size=227, resize=256), TrainOrder(40, ALONE, 0, 1))
+    chance = augmentation_of(image_data(crop="window", image_size=227, resize=256), TrainSampler(40, ALONE, 0, 1))
     assert chance is not None
     corners = [chance.window(300, 512, [down, right]) for down in (0.0, 0.999) for right in (0.0, 0.999)]
     side = round(227 / 256 * 300)

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch  # noqa: F401  (most of what lives in a rank)
 
-from imagenet_fast.distributed.garbage import exempt_what_lives
+from imagenet_fast.distributed.garbage import freeze_gc
 
 
 class _Cycle:
@@ -23,7 +23,7 @@ def test_what_lives_is_not_searched_again_and_later_garbage_still_is():
     cycles = [_Cycle() for _ in range(3)]
     assert len(gc.get_objects()) > 50_000
 
-    exempt_what_lives()
+    freeze_gc()
     assert len(gc.get_objects()) < 1_000
     assert len(cycles) == 3
 
@@ -35,5 +35,5 @@ def test_what_was_garbage_before_is_gone_and_not_kept_for_good():
     living = gc.get_freeze_count() + len(gc.get_objects())
     for _ in range(10_000):
         _Cycle()
-    exempt_what_lives()
+    freeze_gc()
     assert gc.get_freeze_count() < living + 5_000

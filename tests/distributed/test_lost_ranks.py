@@ -20,9 +20,9 @@ from torch._C._distributed_c10d import FileStore
 
 from imagenet_fast.distributed.failure_detection import LOOK_S, report_failure
 from imagenet_fast.distributed.heartbeat import here
-from imagenet_fast.distributed.watchdog import attending
-from imagenet_fast.models.stages import Part
-from imagenet_fast.parallel.parallelize import divide
+from imagenet_fast.distributed.watchdog import watching_ranks
+from imagenet_fast.models.stages import LocalStages
+from imagenet_fast.parallel.parallelize import parallelize
 from imagenet_fast.parallel.pipeline_parallel import Pipeline
 from imagenet_fast.recipe.schema import Parallel
 from imagenet_fast.sync import DearSync, EngineSettings, HybridSync, LazySync, RingSync, SparseSync, attach
@@ -74,19 +74,19 @@ def _train(rank: int, engine: EngineSettings, parallel: Parallel, folder: Path) 
     if parallel.ranks == 1:
         _, sync = attach(model, engine)
     else:
-        division = divide(parallel, Tiny(), images, nullcontext())
+        division = parallelize(parallel, Tiny(), images, nullcontext())
         model, sync = division.own, division.synchronised(engine)
 
     def backpropagate() -> None:
         nn.functional.cross_entropy(model(images), labels).backward()
 
-    if isinstance(model, Part):
+    if isinstance(model, LocalStages):
         pipeline = Pipeline(
             model, division.layout.pipeline, parallel.schedule, parallel.micro_batches, nn.functional.cross_entropy,
             sync,
         )  # fmt: skip
         backpropagate = partial(pipeline, images, labels)
-    with attending():
+    with watching_ranks():
         try:
             for step in range(1, 1000):
                 here.enter("data", step)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from imagenet_fast.distributed.cpu_count import own_cores, shares
 from imagenet_fast.distributed.numa import bind_to_numa_node
-from imagenet_fast.distributed.rank_info import Place
+from imagenet_fast.distributed.rank_info import RankInfo
 from tests.spawning import run
 
 GPU = torch.device("cuda", 0)
@@ -74,4 +74,4 @@ def _own_cores(apart: bool) -> int:
     if apart:
         allowed = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {allowed[rank % len(allowed)]})
-    return own_cores(Place(rank, 2, rank, 2), dist.distributed_c10d._get_default_store())
+    return own_cores(RankInfo(rank, 2, rank, 2), dist.distributed_c10d._get_default_store())

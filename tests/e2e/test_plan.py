@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from imagenet_fast.data.sampler import TrainOrder
-from imagenet_fast.distributed.init import World
+from imagenet_fast.data.sampler import TrainSampler
+from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.models import build_model
 from imagenet_fast.recipe.batching import Batching, split_batch
 from imagenet_fast.recipe.load import find_recipe, load_recipe, recipe_names
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.training.lr_schedule import learning_rate
-from imagenet_fast.training.train_loop import initial_model
+from imagenet_fast.training.train_loop import build_initial_model
 from imagenet_fast.training.train_step import build_step
 
 IMAGES = {"imagenet": 1_281_167, "cifar10": 50_000, "digits": 1_433}
@@ -27,14 +27,14 @@ SMALLEST = 67
 
 
 @pytest.fixture(params=recipe_names())
-def planned(request: pytest.FixtureRequest) -> Iterator[tuple[Recipe, World]]:
+def planned(request: pytest.FixtureRequest) -> Iterator[tuple[Recipe, DistContext]]:
     recipe = load_recipe(find_recipe(request.param))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=recipe.ranks)
-    yield recipe, World(0, recipe.ranks, 0, min(8, recipe.ranks), torch.device("cpu"))
+    yield recipe, DistContext(0, recipe.ranks, 0, min(8, recipe.ranks), torch.device("cpu"))
     dist.destroy_process_group()
 
 
-def test_a_recipe_can_be_trained_at_its_full_size(planned: tuple[Recipe, World]):
+def test_a_recipe_can_be_trained_at_its_full_size(planned: tuple[Recipe, DistContext]):
     recipe, world = planned
     dataset = getattr(recipe.data, "dataset", None)
     images = IMAGES[dataset] if dataset else recipe.data.train_images
@@ -43,7 +43,7 @@ def test_a_recipe_can_be_trained_at_its_full_size(planned: tuple[Recipe, World])
     batching = split_batch(recipe, recipe.ranks)
     assert batching.global_batch == recipe.global_batch
     assert batching.accumulation == (2 if recipe.micro_batch else 1)
-    order = TrainOrder(images, batching, rank=recipe.ranks - 1, seed=recipe.seed)
+    order = TrainSampler(images, batching, rank=recipe.ranks - 1, seed=recipe.seed)
     assert len(next(iter(order)).images) == batching.micro_batch
     steps_per_epoch = order.steps_per_epoch
     assert steps_per_epoch == images // recipe.global_batch
@@ -54,7 +54,7 @@ def test_a_recipe_can_be_trained_at_its_full_size(planned: tuple[Recipe, World])
     assert rates[-1] < 0.05 * max(rates)
     assert all(math.isfinite(rate) and rate > 0 for rate in rates)
 
-    model = initial_model(recipe, classes, world)
+    model = build_initial_model(recipe, classes, world)
     before = [p.detach().clone() for p in model.parameters()]
     names = ("small", "large") if recipe.sync.kind == "hybrid" else ("collective",)
     native = recipe.sync.model_copy(update=dict.fromkeys(names, "native"))  # the fake group receives no messages

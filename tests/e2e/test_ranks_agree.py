@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from imagenet_fast.distributed.init import World
+from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.metrics import Event
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
@@ -60,7 +60,7 @@ class Seen:
 def _train(engine: str, images: Path, folder: Path) -> Seen:
     """The real loop with real images, batch norm and LARS, in fp32 and without augmentation."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    world = World(rank, ranks, rank, ranks, torch.device("cpu"))
+    world = DistContext(rank, ranks, rank, ranks, torch.device("cpu"))
     recipe = parse_recipe(
         "test",
         tables(

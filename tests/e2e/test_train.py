@@ -21,12 +21,12 @@ from torchvision.models import alexnet, resnet18
 
 from imagenet_fast.checkpoint import newest
 from imagenet_fast.cli import main
-from imagenet_fast.data.loaders import open_dataset
+from imagenet_fast.data.loaders import build_loaders
 from imagenet_fast.distributed.network_interfaces import Endpoint
 from imagenet_fast.distributed.rank_info import TORCHRUN
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.rendezvous import meet
-from imagenet_fast.metrics import Outcome
+from imagenet_fast.metrics import RunResult
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.job import read_job
 from imagenet_fast.training.precision import autocast
@@ -167,7 +167,7 @@ def test_with_a_layout_the_final_weights_are_whole_and_as_good_as_the_run_report
     job = read_job(run / "job.json")
     model = alexnet(num_classes=10)
     model.load_state_dict(load_file(run / "checkpoints" / "final.safetensors"))
-    images = open_dataset(job.recipe.data, None, Batching(1, 8, 1), 0, 2, torch.device("cpu"), job.recipe.seed)
+    images = build_loaders(job.recipe.data, None, Batching(1, 8, 1), 0, 2, torch.device("cpu"), job.recipe.seed)
     with torch.inference_mode(), autocast(job.recipe.precision, torch.device("cpu")):
         hits = sum(int((model.eval()(x).argmax(1) == y).sum()) for x, y in images.next_evaluation())
     assert events_of(run, "eval")[-1]["top1"] == pytest.approx(100 * hits / 21)
@@ -284,8 +284,8 @@ def test_of_the_ranks_of_a_torchrun_the_first_alone_warns(
 ):
     for key, value in zip(TORCHRUN, (rank, "2", rank, "2"), strict=True):
         monkeypatch.setenv(key, value)
-    trained = Outcome("finished", "smoke", "lazy", 2, 32)
-    monkeypatch.setattr("imagenet_fast.launch.worker.train_as_rank", lambda job, place, patience_s: trained)
+    trained = RunResult("finished", "smoke", "lazy", 2, 32)
+    monkeypatch.setattr("imagenet_fast.launch.worker.run_worker", lambda job, place, patience_s: trained)
     monkeypatch.setattr(sys, "argv", ["imagenet-fast", *SMOKE, "--set", "target_top1=0.85"])
     with pytest.raises(SystemExit) as end:
         main()

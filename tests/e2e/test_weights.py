@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torchvision.models import alexnet, resnet18
 
-from imagenet_fast.distributed.init import World
+from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.errors import UserError
-from imagenet_fast.launch.evaluate import Verdict, judge
+from imagenet_fast.launch.evaluate import EvalResult, judge
 from imagenet_fast.launch.job_setup import plan_evaluation
 from imagenet_fast.metrics.report import FINAL_WEIGHTS
 from imagenet_fast.models.export import ABOUT
@@ -27,8 +27,8 @@ from imagenet_fast.models.weights import describe, write_weights
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job, read_job
 from imagenet_fast.recipe.load import load_recipe, parse_recipe
-from imagenet_fast.training.init_weights import starting_weights
-from imagenet_fast.training.train_loop import initial_model
+from imagenet_fast.training.init_weights import load_initial_weights
+from imagenet_fast.training.train_loop import build_initial_model
 from imagenet_fast.training.train_step import build_step
 from tests.conftest import tables
 from tests.e2e.command import events_of, imagenet_fast, in_process, outcome_of
@@ -96,11 +96,13 @@ def test_more_ranks_than_images_count_each_once(trained: Path):
         assert (verdict.top1, verdict.top5, verdict.images) == (alone.top1, alone.top5, 2)
 
 
-def _world() -> World:
-    return World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+def _world() -> DistContext:
+    return DistContext(
+        dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), torch.device("cpu")
+    )
 
 
-def _judged(ways: list[tuple[Path, str | None]], overrides: tuple[str, ...]) -> list[Verdict]:
+def _judged(ways: list[tuple[Path, str | None]], overrides: tuple[str, ...]) -> list[EvalResult]:
     return [
         judge(plan_evaluation(weights, named, overrides, dist.get_world_size()), _world()) for weights, named in ways
     ]
@@ -121,7 +123,7 @@ def test_images_on_disk_are_judged_by_validation_alone_and_other_classes_are_dou
     assert said.count("was trained on other classes: on 'dog' where the data has 'class2'\n") == 2
 
 
-def _judged_images(weights: Path, places: list[Path]) -> tuple[Verdict, Verdict, str]:
+def _judged_images(weights: Path, places: list[Path]) -> tuple[EvalResult, EvalResult, str]:
     options = ["data.loader=folder", "data.workers=1", "data.image_size=48", "data.resize=56"]
     with redirect_stderr(StringIO()) as said:
         first, second = (judge(plan_evaluation(weights, "demo", options, 1, data=p), _world()) for p in places)
@@ -144,27 +146,27 @@ def test_a_run_starts_from_weights_that_rank_0_alone_can_read(trained: Path, tmp
 
 def _start(file: Path, folder: Path) -> list[str]:
     world, said = _world(), []
-    given = file if world.leads else Path("/nowhere")
+    given = file if world.is_main else Path("/nowhere")
     state = load_file(file)
     recipe = parse_recipe("test", tables(epochs=1, ema_decay=0.9))
-    weights = starting_weights(given, recipe.model, 10, world)
-    assert (weights is not None) is world.leads
+    weights = load_initial_weights(given, recipe.model, 10, world)
+    assert (weights is not None) is world.is_main
 
     def same(network: nn.Module, but: tuple[str, ...] = ()) -> bool:
         return all(torch.equal(t, state[n]) for n, t in network.state_dict().items() if n not in but)
 
-    model = initial_model(recipe, 10, world, weights)
+    model = build_initial_model(recipe, 10, world, weights)
     said.append("same" if same(model) else "others")
     step = build_step(recipe, split_batch(recipe, 2), model, world, 4)
     average = step.state.average
     said.append("average too" if average is not None and same(average.module) else "not averaged")
     try:
-        starting_weights(given, recipe.model, 4, world)
+        load_initial_weights(given, recipe.model, 4, world)
     except UserError as error:
         said.append(
             "10 classes apart, and the data has 4" if "10 classes apart, and the data has 4" in str(error) else ""
         )
-    fresh = initial_model(recipe, 4, world, starting_weights(given, recipe.model, 4, world, fresh_head=True))
+    fresh = build_initial_model(recipe, 4, world, load_initial_weights(given, recipe.model, 4, world, fresh_head=True))
     head = ("fc.weight", "fc.bias")
     said.append("same but for the head" if same(fresh, head) and fresh.fc.weight.any() else "others")
 

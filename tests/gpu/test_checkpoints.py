@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from imagenet_fast.checkpoint import CheckpointWriter, open_checkpoint
-from imagenet_fast.checkpoint.staging import HostCopy
+from imagenet_fast.checkpoint.staging import StagingBuffer
 from tests.checkpoint.trees import ALONE, hostile, same, stamp
 
 pytestmark = [
@@ -60,7 +60,7 @@ def test_the_stream_may_change_what_was_saved_at_once_and_the_host_does_not_wait
 
 
 def test_the_copy_lies_in_pinned_memory_which_is_kept():
-    copy = HostCopy()
+    copy = StagingBuffer()
     copy.take({"weights": torch.ones(1000, device=GPU)})
     buffer = copy._buffer
     assert buffer.is_pinned()

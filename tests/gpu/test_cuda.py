@@ -13,18 +13,18 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torchvision.models import resnet18
 
-from imagenet_fast.data.loaders import open_dataset
-from imagenet_fast.distributed.init import World
+from imagenet_fast.data.loaders import build_loaders
+from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.evaluate import judge
 from imagenet_fast.launch.job_setup import plan_evaluation
 from imagenet_fast.recipe.batching import Batching, split_batch
 from imagenet_fast.recipe.data_config import ImageData
 from imagenet_fast.recipe.load import parse_recipe
-from imagenet_fast.sync.device_timer import mark, seconds_between
-from imagenet_fast.training.init_weights import starting_weights
+from imagenet_fast.sync.device_timer import record_timestamp, seconds_between
+from imagenet_fast.training.init_weights import load_initial_weights
 from imagenet_fast.training.seeding import seed_step
-from imagenet_fast.training.train_loop import initial_model
+from imagenet_fast.training.train_loop import build_initial_model
 from imagenet_fast.training.train_step import build_step
 from tests.conftest import tables
 
@@ -35,18 +35,18 @@ pytestmark = [
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
+def world() -> Iterator[DistContext]:
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=HashStore(), rank=0, world_size=1, device_id=device)
-    yield World(0, 1, 0, 1, device)
+    yield DistContext(0, 1, 0, 1, device)
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("sync", ["lazy", "allreduce", "ring", "hybrid", "dear", "auto", "sparse", "powersgd", "ddp"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("optim", ["sgd", "lars"])
-def test_a_step_trains_and_reports(world: World, sync: str, precision: str, optim: str):
+def test_a_step_trains_and_reports(world: DistContext, sync: str, precision: str, optim: str):
     if sync in ("sparse", "powersgd") and precision == "fp16":
         sync = "lazy"  # a recipe may not combine them
     recipe = parse_recipe(
@@ -56,7 +56,7 @@ def test_a_step_trains_and_reports(world: World, sync: str, precision: str, opti
             optim={"kind": optim, "lr": 0.05 if optim == "sgd" else 2.0, "weight_decay": 5e-5},
         ),
     )  # fmt: skip
-    model = initial_model(recipe, 10, world)
+    model = build_initial_model(recipe, 10, world)
     take_step = build_step(recipe, split_batch(recipe, 1), model, world, steps_per_epoch=4)
     generator = torch.Generator("cuda").manual_seed(0)
     images = torch.randn(16, 3, 64, 64, device=world.device, generator=generator)
@@ -74,11 +74,11 @@ def test_a_step_trains_and_reports(world: World, sync: str, precision: str, opti
 
 
 @pytest.mark.parametrize(("precision", "exact"), [("fp32", True), ("tf32", False)])
-def test_fp32_is_fp32_unless_tf32_is_asked_for(world: World, precision: str, exact: bool):
+def test_fp32_is_fp32_unless_tf32_is_asked_for(world: DistContext, precision: str, exact: bool):
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("this GPU has no TF32")
     recipe = parse_recipe("test", tables(ranks=1, precision={"kind": precision}))
-    build_step(recipe, split_batch(recipe, 1), initial_model(recipe, 10, world), world, steps_per_epoch=4)
+    build_step(recipe, split_batch(recipe, 1), build_initial_model(recipe, 10, world), world, steps_per_epoch=4)
     images = torch.randn(8, 64, 32, 32, device=world.device)
     weights = torch.randn(64, 64, 3, 3, device=world.device)
     for product, operands in ((torch.matmul, (images, images)), (torch.conv2d, (images, weights))):
@@ -88,9 +88,9 @@ def test_fp32_is_fp32_unless_tf32_is_asked_for(world: World, precision: str, exa
 
 
 @pytest.mark.parametrize("sync", ["lazy", "hybrid", "dear"])
-def test_a_timeline_begins_at_its_first_event(world: World, sync: str, tmp_path: Path):
+def test_a_timeline_begins_at_its_first_event(world: DistContext, sync: str, tmp_path: Path):
     recipe = parse_recipe("test", tables(ranks=1, sync={"kind": sync}))
-    model = initial_model(recipe, 10, world)
+    model = build_initial_model(recipe, 10, world)
     take_step = build_step(recipe, split_batch(recipe, 1), model, world, 4, tmp_path / "trace.json")
     images = torch.randn(16, 3, 64, 64, device=world.device)
     labels = torch.arange(16, device=world.device) % 10
@@ -101,34 +101,34 @@ def test_a_timeline_begins_at_its_first_event(world: World, sync: str, tmp_path:
     assert all(e["dur"] >= 0 for e in spans)
 
 
-def test_a_mark_is_told_from_a_later_one_whichever_is_given_first(world: World):
-    first = mark(world.device)
+def test_a_mark_is_told_from_a_later_one_whichever_is_given_first(world: DistContext):
+    first = record_timestamp(world.device)
     torch.ones(2**28, device=world.device).sum()
-    second = mark(world.device)
+    second = record_timestamp(world.device)
     assert seconds_between(second, first) < 0 < seconds_between(first, second)
 
 
-def test_weights_from_a_file_are_judged_and_started_from(world: World, tmp_path: Path):
+def test_weights_from_a_file_are_judged_and_started_from(world: DistContext, tmp_path: Path):
     file = tmp_path / "w.pth"
     theirs = resnet18(num_classes=10)
     torch.save(theirs.state_dict(), file)
     recipe = parse_recipe("test", tables(ranks=1))
-    model = initial_model(recipe, 10, world, starting_weights(file, recipe.model, 10, world))
+    model = build_initial_model(recipe, 10, world, load_initial_weights(file, recipe.model, 10, world))
     assert all(torch.equal(t.cpu(), theirs.state_dict()[name]) for name, t in model.state_dict().items())
     verdict = judge(plan_evaluation(file, "smoke", ["precision.kind=fp32"], 1), world)
     assert (verdict.images, verdict.world_size) == (63, 1)
     with pytest.raises(UserError, match="10 classes apart, and the data has 3"):
-        starting_weights(file, recipe.model, 3, world)
+        load_initial_weights(file, recipe.model, 3, world)
 
 
-def test_dali_decodes_on_the_gpu_what_it_decodes_on_the_cpu(world: World, images: Path):
+def test_dali_decodes_on_the_gpu_what_it_decodes_on_the_cpu(world: DistContext, images: Path):
     pytest.importorskip("nvidia.dali", reason="DALI is too large to travel to a lent GPU")
     table = {"dataset": "digits", "loader": "dali", "image_size": 48, "resize": 56, "augment": False, "workers": 1}
     data = parse_recipe("test", tables(data=table)).data
     assert isinstance(data, ImageData)
     batches = []
     for device in (world.device, torch.device("cpu")):
-        dataset = open_dataset(data, images, Batching(1, 8, 1), 0, 2, device, seed=1)
+        dataset = build_loaders(data, images, Batching(1, 8, 1), 0, 2, device, seed=1)
         batches.append(list(islice(dataset.train, 5)))
     for (ours, labels), (reference, reference_labels) in zip(*batches, strict=True):
         assert ours.device == labels.device == world.device
@@ -136,7 +136,7 @@ def test_dali_decodes_on_the_gpu_what_it_decodes_on_the_cpu(world: World, images
         assert (ours.cpu() - reference).abs().mean() < 0.08
 
 
-def test_a_replayed_graph_and_compiled_code_draw_what_seed_and_step_say(world: World):
+def test_a_replayed_graph_and_compiled_code_draw_what_seed_and_step_say(world: DistContext):
     ones = torch.ones(4096, device=world.device)
     torch.nn.functional.dropout(ones)  # before it is captured
     graph = torch.cuda.CUDAGraph()

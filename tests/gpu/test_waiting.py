@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from imagenet_fast.distributed.init import World
-from imagenet_fast.metrics import Outcome, Record
+from imagenet_fast.distributed.init import DistContext
+from imagenet_fast.metrics import MetricLogger, RunResult
 from imagenet_fast.recipe.schema import Full
 from imagenet_fast.sync import SyncStats
 from imagenet_fast.training.meter import Meter
-from imagenet_fast.training.nonfinite_count import Streak
-from imagenet_fast.training.precision import LossScale
+from imagenet_fast.training.nonfinite_count import NonFiniteCounter
+from imagenet_fast.training.precision import LossScaler
 from tests.spawning import run
 
 pytestmark = [
@@ -39,15 +39,15 @@ def _shares() -> tuple[float | None, ...]:
 
 
 def _share(batches: Iterator[tuple[Tensor, Tensor]], device: torch.device) -> float | None:
-    outcome = Outcome("failed", "r", "lazy", 1, 1)
-    scale = LossScale(Full(kind="fp32"), "fp32", device)
-    meter = Meter(World(0, 1, 0, 1, device), 1, scale, Streak(device), 5, outcome)
+    outcome = RunResult("failed", "r", "lazy", 1, 1)
+    scale = LossScaler(Full(kind="fp32"), "fp32", device)
+    meter = Meter(DistContext(0, 1, 0, 1, device), 1, scale, NonFiniteCounter(device), 5, outcome)
     for _ in range(6):
         meter.fetch(batches)
         torch.cuda._sleep(WORK)
         meter.add_step(SyncStats(None), torch.zeros((), device=device))
-    meter.report(Record(lambda: 0.0), 6, 1, 0.1)
-    meter.flush(Record(lambda: 0.0))
+    meter.report(MetricLogger(lambda: 0.0), 6, 1, 0.1)
+    meter.flush(MetricLogger(lambda: 0.0))
     return outcome.data_wait_pct
 
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from imagenet_fast.distributed.init import World
-from imagenet_fast.metrics import Event, Outcome, Record
+from imagenet_fast.distributed.init import DistContext
+from imagenet_fast.metrics import Event, MetricLogger, RunResult
 from imagenet_fast.recipe.schema import Float16
 from imagenet_fast.sync import SyncStats
 from imagenet_fast.training.meter import Meter
-from imagenet_fast.training.nonfinite_count import NotFinite, Streak
-from imagenet_fast.training.precision import LossScale
+from imagenet_fast.training.nonfinite_count import NonFiniteCounter, NonFiniteLoss
+from imagenet_fast.training.precision import LossScaler
 from tests.gpu_semantics import pretended_gpu
 from tests.gpu_semantics.pretended_gpu import CUDA, PretendedGpu
 from tests.spawning import run
@@ -63,7 +63,7 @@ def test_a_report_waits_for_nothing_and_every_interval_is_told():
 def _train() -> tuple[dict[str, Any], list[str]]:
     """Four intervals of two steps, whose losses are 0.5 on rank 0 and 1.5 on rank 1; then all is told."""
     told, loss, batches = Told(), 0.5 + dist.get_rank(), iter([(torch.empty(0), torch.empty(0))] * 8)
-    record = Record(lambda: 0.0, [told])
+    record = MetricLogger(lambda: 0.0, [told])
     with PretendedGpu(MAY_WAIT) as gpu, patch.object(torch.cuda, "Event", Aged):
         meter = _meter()
         with gpu.step():
@@ -90,13 +90,13 @@ def _explode() -> int:
             meter.add_step(SyncStats(None), torch.full((), loss, device=CUDA))
             if step % 2 == 0:
                 try:
-                    meter.report(Record(lambda: 0.0), step, 1, 0.1)
-                except NotFinite:
+                    meter.report(MetricLogger(lambda: 0.0), step, 1, 0.1)
+                except NonFiniteLoss:
                     return step // 2
     pytest.fail("it goes on")
 
 
 def _meter(most: int = 5) -> Meter:
-    world = World(dist.get_rank(), 2, dist.get_rank(), 2, CUDA)
-    scale = LossScale(Float16(kind="fp16", loss_scale=2.0**16), "fp16", CUDA)
-    return Meter(world, 2, scale, Streak(CUDA), most, Outcome("failed", "r", "lazy", 2, 2))
+    world = DistContext(dist.get_rank(), 2, dist.get_rank(), 2, CUDA)
+    scale = LossScaler(Float16(kind="fp16", loss_scale=2.0**16), "fp16", CUDA)
+    return Meter(world, 2, scale, NonFiniteCounter(CUDA), most, RunResult("failed", "r", "lazy", 2, 2))

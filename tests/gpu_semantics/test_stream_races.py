@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from imagenet_fast import sync
 from imagenet_fast.checkpoint import serialization
-from imagenet_fast.checkpoint.staging import HostCopy
+from imagenet_fast.checkpoint.staging import StagingBuffer
 from imagenet_fast.recipe.schema import Lars
 from imagenet_fast.recipe.sync_config import Cast, Wire
 from imagenet_fast.sync import (
@@ -104,7 +104,7 @@ def faults(settings: EngineSettings, topology: Topology, gpu: PretendedGpu, step
     pool.attach(build_engine(settings, pool))
     if settings.wire == "fp16":
         pool.guard(torch.finfo(torch.float16).max)
-    optimizer, copy = build_optimizer(OPTIM, model), HostCopy()
+    optimizer, copy = build_optimizer(OPTIM, model), StagingBuffer()
     for step in range(steps):
         images = gpu.take(torch.randn(4, 3, 4, 4, generator=torch.Generator().manual_seed(step)))
         with gpu.step():

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from imagenet_fast.distributed.init import World
+from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.launch.worker import _advice
-from imagenet_fast.metrics import Outcome
+from imagenet_fast.metrics import RunResult
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.schema import Recipe
 
-WORLD = World(0, 2, 0, 2, torch.device("cpu"))
+WORLD = DistContext(0, 2, 0, 2, torch.device("cpu"))
 
 
 @pytest.fixture
@@ -25,8 +25,8 @@ def job(make_recipe: Callable[..., Recipe], images: Path, tmp_path: Path) -> Job
     return Job("test", recipe, split_batch(recipe, 2), images, tmp_path)
 
 
-def ended(status: str, wait_pct: float | None) -> Outcome:
-    return replace(Outcome("failed", "test", "lazy", 2, 16), status=status, data_wait_pct=wait_pct)
+def ended(status: str, wait_pct: float | None) -> RunResult:
+    return replace(RunResult("failed", "test", "lazy", 2, 16), status=status, data_wait_pct=wait_pct)
 
 
 def test_a_run_that_waited_is_told_what_may_help_on_this_machine(job: Job):

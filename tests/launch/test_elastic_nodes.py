@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from imagenet_fast.cli import app
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.job_setup import on_ranks, plan_job
-from imagenet_fast.launch.rendezvous import parse_nodes, plan_nodes
+from imagenet_fast.launch.rendezvous import parse_nodes, resolve_nodes
 from imagenet_fast.recipe.load import find_recipe, load_recipe
 
 SMOKE = load_recipe(find_recipe("smoke"), overrides=["global_batch=24"])
@@ -36,7 +36,7 @@ def test_what_is_neither_is_refused_in_a_sentence(asked: str):
 
 def test_nodes_that_may_leave_start_again_unless_told_otherwise():
     fixed, one_fewer, never = (
-        plan_nodes(1, asked, "a:1", 5, restarts) for asked, restarts in (("3", None), ("2:3", None), ("2:3", 0))
+        resolve_nodes(1, asked, "a:1", 5, restarts) for asked, restarts in (("3", None), ("2:3", None), ("2:3", 0))
     )
     assert [fixed.restarts, one_fewer.restarts, never.restarts] == [0, 10, 0]
     assert (fixed.counts, one_fewer.counts) == (None, range(2, 4))

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.checkpoint import CheckpointWriter
-from imagenet_fast.data.loaders import Batch, open_dataset
-from imagenet_fast.distributed.init import World
+from imagenet_fast.data.loaders import Batch, build_loaders
+from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.launch.resume import CHECKPOINTS, find_resumption
-from imagenet_fast.metrics import Record
+from imagenet_fast.metrics import MetricLogger
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import parse_recipe
-from imagenet_fast.training.checkpoint_manager import Keeper
+from imagenet_fast.training.checkpoint_manager import CheckpointManager
 from imagenet_fast.training.state import TrainState
 from imagenet_fast.training.train_loop import train
 from imagenet_fast.training.train_step import build_step
@@ -59,14 +59,14 @@ def used(parts: list[tuple[Seen, ...]], steps: range) -> list[int]:
 def trained(folder: Path, stop: int) -> tuple[Seen, dict[str, Tensor]]:
     """Begin in ``folder``, or go on with what is there, and save after ``stop`` steps; what this rank saw meanwhile."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    world = World(rank, ranks, rank, ranks, torch.device("cpu"))
+    world = DistContext(rank, ranks, rank, ranks, torch.device("cpu"))
     changes = {"data__train_images": IMAGES, "global_batch": BATCH, "micro_batch": 1, "eval_every": EPOCHS}
     recipe = parse_recipe("test", tables(epochs=EPOCHS, **changes))
     job = Job("test", recipe, split_batch(recipe, ranks), None, folder, resume=True)
     folder.mkdir(exist_ok=True)
     resumption = find_resumption(job, world)
     first = 0 if resumption is None else resumption.step
-    dataset = open_dataset(recipe.data, None, job.batching, rank, 1, world.device, recipe.seed, first)
+    dataset = build_loaders(recipe.data, None, job.batching, rank, 1, world.device, recipe.seed, first)
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(3), nn.Flatten(),
@@ -89,14 +89,14 @@ def trained(folder: Path, stop: int) -> tuple[Seen, dict[str, Tensor]]:
 
     store = dist.distributed_c10d._get_default_store()
     with CheckpointWriter(folder / CHECKPOINTS, world, store) as writer:
-        keeper = Keeper(job, world, writer, IMAGES, lambda: False)
+        keeper = CheckpointManager(job, world, writer, IMAGES, lambda: False)
 
         def keep(state: TrainState, evaluated: bool) -> bool:
             if state.step == stop:
                 keeper(state, evaluated=True)
             return state.step == stop
 
-        train(job, replace(dataset, train=batches()), world, take_step, Record(state.clock.run_s), keep)
+        train(job, replace(dataset, train=batches()), world, take_step, MetricLogger(state.clock.run_s), keep)
         keeper.close()
     state.settle()
     weights = {name: tensor.clone() for name, tensor in state.whole().state_dict().items()}

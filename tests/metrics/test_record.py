@@ -25,7 +25,7 @@ from typer.main import get_command
 
 from imagenet_fast.cli import app
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics import Event, Outcome, Record, Status
+from imagenet_fast.metrics import Event, MetricLogger, RunResult, Status
 from imagenet_fast.metrics.console import ConsoleSink
 from imagenet_fast.metrics.json_io import to_json
 from imagenet_fast.metrics.jsonl import JsonLines, read_events
@@ -42,12 +42,12 @@ from tests.e2e.command import in_process
 RECIPE = load_recipe(find_recipe("resnet50-8gpu"))
 
 
-def outcome() -> Outcome:
-    return Outcome("failed", "resnet50-8gpu", "lazy", 8, 3200, target_top1=75.9)
+def outcome() -> RunResult:
+    return RunResult("failed", "resnet50-8gpu", "lazy", 8, 3200, target_top1=75.9)
 
 
 def pretend_run(
-    record: Record, result: Outcome, losses: tuple[float, float] = (3.0, 1.5), last_top1: float = 76.0,
+    record: MetricLogger, result: RunResult, losses: tuple[float, float] = (3.0, 1.5), last_top1: float = 76.0,
     scale: float | None = None, advice: list[str] | None = None,
 ) -> None:  # fmt: skip
     """The events of a two-epoch run, as train.py sends them; where there is a loss ``scale``, three steps an epoch are
@@ -77,7 +77,7 @@ def pretend_run(
 def test_the_outcome_follows_the_run_and_stands_for_an_exit_code(tmp_path: Path):
     result = outcome()
     assert result.exit_code == 1
-    pretend_run(Record(Clock().run_s), result)
+    pretend_run(MetricLogger(Clock().run_s), result)
     assert (result.status, result.time_to_accuracy_s, result.exit_code) == ("reached", 140.0, 0)
     assert result.images_per_s == pytest.approx(800 * 3200 / 120)
     assert result.sent_bytes_per_step == 89_500_000
@@ -88,14 +88,14 @@ def test_the_outcome_follows_the_run_and_stands_for_an_exit_code(tmp_path: Path)
         "images_per_s", "sync", "world_size", "global_batch", "sent_bytes_per_step",
     }  # fmt: skip
     assert promised <= set(json.loads((tmp_path / "outcome.json").read_text()))
-    short = Outcome("finished", "r", "lazy", 1, 1, target_top1=90.0)
-    aimless = Outcome("finished", "r", "lazy", 1, 1)
-    interrupted = Outcome("interrupted", "r", "lazy", 1, 1)
+    short = RunResult("finished", "r", "lazy", 1, 1, target_top1=90.0)
+    aimless = RunResult("finished", "r", "lazy", 1, 1)
+    interrupted = RunResult("interrupted", "r", "lazy", 1, 1)
     assert [o.exit_code for o in (short, aimless, interrupted)] == [3, 0, 1]
 
 
 def test_launchers_that_share_a_folder_leave_a_whole_outcome_whoever_is_last(tmp_path: Path):
-    outcomes = [Outcome("failed", "r", "lazy", 1, 1, message=str(n) * 5000) for n in range(4)]
+    outcomes = [RunResult("failed", "r", "lazy", 1, 1, message=str(n) * 5000) for n in range(4)]
     with ThreadPoolExecutor(len(outcomes)) as launchers:
         for written in [launchers.submit(one.write, tmp_path) for one in outcomes * 50]:
             written.result()
@@ -104,7 +104,7 @@ def test_launchers_that_share_a_folder_leave_a_whole_outcome_whoever_is_last(tmp
 
 
 def test_events_are_read_back_and_a_torn_last_line_is_left_out(tmp_path: Path):
-    record = Record(Clock().run_s, [JsonLines(tmp_path)])
+    record = MetricLogger(Clock().run_s, [JsonLines(tmp_path)])
     record("train", 1, loss=1.0)
     record("train", 2, loss=0.5)
     with (tmp_path / "events.jsonl").open("a") as file:
@@ -136,7 +136,7 @@ def test_a_damaged_line_is_named_and_the_others_are_read(tmp_path: Path, capsys:
 def leave_run(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     result = outcome()
-    pretend_run(Record(Clock().run_s, [JsonLines(folder), MLLog(folder, RECIPE, split_batch(RECIPE, 8))]), result)
+    pretend_run(MetricLogger(Clock().run_s, [JsonLines(folder), MLLog(folder, RECIPE, split_batch(RECIPE, 8))]), result)
     result.write(folder)
 
 
@@ -156,7 +156,7 @@ def test_no_damage_of_100_to_a_record_keeps_a_run_from_being_shown_and_from_goin
         shown(report_table([past]))
         past.curve("train", "loss")
         sinks = [JsonLines(run, 400), MLLog(run, RECIPE, split_batch(RECIPE, 8), 400)]
-        pretend_run(Record(Clock().run_s, sinks), outcome())
+        pretend_run(MetricLogger(Clock().run_s, sinks), outcome())
         assert len(read_events(run)) > 10, seed
         shutil.rmtree(run)
     assert 10 < refused < 40
@@ -227,7 +227,7 @@ def test_a_number_that_is_not_finite_is_null_at_any_depth():
 
 def test_a_diverged_run_is_recorded_in_strict_json_and_drawn_with_a_gap(tmp_path: Path):
     result = outcome()
-    record = Record(Clock().run_s, [JsonLines(tmp_path), MLLog(tmp_path, RECIPE, split_batch(RECIPE, 8))])
+    record = MetricLogger(Clock().run_s, [JsonLines(tmp_path), MLLog(tmp_path, RECIPE, split_batch(RECIPE, 8))])
     pretend_run(record, result, losses=(2.5, math.nan), last_top1=math.nan)
     result.images_per_s = math.inf
     result.write(tmp_path)
@@ -250,7 +250,7 @@ def test_a_diverged_run_is_recorded_in_strict_json_and_drawn_with_a_gap(tmp_path
 
 
 def test_tensorboard_shows_one_run_with_scalars_and_hyperparameters(tmp_path: Path):
-    pretend_run(Record(Clock().run_s, [TensorBoard(tmp_path, RECIPE)]), outcome())
+    pretend_run(MetricLogger(Clock().run_s, [TensorBoard(tmp_path, RECIPE)]), outcome())
     runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
     assert list(runs.Runs()) == ["tb"]
     scalars = set(runs.Runs()["tb"]["scalars"])
@@ -290,7 +290,7 @@ def test_a_run_that_goes_on_after_the_clock_was_set_back_is_one_run_in_order(
         now = begun - part * set_back_s
         monkeypatch.setattr(time, "time", lambda now=now: now)
         sinks = [TensorBoard(tmp_path, RECIPE, resumed), MLLog(tmp_path, RECIPE, split_batch(RECIPE, 8), resumed)]
-        pretend_run(Record(Clock().run_s, sinks), outcome(), last_top1=60.0 + part)
+        pretend_run(MetricLogger(Clock().run_s, sinks), outcome(), last_top1=60.0 + part)
     monkeypatch.undo()
     runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
     assert [(e.step, e.value) for e in runs.Scalars("tb", "eval/top1")][-1] == (800, 62.0)
@@ -301,7 +301,7 @@ def test_a_run_that_goes_on_after_the_clock_was_set_back_is_one_run_in_order(
 
 
 def test_mlperfs_own_checker_accepts_the_log(tmp_path: Path):
-    pretend_run(Record(Clock().run_s, [MLLog(tmp_path, RECIPE, split_batch(RECIPE, 8))]), outcome())
+    pretend_run(MetricLogger(Clock().run_s, [MLLog(tmp_path, RECIPE, split_batch(RECIPE, 8))]), outcome())
     log = tmp_path / "mllog.txt"
     checker = [sys.executable, "-m", "mlperf_logging.compliance_checker", "--usage", "training", "--ruleset", "4.0.0"]
     checked = subprocess.run([*checker, str(log)], capture_output=True, text=True, check=False, cwd=tmp_path)
@@ -317,7 +317,7 @@ def shown(table: Table, width: int = 120) -> str:
 def follow(tmp_path: Path, terminal: bool, **pretended: Any) -> str:
     text = io.StringIO()
     console = Console(file=text, force_terminal=terminal, width=100, color_system=None)
-    pretend_run(Record(Clock().run_s, [ConsoleSink(tmp_path, console)]), outcome(), **pretended)
+    pretend_run(MetricLogger(Clock().run_s, [ConsoleSink(tmp_path, console)]), outcome(), **pretended)
     return text.getvalue()
 
 
@@ -339,7 +339,7 @@ def test_skipped_steps_are_shown_where_there_is_a_loss_scale(tmp_path: Path):
     assert "loss scale 65536" in panel
     assert "skipped steps 6" in panel
     assert "skipped steps" not in follow(tmp_path, terminal=False)
-    pretend_run(Record(Clock().run_s, [TensorBoard(tmp_path, RECIPE)]), outcome(), scale=0.5)
+    pretend_run(MetricLogger(Clock().run_s, [TensorBoard(tmp_path, RECIPE)]), outcome(), scale=0.5)
     recorded = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
     assert [(e.step, e.value) for e in recorded.Scalars("tb", "precision/skipped_steps")] == [(400, 3.0), (800, 6.0)]
     assert recorded.Scalars("tb", "precision/loss_scale")[0].value == 0.5
@@ -392,7 +392,7 @@ def test_on_a_terminal_the_panel_shows_all_that_matters(tmp_path: Path):
 
 def test_a_report_needs_only_what_was_recorded(tmp_path: Path):
     result = outcome()
-    pretend_run(Record(Clock().run_s, [JsonLines(tmp_path)]), result)
+    pretend_run(MetricLogger(Clock().run_s, [JsonLines(tmp_path)]), result)
     result.write(tmp_path)
     run = read_run(tmp_path)
     assert run.label == "resnet50-8gpu lazy dp8"
@@ -404,7 +404,7 @@ def test_a_report_needs_only_what_was_recorded(tmp_path: Path):
 def test_the_table_has_what_some_run_has_and_a_dash_for_those_that_have_not(tmp_path: Path):
     whole = PastRun(tmp_path, outcome(), [], "whole")
     assert whole.outcome is not None
-    pretend_run(Record(Clock().run_s, [JsonLines(tmp_path)]), whole.outcome)
+    pretend_run(MetricLogger(Clock().run_s, [JsonLines(tmp_path)]), whole.outcome)
     whole.outcome.data_wait_pct = 7.5
     runs = [PastRun(tmp_path, whole.outcome, read_events(tmp_path), "tp4"), PastRun(tmp_path / "dp4", None, [], "dp4")]
     headings, first, second = shown(report_table(runs)).splitlines()
@@ -507,7 +507,7 @@ def test_other_tables_wrap_too():
 
 def test_a_table_without_room_folds_names_and_cuts_nothing_off():
     run = PastRun(Path(), outcome(), [], "hybrid-pp2dp2tp2-seed1234567890")
-    pretend_run(Record(Clock().run_s), run.outcome or outcome())
+    pretend_run(MetricLogger(Clock().run_s), run.outcome or outcome())
     table = report_table([run, run])
     assert "…" not in shown(table, width=60)
     assert len(shown(table, width=60).splitlines()) > len(shown(table).splitlines())
@@ -515,7 +515,7 @@ def test_a_table_without_room_folds_names_and_cuts_nothing_off():
 
 @pytest.mark.parametrize("left", ["no outcome", "the launcher's, which knows of no step"])
 def test_of_a_run_whose_rank_0_was_killed_the_report_tells_what_it_had_reached(left: str, tmp_path: Path):
-    pretend_run(Record(Clock().run_s, [JsonLines(tmp_path)]), outcome())
+    pretend_run(MetricLogger(Clock().run_s, [JsonLines(tmp_path)]), outcome())
     lines = (tmp_path / "events.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "events.jsonl").write_text("".join(lines[:-1]))
     if left != "no outcome":

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from imagenet_fast.cost_model.layer_profile import Layer, Profile, load_profile
 from imagenet_fast.errors import UserError
 from imagenet_fast.models import compile_blocks
-from imagenet_fast.models.split_points import pieces_of
-from imagenet_fast.models.stages import Part, cut, recorded_times
+from imagenet_fast.models.split_points import segments_of
+from imagenet_fast.models.stages import LocalStages, recorded_times, split_model
 from imagenet_fast.recipe import schema
 from tests.models.narrow import narrow_model
 
@@ -32,11 +32,11 @@ def built(name: str) -> tuple[nn.Module, Tensor]:
     return narrow_model(settings, 10), torch.randn(2, 3, size, size).contiguous(memory_format=torch.channels_last)
 
 
-def parts_of(model: nn.Module, images: Tensor, ranks: int, chunks: int = 1) -> list[Part]:
-    return [cut(model, images, rank, ranks, chunks) for rank in range(ranks)]
+def parts_of(model: nn.Module, images: Tensor, ranks: int, chunks: int = 1) -> list[LocalStages]:
+    return [split_model(model, images, rank, ranks, chunks) for rank in range(ranks)]
 
 
-def through(parts: list[Part], values: Tensor) -> Tensor:
+def through(parts: list[LocalStages], values: Tensor) -> Tensor:
     """Stage by stage, each from a leaf, as it arrives from another rank."""
     for index in range(parts[0].count):
         part, number = parts[index % len(parts)], index // len(parts)
@@ -65,24 +65,24 @@ def test_stages_together_are_the_model_whatever_the_number_of_cuts(name: str):
 @pytest.mark.parametrize("name", MODELS)
 def test_no_stage_begins_with_an_operation_in_place_and_each_has_parameters(name: str):
     model, _ = built(name)
-    for piece in pieces_of(model):
+    for piece in segments_of(model):
         assert not getattr(next(iter(piece.values())), "inplace", False)
         assert any(p.requires_grad for layer in piece.values() for p in layer.parameters())
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_recipes_know_how_many_pieces_there_are(name: str):
-    assert MODELS[name][0].most_stages == len(pieces_of(built(name)[0]))
+    assert MODELS[name][0].most_stages == len(segments_of(built(name)[0]))
 
 
 def test_names_of_pieces_are_those_of_torchvision_one_level_into_sequentials():
     model, _ = built("resnet18")
-    assert [list(piece) for piece in pieces_of(model)] == [
+    assert [list(piece) for piece in segments_of(model)] == [
         ["conv1"], ["bn1", "relu", "maxpool"], *([f"layer{n}.{block}"] for n in (1, 2, 3) for block in (0, 1)),
         ["layer4.0"], ["layer4.1", "avgpool", "flatten"], ["fc"],
     ]  # fmt: skip
     model, _ = built("alexnet")
-    assert list(pieces_of(model)[4]) == [
+    assert list(segments_of(model)[4]) == [
         "features.10", "features.11", "features.12", "avgpool", "flatten", "classifier.0",
     ]  # fmt: skip
 
@@ -92,7 +92,7 @@ def test_trying_the_way_out_leaves_statistics_modes_and_random_numbers_alone():
     model.get_submodule("layer1").eval()
     before, modes = copy.deepcopy(model.state_dict()), [m.training for m in model.modules()]
     state = torch.get_rng_state()
-    cut(model, torch.empty_like(images, device="meta"), 0, 2)
+    split_model(model, torch.empty_like(images, device="meta"), 0, 2)
     assert torch.equal(torch.get_rng_state(), state)
     assert [m.training for m in model.modules()] == modes
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -104,7 +104,7 @@ def test_what_crosses_has_the_type_of_autocast_and_lies_as_the_model_has_it():
             model, images = built("resnet18")
             model = model.to(memory_format=memory_format)
             with cast:
-                (stage,) = cut(model, images.contiguous(memory_format=memory_format), 0, 2).stages
+                (stage,) = split_model(model, images.contiguous(memory_format=memory_format), 0, 2).stages
             assert stage.leaving.dtype == dtype
             assert stage.leaving.channels_last == (memory_format == torch.channels_last)
 
@@ -112,17 +112,17 @@ def test_what_crosses_has_the_type_of_autocast_and_lies_as_the_model_has_it():
 def test_stages_are_as_even_as_a_layer_profile_allows():
     model, images = built("alexnet")
     profile = load_profile("alexnet")
-    times = recorded_times(pieces_of(model), profile)
+    times = recorded_times(segments_of(model), profile)
     assert sum(times) == pytest.approx(1e3 * profile.compute_s)
     slowest = {}
     for ranks in (2, 4):
-        parts = [cut(model, images, rank, ranks, profile=profile) for rank in range(ranks)]
+        parts = [split_model(model, images, rank, ranks, profile=profile) for rank in range(ranks)]
         slowest[ranks] = max(sum(recorded_times([part.stages[0].layers], _only(profile, part))) for part in parts)
     assert sum(times) / 2 / slowest[2] > 0.9
     assert sum(times) / 4 / slowest[4] > 0.7
 
 
-def _only(profile: Profile, part: Part) -> Profile:
+def _only(profile: Profile, part: LocalStages) -> Profile:
     """The layers of one part."""
     own = tuple(layer for layer in profile.layers if any(n.startswith(f"{layer.name}.") for n in part.state_dict()))
     return Profile(profile.model, profile.source, own)
@@ -150,27 +150,27 @@ class Branching(nn.Module):
 def test_what_cannot_be_cut_is_refused_in_a_sentence():
     model, images = built("alexnet")
     with pytest.raises(UserError, match="AlexNet comes in 8 pieces, too few for 9 stages; ask for fewer"):
-        cut(model, images, 0, 9)
+        split_model(model, images, 0, 9)
     with pytest.raises(UserError, match="too few for 10 stages"):
-        cut(model, images, 0, 5, chunks=2)
+        split_model(model, images, 0, 5, chunks=2)
     with pytest.raises(UserError, match="order Branching calls its layers is not known"):
-        pieces_of(Branching())
+        segments_of(Branching())
     shared = nn.Linear(4, 4)
     with pytest.raises(UserError, match="Sequential reads a weight in several layers"):
-        pieces_of(nn.Sequential(shared, nn.ReLU(), shared))
+        segments_of(nn.Sequential(shared, nn.ReLU(), shared))
     with pytest.raises(UserError, match=r"layer profile resnet50 has a layer conv1 .* take its own"):
-        cut(model, images, 0, 2, profile=load_profile("resnet50"))
+        split_model(model, images, 0, 2, profile=load_profile("resnet50"))
     compile_blocks(model)
     with pytest.raises(UserError, match="has been compiled; set compile to false"):
-        pieces_of(model)
+        segments_of(model)
 
 
 def test_layers_without_parameters_stay_with_those_before_them_also_in_networks_of_ones_own():
     relu = nn.ReLU(inplace=True)
     block = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))
     model = nn.Sequential(relu, nn.Linear(4, 4), relu, block, nn.Linear(4, 2))
-    assert [list(piece) for piece in pieces_of(model)] == [["0", "1", "2", "3.0"], ["3.1"], ["4"]]
+    assert [list(piece) for piece in segments_of(model)] == [["0", "1", "2", "3.0"], ["3.1"], ["4"]]
     nested = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Sequential(relu, nn.Linear(4, 4))))
-    assert [list(piece) for piece in pieces_of(nested)] == [["0", "1.0"]], "it would begin with the ReLU inside"
+    assert [list(piece) for piece in segments_of(nested)] == [["0", "1.0"]], "it would begin with the ReLU inside"
     profile = Profile("own", "by hand", (Layer("3.1", "Linear", ((4, 4),), 1.0, 2.0),))
-    assert recorded_times(pieces_of(model), profile) == [0.0, 3.0, 0.0]
+    assert recorded_times(segments_of(model), profile) == [0.0, 3.0, 0.0]

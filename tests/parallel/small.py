@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchvision.models import AlexNet
 
-from imagenet_fast.distributed.device_mesh import lay_out
-from imagenet_fast.distributed.init import World
-from imagenet_fast.metrics import Event, Record
-from imagenet_fast.models.half import Half
+from imagenet_fast.distributed.device_mesh import build_mesh
+from imagenet_fast.distributed.init import DistContext
+from imagenet_fast.metrics import Event, MetricLogger
+from imagenet_fast.models.half import CompilableSequential
 from imagenet_fast.recipe import schema
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.load import parse_recipe
@@ -34,8 +34,10 @@ class Tiny(AlexNet):
 
     def __init__(self, dropout: float = 0.0, units: int = 12) -> None:
         nn.Module.__init__(self)
-        self.features = Half(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True)).to(memory_format=torch.channels_last)
-        self.classifier = Half(
+        self.features = CompilableSequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True)).to(
+            memory_format=torch.channels_last
+        )
+        self.classifier = CompilableSequential(
             nn.Dropout(dropout), nn.Linear(4 * 3 * 3, units), nn.ReLU(inplace=True),
             nn.Dropout(dropout), nn.Linear(units, units), nn.ReLU(inplace=True), nn.Linear(units, CLASSES),
         )  # fmt: skip
@@ -79,7 +81,7 @@ class Trained:
 
 
 @unmeasured()
-@patch("imagenet_fast.parallel.parallelize.lay_out", cache(lay_out))
+@patch("imagenet_fast.parallel.parallelize.build_mesh", cache(build_mesh))
 def train(
     kind: str, steps: int, batch: int, lr: float = 0.1, parallel: Parallel = UNDIVIDED, micro: int = 2, **changes: Any
 ) -> Trained:
@@ -92,9 +94,9 @@ def train(
     data = recipe.data.model_copy(update={"image_size": PIXELS[kind]})
     recipe = recipe.model_copy(update={"parallel": parallel, "data": data})
     batching = split_batch(recipe, ranks)
-    take_step = build_step(recipe, batching, small_model(kind), World(rank, ranks, rank, ranks, CPU), 4)
+    take_step = build_step(recipe, batching, small_model(kind), DistContext(rank, ranks, rank, ranks, CPU), 4)
     seen = Seen()
-    record = Record(lambda: 0.0, [seen])
+    record = MetricLogger(lambda: 0.0, [seen])
     for step in range(steps):
         images, labels = (
             t.unflatten(0, (batching.readers, batching.accumulation, batching.micro_batch))[rank % batching.readers]

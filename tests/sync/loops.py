@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from imagenet_fast.cost_model.link_model import CodecCost, Link
+from imagenet_fast.cost_model.link_model import CodecCost, LinkModel
 from imagenet_fast.sync import (
     AllReduceSync,
     DearSync,
@@ -88,11 +88,11 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
     return loss
 
 
-LINK = Link(1e-4, 1e-8)
+LINK = LinkModel(1e-4, 1e-8)
 
 
 @contextmanager
-def unmeasured(link: Link = LINK) -> Iterator[None]:
+def unmeasured(link: LinkModel = LINK) -> Iterator[None]:
     """Where it is no matter what the network is like, and what codes cost: measuring takes longer than a case."""
     with (
         patch("imagenet_fast.sync.network_benchmark.measure_link", lambda *_: link),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from imagenet_fast.distributed.failure_detection import PeerLost
 from imagenet_fast.recipe.sync_config import Collective
-from imagenet_fast.sync.collectives import Transfer, all_reduce, carry, usual_collective
+from imagenet_fast.sync.collectives import AllReduceHandle, all_reduce, carry, usual_collective
 from imagenet_fast.sync.collectives.butterfly import SHORT_BYTES
 from imagenet_fast.sync.topology import Topology
 from tests.spawning import run
@@ -27,7 +27,7 @@ WIRES = {torch.float32: 2e-6, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 
 def reduced(
     values: torch.Tensor, wire: torch.dtype, collective: Collective, topology: Topology, servers: int = 1
-) -> Transfer:
+) -> AllReduceHandle:
     """``values``, all-reduced by now."""
     transfer = carry(all_reduce(values, wire, collective, topology, servers))
     transfer.wait()

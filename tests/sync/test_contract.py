@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from imagenet_fast.bench.engines import bench_sync
 from imagenet_fast.cost_model import layer_profile
-from imagenet_fast.cost_model.link_model import Link
+from imagenet_fast.cost_model.link_model import LinkModel
 from imagenet_fast.cost_model.timing import Timing
 from imagenet_fast.recipe.sync_config import Cast, Collective, Fusion, Wire
 from imagenet_fast.sync import (
@@ -34,9 +34,9 @@ from imagenet_fast.sync import (
     GradientSync,
     HybridSync,
     LazySync,
+    ParamSlot,
     PowerSgdSync,
     RingSync,
-    Span,
     SparseSync,
     SyncEngine,
     attach,
@@ -45,7 +45,7 @@ from imagenet_fast.sync import (
     wire_dtype,
 )
 from imagenet_fast.sync.bucket_scheduler import Scheduler
-from imagenet_fast.sync.network_benchmark import Network
+from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.topology import Topology
 from tests.covering import covering
 from tests.spawning import run
@@ -54,12 +54,12 @@ from tests.sync.loops import unmeasured
 WIRES: tuple[Wire, ...] = get_args(Wire)
 TOLERANCE = {"fp32": 1e-6, "bf16": 1.5e-2, "fp16": 2e-3}
 CODES: dict[str, float] = {"int8": 2e-2, "fp8": 0.1}  # of the largest gradient
-LINK = Link(1e-4, 1e-8)
+LINK = LinkModel(1e-4, 1e-8)
 STEPS = 2  # the first teaches the pool the order of its gradients
 LEARNT = 8  # five more for an engine that learns, and one for what it has learnt
 
 
-def pair_of(span: Span) -> int:
+def pair_of(span: ParamSlot) -> int:
     """Neighbouring layers by twos."""
     return int(span.layer.rpartition(".")[2]) // 2
 
@@ -289,7 +289,7 @@ def _planned(settings: EngineSettings | Engine, pool: GradientPool) -> SyncEngin
     engine = settings if isinstance(settings, Engine) else declare(settings)
     rising = tuple(1e-3 * number for number in range(len(pool.spans)))
     timing = Timing(rising[::-1], len(rising) * 1e-3, rising, len(rising) * 1e-3)
-    return Scheduler(engine, pool, Network(pool.topology, engine.wire, LINK), timing)
+    return Scheduler(engine, pool, NetworkProbe(pool.topology, engine.wire, LINK), timing)
 
 
 def _digest(

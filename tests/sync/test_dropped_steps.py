@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from imagenet_fast.recipe.schema import Sgd
 from imagenet_fast.sync import DearSync, EngineSettings, GradientPool, HybridSync, LazySync, PowerSgdSync, SparseSync
 from imagenet_fast.sync.engine import Elements
-from imagenet_fast.sync.reshard_state import redistributed
+from imagenet_fast.sync.reshard_state import reshard_sync_state
 from imagenet_fast.training.optimizers import build_optimizer, multiply_gradients
 from tests.spawning import run
 from tests.sync.loops import DEAR, HYBRID, LAZY, Layers, alike, backward, images, loss_of, pooled, sgd, state
@@ -242,4 +242,4 @@ def test_the_residuals_loss_scale_goes_to_another_number_of_ranks():
     pool.end_backward()
     states = [pool.state_dict()] * 2
     pool.close()
-    assert redistributed(states)["loss_scale"] == 8.0
+    assert reshard_sync_state(states)["loss_scale"] == 8.0

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torchvision.models import VisionTransformer, mobilenet_v3_small
 from torchvision.models.swin_transformer import SwinTransformer
 
-from imagenet_fast.cost_model.link_model import Link
+from imagenet_fast.cost_model.link_model import LinkModel
 from imagenet_fast.sync import (
     AllReduceSync,
     AutoSync,
@@ -46,7 +46,7 @@ def exact(mb: float) -> tuple[EngineSettings, ...]:
     )
 
 
-LINKS = {"butterfly": Link(1e-5, 1e-8)}
+LINKS = {"butterfly": LinkModel(1e-5, 1e-8)}
 
 
 def mobilenet() -> nn.Module:
@@ -73,7 +73,7 @@ def test_it_trains_as_under_ddp(family: Callable[[], nn.Module], pixels: int, st
     assert len(set(statistics)) == (3 if family is mobilenet else 1), "batch norms are a rank's own"
 
 
-@patch("imagenet_fast.sync.network_benchmark.measure_link", lambda name, *_: LINKS.get(name, Link(1e-4, 1e-9)))
+@patch("imagenet_fast.sync.network_benchmark.measure_link", lambda name, *_: LINKS.get(name, LinkModel(1e-4, 1e-9)))
 def _as_under_ddp(family: Callable[[], nn.Module], pixels: int, steps: int, mb: float) -> float:
     begun, expected = trained(family, DdpSync(), pixels, steps)
     moved = torch.stack([(expected[name] - begun[name]).abs().max() for name, _ in family().named_parameters()])
@@ -154,7 +154,7 @@ def test_hostile_models_train_as_by_hand():
     run(2, _as_by_hand)
 
 
-@patch("imagenet_fast.sync.network_benchmark.measure_link", lambda name, *_: LINKS.get(name, Link(1e-4, 1e-9)))
+@patch("imagenet_fast.sync.network_benchmark.measure_link", lambda name, *_: LINKS.get(name, LinkModel(1e-4, 1e-9)))
 def _as_by_hand() -> None:
     for dtype, near in ((torch.float32, 1e-5), (torch.float64, 1e-6), (torch.bfloat16, 2e-2)):
         expected = hostile(None, dtype)

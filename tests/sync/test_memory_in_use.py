@@ -9,7 +9,7 @@ import weakref
 import torch
 
 from imagenet_fast.sync import SparseSync
-from imagenet_fast.sync.comm_stream import Traffic
+from imagenet_fast.sync.comm_stream import CommStats
 from imagenet_fast.sync.engines.sparse import Sparse
 from tests.sync.loops import Layers, loss_of, pooled
 
@@ -23,7 +23,7 @@ def test_chunks_on_their_way_are_kept_until_they_have_landed():
     assert isinstance(engine, Sparse)
     for step in range(2):  # in the first there is no telling who reads what
         gate = threading.Event()
-        engine._topology.channel((), "packing").enter(lambda gate=gate: gate.wait() and None, (), Traffic())
+        engine._topology.channel((), "packing").enter(lambda gate=gate: gate.wait() and None, (), CommStats())
         pool.zero_grad()
         loss_of(model, step).backward()
         pool.end_backward()

@@ -17,7 +17,7 @@ from imagenet_fast.recipe.sync_config import Wire
 from imagenet_fast.sync import DearSync, EngineSettings, HybridSync, LazySync, SparseSync
 from imagenet_fast.sync.engine import Elements
 from imagenet_fast.training.optimizers import MomentumSGD, build_optimizer, gradients
-from imagenet_fast.training.precision import LossScale
+from imagenet_fast.training.precision import LossScaler
 from tests.spawning import run
 from tests.sync.loops import pooled
 
@@ -61,7 +61,7 @@ STEPS = 14
 
 def synchronous(precision: Precision, wire: Wire) -> Tensor:
     """What two ranks come to that skip a step as a whole, added up in this process."""
-    model, scale = Given(), LossScale(precision, wire, torch.device("cpu"))
+    model, scale = Given(), LossScaler(precision, wire, torch.device("cpu"))
     optimizer = build_optimizer(SGD, model)
     assert scale.largest is not None
     for step in range(STEPS):
@@ -112,7 +112,7 @@ def _overflowing() -> list[list[Tensor]]:
 
 def distributed(settings: EngineSettings, precision: Precision, wire: Wire) -> Tensor:
     """As ``training/train_step.py`` does it."""
-    model, scale = Given(), LossScale(precision, wire, torch.device("cpu"))
+    model, scale = Given(), LossScaler(precision, wire, torch.device("cpu"))
     pool, optimizer = pooled(model, settings), build_optimizer(SGD, model)
     assert scale.largest is not None
     pool.guard(scale.largest)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from imagenet_fast.cost_model.link_model import NO_CODEC, Link
+from imagenet_fast.cost_model.link_model import NO_CODEC, LinkModel
 from imagenet_fast.recipe.schema import Sgd
 from imagenet_fast.sync import (
     AllReduceSync,
@@ -26,12 +26,12 @@ from imagenet_fast.sync import (
     declare,
 )
 from imagenet_fast.sync.bucket_scheduler import Scheduler
-from imagenet_fast.sync.bucketing import messages_of
+from imagenet_fast.sync.bucketing import build_chunks
 from imagenet_fast.sync.collectives import piece_bytes
 from imagenet_fast.sync.engine import Elements
 from imagenet_fast.sync.engines.auto import Auto, Candidate
 from imagenet_fast.sync.engines.sparse import Sparse
-from imagenet_fast.sync.network_benchmark import Network
+from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.topology import Topology
 from imagenet_fast.training.optimizers import MomentumSGD, build_optimizer
 from tests.spawning import run
@@ -45,11 +45,11 @@ def pooled() -> GradientPool:
 
 def test_messages_tile_the_pool_and_none_is_longer_than_a_piece():
     pool, piece = pooled(), piece_bytes(pooled().topology)
-    network = Network(pool.topology, torch.float32, Link(0.0, 1e-9))
+    network = NetworkProbe(pool.topology, torch.float32, LinkModel(0.0, 1e-9))
     for settings in (AllReduceSync(), LazySync(), DearSync(), LazySync(collective="parameter_server", servers=3)):
         engine = declare(settings)
         for fuse in (0.0, 2.0**16, 2.0**19, math.inf):
-            messages = messages_of(engine, pool, engine.wire, fuse, network)
+            messages = build_chunks(engine, pool, engine.wire, fuse, network)
             for half in (0, 1) if engine.halves else (None,):
                 parts = [message.part for message in messages if message.half == half]
                 assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
@@ -61,7 +61,7 @@ def test_messages_tile_the_pool_and_none_is_longer_than_a_piece():
             for number, message in enumerate(messages):
                 assert message.task.event == (len(pool.spans) if engine.awaits == "each" else message.run[-1].index)
                 assert message.task.after == (number - 1 if message.half == 1 else None), "a gather follows its scatter"
-    assert len(messages_of(declare(AllReduceSync()), pool, torch.float32, math.inf, network)) > len(pool.spans)
+    assert len(build_chunks(declare(AllReduceSync()), pool, torch.float32, math.inf, network)) > len(pool.spans)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ class Scaled(nn.Module):
 def _elect() -> list[str]:
     """On a wire so slow that fewer bytes are all that counts; against ``sparse`` put in lazy's place by hand."""
     sparse = SparseSync(wire="fp32", dense_epochs=0.0)
-    slow = Link(0.0, 1e-3)
+    slow = LinkModel(0.0, 1e-3)
     weights, chosen = [], []
     for settings in (AutoSync(wire="fp32", inexact=True), LazySync(wire="fp32", threshold_mb=1.0)):
         model = Scaled()
@@ -205,7 +205,7 @@ def test_what_is_measured_is_the_same_on_every_rank(two_ranks):
 
 def _measure() -> list[float]:
     topology = Topology(torch.device("cpu"))
-    network = Network(topology, torch.bfloat16)
+    network = NetworkProbe(topology, torch.bfloat16)
     link = network.link("butterfly")
     assert network.link("butterfly") is link, "measured once"
     assert network.seconds("butterfly", 1e6) == link.seconds(1e6)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from imagenet_fast.cost_model.link_model import Link
+from imagenet_fast.cost_model.link_model import LinkModel
 from imagenet_fast.sync import DdpSync, GradientPool, GradientSync, LazySync, PowerSgdSync, attach, build_engine
 from imagenet_fast.sync.compression import powersgd
 from imagenet_fast.sync.compression.powersgd import PowerSGD, matrix_shape
@@ -55,7 +55,7 @@ def settings(**changes: object) -> PowerSgdSync:
 
 def pooled(model: nn.Module, chosen: PowerSgdSync | LazySync) -> GradientPool:
     """What the network is like is no matter here."""
-    patch("imagenet_fast.sync.network_benchmark.measure_link", lambda *_: Link(1e-4, 1e-8)).start()
+    patch("imagenet_fast.sync.network_benchmark.measure_link", lambda *_: LinkModel(1e-4, 1e-8)).start()
     pool = GradientPool(model)
     pool.attach(build_engine(chosen, pool))
     return pool

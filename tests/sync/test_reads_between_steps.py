@@ -18,7 +18,7 @@ from tests.sync.loops import DEFERRING, LAZY, Layers, alike, images, loss_of, po
 Read = Callable[[nn.Module, torch.optim.Optimizer], object]
 
 
-class Mixed(Layers):
+class MixupCutmix(Layers):
     """A block reads its children's weights by itself, the head is tied to the first layer, and an adapter is merged."""
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ def _averaged(model: nn.Module) -> Tensor:
 def test_a_read_between_steps_finds_the_last_update(name: str, settings: EngineSettings):
     def seen(settings: EngineSettings) -> tuple[list[object], dict[str, Tensor]]:
         torch.manual_seed(3)
-        model = Mixed()
+        model = MixupCutmix()
         pool, optimizer = pooled(model, settings), sgd(model)
         reads: list[object] = []
         for step in range(5):

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.utils import prune, spectral_norm, weight_norm
 
 from imagenet_fast.sync import EngineSettings, GradientPool, HybridSync, LazySync, build_engine
-from imagenet_fast.sync.per_param_step import captured_step
+from imagenet_fast.sync.per_param_step import snapshot_step
 from tests.spawning import run
 from tests.sync.loops import (
     DEFERRING,
@@ -301,7 +301,7 @@ def test_an_update_under_autocast_or_in_inference_mode_is_like_any_other(setting
             pool.zero_grad()
             loss_of(model, step).backward()
             pool.end_backward()
-            pool.update(partial(minding_surroundings, captured_step(optimizer)))
+            pool.update(partial(minding_surroundings, snapshot_step(optimizer)))
             if surroundings is None:
                 pool.settle()
             else:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from imagenet_fast.sync import HybridSync, LazySync, SyncStats, attach
-from imagenet_fast.sync.collectives import Transfer
-from imagenet_fast.sync.comm_stream import Traffic
+from imagenet_fast.sync.collectives import AllReduceHandle
+from imagenet_fast.sync.comm_stream import CommStats
 from imagenet_fast.sync.trace import Trace, TracedSteps
 from tests.spawning import run
 
@@ -45,7 +45,7 @@ def test_a_transfer_that_was_under_way_before_is_where_the_timeline_begins(tmp_p
     model = nn.Linear(2, 2)
     trace = Trace(model, torch.device("cpu"))
     model(torch.ones(1, 2)).sum().backward()
-    early = Transfer(lambda: None, [Traffic(8, 8, begun, time.perf_counter())])
+    early = AllReduceHandle(lambda: None, [CommStats(8, 8, begun, time.perf_counter())])
     trace.add_step(SyncStats(None, [("early", early)]))
     trace.write(tmp_path / "trace.json")
     spans = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torchvision.models.resnet import BasicBlock
 
-from imagenet_fast.distributed.init import World
+from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.models import compile_blocks
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.load import parse_recipe
@@ -72,7 +72,7 @@ def plain(model: nn.Module) -> Callable[[], object]:
 def test_engines_that_watch_the_first_steps_compile_no_more_than_a_plain_loop(sync: dict[str, Any]):
     def ours(model: nn.Module) -> Callable[[], object]:
         recipe = parse_recipe("test", tables(ranks=1, global_batch=4, compile=True, sync=sync))
-        world = World(0, 1, 0, 1, torch.device("cpu"))
+        world = DistContext(0, 1, 0, 1, torch.device("cpu"))
         take_step = build_step(recipe, split_batch(recipe, 1), model, world, steps_per_epoch=4)
         return lambda: take_step(repeat(BATCH), lr=0.1)
 

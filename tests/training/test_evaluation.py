@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from imagenet_fast.data.loaders import open_dataset
-from imagenet_fast.distributed.init import World
+from imagenet_fast.data.loaders import build_loaders
+from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import average_batch_norms
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import SyntheticData
@@ -36,11 +36,11 @@ def _cases() -> list[tuple[int, int]]:
 
 
 def _accuracies() -> list[Accuracy]:
-    world = World(dist.get_rank(), dist.get_world_size(), 0, 1, CPU)
+    world = DistContext(dist.get_rank(), dist.get_world_size(), 0, 1, CPU)
     results = []
     for images, micro in _cases():
         data = SyntheticData(loader="synthetic", image_size=4, train_images=100, val_images=images, classes=10)
-        dataset = open_dataset(data, None, Batching(world.size, micro, 1), world.rank, 2, CPU, seed=5)
+        dataset = build_loaders(data, None, Batching(world.size, micro, 1), world.rank, 2, CPU, seed=5)
         model = Guess().train()
         evaluate(model, dataset, torch.autocast("cpu", enabled=False), world)
         results.append(evaluate(model, dataset, torch.autocast("cpu", enabled=False), world))
@@ -68,9 +68,9 @@ def test_a_stop_that_one_rank_hears_of_cuts_an_evaluation_off_on_all(world: int)
 
 def _looks_before_the_stop() -> int:
     """Rank 0 alone is asked, before its second batch; how often it looked."""
-    world = World(dist.get_rank(), dist.get_world_size(), 0, 1, CPU)
+    world = DistContext(dist.get_rank(), dist.get_world_size(), 0, 1, CPU)
     data = SyntheticData(loader="synthetic", image_size=4, train_images=100, val_images=60, classes=10)
-    dataset = open_dataset(data, None, Batching(world.size, 2, 1), world.rank, 2, CPU, seed=5)
+    dataset = build_loaders(data, None, Batching(world.size, 2, 1), world.rank, 2, CPU, seed=5)
     model, looks = Guess().train(), 0
 
     def asked() -> bool:

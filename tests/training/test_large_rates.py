@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from imagenet_fast.data.digits import make_digits
-from imagenet_fast.distributed.init import World
+from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.metrics import Event
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
@@ -66,7 +66,7 @@ def _train(name: str, digits: Path, folder: Path, changes: tuple[str, ...]) -> l
     recipe = load_recipe(find_recipe(name), overrides=[*SMALL, *changes])
     losses = Losses()
     job = Job(name, recipe, split_batch(recipe, 1), digits, folder)
-    train_job(job, World(0, 1, 0, 1, torch.device("cpu")), sinks=[losses])
+    train_job(job, DistContext(0, 1, 0, 1, torch.device("cpu")), sinks=[losses])
     return losses.seen
 
 

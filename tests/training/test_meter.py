@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from imagenet_fast.distributed.init import World
-from imagenet_fast.metrics import Outcome, Record
+from imagenet_fast.distributed.init import DistContext
+from imagenet_fast.metrics import MetricLogger, RunResult
 from imagenet_fast.recipe.schema import Full
 from imagenet_fast.sync import SyncStats
 from imagenet_fast.training.meter import Meter
-from imagenet_fast.training.nonfinite_count import Streak
-from imagenet_fast.training.precision import LossScale
+from imagenet_fast.training.nonfinite_count import NonFiniteCounter
+from imagenet_fast.training.precision import LossScaler
 from tests.spawning import run
 
 
@@ -40,10 +40,10 @@ def test_the_rank_that_waits_longest_counts_and_a_first_step_and_evaluations_do_
 def _train() -> list[tuple[float | None, float]]:
     """Three steps of two batches, and an evaluation before the last; the batches of rank 1 are always there. Shares,
     and seconds that they are of, after the second step and the third."""
-    rank, clock, outcome, shares = dist.get_rank(), Told(), Outcome("failed", "r", "lazy", 2, 2), []
-    world = World(rank, 2, rank, 2, torch.device("cpu"))
+    rank, clock, outcome, shares = dist.get_rank(), Told(), RunResult("failed", "r", "lazy", 2, 2), []
+    world = DistContext(rank, 2, rank, 2, torch.device("cpu"))
     batches = clock.batches([[7.0, 1.0, 0.5, 0.5, 0.3, 0.3], [0.0] * 6][rank])
-    scale = LossScale(Full(kind="fp32"), "fp32", world.device)
+    scale = LossScaler(Full(kind="fp32"), "fp32", world.device)
 
     def step(seconds: float) -> None:
         end = clock.now + seconds
@@ -53,11 +53,11 @@ def _train() -> list[tuple[float | None, float]]:
         meter.add_step(SyncStats(None), torch.zeros(()))
 
     def report(step: int) -> None:
-        meter.report(Record(lambda: 0.0), step, 1, 0.1)
+        meter.report(MetricLogger(lambda: 0.0), step, 1, 0.1)
         shares.append((outcome.data_wait_pct, outcome.data_wait_of_s))
 
-    with patch("imagenet_fast.training.meter.mark", lambda device: clock.now):
-        meter = Meter(world, 2, scale, Streak(world.device), 5, outcome)
+    with patch("imagenet_fast.training.meter.record_timestamp", lambda device: clock.now):
+        meter = Meter(world, 2, scale, NonFiniteCounter(world.device), 5, outcome)
         step(10.0)
         step(2.0)
         report(2)
@@ -69,6 +69,6 @@ def _train() -> list[tuple[float | None, float]]:
 
 
 def test_a_run_of_one_step_tells_no_share():
-    outcome = Outcome("failed", "r", "lazy", 1, 1)
+    outcome = RunResult("failed", "r", "lazy", 1, 1)
     outcome.wait_for_data(0.0, 0.0)
     assert outcome.data_wait_pct is None

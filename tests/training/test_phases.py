@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from imagenet_fast.data.loaders import open_dataset
+from imagenet_fast.data.loaders import build_loaders
 from imagenet_fast.distributed.heartbeat import Phase, here
-from imagenet_fast.distributed.init import World
+from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.load import parse_recipe
-from imagenet_fast.training.train_loop import initial_model
+from imagenet_fast.training.train_loop import build_initial_model
 from imagenet_fast.training.train_step import build_step
 from tests.conftest import tables
 from tests.spawning import run
@@ -49,11 +49,11 @@ def _phases() -> list[list[Phase]]:
 def _last_step(steps: int, **changes: Any) -> list[Phase]:
     """Which phases the last of so many enters, each once in a row."""
     rank = torch.distributed.get_rank()
-    world = World(rank, 2, rank, 2, torch.device("cpu"))
+    world = DistContext(rank, 2, rank, 2, torch.device("cpu"))
     recipe = parse_recipe("test", tables(global_batch=8, data__train_images=16, **changes))
     batching = split_batch(recipe, 2)
-    dataset = open_dataset(recipe.data, None, batching, rank, 1, world.device, recipe.seed)
-    take_step = build_step(recipe, batching, initial_model(recipe, dataset.classes, world), world, 4)
+    dataset = build_loaders(recipe.data, None, batching, rank, 1, world.device, recipe.seed)
+    take_step = build_step(recipe, batching, build_initial_model(recipe, dataset.classes, world), world, 4)
     entered: list[Phase] = []
     enter = here.enter
 

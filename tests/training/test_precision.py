@@ -7,15 +7,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from imagenet_fast.distributed.init import World
+from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.schema import BFloat16, Float16
 from imagenet_fast.recipe.sync_config import LazySync
 from imagenet_fast.sync import attach
 from imagenet_fast.training.optimizers import MomentumSGD
-from imagenet_fast.training.precision import LossScale
-from imagenet_fast.training.train_loop import initial_model
+from imagenet_fast.training.precision import LossScaler
+from imagenet_fast.training.train_loop import build_initial_model
 from imagenet_fast.training.train_step import build_step
 from tests.conftest import tables
 from tests.spawning import run
@@ -37,7 +37,7 @@ def _overflow_on_rank_1() -> tuple[float, float, bool, list[float], dict[str, fl
     nn.init.ones_(model.weight)
     forward, sync = attach(model, LazySync(wire="fp16", threshold_mb=0))
     optimizer = MomentumSGD(list(model.parameters()), [], momentum=0.0, nesterov=False, weight_decay=0.0)
-    scale = LossScale(Float16(kind="fp16"), "fp16", CPU)
+    scale = LossScaler(Float16(kind="fp16"), "fp16", CPU)
     assert scale.largest == 65504
     sync.guard(scale.largest)
 
@@ -61,14 +61,14 @@ def _overflow_on_rank_1() -> tuple[float, float, bool, list[float], dict[str, fl
     skipped = step(torch.full((1, 4), 1e6 if dist.get_rank() == 1 else 0.5)).item()
     unchanged = bool((model.weight == 1).all())
     step(torch.full((1, 4), (dist.get_rank() + 1) / 2))
-    later = LossScale(Float16(kind="fp16"), "fp16", CPU)
+    later = LossScaler(Float16(kind="fp16"), "fp16", CPU)
     later.load_state_dict(scale.state_dict())
     return scale.scale.item(), skipped, unchanged, model.weight.flatten().tolist(), later.told(*map(float, later.state))
 
 
 def test_a_static_scale_stays_and_bf16_has_none():
     weight = nn.Parameter(torch.ones(3))
-    fixed = LossScale(Float16(kind="fp16", loss_scale=1000.0), "bf16", CPU)
+    fixed = LossScaler(Float16(kind="fp16", loss_scale=1000.0), "bf16", CPU)
     (fixed(weight.sum())).backward()
     factor = fixed.end_step(torch.ones(()))
     assert factor is not None
@@ -77,7 +77,7 @@ def test_a_static_scale_stays_and_bf16_has_none():
     assert fixed.scale == 1000
     assert fixed.told(*map(float, fixed.state)) == {"loss_scale": 1000, "skipped_steps": 1}
     assert fixed.largest == torch.finfo(torch.bfloat16).max
-    none = LossScale(BFloat16(kind="bf16"), "bf16", CPU)
+    none = LossScaler(BFloat16(kind="bf16"), "bf16", CPU)
     assert none(weight.sum()) == 3
     assert none.end_step(None) is None
     assert none.largest is None
@@ -85,7 +85,7 @@ def test_a_static_scale_stays_and_bf16_has_none():
 
 
 def test_an_fp16_wire_is_watched_in_any_precision():
-    watched = LossScale(BFloat16(kind="bf16"), "fp16", CPU)
+    watched = LossScaler(BFloat16(kind="bf16"), "fp16", CPU)
     assert watched.largest == 65504
     for overflows in (0.0, 1.0, 1.0):
         assert watched.end_step(torch.tensor(overflows)) is None
@@ -101,10 +101,10 @@ def test_fp32_is_fp32_on_gpus_too_unless_tf32_is_asked_for():
 
 def _float32_math(kinds: list[str]) -> list[tuple[str, bool]]:
     """Whether matrix products and convolutions may be made in TF32, once a step of each precision has been built."""
-    world = World(0, 1, 0, 1, CPU)
+    world = DistContext(0, 1, 0, 1, CPU)
     seen = []
     for kind in kinds:
         recipe = parse_recipe("test", tables(ranks=1, precision={"kind": kind}))
-        build_step(recipe, split_batch(recipe, 1), initial_model(recipe, 10, world), world, 4)
+        build_step(recipe, split_batch(recipe, 1), build_initial_model(recipe, 10, world), world, 4)
         seen.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
     return seen

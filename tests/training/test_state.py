@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from imagenet_fast.checkpoint.staging import HostCopy, read_tree
-from imagenet_fast.cost_model.link_model import Link
-from imagenet_fast.distributed.init import World
+from imagenet_fast.checkpoint.staging import StagingBuffer, read_tree
+from imagenet_fast.cost_model.link_model import LinkModel
+from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.schema import Parallel
@@ -74,7 +74,7 @@ def _same_however_fast() -> None:
         settings = {"sync": {"kind": sync, "wire": "fp32"} if sync != "powersgd" else {"kind": sync, "rank": 2}}
         ends = [
             _trained("wide", 8, [], link=link, **settings)
-            for link in (Link(1e-4, 1e-8), Link(3e-6, 1e-7), Link(1.0, 0.0))
+            for link in (LinkModel(1e-4, 1e-8), LinkModel(3e-6, 1e-7), LinkModel(1.0, 0.0))
         ]
         for end in ends[1:]:
             _assert_same(ends[0], end, sync)
@@ -155,7 +155,7 @@ def _rest(sync: Any) -> dict[str, Tensor]:
 
 def _trained(
     kind: str, steps: int, stops: list[int], parallel: Parallel = UNDIVIDED, lr: float = 0.05,
-    link: Link = LINK, **changes: Any,
+    link: LinkModel = LINK, **changes: Any,
 ) -> dict[str, Tensor]:  # fmt: skip
     """What there is after so many steps, on this rank, with a network like ``link``; at each of ``stops`` all is built
     anew from what was saved."""
@@ -198,7 +198,7 @@ def _preparation(
     def begin() -> TrainingStep:
         torch.manual_seed(0)
         model = _normalised() if kind == "normalised" else Tiny(units=128)  # of which layers are long enough for codes
-        return build_step(recipe, batching, model, World(rank, ranks, rank, ranks, CPU), 4)
+        return build_step(recipe, batching, model, DistContext(rank, ranks, rank, ranks, CPU), 4)
 
     def batches(step: int) -> Iterator[tuple[Tensor, Tensor]]:
         images, labels = (
@@ -227,7 +227,7 @@ def _through_a_file(take_step: TrainingStep) -> tuple[Any, Any]:
 
 
 def _read_back(tree: Any) -> Any:
-    copy = HostCopy()
+    copy = StagingBuffer()
     copy.take(tree)
     return read_tree(b"".join(bytes(chunk) for chunk in copy.chunks()), CPU)
 

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from imagenet_fast.data.paths import cache_folder
+from imagenet_fast.data.paths import cache_dir
 from imagenet_fast.errors import UserError
 
 _VERSION = 2
@@ -30,7 +30,7 @@ Stamp = tuple[str, int, int, int]
 """Of a file or a folder: its name, its size in bytes (of a folder 0), and when its content and when it itself was last
 changed, in ns. The former can be set to whatever one likes, and is by those who copy; the latter cannot."""
 
-Stamps = list[Stamp]
+Fingerprint = list[Stamp]
 """What an index is of."""
 
 
@@ -52,7 +52,9 @@ class Kind:
     columns: Mapping[str, str]
 
 
-def keep_index(root: Path, split: str, kind: Kind, stamp: Callable[[], Stamps], make: Callable[[], Index]) -> Index:
+def load_or_build_index(
+    root: Path, split: str, kind: Kind, stamp: Callable[[], Fingerprint], make: Callable[[], Index]
+) -> Index:
     """The index of a split under ``root``: the one that is kept if it is whole and of what is there now, or a new one.
 
     It lies beside the data, or in the cache directory where that cannot be written. One process of all that ask makes
@@ -99,7 +101,7 @@ def check_kept(root: Path, split: str, kind: Kind, fault: Callable[[Index], str]
         _say(f"{place} {what}; it is made anew")
 
 
-def stamps_of(root: Path, files: Sequence[Path]) -> Stamps:
+def stamps_of(root: Path, files: Sequence[Path]) -> Fingerprint:
     """Of ``files`` under ``root``."""
     return [stamp_of(str(file.relative_to(root)), file.stat()) for file in files]
 
@@ -114,11 +116,11 @@ def _places(root: Path, split: str) -> list[Path]:
     name = f".imagenet-fast-{split}.index"
     with suppress(UserError):  # without a home there is no cache
         cached = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16] + name
-        return [root / name, cache_folder() / "indexes" / cached]
+        return [root / name, cache_dir() / "indexes" / cached]
     return [root / name]
 
 
-def _read(place: Path, kind: Kind, stamps: Stamps | None) -> Index | str:
+def _read(place: Path, kind: Kind, stamps: Fingerprint | None) -> Index | str:
     """What is kept in ``place``, or why it is not believed; nothing where there is nothing. Without ``stamps`` it may
     be of whatever was there once."""
     try:
@@ -139,7 +141,7 @@ def _read(place: Path, kind: Kind, stamps: Stamps | None) -> Index | str:
     return Index(about, columns)
 
 
-def _write(partial: BinaryIO, place: Path, kind: Kind, stamps: Stamps, index: Index) -> None:
+def _write(partial: BinaryIO, place: Path, kind: Kind, stamps: Fingerprint, index: Index) -> None:
     """Into the file that this process has to itself, which then becomes ``place``. A full disk is not worth an end."""
     about = json.dumps({**index.about, "version": _VERSION, "kind": kind.name, "stamps": stamps}).encode()
     try:
@@ -204,7 +206,7 @@ def _is(file: BinaryIO, path: Path) -> bool:
         return False
 
 
-def _settled(stamp: Callable[[], Stamps]) -> Stamps:
+def _settled(stamp: Callable[[], Fingerprint]) -> Fingerprint:
     """Stamps so old that whatever changes from now on gets another time."""
     stamps = stamp()
     newest = max((max(times) for _, _, *times in stamps), default=0) / 1e9

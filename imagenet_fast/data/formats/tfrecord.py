@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from imagenet_fast.data.formats.crc32c import masked_crc32c
 from imagenet_fast.data.formats.example_proto import Span, find_features
-from imagenet_fast.data.formats.index_cache import Index, Kind, keep_index, stamps_of
+from imagenet_fast.data.formats.index_cache import Index, Kind, load_or_build_index, stamps_of
 from imagenet_fast.data.formats.shard_reader import COLUMNS, Row, Shards, columns_of, look_through, read_classes
 from imagenet_fast.errors import UserError
 
@@ -92,7 +92,7 @@ def check_record_file(shard: Path) -> None:
 
 
 def _open(root: Path, split: str, files: Sequence[Path]) -> Index:
-    return keep_index(root, split, KIND, lambda: stamps_of(root, files), lambda: _index(root, split, files))
+    return load_or_build_index(root, split, KIND, lambda: stamps_of(root, files), lambda: _index(root, split, files))
 
 
 class Record(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from imagenet_fast.data.formats.index_cache import Index, Kind, keep_index, stamps_of
+from imagenet_fast.data.formats.index_cache import Index, Kind, load_or_build_index, stamps_of
 from imagenet_fast.data.formats.shard_reader import (
     CLASSES,
     COLUMNS,
@@ -71,7 +71,7 @@ def check_tar(shard: Path) -> None:
 
 
 def _open(root: Path, split: str, files: Sequence[Path]) -> Index:
-    return keep_index(root, split, KIND, lambda: stamps_of(root, files), lambda: _index(root, split, files))
+    return load_or_build_index(root, split, KIND, lambda: stamps_of(root, files), lambda: _index(root, split, files))
 
 
 def _index(root: Path, split: str, files: Sequence[Path]) -> Index:

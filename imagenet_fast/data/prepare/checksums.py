@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from imagenet_fast.data.atomic_io import write_whole
+from imagenet_fast.data.atomic_io import atomic_write_text
 from imagenet_fast.errors import UserError
 
 _PIECE = 4 << 20  # bytes
@@ -45,7 +45,7 @@ def check_archives(
 
     for _ in pool.map(check, md5):
         pass
-    write_whole(memory / "checked.json", json.dumps(stamps))
+    atomic_write_text(memory / "checked.json", json.dumps(stamps))
 
 
 def _check(file: Path, md5: str, tell: Callable[[int], None]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from imagenet_fast.data.prepare.jpeg_resize import shrinking_ratio
-from imagenet_fast.data.prepare.source_files import Located
+from imagenet_fast.data.prepare.source_files import SourceFile
 from imagenet_fast.data.prepare.staging_dir import Settings
 from imagenet_fast.errors import UserError
 
@@ -16,7 +16,9 @@ _SPARE = 1.02  # a file's last block is half empty, and folders are files too
 _SAMPLE_SPARE = 1.1
 
 
-def check_space(out: Path, size: int, files: int, settings: Settings, sample: Callable[[], Iterable[Located]]) -> None:
+def check_space(
+    out: Path, size: int, files: int, settings: Settings, sample: Callable[[], Iterable[SourceFile]]
+) -> None:
     """Raise UserError where so many ``files``, made of ``size`` bytes of images in all, would not fit into ``out``.
 
     Images that are to be shrunk are taken for as large as they were, and only if that does not fit, for as much

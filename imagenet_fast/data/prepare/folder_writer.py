@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 from imagenet_fast.data.prepare.jpeg_resize import stored
-from imagenet_fast.data.prepare.source_files import Located, SourceClass
+from imagenet_fast.data.prepare.source_files import SourceClass, SourceFile
 from imagenet_fast.data.prepare.staging_dir import Made, Piece, Settings, Tell
 
 _SAMPLED_CLASSES, _SAMPLED_IMAGES = 16, 4
@@ -21,7 +21,7 @@ def folder_pieces(classes: Mapping[SourceClass, int], settings: Settings) -> lis
     ]
 
 
-def sample_of_classes(classes: Sequence[SourceClass]) -> Iterator[Located]:
+def sample_of_classes(classes: Sequence[SourceClass]) -> Iterator[SourceFile]:
     """The first images of some of them, from all over."""
     for of in classes[:: max(1, len(classes) // _SAMPLED_CLASSES)]:
         yield from islice((file for file in of.listed() if file.is_image), _SAMPLED_IMAGES)

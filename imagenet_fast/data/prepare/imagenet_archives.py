@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from imagenet_fast.data.prepare.devkit import Devkit, read_devkit
-from imagenet_fast.data.prepare.source_files import Located, Source, SourceClass
+from imagenet_fast.data.prepare.source_files import Source, SourceClass, SourceFile
 from imagenet_fast.data.prepare.tar_index import Member, members
 from imagenet_fast.errors import UserError
 
@@ -57,13 +57,13 @@ def _training(tar: Path, devkit: Devkit | None) -> Iterator[SourceClass]:
         yield SourceClass("train", wnid, partial(_listed, tar, class_tar), class_tar.size)
 
 
-def _listed(tar: Path, class_tar: Member) -> list[Located]:
+def _listed(tar: Path, class_tar: Member) -> list[SourceFile]:
     return list(members(tar, within=class_tar))
 
 
-def _validation(tar: Path, devkit: Devkit, others: list[str]) -> dict[str, list[Located]]:
+def _validation(tar: Path, devkit: Devkit, others: list[str]) -> dict[str, list[SourceFile]]:
     """By class; to ``others`` come the names of files that are no images."""
-    images: dict[str, list[Located]] = defaultdict(list)
+    images: dict[str, list[SourceFile]] = defaultdict(list)
     for file in members(tar):
         if not file.is_image:
             others.append(f"val/{file.shown}")
@@ -79,7 +79,7 @@ def _validation(tar: Path, devkit: Devkit, others: list[str]) -> dict[str, list[
     return images
 
 
-def flat_classes(images: dict[str, list[Located]]) -> list[SourceClass]:
+def flat_classes(images: dict[str, list[SourceFile]]) -> list[SourceClass]:
     """Of validation images that lie in one place, by class."""
     return [
         SourceClass("val", name, partial(list, files), sum(file.size for file in files))

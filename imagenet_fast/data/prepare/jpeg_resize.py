@@ -7,7 +7,7 @@ from io import BytesIO
 
 from PIL import Image
 
-from imagenet_fast.data.prepare.source_files import Located
+from imagenet_fast.data.prepare.source_files import SourceFile
 from imagenet_fast.data.prepare.staging_dir import Settings
 
 _LONGEST_EXIF = 65_533  # bytes that a JPEG has room for
@@ -42,7 +42,7 @@ def shrunk(content: bytes, side: int, quality: int) -> bytes:
     return written.getvalue()
 
 
-def stored(file: Located, settings: Settings) -> tuple[bytes, bool]:
+def stored(file: SourceFile, settings: Settings) -> tuple[bytes, bool]:
     """What is kept of an image, and whether it cannot be decoded for shrinking: it is then kept as it is."""
     content = file.read()
     if settings.resize is None or settings.quality is None:
@@ -53,7 +53,7 @@ def stored(file: Located, settings: Settings) -> tuple[bytes, bool]:
         return content, True
 
 
-def shrinking_ratio(sample: Iterable[Located], settings: Settings) -> float:
+def shrinking_ratio(sample: Iterable[SourceFile], settings: Settings) -> float:
     """The bytes kept of these images to those they have; 1 where they have none."""
     before = after = 0
     for file in sample:

@@ -23,8 +23,8 @@ from imagenet_fast.data.prepare.progress import new_bars
 from imagenet_fast.data.prepare.shard_layout import BYTES_AROUND, classes_made, in_shards, sample_of, shard_pieces
 from imagenet_fast.data.prepare.source_files import Source, SourceClass
 from imagenet_fast.data.prepare.sources import recognise
-from imagenet_fast.data.prepare.staging_dir import RECORD, SPLITS, Record, Settings, Splits, Workshop, alone_in
-from imagenet_fast.data.prepare.worker_pool import Crew
+from imagenet_fast.data.prepare.staging_dir import RECORD, SPLITS, Record, Settings, Splits, StagingDir, alone_in
+from imagenet_fast.data.prepare.worker_pool import WorkerPool
 from imagenet_fast.distributed.cpu_count import usable_cores
 from imagenet_fast.errors import UserError, warn
 
@@ -67,7 +67,7 @@ def prepare(
     stop = threading.Event()
     with alone_in(out), ThreadPoolExecutor(workers or usable_cores()) as pool:
         try:
-            shop = Workshop(out)
+            shop = StagingDir(out)
             before = shop.open(settings)
             classes = _classes(found, before, source, subset)
             with Console(stderr=True).status("listing"):
@@ -81,7 +81,7 @@ def prepare(
                 if rest and md5 and not subset:
                     check_archives(found.md5, shop.folder, pool, bars, stop)
                 fill = _fill_folders if settings.format == "folder" else _fill_shards
-                record = fill(rest, before, Crew(shop, source, pool, bars, stop), counted)
+                record = fill(rest, before, WorkerPool(shop, source, pool, bars, stop), counted)
                 kinds = ("others", "apart", "hidden")
                 left_out = {kind: {*getattr(before, kind), *getattr(found, kind)} for kind in kinds}
                 record = record.model_copy(update={kind: tuple(sorted(paths)) for kind, paths in left_out.items()})
@@ -104,7 +104,7 @@ def _check_outside(source: Path, out: Path) -> None:
         raise UserError(f"--out {out} lies in --source {source}; give a directory beside it")
 
 
-def _fill_folders(rest: _Sized, before: Record, crew: Crew, counted: Callable[[Splits], None]) -> Record:
+def _fill_folders(rest: _Sized, before: Record, crew: WorkerPool, counted: Callable[[Splits], None]) -> Record:
     """Make the classes ``rest``, of splits that are not in their places; what there is then."""
     pieces = folder_pieces(rest, before.settings)
     kept = crew.kept(pieces)
@@ -119,7 +119,7 @@ def _fill_folders(rest: _Sized, before: Record, crew: Crew, counted: Callable[[S
     return before.model_copy(update={"splits": splits})
 
 
-def _fill_shards(rest: _Sized, before: Record, crew: Crew, counted: Callable[[Splits], None]) -> Record:
+def _fill_shards(rest: _Sized, before: Record, crew: WorkerPool, counted: Callable[[Splits], None]) -> Record:
     """As :func:`_fill_folders`; which image comes into which shard is settled, and all are counted, before."""
     out, settings = crew.shop.out, before.settings
     names = _names(rest, before)
@@ -188,7 +188,7 @@ def _classes(found: Source, before: Record, source: Path, subset: bool) -> list[
     return sorted(kept, key=lambda of: (SPLITS.index(of.split), of.name))
 
 
-def _check_same(before: Record, shop: Workshop, sized: _Sized, source: Path) -> None:
+def _check_same(before: Record, shop: StagingDir, sized: _Sized, source: Path) -> None:
     """Raise UserError where what is there was made from something else, or has been changed since."""
     now = {split: {of.name: size for of, size in sized.items() if of.split == split} for split in SPLITS}
     for split, classes in before.splits.items():
@@ -207,7 +207,7 @@ def _check_same(before: Record, shop: Workshop, sized: _Sized, source: Path) -> 
         _check_files(before, shop)
 
 
-def _check_folders(before: Record, shop: Workshop) -> None:
+def _check_folders(before: Record, shop: StagingDir) -> None:
     for split, classes in before.splits.items():
         for name, made in classes.items():
             folder = shop.out / split / name
@@ -218,7 +218,7 @@ def _check_folders(before: Record, shop: Workshop) -> None:
                 )
 
 
-def _check_files(before: Record, shop: Workshop) -> None:
+def _check_files(before: Record, shop: StagingDir) -> None:
     for split, files in before.files.items():
         for name, size in files.items():
             path = shop.out / split / name

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from imagenet_fast.data.formats.shard_writer import Sample, dali_index, shard_names, write_records, write_tar
 from imagenet_fast.data.prepare.jpeg_resize import shrinking_ratio, stored
-from imagenet_fast.data.prepare.source_files import Located, SourceClass
+from imagenet_fast.data.prepare.source_files import SourceClass, SourceFile
 from imagenet_fast.data.prepare.staging_dir import SPLITS, Made, Piece, Settings, Splits, Tell
 from imagenet_fast.errors import UserError
 
@@ -35,7 +35,7 @@ _MOST = 100_000  # shards, whose names sort as their numbers do
 class Placed(NamedTuple):
     """An image, and its class."""
 
-    file: Located
+    file: SourceFile
     label: int
 
 
@@ -43,7 +43,7 @@ class Placed(NamedTuple):
 class Listed:
     """What a class has in the source."""
 
-    images: Sequence[Located]
+    images: Sequence[SourceFile]
     left_out: tuple[str, ...]
 
 
@@ -81,7 +81,7 @@ def shard_pieces(placed: Mapping[str, Sequence[Placed]], names: Sequence[str], s
     return pieces
 
 
-def sample_of(images: Sequence[Placed]) -> Iterator[Located]:
+def sample_of(images: Sequence[Placed]) -> Iterator[SourceFile]:
     """Some of a training split, at random; of a validation split from all over it."""
     return (image.file for image in islice(images, 0, None, max(1, len(images) // _SAMPLE)))
 

@@ -12,7 +12,7 @@ from imagenet_fast.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
+class SourceFile:
     """A file of a source: ``size`` bytes of the file ``held_by`` from ``offset`` on."""
 
     name: str
@@ -50,7 +50,7 @@ class SourceClass:
 
     split: str
     name: str
-    listed: Callable[[], list[Located]]
+    listed: Callable[[], list[SourceFile]]
     """Its files, each name once; others than images may be among them. Raises UserError where a name is amiss."""
     size: int | None = None
     """Bytes that they take, or a little less; None where only listing them tells."""
@@ -62,7 +62,7 @@ class SourceClass:
     def measured(self) -> int:
         return sum(file.size for file in self.listed()) if self.size is None else self.size
 
-    def sorted_out(self) -> tuple[list[Located], tuple[str, ...]]:
+    def sorted_out(self) -> tuple[list[SourceFile], tuple[str, ...]]:
         """Its images, and the names of files that are none. Raises UserError where there are no images, or it
         cannot be listed."""
         try:

@@ -12,7 +12,7 @@ from pathlib import Path
 from imagenet_fast.data.image_names import look_into, shown
 from imagenet_fast.data.imagefolder import deeper_images, require_images
 from imagenet_fast.data.prepare.imagenet_archives import DEVKIT, TRAIN, VAL, flat_classes, official_source
-from imagenet_fast.data.prepare.source_files import Located, Source, SourceClass
+from imagenet_fast.data.prepare.source_files import Source, SourceClass, SourceFile
 from imagenet_fast.errors import UserError
 
 _KAGGLE = Path("ILSVRC/Data/CLS-LOC")
@@ -82,32 +82,32 @@ def _apart(root: Path, split: str, classes: list[str]) -> list[str]:
     return [shown(path) for path in found]
 
 
-def _listed(folder: Path) -> list[Located]:
+def _listed(folder: Path) -> list[SourceFile]:
     """The files in ``folder``; of links, what they lead to. Raises UserError where that is nothing that can be read."""
     found = []
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_file():
-                found.append(Located(entry.name, entry.path, 0, entry.stat().st_size))
+                found.append(SourceFile(entry.name, entry.path, 0, entry.stat().st_size))
             elif not entry.is_dir():
                 raise UserError(f"{entry.path} is neither a file nor a folder, or a link that leads nowhere; remove it")
     return found
 
 
-def _flat(folder: Path) -> list[Located]:
+def _flat(folder: Path) -> list[SourceFile]:
     """The files in ``folder`` if there are images among them."""
     files = _listed(folder) if folder.is_dir() else []
     return files if any(file.is_image for file in files) else []
 
 
-def _solved(files: list[Located], solution: Path) -> list[SourceClass]:
+def _solved(files: list[SourceFile], solution: Path) -> list[SourceClass]:
     """By Kaggle's table of what is to be seen where: an ``ImageId``, and "wnid x y x y" for each box, of one class."""
     with solution.open(newline="", encoding="utf-8") as table:
         rows = csv.DictReader(table)
         if rows.fieldnames != ["ImageId", "PredictionString"]:
             raise UserError(f"{solution} has not the columns ImageId,PredictionString; fetch it again")
         wnid = {row["ImageId"]: (row["PredictionString"] or "").partition(" ")[0] for row in rows}
-    images: dict[str, list[Located]] = defaultdict(list)
+    images: dict[str, list[SourceFile]] = defaultdict(list)
     for file in sorted(files, key=lambda file: file.name):
         if not file.is_image:
             continue

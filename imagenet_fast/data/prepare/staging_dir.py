@@ -15,7 +15,7 @@ from typing import TypeVar
 from pydantic import AliasChoices, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from imagenet_fast.cost_model.units import exact_size
-from imagenet_fast.data.atomic_io import write_whole
+from imagenet_fast.data.atomic_io import atomic_write_text
 from imagenet_fast.data.format_detection import Format
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.base import Table
@@ -101,7 +101,7 @@ class Record(Table):
 
 
 @dataclass(frozen=True)
-class Workshop:
+class StagingDir:
     """Inside ``out``, on the same file system: pieces that are made, and others in the making. It is gone at the end.
 
     A piece is made in ``partial``, noted in a journal, and moved beside the others of its split, with the disk synced
@@ -167,9 +167,11 @@ class Workshop:
         """Clear away what is half made."""
         shutil.rmtree(self._partial, ignore_errors=True)
         self.folder.mkdir(exist_ok=True)
-        write_whole(self._settings, settings.model_dump_json())
+        atomic_write_text(self._settings, settings.model_dump_json())
         noted = self.noted()
-        write_whole(self._journal, "".join(map(_line, noted)))  # without what it ended in, if that was half a line
+        atomic_write_text(
+            self._journal, "".join(map(_line, noted))
+        )  # without what it ended in, if that was half a line
         whole = {(entry.split, file) for entry in noted for file in entry.files}
         for split in SPLITS:
             (self._partial / split).mkdir(parents=True)
@@ -208,7 +210,7 @@ class Workshop:
     def land(self, record: Record) -> None:
         """Put all splits in their places."""
         sync_disk(self.folder)
-        write_whole(self.out / RECORD, record.model_dump_json(indent=1) + "\n")
+        atomic_write_text(self.out / RECORD, record.model_dump_json(indent=1) + "\n")
         for split in record.splits:
             if not self.landed(split):
                 (self.folder / split).rename(self.out / split)

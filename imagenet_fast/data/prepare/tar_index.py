@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from imagenet_fast.data.prepare.source_files import Located
+from imagenet_fast.data.prepare.source_files import SourceFile
 from imagenet_fast.errors import UserError
 
 _BLOCK = tarfile.BLOCKSIZE
 
 
 @dataclass(frozen=True, slots=True)
-class Member(Located):
+class Member(SourceFile):
     """A plain file at the top of a tar, which is itself held by a file."""
 
     header: int

@@ -13,15 +13,15 @@ from rich.progress import Progress, TaskID
 
 from imagenet_fast.data.prepare.shard_layout import Listed, list_class
 from imagenet_fast.data.prepare.source_files import SourceClass
-from imagenet_fast.data.prepare.staging_dir import SPLITS, Made, Piece, Workshop
+from imagenet_fast.data.prepare.staging_dir import SPLITS, Made, Piece, StagingDir
 from imagenet_fast.errors import UserError
 
 
 @dataclass(frozen=True)
-class Crew:
+class WorkerPool:
     """Who makes pieces: in which workshop, of which source, in which threads, until ``stop`` is set."""
 
-    shop: Workshop
+    shop: StagingDir
     source: Path
     pool: Executor
     bars: Progress

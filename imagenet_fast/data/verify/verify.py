@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from imagenet_fast.data.atomic_io import write_whole
+from imagenet_fast.data.atomic_io import atomic_write_text
 from imagenet_fast.data.format_detection import SplitName, find_split, open_shards
 from imagenet_fast.data.image_names import is_class_name, look_into, shown
 from imagenet_fast.data.imagefolder import deeper_images
@@ -125,7 +125,7 @@ def verify(root: Path, workers: int | None = None, must_list: bool = True) -> Ve
             kinds[look.kind] += 1
         for note in look.notes:
             notes.setdefault(note, []).append(files.name(index))
-    unlisted = _tried(lambda: write_whole(root / QUARANTINE, quarantine_text(bad)))
+    unlisted = _tried(lambda: atomic_write_text(root / QUARANTINE, quarantine_text(bad)))
     if unlisted and _listed(root) == bad:
         unlisted = ""
     if must_list:

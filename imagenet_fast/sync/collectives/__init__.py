@@ -11,17 +11,17 @@ from torch import Tensor
 
 from imagenet_fast.recipe.sync_config import Collective
 from imagenet_fast.sync.collectives.butterfly import butterfly, butterfly_bytes, core_of
-from imagenet_fast.sync.collectives.comm_ops import Chain, Phase, Transfer, carry
+from imagenet_fast.sync.collectives.comm_ops import AllReduceHandle, CommOp, OpSequence, carry
 from imagenet_fast.sync.collectives.parameter_server import parameter_server, server_bytes, server_places
 from imagenet_fast.sync.collectives.quantized import coded_butterfly, coded_pairwise
 from imagenet_fast.sync.collectives.reduce_scatter_all_gather import gather, scatter
-from imagenet_fast.sync.comm_stream import Channel
-from imagenet_fast.sync.quantization import BLOCK, PLAIN, Blocks, Packing, all_coded, is_coded
+from imagenet_fast.sync.comm_stream import CommStream
+from imagenet_fast.sync.quantization import BLOCK, PLAIN, BlockMap, Packer, all_coded, is_coded
 from imagenet_fast.sync.topology import Grid, Topology
 
 __all__ = [
-    "Phase",
-    "Transfer",
+    "AllReduceHandle",
+    "CommOp",
     "all_reduce",
     "carry",
     "cost_of",
@@ -35,8 +35,8 @@ __all__ = [
 
 def all_reduce(
     values: Tensor, wire: torch.dtype, collective: Collective, topology: Topology, servers: int = 1, cut: bool = False,
-    lane: str = "", blocks: Blocks | None = None,
-) -> list[Phase]:  # fmt: skip
+    lane: str = "", blocks: BlockMap | None = None,
+) -> list[CommOp]:  # fmt: skip
     """The phases that average a 1-D tensor over all ranks, in place, its values travelling as ``wire``, or as they are
     where that is no wider.
 
@@ -70,7 +70,7 @@ def all_reduce(
             grid = topology.levels
         case _:
             assert_never(collective)
-    chain = Chain()
+    chain = OpSequence()
     if is_coded(wire) and blocks is None:
         blocks = all_coded(values.numel())
     _average(chain, values, _Way(wire, collective, topology, servers, cut, lane, blocks), grid)
@@ -88,14 +88,14 @@ class _Way:
     servers: int
     cut: bool
     lane: str
-    blocks: Blocks | None
+    blocks: BlockMap | None
     """Of a wire of codes."""
 
-    def channel(self, ranks: tuple[int, ...], role: str) -> Channel:
+    def channel(self, ranks: tuple[int, ...], role: str) -> CommStream:
         return self.topology.channel(ranks, self.lane + role)
 
 
-def _average(chain: Chain, values: Tensor, way: _Way, grid: Grid) -> None:
+def _average(chain: OpSequence, values: Tensor, way: _Way, grid: Grid) -> None:
     """Inside the rows, between them, inside again."""
     collective, coded = way.collective, is_coded(way.wire)
     wire = wire_for(values.dtype, PLAIN, way.topology) if coded else way.wire
@@ -142,8 +142,10 @@ def _average(chain: Chain, values: Tensor, way: _Way, grid: Grid) -> None:
         chain.locally(lambda: values.copy_(arrived))
 
 
-def _between(chain: Chain, shard: Tensor, way: _Way, ranks: tuple[int, ...], backend_adds: bool, mean: bool) -> None:
-    def channel(role: str) -> Channel:
+def _between(
+    chain: OpSequence, shard: Tensor, way: _Way, ranks: tuple[int, ...], backend_adds: bool, mean: bool
+) -> None:
+    def channel(role: str) -> CommStream:
         return way.channel(ranks, role)
 
     if backend_adds:
@@ -159,13 +161,13 @@ def _between(chain: Chain, shard: Tensor, way: _Way, ranks: tuple[int, ...], bac
         gather(chain, shard, channel("gather"), way.cut)
 
 
-def _between_coded(chain: Chain, shard: Tensor, way: _Way, grid: Grid) -> None:
+def _between_coded(chain: OpSequence, shard: Tensor, way: _Way, grid: Grid) -> None:
     assert way.blocks is not None
     ranks, inside = grid.column, len(grid.row)
     blocks = way.blocks.part(grid.row.index(way.topology.rank), inside)
     if blocks.residual is not None and inside > 1:
         row = way.channel(grid.row, "residual")
-        blocks.residual.share(inside, lambda left: carry([Phase(row, lambda: row.all_reduce(left), False)]).wait())
+        blocks.residual.share(inside, lambda left: carry([CommOp(row, lambda: row.all_reduce(left), False)]).wait())
     halving = way.collective == "butterfly"
     channels = [way.channel(ranks, role) for role in (["butterfly"] if halving else ["scatter", "gather"])]
     if not blocks.kinds.any():
@@ -173,7 +175,7 @@ def _between_coded(chain: Chain, shard: Tensor, way: _Way, grid: Grid) -> None:
     owners = list(range(len(core_of(len(ranks))) if halving else len(ranks)))
     if way.collective == "parameter_server":
         owners = server_places(len(ranks), way.servers)
-    packing = Packing(blocks, len(owners), way.wire, shard.device, inside)
+    packing = Packer(blocks, len(owners), way.wire, shard.device, inside)
     if halving:
         (steps,) = channels
         chain.over(steps, lambda: coded_butterfly(shard, packing, steps))

@@ -11,13 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from imagenet_fast.sync.comm_stream import Channel
+from imagenet_fast.sync.comm_stream import CommStream
 
 SHORT_BYTES = 65536
 """Messages up to here are exchanged whole: fewer steps, more bytes."""
 
 
-def butterfly(values: Tensor, wire: torch.dtype, channel: Channel) -> None:
+def butterfly(values: Tensor, wire: torch.dtype, channel: CommStream) -> None:
     """Leave the sum over ``channel`` in ``values``, rounded to the wire dtype; added in the dtype of ``values``.
 
     The order of additions does not depend on an element's place, so on an fp32 wire fusing tensors changes no bit.
@@ -55,7 +55,7 @@ def butterfly_bytes(ranks: int) -> float:
     return 1.0 if core == ranks else (1 + 2 * (core - 1) / core) / (2 * (ranks - 1) / ranks)
 
 
-def _double(values: Tensor, wire: torch.dtype, channel: Channel, members: list[int]) -> None:
+def _double(values: Tensor, wire: torch.dtype, channel: CommStream, members: list[int]) -> None:
     """Both partners add the same two rounded values, so all ranks hold the same bits at the end."""
     place = members.index(channel.place)
     distance = 1
@@ -67,7 +67,7 @@ def _double(values: Tensor, wire: torch.dtype, channel: Channel, members: list[i
         distance *= 2
 
 
-def _halve_and_double(values: Tensor, wire: torch.dtype, channel: Channel, members: list[int]) -> None:
+def _halve_and_double(values: Tensor, wire: torch.dtype, channel: CommStream, members: list[int]) -> None:
     place = members.index(channel.place)
     kept: list[tuple[int, Tensor, Tensor]] = []  # by step: the partner, the half kept and the half given away
     mine = values

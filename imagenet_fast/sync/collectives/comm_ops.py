@@ -9,53 +9,53 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from imagenet_fast.sync.comm_stream import Channel, Entry, Traffic
+from imagenet_fast.sync.comm_stream import CommStats, CommStream, PendingOp
 
 
 @dataclass(frozen=True)
-class Phase:
+class CommOp:
     """A step of a collective: local work, then at most one operation over a channel."""
 
-    channel: Channel
+    channel: CommStream
     start: Callable[[], Work | None]
     gathers: bool
     """Whether it belongs to the second half, which hands out means that others have made: it may be put off."""
 
 
 @dataclass(frozen=True)
-class Transfer:
+class AllReduceHandle:
     """Phases under way: after ``wait`` their values are the same on every rank.
 
     On a GPU ``wait`` makes the current stream wait, not the host.
     """
 
     wait: Callable[[], None]
-    traffic: Sequence[Traffic] = ()
+    traffic: Sequence[CommStats] = ()
     """Of each of its phases."""
-    last: Sequence[Entry] = ()
+    last: Sequence[PendingOp] = ()
     """Its last phase, for others to come after."""
 
 
-def carry(phases: Sequence[Phase], after: Sequence[Entry] = ()) -> Transfer:
+def carry(phases: Sequence[CommOp], after: Sequence[PendingOp] = ()) -> AllReduceHandle:
     """Enter the phases of a message, one after another, the first once all of ``after`` are done."""
-    traffic = [Traffic() for _ in phases]
+    traffic = [CommStats() for _ in phases]
     for phase, cost in zip(phases, traffic, strict=True):
         after = [phase.channel.enter(phase.start, after, cost)]
-    return Transfer(after[0].wait if phases else _nothing, traffic, after if phases else ())
+    return AllReduceHandle(after[0].wait if phases else _nothing, traffic, after if phases else ())
 
 
-class Chain:
+class OpSequence:
     """Phases in the making. Local work is done by the phase that follows it, on its thread or stream."""
 
     def __init__(self) -> None:
-        self.phases: list[Phase] = []
+        self.phases: list[CommOp] = []
         self._before: list[Callable[[], object]] = []
 
     def locally(self, act: Callable[[], object]) -> None:
         """Next, work without the wire."""
         self._before.append(act)
 
-    def over(self, channel: Channel, act: Callable[[], Work | None], gathers: bool = False) -> None:
+    def over(self, channel: CommStream, act: Callable[[], Work | None], gathers: bool = False) -> None:
         """Next, an operation over ``channel``."""
         before, self._before = self._before, []
 
@@ -64,9 +64,9 @@ class Chain:
                 work()
             return act()
 
-        self.phases.append(Phase(channel, start, gathers))
+        self.phases.append(CommOp(channel, start, gathers))
 
-    def land(self, channel: Channel) -> None:
+    def land(self, channel: CommStream) -> None:
         """Last: what local work is left, over a channel without ranks."""
         if self._before:
             self.over(channel, _nothing, gathers=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from imagenet_fast.sync.collectives.comm_ops import Chain, mean_of
-from imagenet_fast.sync.comm_stream import Channel
+from imagenet_fast.sync.collectives.comm_ops import OpSequence, mean_of
+from imagenet_fast.sync.comm_stream import CommStream
 
 
-def parameter_server(chain: Chain, values: Tensor, push: Channel, pull: Channel, servers: int) -> None:
+def parameter_server(chain: OpSequence, values: Tensor, push: CommStream, pull: CommStream, servers: int) -> None:
     """Leave the mean over the channels' ranks in ``values``, a part of which each of ``servers`` ranks adds up in fp32.
 
     The link of each carries P-1 parts in and P-1 parts out.

@@ -11,16 +11,22 @@ from torch import Tensor
 from torch.distributed import Work
 
 from imagenet_fast.sync.collectives.butterfly import core_of
-from imagenet_fast.sync.collectives.comm_ops import Chain
-from imagenet_fast.sync.comm_stream import Channel
-from imagenet_fast.sync.quantization import Feedback, Packing, decode, encode
+from imagenet_fast.sync.collectives.comm_ops import OpSequence
+from imagenet_fast.sync.comm_stream import CommStream
+from imagenet_fast.sync.quantization import Feedback, Packer, decode, encode
 
 
 def coded_pairwise(
-    chain: Chain, values: Tensor, packing: Packing, push: Channel, pull: Channel, owners: list[int], direct: bool
+    chain: OpSequence,
+    values: Tensor,
+    packing: Packer,
+    push: CommStream,
+    pull: CommStream,
+    owners: list[int],
+    direct: bool,
 ) -> None:
     """Leave the mean over the channels' ranks in ``values``: codes go straight to the ``owners`` of their blocks, by
-    place, and the codes of the means to all. ``direct``: see :meth:`Channel.all_gather`."""
+    place, and the codes of the means to all. ``direct``: see :meth:`CommStream.all_gather`."""
     ranks, everybody = push.size, len(owners) == push.size
     mine = owners.index(push.place) if push.place in owners else None
     leaving, means = packing.message(len(owners)).zero_(), packing.message(len(owners))  # nothing is sent to oneself
@@ -64,7 +70,7 @@ def coded_pairwise(
     chain.locally(land)
 
 
-def coded_butterfly(values: Tensor, packing: Packing, channel: Channel) -> None:
+def coded_butterfly(values: Tensor, packing: Packer, channel: CommStream) -> None:
     """Leave the mean over ``channel`` in ``values``, by halves and then by doubles: see :func:`butterfly`.
 
     A block's owner is the rank, of those of the largest power of two, that ends with its sum.
@@ -92,7 +98,7 @@ def coded_butterfly(values: Tensor, packing: Packing, channel: Channel) -> None:
     packing.land(values)
 
 
-def _halve_and_double(packing: Packing, means: Tensor, channel: Channel, members: list[int]) -> None:
+def _halve_and_double(packing: Packer, means: Tensor, channel: CommStream, members: list[int]) -> None:
     """By owner, the lowest bit of its place first: those of the other bit go to the partner."""
     place, bits = members.index(channel.place), len(members).bit_length() - 1
     cube = (2,) * bits
@@ -120,13 +126,13 @@ def _halve_and_double(packing: Packing, means: Tensor, channel: Channel, members
         theirs_known.copy_(arriving)
 
 
-def _write(packing: Packing, message: Tensor, coded: Tensor, plain: Tensor, feedback: Feedback | None) -> None:
+def _write(packing: Packer, message: Tensor, coded: Tensor, plain: Tensor, feedback: Feedback | None) -> None:
     scales, codes, plains = packing.parts(message)
     encode(coded, scales, codes, feedback)
     plains.copy_(plain)
 
 
-def _add(packing: Packing, message: Tensor, coded: Tensor, plain: Tensor) -> None:
+def _add(packing: Packer, message: Tensor, coded: Tensor, plain: Tensor) -> None:
     scales, codes, plains = packing.parts(message)
     coded += decode(scales, codes)
     plain += plains

@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from imagenet_fast.sync.collectives.comm_ops import Chain, mean_of
-from imagenet_fast.sync.comm_stream import Channel
+from imagenet_fast.sync.collectives.comm_ops import OpSequence, mean_of
+from imagenet_fast.sync.comm_stream import CommStream
 
 
-def scatter(chain: Chain, values: Tensor, channel: Channel, own: Tensor | None, divisor: int) -> Tensor:
+def scatter(chain: OpSequence, values: Tensor, channel: CommStream, own: Tensor | None, divisor: int) -> Tensor:
     """Leave the channel's sum of this rank's part of ``values``, over ``divisor``, in ``own``, or else in that part.
 
     Returns where it is.
@@ -29,6 +29,6 @@ def scatter(chain: Chain, values: Tensor, channel: Channel, own: Tensor | None, 
     return into
 
 
-def gather(chain: Chain, values: Tensor, channel: Channel, alone: bool) -> None:
+def gather(chain: OpSequence, values: Tensor, channel: CommStream, alone: bool) -> None:
     """Spread every rank's part of ``values`` to all; ``alone``: with few scatters on the wire beside it."""
     chain.over(channel, lambda: channel.all_gather(values, direct=alone), gathers=True)

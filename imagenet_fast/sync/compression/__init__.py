@@ -12,8 +12,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from imagenet_fast.sync.collectives import Phase
-from imagenet_fast.sync.param_slot import Span
+from imagenet_fast.sync.collectives import CommOp
+from imagenet_fast.sync.param_slot import ParamSlot
 from imagenet_fast.sync.topology import Topology
 
 Memory = dict[str, dict[str, Tensor]]
@@ -46,11 +46,11 @@ class Compressed:
 class Compressor(Protocol):
     """A part of an engine's declaration. It has no state but the memory that it is given."""
 
-    def travelling(self, span: Span) -> int:
+    def travelling(self, span: ParamSlot) -> int:
         """How many values travel for this span."""
         ...
 
-    def rounds(self, spans: Sequence[Span], pool: Tensor, topology: Topology, memory: Memory) -> Compressed:
+    def rounds(self, spans: Sequence[ParamSlot], pool: Tensor, topology: Topology, memory: Memory) -> Compressed:
         """What carries neighbouring spans of the pool. What is not in ``memory`` yet is put there, and kept there from
         step to step."""
         ...
@@ -58,13 +58,13 @@ class Compressor(Protocol):
 
 def phases_by_round(
     rounds: Sequence[Round], land: Callable[[], object], topology: Topology, lane: str,
-    average: Callable[[Tensor, str], Sequence[Phase]],
-) -> list[list[Phase]]:  # fmt: skip
+    average: Callable[[Tensor, str], Sequence[CommOp]],
+) -> list[list[CommOp]]:  # fmt: skip
     """What carries them; ``average`` makes the phases of an all-reduce in a lane.
 
     Later rounds have lanes of their own, for a message's second round is not to hold up the first of those behind it.
     """
-    phases: list[list[Phase]] = []
+    phases: list[list[CommOp]] = []
     for number, one in enumerate(rounds):
         own = f"{lane}round {number} " if number else lane
         phases.append([_locally(one.fill, topology, own + "packing"), *average(one.values, own)])
@@ -72,8 +72,8 @@ def phases_by_round(
     return phases
 
 
-def _locally(act: Callable[[], object], topology: Topology, role: str) -> Phase:
+def _locally(act: Callable[[], object], topology: Topology, role: str) -> CommOp:
     def start() -> None:
         act()
 
-    return Phase(topology.channel((), role), start, False)
+    return CommOp(topology.channel((), role), start, False)

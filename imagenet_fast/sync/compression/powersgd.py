@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from imagenet_fast.sync.compression import Compressed, Memory, Round
-from imagenet_fast.sync.param_slot import Span
+from imagenet_fast.sync.param_slot import ParamSlot
 from imagenet_fast.sync.topology import Topology
 
 _OLD = 1e-6
@@ -40,11 +40,11 @@ class PowerSGD:
 
     rank: int
 
-    def travelling(self, span: Span) -> int:
+    def travelling(self, span: ParamSlot) -> int:
         rows, columns = matrix_shape(span.param)
         return self.rank * (rows + columns) + 1 if self._saves(span) else span.stop - span.start
 
-    def rounds(self, spans: Sequence[Span], pool: Tensor, topology: Topology, memory: Memory) -> Compressed:
+    def rounds(self, spans: Sequence[ParamSlot], pool: Tensor, topology: Topology, memory: Memory) -> Compressed:
         compressed = [span for span in spans if self._saves(span)]
         message = _Message(
             [self._matrix(span, pool, memory) for span in compressed],
@@ -56,11 +56,11 @@ class PowerSGD:
             rounds.append(Round(message.reflect, message.right))
         return Compressed(rounds, message.restore, message.drop, message.scale)
 
-    def _saves(self, span: Span) -> bool:
+    def _saves(self, span: ParamSlot) -> bool:
         rows, columns = matrix_shape(span.param)
         return self.rank * (rows + columns) < rows * columns
 
-    def _matrix(self, span: Span, pool: Tensor, memory: Memory) -> _Matrix:
+    def _matrix(self, span: ParamSlot, pool: Tensor, memory: Memory) -> _Matrix:
         shape = rows, columns = matrix_shape(span.param)
         place = pool[span.start : span.start + rows * columns].view(shape)
         exact = torch.promote_types(pool.dtype, torch.float32)
@@ -177,7 +177,7 @@ class _Message:
             matrix.kept["error"].mul_(ratio)
 
 
-def _rest(span: Span, pool: Tensor, compressed: bool) -> Tensor:
+def _rest(span: ParamSlot, pool: Tensor, compressed: bool) -> Tensor:
     """What of a span travels as it is: all, or whether it has been used."""
     return pool[span.flag if compressed else span.start : span.flag + 1]
 

@@ -14,8 +14,8 @@ from imagenet_fast.sync.bucket_scheduler import Scheduler
 from imagenet_fast.sync.collectives import wire_for
 from imagenet_fast.sync.engine import Engine, SyncEngine, SyncStats
 from imagenet_fast.sync.gradient_pool import GradientPool
-from imagenet_fast.sync.network_benchmark import Network
-from imagenet_fast.sync.param_slot import Span
+from imagenet_fast.sync.network_benchmark import NetworkProbe
+from imagenet_fast.sync.param_slot import ParamSlot
 from imagenet_fast.sync.step_prediction import predict_best
 
 
@@ -46,7 +46,7 @@ class Auto(SyncEngine):
     def __init__(self, pool: GradientPool, meanwhile: Engine, candidates: Sequence[Candidate]) -> None:
         self._pool = pool
         self._topology = pool.topology.anew()
-        self._network = Network(self._topology, wire_for(pool.buffer.dtype, meanwhile.wire, pool.topology))
+        self._network = NetworkProbe(self._topology, wire_for(pool.buffer.dtype, meanwhile.wire, pool.topology))
         self._candidates = candidates
         self.candidates = [candidate.name for candidate in candidates if candidate.electable]
         self._meanwhile = Scheduler(meanwhile, pool)
@@ -89,7 +89,7 @@ class Auto(SyncEngine):
         self._meanwhile.load_state_dict(state)
         self.lay_out()
 
-    def push(self, span: Span) -> None:
+    def push(self, span: ParamSlot) -> None:
         self._timetable.push()
         self._meanwhile.push(span)
 

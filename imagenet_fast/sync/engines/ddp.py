@@ -17,8 +17,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from imagenet_fast.recipe.sync_config import DdpSync
-from imagenet_fast.sync.collectives import Transfer
-from imagenet_fast.sync.comm_stream import Traffic
+from imagenet_fast.sync.collectives import AllReduceHandle
+from imagenet_fast.sync.comm_stream import CommStats
 from imagenet_fast.sync.compression.powersgd import PowerSGD
 from imagenet_fast.sync.deferred_update import Update
 from imagenet_fast.sync.engine import Engine, SyncStats
@@ -156,7 +156,7 @@ class DdpPeer:
     def _count(self, message: int) -> None:
         ranks = dist.get_world_size()
         sent = 2 * (ranks - 1) * message // ranks  # in a ring
-        self._stats.add("bucket", Transfer(_nothing, [Traffic(sent, sent)]))
+        self._stats.add("bucket", AllReduceHandle(_nothing, [CommStats(sent, sent)]))
 
 
 def likeness(settings: DdpSync, wire: torch.dtype) -> Engine:

@@ -12,9 +12,9 @@ from functools import partial
 import torch
 
 from imagenet_fast.recipe.sync_config import Collective, HybridSync, fusion_bytes
-from imagenet_fast.sync.engine import Engine, Run, alike
-from imagenet_fast.sync.network_benchmark import Network
-from imagenet_fast.sync.param_slot import Span
+from imagenet_fast.sync.engine import Bucket, Engine, alike
+from imagenet_fast.sync.network_benchmark import NetworkProbe
+from imagenet_fast.sync.param_slot import ParamSlot
 
 
 def hybrid(settings: HybridSync, wire: torch.dtype) -> Engine:
@@ -28,16 +28,16 @@ def hybrid(settings: HybridSync, wire: torch.dtype) -> Engine:
     )  # fmt: skip
 
 
-def is_connected(span: Span) -> bool:
+def is_connected(span: ParamSlot) -> bool:
     """Whether it is of a fully connected layer, whose weight is a matrix, and not of a convolution or a norm."""
     assert span.module is not None, "a deferring engine's pool knows its model"
     return any(p.dim() == 2 for p in span.module.parameters(recurse=False))
 
 
-def _suiting(settings: HybridSync, itemsize: int, run: Run, network: Network) -> Collective:
+def _suiting(settings: HybridSync, itemsize: int, run: Bucket, network: NetworkProbe) -> Collective:
     return settings.large if is_connected(run[0]) else settings.small
 
 
-def _faster(settings: HybridSync, itemsize: int, run: Run, network: Network) -> Collective:
+def _faster(settings: HybridSync, itemsize: int, run: Bucket, network: NetworkProbe) -> Collective:
     message = (run[-1].stop - run[0].start) * itemsize
     return min((settings.small, settings.large), key=lambda name: network.seconds(name, message))

@@ -25,11 +25,19 @@ import torch
 from torch import Tensor
 
 from imagenet_fast.recipe.sync_config import SparseSync, chosen_collective, fusion_bytes
-from imagenet_fast.sync.bucketing import URGENT
-from imagenet_fast.sync.collectives import Phase, Transfer, all_reduce, carry, piece_bytes, usual_collective, wire_for
+from imagenet_fast.sync.bucketing import HIGH_PRIORITY
+from imagenet_fast.sync.collectives import (
+    AllReduceHandle,
+    CommOp,
+    all_reduce,
+    carry,
+    piece_bytes,
+    usual_collective,
+    wire_for,
+)
 from imagenet_fast.sync.engine import Elements, Engine, Stopwatch, SyncEngine, SyncStats
 from imagenet_fast.sync.gradient_pool import GradientPool
-from imagenet_fast.sync.param_slot import USED, Span, bring, move, places_of
+from imagenet_fast.sync.param_slot import USED, ParamSlot, bring, move, places_of
 
 
 @dataclass(frozen=True)
@@ -39,10 +47,10 @@ class _Message:
     begin: int
     """In the pool; what lies between ``begin`` and ``end`` need not all be of it."""
     end: int
-    phases: Sequence[Phase]
+    phases: Sequence[CommOp]
     """Kept until they have landed: they alone hold the memory that streams of a GPU still use."""
     label: str
-    transfer: Transfer
+    transfer: AllReduceHandle
 
 
 class Sparse(SyncEngine):
@@ -70,11 +78,11 @@ class Sparse(SyncEngine):
             pool.buffer.dtype, self._wire, self._topology
         )
         self._momentum = settings.velocity_momentum
-        self._spans: list[Span] = []
+        self._spans: list[ParamSlot] = []
         self._velocity = pool.buffer.new_zeros(0)  # laid out as the pool
         self._step = 0
         self._stats = SyncStats(Stopwatch(pool.buffer.device))
-        self._agreed: Transfer | None = None  # on the scores, and so on the chunks of the next step
+        self._agreed: AllReduceHandle | None = None  # on the scores, and so on the chunks of the next step
         pool.lengthen(settings.chunk)
         pool.buffer.zero_()  # of what another engine has sent nothing is left behind
         self.lay_out()
@@ -98,11 +106,11 @@ class Sparse(SyncEngine):
         self._ages = torch.zeros(count, dtype=torch.int64, device=device)  # steps since a chunk was last sent
         self._norms = torch.zeros(count, device=device)  # of the means that were sent, in their order
         fp32 = torch.float32
-        self._measurement = [Phase(topology.channel((), "packing"), self._measure, False)]
+        self._measurement = [CommOp(topology.channel((), "packing"), self._measure, False)]
         self._agreement = [
-            Phase(topology.channel((), "packing"), self._put_means, False),
+            CommOp(topology.channel((), "packing"), self._put_means, False),
             *all_reduce(self._scores, fp32, usual_collective(fp32, fp32, topology), topology),
-            Phase(topology.channel((), "landing"), self._choose_next, True),
+            CommOp(topology.channel((), "landing"), self._choose_next, True),
         ]
         self._here = torch.empty(count, dtype=torch.int64, pin_memory=device.type == "cuda")  # ids, for the host
         self._choose()
@@ -153,11 +161,11 @@ class Sparse(SyncEngine):
         if gradient is None:  # of the flag nothing is left behind; while a part stays, nobody knows that of others
             place[-1] = 0.0 if len(self._selected) == len(self._chunks) else USED
 
-    def spoil(self, span: Span, gradient: Tensor) -> None:
+    def spoil(self, span: ParamSlot, gradient: Tensor) -> None:
         for part in self.sent:
             self._pool.buffer[max(part.start, span.start) : min(part.stop, span.flag)] = math.nan
 
-    def push(self, span: Span) -> None:
+    def push(self, span: ParamSlot) -> None:
         last = span.index == len(self._pool.spans) - 1
         ready = bisect_right(self._selected, span.stop // self._settings.chunk - 1)
         while self._packed < (len(self._selected) if last else ready):
@@ -197,10 +205,10 @@ class Sparse(SyncEngine):
         stats, self._stats = self._stats, SyncStats(Stopwatch(self._pool.buffer.device))
         return stats
 
-    def wait(self, span: Span) -> None:
+    def wait(self, span: ParamSlot) -> None:
         self._await(self._carrying(span))
 
-    def has_arrived(self, span: Span) -> bool:
+    def has_arrived(self, span: ParamSlot) -> bool:
         return not self._carrying(span)
 
     def elements(self) -> Elements | None:
@@ -283,7 +291,7 @@ class Sparse(SyncEngine):
         first, last = self._selected[self._next], self._selected[self._packed - 1]
         norms = self._norms[self._next : self._packed] if self._density(self._step + 1) < 1 else None
         topology, chunk = self._topology, self._settings.chunk
-        lane = URGENT if self.defers and self._packed == len(self._selected) else ""
+        lane = HIGH_PRIORITY if self.defers and self._packed == len(self._selected) else ""
         apart = last - first + 1 != count or count * chunk % topology.line != 0
         values = (
             self._pool.buffer.new_zeros(topology.padded(count * chunk)) if apart else self._chunks[first : last + 1]
@@ -301,14 +309,14 @@ class Sparse(SyncEngine):
 
         phases = all_reduce(values.view(-1), self._wire, self._collective, topology, lane=lane)
         if apart:
-            phases.insert(0, Phase(topology.channel((), lane + "packing"), pack, False))
+            phases.insert(0, CommOp(topology.channel((), lane + "packing"), pack, False))
         if apart or norms is not None:
-            phases.append(Phase(topology.channel((), lane + "landing"), land, True))
+            phases.append(CommOp(topology.channel((), lane + "landing"), land, True))
         begin, end = first * chunk, (last + 1) * chunk
         self._messages.append(_Message(begin, end, phases, f"{count} chunks", carry(phases)))
         self._next = self._packed
 
-    def _carrying(self, span: Span) -> list[_Message]:
+    def _carrying(self, span: ParamSlot) -> list[_Message]:
         """Those under way that may have a part of ``span``."""
         return [m for m in self._messages if m.begin < span.stop and span.start < m.end]
 

@@ -1,0 +1,340 @@
+"""Checkpoints written by a thread of each rank: what disks, other ranks and kills do to them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import resource
+import signal
+import subprocess
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+
+from imagenet_fast.checkpoint import CheckpointWriter, newest, open_checkpoint
+from imagenet_fast.checkpoint.retention import survey
+from imagenet_fast.distributed.rank_info import RankInfo
+from imagenet_fast.errors import UserError
+from imagenet_fast.sync import LazySync, PowerSgdSync, SparseSync
+from tests.checkpoint.trees import ALONE, is_that_of, same, saved, stamp, state
+from tests.spawning import run
+from tests.sync.loops import pooled
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def together(*roots: Path, patience: timedelta = timedelta(seconds=30)) -> list[CheckpointWriter]:
+    """A writer a rank, in one process: they meet in a store alone."""
+    store, size = HashStore(), len(roots)
+    return [
+        CheckpointWriter(root, RankInfo(rank, size, rank, size), store, keep=9, patience=patience)
+        for rank, root in enumerate(roots)
+    ]
+
+
+def save_all(writers: list[CheckpointWriter], step: int) -> None:
+    for rank, writer in enumerate(writers):
+        writer.save(stamp(step, world=len(writers)), state(step), state(step, rank=1 + rank))
+
+
+def failures(writers: list[CheckpointWriter]) -> list[str]:
+    told = []
+    for writer in writers:
+        with pytest.raises(UserError) as error:
+            writer.wait()
+        told.append(str(error.value))
+    return told
+
+
+def test_what_is_saved_is_the_state_at_that_moment_though_training_goes_on(tmp_path: Path):
+    weights = torch.zeros(1_000_000)
+    progress = {"step": 1}
+    with CheckpointWriter(tmp_path, ALONE, keep=9) as writer:
+        for step in range(1, 4):
+            progress["step"] = step
+            writer.save(stamp(step), {"weights": weights, "progress": progress})
+            weights += 1
+            progress["step"] = -1
+    for step in range(1, 4):
+        found = open_checkpoint(tmp_path / f"step-0000000{step}").shared()
+        assert same(found, {"weights": torch.full((1_000_000,), step - 1.0), "progress": {"step": step}})
+
+
+def test_a_disk_that_takes_long_delays_no_step_and_what_it_gets_is_of_the_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    awake, fsync = threading.Event(), os.fsync
+
+    def slow(descriptor: int) -> None:
+        awake.wait(60)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    weights = torch.zeros(100_000)
+    with CheckpointWriter(tmp_path, ALONE) as writer:
+        writer.save(stamp(1), {"weights": weights})
+        for _ in range(100):
+            weights += 1
+        assert writer.under_way
+        assert newest(tmp_path) is None, "it is no checkpoint before all of it is on the disk"
+        awake.set()
+    assert same(open_checkpoint(tmp_path / "step-00000001").shared(), {"weights": torch.zeros(100_000)})
+
+
+def test_ranks_write_their_parts_and_rank_0_what_all_have(tmp_path: Path):
+    writers = together(*[tmp_path] * 3)
+    for step in (10, 20):
+        save_all(writers, step)
+    folders = {writer.wait() for writer in writers}
+    assert folders == {tmp_path / "step-00000020"}
+    assert names(tmp_path / "step-00000020") == [
+        "manifest.json", *(f"rank-0000{rank}.safetensors" for rank in range(3)), "shared.safetensors",
+    ]  # fmt: skip
+    found = newest(tmp_path)
+    assert found is not None
+    assert same(found.shared(), state(20))
+    assert same(dict(found.parts()), {rank: state(20, rank=1 + rank) for rank in range(3)})
+    for writer in writers:
+        writer.close()
+
+
+def test_a_rank_with_nothing_of_its_own_writes_nothing(tmp_path: Path):
+    writers = together(tmp_path, tmp_path)
+    for rank, writer in enumerate(writers):
+        writer.save(stamp(1, world=2), state(1), None if rank == 0 else {})
+    assert {writer.wait() for writer in writers} == {tmp_path / "step-00000001"}
+    found = newest(tmp_path)
+    assert found is not None
+    assert dict(found.parts()) == {1: {}}
+
+
+def test_ranks_may_see_the_run_by_different_paths(tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "mounted").symlink_to(tmp_path / "run")
+    writers = together(tmp_path / "run" / "checkpoints", tmp_path / "mounted" / "checkpoints")
+    save_all(writers, 7)
+    assert [writer.wait() for writer in writers] == [
+        tmp_path / where / "checkpoints" / "step-00000007" for where in ("run", "mounted")
+    ]
+
+
+def test_a_rank_that_does_not_see_the_directory_is_named_by_all_and_nothing_is_left(tmp_path: Path):
+    root = tmp_path / "checkpoints"
+    writers = together(root, root, tmp_path / "elsewhere")
+    save_all(writers, 3)
+    told = failures(writers)
+    assert len(set(told)) == 1
+    assert told[0].startswith(
+        f"the checkpoint of step 3 failed: rank 2 on {os.uname().nodename}: {tmp_path}/elsewhere/step-"
+    )
+    assert told[0].endswith(
+        "(No such file or directory); have every node see that directory, and nobody remove it, then start again"
+    )
+    assert names(root) == []
+    for writer in writers:
+        assert writer.wait() is None  # told once
+
+
+def test_a_rank_that_writes_nothing_fails_the_checkpoint_in_time(tmp_path: Path):
+    saved(tmp_path, 1)
+    writers = together(*[tmp_path] * 3, patience=timedelta(seconds=0.5))
+    for rank in (0, 1):
+        writers[rank].save(stamp(2, world=3), state(2))
+    told = failures(writers[:2])
+    assert told == [
+        "the checkpoint of step 2 failed: rank 2 did not write its part within 0.5 s; see its output, and whether its "
+        "disk is slow, then resume from step-00000001"
+    ] * 2  # fmt: skip
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_a_rank_0_that_is_gone_is_missed(tmp_path: Path):
+    writers = together(*[tmp_path] * 2, patience=timedelta(seconds=0.1))
+    writers[1].save(stamp(2, world=2), None, state(2))
+    assert failures(writers[1:]) == ["the checkpoint of step 2 was given up, as rank 0 does not answer; see its output"]
+
+
+def test_after_an_error_nobody_waits_and_the_next_run_sweeps(tmp_path: Path):
+    writers = together(tmp_path, tmp_path, patience=timedelta(minutes=10))
+    with suppress(ZeroDivisionError), writers[0]:
+        writers[0].save(stamp(2, world=2), state(2), state(2))
+        while not list(tmp_path.glob("*/shared.safetensors")):
+            time.sleep(0.001)
+        raise ZeroDivisionError
+    assert not writers[0].under_way
+    assert newest(tmp_path) is None
+    assert names(tmp_path) == ["step-00000002"]
+    saved(tmp_path, 3)
+    assert names(tmp_path) == ["step-00000003"]
+
+
+def test_ranks_of_a_process_group_meet_in_its_store_and_leave_nothing_there(tmp_path: Path):
+    assert run(3, saved_beside_training, tmp_path) == [0, 0, 0]
+    found = newest(tmp_path)
+    assert found is not None
+    assert found.folder.name == "step-00000003"
+    assert [rank for rank, _ in found.parts()] == [0, 1, 2]
+
+
+def saved_beside_training(root: Path) -> int:
+    """With engines that keep something on each rank; how many keys a checkpoint leaves in the store."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    place, store = RankInfo(rank, size, rank, size), dist.distributed_c10d._get_default_store()
+    settings = {
+        "sparse": SparseSync(wire="fp32", sparsity=0.5, chunk=32, dense_epochs=0, ramp_epochs=0),
+        "int8": LazySync(wire="int8", threshold_mb=1),
+        "powersgd": PowerSgdSync(rank=2),
+    }
+    models = {name: nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40)) for name in settings}
+    pools = {name: pooled(models[name], settings[name]) for name in settings}
+    keys = []
+    with CheckpointWriter(root, place, store, keep=0) as writer:
+        for step in range(1, 4):
+            for name, pool in pools.items():
+                pool.zero_grad()
+                models[name](torch.randn(3, 40)).sum().backward()
+                pool.end_backward()
+            own = {name: pool._engine.state_dict() for name, pool in pools.items()}
+            writer.save(
+                stamp(step, world=size), {name: dict(model.state_dict()) for name, model in models.items()}, own
+            )
+            for name, pool in pools.items():  # another step, before anybody has looked whether the save is done
+                pool.zero_grad()
+                models[name](torch.randn(3, 40)).sum().backward()
+                pool.end_backward()
+            folder = writer.wait()
+            assert folder is not None
+            found = open_checkpoint(folder)
+            assert same(found.part(rank), own)
+            for name, pool in pools.items():
+                pool._engine.load_state_dict(found.part(rank)[name])
+                assert same(pool._engine.state_dict(), own[name])
+            dist.barrier()
+            keys.append(store.num_keys())
+            dist.barrier()
+    for pool in pools.values():
+        pool.close()
+    return keys[-1] - keys[0]
+
+
+def test_a_limit_of_file_sizes_is_met_with_a_sentence_and_the_last_checkpoint_stays(tmp_path: Path):
+    (told,) = run(1, saved_beyond_a_limit, tmp_path)
+    assert told == (
+        f"the checkpoint of step 2 failed: {tmp_path}/step-00000002/shared.safetensors cannot be written (File too "
+        "large); raise `ulimit -f`, then resume from step-00000001"
+    )
+
+
+def saved_beyond_a_limit(root: Path) -> str:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+    with CheckpointWriter(root, ALONE) as writer:
+        writer.save(stamp(1), state(1), state(1, rank=1))
+        writer.save(stamp(2), state(2, values=1_000_000))
+        (told,) = failures([writer])
+        assert names(root) == ["step-00000001"]
+        assert found_step(root) == 1
+        writer.save(stamp(3), state(3), state(3, rank=1))
+    assert found_step(root) == 3
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return told
+
+
+def found_step(root: Path) -> int:
+    """Of the newest, which is as it was saved."""
+    found = newest(root)
+    assert found is not None
+    assert is_that_of(found, found.manifest.step)
+    return found.manifest.step
+
+
+@pytest.mark.usefixtures("root")
+def test_a_full_disk_a_read_only_one_and_none_are_told_apart(tmp_path: Path):
+    (told,) = run(1, saved_on_a_small_disk, tmp_path)
+    where = f"the checkpoint of step {{}} failed: {tmp_path}/checkpoints"
+    assert told == [
+        f"{where.format(2)}/step-00000002/shared.safetensors cannot be written (No space left on device); free space "
+        "there, then resume from step-00000001",
+        f"{where.format(4)}/step-00000004 cannot be written (Read-only file system); make it writable, then resume "
+        "from step-00000003",
+        f"{where.format(5)} cannot be written (No such file or directory); have every node see that directory, and "
+        "nobody remove it, then start again",
+    ]
+
+
+def saved_on_a_small_disk(disk: Path) -> list[str]:
+    """On one of 1 MiB that only this process sees."""
+    if ctypes.CDLL(None, use_errno=True).unshare(0x00020000):  # CLONE_NEWNS
+        raise OSError(ctypes.get_errno(), "unshare")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], check=True)
+    root, told = disk / "checkpoints", []
+    with CheckpointWriter(root, ALONE) as writer:
+        writer.save(stamp(1), state(1), state(1, rank=1))
+        writer.save(stamp(2), state(2, values=1_000_000))
+        told += failures([writer])
+        assert names(root) == ["step-00000001"]
+        assert found_step(root) == 1
+        writer.save(stamp(3), state(3), state(3, rank=1))
+        writer.wait()
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        writer.save(stamp(4), state(4))
+        told += failures([writer])
+        assert found_step(root) == 3
+        subprocess.run(["umount", disk], check=True)
+        disk.rmdir()
+        writer.save(stamp(5), state(5))
+        told += failures([writer])
+        disk.mkdir()
+    return told
+
+
+def test_killed_at_any_moment_there_is_a_good_checkpoint_and_the_next_process_goes_on(tmp_path: Path):
+    chance = random.Random(0)
+    context = get_context("forkserver")
+    steps = [0]
+    for _ in range(15):
+        process = context.Process(target=save_until_killed, args=(tmp_path,))
+        process.start()
+        deadline = time.monotonic() + 60
+        while not (begun := newest_step(tmp_path) > steps[-1]) and time.monotonic() < deadline:
+            time.sleep(0.002)
+        assert begun
+        time.sleep(chance.uniform(0, 0.03))
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        process.close()
+        found, damaged = survey(tmp_path)
+        assert not damaged
+        for folder in found:
+            assert is_that_of(open_checkpoint(folder), found[folder].step)
+        steps.append(found_step(tmp_path))
+    assert steps == sorted(set(steps))
+    assert len(names(tmp_path)) <= 4  # the newest, two others, and what was being written
+
+
+def newest_step(root: Path) -> int:
+    """By the manifests alone."""
+    found, _ = survey(root)
+    return next((manifest.step for manifest in found.values()), 0)
+
+
+def save_until_killed(root: Path) -> None:
+    torch.set_num_threads(1)
+    step = newest_step(root)
+    with CheckpointWriter(root, ALONE, keep=2) as writer:
+        while True:
+            step += 1
+            writer.save(stamp(step), state(step), state(step, rank=1))

@@ -1,0 +1,359 @@
+"""Whole checkpoints are found, read and kept; whatever happens to a file, never a wrong tree."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from imagenet_fast.checkpoint import best, newest, open_checkpoint
+from imagenet_fast.checkpoint.manifest import CorruptCheckpoint, Manifest, read_manifest
+from imagenet_fast.checkpoint.retention import remove, set_aside, sweep
+from imagenet_fast.errors import UserError
+from tests.checkpoint.trees import is_that_of, same, saved, stamp, state
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_the_newest_is_found_and_says_of_what_it_is(tmp_path: Path):
+    root = tmp_path / "a run [1] with ünusual * name" / "checkpoints"
+    root.parent.mkdir()
+    assert newest(root) is None
+    saved(root, 20, 40, top1=71.25)
+    found = newest(root)
+    assert found is not None
+    assert names(found.folder) == ["manifest.json", "rank-00000.safetensors", "shared.safetensors"]
+    assert found.folder == root / "step-00000040"
+    assert is_that_of(found, 40)
+    stamped = found.manifest
+    assert (stamped.step, stamped.world, stamped.top1, stamped.number) == (40, 1, 71.25, 2)
+    assert found.part(1) is None
+    assert same(dict(found.parts()), {0: state(40, rank=1)})
+
+
+def test_the_newest_was_written_last_whatever_its_step_and_the_clock(tmp_path: Path):
+    saved(tmp_path, 20, 40)
+    saved(tmp_path, 30, 30)  # a run that went back, and saved twice at a step
+    assert names(tmp_path) == ["step-00000020", "step-00000030", "step-00000030-2", "step-00000040"]
+    found = newest(tmp_path)
+    assert found is not None
+    assert found.folder.name == "step-00000030-2"
+    assert is_that_of(found, 30)
+
+
+@pytest.mark.parametrize(
+    ("keep", "top1s", "left"),
+    [
+        (0, [None] * 4, [4]),
+        (1, [None] * 4, [3, 4]),
+        (2, [None] * 4, [2, 3, 4]),
+        (9, [None] * 4, [1, 2, 3, 4]),
+        (0, [70.0, 72.0, 71.0, None], [2, 4]),
+        (1, [70.0, 72.0, 71.0, None], [2, 3, 4]),
+        (1, [72.0, 70.0, None, None], [1, 3, 4]),
+        (0, [70.0, 71.0, 71.0, 70.0], [3, 4]),
+        (1, [70.0, 71.0, 72.0, 73.0], [3, 4]),
+        (0, [0.0, None, None, None], [1, 4]),
+    ],
+)
+def test_the_newest_the_best_and_some_others_are_kept(
+    tmp_path: Path, keep: int, top1s: list[float | None], left: list[int]
+):
+    for step, top1 in enumerate(top1s, start=1):
+        saved(tmp_path, step, keep=keep, top1=top1)
+    assert names(tmp_path) == [f"step-{step:08}" for step in left]
+    judged = [top1 for top1 in top1s if top1 is not None]
+    found = best(tmp_path)
+    assert (found.manifest.top1 if found else None) == (max(judged) if judged else None)
+
+
+def test_a_removal_killed_half_way_leaves_no_checkpoint_and_is_finished_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    saved(tmp_path, 1, 2)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            remove(tmp_path / "step-00000002")
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+    found = newest(tmp_path)
+    assert found is not None
+    assert is_that_of(found, 1)
+    sweep(tmp_path)
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_what_is_not_ours_stays(tmp_path: Path):
+    root = tmp_path / "checkpoints"
+    saved(root, 1)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "thesis.txt").touch()
+    (root / "step-by-step.txt").touch()
+    (root / "notes").mkdir()
+    (root / "final.safetensors").touch()
+    (root / "step-00000000").symlink_to(elsewhere)
+    saved(root, 2, keep=0)
+    assert names(root) == ["final.safetensors", "notes", "step-00000000", "step-00000002", "step-by-step.txt"]
+    assert names(elsewhere) == ["thesis.txt"]
+
+
+def test_a_damaged_one_is_named_and_the_one_before_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    saved(tmp_path, 1, 2, 3, 4, top1=50.0)
+    shared = tmp_path / "step-00000004" / "shared.safetensors"
+    shared.write_bytes(shared.read_bytes()[:-1])
+    (tmp_path / "step-00000003" / "rank-00000.safetensors").unlink()
+    found = newest(tmp_path)
+    assert found is not None
+    assert is_that_of(found, 2)
+    size = shared.stat().st_size
+    assert capsys.readouterr().err.splitlines() == [
+        f"warning: checkpoint {shared.parent} is damaged: shared.safetensors has {size} bytes instead of {size + 1}; "
+        "step-00000002 is taken instead",
+        f"warning: checkpoint {tmp_path}/step-00000003 is damaged: rank-00000.safetensors cannot be read (No such file "
+        "or directory); step-00000002 is taken instead",
+    ]
+    found = best(tmp_path)
+    assert found is not None
+    assert is_that_of(found, 2)
+
+
+def test_a_damaged_one_does_not_keep_the_best_ones_place_and_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    saved(tmp_path, 1, top1=90.0)
+    saved(tmp_path, 2, top1=80.0)
+    shared = tmp_path / "step-00000001" / "shared.safetensors"
+    shared.write_bytes(shared.read_bytes()[:-1] + b"?")
+    for step in (3, 4, 5):
+        saved(tmp_path, step, keep=0, top1=70.0)
+    assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000005"]
+    assert f"warning: checkpoint {shared.parent} is damaged: shared.safetensors has" in capsys.readouterr().err
+    found = best(tmp_path)
+    assert found is not None
+    assert is_that_of(found, 2)
+
+
+def test_where_all_are_damaged_that_is_said_rather_than_begun_anew(tmp_path: Path):
+    saved(tmp_path, 1, 2)
+    (tmp_path / "step-00000001" / "manifest.json").write_text("{}")
+    shared = tmp_path / "step-00000002" / "shared.safetensors"
+    shared.write_bytes(b"x" * shared.stat().st_size)
+    with pytest.raises(UserError) as error:
+        newest(tmp_path)
+    assert f"no checkpoint in {tmp_path} is whole (step-00000001: manifest.json is not a manifest of form" in str(
+        error.value
+    )
+    assert "step-00000002: shared.safetensors has the CRC-32 " in str(error.value)
+
+
+def test_a_directory_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path: Path):
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    for name, reason in (("file", "Not a directory"), ("loop", "Too many levels of symbolic links")):
+        for find in (newest, best):
+            with pytest.raises(UserError) as error:
+                find(tmp_path / name)
+            assert f"{tmp_path}/{name} cannot be read ({reason})" in str(error.value)
+    assert newest(tmp_path / "nowhere") is None
+
+
+def test_one_that_is_damaged_after_it_was_found_is_not_read(tmp_path: Path):
+    saved(tmp_path, 1)
+    found = open_checkpoint(tmp_path / "step-00000001")
+    shared = found.folder / "shared.safetensors"
+    data = bytearray(shared.read_bytes())
+    data[-1] ^= 1
+    shared.write_bytes(data)
+    with pytest.raises(UserError, match=r"is damaged: shared\.safetensors has the CRC-32"):
+        found.shared()
+    assert found.part(0) is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (None, "is no checkpoint, or not a complete one"),
+        ("", "is not a manifest of format 1"),
+        ("[" * 100_000, "is not a manifest of format 1"),
+        ('{"format": 2}', "is not a manifest of format 1 (step: Field required)"),
+        ("\0" * 500, "is not a manifest of format 1"),
+    ],
+)
+def test_what_is_no_manifest_is_said_to_be_none(tmp_path: Path, text: str | None, sentence: str):
+    if text is not None:
+        (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(UserError) as error:
+        open_checkpoint(tmp_path)
+    assert sentence in str(error.value)
+
+
+def test_a_manifest_names_no_file_elsewhere(tmp_path: Path):
+    saved(tmp_path, 1)
+    sound = read_manifest(tmp_path / "step-00000001")
+    for name in ("../secret.safetensors", "/etc/passwd", "", ".", "a.safetensors\n"):
+        forged = Manifest.model_construct(**{**dict(sound), "files": {name: sound.files["shared.safetensors"]}})
+        forged.write(tmp_path / "step-00000001")
+        with pytest.raises(UserError, match="should match pattern"):
+            open_checkpoint(tmp_path / "step-00000001")
+
+
+def test_any_top1_survives_the_manifest_and_its_checksum(tmp_path: Path):
+    numbers = random.Random(0)
+    for _ in range(30):
+        top1 = numbers.choice([numbers.uniform(0, 100), 100 * numbers.randrange(50_000) / 50_000])
+        Manifest(**dict(stamp(1, top1=top1)), number=1, files={}).write(tmp_path)
+        assert read_manifest(tmp_path).top1 == top1
+
+
+def test_no_digit_of_a_manifest_changes_unnoticed(tmp_path: Path):
+    saved(tmp_path, 17, top1=71.5)
+    folder = tmp_path / "step-00000017"
+    path = folder / "manifest.json"
+    whole = path.read_bytes()
+    for place in (place for place, byte in enumerate(whole) if chr(byte).isdigit()):
+        flipped = bytearray(whole)
+        flipped[place] ^= 1  # another digit
+        path.write_bytes(flipped)
+        with pytest.raises(CorruptCheckpoint):
+            read_manifest(folder)
+
+
+def test_no_corruption_of_200_gives_a_traceback_or_a_wrong_tree(tmp_path: Path):
+    saved(tmp_path, 2, 3)
+    last = tmp_path / "step-00000003"
+    fell_back = 0
+    for seed in range(200):
+        chance = random.Random(seed)
+        victim = chance.choice(sorted(last.iterdir()))
+        before = victim.read_bytes()
+        victim.write_bytes(corrupted(before, chance))
+        found = newest(tmp_path)
+        assert found is not None, seed
+        assert is_that_of(found, found.manifest.step), seed
+        fell_back += found.folder != last
+        with suppress(UserError):  # asked for by name there is no fall-back, and one file may be whole without others
+            asked = open_checkpoint(last)
+            assert asked.manifest.step == 3, seed
+            assert same(asked.part(0), state(3, rank=1)), seed
+            assert same(asked.shared(), state(3)), seed
+        victim.write_bytes(before)
+    assert 190 <= fell_back <= 200  # some change but the blanks of a manifest, which is nothing
+
+
+def test_nor_do_200_wrecks_of_whole_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    saved(tmp_path / "sound", 2, 3)
+    fell_back = 0
+    for seed in range(200):
+        chance = random.Random(seed)
+        root = tmp_path / f"{seed}"
+        shutil.copytree(tmp_path / "sound", root)
+        what = wreck(root / "step-00000003", root / "step-00000002", chance)
+        with suppress(UserError):  # where files of both were exchanged none is whole
+            found = newest(root)
+            assert found is not None, (seed, what)
+            assert is_that_of(found, found.manifest.step), (seed, what)
+            fell_back += found.manifest.step == 2
+            if seed % 10 == 0:
+                saved(root, 4)  # the run goes on
+                after = newest(root)
+                assert after is not None, (seed, what)
+                assert is_that_of(after, 4), (seed, what)
+    assert fell_back > 150
+    assert all(line.startswith("warning: checkpoint ") for line in capsys.readouterr().err.splitlines())
+
+
+def wreck(last: Path, before: Path, chance: random.Random) -> str:
+    """Of the checkpoint ``last``, with another one beside it; in a word, what was done."""
+    victim = chance.choice(sorted(last.iterdir()))
+    manifest = last / "manifest.json"
+    match chance.randrange(9):
+        case 0:
+            victim.unlink()
+            return f"{victim.name} removed"
+        case 1:
+            victim.write_bytes(b"")
+            return f"{victim.name} emptied"
+        case 2:
+            other = before / victim.name
+            content = other.read_bytes()
+            other.write_bytes(victim.read_bytes())
+            victim.write_bytes(content)
+            return f"{victim.name} of both exchanged"
+        case 3:
+            shared, own = last / "shared.safetensors", last / "rank-00000.safetensors"
+            shared.rename(last / "between")
+            own.rename(shared)
+            (last / "between").rename(own)
+            return "files exchanged"
+        case 4:
+            victim.unlink()
+            to = chance.choice([before / victim.name, last, Path("/dev/zero"), Path("nowhere"), Path(victim.name)])
+            victim.symlink_to(to)
+            return f"{victim.name} a link to {to}"
+        case 5:
+            victim.unlink()
+            victim.mkdir()
+            return f"{victim.name} a directory"
+        case 6:
+            victim.unlink()
+            os.mkfifo(victim)
+            return f"{victim.name} a pipe that nobody writes to"
+        case 7:
+            key = chance.choice(["step", "number", "world", "top1", "crc32", "epoch", "size"])
+            value = chance.choice(["NaN", "Infinity", "1e400", "9" * 5000, "-1", "null", "[" * 9999, '"', "{}", "2.0"])
+            manifest.write_text(re.sub(f'"{key}": [^,\\n]*', f'"{key}": {value}', manifest.read_text()))
+            return f"{key} = {value:.10}"
+        case _:
+            key = chance.choice(["step", "number", "world", "files"])
+            more = f'"{key}": {chance.choice(["3", "{}", "[]"])},'
+            text = manifest.read_text()
+            manifest.write_text(text.replace("{", "{" + more, 1) if chance.random() < 0.5 else text[:-2] + more + "}")
+            return f"another {more}"
+
+
+def corrupted(whole: bytes, chance: random.Random) -> bytes:
+    """As disks, networks and people do it."""
+    data = bytearray(whole)
+    place = chance.randrange(len(data))
+    match chance.randrange(7):
+        case 0 | 1:
+            data[place] ^= 1 << chance.randrange(8)
+        case 2:
+            del data[place:]
+        case 3:
+            data[place : place + 64] = chance.randbytes(min(64, len(data) - place))
+        case 4:
+            data[place:] = bytes(len(data) - place)
+        case 5:
+            data += chance.randbytes(chance.randrange(1, 100))
+        case 6:
+            return chance.randbytes(len(data))
+    return bytes(data)
+
+
+def test_what_is_set_aside_is_gone_on_from_by_nobody_and_lost_to_nobody(tmp_path: Path):
+    saved(tmp_path, 10, 20, 30, 30)
+    assert set_aside(tmp_path, 20) == 10
+    aside = [f"spoilt-step-{number}" for number in ("00000020", "00000030", "00000030-2")]
+    assert names(tmp_path) == [*aside, "step-00000010"]
+    saved(tmp_path, 20, keep=0)  # it has gone on, and has gone wrong again
+    assert set_aside(tmp_path, 20) == 20, "the only one there is stays"
+    saved(tmp_path, 15, 20)
+    assert set_aside(tmp_path, 16) == 15
+    assert names(tmp_path)[-1] == "step-00000015"
+    assert is_that_of(open_checkpoint(tmp_path / "spoilt-step-00000020"), 20)
+
+
+def test_of_no_checkpoints_none_is_set_aside(tmp_path: Path):
+    assert set_aside(tmp_path / "none", 0) is None
+    assert set_aside(tmp_path, 7) is None

@@ -1,0 +1,181 @@
+"""A tree comes back from a file as it was: the same bits, strides, types, order, and shared tensors."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load, save
+from torch import nn
+
+from imagenet_fast.checkpoint.staging import StagingBuffer, read_tree
+from tests.checkpoint.trees import every_dtype, hostile, same
+
+CPU = torch.device("cpu")
+
+
+def as_file(tree: Any, copy: StagingBuffer | None = None) -> bytes:
+    copy = copy or StagingBuffer()
+    copy.take(tree)
+    return b"".join(copy.chunks())
+
+
+def back(tree: Any) -> Any:
+    return read_tree(as_file(tree), CPU)
+
+
+@pytest.mark.parametrize("name", hostile())
+def test_whatever_a_tree_may_hold_comes_back(name: str):
+    tree = {name: hostile()[name]}
+    expected = {key: dict(value) if isinstance(value, OrderedDict) else value for key, value in tree.items()}
+    if name == "conjugate":
+        expected[name] = expected[name].resolve_conj()
+    if name == "tied":
+        expected[name][-1] = expected[name][-1].clone()
+    assert same(back(tree), expected)
+
+
+def test_all_of_it_comes_back_together_and_so_do_trees_that_are_no_dict():
+    whole = hostile()
+    whole["conjugate"], whole["parameters"] = whole["conjugate"].resolve_conj(), dict(whole["parameters"])
+    assert same(back(whole), whole)
+    for bare in (None, 3, "text", [], (1, 2), torch.arange(3), float("nan")):
+        assert same(back(bare), bare)
+
+
+def test_every_dtype_of_torch_is_among_them():
+    assert {torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool, torch.int64, torch.complex128} <= {
+        *every_dtype()
+    }
+
+
+def test_a_tensor_in_two_places_is_one_tensor_there_again_and_lies_in_the_file_once():
+    tied = torch.randn(1000)
+    tree = {"encoder": tied, "decoder": tied, "other": tied.clone()}
+    data = as_file(tree)
+    assert len(data) < 3 * tied.nbytes
+    found = read_tree(data, CPU)
+    assert found["encoder"] is found["decoder"]
+    found["encoder"].zero_()
+    assert torch.equal(found["other"], tied)
+
+
+def test_views_of_one_buffer_come_back_apart_each_with_its_values():
+    buffer = torch.arange(12.0)
+    tree = {"all": buffer, "left": buffer[:6], "every other": buffer[::2], "wide": buffer[:1].expand(4)}
+    found = back(tree)
+    assert all(torch.equal(found[name], tree[name]) for name in tree)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == 4
+    assert found["wide"].is_contiguous()
+
+
+def test_what_torch_reads_otherwise_from_the_same_memory_is_another_tensor():
+    whole = torch.randn(3, dtype=torch.complex64)
+    tree = {"whole": whole, "conjugate": whole.conj(), "bits": whole.view(torch.int64), "minus": whole.conj().imag}
+    tree["imaginary"] = whole.imag
+    found = back(tree)
+    assert all(torch.equal(found[name], tree[name].resolve_conj().resolve_neg()) for name in tree)
+
+
+def test_what_is_dense_in_no_order_comes_back_dense_in_the_order_it_had():
+    padded = torch.randn(2, 8, 6, 6).to(memory_format=torch.channels_last)[:, :3]
+    assert not padded.is_contiguous(memory_format=torch.channels_last)
+    found = back({"padded": padded})["padded"]
+    assert torch.equal(found, padded)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_an_optimisers_state_continues_it_bit_for_bit():
+    torch.manual_seed(0)
+    models = [nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+
+    def step(which: int, seed: int) -> None:
+        images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
+        models[which](images).square().sum().backward()
+        optimizers[which].step()
+        optimizers[which].zero_grad()
+
+    step(0, 1)
+    data = as_file({"model": models[0].state_dict(), "optimizer": optimizers[0].state_dict()})
+    step(0, 2)
+    found = read_tree(data, CPU)
+    models[1].load_state_dict(found["model"])
+    optimizers[1].load_state_dict(found["optimizer"])
+    step(1, 2)
+    assert same(dict(models[0].state_dict()), dict(models[1].state_dict()))
+
+
+def test_generators_come_back():
+    torch.manual_seed(5)
+    numpy = np.random.Generator(np.random.PCG64(3))
+    python = random.Random(7)
+    found = back([torch.get_rng_state(), numpy.bit_generator.state, python.getstate()])
+    expected = [torch.rand(3), numpy.random(3), python.random()]
+    torch.set_rng_state(found[0])
+    numpy.bit_generator.state = found[1]
+    python.setstate(found[2])
+    assert torch.equal(torch.rand(3), expected[0])
+    assert (numpy.random(3) == expected[1]).all()
+    assert python.random() == expected[2]
+
+
+def test_any_reader_of_safetensors_finds_the_tensors_by_their_paths():
+    tree = {"model": {"conv.weight": torch.randn(4, 3, 2, 2), "scale": torch.tensor(2.0)}, "steps": [torch.arange(3)]}
+    found = load(as_file(tree))
+    assert found.keys() == {"model/conv.weight", "model/scale", "steps/0"}
+    assert torch.equal(found["model/conv.weight"], tree["model"]["conv.weight"])
+
+
+def test_one_buffer_serves_trees_of_all_sizes_one_after_another():
+    copy = StagingBuffer()
+    for values in (10, 1000, 3, 0, 2_000_000, 7):
+        tree = {
+            "values": torch.randn(values),
+            "half": torch.randn(values).to(torch.float16),
+            "odd": torch.ones(3, dtype=torch.int8),
+        }
+        data = as_file(tree, copy)
+        tree["values"].add_(1)  # the copy is one
+        found = read_tree(data, CPU)
+        assert torch.equal(found["values"] + 1, tree["values"])
+        assert torch.equal(found["half"], tree["half"])
+
+
+@pytest.mark.parametrize(
+    ("tree", "sentence"),
+    [
+        ({"a": [1, {2}]}, "/a/1: a builtins.set has no place in a checkpoint"),
+        ({"lr": np.float64(1.0)}, "/lr: a numpy.float64 "),
+        ({"step": np.int64(1)}, "/step: a numpy.int64 "),
+        ({"where": Path("x")}, "/where: a pathlib.PosixPath "),
+        ({"of": {torch.float32: 1}}, "/of/key: a torch.dtype "),
+        ({"sparse": torch.eye(3).to_sparse()}, "/sparse: a torch.Tensor "),
+        ({"shape": torch.Size([1])}, "/shape: a torch.Size "),
+        ({"meta": torch.empty(3, device="meta")}, "/meta: a torch.Tensor "),
+        (lambda: 0, "/: a builtins.function "),
+    ],
+)
+def test_what_json_and_safetensors_cannot_hold_is_refused_with_its_path(tree: Any, sentence: str):
+    with pytest.raises(TypeError) as error:
+        as_file(tree)
+    assert sentence in str(error.value)
+
+
+def test_a_file_that_holds_no_tree_is_told_from_one_that_does():
+    data = as_file({"a": torch.arange(4.0)})
+    forged = [
+        b"", b"12345678", data[:-1], data[8:], data + b"0", save({"a": torch.ones(3)}),
+        data.replace(b'"tree"', b'"tRee"'), data.replace(b"float32", b"float64"), data.replace(b"float32", b"nn     "),
+        data.replace(b"[4]", b"[9]"), data.replace(b"[1]", b"[7]"), data.replace(b'"a\\"', b'"b\\"'),
+    ]  # fmt: skip
+    for number, other in enumerate(forged):
+        assert other != data, number
+        with pytest.raises(ValueError, match="holds no tree"):
+            read_tree(other, CPU)

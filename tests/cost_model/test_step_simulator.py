@@ -1,0 +1,173 @@
+"""What the cost model makes of messages, on networks and steps that are given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Literal
+
+import pytest
+
+from imagenet_fast.cost_model.layer_profile import random_profile
+from imagenet_fast.cost_model.link_model import CodecCost, LinkModel
+from imagenet_fast.cost_model.lower_bound import step_lower_bound
+from imagenet_fast.cost_model.priority_schedule import Task, as_ready, plan_release_order
+from imagenet_fast.cost_model.step_simulator import SimMessage, simulated_step_s
+from imagenet_fast.cost_model.timing import Timing
+from tests.cost_model.five import MESSAGES, TIMING
+
+END = len(MESSAGES)
+"""The event after the last span's."""
+SECOND = Timing((0.5, 0.0), 1.0, (0.5, 1.0), 1.0)
+"""Two layers, a second each way."""
+
+
+def step_s(
+    sendings: Sequence[SimMessage], awaits: Literal["each", "backward", "read"], timing: Timing = TIMING,
+    planned: bool = False,
+) -> float:  # fmt: skip
+    tasks, times = [sending.task for sending in sendings], [*timing.ready, timing.backward_s]
+    if planned:
+        return simulated_step_s(sendings, plan_release_order(tasks, times, sendings[0].link.s_per_byte), awaits, timing)
+    return simulated_step_s(sendings, as_ready(tasks, len(times)), awaits, timing)
+
+
+def one_by_one(link: LinkModel, pieces: int = 1, event: int | None = None) -> list[SimMessage]:
+    """A message a layer, in pieces, ready with it or with ``event``."""
+    return [
+        SimMessage(Task(span if event is None else event, message / pieces, (0, -span)), range(span, span + 1), link,
+                run=span)
+        for span, message in enumerate(MESSAGES) for _ in range(pieces)
+    ]  # fmt: skip
+
+
+def test_a_deferred_step_takes_the_longer_of_compute_and_wire():
+    for s_per_byte, busy in ((1e-9, 0.104), (1e-8, 1.04), (4e-8, 4.16)):
+        step = step_s(one_by_one(LinkModel(1e-4, s_per_byte), 16), "read", planned=True)
+        assert max(TIMING.compute_s, busy) <= step <= 1.12 * max(TIMING.compute_s, busy)
+
+
+def test_a_fused_step_hides_what_backward_covers_and_no_more():
+    fast, slow = LinkModel(0.0, 1e-9), LinkModel(0.0, 1e-7)
+    assert step_s(one_by_one(fast), "backward") == pytest.approx(3.0, abs=2e-3)
+    assert step_s(one_by_one(slow), "backward") == pytest.approx(1.0 + 0.1 + 10.4)
+    at_once = [SimMessage(Task(4, sum(MESSAGES), (0,)), range(5), slow)]
+    assert step_s(at_once, "backward") == pytest.approx(3.0 + 10.4)
+
+
+def test_one_after_the_other_each_costs_its_latency_but_pieces_of_one_share_theirs():
+    for pieces in (1, 4):
+        each = one_by_one(LinkModel(0.5, 1e-7), pieces, END)
+        assert step_s(each, "each") == pytest.approx(3.0 + 5 * 0.5 + 10.4)
+
+
+def test_latencies_of_many_overlap_and_calls_do_not():
+    many = [SimMessage(Task(END, 1.0, (0,)), range(5), LinkModel(0.5, 0.0)) for _ in range(100)]
+    assert step_s(many, "backward") == pytest.approx(3.0 + 0.5)
+    many = [SimMessage(Task(END, 1.0, (0,)), range(5), LinkModel(0.5, 0.0, 0.01)) for _ in range(100)]
+    assert step_s(many, "backward") == pytest.approx(3.0 + 0.5 + 100 * 0.01)
+    long = [SimMessage(Task(END, 1e6, (0,)), range(5), LinkModel(0.5, 1e-7, 0.01)) for _ in range(100)]
+    assert step_s(long, "backward") == pytest.approx(3.0 + 0.5 + 100 * 0.1), "behind the wire they are hidden"
+
+
+def test_the_next_forward_stands_still_only_where_a_layer_is_missing():
+    link = LinkModel(0.0, 1e-6)
+
+    def late(span: int, message: float) -> float:
+        return step_s([SimMessage(Task(2, message, (0,)), range(span, span + 1), link)], "read", SECOND) - 2.0
+
+    assert late(0, 0.4e6) == 0.0
+    assert late(0, 0.7e6) == pytest.approx(0.2)
+    assert late(1, 0.4e6) == pytest.approx(0.4)
+
+
+def test_a_second_half_costs_a_latency_of_its_own_behind_the_firsts():
+    link = LinkModel(0.25, 1e-6)
+    halves = [
+        SimMessage(Task(2, 0.1e6, (0,)), range(2), link),
+        SimMessage(Task(2, 0.1e6, (1,), after=0), range(2), link),
+    ]
+    assert step_s(halves, "read", SECOND) == pytest.approx(2.0 + 2 * (0.1 + 0.25))
+
+
+def test_what_is_urgent_at_the_end_of_backward_has_the_wire_to_itself():
+    link = LinkModel(0.25, 1e-6)
+    last = SimMessage(Task(2, 0.1e6, (0,)), range(1, 2), link, urgent=True)
+    other = SimMessage(Task(2, 0.1e6, (1,)), range(1), link)
+    assert step_s([last, other], "read", SECOND) == pytest.approx(2.0 + 0.35)
+    assert step_s([last, last, other], "backward", SECOND) == pytest.approx(2.0 + 0.2 + 0.25 + 0.1 + 0.25)
+    early = SimMessage(Task(0, 0.1e6, (0,)), range(1, 2), link, urgent=True)
+    assert step_s([early, SimMessage(Task(0, 0.6e6, (1,)), range(1), link)], "backward", SECOND) == pytest.approx(2.45)
+
+
+def test_of_a_queue_so_many_are_under_way_at_a_time():
+    def queued(abreast: float) -> list[SimMessage]:
+        return [SimMessage(Task(2, 0.1e6, (0,)), range(2), LinkModel(0.25, 1e-6), abreast=abreast) for _ in range(4)]
+
+    assert step_s(queued(4), "backward", SECOND) == pytest.approx(2.0 + 4 * 0.1 + 0.25)
+    assert step_s(queued(2), "backward", SECOND) == pytest.approx(2.0 + 2 * (2 * 0.1 + 0.25))
+    assert step_s(queued(1), "backward", SECOND) == pytest.approx(2.0 + 4 * (0.1 + 0.25))
+
+
+def test_what_is_under_way_shares_the_wire_so_what_is_needed_first_has_not_all_of_it():
+    def late(abreast: int) -> float:
+        sendings = [
+            SimMessage(Task(2, 0.2e6, (0,)), spans, LinkModel(0.0, 1e-6), abreast=abreast)
+            for spans in (range(1, 2), range(1), range(1), range(1))
+        ]
+        return step_s(sendings, "read", SECOND) - 2.0
+
+    assert late(1) == pytest.approx(max(0.2, 0.8 - 0.5))
+    assert late(2) == pytest.approx(max(0.4, 0.8 - 0.5))
+    assert late(4) == pytest.approx(0.8)
+
+
+def test_at_the_end_of_backward_kinds_take_turns():
+    """So what is needed last does not share the wire with what is needed first."""
+
+    def late(other: str) -> float:
+        first = [SimMessage(Task(2, 0.1e6, (0,)), range(1, 2), LinkModel(0.0, 1e-6), queue="one", abreast=1)] * 3
+        last = [
+            SimMessage(Task(2, 0.1e6, (1,)), range(1), LinkModel(0.0, 1e-6), queue="two", abreast=1, kind=other)
+        ] * 3
+        return step_s([*first, *last], "read", SECOND) - 2.0
+
+    assert late("") == pytest.approx(0.6), "both share it to the end"
+    assert late("other") == pytest.approx(0.4), "the third of the first shares it with the first of the last"
+
+
+def test_codes_are_made_while_the_wire_is_busy_with_others_and_read_before_they_are_of_use():
+    link = LinkModel(0.0, 1e-6)
+
+    def coded(encode: float, decode: float) -> float:
+        codec = CodecCost(encode * 1e-6, decode * 1e-6)
+        return (
+            step_s([SimMessage(Task(2, 1e5, (0,)), range(2), link, codec) for _ in range(10)], "backward", SECOND) - 2.0
+        )
+
+    assert coded(0.0, 0.0) == pytest.approx(1.0)
+    assert coded(0.25, 0.25) == pytest.approx(0.025 + 1.0 + 0.025), "the wire is the slower"
+    assert coded(2.0, 1.0) == pytest.approx(10 * 0.3 + 0.1, rel=0.01), "the processor is"
+
+
+@pytest.mark.parametrize("awaits", ["each", "backward", "read"])
+def test_nothing_is_predicted_below_the_limit(awaits: Literal["each", "backward", "read"]):
+    """Of random networks whose gradients travel in random pieces, whole and in halves, planned and not."""
+    for seed in range(60):
+        chance, profile = Random(seed), random_profile(seed)
+        timing, raw = profile.timing, chance.uniform(0.05, 3) * profile.compute_s
+        link = LinkModel(chance.choice([0.0, 1e-3]), raw / profile.elements, chance.choice([0.0, 1e-4]))
+        sendings: list[SimMessage] = []
+        for span, layer in enumerate(reversed(profile.layers)):
+            event = len(profile.layers) if awaits == "each" else span
+            for _ in range(pieces := chance.randint(1, 5)):
+                part, spans = layer.elements / pieces, range(span, span + 1)
+                first = Task(event, part / 2, (0, -span))
+                second = Task(event, part / 2, (1, -span), after=len(sendings))
+                urgent = span == len(profile.layers) - 1
+                sendings += [SimMessage(task, spans, link, urgent=urgent, run=span) for task in (first, second)]
+        step = step_s(sendings, awaits, timing, planned=awaits == "read" and chance.random() < 0.8)
+        least = step_lower_bound(timing, profile.sending(raw), awaits)
+        assert step >= least * (1 - 1e-9)
+        if awaits == "backward" and link.latency_s == 0.0 == link.call_s:
+            assert step == pytest.approx(least), "as soon as it is ready is soonest"

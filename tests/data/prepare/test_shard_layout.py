@@ -1,0 +1,225 @@
+"""From ImageNet as people have it to shards: the same bytes from any source, by any number of workers."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imagenet_fast.data.format_detection import open_training, open_validation
+from imagenet_fast.data.image_source import ImageSource
+from imagenet_fast.data.prepare import disk_space, shard_layout
+from imagenet_fast.data.prepare.prepare import prepare
+from imagenet_fast.data.prepare.staging_dir import Settings
+from imagenet_fast.errors import UserError
+from tests.data.prepare import replica
+from tests.data.prepare.replica import ODD, Images, good, small_imagenet, tree
+
+SHARD = 80_000  # bytes; the largest image has 74 kB
+WEBDATASET = Settings(format="webdataset", resize=None, quality=None, shard_size=SHARD)
+TFRECORD = WEBDATASET.model_copy(update={"format": "tfrecord"})
+BOTH = pytest.mark.parametrize("settings", [WEBDATASET, TFRECORD], ids=["webdataset", "tfrecord"])
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+def contents(split: ImageSource) -> list[tuple[str, bytes]]:
+    """Class and bytes of each image, in their order."""
+    return [(split.classes[label], split.read(index)) for index, label in enumerate(split.labels.tolist())]
+
+
+def expected(images: Images, split: str) -> list[tuple[str, bytes]]:
+    """In the order of folders."""
+    paths = sorted(path for path in good(images) if path.startswith(f"{split}/"))
+    return [(path.split("/")[1], images[path]) for path in paths]
+
+
+@BOTH
+def test_shards_hold_every_image_with_its_class_and_training_images_well_mixed(
+    tars: Path, out: Path, images: Images, settings: Settings
+):
+    prepare(tars, out, settings, subset=True)
+    train, val = open_training(out), open_validation(out)
+    assert train.classes == val.classes == sorted(replica.CLASSES)
+    assert Counter(contents(train)) == Counter(expected(images, "train"))
+    assert contents(val) == expected(images, "val")
+    assert {path.name for path in out.iterdir()} == {
+        "train", "val", "classes.txt", "prepared.json", ".imagenet-fast-train.index", ".imagenet-fast-val.index",
+    }  # fmt: skip
+    changes = sum(a != b for a, b in zip(train.labels, train.labels[1:], strict=False))
+    assert changes > len(train) // 2  # of class; sorted by it there would be 3
+
+
+@BOTH
+def test_shards_are_the_same_bytes_from_any_source_and_by_any_number_of_workers(
+    tmp_path: Path, tars: Path, out: Path, images: Images, settings: Settings
+):
+    prepare(tars, out, settings, subset=True, workers=3)
+    first = {path: content for path, content in tree(out).items() if path != "prepared.json"}
+    for lay_out in (replica.kaggle, replica.image_folder):
+        source, again = lay_out(tmp_path / lay_out.__name__, images), tmp_path / f"{lay_out.__name__} again"
+        prepare(source, again, settings, subset=True, workers=1)
+        assert {path: content for path, content in tree(again).items() if path != "prepared.json"} == first
+
+
+@BOTH
+def test_a_shard_has_the_size_asked_for_also_where_images_are_shrunk(tars: Path, out: Path, settings: Settings):
+    prepare(tars, out, settings, subset=True)
+    assert max(held(out, "train")) <= SHARD
+    assert len(held(out, "train")) <= 2 * sum(held(out, "train")) / SHARD
+    small = out.with_name("small")
+    record = prepare(tars, small, settings.model_copy(update={"resize": 64, "quality": 80}), subset=True).record
+    sizes = held(small, "train")
+    assert sum(sizes) < sum(held(out, "train")) / 2
+    assert len(sizes) < len(held(out, "train"))
+    odd = [f"train/{name}/{file}" for name, made in record.splits["train"].items() for file in made.undecodable]
+    assert odd == [ODD[kind] for kind in ("truncated", "empty", "garbage")]
+    left_out = [f"train/{name}/{file}" for name, made in record.splits["train"].items() for file in made.left_out]
+    assert left_out == [ODD["AppleDouble"]]
+
+
+def held(out: Path, split: str) -> list[int]:
+    """The bytes of images in each shard."""
+    train = open_training(out)
+    by_shard: Counter[str] = Counter()
+    for index in range(len(train)):
+        by_shard[train.name(index).partition(": ")[0]] += len(train.read(index))
+    return list(by_shard.values())
+
+
+def test_shrunk_images_are_those_of_the_folders(tars: Path, out: Path):
+    shrink = {"resize": 256, "quality": 95}
+    prepare(tars, out, WEBDATASET.model_copy(update=shrink), subset=True)
+    folders = out.with_name("folders")
+    prepare(tars, folders, Settings(format="folder", **shrink), subset=True)
+    assert Counter(contents(open_training(out))) == Counter(contents(open_training(folders)))
+    assert contents(open_validation(out)) == contents(open_validation(folders))
+
+
+@BOTH
+def test_images_larger_than_a_shard_have_one_each(tars: Path, out: Path, settings: Settings):
+    prepare(tars, out, settings.model_copy(update={"shard_size": 1}), subset=True)
+    # But an empty one, which takes no room.
+    assert len(held(out, "train")) == 34 - 1
+
+
+def test_too_many_shards_are_refused(tars: Path, out: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shard_layout, "_MOST", 20)
+    with pytest.raises(UserError, match=r"train would have \d+ shards; give a larger --shard-size"):
+        prepare(tars, out, WEBDATASET.model_copy(update={"shard_size": 1}), subset=True)
+
+
+@BOTH
+def test_strange_names_come_through(tmp_path: Path, out: Path, settings: Settings):
+    source = replica.image_folder(
+        tmp_path / "source",
+        {f"train/class é 'a b'/{name}.jpg": name.encode() for name in ("é\n", ".hidden", "l" * 240, "-f", "%s")},
+    )
+    (source / "train/class é 'a b'/\udcff.webp").write_bytes(b"RIFF")
+    prepare(source, out, settings, subset=True)
+    train = open_training(out)
+    assert train.classes == ["class é 'a b'"]
+    assert len(train) == 6
+    assert Counter(train.read(index) for index in range(6))[b"RIFF"] == 1
+
+
+# What is there already.
+
+
+def refused(source: Path, out: Path, told: str, settings: Settings) -> None:
+    before = tree(out)
+    with pytest.raises(UserError, match=told):
+        prepare(source, out, settings, subset=True)
+    shutil.rmtree(out / ".preparing", ignore_errors=True)
+    assert tree(out) == before
+
+
+def test_what_was_made_otherwise_is_not_mixed_with_it(tmp_path: Path, tars: Path, out: Path):
+    prepare(tars, out, WEBDATASET, subset=True)
+    was = f"was prepared with --format webdataset --shard-size {SHARD}B, not with"
+    refused(tars, out, f"{was} --format folder; give the same, or another --out", Settings.model_validate(FOLDER))
+    refused(tars, out, f"{was} --format tfrecord", TFRECORD)
+    large = WEBDATASET.model_copy(update={"shard_size": 150 * 2**20})
+    refused(tars, out, f"{was} --format webdataset --shard-size 150MB", large)
+    another = replica.official_tars(tmp_path / "another", small_imagenet(train=9))
+    refused(another, out, "was made from another source than .*another, by train/n01440764", WEBDATASET)
+    assert prepare(tars, out, WEBDATASET, subset=True).already
+    shard = out / "train/train-000001.tar"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1])
+    refused(tars, out, rf"train-000001.tar has not the {len(whole)} bytes any more .* remove .*/out/train", WEBDATASET)
+    (out / "val/val-000000.idx").unlink()
+    shutil.rmtree(out / "train")
+    refused(tars, out, r"val-000000.idx has not the", WEBDATASET)
+    shutil.rmtree(out / "val")
+    prepare(tars, out, WEBDATASET, subset=True)
+    assert shard.read_bytes() == whole
+
+
+FOLDER = {"format": "folder", "resize": None, "quality": None}
+
+
+@BOTH
+def test_the_other_split_may_come_later_if_it_has_the_same_classes(
+    tmp_path: Path, out: Path, images: Images, settings: Settings
+):
+    source = replica.image_folder(tmp_path / "source", images)
+    prepare(source, tmp_path / "at once", settings, subset=True)
+    (source / "train").rename(tmp_path / "train")
+    prepare(source, out, settings, subset=True)
+    assert contents(open_validation(out)) == expected(images, "val")
+    (tmp_path / "train").rename(source / "train")
+    replica.write_files(source, {"train/n00000001/0.jpg": b"more"})
+    refused(source, out, "classes.txt names other classes than are to be written there", settings)
+    shutil.rmtree(source / "train/n00000001")
+    shutil.rmtree(source / "val")
+    prepare(source, out, settings, subset=True)
+    assert tree(out) == tree(tmp_path / "at once")
+
+
+def test_half_of_another_source_is_refused(tmp_path: Path, tars: Path, out: Path, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("imagenet_fast.data.prepare.prepare.write_classes", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(tars, out, WEBDATASET, subset=True)
+    another = replica.official_tars(tmp_path / "another", small_imagenet(train=9))
+    with pytest.raises(UserError, match=r"out was begun from another source than .*another, by train/.* or remove"):
+        prepare(another, out, WEBDATASET, subset=True)
+    with pytest.raises(UserError, match="was prepared with --format webdataset"):
+        prepare(tars, out, TFRECORD, subset=True)
+    monkeypatch.setattr(shard_layout, "write_tar", stopped)  # nothing is made again
+    prepare(tars, out, WEBDATASET, subset=True)
+
+
+def stopped(*arguments: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_disk_that_is_too_small_is_told(tars: Path, out: Path, monkeypatch: pytest.MonkeyPatch):
+    usage = shutil.disk_usage(tars)._replace(free=100_000)
+    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda path: usage)
+    refused_at = r"need \d+.\d kB, and the disk of .* has 100.0 kB free"
+    with pytest.raises(UserError, match=refused_at):
+        prepare(tars, out, WEBDATASET, subset=True)
+    prepare(tars, out, WEBDATASET.model_copy(update={"resize": 32, "quality": 20}), subset=True)  # shrunk, they fit
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--shard-size", "150MB"], "--shard-size is of shards; give --format webdataset or tfrecord too"),
+        (["--format", "tfrecord", "--shard-size", "0"], "--shard-size 0 is no size above 0; write for example 150MB"),
+        (["--format", "tfrecord", "--shard-size", "many"], "--shard-size many is no size above 0"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    tars: Path, out: Path, refusal: Callable[..., str], options: list[str], told: str
+):
+    assert told in refusal("data", "prepare", "--source", str(tars), "--out", str(out), *options)

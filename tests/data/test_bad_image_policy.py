@@ -1,0 +1,115 @@
+"""Bad images: named, or left out in the same way on any number of ranks."""
+
+from __future__ import annotations
+
+import shutil
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from imagenet_fast.data.imagefolder import scan_training
+from imagenet_fast.data.loaders import build_loaders
+from imagenet_fast.errors import UserError
+from imagenet_fast.recipe.batching import Batching
+from imagenet_fast.recipe.data_config import ImageData
+from tests.data.encoded import BAD
+
+CPU = torch.device("cpu")
+LOADERS = ("folder", "dali")
+EPOCHS = 4
+"""An epoch of 3 steps of 12 leaves out 4 of the 40 images, others each time."""
+
+
+def data(loader: str, on_bad_image: str) -> ImageData:
+    table = {"dataset": "digits", "loader": loader, "image_size": 40, "resize": 44, "on_bad_image": on_bad_image}
+    return ImageData.model_validate(table)
+
+
+@pytest.fixture
+def damaged(images: Path, tmp_path: Path) -> Path:
+    """40 images to train on, of which 10 are bad in another way each, and 7 to validate, of which one is."""
+    root = tmp_path / "damaged é"
+    shutil.copytree(images, root)
+    for path, content in zip(sorted((root / "train").glob("*/*"))[::4], BAD.values(), strict=True):
+        path.write_bytes(content)
+    (root / "val" / "class1" / "004.jpg").write_bytes(BAD["half a jpeg"])
+    return root
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("bad", BAD)
+def test_a_bad_image_is_named(images: Path, tmp_path: Path, loader: str, bad: str):
+    shutil.copytree(images, tmp_path / "data")
+    path = tmp_path / "data" / "train" / "class2" / "017.jpg"
+    path.write_bytes(BAD[bad])
+    train = build_loaders(data(loader, "fail"), tmp_path / "data", Batching(1, 8, 1), 0, 2, CPU, seed=1).train
+    with pytest.raises(UserError, match=rf"{path} cannot be decoded \(.*\); .*--set data.on_bad_image=skip"):
+        list(islice(train, 5))
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_others_stand_in_for_bad_images_the_same_on_any_number_of_ranks(
+    damaged: Path, loader: str, capfd: pytest.CaptureFixture[str]
+):
+    alone = build_loaders(data(loader, "skip"), damaged, Batching(1, 2, 6), 0, 2, CPU, seed=1)
+    whole = list(islice(alone.train, EPOCHS * 3 * 6))
+    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert len(told) == len(set(told)) == 10, "each once, and none is left out of every epoch"
+    assert all("damaged é" in line and "cannot be decoded" in line for line in told)
+    assert told[-1].endswith("another is shown instead; bad images so far on this rank: 10")
+    assert all(len(images) == 2 and images.any() for images, _ in whole)
+    batching = Batching(3, 2, 2)
+    ranks = [build_loaders(data(loader, "skip"), damaged, batching, rank, 2, CPU, seed=1).train for rank in range(3)]
+    expected = iter(whole)
+    for _ in range(EPOCHS * 3):
+        for train in ranks:
+            for (images, labels), (ours, our_labels) in zip(islice(train, 2), islice(expected, 2), strict=True):
+                assert torch.equal(images, ours)
+                assert torch.equal(labels, our_labels)
+
+
+def test_a_stand_in_brings_its_label_and_the_loaders_agree_on_it(damaged: Path):
+    batching = Batching(1, 10, 1)
+    both = [build_loaders(data(loader, "skip"), damaged, batching, 0, 2, CPU, seed=1) for loader in LOADERS]
+    labels = scan_training(damaged).labels
+    changed = 0
+    for order, (ours, our_labels), (theirs, their_labels) in islice(
+        zip(both[0].train_order, both[0].train, both[1].train, strict=False), 8
+    ):
+        assert torch.equal(our_labels, their_labels)
+        assert (ours - theirs).abs().mean((1, 2, 3)).max() < 0.03
+        changed += int((our_labels.numpy() != labels[order.images]).sum())
+    assert changed, "of ten some stand-ins are of another class"
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_in_an_evaluation_a_bad_image_counts_and_counts_as_wrong(damaged: Path, loader: str):
+    dataset = build_loaders(data(loader, "skip"), damaged, Batching(1, 3, 1), 0, 2, CPU, seed=1)
+    for _ in range(2):
+        images, labels = (torch.cat(part) for part in zip(*dataset.next_evaluation(), strict=True))
+        assert (labels == -1).nonzero().tolist() == [[4]]
+        assert images[4].std(dim=(1, 2)).max() < 1e-6
+        assert len(images) == 7
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_folder_of_nothing_but_bad_images_ends_the_run(tmp_path: Path, loader: str):
+    for split in ("train", "val"):
+        (tmp_path / split / "only").mkdir(parents=True)
+        for number in range(4):
+            (tmp_path / split / "only" / f"{number}.jpg").write_bytes(BAD["text"])
+    train = build_loaders(data(loader, "skip"), tmp_path, Batching(1, 2, 1), 0, 2, CPU, seed=1).train
+    with pytest.raises(UserError, match=r"only/\d.jpg cannot be decoded, nor can any of 100 other images"):
+        next(train)
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_image_that_has_gone_is_named_too(images: Path, tmp_path: Path, loader: str):
+    shutil.copytree(images, tmp_path / "data")
+    train = build_loaders(data(loader, "fail"), tmp_path / "data", Batching(1, 40, 1), 0, 2, CPU, seed=1).train
+    gone = tmp_path / "data" / "train" / "class0" / "003.jpg"
+    gone.unlink()
+    with pytest.raises(UserError, match=rf"{gone} cannot be .*No such file"):
+        next(train)

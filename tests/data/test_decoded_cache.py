@@ -1,0 +1,485 @@
+"""A cache of decoded images: the same pixels, filled once, by however many, and believed only where it is right."""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from imagenet_fast.cli import main
+from imagenet_fast.data import decoded_cache as caches
+from imagenet_fast.data.decode import ImageDecodeError, decode
+from imagenet_fast.data.decoded_cache import Cache, open_cache
+from imagenet_fast.data.fill_cache import fill, fill_caches
+from imagenet_fast.data.format_detection import Format
+from imagenet_fast.data.imagefolder import ImageFolder, scan_training, scan_validation
+from imagenet_fast.data.loaders import build_loaders, open_loader
+from imagenet_fast.data.prepare.prepare import prepare
+from imagenet_fast.data.prepare.staging_dir import Settings
+from imagenet_fast.data.resize import shrunk
+from imagenet_fast.data.sampler import EvalSampler, TrainSampler
+from imagenet_fast.data.verify.verify import verify
+from imagenet_fast.errors import UserError
+from imagenet_fast.recipe.batching import Batching
+from imagenet_fast.recipe.data_config import ImageData
+from imagenet_fast.recipe.job import recipe_tables
+from imagenet_fast.recipe.load import parse_recipe
+from imagenet_fast.recipe.resume_compat import differences, digest
+from imagenet_fast.recipe.schema import Recipe
+from tests.conftest import tables
+from tests.data.encoded import BAD, IMAGES
+
+CPU = torch.device("cpu")
+FORKED = multiprocessing.get_context("forkserver")
+SIDE = 60  # of images of 70 to 140 pixels
+
+
+def recipe(**changes: object) -> Recipe:
+    table = {"dataset": "digits", "loader": "folder", "image_size": 48, "resize": 56, "workers": 2, **changes}
+    return parse_recipe("test", tables(data=table))
+
+
+def data(**changes: object) -> ImageData:
+    found = recipe(**changes).data
+    assert isinstance(found, ImageData)
+    return found
+
+
+def epochs(root: Path, cache: Path | None, ranks: int = 1, **changes: object) -> list[list[Tensor]]:
+    """Three epochs of 3 steps of 12 images, each rank's batches in turn, and an evaluation."""
+    settings = data(**{"cache": "" if cache is None else str(cache), "cache_side": SIDE, **changes})
+    batching = Batching(ranks, 2, 6 // ranks)
+    opened = [build_loaders(settings, root, batching, rank, 2, CPU, seed=1) for rank in range(ranks)]
+    shown = []
+    for _ in range(9):
+        for dataset in opened:
+            shown += [list(batch) for batch in islice(dataset.train, batching.accumulation)]
+    return shown + [list(batch) for dataset in opened for batch in dataset.next_evaluation()]
+
+
+def same(ours: list[list[Tensor]], theirs: list[list[Tensor]]) -> bool:
+    return len(ours) == len(theirs) and all(
+        torch.equal(*pair) for batches in zip(ours, theirs, strict=True) for pair in zip(*batches, strict=True)
+    )
+
+
+def filled(folder: Path, images: ImageFolder, side: int = SIDE) -> Cache:
+    cache = open_cache(folder, "train", images, side)
+    assert sum(fill(cache, 2)) == len(images)
+    return cache
+
+
+def opened_after_the_end(folder: Path, images: ImageFolder, side: int = SIDE) -> Cache:
+    """Once nobody has it any more."""
+    gc.collect()
+    return open_cache(folder, "train", images, side)
+
+
+def expected(images: ImageFolder, index: int, side: int = SIDE) -> np.ndarray:
+    return shrunk(decode(images.read(index)), side)
+
+
+def test_what_is_shown_is_the_same_with_and_without_it_while_it_fills_and_after_on_any_number_of_ranks(
+    images: Path, tmp_path: Path
+):
+    without = epochs(images, None)
+    for ranks in (1, 2, 3):  # the first one fills it
+        assert same(epochs(images, tmp_path, ranks)[: 9 * 6], without[: 9 * 6])
+    assert same(epochs(images, tmp_path)[9 * 6 :], without[9 * 6 :])
+    assert not same(epochs(images, None, cache_side=0), without)
+
+
+def test_after_the_first_epoch_images_are_not_read_again(images: Path, tmp_path: Path, capfd):
+    split = scan_training(images)
+    cache = filled(tmp_path, split)
+    told = capfd.readouterr().err
+    assert re.search(r"^40 images, with a shorter side of at most 60, will take about .* kB in .*train-60; ", told)
+    assert not cache.missing
+    gone = Cache(cache.folder, Gone(**vars(split)), SIDE, cache._kept, True)
+    for index in range(40):
+        assert np.array_equal(gone.pixels(index), expected(split, index))
+    size = (tmp_path / "train-60" / "pixels").stat().st_size
+    del cache, gone
+    again = opened_after_the_end(tmp_path, split)
+    assert not again.missing
+    assert sum(fill(again, 2)) == 0
+    assert (tmp_path / "train-60" / "pixels").stat().st_size == size
+    assert not capfd.readouterr().err
+
+
+class Gone(ImageFolder):
+    def read(self, index: int) -> bytes:
+        raise AssertionError(f"{self.name(index)} is read")
+
+
+def test_images_of_every_kind_come_out_as_they_are_decoded(tmp_path: Path):
+    split = folder_of(tmp_path / "of every kind é\n", IMAGES)
+    for side in (1, 50, 0):
+        cache = filled(tmp_path / "cache ü", split, side)
+        assert not cache.missing
+        for index in range(len(split)):
+            pixels = cache.pixels(index)
+            assert np.array_equal(pixels, expected(split, index, side)), split.name(index)
+            if side:
+                assert min(pixels.shape[:2]) <= side
+
+
+def folder_of(root: Path, contents: dict[str, bytes]) -> ImageFolder:
+    for split in ("train", "val"):
+        (root / split / "all").mkdir(parents=True)
+        for name, content in contents.items():
+            (root / split / "all" / f"{name}.jpg").write_bytes(content)
+    return scan_training(root)
+
+
+def test_bad_images_stay_bad_and_are_not_kept(tmp_path: Path, capfd):
+    split = folder_of(tmp_path / "bad", {**BAD, "a good one": IMAGES["jpeg"]})
+    cache = filled(tmp_path, split)
+    told = capfd.readouterr().err
+    assert told.count("it is left out") == len(BAD) == len(cache.missing)
+    del cache
+    again = opened_after_the_end(tmp_path, split)
+    bad = [index for index in range(len(split)) if Path(split.name(index)).stem in BAD]
+    assert len(bad) == len(BAD)
+    for index in bad:
+        with pytest.raises(ImageDecodeError):
+            again.pixels(index)
+
+
+def test_others_stand_in_for_bad_images_as_they_do_without_a_cache(images: Path, tmp_path: Path):
+    root = tmp_path / "data"
+    shutil.copytree(images, root)
+    for path, content in zip(sorted((root / "train").glob("*/*"))[::4], BAD.values(), strict=True):
+        path.write_bytes(content)
+    without = epochs(root, None, on_bad_image="skip")
+    for _ in range(2):
+        assert same(epochs(root, tmp_path / "cache", on_bad_image="skip"), without)
+    with pytest.raises(UserError, match="cannot be decoded"):
+        epochs(root, tmp_path / "cache")
+
+
+def fill_in_a_process(root: Path, folder: Path, begin: int, paused: float = 0.0) -> None:
+    """All images, from ``begin`` on in a circle."""
+    split = scan_training(root)
+    cache = open_cache(folder, "train", split, SIDE)
+    for step in range(len(split)):
+        index = (begin + step) % len(split)
+        assert np.array_equal(cache.pixels(index), expected(split, index))
+        time.sleep(paused)
+
+
+def test_several_processes_fill_it_at_the_same_time(images: Path, tmp_path: Path):
+    fillers = [FORKED.Process(target=fill_in_a_process, args=(images, tmp_path, 13 * n)) for n in range(3)]
+    for filler in fillers:
+        filler.start()
+    for filler in fillers:
+        filler.join()
+        assert filler.exitcode == 0
+    cache = open_cache(tmp_path, "train", scan_training(images), SIDE)
+    assert not cache.missing
+
+
+def test_one_that_is_killed_is_filled_on(images: Path, tmp_path: Path):
+    split = scan_training(images)
+    left = 40
+    for begin in (0, 20):
+        filler = FORKED.Process(target=fill_in_a_process, args=(images, tmp_path, begin, 0.01))
+        filler.start()
+        index = tmp_path / "train-60" / "index"
+        while filler.is_alive() and not (
+            index.exists() and np.count_nonzero(np.fromfile(index, dtype=np.uint64)) > 43 - left
+        ):
+            time.sleep(0.001)
+        os.kill(filler.pid or 0, signal.SIGKILL)
+        filler.join()
+        cache = opened_after_the_end(tmp_path, split)
+        assert len(cache.missing) < left
+        left = len(cache.missing)
+        del cache
+    cache = opened_after_the_end(tmp_path, split)
+    assert sum(fill(cache, 2)) == left
+    assert all(np.array_equal(cache.pixels(index), expected(split, index)) for index in range(40))
+
+
+def _spellings(place: Path, root: Path) -> Iterator[Path]:
+    """Ways to write ``root``, seen from ``place``: relative, over links, with detours."""
+    yield root
+    yield Path(os.path.relpath(root, place))
+    yield root / ".." / root.name / "train" / ".."
+    (place / "link").symlink_to(root)
+    yield place / "link"
+    (place / "parts").mkdir()
+    for path in root.iterdir():
+        (place / "parts" / path.name).symlink_to(path)
+    yield place / "parts"
+    for split in ("train", "val"):
+        (place / "classes" / split).mkdir(parents=True)
+        for folder in (root / split).iterdir():
+            (place / "classes" / split / folder.name).symlink_to(folder)
+    (place / "classes" / "quarantine.json").symlink_to(root / "quarantine.json")
+    yield place / "classes"
+
+
+@pytest.mark.parametrize("kind", ["folder", "webdataset", "tfrecord"])
+def test_it_is_the_same_cache_however_the_data_is_named(
+    images: Path, tmp_path: Path, kind: Format, monkeypatch: pytest.MonkeyPatch, capfd
+):
+    root = tmp_path / "the data é"
+    shutil.copytree(images, root)
+    (root / "val" / "class1" / "004.jpg").write_bytes(BAD["half a jpeg"])
+    if kind != "folder":
+        settings = Settings(format=kind, resize=None, quality=None, shard_size=30_000)
+        prepare(root, root := tmp_path / "shards", settings, subset=True)
+    verify(root)
+    place = tmp_path / "place"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    for spelling in _spellings(place, root):
+        if kind != "folder" and spelling.name == "classes":
+            continue
+        fill_caches(spelling, tmp_path / "cache", SIDE, 1)
+        told = capfd.readouterr().err
+        assert told.count("will take about") == (2 if spelling == root else 0), spelling
+        assert "of other images" not in told, spelling
+        gc.collect()
+    shutil.copytree(root, tmp_path / "copy")
+    fill_caches(tmp_path / "copy", tmp_path / "cache", SIDE, 1)
+    assert "is of other images: it is made anew" in capfd.readouterr().err
+
+
+def _another_image(root: Path, folder: Path) -> None:
+    shutil.copy(root / "train" / "class0" / "000.jpg", root / "train" / "class0" / "999.jpg")
+
+
+def _other_contents(root: Path, folder: Path) -> None:
+    for path in (root / "train").glob("*/*"):
+        with Image.open(path) as image:
+            image.transpose(Image.Transpose.FLIP_TOP_BOTTOM).save(path, quality=95)
+
+
+def _no_pixels(root: Path, folder: Path) -> None:
+    (folder / "pixels").unlink()
+
+
+def _half_the_pixels(root: Path, folder: Path) -> None:
+    os.truncate(folder / "pixels", 200_000)
+
+
+def _zeros_for_pixels(root: Path, folder: Path) -> None:
+    (folder / "pixels").write_bytes(bytes((folder / "pixels").stat().st_size))
+
+
+def _half_an_index(root: Path, folder: Path) -> None:
+    os.truncate(folder / "index", 160)
+
+
+def _no_index(root: Path, folder: Path) -> None:
+    (folder / "index").unlink()
+
+
+def _noise_for_an_index(root: Path, folder: Path) -> None:
+    (folder / "index").write_bytes(np.random.default_rng(1).bytes(320))
+
+
+def _entries_that_are_swapped(root: Path, folder: Path) -> None:
+    np.roll(np.fromfile(folder / "index", dtype=np.uint64), 1).tofile(folder / "index")
+
+
+def _a_torn_note(root: Path, folder: Path) -> None:
+    os.truncate(folder / "about.json", 20)
+
+
+def _a_note_of_another_kind(root: Path, folder: Path) -> None:
+    (folder / "about.json").write_text("[]")
+
+
+def _another_version(root: Path, folder: Path) -> None:
+    about = json.loads((folder / "about.json").read_text())
+    (folder / "about.json").write_text(json.dumps({**about, "version": 0}))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_another_image, "is of other images"),
+        (_other_contents, "has other pixels than the images have now"),
+        (_no_pixels, "is damaged"),
+        (_half_the_pixels, "is damaged"),
+        (_zeros_for_pixels, "has other pixels than the images have now"),
+        (_half_an_index, "is damaged"),
+        (_no_index, "is damaged"),
+        (_noise_for_an_index, "is damaged"),
+        (_entries_that_are_swapped, "has other pixels than the images have now"),
+        (_a_torn_note, "is damaged"),
+        (_a_note_of_another_kind, "is damaged"),
+        (_another_version, "is of other images"),
+    ],
+)
+def test_one_that_is_not_right_is_made_anew(
+    images: Path, tmp_path: Path, change: Callable[[Path, Path], None], reason: str, capfd
+):
+    root = tmp_path / "data"
+    shutil.copytree(images, root)
+    filled(tmp_path / "cache", scan_training(root))
+    gc.collect()
+    change(root, tmp_path / "cache" / "train-60")
+    split = scan_training(root)
+    capfd.readouterr()
+    cache = opened_after_the_end(tmp_path / "cache", split)
+    assert re.search(f"train-60 {reason}.*: it is made anew\n", capfd.readouterr().err)
+    assert len(cache.missing) == len(split)
+    assert sum(fill(cache, 2)) == len(split)
+    assert all(np.array_equal(cache.pixels(index), expected(split, index)) for index in range(len(split)))
+
+
+def test_one_in_use_is_not_made_anew_for_other_images(images: Path, tmp_path: Path):
+    split = scan_training(images)
+    cache = filled(tmp_path, split)
+    with pytest.raises(UserError, match=r"train-60 is of other images, and another run, .* give another data.cache"):
+        open_cache(tmp_path, "train", scan_validation(images), SIDE)
+    assert not cache.missing
+
+
+def test_when_the_machine_went_down_only_what_was_synced_is_believed(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    split = scan_training(images)
+    cache = open_cache(tmp_path, "train", split, SIDE)
+    for index in range(10):
+        cache.pixels(index)
+    cache.sync()
+    for index in range(10, 25):
+        cache.pixels(index)
+    monkeypatch.setattr(caches, "_boot", lambda: "another")
+    with pytest.raises(UserError, match="is of before this machine started, and another run, or machine, uses it"):
+        open_cache(tmp_path, "train", split, SIDE)
+    del cache
+    back = opened_after_the_end(tmp_path, split)
+    assert back.missing == list(range(10, 40))
+    assert sum(fill(back, 2)) == 30
+    del back
+    assert not opened_after_the_end(tmp_path, split).missing
+
+
+def test_one_that_was_never_synced_begins_again(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    split = scan_training(images)
+    open_cache(tmp_path, "train", split, SIDE).pixels(0)
+    monkeypatch.setattr(caches, "_boot", lambda: "another")
+    assert len(opened_after_the_end(tmp_path, split).missing) == 40
+
+
+def test_its_keys_are_checked_and_only_the_side_binds_a_run(tmp_path: Path):
+    assert data().cache_side == 0
+    assert data(cache="/somewhere").cache_side == 256
+    assert data(cache="/somewhere", cache_side=0).cache_side == 0
+    one, other, none = (recipe(cache=place, cache_side=256) for place in ("/a", "/b", ""))
+    assert digest(one) == digest(other) == digest(none)
+    assert differences(recipe_tables(one), recipe()) == ["data.cache_side (256, now 0)"]
+    with pytest.raises(UserError, match=r"dali takes encoded images; --set data.loader=folder"):
+        data(loader="dali", cache="/somewhere")
+    with pytest.raises(UserError, match=r"cache_side \(50\) must be at least resize \(56\).*--set data.cache_side=56"):
+        data(cache="/somewhere", cache_side=50)
+
+
+def test_a_place_that_cannot_be_is_refused(images: Path, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"file/train-60 cannot be made .*; give another data.cache"):
+        open_cache(tmp_path / "file", "train", scan_training(images), SIDE)
+
+
+@pytest.fixture
+def small_disk(root: None, tmp_path: Path) -> Iterator[Path]:
+    """600 kB, which 40 images just fit into, but not with what else a cache needs."""
+    place = tmp_path / "small disk"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(place)], check=True)
+    yield place
+    gc.collect()
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(images: Path, small_disk: Path):
+    with pytest.raises(
+        UserError,
+        match=r"40 images, as large as they are, take about 1.\d MB in .*, and its disk has 6\d\d.\d kB free, "
+        r"which would do for a data.cache_side of \d+; free some, or give another data.cache"
+    ):  # fmt: skip
+        open_cache(small_disk, "train", scan_training(images), 0)
+    assert not list(small_disk.glob("*/pixels"))
+
+
+def test_a_disk_that_fills_up_costs_time_and_no_images(images: Path, small_disk: Path, capfd):
+    split = scan_training(images)
+    cache = open_cache(small_disk, "train", split, SIDE)
+    for _ in range(2):
+        for index in range(40):
+            assert np.array_equal(cache.pixels(index), expected(split, index))
+    told = capfd.readouterr().err
+    assert told.count("warning: ") == 1
+    assert re.search("takes no more images (.*No space left.*): .*; free some space and start again", told)
+    with pytest.raises(UserError, match=r"is not whole .*; free some space and run this again"):
+        list(fill(cache, 1))
+
+
+def test_a_whole_one_serves_where_it_cannot_be_written(images: Path, root: None, tmp_path: Path):
+    split, place = scan_training(images), tmp_path / "read only"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=9m", "tmpfs", str(place)], check=True)
+    try:
+        half = open_cache(place, "train", split, SIDE)
+        for index in range(20):
+            half.pixels(index)
+        half.sync()
+        del half
+        gc.collect()
+        subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
+        cache = open_cache(place, "train", split, SIDE)
+        assert cache.missing == list(range(20, 40))
+        assert all(np.array_equal(cache.pixels(index), expected(split, index)) for index in range(40))
+        with pytest.raises(
+            UserError, match=r"train-60 is of other images and cannot be written; give another data.cache"
+        ):
+            open_cache(place, "train", scan_validation(images), SIDE)
+        with pytest.raises(UserError, match="val-60 cannot be made"):
+            open_cache(place, "val", scan_validation(images), SIDE)
+        del cache
+    finally:
+        gc.collect()
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_the_command_fills_both_splits_for_runs_to_come(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    monkeypatch.setattr(
+        sys, "argv",
+        ["imagenet-fast", "data", "cache", "--data", str(images), "--out", str(tmp_path), "--side", str(SIDE)],
+    )  # fmt: skip
+    for _ in range(2):
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert not end.value.code
+        assert f"--set data.cache={tmp_path} --set data.cache_side=60" in capsys.readouterr().out
+        gc.collect()
+    for split, read in (("train", scan_training), ("val", scan_validation)):
+        assert not open_cache(tmp_path, split, read(images), SIDE).missing
+    settings = data(cache=str(tmp_path), cache_side=SIDE)
+    train = open_loader(settings, scan_training(images), TrainSampler(40, Batching(1, 8, 1), 0, 1), 1, CPU, 1)
+    val = open_loader(settings, scan_validation(images), EvalSampler(7, 8, 1, 0), 2, CPU, 1)
+    assert [len(next(iter(loader))[0]) for loader in (train, val)] == [8, 7]

@@ -1,0 +1,294 @@
+"""An index is made once, kept, and believed only as long as it is whole and of what is there."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import time
+from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from imagenet_fast.data.format_detection import open_training
+from imagenet_fast.data.formats import index_cache
+from imagenet_fast.data.formats.index_cache import Index, Kind, load_or_build_index, stamps_of
+from imagenet_fast.data.formats.shard_writer import Sample, write_records, write_tar
+from imagenet_fast.data.imagefolder import check_folders, check_validation, scan_training, scan_validation
+from imagenet_fast.errors import UserError
+
+KIND = Kind("test", {"numbers": "<i8"})
+NAME = ".imagenet-fast-train.index"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    place = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("IMAGENET_FAST_CACHE", str(place))
+    return place
+
+
+def kept(root: Path, made: list[int] | None = None, fill: int = 1) -> list[int]:
+    """The numbers in the index of all ``*.data`` files under ``root``; ``made`` grows when it is made."""
+
+    def make() -> Index:
+        (made if made is not None else []).append(fill)
+        return Index({"fill": fill}, {"numbers": np.full(100, fill)})
+
+    files = sorted(root.glob("*.data"))
+    return load_or_build_index(root, "train", KIND, lambda: stamps_of(root, files), make).columns["numbers"].tolist()
+
+
+def test_an_index_is_made_once(tmp_path: Path):
+    (tmp_path / "a.data").touch()
+    made: list[int] = []
+    assert kept(tmp_path, made) == kept(tmp_path, made, fill=2) == [1] * 100
+    assert made == [1]
+    assert {path.name for path in tmp_path.iterdir()} == {"a.data", NAME}
+
+
+@pytest.mark.parametrize("change", ["size", "time", "name", "more", "fewer"])
+def test_where_files_have_changed_it_is_made_anew_with_a_line(
+    tmp_path: Path, change: str, capsys: pytest.CaptureFixture[str]
+):
+    for name in "ab":
+        (tmp_path / f"{name}.data").write_text("1")
+    kept(tmp_path)
+    assert capsys.readouterr().err == ""
+    match change:
+        case "size":
+            (tmp_path / "a.data").write_text("12")
+        case "time":
+            (tmp_path / "a.data").write_text("2")
+        case "name":
+            (tmp_path / "a.data").rename(tmp_path / "c.data")
+        case "more":
+            (tmp_path / "c.data").touch()
+        case "fewer":
+            (tmp_path / "a.data").unlink()
+    assert kept(tmp_path, fill=2) == kept(tmp_path, fill=3) == [2] * 100
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert f"{tmp_path / NAME} is of files that have changed since; it is made anew" in said
+
+
+def test_whatever_lies_in_its_place_is_believed_only_if_it_is_whole(tmp_path: Path):
+    """Every kind of damage that a disk does, and files of others."""
+    (tmp_path / "a.data").touch()
+    kept(tmp_path)
+    place = tmp_path / NAME
+    whole = place.read_bytes()
+    drawn = random.Random(0)
+    others = [whole[:cut] for cut in (0, 1, 30, len(whole) // 2, len(whole) - 1)]
+    others += [b"garbage", bytes(2000), whole[100:], b"PK\x03\x04" + bytes(90)]
+    for _ in range(40):
+        at = drawn.randrange(len(whole))
+        others.append(whole[:at] + bytes([whole[at] ^ 1 << drawn.randrange(8)]) + whole[at + 1 :])
+    np.save(tmp_path / "array.npy", np.arange(3))
+    others.append((tmp_path / "array.npy").read_bytes())
+    np.savez(tmp_path / "other.npz", about=np.frombuffer(b"[]", np.uint8), numbers=np.arange(3))
+    others.append((tmp_path / "other.npz").read_bytes())
+    for content in others:
+        place.write_bytes(content)
+        assert kept(tmp_path, fill=1) == [1] * 100
+    place.write_bytes(whole)
+    assert kept(tmp_path, fill=2) == [1] * 100
+
+
+def test_an_index_of_another_format_is_not_taken_for_ones_own(tmp_path: Path):
+    """Where shards were replaced by shards of another kind."""
+    sample = Sample("a.jpg", b"image", 0)
+    write_tar(tmp_path / "train-0.tar", [(0, sample)])
+    assert open_training(tmp_path).read(0) == b"image"
+    (tmp_path / "train-0.tar").unlink()
+    write_records(tmp_path / "train-00000-of-00001", [sample], ["cat"])
+    assert open_training(tmp_path).read(0) == b"image"
+
+
+def test_data_that_cannot_be_written_has_its_index_in_the_cache(tmp_path: Path, cache: Path):
+    (tmp_path / "a.data").touch()
+    (tmp_path / f"{NAME}.partial").mkdir()  # even for root
+    made: list[int] = []
+    assert kept(tmp_path, made) == kept(tmp_path, made, fill=2) == [1] * 100
+    assert len(list((cache / "indexes").iterdir())) == 1
+    other = tmp_path / "other"
+    shutil.copytree(tmp_path, other)
+    assert kept(other, made, fill=3) == [3] * 100, "another directory's is another"
+    assert made == [1, 3]
+
+
+def test_where_nothing_can_be_kept_the_data_is_read_all_the_same(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / f"{NAME}.partial").mkdir()
+    (cache / "indexes").write_text("no folder")
+    assert kept(tmp_path) == [1] * 100
+    assert kept(tmp_path, fill=2) == [2] * 100
+    for name in ("IMAGENET_FAST_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 987_654)
+    assert kept(tmp_path, fill=3) == [3] * 100
+
+
+def test_nothing_is_kept_of_an_index_whose_making_fails(tmp_path: Path):
+    def make() -> Index:
+        raise UserError("a bad shard")
+
+    for _ in range(2):
+        with pytest.raises(UserError, match="a bad shard"):
+            load_or_build_index(tmp_path, "train", KIND, list, make)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / f"{NAME}.partial").write_text("of one that was killed")
+    assert kept(tmp_path) == [1] * 100
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+
+
+def _race(root: Path, log: Path, number: int) -> list[int]:
+    def make() -> Index:
+        with log.open("a") as file:
+            file.write(f"{number}\n")
+        time.sleep(0.3)
+        return Index({}, {"numbers": np.full(100, number)})
+
+    files = sorted(root.glob("*.data"))
+    return load_or_build_index(root, "train", KIND, lambda: stamps_of(root, files), make).columns["numbers"].tolist()
+
+
+def test_one_process_of_many_makes_it_and_the_others_wait(tmp_path: Path):
+    """First with nothing there, then with what has become stale."""
+    data = tmp_path / "data"
+    data.mkdir()
+    with ProcessPoolExecutor(4, multiprocessing.get_context("forkserver")) as processes:
+        for content in ("1", "12"):
+            (data / "a.data").write_text(content)
+            log = tmp_path / f"log {content}"
+            found = list(processes.map(_race, repeat(data), repeat(log), range(12)))
+            made = log.read_text().split()
+            assert len(made) == 1
+            assert found == [[int(made[0])] * 100] * 12
+    assert {path.name for path in data.iterdir()} == {"a.data", NAME}
+
+
+def test_a_listing_is_remembered_until_a_folder_changes(tmp_path: Path):
+    for name in ("cat", "dog"):
+        for split in ("train", "val"):
+            (tmp_path / split / name).mkdir(parents=True)
+            (tmp_path / split / name / "1.jpg").touch()
+    before = scan_training(tmp_path)
+    written = (tmp_path / NAME).stat().st_ino
+    assert scan_training(tmp_path).names == before.names
+    assert (tmp_path / NAME).stat().st_ino == written
+    changes = (
+        lambda: (tmp_path / "train" / "dog" / "0.jpg").touch(),
+        lambda: (tmp_path / "train" / "cat" / "1.jpg").rename(tmp_path / "train" / "dog" / "2.jpg"),
+        lambda: shutil.copytree(tmp_path / "train" / "dog", tmp_path / "train" / "bird"),
+        lambda: shutil.rmtree(tmp_path / "train" / "dog") or shutil.rmtree(tmp_path / "val" / "dog"),
+    )
+    expected = (["cat/1", "dog/0", "dog/1"], None, ["bird/0", "bird/1", "bird/2"], ["bird/0", "bird/1", "bird/2"])
+    for number, (change, names) in enumerate(zip(changes, expected, strict=True)):
+        change()
+        if number == 1:
+            with pytest.raises(UserError, match="cat holds no images"):
+                scan_training(tmp_path)
+            (tmp_path / "train" / "cat" / "3.jpg").touch()
+            names = ["cat/3", "dog/0", "dog/1", "dog/2"]
+        train = scan_training(tmp_path)
+        told = [str(Path(train.name(i)).relative_to(tmp_path / "train").with_suffix("")) for i in range(len(train))]
+        assert told[: len(names)] == names
+        assert [train.classes[label] for label in train.labels] == [name.split("/")[0] for name in told]
+
+
+def put(folder: Path, *names: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / name).touch()
+
+
+def times(root: Path) -> dict[Path, tuple[int, int]]:
+    return {path: (path.stat().st_atime_ns, path.stat().st_mtime_ns) for path in [root, *root.rglob("*")]}
+
+
+def test_a_copy_that_is_completed_with_its_old_times_is_listed_again(tmp_path: Path):
+    """As rsync -a does it: the times of folders are those of the source, whatever came into them since."""
+    root = tmp_path / "data"
+    for split in ("train", "val"):
+        for name in ("cat", "dog"):
+            put(root / split / name, "1.jpg", "2.jpg")
+    before = times(root)
+    assert len(scan_training(root)) == 4
+    put(root / "train/cat", "3.jpg", "4.jpg")
+    for path, old in before.items():
+        os.utime(path, ns=old)
+    assert len(scan_training(root)) == 6
+
+
+def test_a_shard_that_is_changed_in_place_with_its_old_time_is_read_again(tmp_path: Path):
+    write_tar(tmp_path / "train-0.tar", [(0, Sample("a.jpg", b"image", 0))])
+    shard = tmp_path / "train-0.tar"
+    assert open_training(tmp_path).labels.tolist() == [0]
+    old = shard.stat()
+    content = shard.read_bytes()
+    write_tar(tmp_path / "other.tar", [(0, Sample("a.jpg", b"image", 3))])
+    shard.write_bytes((tmp_path / "other.tar").read_bytes())
+    assert shard.stat().st_size == len(content)
+    os.utime(shard, ns=(old.st_atime_ns, old.st_mtime_ns))
+    (tmp_path / "other.tar").unlink()
+    assert open_training(tmp_path).labels.tolist() == [3]
+
+
+def test_a_file_system_whose_times_lie_is_found_out_by_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Some that lie over a network give every folder the same time."""
+    root = tmp_path / "data"
+    for split in ("train", "val"):
+        put(root / split / "cat", "1.jpg", "2.jpg")
+    monkeypatch.setattr(index_cache, "stamp_of", lambda name, stat: (name, 0, 0, 0))
+    assert len(scan_training(root)) == len(scan_validation(root)) == 2
+    check_folders(root)
+    assert capsys.readouterr().err == ""
+    put(root / "train/cat", "3.jpg")
+    (root / "val/cat/1.jpg").unlink()
+    check_folders(root)  # as every start does
+    said = capsys.readouterr().err
+    assert f"{root / NAME} is of 2 files in cat, where there are 3; it is made anew" in said
+    assert "is of 2 files in cat, where there are 1; it is made anew" in said
+    assert (len(scan_training(root)), len(scan_validation(root))) == (3, 1)
+    check_validation(root)
+    check_folders(root)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_wrong_index_that_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    root = tmp_path / "data"
+    for split in ("train", "val"):
+        put(root / split / "cat", "1.jpg")
+    monkeypatch.setattr(index_cache, "stamp_of", lambda name, stat: (name, 0, 0, 0))
+    scan_training(root)
+    put(root / "train/cat", "2.jpg")
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(
+        UserError, match=r"train.index is of 1 files in cat, where there are 2, and it cannot be removed .*; remove it"
+    ):
+        check_folders(root)
+
+
+def test_an_index_of_before_is_made_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Of version 1, whose stamps had no times of changes."""
+    (tmp_path / "a.data").touch()
+    stat = (tmp_path / "a.data").stat()
+    about = {"version": 1, "kind": "test", "stamps": [["a.data", 0, stat.st_mtime_ns]]}
+    with (tmp_path / NAME).open("wb") as file:
+        np.savez(file, about=np.frombuffer(json.dumps(about).encode(), np.uint8), numbers=np.full(100, 7))
+    assert kept(tmp_path, fill=2) == kept(tmp_path, fill=3) == [2] * 100
+    assert f"{tmp_path / NAME} is of another format or version; it is made anew" in capsys.readouterr().err

@@ -1,0 +1,80 @@
+"""Images mixed with one another."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+import torch
+from torch import Tensor
+
+from imagenet_fast.data.mixup import MixupCutmix
+from imagenet_fast.data.sampler import TrainSampler
+from imagenet_fast.recipe.batching import Batching
+
+CLASSES = 7
+
+
+def order_of(ranks: int, rank: int, seed: int = 1, first_step: int = 0) -> TrainSampler:
+    """Micro-batches of 6, four of them a step."""
+    return TrainSampler(48, Batching(ranks, 6, 4 // ranks), rank, seed, first_step)
+
+
+def batches(order: TrainSampler, dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, Tensor]]:
+    """Of two epochs: image n is n everywhere, of class n mod 7."""
+    made = []
+    for _, source in islice(order, 4 * order.batching.accumulation):
+        numbers = torch.from_numpy(source)
+        images = numbers.to(dtype)[:, None, None, None].expand(-1, 3, 8, 10)
+        made.append((images.contiguous(memory_format=torch.channels_last), numbers % CLASSES))
+    return made
+
+
+def mixed(
+    order: TrainSampler, mixup: float, cutmix: float, dtype: torch.dtype = torch.float32
+) -> list[tuple[Tensor, Tensor]]:
+    return list(MixupCutmix(batches(order, dtype), order, CLASSES, mixup, cutmix))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0), (0.2, 1.0)])
+def test_a_images_label_says_what_it_shows(mixup: float, cutmix: float, dtype: torch.dtype):
+    order = order_of(1, 0)
+    changed = 0
+    for (before, classes), (images, labels) in zip(batches(order), mixed(order, mixup, cutmix, dtype), strict=True):
+        assert (images.dtype, images.shape, labels.shape) == (dtype, before.shape, (6, CLASSES))
+        assert images.is_contiguous(memory_format=torch.channels_last)
+        torch.testing.assert_close(labels.sum(1), torch.ones(6))
+        shares = labels.gather(1, classes[:, None])[:, 0]
+        others = before.roll(1, 0)
+        shown = images.float().mean((1, 2, 3))
+        expected = shares * before[:, 0, 0, 0] + (1 - shares) * others[:, 0, 0, 0]
+        apart = classes != classes.roll(1)  # where both are of one class its share is 1 whatever is shown
+        torch.testing.assert_close(shown[apart], expected[apart], rtol=2e-2, atol=2e-2)
+        changed += bool((images.float() != before).any())
+    assert changed > 8
+
+
+def test_what_is_drawn_does_not_depend_on_the_ranks_nor_on_what_was_drawn_before():
+    whole = mixed(order_of(1, 0), 0.2, 1.0)
+    first, second = mixed(order_of(2, 0), 0.2, 1.0), mixed(order_of(2, 1), 0.2, 1.0)
+    again = [part for step in range(4) for part in first[2 * step : 2 * step + 2] + second[2 * step : 2 * step + 2]]
+    for (images, labels), (same, alike) in zip(whole, again, strict=True):
+        assert torch.equal(images, same)
+        assert torch.equal(labels, alike)
+    torch.manual_seed(5)
+    later = mixed(order_of(1, 0, first_step=2), 0.2, 1.0)
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(whole[8:], later, strict=False))
+
+
+def test_the_models_generator_is_left_alone():
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    mixed(order_of(1, 0), 0.2, 1.0)
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_another_seed_and_another_epoch_draw_otherwise():
+    one, other = mixed(order_of(1, 0), 1.0, 0.0), mixed(order_of(1, 0, seed=2), 1.0, 0.0)
+    assert len({float(labels.max()) for _, labels in one + other}) > 12

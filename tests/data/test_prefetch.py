@@ -1,0 +1,100 @@
+"""Threads that fill batches: in order, ahead but not too far, and no longer than they are asked to."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import count, islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from imagenet_fast.data.loaders import build_loaders
+from imagenet_fast.data.prefetch import Job, prefetched
+from imagenet_fast.recipe.batching import Batching
+from imagenet_fast.recipe.data_config import ImageData
+
+
+def fill(batch: list[int], place: int, value: int) -> Job:
+    time.sleep(0.001 * (value % 3))
+    batch[place] = value
+    yield
+
+
+def numbers(begun: list[int], size: int = 4) -> Iterator[tuple[list[int], list[Job]]]:
+    for number in count():
+        begun.append(number)
+        batch = [-1] * size
+        yield batch, [fill(batch, place, number * size + place) for place in range(size)]
+
+
+@pytest.fixture
+def threads() -> Callable[[], int]:
+    """How many have been started by this test, and not ended."""
+    before = set(threading.enumerate())
+    return lambda: len(set(threading.enumerate()) - before)
+
+
+def settled(threads: Callable[[], int]) -> int:
+    """What is left of them soon."""
+    for _ in range(500):
+        if not threads():
+            break
+        time.sleep(0.01)
+    return threads()
+
+
+@pytest.mark.parametrize(("workers", "depth"), [(1, 1), (3, 2), (5, 1), (2, 7)])
+def test_batches_come_whole_and_in_order_and_few_are_ahead(workers: int, depth: int):
+    begun: list[int] = []
+    for number, batch in enumerate(islice(prefetched(numbers(begun), workers, depth), 20)):
+        assert batch == list(range(4 * number, 4 * number + 4))
+        assert begun == list(range(number + depth + 1))
+
+
+def test_batches_that_end_all_come(threads: Callable[[], int]):
+    assert len(list(prefetched(islice(numbers([]), 5), 2, 3))) == 5
+    assert settled(threads) == 0
+
+
+def test_an_error_comes_in_the_turn_of_its_batch(threads: Callable[[], int]):
+    def broken() -> Job:
+        raise OSError("the disk is gone")
+        yield
+
+    batches = islice(numbers([]), 2)
+    ahead = prefetched([*batches, ([], [broken()])], 2, 4)
+    assert len(list(islice(ahead, 2))) == 2
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(ahead)
+    assert settled(threads) == 0
+
+
+def test_threads_end_when_the_iterator_is_dropped_in_the_middle_of_a_long_piece(threads: Callable[[], int]):
+    steps: list[int] = []
+
+    def long() -> Job:
+        for step in range(100_000):
+            steps.append(step)
+            time.sleep(0.001)
+            yield
+
+    ahead = prefetched([([0], []), ([1], [long()]), ([2], [long()])], 1, 1)
+    assert next(ahead) == [0]
+    assert threads() == 1
+    del ahead
+    assert settled(threads) == 0
+    assert len(steps) < 50_000
+
+
+@pytest.mark.parametrize("loader", ["folder", "dali"])
+def test_a_loader_that_is_dropped_leaves_no_thread_that_reads(images: Path, loader: str, threads: Callable[[], int]):
+    data = ImageData.model_validate({"dataset": "digits", "loader": loader, "image_size": 32, "resize": 32})
+    dataset = build_loaders(data, images, Batching(1, 4, 1), 0, 2, torch.device("cpu"), seed=1)
+    next(dataset.train)
+    list(dataset.next_evaluation())
+    assert threads() >= 2
+    del dataset
+    assert settled(threads) == 0

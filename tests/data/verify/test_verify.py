@@ -1,0 +1,228 @@
+"""Every file decoded: what cannot be is left out of training from then on, and what needs care is told."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from imagenet_fast.cli import app
+from imagenet_fast.data.format_detection import Format, open_training, open_validation
+from imagenet_fast.data.image_source import ImageSource
+from imagenet_fast.data.prepare.prepare import prepare
+from imagenet_fast.data.prepare.staging_dir import Settings
+from imagenet_fast.data.verify import verify as verification
+from imagenet_fast.data.verify.verify import summary, verify
+from imagenet_fast.errors import UserError
+from tests.data.prepare import replica
+from tests.data.prepare.replica import ODD, Images, small_imagenet
+
+
+@pytest.fixture(scope="module")
+def images() -> Images:
+    gif = {"val/n01440764/moving.jpg": replica.encoded(replica.photo(7, 20, 30), "GIF")}
+    return small_imagenet(train=8, val=2) | gif
+
+
+@pytest.fixture
+def data(tmp_path: Path, images: Images) -> Path:
+    return replica.image_folder(tmp_path / "data", images)
+
+
+def scan(root: Path) -> tuple[ImageSource, ImageSource]:
+    return open_training(root), open_validation(root)
+
+
+def paths_of(split: ImageSource) -> list[str]:
+    return [split.name(index) for index in range(len(split))]
+
+
+BAD = {ODD[kind] for kind in ("truncated", "empty", "garbage")}
+NO_IMAGES = {ODD["AppleDouble"]}
+"""By its name, for training as for verify."""
+
+
+def test_what_cannot_be_decoded_is_left_out_of_training(data: Path, images: Images):
+    verify(data)
+    train, val = scan(data)
+    assert {str(Path(path).relative_to(data)) for path in paths_of(train) + paths_of(val)} == (
+        images.keys() - BAD - NO_IMAGES
+    )
+    with pytest.raises(Exception, match="truncated"):
+        Image.open(data / ODD["truncated"]).load()  # as it would have been
+
+
+def test_it_is_told_of_each_file_what_is_wrong_and_of_each_image_what_is_odd(data: Path):
+    found = verify(data)
+    assert found.kinds == {"truncated": 1, "empty": 1, "no image": 1}
+    assert found.passed_over == {"files that are no images by their names": [ODD["AppleDouble"]]}
+    assert "image file is truncated" in found.bad[ODD["truncated"]]
+    assert found.notes == {
+        "CMYK": [ODD["cmyk"]],
+        "turned by EXIF": [ODD["rotated"]],
+        "named otherwise": [ODD["png"], "val/n01440764/moving.jpg"],
+    }
+    assert found.duplicates == [["train/n01443537/n01443537_1.JPEG", ODD["twin"]]]
+    assert found.contradictions == found.duplicates
+    assert found.leaks == []
+    assert found.counts["val"] == dict.fromkeys(sorted(replica.CLASSES), 2) | {"n01440764": 3}
+    assert found.counts["train"]["n01443537"] == 5
+    assert len(found.sizes) == sum(sum(classes.values()) for classes in found.counts.values())
+
+
+def test_the_command_tells_it_on_one_screen_and_all_of_it_as_json_and_draws_sizes(tmp_path: Path, data: Path):
+    json_file, png = tmp_path / "all.json", tmp_path / "sizes.png"
+    command = ["data", "verify", "--data", str(data), "--json", str(json_file), "--png", str(png)]
+    done = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert done.exit_code == 0
+    lines = done.stdout.splitlines()
+    assert len(lines) < 24
+    assert lines[0] == "train  31 images in 4 classes: 5 to 9 in each, 9 in the median"
+    assert f"noted, and kept: 1 CMYK, as {ODD['cmyk']}" in lines
+    assert f"quarantined: 1 truncated, as {ODD['truncated']}" in lines
+    assert f"`train` leaves out what is in {data / 'quarantine.json'}" in lines
+    told = json.loads(json_file.read_text())
+    assert told["quarantine"].keys() == BAD
+    assert told["classes"]["val"] == dict.fromkeys(sorted(replica.CLASSES), 2) | {"n01440764": 3}
+    with Image.open(png) as image:
+        assert image.format == "PNG"
+
+
+@pytest.mark.parametrize("kind", ["webdataset", "tfrecord"])
+def test_shards_are_looked_at_as_folders_are_and_what_is_bad_is_left_out(
+    tmp_path: Path, data: Path, kind: Format, monkeypatch: pytest.MonkeyPatch
+):
+    settings = Settings(format=kind, resize=None, quality=None, shard_size=100_000)
+    out = tmp_path / "shards"
+    prepare(data, out, settings, subset=True)
+    before, folders = scan(out), verify(data)
+    found = verify(out)
+    assert Counter(what.partition(" (")[0] for what in found.bad.values()) == Counter(
+        what.partition(" (")[0] for what in folders.bad.values()
+    )
+    for name in ("leaks", "contradictions", "duplicates"):
+        assert len(getattr(found, name)) == len(getattr(folders, name))
+    called = {"named otherwise"} if kind == "webdataset" else set()  # which has no name for a GIF
+    assert found.notes.keys() == {"CMYK", "turned by EXIF"} | called  # of others shards call images what they are
+    assert found.counts == folders.counts
+    assert np.array_equal(np.sort(found.sizes, axis=0), np.sort(folders.sizes, axis=0))
+    for whole, rest in zip(before, scan(out), strict=True):
+        bad = [index for index in range(len(whole)) if os.path.relpath(whole.name(index), out) in found.bad]
+        kept = [index for index in range(len(whole)) if index not in bad]
+        assert [rest.read(index) for index in range(len(rest))] == [whole.read(index) for index in kept]
+        assert rest.labels.tolist() == whole.labels[kept].tolist()
+    assert sum(map(len, scan(out))) == sum(map(len, before)) - 3
+    monkeypatch.chdir(out)
+    assert [len(split) for split in scan(Path())] == [len(split) for split in scan(out)]
+
+
+def test_what_is_bad_is_left_out_wherever_one_stands(data: Path, monkeypatch: pytest.MonkeyPatch):
+    verify(data)
+    monkeypatch.chdir(data)
+    assert [len(split) for split in scan(Path())] == [len(split) for split in scan(data)] == [31, 9]
+
+
+def test_a_record_that_is_damaged_is_quarantined_too(tmp_path: Path, data: Path):
+    settings = Settings(format="tfrecord", resize=None, quality=None, shard_size=1 << 20)
+    prepare(data, tmp_path / "shards", settings, subset=True)
+    (shard,) = (tmp_path / "shards/val").glob("validation-*-of-00001")
+    content, time = bytearray(shard.read_bytes()), shard.stat().st_mtime_ns
+    content[2000] ^= 1
+    shard.write_bytes(content)
+    os.utime(shard, ns=(time, time))
+    found = verify(tmp_path / "shards")
+    (damaged,) = (what for path, what in found.bad.items() if path.startswith("val/"))
+    assert damaged.startswith("unreadable: ")
+    assert "its bytes are not those of its checksum" in damaged
+    assert len(scan(tmp_path / "shards")[1]) == 8
+
+
+def test_a_second_look_finds_what_was_mended(data: Path, images: Images):
+    verify(data)
+    (data / ODD["truncated"]).write_bytes(images["val/n01443537/ILSVRC2012_val_00000003.JPEG"])
+    found = verify(data)
+    assert ODD["truncated"] not in found.bad
+    assert [ODD["truncated"], "val/n01443537/ILSVRC2012_val_00000003.JPEG"] in found.leaks
+    assert len(scan(data)[0]) == 32
+
+
+def test_odd_names_and_folders_do_no_harm(tmp_path: Path):
+    content = replica.encoded(replica.photo(1, 40, 50))
+    names = [b"\xff.jpg", "é\n.JPEG".encode(), b".jpg"]
+    for name in names:
+        path = tmp_path / "train/a" / os.fsdecode(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    (tmp_path / "train/a" / os.fsdecode(b"\xfe.jpg")).write_bytes(b"")
+    (tmp_path / "train/a/folder.jpg").mkdir()
+    replica.write_files(tmp_path, {"val/a/0.jpg": content})
+    found = verify(tmp_path)
+    assert list(map(os.fsencode, found.bad)) == [b"train/a/\xfe.jpg"], "a folder is no image, whatever its name"
+    train, val = scan(tmp_path)
+    assert sorted(os.fsencode(path).rpartition(b"/")[2] for path in paths_of(train)) == sorted(names)
+    assert len(val) == 1
+
+
+def test_what_has_no_images_or_a_list_that_is_damaged_is_refused(tmp_path: Path, data: Path):
+    with pytest.raises(UserError, match="holds no images in train/<class> or val/<class>"):
+        verify(tmp_path)
+    for text in ("", "[]", '{"files": 3}', '{"files": {"a": 1}}'):
+        (data / "quarantine.json").write_text(text)
+        with pytest.raises(UserError, match=r"quarantine.json is damaged; remove it"):
+            scan(data)
+
+
+def test_a_class_that_is_all_in_quarantine_is_refused_by_training(data: Path):
+    for path in (data / "val/n01440764").iterdir():
+        path.write_bytes(b"")
+    verify(data)
+    with pytest.raises(UserError, match=r"val/n01440764: all images are in .*quarantine\.json"):
+        scan(data)
+
+
+@pytest.fixture
+def read_only(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """As a read-only file system is, for root too: found when it is tried, or only when the list is ``written``."""
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    def begin(written: bool = False) -> None:
+        if not written:
+            monkeypatch.setattr(verification.tempfile, "TemporaryFile", refuse)
+        monkeypatch.setattr(verify, "write_whole", refuse)
+
+    return begin
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_read_only_data_is_verified_where_the_json_is_asked_for(
+    tmp_path: Path, data: Path, written: bool, read_only: Callable[..., None]
+):
+    read_only(written)
+    told = r"quarantine.json cannot be written \(Read-only file system\); .* or give --json FILE, which does without it"
+    with pytest.raises(UserError, match=told):
+        verify(data)
+    command = ["data", "verify", "--data", str(data), "--json", str(tmp_path / "all.json")]
+    done = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert done.exit_code == 0
+    assert json.loads((tmp_path / "all.json").read_text())["quarantine"].keys() == BAD
+    assert (
+        f"{data / 'quarantine.json'} cannot be written (Read-only file system): `train` does not leave out what is bad"
+        in done.stdout
+    )
+    assert not (data / "quarantine.json").exists()
+
+
+def test_read_only_data_with_a_list_that_is_right_needs_no_other(data: Path, read_only: Callable[..., None]):
+    verify(data)
+    read_only()
+    assert f"`train` leaves out what is in {data / 'quarantine.json'}" in list(summary(verify(data), data))

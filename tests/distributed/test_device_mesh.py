@@ -1,0 +1,50 @@
+"""The layout: tensor groups are of neighbours, stages far apart, and each rank is in one group of every axis."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from imagenet_fast.distributed.device_mesh import build_mesh
+from imagenet_fast.distributed.process_groups import patience
+from imagenet_fast.recipe.schema import Parallel
+from imagenet_fast.sync import AllReduceSync, attach
+from tests.spawning import run
+
+CPU = torch.device("cpu")
+LAYOUTS = (
+    Parallel(tensor=2),
+    Parallel(tensor=4),
+    Parallel(tensor=2, pipeline=2, schedule="gpipe"),
+    Parallel(pipeline=4, schedule="gpipe"),
+)
+
+
+def test_four_ranks_are_laid_out_with_tensor_innermost_and_pipeline_outermost():
+    third = run(4, _groups)[2]
+    assert third == [
+        ((2,), (0, 2), (2, 3)),
+        ((2,), (2,), (0, 1, 2, 3)),
+        ((0, 2), (2,), (2, 3)),
+        ((0, 1, 2, 3), (2,), (2,)),
+    ]
+
+
+def _groups() -> list[tuple[tuple[int, ...], ...]]:
+    found = []
+    for parallel in LAYOUTS:
+        layout = build_mesh(parallel, CPU)
+        axes = (layout.pipeline, layout.data, layout.tensor)
+        found.append(tuple(tuple(dist.get_process_group_ranks(group)) for group in axes))
+        assert patience(CPU) == timedelta(seconds=60), "of the group of all ranks, as tests make it"
+        for group in axes:
+            assert group._get_backend(CPU).options._timeout == timedelta(seconds=60)
+            sums = torch.ones(1)
+            dist.all_reduce(sums, group=group)
+            assert sums.item() == dist.get_world_size(group)
+        _, sync = attach(torch.nn.Linear(2, 2), AllReduceSync())  # engines make groups of their own in between
+        dist.barrier()  # else a rank may be gone before another has met it
+        sync.close()
+    return found

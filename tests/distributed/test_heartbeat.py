@@ -1,0 +1,354 @@
+"""What ranks do is known to all: who is lost, who is stuck and who is slow has a number, a host, a step and a phase."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, TCPStore
+
+from imagenet_fast.distributed import failure_detection, watchdog
+from imagenet_fast.distributed.failure_detection import leave_failure
+from imagenet_fast.distributed.flight_recorder import record_flights, write_flight_record
+from imagenet_fast.distributed.heartbeat import (
+    Heartbeat,
+    Here,
+    Phase,
+    describe_exit,
+    describe_hang,
+    describe_lost,
+    here,
+    publish,
+    published,
+)  # fmt: skip
+from imagenet_fast.distributed.process_groups import SLACK_S, set_group_timeouts
+from imagenet_fast.distributed.rank_info import ranges
+from imagenet_fast.distributed.stragglers import Stragglers, tell_slow
+from imagenet_fast.distributed.watchdog import Watchdog, watching_ranks
+from imagenet_fast.errors import JobAborted
+from imagenet_fast.recipe.schema import Timeout
+from imagenet_fast.sync.comm_stream import CommStream
+from tests.spawning import run
+
+
+def at(step: int, phase: Phase, for_s: float = 0.0, host: str = "node0") -> Heartbeat:
+    return Heartbeat(host, step, phase, for_s)
+
+
+LOST: tuple[tuple[list[int], dict[int, Heartbeat], str], ...] = (
+    (
+        [2],
+        {0: at(1234, "sync", 37), 1: at(1234, "sync", 36), 2: at(1234, "backward", host="node7")},
+        "rank 2 on node7 stopped answering at step 1234, in backward; rank 0-1 waited in sync for 37 s",
+    ),
+    (
+        [0],
+        {0: at(0, "start"), 1: at(0, "sync"), 2: at(0, "start")},
+        "rank 0 on node0 stopped answering before the first step; rank 1 waited in sync; rank 2 was starting",
+    ),
+    ([1], {0: at(3, "forward", 5)}, "rank 1 never answered; rank 0 was in forward at step 3"),
+    ([0, 1], {0: at(3, "data"), 1: at(3, "data")}, "rank 0-1 on node0 stopped answering at step 3, in data"),
+    (
+        [0, 1],
+        {0: at(9, "data"), 1: at(9, "evaluation", host="node1"), 2: at(9, "sync", 2)},
+        "rank 0 on node0 stopped answering at step 9, in data, rank 1 on node1 stopped answering at step 9, in "
+        "evaluation; rank 2 waited in sync for 2 s",
+    ),
+)
+STUCK: tuple[tuple[dict[int, Heartbeat], str], ...] = (
+    (
+        {0: at(12, "sync", 100), 1: at(12, "sync", 99), 3: at(12, "data", 101, "node2")},
+        "rank 3 on node2 has been in data at step 12 for 101 s, longer than timeout.step_s allows; rank 0-1 waited in "
+        "sync for 100 s",
+    ),
+    (  # a GPU's host runs ahead
+        {0: at(14, "forward", 100), 1: at(13, "backward", 90), 2: at(12, "checkpoint", 101)},
+        "rank 2 on node0 has been in checkpoint at step 12 for 101 s, longer than timeout.step_s allows; rank 0 was in "
+        "forward at step 14, rank 1 was in backward at step 13",
+    ),
+    (
+        {rank: at(12, "sync", 100) for rank in range(4)},
+        "all 4 ranks have waited for each other at step 12, in sync for 100 s, longer than timeout.step_s allows",
+    ),
+    (
+        {0: at(12, "sync", 100), 1: at(12, "sync", 100), 2: at(13, "sync", 98)},
+        "all ranks have waited for each other for 100 s, longer than timeout.step_s allows: rank 0-1 at step 12, in "
+        "sync, rank 2 at step 13, in sync",
+    ),
+)
+
+
+@pytest.mark.parametrize(("lost", "known", "sentence"), LOST)
+def test_who_is_lost_is_named_with_the_place_it_was_last_heard_of(
+    lost: list[int], known: dict[int, Heartbeat], sentence: str
+):
+    assert describe_lost(lost, known) == sentence
+
+
+@pytest.mark.parametrize(("known", "sentence"), STUCK)
+def test_where_nobody_is_lost_whoever_keeps_the_others_waiting_is_named(known: dict[int, Heartbeat], sentence: str):
+    assert describe_hang(known, "timeout.step_s") == sentence
+
+
+@pytest.mark.parametrize("lost", [range(8, 16), range(0, 512, 3), [*range(100), 511]], ids=["node", "third", "many"])
+def test_a_sentence_about_512_ranks_is_short(lost: range):
+    phases: tuple[Phase, ...] = ("data", "forward", "backward", "sync", "update")
+    known = {rank: at(7 + rank % 2, phases[rank % 5], rank, f"node{rank // 8}") for rank in range(512)}
+    assert len(describe_lost(list(lost), known)) < 600
+    assert len(describe_hang(known, "timeout.step_s")) < 600
+    together = known | {rank: at(7, "sync", 30) for rank in range(512) if rank not in lost}
+    assert "all others waited in sync for 30 s" in describe_lost(list(lost), together)
+
+
+def test_ranks_are_listed_by_runs_and_then_counted():
+    assert ranges([1, 2, 3, 7]) == "1-3, 7"
+    assert ranges([]) == ""
+    assert ranges(range(0, 512, 2)) == "0, 2, 4, 6, 8, 10 and 250 more"
+
+
+def test_what_is_done_for_the_first_time_may_take_longer():
+    position, fresh = Here(), []
+    assert position.fresh, "nothing has been done yet"
+    for phase, step in (
+        ("data", 1), ("forward", None), ("backward", None), ("sync", None), ("data", 2), ("sync", None),
+        ("evaluation", None), ("sync", None), ("data", 3), ("evaluation", None), ("checkpoint", None), ("data", 4),
+    ):  # fmt: skip
+        position.enter(phase, step)
+        fresh.append(position.fresh)
+    assert fresh == [True] * 4 + [False] * 2 + [True] * 2 + [False] * 2 + [True, False]
+    assert position.at == (4, "data")
+
+
+def test_a_run_that_continues_begins_like_any_other():
+    position = Here()
+    position.enter("data", 5001)
+    assert position.at == (5001, "data")
+    assert position.fresh
+
+
+def test_a_rank_that_waits_returns_to_what_it_did_unless_the_wait_has_failed():
+    position = Here()
+    position.enter("forward", 3)
+    with position.waiting():
+        assert position.at == (3, "sync")
+    assert position.at == (3, "forward")
+    with pytest.raises(RuntimeError), position.waiting():
+        raise RuntimeError("Connection closed by peer")
+    assert position.at == (3, "sync")
+
+
+def test_what_is_published_is_read_by_ranks_and_by_whoever_started_them(tmp_path: Path):
+    store, last = HashStore(), Heartbeat("node7", 12, "backward", 3.5, 10, 4.25)
+    publish(store, 2, last, tmp_path)
+    assert published(store, range(4)) == {2: last}
+    assert describe_exit(2, "was killed by SIGKILL", tmp_path) == (
+        "rank 2 on node7 was killed by SIGKILL at step 12, in backward"
+    )
+    assert describe_exit(3, "was killed by SIGKILL", tmp_path) == "rank 3 was killed by SIGKILL"
+    assert [path.name for path in tmp_path.iterdir()] == ["whereabouts-2.json"]
+
+
+@pytest.fixture
+def position(monkeypatch: pytest.MonkeyPatch) -> Here:
+    """Where this process is, which is no rank."""
+    own = Here()
+    monkeypatch.setattr(watchdog, "here", own)
+    monkeypatch.setattr(failure_detection, "LOOK_S", 0.02)
+    return own
+
+
+def test_a_rank_that_does_not_move_ends_and_tells_why(position: Here, capsys: pytest.CaptureFixture[str]):
+    told: list[str] = []
+    lonely = Watchdog(HashStore(), 0, 1, Timeout(first_step_s=3, step_s=1), told.append)
+    lonely.look(2)
+    position.enter("data", 1)
+    lonely.look(2)
+    lonely.look(2)
+    position.enter("data", 1)  # the next micro-batch: it goes on
+    for _ in range(2):
+        lonely.look(1.5)
+    position.enter("data", 2)
+    lonely.look(1)
+    lonely.look(1)
+    with pytest.raises(SystemExit):
+        lonely.look(1)
+    sentence = f"rank 0 on {socket.gethostname()} has been in data at step 2 for 2 s, longer than timeout.step_s allows"
+    assert told == [sentence]
+    assert capsys.readouterr().err == f"error: {sentence}\n"
+
+
+def test_a_rank_that_another_has_ended_is_ended_soon_after_if_it_does_not_by_itself(
+    position: Here, capsys: pytest.CaptureFixture[str]
+):
+    store, told = HashStore(), list[str]()
+    stuck = Watchdog(store, 0, 2, Timeout(), told.append)
+    assert leave_failure(store, "rank 1: OutOfMemoryError: as it is") == "rank 1: OutOfMemoryError: as it is"
+    assert leave_failure(store, "rank 0: Connection closed") == "rank 1: OutOfMemoryError: as it is", "the first counts"
+    stuck.look(3)
+    assert not told
+    with pytest.raises(SystemExit):
+        stuck.look(3)
+    assert told == ["rank 1: OutOfMemoryError: as it is"]
+    assert capsys.readouterr().err == "", "rank 1 has said it"
+
+
+class Deaf:
+    """A store whose machine is gone."""
+
+    def __getattr__(self, request: str) -> Callable[..., None]:
+        def ask(*arguments: object) -> None:
+            raise dist.DistNetworkError("Connection reset by peer")
+
+        return ask
+
+
+def test_without_a_store_a_rank_still_ends(position: Here, monkeypatch: pytest.MonkeyPatch):
+    told: list[str] = []
+    lonely = Watchdog(HashStore(), 0, 2, Timeout(first_step_s=2), told.append)
+    monkeypatch.setattr(lonely, "_store", Deaf())
+    lonely.look(1.5)
+    with pytest.raises(SystemExit):
+        lonely.look(1.5)
+    (sentence,) = told
+    assert sentence.endswith("; the store of all ranks, which could name others, has ended")
+
+
+def test_a_rank_three_times_slower_than_the_median_is_named_once_in_a_while(capsys: pytest.CaptureFixture[str]):
+    before = {rank: Heartbeat(f"node{rank}", 0, "data") for rank in range(5)}
+    own_s = (1.0, 1.1, 0.9, 3.5, 2.5)
+    after = {rank: replace(before[rank], steps=10, own_s=10 * seconds) for rank, seconds in enumerate(own_s)}
+    assert tell_slow(before, after) == (
+        "rank 3 on node3 takes 3.5 s for its own part of a step, where the median of all ranks is 1.1 s"
+    )
+    assert tell_slow({}, after) == tell_slow(after, after) == tell_slow({}, {}) == "", "nothing is known yet"
+    assert tell_slow(before, {rank: after[rank] for rank in (0, 3)}) == "", "of two neither is usual"
+    store = HashStore()
+    eye = Stragglers(store, 5)
+    for look in range(4):
+        for rank, seconds in enumerate(own_s):
+            publish(store, rank, replace(before[rank], steps=10 * look, own_s=10 * look * seconds))
+        eye.look(11)
+    assert capsys.readouterr().err.count("rank 3 on node3 takes 3.5 s") == 1
+
+
+def test_nccl_leaves_its_last_operations_in_the_run_unless_the_user_says_where(tmp_path: Path):
+    found: dict[str, str] = {}
+    record_flights(tmp_path / "run", found)
+    assert found["TORCH_FR_DUMP_TEMP_FILE"] == found["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]
+    assert found["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "run" / "nccl" / "rank-")
+    assert (tmp_path / "run" / "nccl").is_dir(), "which torch does not make"
+    assert found["TORCH_FR_BUFFER_SIZE"] == found["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"
+    own = {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/var/flights/", "TORCH_FR_BUFFER_SIZE": "0"}
+    given = dict(own)
+    record_flights(tmp_path / "other", given)
+    assert given == own | {"TORCH_FR_DUMP_ON_TIMEOUT": "1", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    assert not (tmp_path / "other").exists()
+    record_flights(Path("/proc/nowhere"), {})
+
+
+@pytest.mark.parametrize("used", ["_dump_nccl_trace", "_dump_fr_trace"])
+def test_what_is_left_is_the_record_of_the_backend_in_use(used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """torch has two, and asked for the one that is not in use it answers with an empty one."""
+    for name in ("_dump_nccl_trace", "_dump_fr_trace"):
+        record = pickle.dumps({"entries": [{"profiling_name": "nccl:all_reduce"}] if name == used else []})
+        monkeypatch.setattr(torch._C._distributed_c10d, name, lambda record=record: record)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    write_flight_record(3, {"TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "rank-")})
+    assert len(pickle.loads((tmp_path / "rank-3").read_bytes())["entries"]) == 1
+
+
+def test_every_process_group_takes_the_limit_and_those_that_engines_make_later_too():
+    assert run(2, _limits) == [[90 + SLACK_S] * 3] * 2
+
+
+def _limits() -> list[float]:
+    device = torch.device("cpu")
+    before = CommStream(device, (0, 1))
+    set_group_timeouts(90)
+    after = CommStream(device, (0, 1))
+    groups = (dist.group.WORLD, before._group, after._group)
+    found = [group._get_backend(device).options._timeout.total_seconds() for group in groups if group is not None]
+    before.close()
+    after.close()
+    return found
+
+
+WORLD, FAULTY, STEP = 3, 1, 4
+FAULTS = {
+    "killed": "rank 1 on {host} stopped answering at step 4, in backward; ",
+    "stopped": "rank 1 on {host} stopped answering at step 4, in backward; rank 0, 2 waited in sync for some s",
+    "hangs in its loader": "rank 1 on {host} has been in data at step 4 for some s, longer than timeout.step_s allows; "
+    "rank 0, 2 waited in sync for some s",
+    "leaves a collective out": "all ranks have waited for each other for some s, longer than timeout.step_s allows: "
+    "rank 0, 2 at step 4, in sync, rank 1 at step 5, in sync",
+}
+"""What becomes of a rank in step 4, and how it is told."""
+
+
+@pytest.mark.long
+def test_whatever_stops_a_rank_the_others_end_in_time_and_say_where_it_is(tmp_path: Path):
+    """And what says it is one sentence, the same on all."""
+    context = multiprocessing.get_context("forkserver")
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in FAULTS]
+    worlds = []
+    for fault, store in zip(FAULTS, stores, strict=True):
+        (tmp_path / fault).mkdir()
+        worlds.append(
+            [context.Process(target=_steps, args=(rank, fault, store.port, tmp_path / fault)) for rank in range(WORLD)]
+        )
+    for process in chain(*worlds):
+        process.start()
+    healthy = [process for world in worlds for rank, process in enumerate(world) if rank != FAULTY]
+    for process in healthy:
+        process.join(60)
+    assert [process.exitcode for process in healthy] == [1] * len(healthy)
+    for process in chain(*worlds):
+        process.kill()
+    for fault, sentence in FAULTS.items():
+        said = {(tmp_path / fault / str(rank)).read_text() for rank in range(WORLD) if rank != FAULTY}
+        (told,) = {re.sub(r"for \d s", "for some s", words) for words in said}
+        assert told.startswith(sentence.format(host=socket.gethostname())), fault
+
+
+def _steps(rank: int, fault: str, port: int, folder: Path) -> None:
+    """Steps of 0.1 s, each with an all-reduce."""
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", port, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
+
+    def end(sentence: str) -> None:
+        (folder / str(rank)).write_text(sentence)
+
+    try:
+        with watching_ranks(Timeout(first_step_s=60, step_s=2.5), end):
+            for step in range(1, 1000):
+                faulty = rank == FAULTY and step == STEP
+                here.enter("data", step)
+                if faulty and fault == "hangs in its loader":
+                    time.sleep(1000)
+                here.enter("backward")
+                time.sleep(0.1)
+                if faulty and fault in ("killed", "stopped"):
+                    time.sleep(1.5)  # until the others know where it is
+                    os.kill(os.getpid(), signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
+                with here.waiting():
+                    if rank != FAULTY or fault != "leaves a collective out" or step < STEP:
+                        dist.all_reduce(torch.ones(3))
+                    elif step > STEP:
+                        dist.recv(torch.empty(3), src=0)
+    except JobAborted as fault:
+        end(str(fault))
+        os._exit(1)

@@ -1,0 +1,57 @@
+"""What ranks find out together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from imagenet_fast.distributed.init import DistContext
+from imagenet_fast.doctor.cluster_checks import _promise, gather_results
+from imagenet_fast.doctor.report import CheckResult
+from tests.spawning import run
+
+
+def test_two_ranks_measure_what_is_between_them_and_tell_the_same():
+    run(2, _measure)
+
+
+def _measure() -> None:
+    rank = dist.get_rank()
+    here = DistContext(rank, 2, rank, 2, torch.device("cpu"))
+    notes = gather_results([CheckResult("torch", "ok", "2.15")] if rank == 0 else [], here, "a")
+    assert [(note.about, note.state) for note in notes] == [("torch", "ok"), ("all-reduce", "ok")]
+    assert "Gbit/s" in notes[-1].said
+
+    # As if each were a machine of its own, of one name: they are told apart all the same.
+    apart = DistContext(rank, 2, 0, 1, torch.device("cpu"))
+    notes = gather_results([CheckResult("torch", "ok", f"2.1{rank}")], apart, "same")
+    assert [(n.about, n.host) for n in notes[:2]] == [("torch", "same"), ("torch", "same (1)")]
+    assert [(n.about, n.state) for n in notes[2:]] == [("all-reduce", "ok"), ("clocks", "ok")]
+
+
+def test_one_rank_alone_has_nobody_to_measure():
+    run(1, _alone)
+
+
+def _alone() -> None:
+    (note,) = gather_results([], DistContext(0, 1, 0, 1, torch.device("cpu")), "a")
+    assert note == CheckResult("all-reduce", "ok", "one rank alone needs none")
+
+
+def test_what_cards_promise_is_read_from_the_system(tmp_path: Path):
+    def card(name: str, **texts: str) -> None:
+        (tmp_path / name).mkdir(parents=True)
+        for file, text in texts.items():
+            (tmp_path / name / file).write_text(f"{text}\n")
+
+    assert _promise({}, tmp_path) == 0.0
+    card("net/eth0", speed="25000")
+    card("net/wlan0", speed="-1")
+    assert _promise({"GLOO_SOCKET_IFNAME": "eth0,wlan0"}, tmp_path) == 25e9
+    assert _promise({"GLOO_SOCKET_IFNAME": "wlan0"}, tmp_path) == 0.0
+    assert _promise({"GLOO_SOCKET_IFNAME": "gone0"}, tmp_path) == 0.0
+    card("infiniband/mlx5_0/ports/1", rate="200 Gb/sec (4X HDR)", state="4: ACTIVE")
+    card("infiniband/mlx5_1/ports/1", rate="200 Gb/sec (4X HDR)", state="1: DOWN")
+    assert _promise({"GLOO_SOCKET_IFNAME": "eth0"}, tmp_path) == 200e9

@@ -1,0 +1,198 @@
+"""A machine looked at by itself."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.main import get_command
+
+from imagenet_fast import doctor
+from imagenet_fast.cli import app
+from imagenet_fast.doctor import host_checks
+from imagenet_fast.doctor.loader_check import try_loaders
+from imagenet_fast.doctor.report import CheckResult
+from imagenet_fast.errors import UserError
+from imagenet_fast.recipe.schema import Timeout
+
+
+def found_by(name: str, findings: list[CheckResult]) -> CheckResult:
+    (found,) = [finding for finding in findings if finding.about == name]
+    return found
+
+
+def test_this_one_can_train_and_nothing_fails(tmp_path: Path):
+    findings = host_checks.examine(None, tmp_path / "runs", 1, Timeout())
+    assert not [finding for finding in findings if finding.state == "fail"]
+    assert {"python", "torch", "DALI", "cores", "memory", "open files", "runs", "time-outs"} <= {
+        finding.about for finding in findings
+    }
+    assert all(bool(finding.fix) == (finding.state != "ok") for finding in findings)
+
+
+def test_a_data_directory_that_cannot_be_trained_on_fails_with_the_sentence_that_train_has(tmp_path: Path):
+    data = tmp_path / "strange [name]"
+    (data / "train" / "a").mkdir(parents=True)
+    found = found_by("data", host_checks.examine(data, tmp_path, 1, Timeout()))
+    assert found.state == "fail"
+    assert "has no folder val" in found.said
+
+
+def test_a_place_for_runs_need_not_exist_yet(tmp_path: Path):
+    found = found_by("runs", host_checks.examine(None, tmp_path / "not" / "yet", 1, Timeout()))
+    assert str(tmp_path) in found.said
+
+
+def test_more_ranks_than_cores_are_doubtful(tmp_path: Path):
+    assert found_by("cores", host_checks.examine(None, tmp_path, 10_000, Timeout())).state == "warn"
+
+
+@pytest.mark.parametrize(
+    ("environment", "state"),
+    [
+        ({}, "ok"),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, "warn"),
+        ({"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "60"}, "warn"),
+        ({"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "600"}, "ok"),
+        ({"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "soon"}, "ok"),
+    ],
+)
+def test_what_would_end_a_run_before_our_own_time_outs_is_told(environment: dict[str, str], state: str):
+    (found,) = host_checks._time_limits(Timeout(), environment)
+    assert found.state == state
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "state"), [(None, None, "ok"), ("580.1", None, "fail"), ("470.9", "13.0", "fail")]
+)
+def test_a_driver_without_a_torch_for_it_fails(
+    driver: str | None, cuda: str | None, state: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("torch.version.cuda", cuda)
+    (found,) = host_checks._graphics(host_checks._Driver(driver))
+    assert found.state == state
+
+
+def fake_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch, mode: int = 0o755) -> None:
+    """An nvidia-smi, the only program there is, on a machine on which torch sees no GPU."""
+    folder.mkdir(exist_ok=True)
+    (folder / "nvidia-smi").write_text(script)
+    (folder / "nvidia-smi").chmod(mode)
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+
+
+SMI = {
+    "fails": ("#!/bin/sh\necho 'cannot talk to the driver'\nexit 9\n", 0o755, "exit code 9 ('cannot talk to the"),
+    "silent": ("#!/bin/sh\nexit 0\n", 0o755, "names no driver (it says nothing)"),
+    "garbage": ("#!/bin/sh\nprintf 'No devices \\377 found\\n'\n", 0o755, "names no driver ('No devices"),
+    "dies": ("#!/bin/sh\nkill -9 $$\n", 0o755, "was killed by SIGKILL"),
+    "hangs": ("#!/bin/sh\nexec /bin/sleep 600\n", 0o755, "does not answer within 0.5 s"),
+    "no-program": ("no program\n", 0o755, "cannot be executed (Exec format error)"),
+    "no-interpreter": ("#!/none/sh\n", 0o755, "cannot be executed (No such file"),
+    "no-right": ("#!/bin/sh\n", 0o644, "cannot be executed (Permission denied)"),
+}
+
+
+@pytest.mark.parametrize(("script", "mode", "said"), SMI.values(), ids=SMI.keys())
+def test_a_broken_nvidia_smi_is_a_finding(
+    script: str, mode: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(host_checks, "_SMI_S", 0.5)
+    fake_smi(tmp_path / "bin", script, monkeypatch, mode)
+    findings = host_checks.examine(None, tmp_path, 1, Timeout())
+    found = found_by("nvidia-smi", findings)
+    assert said in found.said
+    assert (found.state, bool(found.fix)) == ("fail", True)
+    assert not [finding for finding in findings if finding.about == "GPU"]  # least of all that there is none
+
+
+def test_a_broken_nvidia_smi_is_only_doubtful_where_torch_sees_gpus(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    card = SimpleNamespace(name="H100", total_memory=80 * 2**30)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda number: card)
+    found = list(host_checks._graphics(host_checks._Driver(trouble="does not answer")))
+    assert [(f.about, f.state) for f in found] == [("nvidia-smi", "warn"), ("GPU 0", "ok")]
+
+
+def test_gpus_that_nvml_counts_and_cuda_does_not_start_on_fail(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    for driver in (host_checks._Driver(), host_checks._Driver("570.1")):
+        (found,) = host_checks._graphics(driver)
+        assert (found.about, found.state) == ("GPU", "fail")
+        assert "8" in found.said
+
+
+def test_a_gpu_that_does_not_answer_fails_and_the_others_are_told(monkeypatch: pytest.MonkeyPatch):
+    def properties(number: int) -> SimpleNamespace:
+        if number == 0:
+            raise RuntimeError("CUDA error: unspecified launch failure\nmore")
+        return SimpleNamespace(name="H100", total_memory=80 * 2**30)
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_properties", properties)
+    first, second = host_checks._graphics(host_checks._Driver("580.1"))
+    assert (first.about, first.state, second.about, second.state) == ("GPU 0", "fail", "GPU 1", "ok")
+    assert "unspecified launch failure" in first.said
+
+
+def test_cuda_without_a_device_is_not_passed_over(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    (found,) = host_checks._graphics(host_checks._Driver("580.1"))
+    assert (found.about, found.state) == ("GPU", "fail")
+
+
+def test_a_class_without_a_image_in_val_is_doubtful(tmp_path: Path):
+    for place in ("train/a", "train/b", "train/c", "val/a"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "x.png").write_bytes(b"")
+    found = found_by("data", host_checks.examine(tmp_path, tmp_path, 1, Timeout()))
+    assert (found.state, bool(found.fix)) == ("warn", True)
+    assert "val has no images of 2 of the 3 classes, the first 'b'" in found.said
+
+
+def test_a_place_for_runs_that_cannot_be_one_fails(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    for out in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / "link", tmp_path / ("x" * 300)):
+        found = found_by("runs", host_checks.examine(None, out, 1, Timeout()))
+        assert (found.state, found.fix) == ("fail", "choose another --out"), found
+    found = found_by("runs", host_checks.examine(None, Path("/proc/runs"), 1, Timeout()))
+    assert found.state == "fail"  # root may write there, and cannot
+
+
+def test_advice_names_options_that_doctor_has_or_says_whose_they_are(
+    tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of every finding that can be brought about here, and of every fix that is written in the code."""
+    own = {option for parameter in get_command(app).commands["doctor"].params for option in parameter.opts}  # type: ignore[attr-defined]
+    sentences = [
+        node.value
+        for path in Path(doctor.__file__).parent.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    for split in ("train", "val"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        (tmp_path / split / "a" / "bad.jpg").write_bytes(b"no image")
+    sentences += [f"{found.said}; {found.fix}" for found in try_loaders(tmp_path, 1, seconds=0)]
+    monkeypatch.setattr("imagenet_fast.doctor.loader_check.measure", refuse_dali)
+    sentences += [f"{found.said}; {found.fix}" for found in try_loaders(images, 1, seconds=0)]
+    for sentence in sentences:
+        for option in re.finditer(r"(?<!^)--[a-z][a-z-]*", sentence):  # at the start of a word for a program
+            others = re.search(r"\b(train|container)\b", sentence[: option.start()])
+            assert option[0] in own or others, sentence
+
+
+def refuse_dali(*of: object) -> None:
+    raise UserError("DALI cannot be used here; install it, or --set data.loader=folder")

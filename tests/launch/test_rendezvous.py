@@ -1,0 +1,240 @@
+"""Several nodes: README's command on each, on machines whose names lead to the loopback interface."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imagenet_fast.distributed.bootstrap import rendezvous_ranks
+from imagenet_fast.distributed.init import join
+from imagenet_fast.distributed.network_interfaces import parse_endpoint
+from imagenet_fast.distributed.rank_info import RankInfo
+from imagenet_fast.errors import UserError
+from imagenet_fast.launch.rendezvous import meet
+from tests.e2e.command import imagenet_fast, outcome_of
+from tests.hosts import Hosts, hosts
+from tests.ports import free_port
+
+TINY = (
+    "train", "--recipe", "smoke", "--nproc", "1", "--set", "epochs=1", "--set", "schedule.warmup_epochs=0",
+    "--set", "global_batch=24", "--set", "data.train_images=24",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def network(root: None) -> Iterator[Hosts]:
+    with hosts(3) as network:
+        yield network
+
+
+@pytest.mark.long
+def test_three_nodes_meet_by_name_and_each_says_how_it_ended(network: Hosts, tmp_path: Path):
+    options = ("--nodes", "3", "--rdzv-endpoint", "node1:29400", "--set", "target_top1=99.9")
+    ended = network.run([(*TINY, *options, "--out", str(tmp_path / f"run{n}")) for n in range(3)])
+    assert [code for code, *_ in ended] == [3, 3, 3], ended
+    assert [said for *_, said in ended] == ["", "", ""]
+    assert ["without reaching 99.9 %" in printed for _, printed, _ in ended] == [False, True, False]
+    (run,) = tmp_path.iterdir()
+    assert run.name == "run1", "the node that has the endpoint leads"
+    assert outcome_of(run)["world_size"] == 3
+    variables = json.loads((run / "environment.json").read_text())["variables"]
+    assert (variables["GLOO_SOCKET_IFNAME"], variables["NCCL_SOCKET_IFNAME"]) == ("eth0", "=eth0")
+
+
+def test_two_nodes_meet_by_address_and_share_a_folder(network: Hosts, tmp_path: Path):
+    options = ("--nodes", "2", "--rdzv-endpoint", f"{network.addresses[0]}:29401", "--set", "target_top1=1")
+    ended = network.run([(*TINY, *options, "--out", str(tmp_path / "run"))] * 2)
+    assert [code for code, *_ in ended] == [0, 0], ended
+    outcome = outcome_of(tmp_path / "run")
+    assert (outcome["world_size"], outcome["status"]) == (2, "reached")
+    assert 0 < outcome["time_to_accuracy_s"] <= outcome["run_s"]
+    assert "--nodes" in json.loads((tmp_path / "run" / "job.json").read_text())["command"]
+
+
+@pytest.mark.long
+def test_a_node_that_nobody_joins_says_so_and_leaves_nothing(tmp_path: Path):
+    with free_port() as port:
+        options = ("--nodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--join-timeout", "1")
+        ended = imagenet_fast(*TINY, *options, "--out", str(tmp_path / "run"))
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    assert ended.stderr.startswith(f"error: 1 of 2 nodes came to 127.0.0.1:{port} within 1 s (")
+    assert ended.stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def number(endpoint: str, count: int, patience_s: float, late_s: float = 0.0, least: int | None = None) -> int:
+    """This node's number, once all have met."""
+    return named(endpoint, count, patience_s, late_s, least)[0]
+
+
+def named(
+    endpoint: str, count: int, patience_s: float, late_s: float = 0.0, least: int | None = None
+) -> tuple[int, str]:
+    """The number, and the name of the meeting."""
+    time.sleep(late_s)
+    met = meet(parse_endpoint(endpoint), count, patience_s, least)
+    time.sleep(0.5)  # the number 0 holds the store, as long as its ranks train
+    return met.number, met.name
+
+
+def said(answers: list[Any]) -> list[str]:
+    assert all(isinstance(answer, UserError) for answer in answers), answers
+    return [str(answer) for answer in answers]
+
+
+def test_whoever_has_the_endpoint_is_the_first(network: Hosts):
+    met = network.call([(n, named, ("node2:29402", 3, 20.0)) for n in range(3)])
+    assert sorted(place for place, _ in met) == [0, 1, 2]
+    assert met[2][0] == 0
+    assert len({name for _, name in met}) == 1
+    early = network.call([(0, number, ("node1:29402", 2, 20.0)), (1, number, ("node1:29402", 2, 20.0, 0.7))])
+    assert early == [1, 0]
+    again = network.call([(0, named, ("127.0.0.1:29403", 2, 20.0))] * 2)
+    assert sorted(place for place, _ in again) == [0, 1], "on one machine the first to come"
+    assert {name for _, name in met}.isdisjoint(name for _, name in again), "torchrun takes it for the run's id"
+
+
+@pytest.mark.long
+def test_one_that_is_missing_ends_the_meeting_for_all_in_the_same_words(network: Hosts):
+    answers = network.call([(0, number, ("node0:29404", 3, 1.5)), (1, number, ("node0:29404", 3, 9.0))])
+    (sentence,) = set(said(answers))
+    assert sentence == (
+        "2 of 3 nodes came to node0:29404 within 1.5 s (node0, node1); start the same command on the others, or wait "
+        "longer with --join-timeout"
+    )
+
+
+def test_one_too_many_is_turned_away_and_the_others_meet(network: Hosts):
+    calls = [(n, number, ("node0:29405", 2, 20.0, 0.0 if n < 2 else 0.3)) for n in range(3)]
+    *met, third = network.call(calls)
+    assert met == [0, 1]
+    assert "2 nodes have already met at node0:29405: this one is too many" in str(third)
+
+
+def test_where_two_are_enough_others_meet_them_at_once_and_are_none_too_many(network: Hosts):
+    calls = [(n, named, ("node1:29408", 2, 20.0, (0.0, 0.0, 0.3)[n], 2)) for n in range(3)]
+    met = network.call(calls)
+    assert sorted(place for place, _ in met) == [0, 1, 2]
+    assert (met[1][0], met[2][0]) == (0, 2)
+    assert len({name for _, name in met}) == 1
+    (alone,) = said(network.call([(0, number, ("node0:29409", 3, 0.5, 0.0, 2))]))
+    assert alone.startswith("1 of at least 2 nodes came to node0:29409 within 0.5 s (node0); start the same command")
+
+
+def test_nodes_that_disagree_in_their_range_refuse_each_other(network: Hosts):
+    answers = network.call([(0, number, ("node0:29407", 2, 20.0)), (1, number, ("node0:29407", 2, 20.0, 0.0, 1))])
+    assert set(said(answers)) == {"one node was told --nodes 1:2, the one at node0:29407 --nodes 2; correct one"}
+
+
+def test_nodes_that_disagree_in_their_number_refuse_each_other(network: Hosts):
+    answers = network.call([(0, number, ("node0:29406", 2, 20.0)), (1, number, ("node0:29406", 3, 20.0))])
+    assert set(said(answers)) == {"one node was told --nodes 3, the one at node0:29406 --nodes 2; correct one"}
+
+
+@pytest.mark.long
+def test_a_host_that_cannot_be_reached_is_named_in_time(network: Hosts):
+    begun = time.monotonic()
+    silent, unknown, refused = said(
+        network.call(
+            [
+                (0, number, ("10.77.9.9:29400", 2, 1.0)),
+                (1, number, ("nowhere:29400", 2, 1.0)),
+                (2, number, ("node1:29400", 2, 1.0)),
+            ]
+        )
+    )
+    assert time.monotonic() - begun < 15
+    assert "at 10.77.9.9:29400 within 1 s: " in silent
+    assert "the name nowhere cannot be resolved here" in unknown
+    assert "at node1:29400 within 1 s: connection refused; start the same command on that host" in refused
+
+
+def introduced(
+    place: RankInfo, agreed: dict[str, Any], port: int, patience_s: float = 20.0, device: str = "cpu"
+) -> str | None:
+    """The interface that is settled upon, by ranks of a torchrun of the user's own at node0."""
+    os.environ |= {"MASTER_ADDR": "node0", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(place.rank), "WORLD_SIZE": str(place.size)}
+    store = rendezvous_ranks(place, agreed, timedelta(seconds=patience_s), device)
+    time.sleep(0.5)
+    del store  # of which rank 0 holds the other end
+    return os.environ.get("GLOO_SOCKET_IFNAME")
+
+
+def test_ranks_find_the_interface_that_leads_to_the_others_by_themselves(network: Hosts):
+    """Rank 0 too, to which the address of all, its own host's name, is a loopback address."""
+    agreed = {"recipe": "a"}
+    assert network.call([(n, introduced, (RankInfo(n, 3, 0, 1), agreed, 29410)) for n in range(3)]) == ["eth0"] * 3
+    here = network.call([(0, introduced, (RankInfo(n, 2, n, 2), agreed, 29411)) for n in range(2)])
+    assert here == [None, None], "on one machine there is nothing to settle"
+
+
+def test_ranks_that_were_told_different_things_refuse_each_other_with_the_keys(network: Hosts):
+    def job(**changes: Any) -> dict[str, Any]:
+        return {"epochs": 3, "optim": {"kind": "sgd", "lr": 1.0}, "data": {"flip": True}} | changes
+
+    jobs = [job(), job(), job(epochs=4, optim={"kind": "sgd", "lr": 2.0, "nesterov": True})]
+    answers = network.call([(n, introduced, (RankInfo(n, 3, 0, 1), jobs[n], 29412)) for n in range(3)])
+    assert set(said(answers)) == {
+        "rank 0 (node0) and rank 2 (node2) were told different things: epochs is 3 and 4, optim.lr is 1.0 and 2.0, "
+        "optim.nesterov is unset and true; give every node the same command"
+    }
+
+
+def test_ranks_with_a_gpu_and_without_refuse_each_other(network: Hosts):
+    devices = ["cuda", "cuda", "cpu"]
+    answers = network.call([(n, introduced, (RankInfo(n, 3, 0, 1), {}, 29416, 20.0, devices[n])) for n in range(3)])
+    assert set(said(answers)) == {
+        "ranks compute on devices of one type, but rank 0 (node0) on cuda and rank 2 (node2) on cpu; run "
+        "`imagenet-fast doctor` on both nodes, or set CUDA_VISIBLE_DEVICES= on every node to train on CPUs"
+    }
+
+
+@pytest.mark.long
+def test_ranks_that_do_not_come_are_named(network: Hosts):
+    calls = [(n, introduced, (RankInfo(n + n // 2, 6, 0, 1), {}, 29413, 1.0)) for n in range(3)]  # 0, 1 and 3
+    (sentence,) = set(said(network.call(calls, timeout_s=30)))
+    assert sentence.startswith("rank 2, 4-5 of 6 did not come within 1 s; see what its node says, or wait longer")
+    lonely = network.call([(1, introduced, (RankInfo(1, 2, 0, 1), {}, 29414, 1.0))], timeout_s=30)
+    assert "no node could be reached at node0:29414 within 1 s: connection refused" in said(lonely)[0]
+
+
+@pytest.mark.long
+def test_a_master_that_is_not_rank_0s_machine_is_named(network: Hosts):
+    (sentence,) = said(network.call([(1, introduced, (RankInfo(0, 2, 0, 1), {}, 29415, 1.0))], timeout_s=30))
+    assert "node0 is no address of the machine that has rank 0" in sentence
+
+
+def joined(place: RankInfo, port: int, interface: str) -> None:
+    """A rank that joins by an interface of the user's."""
+    os.environ |= {"MASTER_ADDR": "node0", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": interface}
+    with join(place, {}, timedelta(seconds=20)):
+        pass
+
+
+@pytest.mark.long
+def test_ranks_that_cannot_connect_all_end_at_once(network: Hosts):
+    """By the loopback interface, as those of a host whose name leads there did: one finds out, the others wait."""
+    begun = time.monotonic()
+    answers = network.call([(n, joined, (RankInfo(n, 3, 0, 1), 29416, "lo")) for n in range(3)])
+    assert time.monotonic() - begun < 15
+    found_out = [str(answer) for answer in answers if isinstance(answer, UserError)]
+    assert found_out
+    assert all("could not connect to the others" in s and "set GLOO_SOCKET_IFNAME" in s for s in found_out)
+    assert all(answer == 2 for answer in answers if not isinstance(answer, UserError)), answers
+
+
+def test_a_name_that_leads_here_only_after_a_while_is_waited_for(monkeypatch: pytest.MonkeyPatch):
+    """As a pod's that has just been made: its name leads nowhere at first, or to the pod before it."""
+    answers = iter([False, False, True, True])
+    monkeypatch.setattr("imagenet_fast.launch.rendezvous.is_here", lambda host: next(answers))
+    with free_port() as port:
+        assert meet(parse_endpoint(f"127.0.0.1:{port}"), 1, 10.0).number == 0

@@ -1,0 +1,227 @@
+"""A run directory belongs to one run at a time, and no work in it is ever lost."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import time
+from contextlib import redirect_stderr
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+
+from imagenet_fast.checkpoint import CheckpointWriter
+from imagenet_fast.distributed.init import DistContext
+from imagenet_fast.errors import UserError
+from imagenet_fast.launch.resume import find_resumption
+from imagenet_fast.launch.run_lock import claimed, hold, make_and_hold, move_record_aside
+from imagenet_fast.metrics.event import Event
+from imagenet_fast.metrics.tensorboard import TensorBoard
+from imagenet_fast.recipe.batching import split_batch
+from imagenet_fast.recipe.job import Job, recipe_tables
+from imagenet_fast.recipe.load import parse_recipe
+from tests.checkpoint.trees import ALONE, stamp
+from tests.conftest import tables
+from tests.spawning import run
+
+TRAINED = {"event": "train", "step": 3, "run_s": 1.0, "loss": 2.0}
+EVALUATED = {"event": "eval", "step": 4, "run_s": 2.0, "top1": 50.0}
+
+
+def the_job(folder: Path, resume: bool = True) -> Job:
+    recipe = parse_recipe("test", tables())
+    return Job("test", recipe, split_batch(recipe, 1), None, folder, resume=resume)
+
+
+def begun(folder: Path, *events: dict[str, object], status: str | None = None, final: bool = False) -> Path:
+    """What a run without checkpoints has left."""
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "tb").mkdir()
+    (folder / "tb" / "events.out.tfevents.1.host").write_bytes(b"a curve")
+    (folder / "job.json").write_text("{}")
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    if status is not None:
+        outcome = {"status": status, "recipe": "test", "sync": "lazy", "world_size": 1, "global_batch": 16, "steps": 8}
+        (folder / "outcome.json").write_text(json.dumps(outcome))
+    if final:
+        (folder / "checkpoints" / "final.safetensors").write_bytes(b"weights")
+    return folder
+
+
+def contents(folder: Path) -> dict[str, str]:
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def looked_for(folder: Path) -> str:
+    """On a rank: why a run in ``folder`` cannot go on; nothing where it begins."""
+    world = DistContext(0, 1, 0, 1, torch.device("cpu"))
+    assert dist.get_rank() == 0
+    try:
+        assert find_resumption(the_job(folder), world) is None
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("name", "events", "status", "final"),
+    [
+        ("reached", (TRAINED,), "reached", False),
+        ("finished", (TRAINED,), "finished", False),
+        ("saved at a stop", (TRAINED,), "preempted", False),
+        ("final", (TRAINED,), None, True),
+        ("evaluated", (TRAINED, EVALUATED), "interrupted", False),
+        ("only weights", (), None, True),
+    ],
+)
+def test_a_run_whose_checkpoints_were_removed_is_refused_and_left_as_it_was(
+    name: str, events: tuple[dict[str, object], ...], status: str | None, final: bool, tmp_path: Path
+):
+    folder = begun(tmp_path / name, *events, status=status, final=final)
+    before = contents(tmp_path)
+    (refusal,) = run(1, looked_for, folder)
+    assert str(folder) in refusal
+    assert "no checkpoint" in refusal
+    assert "give another --out" in refusal
+    assert contents(tmp_path) == before
+
+
+def test_a_run_that_had_come_to_nothing_begins_again_and_its_record_is_moved_aside(tmp_path: Path):
+    for number in (1, 2):
+        folder = begun(tmp_path / "run", TRAINED, status="failed") if number == 1 else tmp_path / "run"
+        if number == 2:
+            (folder / "events.jsonl").write_text(json.dumps(TRAINED) + "\n")
+        before = contents(folder)
+        assert run(1, looked_for, folder) == [""]
+        assert contents(folder) == before, "not yet"
+        move_record_aside(folder)
+        assert contents(folder) == {}
+        assert contents(tmp_path / f"run.replaced-{number}") == before
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_was_complete_begins_again(tmp_path: Path):
+    folder = begun(tmp_path / "run", TRAINED, EVALUATED)
+    assert "has been evaluated" in run(1, looked_for, folder)[0]
+    (folder / "checkpoints" / ".none-yet").touch()
+    assert run(1, looked_for, folder) == [""]
+    with CheckpointWriter(folder / "checkpoints", ALONE) as writer:
+        writer.save(stamp(4), {"step": 4})
+    (checkpoint,) = (folder / "checkpoints").glob("step-*")
+    checkpoint.rename(tmp_path / "removed")
+    assert "has been evaluated" in run(1, looked_for, folder)[0]
+
+
+def test_where_nothing_can_be_put_beside_a_run_its_record_is_moved_inside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = begun(tmp_path / "run", TRAINED)
+    before = contents(folder)
+    mkdir = Path.mkdir
+
+    def refuse(path: Path, *arguments: int) -> None:
+        if path.parent == tmp_path:
+            raise PermissionError(13, "Permission denied", str(path))
+        mkdir(path, *arguments)
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    move_record_aside(folder)
+    assert contents(folder / "replaced-1") == before
+    assert {path.name for path in folder.iterdir()} == {"checkpoints", "replaced-1"}
+
+
+def test_tensorboard_shows_one_curve_of_a_run_that_begins_again(tmp_path: Path):
+    recipe, folder = parse_recipe("test", tables()), tmp_path / "run"
+    for loss in (9.0, 2.0):
+        folder.mkdir(exist_ok=True)
+        move_record_aside(folder)
+        board = TensorBoard(folder, recipe)
+        board.write(Event("train", 1, 0.5, {"loss": loss}))
+        board.close()
+    runs = EventMultiplexer().AddRunsFromDirectory(str(folder)).Reload()
+    assert list(runs.Runs()) == ["tb"]
+    assert [event.value for event in runs.Scalars("tb", "train/loss")] == [2.0]
+
+
+def claim(folder: Path, resume: bool) -> str:
+    """On a rank: why ``folder`` cannot be had."""
+    try:
+        with claimed(the_job(folder, resume), DistContext(0, 1, 0, 1, torch.device("cpu"))):
+            return "" if folder.is_dir() else "not made"
+    except UserError as error:
+        return str(error)
+
+
+def test_a_directory_in_which_another_run_trains_is_refused_and_left_as_it_was(tmp_path: Path):
+    folder = begun(tmp_path / "run", TRAINED)
+    before = contents(tmp_path)
+    descriptor = os.open(folder, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    begun_at = time.monotonic()
+    (refusal,) = run(1, claim, folder, True)
+    assert refusal == f"{folder} is being trained by another process; stop that first"
+    assert time.monotonic() - begun_at < 30
+    with pytest.raises(UserError):
+        hold(folder, patience_s=0.0)
+    os.close(descriptor)
+    assert run(1, claim, folder, True) == [""]
+    assert "already holds a run" in run(1, claim, folder, False)[0]
+    assert contents(tmp_path) == before
+
+
+def test_a_directory_that_was_claimed_for_nothing_is_gone(tmp_path: Path):
+    assert run(1, claim, tmp_path / "new" / "run", False) == [""]
+    assert not (tmp_path / "new" / "run").exists()
+
+
+def test_a_directory_that_is_removed_while_somebody_waits_for_it_is_made_anew(tmp_path: Path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    removed, locked = folder.stat().st_ino, []
+    flock = fcntl.flock
+
+    def and_meanwhile_it_is_removed(descriptor: int, operation: int) -> None:
+        if not locked:
+            folder.rmdir()
+        locked.append(descriptor)
+        flock(descriptor, operation)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fcntl, "flock", and_meanwhile_it_is_removed)
+        make_and_hold(folder)
+    assert len(locked) == 2
+    assert os.fstat(locked[1]).st_ino == folder.stat().st_ino
+    assert removed
+    os.close(locked[1])
+
+
+def test_a_damaged_outcome_keeps_no_run_from_going_on_and_fewer_epochs_are_refused(tmp_path: Path):
+    folder = begun(tmp_path / "run", TRAINED, EVALUATED)
+    (folder / "outcome.json").write_text('{"status": "fin')
+    step, refusal, warned = run(1, gone_on, folder)[0]
+    assert step == 6
+    assert warned.startswith(f"warning: {folder}/outcome.json is damaged; ")
+    assert refusal == (
+        f"epochs is 1, and {folder}/checkpoints/step-00000006 has been trained for 1.5 epochs; give epochs=2 or more, "
+        "or begin another run with --init-from"
+    )
+
+
+def gone_on(folder: Path) -> tuple[int, str, str]:
+    """From which step, why not for fewer epochs, and what was warned of."""
+    job = the_job(folder)
+    with CheckpointWriter(folder / "checkpoints", ALONE) as writer:
+        writer.save(stamp(6), {"recipe": recipe_tables(job.recipe), "saved_at": 0.0})
+    with redirect_stderr(io.StringIO()) as warned:
+        resumption = find_resumption(job, DistContext(0, 1, 0, 1, torch.device("cpu")))
+    assert resumption is not None
+    resumption.check_length(epochs=2, steps_per_epoch=4)
+    with pytest.raises(UserError) as refused:
+        resumption.check_length(epochs=1, steps_per_epoch=4)
+    return resumption.step, str(refused.value), warned.getvalue()

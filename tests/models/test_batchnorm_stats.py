@@ -1,0 +1,173 @@
+"""Batch-norm statistics: the same on any number of ranks, and those of one step over all its micro-batches."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from imagenet_fast.data.loaders import build_loaders
+from imagenet_fast.distributed.init import DistContext
+from imagenet_fast.distributed.reductions import average_batch_norms
+from imagenet_fast.models.batchnorm_stats import PipelinedStatistics, StepStatistics, micro_momentum
+from imagenet_fast.recipe.batching import split_batch
+from imagenet_fast.recipe.load import parse_recipe
+from imagenet_fast.training.train_loop import build_initial_model
+from imagenet_fast.training.train_step import build_step
+from tests.conftest import tables
+from tests.spawning import run
+
+
+def test_one_two_and_four_ranks_have_the_same_after_one_step():
+    (alone,), (both, _), (four, *_) = (run(ranks, _after_one_step) for ranks in (1, 2, 4))
+    assert len(alone) == 3 * 20, "mean, variance and count of ResNet-18's norms"
+    for name, expected in alone.items():
+        for other in (both, four):
+            torch.testing.assert_close(other[name], expected, rtol=1e-6, atol=1e-6, msg=name)
+
+
+def _after_one_step() -> dict[str, Tensor]:
+    """A global batch of 4 micro-batches, without augmentation; the buffers that an evaluation would see."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    world = DistContext(rank, ranks, rank, ranks, torch.device("cpu"))
+    recipe = parse_recipe("test", tables(ranks=4, global_batch=16, sync={"kind": "lazy", "wire": "fp32"}))
+    batching = split_batch(recipe, ranks)
+    dataset = build_loaders(recipe.data, None, batching, rank, 1, world.device, recipe.seed)
+    model = build_initial_model(recipe, dataset.classes, world)
+    build_step(recipe, batching, model, world, steps_per_epoch=4)(dataset.train, lr=0.1)
+    average_batch_norms(model)
+    return dict(model.named_buffers())
+
+
+class Twice(nn.Module):
+    """One norm that is called twice in a forward."""
+
+    def __init__(self, momentum: float | None) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3, momentum=momentum)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(2 * self.norm(x) + 1)
+        return out
+
+
+@pytest.mark.parametrize("momentum", [0.1, 1.0, None])
+@pytest.mark.parametrize("micro_steps", [1, 2, 5])
+def test_micro_steps_leave_the_mean_of_what_each_would_have_left(momentum: float | None, micro_steps: int):
+    """Whatever a norm's momentum, and however often a forward calls it: as if each were a rank of its own."""
+    model = Twice(momentum).double()
+    statistics = StepStatistics(model, micro_steps)
+    for _ in range(3):
+        batches = torch.randn(micro_steps, 8, 3, dtype=torch.float64)
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        left: list[dict[str, Tensor]] = []
+        for batch in batches:
+            by_itself = Twice(momentum).double()
+            by_itself.load_state_dict(before, strict=False)
+            by_itself(batch)
+            left.append(dict(by_itself.named_buffers()))
+        for batch in batches:
+            with statistics.micro_step():
+                model(batch)
+        for name, buffer in model.named_buffers():
+            mean = torch.stack([one[name] for one in left]).double().mean(0)
+            torch.testing.assert_close(buffer.double(), mean, rtol=1e-12, atol=1e-12)
+
+
+def test_a_model_without_norms_and_a_forward_that_fails_do_no_harm():
+    model = nn.Linear(2, 2)
+    with StepStatistics(model, 3).micro_step():
+        model(torch.ones(1, 2))
+    norm, first, second = nn.BatchNorm1d(3), torch.randn(4, 3), torch.randn(4, 3)
+    statistics = StepStatistics(norm, 2)
+    with statistics.micro_step():
+        norm(first)
+    with pytest.raises(ValueError, match="expected"), statistics.micro_step():
+        norm(torch.randn(4))
+    with statistics.micro_step():
+        norm(second)
+    assert norm.num_batches_tracked == 1
+    torch.testing.assert_close(norm.running_mean, 0.1 * (first.mean(0) + second.mean(0)) / 2)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 16])
+def test_momenta_of_micro_batches_move_statistics_once_and_weigh_all_alike(micro_batches: int):
+    running, seen = 5.0, [float(number**2) for number in range(micro_batches)]
+    moved = running
+    for number, value in enumerate(seen):
+        moved += micro_momentum(0.1, micro_batches, number) * (value - moved)
+    assert moved == pytest.approx(0.9 * running + 0.1 * sum(seen) / micro_batches)
+
+
+@pytest.mark.parametrize("cut_off", ["in a forward", "after a forward"])
+def test_a_step_of_a_pipeline_that_was_cut_off_does_not_change_how_far_the_next_one_moves(cut_off: str):
+    norm = nn.BatchNorm1d(3)
+    statistics = PipelinedStatistics([norm], 2)
+    with (
+        pytest.raises(ValueError, match="expected") if cut_off == "in a forward" else nullcontext(),
+        statistics.forward(),
+    ):
+        norm(torch.randn(4) if cut_off == "in a forward" else torch.randn(4, 3))
+    assert norm.momentum == 0.1
+    norm.reset_running_stats()
+    statistics.begin()
+    batches = torch.randn(2, 4, 3)
+    for batch in batches:
+        with statistics.forward():
+            norm(batch)
+    torch.testing.assert_close(norm.running_mean, 0.1 * batches.mean((0, 1)))
+    assert norm.num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+def test_a_pipeline_takes_the_mean_over_all_batches_where_a_norm_has_no_momentum(micro_batches: int):
+    """Each batch counts as one, whatever it is cut into."""
+    norm = nn.BatchNorm1d(3, momentum=None).double()
+    statistics = PipelinedStatistics([norm], micro_batches)
+    batches = torch.randn(4, micro_batches, 8, 3, dtype=torch.float64) + torch.arange(4.0).view(4, 1, 1, 1)
+    for batch in batches:
+        statistics.begin()
+        for part in batch:
+            with statistics.forward():
+                norm(part)
+    torch.testing.assert_close(norm.running_mean, batches.mean((0, 1, 2)))
+    torch.testing.assert_close(norm.running_var, batches.var(2).mean((0, 1)))
+    assert norm.num_batches_tracked == 4
+    assert norm.momentum is None
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("cut_off", [1, 2, 2.5])
+def test_a_step_that_was_cut_off_between_its_micro_steps_leaves_no_trace(momentum: float | None, cut_off: float):
+    """In the statistics of either way to take a step; 2.5: in the third forward, when its first norm has moved."""
+    torch.manual_seed(0)
+
+    def moved(piped: bool, cut: bool) -> dict[str, Tensor]:
+        layers = nn.Sequential(nn.BatchNorm1d(3, momentum=momentum), nn.Linear(3, 3), nn.BatchNorm1d(3))
+        with torch.no_grad():
+            layers[1].weight.copy_(torch.eye(3))
+            layers[1].bias.zero_()
+        statistics: PipelinedStatistics | StepStatistics
+        statistics = PipelinedStatistics([layers], 3) if piped else StepStatistics(layers, 3)
+        inside = statistics.forward if isinstance(statistics, PipelinedStatistics) else statistics.micro_step
+        for number in range(3):
+            statistics.begin()
+            for part in torch.randn(3, 8, 3, generator=torch.Generator().manual_seed(number)):
+                with inside():
+                    layers(part)
+            if number == 1 and cut:
+                statistics.begin()
+                for _ in range(int(cut_off)):
+                    with inside():
+                        layers(torch.ones(8, 3))
+                if cut_off % 1:
+                    with pytest.raises(RuntimeError, match="mat1 and mat2"), inside():
+                        nn.Sequential(layers[0], nn.Linear(4, 4))(torch.ones(8, 3))
+        return dict(layers.named_buffers())
+
+    for piped in (True, False):
+        for name, buffer in moved(piped, cut=False).items():
+            assert torch.equal(moved(piped, cut=True)[name], buffer), (piped, name)

@@ -1,0 +1,125 @@
+"""The pool: one buffer, views with the parameters' strides, spans in one order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from imagenet_fast.sync import GradientPool, ParamSlot, SyncEngine, SyncStats
+from imagenet_fast.sync.engine import Stopwatch
+from imagenet_fast.training.clock import Clock
+
+
+class Listener(SyncEngine):
+    """Notes what it is handed."""
+
+    def __init__(self) -> None:
+        self.pushed: list[str] = []
+        self.buffer: Callable[[], torch.Tensor] = lambda: torch.empty(0)
+        self.at_push: list[torch.Tensor] = []
+
+    def push(self, span: ParamSlot) -> None:
+        self.pushed.append(span.name)
+        self.at_push.append(self.buffer()[span.start : span.flag].clone())
+
+    def finish(self, drop: bool = False) -> SyncStats:
+        return SyncStats(Stopwatch(torch.device("cpu")))
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.Flatten(), nn.Linear(5 * 36, 7))
+    return layers.to(memory_format=torch.channels_last)
+
+
+def pooled(model: nn.Module) -> tuple[GradientPool, Listener]:
+    pool, listener = GradientPool(model), Listener()
+    listener.buffer = lambda: pool.buffer
+    pool.attach(listener)
+    return pool, listener
+
+
+IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def test_gradients_are_views_of_the_buffer_with_the_parameters_strides():
+    model = network()
+    pool, _ = pooled(model)
+    expected = network()
+    for _ in range(2):
+        pool.zero_grad()
+        model(IMAGES).square().sum().backward()
+        pool.end_backward()
+        expected.zero_grad()
+        expected(IMAGES).square().sum().backward()
+        begin, end = pool.buffer.data_ptr(), pool.buffer.data_ptr() + pool.buffer.nbytes
+        for param, other in zip(model.parameters(), expected.parameters(), strict=True):
+            assert param.grad is not None
+            assert begin <= param.grad.data_ptr() < end
+            assert param.grad.stride() == param.stride()
+            torch.testing.assert_close(param.grad, other.grad, rtol=0, atol=0)
+
+
+def test_spans_tile_the_buffer_last_layer_first_on_64_byte_lines():
+    model = network()
+    pool, _ = pooled(model)
+    names = [name for name, _ in model.named_parameters()]
+    assert [span.name for span in pool.spans] == names[::-1]
+    stops = [0, *(span.stop for span in pool.spans)]
+    for span, previous in zip(pool.spans, stops, strict=False):
+        assert span.start == previous
+        assert span.start % 16 == 0
+        assert span.stop - span.start > span.param.numel(), "an element more says whether a rank has used it"
+    assert stops[-1] == pool.buffer.numel()
+
+
+def test_spans_are_pushed_once_a_step_in_pool_order_and_final():
+    model = network()
+    pool, listener = pooled(model)
+    for _ in range(2):
+        listener.pushed.clear()
+        listener.at_push.clear()
+        pool.zero_grad()
+        with pool.no_sync():
+            model(IMAGES).sum().backward()
+        assert listener.pushed == []
+        model(IMAGES).sum().backward()
+        assert len(listener.pushed) == len(pool.spans), "all leave within backward"
+        pool.end_backward()
+        assert listener.pushed == [span.name for span in pool.spans]
+        for span, seen in zip(pool.spans, listener.at_push, strict=True):
+            assert span.param.grad is not None
+            assert torch.equal(pool.buffer[span.start : span.flag], seen)
+
+
+def test_an_unreached_parameter_is_pushed_as_zeros():
+    model = network()
+    pool, listener = pooled(model)
+    pool.buffer.fill_(torch.nan)
+    pool.zero_grad()
+    model[3](torch.ones(1, 180)).sum().backward()
+    pool.end_backward()
+    assert listener.pushed == [span.name for span in pool.spans]
+    assert model[0].weight.grad.count_nonzero() == 0
+
+
+def test_mixed_dtypes_complex_numbers_and_nothing_to_train_are_refused():
+    with pytest.raises(ValueError, match="share a dtype"):
+        GradientPool(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).half()))
+    with pytest.raises(ValueError, match=r"cannot hold torch\.complex64.*view_as_real"):
+        GradientPool(nn.Linear(2, 2, dtype=torch.complex64))
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        GradientPool(nn.ReLU())
+
+
+def test_a_paused_clock_counts_run_time_only():
+    clock = Clock()
+    clock.begin_training()
+    with clock.pause() as pause:
+        while clock.run_s() < 0.02:
+            pass
+    assert pause.seconds > 0.0
+    assert clock.train_s() + pause.seconds == pytest.approx(clock.run_s(), abs=5e-3)

@@ -1,0 +1,469 @@
+"""An optimiser's step in parts is its step at once."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from imagenet_fast.sync.per_param_step import needs_all, settle_before_state, snapshot_step
+from tests.sync.loops import HYBRID, Layers, alike, images, loss_of, pooled, state
+
+STEPS = 5
+SHAPES = ((7, 5), (5,), (4, 3, 3, 3), (1,), (40, 17), (33,))
+
+PLAIN: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "sgd": (optim.SGD, {}),
+    "sgd momentum": (optim.SGD, {"momentum": 0.9, "dampening": 0.1}),
+    "sgd nesterov": (optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "adam": (optim.Adam, {}),
+    "adamw": (optim.AdamW, {}),
+    "adamw amsgrad": (optim.AdamW, {"amsgrad": True}),
+    "rmsprop": (optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    "adagrad": (optim.Adagrad, {"lr_decay": 0.1}),
+    "nadam": (optim.NAdam, {"decoupled_weight_decay": True}),
+    "radam": (optim.RAdam, {}),
+    "adamax": (optim.Adamax, {}),
+    "adadelta": (optim.Adadelta, {}),
+    "asgd": (optim.ASGD, {}),
+    "rprop": (optim.Rprop, {}),
+    "adafactor": (optim.Adafactor, {}),
+    "muon": (optim.Muon, {}),
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "in a loop": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+    "maximize": {"maximize": True},
+    "a tensor as rate": {"lr": 0.05},  # made anew for each optimiser, since a schedule changes it
+}
+FUSED = {"sgd", "sgd momentum", "sgd nesterov", "adam", "adamw", "adamw amsgrad", "adagrad"}
+REFUSED = {("adafactor", "a tensor as rate"), *(("muon", way) for way in ("in a loop", "foreach", "maximize"))}
+CASES = [
+    pytest.param(name, way, id=f"{name}, {way}")
+    for name in PLAIN
+    for way in WAYS
+    if (way != "fused" or name in FUSED) and (name, way) not in REFUSED
+]
+
+
+def parameters(name: str = "sgd") -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [shape for shape in SHAPES if name != "muon" or len(shape) == 2]
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+
+
+def give_gradients(params: list[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(step + 1)
+    for number, param in enumerate(params):
+        gradient = torch.randn(param.shape, generator=generator)
+        param.grad = None if step == 2 and number == 1 else gradient  # a layer that one step does not use
+
+
+def built(name: str, way: str, params: list[nn.Parameter]) -> Optimizer:
+    kind, settings = PLAIN[name]
+    settings = settings | WAYS[way]
+    if way == "a tensor as rate":
+        settings["lr"] = torch.tensor(0.05)
+    rate = settings.setdefault("lr", 0.05)
+    slow = rate.clone() / 4 if isinstance(rate, Tensor) else rate / 4
+    decay = {} if kind is optim.Rprop else {"weight_decay": 0.01}
+    return kind([{"params": params[::2], "lr": slow}, {"params": params[1::2], **decay}], **settings)
+
+
+def step_schedule(optimizer: Optimizer) -> LRScheduler:
+    return StepLR(optimizer, step_size=1, gamma=0.5)
+
+
+def one_cycle(optimizer: Optimizer) -> LRScheduler:
+    """It moves momentum, or the first beta, as well."""
+    moves = "momentum" in optimizer.defaults or "betas" in optimizer.defaults
+    moves = moves and bool(optimizer.defaults.get("momentum", 1))
+    return OneCycleLR(optimizer, [0.01, 0.1], total_steps=STEPS + 1, cycle_momentum=moves)
+
+
+def at_once(
+    optimizer: Optimizer, params: list[nn.Parameter], schedule: Callable[[Optimizer], LRScheduler]
+) -> list[Tensor]:
+    scheduler = schedule(optimizer)
+    for step in range(STEPS):
+        give_gradients(params, step)
+        optimizer.step()
+        scheduler.step()
+    return everything(optimizer, params)
+
+
+def in_parts(
+    optimizer: Optimizer, params: list[nn.Parameter], schedule: Callable[[Optimizer], LRScheduler]
+) -> list[Tensor]:
+    scheduler = schedule(optimizer)
+    order = random.Random(0)
+    for step in range(STEPS):
+        give_gradients(params, step)
+        apply = snapshot_step(optimizer)
+        scheduler.step()
+        left = order.sample(params, len(params))
+        while left:
+            size = order.randint(1, 3)
+            apply(left[:size])
+            del left[:size]
+    return everything(optimizer, params)
+
+
+def everything(optimizer: Optimizer, params: list[nn.Parameter]) -> list[Tensor]:
+    """Weights, and all that the optimiser keeps of them."""
+    states = [optimizer.state[param] for param in params]
+    return [p.detach() for p in params] + [torch.as_tensor(state[key]) for state in states for key in sorted(state)]
+
+
+@pytest.mark.parametrize(("name", "way"), CASES)
+@pytest.mark.parametrize("schedule", [step_schedule, one_cycle])
+def test_layer_by_layer_in_any_order_is_all_at_once_to_the_bit(
+    name: str, way: str, schedule: Callable[[Optimizer], LRScheduler]
+):
+    """With a schedule that moves on before the first layer is due."""
+    params, others = parameters(name), parameters(name)
+    before = [param.detach().clone() for param in params]
+    expected = at_once(built(name, way, params), params, schedule)
+    for one, other in zip(expected, in_parts(built(name, way, others), others, schedule), strict=True):
+        assert torch.equal(one, other)
+    assert not any(torch.equal(param, old) for param, old in zip(params, before, strict=True))
+
+
+def test_every_kind_that_is_updated_in_parts_is_tried():
+    kinds = {kind for kind, _ in PLAIN.values()}
+    known = {kind for kind in vars(optim).values() if isinstance(kind, type) and issubclass(kind, Optimizer)}
+    for kind in known - {Optimizer, optim.LBFGS, optim.SparseAdam}:
+        assert needs_all(kind(parameters("muon"))) is (kind not in kinds), kind
+
+
+def test_betas_that_are_tensors_are_copied_too():
+    params = parameters()
+    betas = torch.tensor(0.9), torch.tensor(0.99)
+    optimizer = optim.AdamW(params, foreach=False, betas=betas)
+    plain = parameters()
+    give_gradients(plain, 0)
+    optim.AdamW(plain, foreach=False, betas=(torch.tensor(0.9), torch.tensor(0.99))).step()
+    give_gradients(params, 0)
+    apply = snapshot_step(optimizer)
+    betas[0].fill_(0.1)
+    apply(params)
+    assert all(torch.equal(a, b) for a, b in zip(params, plain, strict=True))
+
+
+def test_the_groups_are_the_users_again_afterwards_even_after_an_error():
+    params = parameters()
+    optimizer = optim.Adam(params, lr=0.1)
+    groups = optimizer.param_groups
+    (group,) = groups
+    give_gradients(params, 0)
+    snapshot_step(optimizer)(params[:2])
+    assert optimizer.param_groups is groups
+    params[0].grad = torch.ones(7, 5).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        snapshot_step(optimizer)(params[:1])
+    assert optimizer.param_groups is groups
+    assert groups[0] is group
+    assert len(group["params"]) == len(params)
+
+
+def test_parameters_of_others_are_left_alone():
+    params = parameters()
+    optimizer = optim.SGD(params[:2], lr=0.1)
+    give_gradients(params, 0)
+    before = [param.detach().clone() for param in params]
+    apply = snapshot_step(optimizer)
+    apply(params[2:])
+    apply(params[1:])
+    changed = [not torch.equal(param, old) for param, old in zip(params, before, strict=True)]
+    assert changed == [False, True, False, False, False, False]
+
+
+def test_a_group_may_be_added_between_steps_also_while_an_update_is_put_off():
+    params, others = parameters(), parameters()
+    for chosen, parts in ((params, True), (others, False)):
+        optimizer = optim.AdamW(chosen[:4], lr=0.1)
+        give_gradients(chosen, 0)
+        apply = snapshot_step(optimizer)
+        if not parts:
+            apply(chosen)
+        optimizer.add_param_group({"params": chosen[4:], "lr": 0.01})
+        if parts:
+            apply(chosen[3:])
+            apply(chosen[:3])
+        give_gradients(chosen, 1)
+        apply = snapshot_step(optimizer)
+        for param in chosen:
+            apply([param])
+    assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
+
+
+@contextmanager
+def no_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def test_a_scheduler_does_not_warn_of_a_step_that_is_put_off():
+    params = parameters()
+    optimizer = optim.SGD(params, lr=0.1)
+    scheduler = step_schedule(optimizer)
+    give_gradients(params, 0)
+    with no_warnings():
+        apply = snapshot_step(optimizer)
+        scheduler.step()
+        apply(params)
+        scheduler.step()
+
+
+def test_a_scheduler_still_warns_when_it_is_really_first():
+    optimizer = optim.SGD(parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match=r"before `optimizer\.step\(\)`"):
+        step_schedule(optimizer).step()
+    optimizer = optim.SGD(parameters(), lr=0.1)
+    snapshot_step(optimizer)  # of a time before there was a schedule, which torch does not count either
+    with pytest.warns(UserWarning, match=r"before `optimizer\.step\(\)`"):
+        step_schedule(optimizer).step()
+
+
+def test_hooks_run_once_a_step_and_see_all_of_it():
+    params = parameters()
+    optimizer = optim.SGD(params, lr=0.1)
+    assert not needs_all(optimizer)
+    seen: list[str] = []
+    step_schedule(optimizer)
+    assert not needs_all(optimizer), "a scheduler's wrapper of step changes nothing"
+    optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: seen.append("before"))
+    assert needs_all(optimizer)
+    optimizer.register_step_post_hook(
+        lambda optimizer, args, kwargs: seen.append(f"after {sum(len(g['params']) for g in optimizer.param_groups)}")
+    )
+    give_gradients(params, 0)
+    snapshot_step(optimizer)(params)
+    assert seen == ["before", "after 6"]
+    with pytest.raises(RuntimeError, match=r"SGD updates its parameters all at once, but 2 that have a gradient"):
+        snapshot_step(optimizer)(params[2:])
+    assert seen == ["before", "after 6"]
+
+    handle = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: seen.append("global"))
+    other = optim.SGD(params, lr=0.1)
+    assert needs_all(other)
+    handle.remove()
+    assert not needs_all(other)
+
+
+def test_a_hook_that_comes_after_a_step_is_not_for_it():
+    params = parameters()
+    optimizer = optim.SGD(params, lr=0.1)
+    give_gradients(params, 0)
+    apply = snapshot_step(optimizer)
+    seen: list[object] = []
+    optimizer.register_step_post_hook(lambda *_: seen.append(1))
+    for param in params:
+        apply([param])
+    assert not seen
+    snapshot_step(optimizer)(params)
+    assert seen == [1]
+
+
+def test_a_part_has_the_name_of_a_step_in_profiles():
+    params = parameters()
+    give_gradients(params, 0)
+    apply = snapshot_step(optim.SGD(params, lr=0.1))
+    with torch.profiler.profile() as profile:
+        apply(params[:1])
+        apply(params[1:])
+    assert [event.name for event in profile.events()].count("Optimizer.step#SGD.step") == 2
+
+
+class Signs(Optimizer):
+    """Somebody's own optimiser."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        super().__init__(params, {"lr": 0.5})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad.sign() * group["lr"])
+
+
+def test_an_optimiser_that_torch_does_not_have_is_updated_at_once_unless_it_says_it_goes_one_by_one():
+    params = parameters()
+    before = params[0].detach().clone()
+    optimizer = Signs(params)
+    assert needs_all(optimizer)
+    give_gradients(params, 0)
+    with pytest.raises(RuntimeError, match="Signs"):
+        snapshot_step(optimizer)(params[:1])
+    optimizer.one_by_one = True
+    assert not needs_all(optimizer)
+    apply = snapshot_step(optimizer)
+    optimizer.param_groups[0]["lr"] = 100.0
+    apply(params[:1])
+    assert torch.equal(params[0], before - 0.5 * params[0].grad.sign())
+
+
+def test_an_optimiser_whose_step_was_replaced_is_updated_at_once_by_what_replaced_it():
+    params = parameters()
+    optimizer = optim.SGD(params, lr=0.1)
+    stepped: list[int] = []
+    optimizer.step = lambda: stepped.append(1)
+    assert needs_all(optimizer)
+    snapshot_step(optimizer)(params)
+    assert stepped == [1]
+
+
+class Searching(Signs):
+    def step(self, closure: Callable[[], float]) -> None:
+        closure()
+
+
+@pytest.mark.parametrize("kind", [optim.LBFGS, Searching])
+def test_a_step_that_requires_a_closure_is_refused(kind: type[Optimizer]):
+    with pytest.raises(ValueError, match=rf"{kind.__name__}\.step\(\) requires a closure .* take an optimiser"):
+        snapshot_step(kind(parameters()))
+
+
+def test_what_is_put_off_is_settled_before_the_state_is_read_or_replaced():
+    params, others = parameters(), parameters()
+    plain = optim.AdamW(others, lr=0.1)
+    optimizer = optim.AdamW(params, lr=0.1)
+    settled: list[str] = []
+    applies: list[Callable[[list[nn.Parameter]], None]] = []
+
+    class Pool:
+        """Two of them, each with half of the parameters."""
+
+        def __init__(self, name: str, params: list[nn.Parameter]) -> None:
+            self.name, self.params = name, params
+
+        def settle(self) -> None:
+            settled.append(self.name)
+            for apply in applies:
+                apply(self.params)
+
+    pools = [Pool("first", params[:3]), Pool("second", params[3:])]
+    for step in range(2):
+        give_gradients(params, step)
+        give_gradients(others, step)
+        for pool in pools:
+            settle_before_state(optimizer, pool.settle)
+        applies[:] = [snapshot_step(optimizer)]
+        plain.step()
+        state = optimizer.state_dict()["state"]
+        assert sorted(settled) == ["first", "second"]
+        settled.clear()
+        assert all(torch.equal(state[n]["exp_avg"], plain.state[p]["exp_avg"]) for n, p in enumerate(others))
+        assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
+
+    give_gradients(params, 2)
+    give_gradients(others, 2)
+    applies[:] = [snapshot_step(optimizer)]
+    plain.step()
+    saved = optim.AdamW(parameters(), lr=0.5).state_dict()
+    optimizer.load_state_dict(saved)
+    assert sorted(settled) == ["first", "second"]
+    assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True)), "the step was taken before the loading"
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert not optimizer.state
+
+
+def started() -> dict[str, Any]:
+    return {"step": 0, "total": torch.zeros(()), "seen": []}
+
+
+class Counting(Signs):
+    """Counts its steps in the group, in place in a tensor of it, and in itself; the rate falls with the count."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        super().__init__(params)
+        self.one_by_one = True
+        self.steps = 0
+        for group in self.param_groups:
+            group |= started()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        self.steps += 1
+        for group in self.param_groups:
+            group["step"] += 1
+            group["total"] += 1
+            group["seen"].append(self.steps)
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad.sign() * group["lr"] / (group["step"] + group["total"] + self.steps))
+
+
+def test_a_custom_optimiser_counts_each_step_once_however_many_parts_it_is_taken_in():
+    params, others = parameters(), parameters()
+    at_once_, parted = Counting(params), Counting(others)
+    expected = at_once(at_once_, params, step_schedule)
+    for one, other in zip(expected, in_parts(parted, others, step_schedule), strict=True):
+        assert torch.equal(one, other)
+    assert parted.steps == STEPS
+    (group,), (same,) = parted.param_groups, at_once_.param_groups
+    assert {key: group[key] for key in ("step", "total", "seen", "lr")} == {
+        key: same[key] for key in ("step", "total", "seen", "lr")
+    }
+
+
+def test_what_a_schedule_changed_after_a_step_is_not_undone_by_its_parts():
+    class Damped(Counting):
+        def step(self, closure: Callable[[], float] | None = None) -> None:
+            super().step()
+            for group in self.param_groups:
+                group["lr"] *= 0.9
+
+    params = parameters()
+    optimizer = Damped(params)
+    give_gradients(params, 0)
+    apply = snapshot_step(optimizer)
+    optimizer.param_groups[0]["lr"] = 100.0
+    for param in params:
+        apply([param])
+    assert optimizer.param_groups[0]["lr"] == 100.0
+    assert optimizer.param_groups[0]["step"] == 1
+    give_gradients(params, 1)
+    snapshot_step(optimizer)(params)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(90.0)
+
+
+def test_a_custom_optimiser_counts_as_by_hand_under_an_engine_that_defers():
+    """Also where a step leaves a layer out, whose update then waits for the end of the next one."""
+
+    def left_out(model: Layers, step: int) -> Tensor:
+        return loss_of(model, step) if step != 3 else model.layer4(images(step)).square().sum()
+
+    def counting(model: Layers) -> Counting:
+        optimizer = Counting([*model.layer0.parameters()])
+        optimizer.add_param_group({"params": [*model.layer4.parameters()]} | started())
+        return optimizer
+
+    by_hand = Layers()
+    expected = counting(by_hand)
+    for step in range(6):
+        by_hand.zero_grad()
+        left_out(by_hand, step).backward()
+        expected.step()
+    model = Layers()
+    pool, optimizer = pooled(model, HYBRID), counting(model)
+    for step in range(6):
+        pool.zero_grad()
+        left_out(model, step).backward()
+        pool.step(optimizer)
+    pool.close()
+    assert alike(state(model), state(by_hand))
+    assert [group["step"] for group in optimizer.param_groups] == [6, 6]
+    assert optimizer.steps == 6

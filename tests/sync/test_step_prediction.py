@@ -1,0 +1,259 @@
+"""What a step of each engine is predicted to take, on hosts that are not there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import chain
+from random import Random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from imagenet_fast.bench.replay import gradients_of, replay, timing_of, with_moves
+from imagenet_fast.cost_model.layer_profile import Layer, Profile, load_profile, random_profile
+from imagenet_fast.cost_model.link_model import CodecCost, LinkModel
+from imagenet_fast.cost_model.lower_bound import step_lower_bound
+from imagenet_fast.cost_model.step_simulator import THRESHOLDS
+from imagenet_fast.cost_model.timing import Timing
+from imagenet_fast.recipe.sync_config import DdpSync, Sync
+from imagenet_fast.sync import (
+    AllReduceSync,
+    DearSync,
+    Engine,
+    GradientPool,
+    HybridSync,
+    LazySync,
+    RingSync,
+    SparseSync,
+    declare,
+)
+from imagenet_fast.sync.collectives import piece_bytes
+from imagenet_fast.sync.network_benchmark import NetworkProbe
+from imagenet_fast.sync.step_prediction import predict, predict_best
+from imagenet_fast.sync.topology import Topology
+from tests.spawning import run
+
+OURS: tuple[Sync, ...] = (
+    AllReduceSync(wire="bf16"), RingSync(), LazySync(), HybridSync(), HybridSync(policy="by-size"), DearSync(),
+    SparseSync(), LazySync(wire="fp32", threshold_mb=0), LazySync(collective="parameter_server"),
+)  # fmt: skip
+
+USUAL: tuple[Sync, ...] = (*OURS[:4], DearSync(), SparseSync(), DdpSync(wire="bf16"))
+
+
+class Hosts(Topology):
+    """Machines of one rank each, of which none is there."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(torch.device("cpu"))
+        self.ranks = tuple(range(count))
+        self.size = count
+        self.nodes = tuple((rank,) for rank in self.ranks)
+
+
+def pooled(profile: Profile, hosts: int) -> tuple[GradientPool, Timing]:
+    """A profile's layers without their values."""
+    shapes = [[torch.empty(shape, device="meta") for shape in layer.shapes] for layer in profile.layers]
+    model = replay(profile, shapes)
+    pool = GradientPool(model)
+    pool.topology = Hosts(hosts)
+    return pool, timing_of(profile, model, pool.spans)
+
+
+def predicted(
+    profile: Profile, engines: Sequence[Sync | tuple[str, Engine]], link: LinkModel, hosts: int = 4
+) -> dict[str, float]:
+    pool, timing = pooled(profile, hosts)
+    seconds = {}
+    for settings in engines:
+        if isinstance(settings, tuple):
+            name, engine = settings
+            share = 1.0
+        else:
+            name, engine, share = settings.kind, declare(settings), settings.share  # type: ignore[arg-type]
+        network = NetworkProbe(pool.topology, engine.wire, link)
+        seconds[name] = predict_best(engine, pool, engine.wire, timing, network, share)[1]
+    return seconds
+
+
+def link_of(raw_s: float, profile: Profile) -> LinkModel:
+    """Of an undisturbed all-reduce of all gradients in bf16 that takes ``raw_s``, with gloo's latency on a veth."""
+    return LinkModel(3e-3, raw_s / (2 * profile.elements))
+
+
+ALEXNET = load_profile("alexnet").shrunk(4).lasting(1.409)
+ALEXNETS_LINK = link_of(1.534, ALEXNET)
+"""Of four hosts of 250 Mbit/s, as measured: docs/benchmarks.md."""
+
+
+def test_alexnets_engines_on_four_hosts():
+    assert predicted(ALEXNET, USUAL, ALEXNETS_LINK) == pytest.approx(
+        {
+            "allreduce": 3.023, "ring": 2.022, "lazy": 2.023, "hybrid": 1.607, "dear": 1.622, "sparse": 1.475,
+            "ddp": 2.207,
+        },
+        rel=0.05,
+    )  # fmt: skip
+    assert predicted(ALEXNET, [DdpSync()], ALEXNETS_LINK) == pytest.approx({"ddp": 3.694}, rel=0.05)
+
+
+def test_every_step_of_the_ladder_on_four_hosts():
+    half = torch.bfloat16
+    steps: list[Sync | tuple[str, Engine]] = [
+        ("naive", Engine(torch.float32, "each", fuse=0, collective="native")),
+        ("ring", Engine(torch.float32, "each", fuse=0, collective="ring")),
+        ("16 bits", Engine(half, "each", fuse=0, collective="ring")),
+        ("overlap", Engine(half, "backward", fuse=0, collective="ring")),
+        LazySync(), SparseSync(), HybridSync(),
+    ]  # fmt: skip
+    rungs = predicted(ALEXNET, steps, ALEXNETS_LINK)
+    measured = [4.545, 4.559, 3.039, 2.037, 2.022, 1.477, 1.603]
+    assert list(rungs.values()) == pytest.approx(measured, rel=0.05)
+
+
+def transformer(blocks: int = 24) -> Profile:
+    """A large first layer, whose gradients are ready last and needed first, and equal blocks behind it."""
+    first = Layer("embedding", "Embedding", ((10_870, 256),), 19.0, 38.0)
+    return Profile(
+        "transformer", "by hand",
+        (first, *(Layer(f"blocks.{n}", "Linear", ((670, 670), (670,)), 19.0, 38.0) for n in range(blocks))),
+    )  # fmt: skip
+
+
+def test_a_transformers_engines_on_four_hosts():
+    """250 Mbit/s, in two runs, whose compute was not the same."""
+    profile = transformer().lasting(1.423)
+    link = link_of(1.362, profile)
+    later = predicted(profile, [SparseSync(), LazySync(), RingSync(), DdpSync(wire="bf16")], link)
+    assert later == pytest.approx({"sparse": 1.520, "lazy": 1.889, "ring": 1.889, "ddp": 2.473}, rel=0.05)
+    profile = transformer().lasting(1.444)
+    deferring = predicted(profile, [HybridSync(), DearSync()], link_of(1.361, profile))
+    assert deferring == pytest.approx({"hybrid": 1.785, "dear": 1.824}, rel=0.05)
+    assert later["sparse"] < min(deferring.values()) <= max(deferring.values()) < later["lazy"] < later["ddp"]
+
+
+def test_a_network_of_no_family_on_four_hosts():
+    """250 Mbit/s: two thirds of its gradients are ready last and needed first."""
+    profile = load_profile("random:7").lasting(1.021)
+    engines = [LazySync(), DearSync(), HybridSync(), DdpSync(wire="bf16")]
+    seconds = predicted(profile, engines, link_of(1.340, profile))
+    hybrid = seconds.pop("hybrid")
+    assert seconds == pytest.approx({"lazy": 2.014, "dear": 1.953, "ddp": 2.321}, rel=0.05)
+    least = step_lower_bound(profile.timing, profile.sending(1.340), "read")
+    assert least < hybrid < 1.04 * least, "its two collectives do not share the wire at the end of backward"
+
+
+@pytest.mark.parametrize(
+    ("model", "scale", "hosts", "compute_s", "raw_s", "measured"),
+    [
+        ("alexnet", 4, 4, 0.180, 1.534, {"ddp": 1.645, "hybrid": 1.542}),
+        ("alexnet", 4, 4, 0.706, 1.534, {"ddp": 1.836, "hybrid": 1.569}),
+        ("alexnet", 4, 3, 1.407, 1.364, {"ddp": 2.040, "ring": 1.847, "hybrid": 1.469, "dear": 1.505, "sparse": 1.438}),
+        ("alexnet", 5, 5, 1.407, 1.636, {"ddp": 2.306, "lazy": 2.140, "hybrid": 1.789, "dear": 1.734, "sparse": 1.454}),
+        ("resnet50", 8, 4, 1.533, 0.080, {"ddp": 1.612, "ring": 1.566, "lazy": 1.570, "hybrid": 1.564, "dear": 1.574}),
+        ("resnet50", 8, 4, 1.545, 0.641, {"ddp": 2.135, "ring": 1.606, "lazy": 1.565, "hybrid": 1.566, "dear": 1.618}),
+    ],
+)  # fmt: skip
+def test_other_models_batches_and_numbers_of_hosts(
+    model: str, scale: int, hosts: int, compute_s: float, raw_s: float, measured: dict[str, float]
+):
+    """Of docs/benchmarks.md."""
+    profile = load_profile(model).shrunk(scale).lasting(compute_s)
+    engines = [engine for engine in USUAL if engine.kind in measured]
+    assert predicted(profile, engines, link_of(raw_s, profile), hosts) == pytest.approx(measured, rel=0.05)
+
+
+def test_pieces_go_two_abreast_and_halves_wait_for_a_latency_more():
+    """Of a first layer of eleven pieces on a wire that takes no time, and gloo, which carries two of them."""
+    profile = transformer()
+
+    def step_s(latency_s: float) -> dict[str, float]:
+        return predicted(profile, [HybridSync(), DearSync()], LinkModel(latency_s, 1e-12))
+
+    none, some = step_s(0.0), step_s(0.05)
+    waited = {name: some[name] - none[name] for name in none}
+    assert waited == pytest.approx({"hybrid": 6 * 0.05, "dear": 7 * 0.05}, rel=1e-3)
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 4, 7])
+def test_no_engine_is_predicted_below_its_limit(hosts: int):
+    for seed in range(4):
+        chance = Random(seed + 100 * hosts)
+        profile = random_profile(seed)
+        pool, timing = pooled(profile, hosts)
+        raw = chance.uniform(0.05, 3) * profile.compute_s
+        link = LinkModel(chance.choice([0.0, 3e-3]), raw / profile.elements)  # a byte an element
+        for settings in OURS:
+            engine = declare(settings)  # type: ignore[arg-type]
+            network = NetworkProbe(pool.topology, engine.wire, link)
+            _, step_s = predict_best(engine, pool, engine.wire, timing, network, settings.share)
+            least = step_lower_bound(
+                profile.timing, profile.sending(engine.wire.itemsize * raw), settings.awaits, settings.share
+            )
+            assert step_s >= 0.999 * least, (seed, settings)
+
+
+@pytest.mark.parametrize(
+    "engine", [declare(LazySync(wire="fp32")), declare(DearSync(wire="fp32"))], ids=["lazy", "dear"]
+)
+def test_the_best_threshold_is_never_worse_than_none_or_all(engine: Engine):
+    pool, timing = pooled(ALEXNET, 4)
+    sizes = [size for size in THRESHOLDS if not engine.planned or size >= piece_bytes(pool.topology)]
+    for latency_s in (0.0, 1e-3, 0.1):
+        for s_per_byte in (1e-9, 1e-7):
+            network = NetworkProbe(pool.topology, torch.float32, LinkModel(latency_s, s_per_byte))
+            steps = [predict(engine, pool, torch.float32, size, timing, network) for size in sizes]
+            best, step_s = predict_best(engine, pool, torch.float32, timing, network)
+            assert best in sizes
+            assert step_s <= 1.01 * min(steps)
+    if not engine.planned:
+        dear = NetworkProbe(pool.topology, torch.float32, LinkModel(1e-3, 1e-9, call_s=1.0))
+        assert predict_best(engine, pool, torch.float32, timing, dear)[0] == math.inf
+
+
+def test_eight_bits_pay_where_the_wire_is_slower_than_their_codec():
+    pool, timing = pooled(ALEXNET, 4)
+    hybrid = declare(HybridSync())
+
+    def step_s(wire: torch.dtype, link: LinkModel, encode: float) -> float:
+        network = NetworkProbe(pool.topology, wire, link, codecs={torch.int8: CodecCost(encode, encode)})
+        return predict_best(hybrid, pool, wire, timing, network)[1]
+
+    fast = LinkModel(3e-3, ALEXNETS_LINK.s_per_byte / 100)
+    for slow_codec in (0.0, 1e-8):
+        assert step_s(torch.int8, ALEXNETS_LINK, slow_codec) < 0.95 * step_s(torch.bfloat16, ALEXNETS_LINK, slow_codec)
+    assert step_s(torch.int8, ALEXNETS_LINK, 0.0) < 1.04 * ALEXNET.compute_s
+    assert step_s(torch.int8, fast, 1e-7) > step_s(torch.bfloat16, fast, 1e-7)
+
+
+def test_a_prediction_needs_no_process_group():
+    """None of the others can have made one: there is nothing to make it of."""
+    assert not dist.is_initialized()
+    pool, timing = pooled(transformer(), 512)
+    for settings in OURS:
+        engine = declare(settings)  # type: ignore[arg-type]
+        predict_best(engine, pool, engine.wire, timing, NetworkProbe(pool.topology, engine.wire, LinkModel(1e-4, 1e-9)))
+    assert not pool.topology._channels
+
+
+def test_moving_gradients_into_a_pool_makes_backward_longer_and_puts_the_gradients_there():
+    run(1, _moves)
+
+
+def _moves() -> None:
+    profile = random_profile(3).shrunk(64)
+    gradients = gradients_of(profile)
+    model = replay(profile, gradients)
+    pool = GradientPool(model)
+    course = timing_of(profile, model, pool.spans)
+    moved = with_moves(course, gradients, pool)
+    late = [after - before for before, after in zip(course.ready, moved.ready, strict=True)]
+    assert late[0] > 0
+    assert late == sorted(late)
+    assert moved.backward_s == pytest.approx(course.backward_s + late[-1])
+    assert (moved.needed, moved.forward_s) == (course.needed, course.forward_s)
+    given = dict(zip(model.parameters(), chain.from_iterable(gradients), strict=True))
+    for span in pool.spans:
+        assert torch.equal(pool.buffer[span.start : span.flag], given[span.param].flatten()), span.name

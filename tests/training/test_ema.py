@@ -1,0 +1,117 @@
+"""The moving average is torch's, and moves with each weight."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from imagenet_fast.data.loaders import Loaders, build_loaders
+from imagenet_fast.distributed.init import DistContext
+from imagenet_fast.recipe.batching import split_batch
+from imagenet_fast.recipe.load import parse_recipe
+from imagenet_fast.training.ema import ModelEma
+from imagenet_fast.training.train_loop import build_initial_model
+from imagenet_fast.training.train_step import build_step
+from tests.conftest import tables
+from tests.spawning import run
+
+
+class NetworkProbe(nn.Module):
+    """With channels_last weights, a tied and a frozen one, statistics, and parameters and buffers of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.convolution = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(8)
+        self.embedding = nn.Embedding(7, 5)
+        self.head = nn.Linear(5, 7)
+        self.head.weight = self.embedding.weight
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.short = nn.Parameter(torch.randn(9).bfloat16())
+        self.register_buffer("seen", torch.zeros(2, dtype=torch.float64))
+
+
+def changed(model: NetworkProbe, step: int) -> list[nn.Parameter]:
+    """Stand in for a step of training; in one of them the gradients overflow and the weights stand still."""
+    generator = torch.Generator().manual_seed(step)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    with torch.no_grad():
+        for param in trainable if step != 3 else []:
+            param.add_(torch.randn(param.shape, generator=generator))
+        for buffer in (model.norm.running_mean, model.norm.running_var, model.seen):
+            buffer.add_(torch.randn(buffer.shape, generator=generator))
+        model.norm.num_batches_tracked.add_(3)
+    return trainable
+
+
+def test_it_is_torchs_to_the_bit_whatever_the_order_of_the_layers():
+    model = NetworkProbe()
+    average = ModelEma(model, 0.9)
+    expected = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    order = random.Random(0)
+    for step in range(6):
+        params = changed(model, step)
+        order.shuffle(params)
+        average.update(params[:2])
+        average.update_buffers()
+        for param in params[2:]:
+            average.update([param])
+        expected.update_parameters(model)
+        state, other = average.module.state_dict(), expected.module.state_dict()
+        assert state.keys() == other.keys()
+        for name, tensor in state.items():
+            if tensor.is_floating_point():
+                assert torch.equal(tensor, other[name]), (step, name)
+    assert average.module.norm.num_batches_tracked == model.norm.num_batches_tracked == 18
+    assert average.module.head.weight is average.module.embedding.weight
+
+
+def test_under_an_engine_that_defers_it_waits_with_the_weights_and_is_what_it_would_be_at_once():
+    run(2, _train_with_hybrid)
+
+
+def _train_with_hybrid() -> None:
+    """Compare the average after three steps, before it is settled and then, with torch's of weights settled every
+    step."""
+    model, dataset = _model_and_dataset()
+    take_step = build_step(AVERAGED, split_batch(RECIPE, 2), model, _world(), 4)
+    average = take_step.state.average
+    assert average is not None
+    for _ in range(3):
+        take_step(dataset.train, lr=0.1)
+    waiting = average.module.fc.weight.detach().clone()
+    take_step.state.settle()
+
+    model, dataset = _model_and_dataset()
+    expected = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    take_step = build_step(RECIPE, split_batch(RECIPE, 2), model, _world(), 4)
+    for _ in range(3):
+        take_step(dataset.train, lr=0.1)
+        take_step.state.settle()
+        expected.update_parameters(model)
+
+    settled, at_once = average.module.state_dict(), expected.module.state_dict()
+    assert settled.keys() == at_once.keys()
+    for name, tensor in settled.items():
+        if tensor.is_floating_point():
+            assert torch.equal(tensor, at_once[name]), name
+    assert not torch.equal(waiting, settled["fc.weight"]), "its update had been put off"
+
+
+RECIPE = parse_recipe("test", tables(sync={"kind": "hybrid", "wire": "fp32"}))
+AVERAGED = RECIPE.model_copy(update={"ema_decay": 0.9})
+
+
+def _world() -> DistContext:
+    return DistContext(dist.get_rank(), 2, dist.get_rank(), 2, torch.device("cpu"))
+
+
+def _model_and_dataset() -> tuple[nn.Module, Loaders]:
+    world = _world()
+    dataset = build_loaders(RECIPE.data, None, split_batch(RECIPE, 2), world.rank, 1, world.device, RECIPE.seed)
+    return build_initial_model(RECIPE, dataset.classes, world), dataset
