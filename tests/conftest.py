@@ -86,7 +86,7 @@ def make_recipe() -> Callable[..., Recipe]:
 
 
 @pytest.fixture(scope="session")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def image_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """3 classes, 40 images to train on and 7 to validate."""
     return make_images(tmp_path_factory.mktemp("images"), train=40, val=7)
 

@@ -1,1 +1,1 @@
-"""Measurements of what a step, a loader or an engine can do on the machine at hand."""
+"""Benchmarks of training steps, loaders and engines on this node."""

@@ -1,4 +1,4 @@
-"""How much a step keeps for its backward at most."""
+"""Peak memory that a step keeps for its backward."""
 
 from __future__ import annotations
 
@@ -12,9 +12,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 def peak_activations(step: Callable[[], object], others: Iterable[Tensor], device: torch.device) -> int:
-    """Bytes: on a GPU the most that ``step`` has allocated at once; elsewhere what autograd keeps, each memory once.
+    """Run ``step`` and return its peak memory in bytes.
 
-    That of ``others``, as weights and the batch, is there anyway and not counted.
+    On a GPU, this is the peak of all memory that ``step`` allocates. Elsewhere, it is the peak of the tensors that
+    autograd saves for backward; each storage counts once.
+
+    Args:
+        step: Forward and backward of one step.
+        others: Tensors that exist anyway, such as weights and the batch; their storages are not counted.
+        device: The device that ``step`` runs on.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -30,16 +36,18 @@ def peak_activations(step: Callable[[], object], others: Iterable[Tensor], devic
 
 
 class _Saved:
-    """A tensor that autograd keeps."""
+    """A tensor saved by autograd; it is released when autograd drops this object."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
 class _Kept:
+    """A counter of the bytes that autograd keeps, with their peak."""
+
     def __init__(self, others: set[int]) -> None:
         self._others = others
-        self._times: Counter[int] = Counter()  # by memory, how often it is kept
+        self._times: Counter[int] = Counter()  # storage address -> number of saved tensors
         self._bytes = 0
         self.peak = 0
 

@@ -1,7 +1,8 @@
-"""What hiding communication gains at each batch size: the table of the hybrid all-reduce thesis.
+"""Compare hybrid with DDP at several batch sizes: the table of the hybrid all-reduce thesis.
 
-Compute grows with the batch and communication does not, so a small batch has more to send than it has time to hide it
-in, and a large one has little to hide. After Kim et al. (doi 10.3745/KTCCS.2021.10.7.191), whose gain is up to 33 %.
+Compute time grows with the batch and communication time does not. With a small batch, communication takes longer than
+the compute that could hide it; with a large batch there is little to hide. After Kim et al.
+(doi 10.3745/KTCCS.2021.10.7.191), whose gain is up to 33 %.
 """
 
 from __future__ import annotations
@@ -21,18 +22,26 @@ from imagenet_fast.recipe.sync_config import DdpSync, HybridSync
 
 @dataclass(frozen=True)
 class BatchRow:
-    """Of one batch size."""
+    """Times of DDP and hybrid at one batch size."""
 
     batch: int
     gain: float
-    """The share of DDP's step that hybrid saves."""
+    """Share of DDP's step time that hybrid saves."""
     ddp: EngineTime
     hybrid: EngineTime
 
 
 def bench_batches(profile: Profile, batches: Sequence[int], measure: Measure) -> list[BatchRow]:
-    """DDP and hybrid in 16 bits at each of ``batches``, where the largest computes as long as ``profile`` says and the
-    others in proportion. Raises what ``measure`` does."""
+    """Time DDP and hybrid with bf16 on the wire at each batch size.
+
+    Raise what ``measure`` raises.
+
+    Args:
+        profile: The layer profile to replay. The largest batch computes as long as the profile; the compute time of
+            the others is proportional to their batch size.
+        batches: Batch sizes per rank.
+        measure: Times engines on a given network.
+    """
     rows = []
     for batch in batches:
         at = profile.lasting(profile.compute_s * batch / max(batches))
@@ -42,7 +51,10 @@ def bench_batches(profile: Profile, batches: Sequence[int], measure: Measure) ->
 
 
 def batch_table(rows: Sequence[BatchRow]) -> Table:
-    """One row a batch size; ``+`` is exposed communication, limit and prediction are hybrid's."""
+    """Build a table with one row per batch size.
+
+    ``+`` is exposed communication. Limit and prediction are hybrid's.
+    """
     table = compact_table(
         (),
         ("batch", "compute", "ddp", "+", "hybrid", "+", "gain", "x limit", "predicted"),
@@ -60,7 +72,7 @@ def batch_table(rows: Sequence[BatchRow]) -> Table:
 
 
 def draw_batches(rows: Sequence[BatchRow], figure: Any) -> None:
-    """Two bars a batch size, DDP's and hybrid's: compute, what is exposed beyond it, and the gain."""
+    """Draw bars for DDP and hybrid at each batch size: compute, exposed communication, and the gain."""
     axes = figure.subplots()
     width, places = 0.38, range(len(rows))
     pairs = (("DDP", "//", [row.ddp for row in rows]), ("hybrid", "", [row.hybrid for row in rows]))

@@ -1,4 +1,7 @@
-"""A loop of `bench step` that saves its whole state as a run does, and what of that stands on the training thread."""
+"""Measure how long checkpoints block the training thread.
+
+A loop of `bench step` saves its whole state as a run does.
+"""
 
 from __future__ import annotations
 
@@ -18,36 +21,48 @@ from imagenet_fast.training.state import TrainState
 
 @dataclass
 class Stood:
-    """Seconds of each checkpoint for which the training thread stood still."""
+    """Seconds for which each checkpoint blocked the training thread."""
 
     all_s: list[float] = field(default_factory=list)
+    """Total time of each checkpoint."""
     waited_s: list[float] = field(default_factory=list)
-    """Of them, for the checkpoint before, which was not written yet."""
+    """Part of ``all_s`` spent waiting until the previous checkpoint was written."""
     copied_s: list[float] = field(default_factory=list)
-    """Of them, for the host copy. On a GPU it is only queued."""
+    """Part of ``all_s`` spent on the copy to host memory, which on a GPU is only queued."""
 
 
 class Saving:
-    """Called after each step: every ``every_steps`` of them the state is saved under ``root``, beside training.
+    """A callback that saves the training state every ``every_steps`` steps while training continues.
 
-    Where steps are taken in blocks of so many, after ``warmup`` others, it is saved after the first of each block, so
-    that the rest of the block is there to write it beside.
+    With ``warmup`` steps first and then blocks of ``every_steps`` steps, it saves after the first step of each block.
+    The rest of the block then overlaps with the writing.
     """
 
     def __init__(
         self, recipe: Recipe, world: DistContext, state: TrainState, root: Path, every_steps: int, warmup: int
     ) -> None:
+        """Save one checkpoint that is not counted, so that host memory for the copy is allocated.
+
+        Args:
+            recipe: The recipe to train, with any checkpoint settings; these are replaced.
+            world: The ranks.
+            state: The training state; its step is set so that the saves fall as the class describes.
+            root: Directory of the checkpoints.
+            every_steps: Steps from one checkpoint to the next.
+            warmup: Steps before the first block.
+        """
         policy = Checkpointing(every_steps=every_steps, every_minutes=0)
         recipe = recipe.model_copy(update={"checkpoint": policy})
         job = Job("bench step", recipe, split_batch(recipe, world.size), None, root)
         self._writer = _TimedWriter(root, world)
         self._keep = CheckpointManager(job, world, self._writer, recipe.global_batch, lambda: False)
         state.step = every_steps - 1 - warmup % every_steps
-        self._keep(state, evaluated=True)  # the memory of the copy is asked for once in a run
+        self._keep(state, evaluated=True)  # a run allocates the copy's memory only once
         self.settle()
         self._writer.stood = Stood()
 
     def __call__(self, state: TrainState) -> None:
+        """Save ``state`` if a checkpoint is due, and record how long that blocked the caller."""
         before, begun = len(self.stood.copied_s), time.perf_counter()
         self._keep(state, evaluated=False)
         if len(self.stood.copied_s) > before:
@@ -55,17 +70,21 @@ class Saving:
 
     @property
     def stood(self) -> Stood:
+        """Times of the checkpoints so far."""
         return self._writer.stood
 
     def settle(self) -> None:
-        """Wait until what was saved last is on the disk."""
+        """Wait until the last checkpoint is on the disk."""
         self._writer.wait()
 
     def close(self) -> None:
+        """Close the checkpoint writer."""
         self._writer.close()
 
 
 class _TimedWriter(CheckpointWriter):
+    """A checkpoint writer that times its waits and copies."""
+
     def __init__(self, root: Path, world: DistContext) -> None:
         super().__init__(root, world)
         self.stood = Stood()

@@ -1,13 +1,13 @@
-"""What a network gives an all-reduce by its message's size: PyTorch's own, ours, MPI's, each in turn.
+"""Measure all-reduce bandwidth by message size, for PyTorch's own all-reduce, our collectives and MPI.
 
-GradientFlow (arXiv 1902.06855) starts from the question why popular systems leave most of a network idle: short
-messages do not fill it, and some collectives never do. Figures are those of nccl-tests (doc/PERFORMANCE.md): many
-all-reduces between two readings of the clock, the slowest rank counts; algorithm bandwidth is bytes over seconds, and
-bus bandwidth is 2 (n-1)/n of that for n ranks, what a ring would need of each rank's link.
+GradientFlow (arXiv 1902.06855) asks why popular systems leave most of a network idle: short messages do not fill it,
+and some collectives never do. Metrics are those of nccl-tests (doc/PERFORMANCE.md). Many all-reduces run between two
+clock readings, and the slowest rank counts. Algorithm bandwidth is bytes over seconds. Bus bandwidth is 2 (n-1)/n of
+that for n ranks: what a ring would need of each rank's link.
 
-A message is a tensor of the wire's dtype already: of the network a cast would say nothing. Ours send it as an engine
-would, in pieces that take two lanes in turn, and divide the sum; the backend's own all-reduce is one call, and so is
-MPI's, whose values are fp32 whatever the wire: it knows no bf16, so as many bytes are compared.
+A message already has the wire dtype, because a cast says nothing about the network. Our collectives send it as an
+engine would, in pieces that alternate between two lanes, and divide the sum. The backend's own all-reduce is one call,
+and so is MPI's. MPI has no bf16, so it sends fp32 values of the same number of bytes, whatever the wire dtype.
 """
 
 from __future__ import annotations
@@ -42,24 +42,27 @@ from imagenet_fast.sync.collectives.comm_ops import lane_of
 from imagenet_fast.sync.topology import Topology
 
 Means = Collective | Literal["mpi"]
-"""By which a message is averaged."""
+"""The collective that averages a message."""
 
 _DTYPES: tuple[Wire, ...] = ("fp32", "bf16", "fp16")
-_MOST_TIMES = 200  # all-reduces between two readings of the clock
-_RANK_BYTES = 10 * 2**20  # of a forked rank's own, as in bench/engine_times
+_MOST_TIMES = 200  # most all-reduces between two clock readings
+_RANK_BYTES = 10 * 2**20  # memory of a forked rank itself, as in bench/engines.py
 _MPI_RANK_BYTES = 60 * 2**20
-_COPIES, _MPI_COPIES = 4, 2  # of a message that lie in a rank's memory at a time: by the parts of others that arrive
+_COPIES, _MPI_COPIES = 4, 2  # copies of a message in a rank's memory at once, with parts received from others
 
 
 @dataclass(frozen=True)
 class AllReduceTime:
-    """All-reduces of one size by one collective: medians over the rounds; bandwidths in bytes a second."""
+    """All-reduces of one size by one collective: medians over the rounds.
+
+    Bandwidths are in bytes per second.
+    """
 
     collective: Means
     backend: Literal["gloo", "nccl", "mpi"]
     dtype: Wire
     bytes: int
-    """Of the message on each rank: as asked for, and then as many as can be cut evenly."""
+    """Message size on each rank: the requested size, rounded up so that it can be cut evenly."""
     hosts: int
     ranks_per_host: int
     rate: str | None
@@ -67,14 +70,16 @@ class AllReduceTime:
     latency_s_min: float
     latency_s_max: float
     times: int
-    """All-reduces between two readings of the clock."""
+    """Number of all-reduces between two clock readings."""
     algorithm_bandwidth: float
     bus_bandwidth: float
     utilisation: float | None
-    """The share of the link's rate that the bytes take up which must leave a host, 2 (H-1)/H of a message for H hosts.
-    None without ``rate``, or where nothing has to."""
+    """Share of the link's rate used by the bytes that must leave a node: 2 (H-1)/H of a message for H nodes.
+
+    None without ``rate``, or if no bytes must leave a node.
+    """
     kernel_bytes: float | None
-    """That did leave a host, an all-reduce, by the counter of its link; None without ``rate``."""
+    """Bytes per all-reduce that did leave a node, by its link's counter; None without ``rate``."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ class Block:
 
 
 Blocks = dict[tuple[Means, int], list[Block]]
-"""Of every collective and size (in bytes), by round."""
+"""Blocks by collective and size (in bytes), one per round."""
 
 
 def bench_collectives(
@@ -101,11 +106,23 @@ def bench_collectives(
     rounds: int,
     block_s: float,
 ) -> list[AllReduceTime]:
-    """Time all-reduces of ``sizes`` by each of ``collectives`` (None: all that can be) over ``rounds`` rounds, in each
-    of which each is repeated for about ``block_s``.
+    """Time all-reduces of several sizes by several collectives.
 
-    Without a rate this machine is the only host, of all ranks; they have a GPU each, and NCCL, where ``device`` is
-    "cuda", or None and there are as many. Raises UserError.
+    Args:
+        sizes: Message sizes, as ``parse_sizes`` takes them.
+        collectives: Comma-separated names; None means all that are possible here.
+        hosts: Number of nodes.
+        ranks_per_host: Ranks on each node.
+        rate: Link rate of each node in tc's notation. None means that all ranks run on this node, without a shaped
+            network.
+        wire: fp32, bf16 or fp16.
+        device: "cpu", or "cuda" for a GPU per rank with NCCL. None means "cuda" if there is no rate and each rank can
+            have a GPU.
+        rounds: Number of rounds; each round times every collective at every size.
+        block_s: Seconds for which each all-reduce is repeated in a round, approximately.
+
+    Raises:
+        UserError: An option is wrong, or the network, MPI or enough memory is not available.
     """
     asked = parse_sizes(sizes)
     if wire not in _DTYPES:
@@ -150,8 +167,14 @@ def bench_collectives(
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Bytes from a list of sizes and ranges: ``2KB..64MB`` doubles from 2 KiB on, ``2KB..64MB:4`` goes by fours; both
-    ends are among them. K, M and G are powers of 1024, as in nccl-tests. Raises UserError."""
+    """Parse a list of sizes and ranges into sorted sizes in bytes.
+
+    ``2KB..64MB`` doubles from 2 KiB on, ``2KB..64MB:4`` multiplies by four. A range includes both ends. K, M and G are
+    powers of 1024, as in nccl-tests.
+
+    Raises:
+        UserError: ``text`` is no such list.
+    """
     sizes: set[int] = set()
     for part in text.upper().split(","):
         match = re.fullmatch(rf" *{SIZE}(?:\.\.{SIZE}(?::(\d{{1,9}}))?)? *", part, re.ASCII)
@@ -170,8 +193,17 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def parse_collectives(text: str | None, levels: bool, gpus: bool) -> list[Means]:
-    """The collectives of a list; None: all, but ``hierarchical`` without ``levels``, and MPI where it is not installed
-    or values lie on GPUs. Raises UserError."""
+    """Parse a comma-separated list of collectives, without duplicates.
+
+    Args:
+        text: The list. None means all, except ``hierarchical`` without ``levels``, and MPI if it is not installed or
+            values are on GPUs.
+        levels: Whether there are several nodes of several ranks, as ``hierarchical`` needs.
+        gpus: Whether values are on GPUs.
+
+    Raises:
+        UserError: A name is unknown, or its collective cannot run here.
+    """
     known = (*get_args(Collective), "mpi")
     lacking = mpi.lacking()
     if text is None:
@@ -196,7 +228,7 @@ def parse_collectives(text: str | None, levels: bool, gpus: bool) -> list[Means]
 
 
 def _check_memory(size: int, by_mpi: bool, ranks: int) -> None:
-    """Refuse messages, and more ranks, than there is memory for."""
+    """Raise UserError if memory does not suffice for these messages and ranks."""
     each = _RANK_BYTES + _COPIES * size + (_MPI_RANK_BYTES + _MPI_COPIES * size if by_mpi else 0)
     free = psutil.virtual_memory().available
     if ranks * each > free:
@@ -207,7 +239,7 @@ def _check_memory(size: int, by_mpi: bool, ranks: int) -> None:
 
 
 def _check_patience(size: int, hosts: int, rate: str) -> None:
-    """Refuse messages for which gloo would not wait."""
+    """Raise UserError if an all-reduce would come near gloo's timeout."""
     least_s = _leaving(size, hosts) * 8 / parse_rate(rate)
     if 4 * least_s > TIMEOUT.total_seconds():
         raise UserError(
@@ -217,12 +249,12 @@ def _check_patience(size: int, hosts: int, rate: str) -> None:
 
 
 def _leaving(size: int, hosts: int) -> float:
-    """Bytes that must leave each of ``hosts`` before all have the sum of messages of ``size`` bytes."""
+    """Return the bytes that each of ``hosts`` nodes must send to sum messages of ``size`` bytes."""
     return 2 * (hosts - 1) / hosts * size
 
 
 def bandwidth_table(rows: Sequence[AllReduceTime]) -> Table:
-    """One row a size and a collective; bandwidths in 10^6 bytes a second."""
+    """Build a table with one row per size and collective; bandwidths are in 10^6 bytes per second."""
     several = len({row.dtype for row in rows}) > 1
     table = compact_table(
         ("size", "collective"),
@@ -243,7 +275,10 @@ def bandwidth_table(rows: Sequence[AllReduceTime]) -> Table:
 
 
 def draw_bandwidth(rows: Sequence[AllReduceTime], figure: Any) -> None:
-    """Over the size: how long an all-reduce takes, and how much of the link it uses, or its bus bandwidth."""
+    """Plot latency and link utilisation over message size.
+
+    If a row has no utilisation, plot bus bandwidth instead.
+    """
     latency, use = figure.subplots(1, 2)
     shared = all(row.utilisation is not None for row in rows)
     sizes = sorted({row.bytes for row in rows})
@@ -291,8 +326,24 @@ def measure(
     counted: bool = False,
     mpi_folder: Path | None = None,
 ) -> Blocks:
-    """On each rank: all collectives in turn, size by size, ``rounds`` times. How often each is repeated within
-    ``block_s`` follows from a first time, and is the same on all ranks."""
+    """Time all collectives in turn, size by size, ``rounds`` times; every rank must call it.
+
+    A first all-reduce, whose result is checked, determines how many are timed together. That number is the same on all
+    ranks.
+
+    Args:
+        sizes: Message sizes in bytes; each is rounded up so that it can be cut evenly.
+        means: The collectives.
+        wire: The dtype of the messages.
+        rounds: Number of rounds.
+        block_s: Seconds for which each all-reduce is repeated in a round, approximately.
+        gpus: Whether messages are on this rank's GPU.
+        counted: Whether to count bytes on the node's link; needs a shaped network.
+        mpi_folder: Directory with the sockets of the MPI ranks; None without MPI.
+
+    Returns:
+        This rank's blocks by collective and size in bytes, after rounding.
+    """
     device = torch.device("cuda", torch.cuda.current_device()) if gpus else torch.device("cpu")
     topology, dtype = Topology(device), wire_dtype(wire)
     lengths = list(dict.fromkeys(topology.padded(-(-size // dtype.itemsize)) for size in sizes))
@@ -309,7 +360,7 @@ def measure(
             once = _all_reduces(name, part, topology)
             if checked:
                 _check(once, part.fill_(1), topology.size if name == "native" else 1)
-            part.zero_()  # of which sums stay finite
+            part.zero_()  # repeated sums of zeros stay finite
             latency_s, kernel_bytes = time_repetitions(
                 once, times, dist.barrier, torch.cuda.synchronize if gpus else None, counted
             )
@@ -333,7 +384,7 @@ def measure(
 
 
 def _all_reduces(collective: Collective, values: Tensor, topology: Topology) -> Callable[[], object]:
-    """What averages ``values`` whenever it is called; the backend's own leaves their sum."""
+    """Return a function that averages ``values`` in place; the backend's own all-reduce leaves the sum."""
     if collective == "native":
         return partial(dist.all_reduce, values)
     pieces = [
@@ -349,6 +400,6 @@ def _all_reduces(collective: Collective, values: Tensor, topology: Topology) -> 
 
 
 def _check(once: Callable[[], object], ones: Tensor, expected: int) -> None:
-    """A collective that is wrong would be fast for nothing."""
+    """Assert that an all-reduce of ones yields ``expected``: a wrong collective must not win by being fast."""
     once()
     assert torch.allclose(ones, torch.full_like(ones, expected), rtol=0.02), "an all-reduce has come out wrong"

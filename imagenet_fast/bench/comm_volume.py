@@ -1,6 +1,6 @@
-"""What a step of an engine costs a rank at a scale that nobody here has, counted without a network.
+"""Count what an engine's step costs a rank at large scale, without a network.
 
-A layer profile gives the gradients' shapes and the times that plans are made from; nothing waits for them.
+A layer profile provides the gradients' shapes, and the times that engines plan with; nothing waits for these times.
 """
 
 from __future__ import annotations
@@ -26,51 +26,66 @@ from imagenet_fast.sync.comm_stream import Call
 
 COUNTED = "lazy,dear,ring,hybrid,sparse"
 
-# What a link is taken to carry of its line rate, the rest being protocol.
+# Share of its line rate that a link is assumed to carry as payload; the rest is protocol overhead.
 _PAYLOAD = 0.9
-# Seconds, from the cost model that NCCL chooses its algorithms by (its src/graph/tuning.cc, protocol Simple): a call of
-# the library, a hop over NVLink inside a node, a hop between nodes.
+# Seconds of a library call, of a hop over NVLink inside a node, and of a hop between nodes. They are from the cost model
+# by which NCCL chooses its algorithms (its src/graph/tuning.cc, protocol Simple).
 _CALL_S, _INSIDE_S, _BETWEEN_S = 8.4e-6, 3.4e-6, 14e-6
 
 
 @dataclass(frozen=True)
 class Count:
-    """A step of one engine, as its busiest rank of the first two nodes goes through it."""
+    """One engine's step on its busiest rank of the first two nodes."""
 
     engine: str
     wire: Wire
     collective: Collective
-    """By which most bytes go."""
+    """The collective that carries most bytes."""
     model: str
     ranks: int
     ranks_per_node: int
     calls: int
-    """Of the backend; sends and receives that are handed over together are one."""
+    """Number of backend calls; sends and receives issued as one batch count as one."""
     messages: int
-    """From this rank to another; a vector operation sends one to each."""
+    """Number of messages from this rank to others; a vector operation sends one to each."""
     smallest_message: int | None
-    """Bytes; None where there are no messages."""
+    """Size of the smallest message in bytes; None if there are no messages."""
     kernels: int
-    """Operations that compute or copy, not those that view or allocate, nor the backend's."""
+    """Number of operations that compute or copy; views, allocations and the backend's are not counted."""
     host_ms: float
-    """Processor time of a step: hooks, launches and waits; without autograd, the optimiser's work and what the
-    backend's calls take by themselves. The least of 20, since what else the machine does only adds to it."""
+    """CPU time of a step in milliseconds: hooks, launches and waits.
+
+    Autograd, the optimiser and the backend's calls themselves are not included. It is the minimum of 20 measurements,
+    because other load on the node only adds time.
+    """
     meta_ms: float
-    """The part of it that the kernels take by themselves on the meta device, where a GPU's launches would be."""
+    """Part of ``host_ms`` spent in kernels on the meta device, which stand in for GPU launches."""
     nic_bytes: int
-    """Out of the busier of the first two nodes."""
+    """Bytes sent by the busier of the first two nodes to other nodes."""
     least_nic_bytes: float
-    """2 (H-1)/H times the wire bytes of the gradients that this step averages over H nodes, and of what else must be
-    averaged for it."""
+    """Minimum for ``nic_bytes``: 2 (H-1)/H times the wire bytes that the step averages over H nodes.
+
+    These are gradients, and whatever else must be averaged for them.
+    """
 
 
 def bench_count(profile: Profile, engines: Sequence[Sync], ranks: str, ranks_per_node: int, link: str) -> list[Count]:
-    """Count a step of every engine on each number of ``ranks``, a list such as 8,64, in nodes that are linked at
-    ``link``. Raises UserError."""
+    """Count one step of every engine on each number of ranks.
+
+    Args:
+        profile: The layer profile that provides shapes and times.
+        engines: The engines to count.
+        ranks: Numbers of ranks, a list such as ``8,64``.
+        ranks_per_node: Ranks in each node.
+        link: Rate of each node's link in tc's notation, such as ``100gbit``.
+
+    Raises:
+        UserError: An engine cannot be counted, or ``ranks`` or ``link`` cannot be parsed.
+    """
     sizes, bits_per_s = parse_ranks(ranks, ranks_per_node), parse_rate(link)
     counted = [_countable(settings) for settings in engines]
     rows: list[Count] = []
-    for settings in counted:  # each in a process of its own, with no other's groups
+    for settings in counted:  # each in its own process, so without the process groups of another
         rows += in_processes(
             1, "imagenet_fast.bench.comm_volume", _counts, profile, settings, sizes, ranks_per_node, bits_per_s
         )[0]
@@ -78,7 +93,11 @@ def bench_count(profile: Profile, engines: Sequence[Sync], ranks: str, ranks_per
 
 
 def parse_ranks(text: str, ranks_per_node: int) -> list[int]:
-    """The numbers of a list such as 8,64,512. Raises UserError where one is no number of full nodes."""
+    """Parse a list of numbers of ranks, such as ``8,64,512``.
+
+    Raises:
+        UserError: ``text`` is no such list, or a number is not a multiple of ``ranks_per_node``.
+    """
     sizes = whole_numbers("--ranks", text, "8,64,512")
     for ranks in sizes:
         if ranks % ranks_per_node:
@@ -89,17 +108,20 @@ def parse_ranks(text: str, ranks_per_node: int) -> list[int]:
 
 
 def stated_link(nodes: int, ranks_per_node: int, bits_per_s: float) -> LinkModel:
-    """What an all-reduce by levels is taken to cost, n bytes on each of ``ranks_per_node`` ranks of each node.
+    """Return the assumed cost of a hierarchical all-reduce of n bytes on each rank.
 
-    The ranks of a node share its link, through which 2 (H-1)/H n bytes pass; what they send each other takes no time.
-    Latency is that of a tree over the nodes. Of a single node only the latency is left.
+    The ranks of a node share its link, which carries 2 (H-1)/H n bytes for H nodes. Transfers inside a node take no
+    time. The latency is that of a tree over the nodes. On a single node only the latency remains.
     """
     hops_s = (ranks_per_node - 1) * _INSIDE_S + math.ceil(math.log2(nodes)) * _BETWEEN_S
     return LinkModel(_CALL_S + 2 * hops_s, 2 * (nodes - 1) / nodes * 8 / (_PAYLOAD * bits_per_s), _CALL_S)
 
 
 def count_table(counts: list[Count]) -> Table:
-    """One row an engine and a number of ranks; ``sent`` and ``min B`` are of messages, ``ops`` kernels."""
+    """Build a table with one row per engine and number of ranks.
+
+    ``sent`` is the number of messages, ``min B`` the smallest one's bytes, and ``ops`` the number of kernels.
+    """
     main = mode(count.wire for count in counts)
     table = compact_table(
         ("engine", "by"),
@@ -119,6 +141,7 @@ def count_table(counts: list[Count]) -> Table:
 
 
 def _countable(settings: Sync) -> EngineSettings:
+    """Return ``settings`` if its engine can be counted, else raise UserError."""
     if not settings.ours:
         raise UserError(f"--sync {settings.kind} is torch's and its calls can't be counted; leave it out with --count")
     if settings.chooses:
@@ -135,8 +158,8 @@ def _counts(
 def _count(profile: Profile, settings: EngineSettings, ranks: int, ranks_per_node: int, bits_per_s: int) -> Count:
     nodes = ranks // ranks_per_node
     link = stated_link(nodes, ranks_per_node, bits_per_s)
-    # Two nodes tell of all: a parameter server sits on the first, and of nodes beyond a power of two the second bears
-    # a butterfly's burden.
+    # The first two nodes include the busiest: a parameter server is on the first. If the number of nodes is not a power
+    # of two, the second has the extra work of a butterfly.
     by_rank: list[list[Call]] = []
     for rank in range(min(nodes, 2) * ranks_per_node):
         with fake_ranks(rank, ranks):
@@ -160,7 +183,7 @@ def _messages(calls: Sequence[Call]) -> int:
 
 
 def _nic_bytes(by_rank: Sequence[Sequence[Call]], ranks_per_node: int) -> list[int]:
-    """What leaves each node, given the calls of all its ranks."""
+    """Return the bytes that each node sends to others, given the calls of all its ranks."""
     leaving = [0] * (len(by_rank) // ranks_per_node)
     for rank, calls in enumerate(by_rank):
         node = rank // ranks_per_node

@@ -6,7 +6,7 @@ from typing import assert_never
 
 from torch import nn
 from torch._dynamo import config
-from torchvision.models import alexnet
+from torchvision.models import alexnet as torchvision_alexnet
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
 from imagenet_fast.models.alexnet import AlexNetBN
@@ -23,7 +23,7 @@ def build_model(model: schema.Model, classes: int) -> nn.Module:
     network: nn.Module
     match model:
         case schema.AlexNet():
-            theirs = alexnet(num_classes=classes, dropout=model.dropout)
+            theirs = torchvision_alexnet(num_classes=classes, dropout=model.dropout)
             theirs.features, theirs.classifier = (
                 CompilableSequential(*theirs.features),
                 CompilableSequential(*theirs.classifier),

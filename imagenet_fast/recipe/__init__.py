@@ -1,1 +1,4 @@
-"""What is trained: a recipe, the batch it asks for, the job made of it. Nothing here imports torch."""
+"""Define what is trained: the recipe, its batch split and the job.
+
+No module here imports torch.
+"""

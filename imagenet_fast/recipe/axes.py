@@ -1,4 +1,4 @@
-"""How the ranks there are divide over a recipe's axes of parallelism."""
+"""Check and choose how ranks divide over a recipe's axes of parallelism."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from imagenet_fast.recipe.schema import Recipe
 
 
 def check_axes(recipe: Recipe, ranks: int) -> None:
-    """Raise UserError where ``ranks`` do not divide over the recipe's axes, with the nearest layouts over which they
-    do; or where a pipeline's micro-batches do not come out even."""
+    """Raise UserError if ``ranks`` do not divide over the recipe's axes, or the batch not over its micro-batches.
+
+    The message names the nearest layouts that fit, or the nearest global batch that a pipeline can split evenly.
+    """
     parallel = recipe.parallel
     if ranks % parallel.ranks:
         there = f"there are {ranks}" if ranks > 1 else "there is 1"
@@ -28,7 +30,7 @@ def check_axes(recipe: Recipe, ranks: int) -> None:
 
 
 def _nearest(recipe: Recipe, ranks: int) -> list[str]:
-    """At most two layouts of ``ranks``, of the axes that the recipe uses, as options."""
+    """Return at most two layouts of ``ranks`` over the axes that the recipe uses, as options."""
     asked = {axis: size for axis in ("tensor", "pipeline") if (size := getattr(recipe.parallel, axis)) > 1}
     sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
     layouts: list[dict[str, int]] = [{}]

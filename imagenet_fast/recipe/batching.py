@@ -1,4 +1,4 @@
-"""How a recipe's global batch is split over the ranks there are."""
+"""Split a recipe's global batch over the available ranks."""
 
 from __future__ import annotations
 
@@ -9,42 +9,56 @@ from itertools import count
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.schema import AlexNetBN, Recipe, ResNet
 
-_LISTED = 5  # numbers of nodes
+_LISTED = 5  # most node counts that an error message lists
 
 
 @dataclass(frozen=True)
 class Batching:
-    """One optimiser step sees ``global_batch = readers * accumulation * micro_batch`` images."""
+    """The split of a global batch over ranks.
+
+    One optimiser step uses ``global_batch = readers * accumulation * micro_batch`` images.
+    """
 
     ranks: int
     micro_batch: int
-    """What a rank reads at once; the ranks of a pipeline read the same, and cut it up."""
+    """Images that a rank reads at once.
+
+    All ranks of a pipeline read the same images, and the pipeline splits them further.
+    """
     accumulation: int
+    """Micro-batches whose gradients are accumulated for one optimiser step."""
     stages: int = 1
-    """Ranks of a pipeline."""
+    """Ranks in one pipeline; 1 without a pipeline."""
 
     @property
     def readers(self) -> int:
-        """Ranks that read images of their own, or pipelines of such."""
+        """Number of ranks, or of pipelines, that read different images."""
         return self.ranks // self.stages
 
     @property
     def global_batch(self) -> int:
+        """Images per optimiser step."""
         return self.readers * self.accumulation * self.micro_batch
 
 
 def split_batch(recipe: Recipe, ranks: int) -> Batching:
-    """Keep the recipe's global batch on ``ranks`` ranks by accumulating gradients.
+    """Split the recipe's global batch over ``ranks`` ranks, by accumulating gradients where needed.
 
-    The micro-batch is the recipe's own, or a smaller one that divides; a pipeline reads as many of them at once as it
-    has under way. Raises UserError with the nearest global batches where there is none worth having.
+    The micro-batch is the recipe's own, or a smaller one that divides each rank's share. A pipeline reads as many
+    micro-batches at once as it processes concurrently (``parallel.micro_batches``).
+
+    Raises:
+        UserError: No split needs at most twice the fewest possible accumulation steps. The message names the nearest
+            global batches that have one.
     """
     return _split_or_refuse(recipe.global_batch, ranks, *_limits(recipe))
 
 
 def check_norms(recipe: Recipe, batching: Batching) -> None:
-    """Raise UserError where a batch norm would see one value of each channel: a single image, so small that its last
-    feature maps are a pixel. That has no variance."""
+    """Raise UserError if a batch norm would see a single value per channel, which has no variance.
+
+    That happens for a micro-batch of 1 image that is so small that its last feature maps are one pixel.
+    """
     largest = _largest_with_a_pixel(recipe)
     size = min([recipe.data.image_size, *(size for _, size in recipe.data.sizes)])
     if batching.micro_batch > recipe.parallel.micro_batches or size > largest:
@@ -57,7 +71,7 @@ def check_norms(recipe: Recipe, batching: Batching) -> None:
 
 
 def _largest_with_a_pixel(recipe: Recipe) -> int:
-    """The largest image, in pixels, of which a batch norm sees a map of a single pixel; 0 where none does."""
+    """Return the largest image size, in pixels, with 1x1 maps in a batch norm; 0 if there is none."""
     match recipe.model:
         case ResNet():
             return 32
@@ -68,8 +82,10 @@ def _largest_with_a_pixel(recipe: Recipe) -> int:
 
 
 def check_splits(recipe: Recipe, nodes: range, ranks_each: int) -> None:
-    """Raise UserError where the global batch cannot be kept on each number of ``nodes``, with those on which it can."""
+    """Raise UserError unless the global batch can be split over every number of nodes in ``nodes``.
 
+    The message lists the numbers of nodes that work, and a larger global batch that works for all, if there is one.
+    """
     batch = recipe.global_batch
     limits = _limits(recipe)
 
@@ -92,10 +108,10 @@ def check_splits(recipe: Recipe, nodes: range, ranks_each: int) -> None:
 
 
 def scale_recipe(recipe: Recipe, ranks: int) -> Recipe:
-    """The recipe for ``ranks`` ranks: each keeps its share of the batch, and the learning rates follow.
+    """Return the recipe for ``ranks`` ranks: each rank keeps its share of the batch, and learning rates are scaled.
 
-    SGD's rates follow the batch linearly (Goyal et al., arXiv 1706.02677), LARS's its square root, which is
-    closer to what MLPerf's ResNet-50 submissions used between batches of 408 and 3264.
+    SGD's rates scale linearly with the batch (Goyal et al., arXiv 1706.02677). LARS's scale with its square root, which
+    is closer to what MLPerf's ResNet-50 submissions used between batches of 408 and 3264.
     """
     ratio = ranks / recipe.ranks
     factor = math.sqrt(ratio) if recipe.optim.kind == "lars" else ratio
@@ -112,7 +128,7 @@ def scale_recipe(recipe: Recipe, ranks: int) -> Recipe:
 
 
 def explain(written: Recipe, recipe: Recipe, batching: Batching) -> str:
-    """What became of the batch of a recipe as it was ``written``, in one line."""
+    """Describe in one line how the batch of the recipe as ``written`` is split, and what was scaled."""
     parallel = recipe.parallel
     line = (
         f"recipe written for {_count(written.ranks, 'rank')}: {_count(batching.ranks, 'rank')}, micro-batch "
@@ -132,17 +148,18 @@ def explain(written: Recipe, recipe: Recipe, batching: Batching) -> str:
 
 
 def _count(number: int, thing: str, plural: str = "s") -> str:
+    """Return a number with its noun, in the plural if the number is greater than 1."""
     return f"{number} {thing}{plural if number > 1 else ''}"
 
 
 def _limits(recipe: Recipe) -> tuple[int, int, int]:
-    """Stages of a pipeline, how much a rank reads at once at most, and of what that is a multiple."""
+    """Return stages per pipeline, the most images a rank reads at once, and the unit of that number."""
     stages, under_way = recipe.parallel.pipeline, recipe.parallel.micro_batches
     return stages, recipe.micro_batch * under_way or max(_share(recipe) * stages, under_way), under_way
 
 
 def _share(recipe: Recipe) -> int:
-    """Images a step on each of the ranks the recipe was written for."""
+    """Return the images per step of each rank that the recipe was written for, or raise UserError."""
     share, rest = divmod(recipe.global_batch, recipe.ranks)
     if rest:
         below, above = recipe.global_batch - rest, recipe.global_batch - rest + recipe.ranks
@@ -154,6 +171,7 @@ def _share(recipe: Recipe) -> int:
 
 
 def _split_or_refuse(batch: int, ranks: int, stages: int, largest: int, multiple: int) -> Batching:
+    """Return the split, or raise UserError with the nearest global batches that have one."""
     if (found := _split(batch, ranks, stages, largest, multiple)) is not None:
         return found
     below = next((b for b in range(batch - 1, 0, -1) if _split(b, ranks, stages, largest, multiple)), 0)
@@ -165,8 +183,10 @@ def _split_or_refuse(batch: int, ranks: int, stages: int, largest: int, multiple
 
 
 def _split(batch: int, ranks: int, stages: int, largest: int, multiple: int) -> Batching | None:
-    """The split with the fewest accumulation steps, if it needs at most twice as many as a perfect one. What is read at
-    once is a ``multiple``."""
+    """Return the split with the fewest accumulation steps, or None if it needs over twice the fewest possible.
+
+    The images that a rank reads at once are a multiple of ``multiple``.
+    """
     share, rest = divmod(batch, ranks // stages)
     if rest or not share:
         return None
@@ -176,4 +196,5 @@ def _split(batch: int, ranks: int, stages: int, largest: int, multiple: int) -> 
 
 
 def _near(below: int, above: int) -> str:
+    """Return the nearest global batches as words of an error message; ``below`` of 0 means there is none."""
     return f"are {below} and {above}" if below else f"is {above}"

@@ -1,4 +1,4 @@
-"""The images a recipe can name: where they come from, how they are read, and what is done to them in training."""
+"""The ``[data]`` table of a recipe: the source of the images, how they are read, and their augmentation."""
 
 from __future__ import annotations
 
@@ -10,71 +10,110 @@ from imagenet_fast.recipe.base import Table
 
 
 class DaliDecoding(Table):
-    """How DALI decodes on a GPU; on a CPU nothing of it is read. Its cache of decoded images is not here: it goes by
-    the names of files, which DALI is not told, and keeps images whole."""
+    """Settings of DALI's JPEG decoder on a GPU; ignored on a CPU.
+
+    DALI's own cache of decoded images is not offered: it is keyed by file name, which DALI is not given here, and it
+    stores whole images.
+    """
 
     hw_decoder_load: Annotated[float, Field(ge=0, le=1)] = 0.65
-    """The share of JPEGs that goes to the GPU's own decoder, where it has one."""
+    """Share of the JPEGs, from 0 to 1, decoded by the GPU's hardware decoder, if it has one."""
     device_padding_mb: NonNegativeInt = 16
-    """Memory on the GPU that nvJPEG reserves for a thread, so that a larger image does not stop the others."""
+    """GPU memory, in MiB, that nvJPEG reserves per thread.
+
+    A larger image that needs more would otherwise stall the other threads while memory is allocated.
+    """
     host_padding_mb: NonNegativeInt = 8
-    """The same in pinned memory of the host, twice a thread."""
+    """Pinned host memory, in MiB, that nvJPEG reserves; twice per thread."""
     preallocate_width: NonNegativeInt = 0
-    """Of the largest image that the GPU's own decoder has memory for at once; 0: it finds out."""
+    """Width, in pixels, of the largest image for which the hardware decoder allocates memory at the start.
+
+    0: no hint; the decoder finds the size out as images are read.
+    """
     preallocate_height: NonNegativeInt = 0
+    """Height, in pixels, of that image; 0: no hint."""
 
 
 class ImageData(Table):
     """Images on disk, in folders ``train/<class>/*`` and ``val/<class>/*`` or in shards."""
 
     dataset: Literal["imagenet", "cifar10", "digits"]
-    """Where the images come from when no ``--data`` is given."""
+    """Data set to use when ``--data`` is not given."""
     loader: Literal["dali", "folder"]
+    """Loader: ``dali`` (NVIDIA DALI), or ``folder`` (CPU threads; folders or shards)."""
     image_size: PositiveInt
+    """Side, in pixels, of the square crops that the network sees."""
     resize: PositiveInt
-    """Validation: the shorter side, before the centre crop of ``image_size``."""
+    """Length, in pixels, of a validation image's shorter side before the centre crop.
+
+    At least ``image_size`` and ``eval_size``. The crop has ``eval_size`` pixels a side.
+    """
     sizes: tuple[tuple[PositiveInt, PositiveInt], ...] = ()
-    """Of training images, as [[1, 128], [6, 192]]: from epoch 1 on they are 128 pixels wide, from epoch 6 on 192;
-    before the first of these ``image_size``."""
+    """Progressive resizing: pairs [first epoch, side in pixels] for training images.
+
+    [[1, 128], [6, 192]] means 128 pixels from epoch 1 on and 192 from epoch 6 on. Epochs count from 1 and must rise.
+    Before the first pair, ``image_size`` applies.
+    """
     eval_size: NonNegativeInt = 0
-    """Of validation images; 0: ``image_size``."""
+    """Side of validation images, in pixels; 0: ``image_size``."""
     augment: bool = True
-    """Random crop and flip in training; off, training images are treated as validation images are."""
+    """Whether to crop at random, and flip, training images. If not, they are treated as validation images are."""
     crop: Literal["resized", "window"] = "resized"
-    """``resized``: windows of ``crop_area`` and of several aspect ratios; ``window``: AlexNet's own, square ones of
-    ``image_size`` from the middle of an image whose shorter side is ``resize``."""
+    """Random crop in training.
+
+    ``resized``: a window that covers a share of ``crop_area`` and has one of several aspect ratios. ``window``:
+    AlexNet's crop, a square of ``image_size`` from the central square of an image whose shorter side is ``resize``.
+    """
     crop_area: tuple[PositiveFloat, PositiveFloat] = (0.08, 1.0)
-    """Smallest and largest share of the area that a random crop covers."""
+    """Smallest and largest share of the image's area that a random crop covers.
+
+    Two numbers above 0 and at most 1, the smaller first. Unused with ``crop`` = ``window``.
+    """
     flip: bool = True
+    """Whether to mirror half of the training images, chosen at random."""
     mixup: NonNegativeFloat = 0.0
-    """Training images are laid over one another, by shares from a Beta distribution of this alpha; 0: never."""
+    """Alpha of the Beta distribution for mixup shares, which blend training images; 0: no mixup."""
     cutmix: NonNegativeFloat = 0.0
-    """A window of another image is set into each, of a share from such a distribution; with ``mixup`` too, each
-    micro-batch is mixed in one way or the other."""
+    """Alpha of the Beta distribution for cutmix, which pastes a window of another image into each; 0: no cutmix.
+
+    With ``mixup`` too, each micro-batch is mixed in one of the two ways.
+    """
     workers: NonNegativeInt = 0
-    """Decoding threads a rank, but no more than the cores that it may use; 0: as many as these."""
+    """Decoding threads per rank, at most the cores that the rank may use; 0: as many as those cores."""
     prefetch: PositiveInt = 2
-    """Batches that are read ahead of the one that is trained on."""
+    """Batches read ahead of the one in training; at least 1."""
     on_bad_image: Literal["fail", "skip"] = "fail"
-    """What becomes of an image that cannot be decoded: the run ends and names it, or it is named and another stands in
-    for it in training, while in an evaluation it counts as wrong."""
+    """How to treat an image that cannot be decoded.
+
+    ``fail``: end the run with an error that names the image. ``skip``: name it in a warning. In training another image
+    replaces it; in an evaluation it counts as wrong.
+    """
     cache: str = ""
-    """A directory on a disk of each node, for decoded images of which later epochs, and later runs, make their crops.
-    Empty: none."""
+    """Directory on a disk of each node for decoded images; empty: no cache.
+
+    Later epochs, and later runs, crop from the decoded images.
+    """
     cache_side: NonNegativeInt = Field(default_factory=lambda given: 256 if given.get("cache") else 0)
-    """Images with a longer shorter side are shrunk to it before anything else, cached or not, so that a run may go on
-    where there is no cache. 0: they are not."""
+    """Longest allowed shorter side, in pixels: larger images are shrunk to it before any other step; 0: never.
+
+    Applies with and without ``cache``, so that a run may resume where there is no cache. Default: 256 with ``cache``,
+    else 0. If not 0, at least ``resize``.
+    """
     dali: DaliDecoding = DaliDecoding()
+    """Settings of DALI's decoder, for ``loader`` = ``dali`` on a GPU."""
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    """Mean of each channel, red, green, blue, in units of 1 for white; subtracted from each pixel."""
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = (0.229, 0.224, 0.225)
+    """Standard deviation of each channel, by which pixels are divided; each above 0."""
 
     @property
     def evaluated_size(self) -> int:
-        """In pixels, of each side of a validation image as a network sees it."""
+        """Side, in pixels, of a validation image as the network sees it."""
         return self.eval_size or self.image_size
 
     @model_validator(mode="after")
     def _crop_fits(self) -> ImageData:
+        """Check that crop sizes fit, epochs of ``sizes`` rise and ``crop_area`` is a valid range."""
         for key, size in (("image_size", self.image_size), ("eval_size", self.eval_size)):
             if self.resize < size:
                 raise ValueError(f"resize ({self.resize}) must be at least {key} ({size})")
@@ -87,6 +126,7 @@ class ImageData(Table):
 
     @model_validator(mode="after")
     def _cache_serves(self) -> ImageData:
+        """Check that the loader can use the cache, and that cached images are large enough."""
         if (self.cache or self.cache_side) and self.loader != "folder":
             raise ValueError(
                 "cache and cache_side are for pixels, and dali takes encoded images; --set data.loader=folder, or "
@@ -101,23 +141,34 @@ class ImageData(Table):
 
 
 class SyntheticData(Table):
-    """Random images made once, to take storage and decoding out of a measurement. Their bytes are uniform."""
+    """Random images, made once, to take storage and decoding out of a measurement.
+
+    Their bytes are uniformly distributed.
+    """
 
     mean: ClassVar[tuple[float, float, float]] = (0.5, 0.5, 0.5)
+    """Mean of each channel of uniform bytes."""
     std: ClassVar[tuple[float, float, float]] = (0.28981, 0.28981, 0.28981)
+    """Standard deviation of each channel of uniform bytes."""
 
     loader: Literal["synthetic"]
     image_size: PositiveInt
+    """Side of the images, in pixels."""
     train_images: PositiveInt
+    """Number of training images."""
     val_images: PositiveInt
+    """Number of validation images."""
     classes: PositiveInt
+    """Number of classes."""
 
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:
+        """Progressive resizing: none."""
         return ()
 
     @property
     def evaluated_size(self) -> int:
+        """Side, in pixels, of a validation image as the network sees it."""
         return self.image_size
 
 

@@ -1,4 +1,4 @@
-"""What a recipe may say, and yet hardly means."""
+"""Find recipe values that are allowed, but probably not intended."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from imagenet_fast.recipe.schema import Recipe
 
 
 def lint(recipe: Recipe) -> list[str]:
-    """A sentence for each value that is allowed, but looks like a slip."""
+    """Return one sentence for each value that is allowed, but looks like a mistake."""
     target = recipe.target_top1
     if target is not None and target < 1:
         return [f"target_top1 is {target:g} %; did you mean {100 * target:g}?"]

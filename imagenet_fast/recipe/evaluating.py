@@ -1,4 +1,4 @@
-"""One evaluation of weights, settled once: what every rank classifies, and by which network."""
+"""One evaluation of given weights: every setting that all ranks need, fixed once."""
 
 from __future__ import annotations
 
@@ -14,25 +14,32 @@ from imagenet_fast.recipe.schema import Recipe
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Of the recipe the model, the images and the precision matter."""
+    """The settings of one evaluation.
+
+    Only the model, the images and the precision of the recipe are used.
+    """
 
     name: str
-    """The recipe's."""
+    """The recipe's name."""
     recipe: Recipe
     batching: Batching
     weights: Path
-    """A file, or a run directory. Rank 0 reads it."""
+    """A weights file, a run directory, or one checkpoint of a run (RUN@WHICH). Rank 0 reads it."""
     data: Path | None
+    """The image directory; None for synthetic images."""
     report: Path | None = None
-    """Where rank 0 writes the result as JSON."""
+    """The file to which rank 0 writes the result as JSON; None: no file."""
 
     def agreed(self) -> dict[str, Any]:
-        """What all nodes must have alike. Folders are not among it."""
+        """Return the settings that must be equal on all nodes.
+
+        Directories are left out: each node may keep data elsewhere.
+        """
         ranks = {"all ranks": self.batching.ranks, "micro-batch": self.batching.micro_batch}
         return {"recipe": self.name, **recipe_tables(self.recipe), **ranks, "--weights": self.weights.name}
 
     def write(self, path: Path) -> None:
-        """Write it as JSON."""
+        """Write the settings to ``path`` as JSON."""
         table = {
             "name": self.name,
             "recipe": recipe_tables(self.recipe),
@@ -45,7 +52,7 @@ class Evaluation:
 
 
 def read_evaluation(path: Path) -> Evaluation:
-    """What :meth:`Evaluation.write` wrote."""
+    """Read what ``Evaluation.write`` wrote."""
     table = json.loads(path.read_text(encoding="utf-8"))
     return Evaluation(
         table["name"],

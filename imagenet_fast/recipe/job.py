@@ -1,4 +1,7 @@
-"""One training run, settled once: the command line is read in one place, and every rank trains what is written here."""
+"""One training run: all settings that ranks need, fixed once.
+
+The command line is parsed in one place, and every rank trains what is recorded here.
+"""
 
 from __future__ import annotations
 
@@ -13,30 +16,36 @@ from imagenet_fast.recipe.schema import Recipe
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank trains, and where rank 0 writes about it."""
+    """What every rank trains, and where rank 0 writes the records of the run."""
 
     name: str
+    """The recipe's name."""
     recipe: Recipe
     batching: Batching
     data: Path | None
+    """The image directory; None for synthetic images."""
     folder: Path
+    """The run directory."""
     note: str = ""
-    """What became of the recipe's batch."""
+    """One line on how the recipe's batch is split, for the log."""
     trace: bool = False
     """Whether to write a timeline of a few steps."""
     init_from: Path | None = None
-    """A file of weights, or a run directory, to start from. Rank 0 reads it."""
+    """A weights file, a run directory or one of its checkpoints to start from. Rank 0 reads it."""
     fresh_head: bool = False
-    """Whether the last layer starts anew all the same."""
+    """Whether the last layer is initialised anew, in spite of ``init_from``."""
     resume: bool = False
-    """Whether to go on from the last checkpoint in ``folder``, if there is one."""
+    """Whether to resume from the last checkpoint in ``folder``, if there is one."""
     command: tuple[str, ...] = ()
-    """How it was asked for."""
+    """The command line that started the run."""
     elastic: bool = False
-    """Whether nodes may leave and join: the ranks there are, and with them ``batching``, change then."""
+    """Whether nodes may leave and join; the number of ranks, and ``batching``, then change."""
 
     def agreed(self) -> dict[str, Any]:
-        """What all nodes must have alike. Folders are not among it: each may keep data and runs where it likes."""
+        """Return the settings that must be equal on all nodes.
+
+        Directories are left out: each node may keep data and runs elsewhere.
+        """
         starts = {"--init-from": self.init_from.name, "--fresh-head": self.fresh_head} if self.init_from else {}
         goes_on = {"--resume": True} if self.resume else {}
         return {
@@ -48,7 +57,7 @@ class Job:
         }
 
     def write(self, path: Path) -> None:
-        """Write it as JSON, in one move, so that a reader never sees half of it."""
+        """Write the job to ``path`` as JSON, atomically, so that a reader never sees half of it."""
         table = {
             "name": self.name,
             "recipe": recipe_tables(self.recipe),
@@ -69,7 +78,10 @@ class Job:
 
 
 def read_job(path: Path) -> Job:
-    """What :meth:`Job.write` wrote, also before jobs could start from weights."""
+    """Read what ``Job.write`` wrote.
+
+    Files of earlier versions, which lack some of the fields, are accepted: missing fields have their defaults.
+    """
     table = json.loads(path.read_text(encoding="utf-8"))
     init_from = table.get("init_from")
     return Job(
@@ -89,6 +101,6 @@ def read_job(path: Path) -> Job:
 
 
 def recipe_tables(recipe: Recipe) -> dict[str, Any]:
-    """A recipe as JSON has it, without infinities."""
+    """Return a recipe as JSON tables, without infinities, which JSON lacks, and without None."""
     tables: dict[str, Any] = json.loads(recipe.model_dump_json(exclude_none=True))
     return tables

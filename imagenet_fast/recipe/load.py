@@ -1,4 +1,4 @@
-"""From a name or a TOML file, and the command line's overrides, to a validated recipe."""
+"""Load a validated recipe from a name or a TOML file, and the command line's overrides."""
 
 from __future__ import annotations
 
@@ -20,18 +20,22 @@ from imagenet_fast.recipe.sync_config import Sync
 
 
 def recipe_folder() -> Path:
-    """Where the shipped recipes lie: inside an installed package, beside it in a checkout."""
+    """Return the directory of the shipped recipes: inside an installed package, beside it in a checkout."""
     package = Path(__file__).parents[1]
     return next(folder for folder in (package / "recipes", package.parent / "recipes") if folder.is_dir())
 
 
 def recipe_names() -> list[str]:
-    """The names of the shipped recipes."""
+    """Return the names of the shipped recipes."""
     return sorted(path.stem for path in recipe_folder().glob("*.toml"))
 
 
 def find_recipe(name: str) -> Path:
-    """The file of a shipped recipe's name, or of a path to one. Raises UserError with the nearest names."""
+    """Return the file of a recipe, given the name of a shipped one or a path.
+
+    Raises:
+        UserError: There is no such recipe. The message suggests the nearest names.
+    """
     path = Path(name)
     if path.suffix == ".toml" or path.is_absolute() or len(path.parts) > 1:
         if path.is_file():
@@ -49,13 +53,19 @@ def find_recipe(name: str) -> Path:
 
 
 def load_recipe(path: Path, sync: str | None = None, overrides: Sequence[str] = ()) -> Recipe:
-    """Read and validate a recipe, after ``sync`` has replaced its engine and KEY=VALUE its values.
+    """Read and validate a recipe.
 
-    Raises UserError naming the first key that is wrong and what it could be instead.
+    Args:
+        path: The TOML file.
+        sync: An engine that replaces the recipe's; of the recipe's ``[sync]`` table only ``wire`` is kept.
+        overrides: ``KEY=VALUE`` pairs, applied after ``sync``.
+
+    Raises:
+        UserError: The file cannot be read, or a value is wrong. The message names the first wrong key and a fix.
     """
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # not TOML, not text, a number too long, tables too deep
+    except (OSError, ValueError, RecursionError) as error:  # not TOML, not text, a number too long, nesting too deep
         raise UserError(f"{path} cannot be read as TOML ({error}); correct it there") from None
     if sync is not None:
         old = tables.get("sync")
@@ -66,27 +76,39 @@ def load_recipe(path: Path, sync: str | None = None, overrides: Sequence[str] = 
 
 
 def parse_recipe(source: str, tables: dict[str, Any]) -> Recipe:
-    """Validate a recipe's tables. Raises UserError naming ``source`` and the first key that is wrong."""
+    """Validate a recipe's tables.
+
+    Raises:
+        UserError: A value is wrong. The message names ``source`` and the first wrong key.
+    """
     try:
-        # By way of JSON, since strict mode takes a JSON array, but not a Python list, for a tuple.
+        # Through JSON: strict mode accepts a JSON array for a tuple, but not a Python list.
         return Recipe.model_validate_json(json.dumps(tables, default=str))
     except ValidationError as error:
         raise UserError(f"{source}: {_explain(error.errors()[0])}") from None
 
 
 def engine_names() -> list[str]:
-    """What ``sync.kind`` can be."""
+    """Return the values that ``sync.kind`` can have."""
     return [get_args(member.model_fields["kind"].annotation)[0] for member in get_args(get_args(Sync)[0])]
 
 
 class _OnlySync(Table):
+    """A recipe of nothing but its ``[sync]`` table."""
+
     sync: Sync
 
 
 def parse_engines(text: str, wire: str, overrides: Sequence[str] = ()) -> list[Sync]:
-    """Engines named like ``ddp:fp32,lazy``: ``wire`` where none is given, then ENGINE.KEY=VALUE overrides.
+    """Parse a list of engines like ``ddp:fp32,lazy``.
 
-    Raises UserError as :func:`parse_recipe` does.
+    Args:
+        text: Engines, comma-separated, each with its wire dtype after a colon, or without.
+        wire: The wire dtype of engines that name none.
+        overrides: ``ENGINE.KEY=VALUE`` pairs.
+
+    Raises:
+        UserError: A name or a value is wrong, or an engine is named twice with equal settings.
     """
     names = [name.strip().partition(":") for name in text.split(",")]
     changes: dict[str, Any] = {}
@@ -109,11 +131,12 @@ def parse_engines(text: str, wire: str, overrides: Sequence[str] = ()) -> list[S
 
 
 def to_toml(recipe: Recipe) -> str:
-    """The recipe with every default written out."""
+    """Return the recipe as TOML with every default written out."""
     return tomli_w.dumps(recipe.model_dump(exclude_none=True))
 
 
 def _override(tables: dict[str, Any], override: str) -> None:
+    """Set one ``KEY=VALUE`` in ``tables``; raise UserError if it is malformed."""
     key, equals, text = override.partition("=")
     *folders, leaf = key.strip().split(".")
     if not equals or not leaf:
@@ -131,7 +154,7 @@ def _override(tables: dict[str, Any], override: str) -> None:
 
 
 def _explain(error: ErrorDetails) -> str:
-    """One of pydantic's findings as a sentence with the path and the fix."""
+    """Return one pydantic error as a sentence with the key's path and a fix."""
     location = [str(part) for part in error["loc"]]
     table: type[BaseModel] = Recipe
     path = location
@@ -139,7 +162,7 @@ def _explain(error: ErrorDetails) -> str:
         annotation = Recipe.model_fields[location[0]].annotation
         if isinstance(annotation, type) and issubclass(annotation, Table):
             table = annotation
-        else:  # inside a union pydantic adds the member's tag
+        else:  # a union: pydantic puts the member's tag into the path
             table = _member(location[0], location[1])
             path = [location[0], *location[2:]]
     key = ".".join(path)
@@ -161,7 +184,7 @@ def _explain(error: ErrorDetails) -> str:
         case "value_error":
             why = str(context["error"])
             return f"{key + ': ' if key else ''}{why}{'' if '; ' in why else '; change one of them'}"
-        case "json_invalid":  # the JSON is our own, and cannot be wrong otherwise
+        case "json_invalid":  # the JSON is made here, so it can only be nested too deeply
             return "its arrays or tables lie in one another too deeply; correct them"
         case _:
             found = _shortened(json.dumps(error["input"], default=str))
@@ -169,12 +192,12 @@ def _explain(error: ErrorDetails) -> str:
 
 
 def _shortened(found: str) -> str:
-    """For a sentence."""
+    """Return ``found`` cut to 100 characters, for an error message."""
     return found if len(found) <= 100 else f"{found[:100]} ..."
 
 
 def _member(field: str, tag: str) -> type[BaseModel]:
-    """The table of the union at ``field`` whose literal tag is ``tag``."""
+    """Return the table of the union at ``field`` whose literal tag is ``tag``."""
     for member in get_args(Recipe.model_fields[field].annotation):
         for inner in member.model_fields.values():
             if get_origin(inner.annotation) is Literal and tag in get_args(inner.annotation):
@@ -184,8 +207,10 @@ def _member(field: str, tag: str) -> type[BaseModel]:
 
 
 def _keys(table: type[BaseModel]) -> str:
+    """Return the keys of a table, comma-separated."""
     return ", ".join(table.model_fields)
 
 
 def _did_you_mean(names: Iterable[str]) -> str:
+    """Return a question that suggests ``names``."""
     return f"did you mean {' or '.join(names)}?"

@@ -1,15 +1,18 @@
-"""The schedules of a pipeline, and what each can take."""
+"""Pipeline schedules and their constraints."""
 
 from __future__ import annotations
 
 
 def chunks_of(schedule: str) -> int:
-    """How many stages a rank has."""
+    """Return the number of stages per rank: 2 for ``interleaved``, else 1."""
     return 2 if schedule == "interleaved" else 1
 
 
 def misfit(schedule: str, ranks: int, micro_batches: int) -> str | None:
-    """Why ``schedule`` cannot take so many micro-batches through so many ranks, in a sentence; None: it can."""
+    """Return why ``schedule`` cannot run ``micro_batches`` micro-batches on ``ranks`` ranks, or None if it can.
+
+    The reason is one sentence that also names a fix.
+    """
     rounds = max(1, micro_batches // ranks)
     match schedule:
         case "1f1b" if micro_batches < ranks:

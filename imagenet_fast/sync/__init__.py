@@ -1,11 +1,13 @@
-"""Gradient synchronisation: the pool, the engines, and the calls a training loop makes of them.
+"""Gradient synchronisation: the gradient pool, the engines, and the calls of a training loop.
 
-pool = GradientPool(model)
-pool.attach(build_engine(LazySync(wire="bf16"), pool))
-for images, labels in batches:
-    pool.zero_grad()
-    loss(model(images), labels).backward()   # gradients leave while backward goes on
-    pool.step(optimizer)                     # with the mean over all ranks
+Example::
+
+    pool = GradientPool(model)
+    pool.attach(build_engine(LazySync(wire="bf16"), pool))
+    for images, labels in batches:
+        pool.zero_grad()
+        loss(model(images), labels).backward()   # gradients are sent during backward
+        pool.step(optimizer)                     # applies the mean over all ranks
 """
 
 from __future__ import annotations
@@ -76,20 +78,55 @@ EngineSettings = AllReduceSync | RingSync | LazySync | SparseSync | PowerSgdSync
 
 
 class GradientSync(Protocol):
-    """What the training loop asks of a synchroniser: a pool with its engine, or torch's DDP."""
+    """The interface between the training loop and a synchroniser: a pool with its engine, or torch's DDP.
+
+    See ``GradientPool`` for the details of each method.
+    """
 
     @property
-    def found_inf(self) -> Tensor | None: ...
-    def guard(self, largest: float) -> None: ...
-    def set_loss_scale(self, scale: Tensor) -> None: ...
-    def zero_grad(self) -> None: ...
-    def no_sync(self) -> AbstractContextManager[None]: ...
-    def end_backward(self) -> SyncStats: ...
-    def update(self, apply: Update) -> None: ...
-    def settle(self) -> None: ...
-    def state_dict(self) -> Any: ...
-    def load_state_dict(self, state: Any) -> None: ...
-    def close(self) -> None: ...
+    def found_inf(self) -> Tensor | None:
+        """With ``guard``: 1 where the last step had a gradient that cannot be used on any rank, else 0."""
+        ...
+
+    def guard(self, largest: float) -> None:
+        """Check every later gradient; one whose magnitude exceeds ``largest`` counts as infinite."""
+        ...
+
+    def set_loss_scale(self, scale: Tensor) -> None:
+        """Read the loss scale from ``scale``, an fp32 scalar on the device, in every later step."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Start a step."""
+        ...
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulate gradients locally inside the context, as DDP's ``no_sync`` does."""
+        ...
+
+    def end_backward(self) -> SyncStats:
+        """End the step's last backward, and return what its synchronisation cost this rank."""
+        ...
+
+    def update(self, apply: Update) -> None:
+        """Have ``apply`` update the parameters, now or before each is read again."""
+        ...
+
+    def settle(self) -> None:
+        """Carry out every update that the engine has deferred."""
+        ...
+
+    def state_dict(self) -> Any:
+        """Return the state that later steps depend on."""
+        ...
+
+    def load_state_dict(self, state: Any) -> None:
+        """Continue from a value of ``state_dict``."""
+        ...
+
+    def close(self) -> None:
+        """Release the engine and what it holds."""
+        ...
 
 
 def attach(
@@ -98,8 +135,20 @@ def attach(
     steps_per_epoch: int = 1,
     topology: Topology | None = None,
 ) -> tuple[nn.Module, GradientSync]:
-    """Give ``model`` a synchroniser. Returns the module to call in forward, and the synchroniser. ``topology``: of its
-    pool, see there."""
+    """Attach a synchroniser to ``model``.
+
+    Args:
+        model: The model to train.
+        engine: The settings of an engine, of torch's DDP, or an engine of one's own. The same on every rank.
+        steps_per_epoch: Converts those settings that are given in epochs.
+        topology: Passed to ``GradientPool``. Not used for DDP.
+
+    Returns:
+        The module to call in forward, and the synchroniser.
+
+    Raises:
+        ValueError: The ranks were given different engines, or the pool refuses the model.
+    """
     compare_engines(engine, steps_per_epoch, topology.group if topology else None)
     if isinstance(engine, DdpSync):
         peer = DdpPeer(model, wire_dtype(engine.wire), engine.bucket_cap_mb, engine.powersgd_rank)
@@ -110,9 +159,17 @@ def attach(
 
 
 def build_engine(engine: EngineSettings | Engine, pool: GradientPool, steps_per_epoch: int = 1) -> SyncEngine:
-    """The engine that a recipe's ``[sync]`` table names, or a declaration of one's own, at work on ``pool``.
+    """Build the engine that a recipe's ``[sync]`` table names, or a custom ``Engine``, for ``pool``.
 
-    Every rank of the pool calls it with the same, else all raise ValueError.
+    Every rank of the pool must call it with the same arguments.
+
+    Args:
+        engine: The settings of an engine, or an engine of one's own.
+        pool: The pool whose gradients the engine sends. Attach the engine with ``pool.attach``.
+        steps_per_epoch: Converts those settings that are given in epochs.
+
+    Raises:
+        ValueError: The ranks gave different arguments. Raised on every rank.
     """
     compare_engines(engine, steps_per_epoch, pool.topology.group)
     return _build(engine, pool, steps_per_epoch)
@@ -139,7 +196,10 @@ def _build(engine: EngineSettings | Engine, pool: GradientPool, steps_per_epoch:
 def declare(
     settings: AllReduceSync | RingSync | LazySync | HybridSync | DearSync | SparseSync | PowerSgdSync | DdpSync,
 ) -> Engine:
-    """What an engine's settings come to; of those that no scheduler runs, what the cost model takes them for."""
+    """Return the ``Engine`` that the settings stand for.
+
+    ``Scheduler`` does not run sparse engines and DDP: for these, return the approximation that the cost model uses.
+    """
     engine = _declare(settings)
     return replace(engine, bf16_steps=settings.bf16_steps) if isinstance(settings, CodingTable) else engine
 
@@ -170,7 +230,7 @@ def _declare(
 
 
 def _timing_of(settings: PowerSgdSync) -> AllReduceSync | LazySync | HybridSync | DearSync:
-    """The engine whose messages it compresses."""
+    """Return the settings of the engine whose messages PowerSGD compresses."""
     match settings.timing:
         case "allreduce":
             return AllReduceSync(wire=settings.wire)
@@ -188,7 +248,7 @@ def _compressed(engine: Engine, settings: PowerSgdSync) -> Engine:
 
 
 def wire_dtype(wire: Wire) -> torch.dtype:
-    """The dtype gradients travel in."""
+    """Return the torch dtype of a wire dtype's name."""
     match wire:
         case "fp32":
             return torch.float32
@@ -205,9 +265,12 @@ def wire_dtype(wire: Wire) -> torch.dtype:
 
 
 def _candidates(chooser: AutoSync, steps_per_epoch: int, device: torch.device) -> list[Candidate]:
-    """Every engine with its usual settings. Those of ours may be chosen, but for ones that defer or are inexact where
-    that is not allowed. On GPUs also ``lazy`` by the backend's own all-reduce, which knows how they are wired; its sums
-    are in the wire's dtype."""
+    """Return every engine with its default settings, for ``auto`` to predict.
+
+    Only this package's engines may be chosen, and inexact ones only where ``chooser`` allows them. Engines that defer
+    are left out where ``chooser`` does not allow them. On GPUs with a 16-bit wire dtype there is also ``lazy`` with the
+    backend's own all-reduce, which knows how the GPUs are wired. Its sums are made in the wire dtype.
+    """
     candidates = []
     if device.type == "cuda" and chooser.wire in ("bf16", "fp16"):
         native = LazySync(wire=chooser.wire, collective="native")
@@ -220,7 +283,7 @@ def _candidates(chooser: AutoSync, steps_per_epoch: int, device: torch.device) -
                 continue
             name = settings.kind if wire == chooser.wire else f"{settings.kind} {wire}"
             engine = declare(settings)
-            # What a compressor's own work costs is not in the model.
+            # The cost model leaves out the compute time of a compressor.
             electable = settings.ours and (settings.exact or chooser.keeps) and engine.compressor is None
             build: Callable[[GradientPool], SyncEngine] | None = None
             if isinstance(settings, SparseSync):
@@ -233,7 +296,7 @@ def _candidates(chooser: AutoSync, steps_per_epoch: int, device: torch.device) -
 
 
 def _wires(chooser: AutoSync, table: type[EngineTable]) -> list[Wire]:
-    """What an engine's gradients may travel as: as they were asked to, and as codes where results may be inexact."""
+    """Return the wire dtypes to predict: the configured one, and 8-bit ones where results may be inexact."""
     codes = get_args(Codes) if chooser.inexact else ()
     allowed = get_args(table.model_fields["wire"].annotation)
     return [wire for wire in dict.fromkeys([chooser.wire, *codes]) if wire in allowed]

@@ -1,4 +1,4 @@
-"""What ranks that hold parts of one model send each other besides gradients."""
+"""Communication between ranks that hold parts of one model, other than gradient synchronisation."""
 
 from __future__ import annotations
 
@@ -13,15 +13,20 @@ from imagenet_fast.sync.engine import Stopwatch, SyncStats
 
 
 class ActivationTraffic:
-    """Counts activations, and their gradients, as they travel."""
+    """A counter of the activations, and of their gradients, that this rank sends and receives."""
 
     def __init__(self, device: torch.device) -> None:
+        """Create an empty counter for traffic of ``device``."""
         self._device = device
         self._stats = SyncStats(Stopwatch(device))
 
     @contextmanager
     def waited_for(self, sent_bytes: int) -> Iterator[None]:
-        """So many bytes travel inside, both ways, and computing waits for them."""
+        """Count a blocking exchange inside the context, and the time it takes.
+
+        Args:
+            sent_bytes: Bytes that this rank sends. It receives as many.
+        """
         stopwatch = self._stats.exposed
         assert stopwatch is not None
         with stopwatch("activations"):
@@ -30,11 +35,11 @@ class ActivationTraffic:
         self._add(CommStats(sent_bytes, sent_bytes, begun, ended))
 
     def exchanged(self, sent_bytes: int, received_bytes: int) -> None:
-        """So many bytes have travelled; how long ranks waited for them is not known."""
+        """Count an exchange whose waiting time is not known."""
         self._add(CommStats(sent_bytes, received_bytes))
 
     def spent(self) -> SyncStats:
-        """What they have cost since this was asked last."""
+        """Return what has been counted since the last call."""
         stats, self._stats = self._stats, SyncStats(Stopwatch(self._device))
         return stats
 
@@ -43,4 +48,4 @@ class ActivationTraffic:
 
 
 def _nothing() -> None:
-    """Waited for where it was called."""
+    """Do nothing: the exchange has already been waited for."""

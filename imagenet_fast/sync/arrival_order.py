@@ -1,4 +1,4 @@
-"""The order in which a model's gradients come, which all ranks take from the first."""
+"""The order in which backward produces a model's gradients; all ranks take the first rank's order."""
 
 from __future__ import annotations
 
@@ -12,30 +12,39 @@ from imagenet_fast.sync.topology import Topology
 
 
 class ArrivalOrder:
-    """Learns the order of gradients in the first whole backward."""
+    """The order of gradients, learned in the first complete backward."""
 
     def __init__(self) -> None:
+        """Start with no order known."""
         self._came: list[ParamSlot] | None = []
         self.better: list[ParamSlot] | None = None
-        """An order that fits better than today's, before the next step."""
+        """The learned order, if it differs from the current one. The pool adopts it before the next step."""
 
     @property
     def is_known(self) -> bool:
-        """Whether there is nothing left to learn."""
+        """Whether the order has been learned or fixed."""
         return self._came is None
 
     def fix(self) -> None:
-        """Learn no other order than today's."""
+        """Keep the current order, and learn no other."""
         self._came = self.better = None
 
     def note(self, span: ParamSlot) -> None:
-        """This span's gradient has come."""
+        """Record that backward has produced the gradient of ``span``."""
         if self._came is not None:
             self._came.append(span)
 
     def agree(self, spans: Sequence[ParamSlot], topology: Topology, whole: bool) -> None:
-        """Take the first rank's order, in which gradients that did not come are last. Does nothing if that rank has not
-        seen the ``whole`` of its backward: then the next one tells. Every rank calls it."""
+        """Adopt the order that the first rank saw. Every rank must call it.
+
+        Gradients that backward did not produce are put last. Where the first rank's backward was not complete, nothing
+        is adopted and the next backward is recorded.
+
+        Args:
+            spans: The pool's slots in their current order.
+            topology: The ranks to agree with.
+            whole: Whether this rank's backward was complete.
+        """
         if self._came is None:
             return
         came, self._came = self._came, []

@@ -1,4 +1,4 @@
-"""Moments on the clock of the device that has to wait."""
+"""Timestamps on the clock of the device that waits for communication."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import time
 import torch
 
 Timestamp = float | torch.cuda.Event
-"""A moment, on the clock of the device that has to wait: on a GPU the host runs ahead, and waits only order streams."""
+"""A moment on the device's own clock: seconds for a CPU, an event for a GPU.
+
+On a GPU the host runs ahead and waits only order streams, so the host's clock would not show them.
+"""
 
 
 def record_timestamp(device: torch.device) -> Timestamp:
-    """Now, as the current stream gets there."""
+    """Record the present moment; on a GPU, the moment at which the current stream reaches this point."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -20,16 +23,16 @@ def record_timestamp(device: torch.device) -> Timestamp:
 
 
 def wait_for(moment: Timestamp) -> None:
-    """Have the host wait until the GPU has passed it."""
+    """Block the host until the GPU has passed ``moment``. Return at once on a CPU."""
     if isinstance(moment, torch.cuda.Event):
         moment.synchronize()
 
 
 def seconds_between(begin: Timestamp, end: Timestamp) -> float:
-    """Negative where ``end`` came first. Waits for the GPU to pass both."""
+    """Return the seconds from ``begin`` to ``end``, negative where ``end`` was first. Wait for the GPU to pass both."""
     if isinstance(begin, torch.cuda.Event):
         assert isinstance(end, torch.cuda.Event)
-        for moment in (begin, end):  # of two streams, either may be the later one
+        for moment in (begin, end):  # they may be of two streams, and either may be the later one
             wait_for(moment)
         return float(begin.elapsed_time(end)) / 1e3
     assert not isinstance(end, torch.cuda.Event)

@@ -1,4 +1,4 @@
-"""A parameter's place in the pool."""
+"""A parameter's place in the gradient pool."""
 
 from __future__ import annotations
 
@@ -8,34 +8,47 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 USED = 2.0**-14
-"""In a span's flag, where a rank has used its parameter: any 16-bit type holds it, and it hides no gradient."""
+"""The value of a slot's flag where a rank has used the parameter.
+
+Every 16-bit float type represents it exactly, and it is too small to hide a gradient.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class ParamSlot:
-    """Elements ``start`` to ``stop`` of the pool, padding to the next span included."""
+    """Elements ``start`` to ``stop`` of the pool, including the padding up to the next slot.
+
+    Variables and arguments that hold slots are named ``span`` and ``spans``.
+    """
 
     index: int
     name: str
     param: nn.Parameter
     module: nn.Module | None
-    """The module that owns the parameter, one of them where several do; None where the pool knows no model."""
+    """The module that owns the parameter; one of them where several do, None where the pool has no model."""
     start: int
     stop: int
 
     @property
     def flag(self) -> int:
-        """The pool's element behind its gradient, which says whether any rank has used the parameter."""
+        """The index of the pool's element behind the gradient, which is nonzero if any rank has used the parameter."""
         return self.start + self.param.numel()
 
     @property
     def layer(self) -> str:
-        """The name of its module, whose other parameters lie beside it."""
+        """The name of the parameter's module. The module's other parameters are neighbours in the pool."""
         return self.name.rpartition(".")[0]
 
 
 def move(values: Tensor, spans: Sequence[ParamSlot], into: Tensor, others: Sequence[ParamSlot]) -> None:
-    """Bring what lies at ``spans`` of ``values`` to the places that its parameters have among ``others``."""
+    """Copy values, flags included, to the places that the same parameters have in another layout.
+
+    Args:
+        values: A 1-D tensor laid out as ``spans``.
+        spans: The slots to copy from.
+        into: A 1-D tensor laid out as ``others``. Slots whose parameter is not in ``spans`` stay unchanged.
+        others: The slots to copy to.
+    """
     places = {span.param: span for span in spans}
     for span in others:
         if old := places.get(span.param):
@@ -43,15 +56,23 @@ def move(values: Tensor, spans: Sequence[ParamSlot], into: Tensor, others: Seque
 
 
 Places = dict[str, tuple[int, int]]
-"""Of parameters by name, in the order of a pool: where their gradient begins, and the flag behind it."""
+"""By parameter name, in pool order: the indices of the gradient's first element and of its flag."""
 
 
 def places_of(spans: Sequence[ParamSlot]) -> Places:
+    """Return the layout of ``spans`` in a form that can be saved."""
     return {span.name: (span.start, span.flag) for span in spans}
 
 
 def bring(values: Tensor, places: Places, into: Tensor, spans: Sequence[ParamSlot]) -> None:
-    """As :func:`move`, from a pool that is no more: ``places`` tell how it was laid out."""
+    """Copy values as ``move`` does, from a saved layout.
+
+    Args:
+        values: A 1-D tensor laid out as ``places``.
+        places: The layout of an earlier pool.
+        into: A 1-D tensor laid out as ``spans``. Slots with no entry of the same size in ``places`` stay unchanged.
+        spans: The slots to copy to.
+    """
     for span in spans:
         start, flag = places.get(span.name, (0, -1))
         if flag - start == span.param.numel():
@@ -59,6 +80,6 @@ def bring(values: Tensor, places: Places, into: Tensor, spans: Sequence[ParamSlo
 
 
 def label_of(spans: Sequence[ParamSlot]) -> str:
-    """The layers of neighbouring spans, for a person."""
+    """Return a readable name for neighbouring slots: their layer, or their first and last layer."""
     first, last = spans[0].layer, spans[-1].layer
     return first if first == last else f"{first} to {last}"

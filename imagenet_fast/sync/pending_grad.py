@@ -1,4 +1,4 @@
-"""What ``p.grad`` holds while a gradient is on its way to the other ranks: nobody may read or change it."""
+"""The placeholder in ``p.grad`` while a gradient is being sent: it must not be read or changed."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ _METADATA = frozenset({
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.storage_offset, Tensor.data_ptr, Tensor.element_size,
     Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.__len__, Tensor.nelement,
 })  # fmt: skip
-"""What may be asked: it says nothing about values."""
+"""The functions that are allowed: they do not depend on values."""
 
 
 _ZEROING = frozenset({Tensor.zero_, Tensor.requires_grad_, torch._foreach_zero_})
-"""What ``zero_grad(set_to_none=False)`` of an optimizer or a module calls."""
+"""The functions that ``zero_grad(set_to_none=False)`` of an optimizer or a module calls."""
 
 
 class PendingGrad(Tensor):
-    """Stand in for a gradient between backward and ``pool.finish()``: any use but of its shape raises RuntimeError.
+    """A placeholder for a gradient between backward and ``pool.finish()``.
 
-    Zeroing it is noted in ``zeroed``, to be done once it has come back.
+    Any use except of its metadata (shape, dtype, ...) raises RuntimeError. Zeroing sets ``zeroed``; the pool then zeroes
+    the gradient once it has been received.
 
-    In this time DDP's users find means in ``p.grad``. Here messages may still be under way: what is read is neither
-    the local gradient nor the mean, and what is written may reach some ranks and not others.
+    With DDP, ``p.grad`` holds means at this time. Here messages may still be in flight: a read would give neither the
+    local gradient nor the mean, and a write might reach some ranks and not others.
     """
 
     zeroed = False
@@ -38,6 +39,7 @@ class PendingGrad(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Allow metadata, record zeroing, and raise RuntimeError for everything else."""
         if func in _METADATA:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         if func in _ZEROING:

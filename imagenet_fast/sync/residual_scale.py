@@ -1,4 +1,4 @@
-"""The loss scale of what an engine has left behind, which must be that of the gradients it is added to."""
+"""The loss scale of an engine's residual, which must match that of the gradients it is added to."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ from imagenet_fast.sync.engine import SyncEngine
 
 
 class ResidualScale:
-    """Brings residuals to the loss scale of each step."""
+    """The loss scale of a residual, adjusted to that of each step."""
 
     def __init__(self, device: torch.device) -> None:
+        """Start with a loss scale that does not change."""
         self._device = device
         self._follows: Tensor | None = None
-        self._scale: Tensor | None = None  # of the residual
-        self._ratio = 1.0  # by which it is to be multiplied
+        self._scale: Tensor | None = None  # the residual's scale
+        self._ratio = 1.0  # the factor still to be applied to the residual
 
     def follow(self, scale: Tensor) -> None:
-        """Read ``scale``, fp32 [] on the device, in every later step."""
+        """Read the loss scale from ``scale``, an fp32 scalar tensor on the device, in every later step."""
         self._follows = scale
 
     def change(self, ratio: float) -> None:
-        """The next steps have a loss scale that is ``ratio`` times as large."""
+        """Record that the loss scale of the next steps is ``ratio`` times as large."""
         self._ratio *= ratio
 
     def applies_to(self, engine: SyncEngine) -> bool:
-        """Whether this step may have another scale than the engine's residual."""
+        """Return whether this step's loss scale may differ from that of the engine's residual."""
         return engine.has_residual and (self._ratio != 1 or self._follows is not None)
 
     def apply(self, engine: SyncEngine) -> None:
-        """Bring the engine's residual to this step's scale."""
+        """Rescale the engine's residual to this step's loss scale."""
         if not engine.has_residual:
             return
         if self._ratio != 1:
@@ -42,9 +43,9 @@ class ResidualScale:
             self._scale = self._follows.clone()
 
     def state(self) -> float | None:
-        """The residual's scale, where there is one."""
+        """Return the residual's scale, or None where no loss scale has been followed."""
         return None if self._scale is None else float(self._scale)
 
     def load(self, scale: float | None) -> None:
-        """Continue from :meth:`state`'s value."""
+        """Continue from a value of ``state``."""
         self._scale = None if scale is None else torch.full((), scale, device=self._device)

@@ -28,10 +28,10 @@ def data(loader: str, on_bad_image: str) -> ImageData:
 
 
 @pytest.fixture
-def damaged(images: Path, tmp_path: Path) -> Path:
+def damaged(image_dir: Path, tmp_path: Path) -> Path:
     """40 images to train on, of which 10 are bad in another way each, and 7 to validate, of which one is."""
     root = tmp_path / "damaged é"
-    shutil.copytree(images, root)
+    shutil.copytree(image_dir, root)
     for path, content in zip(sorted((root / "train").glob("*/*"))[::4], BAD.values(), strict=True):
         path.write_bytes(content)
     (root / "val" / "class1" / "004.jpg").write_bytes(BAD["half a jpeg"])
@@ -40,8 +40,8 @@ def damaged(images: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("bad", BAD)
-def test_a_bad_image_is_named(images: Path, tmp_path: Path, loader: str, bad: str):
-    shutil.copytree(images, tmp_path / "data")
+def test_a_bad_image_is_named(image_dir: Path, tmp_path: Path, loader: str, bad: str):
+    shutil.copytree(image_dir, tmp_path / "data")
     path = tmp_path / "data" / "train" / "class2" / "017.jpg"
     path.write_bytes(BAD[bad])
     train = build_loaders(data(loader, "fail"), tmp_path / "data", Batching(1, 8, 1), 0, 2, CPU, seed=1).train
@@ -106,8 +106,8 @@ def test_a_folder_of_nothing_but_bad_images_ends_the_run(tmp_path: Path, loader:
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_a_image_that_has_gone_is_named_too(images: Path, tmp_path: Path, loader: str):
-    shutil.copytree(images, tmp_path / "data")
+def test_a_image_that_has_gone_is_named_too(image_dir: Path, tmp_path: Path, loader: str):
+    shutil.copytree(image_dir, tmp_path / "data")
     train = build_loaders(data(loader, "fail"), tmp_path / "data", Batching(1, 40, 1), 0, 2, CPU, seed=1).train
     gone = tmp_path / "data" / "train" / "class0" / "003.jpg"
     gone.unlink()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from imagenet_fast.data import decode as decoding
 from imagenet_fast.data.decode import ImageDecodeError, decode, to_common_format
 from tests.data.encoded import BAD, IMAGES, JPEG
 
@@ -55,7 +56,7 @@ def test_whatever_a_decoder_raises_is_a_bad_image(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_common_image_is_not_left_to_pil(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(decode, "_decode_slowly", None)
+    monkeypatch.setattr(decoding, "_decode_slowly", None)
     for name in ("jpeg", "progressive", "grey", "turned", "png", "palette", "transparent"):
         decode(IMAGES[name])
 

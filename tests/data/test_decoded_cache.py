@@ -96,17 +96,17 @@ def expected(images: ImageFolder, index: int, side: int = SIDE) -> np.ndarray:
 
 
 def test_what_is_shown_is_the_same_with_and_without_it_while_it_fills_and_after_on_any_number_of_ranks(
-    images: Path, tmp_path: Path
+    image_dir: Path, tmp_path: Path
 ):
-    without = epochs(images, None)
+    without = epochs(image_dir, None)
     for ranks in (1, 2, 3):  # the first one fills it
-        assert same(epochs(images, tmp_path, ranks)[: 9 * 6], without[: 9 * 6])
-    assert same(epochs(images, tmp_path)[9 * 6 :], without[9 * 6 :])
-    assert not same(epochs(images, None, cache_side=0), without)
+        assert same(epochs(image_dir, tmp_path, ranks)[: 9 * 6], without[: 9 * 6])
+    assert same(epochs(image_dir, tmp_path)[9 * 6 :], without[9 * 6 :])
+    assert not same(epochs(image_dir, None, cache_side=0), without)
 
 
-def test_after_the_first_epoch_images_are_not_read_again(images: Path, tmp_path: Path, capfd):
-    split = scan_training(images)
+def test_after_the_first_epoch_images_are_not_read_again(image_dir: Path, tmp_path: Path, capfd):
+    split = scan_training(image_dir)
     cache = filled(tmp_path, split)
     told = capfd.readouterr().err
     assert re.search(r"^40 images, with a shorter side of at most 60, will take about .* kB in .*train-60; ", told)
@@ -162,9 +162,9 @@ def test_bad_images_stay_bad_and_are_not_kept(tmp_path: Path, capfd):
             again.pixels(index)
 
 
-def test_others_stand_in_for_bad_images_as_they_do_without_a_cache(images: Path, tmp_path: Path):
+def test_others_stand_in_for_bad_images_as_they_do_without_a_cache(image_dir: Path, tmp_path: Path):
     root = tmp_path / "data"
-    shutil.copytree(images, root)
+    shutil.copytree(image_dir, root)
     for path, content in zip(sorted((root / "train").glob("*/*"))[::4], BAD.values(), strict=True):
         path.write_bytes(content)
     without = epochs(root, None, on_bad_image="skip")
@@ -184,22 +184,22 @@ def fill_in_a_process(root: Path, folder: Path, begin: int, paused: float = 0.0)
         time.sleep(paused)
 
 
-def test_several_processes_fill_it_at_the_same_time(images: Path, tmp_path: Path):
-    fillers = [FORKED.Process(target=fill_in_a_process, args=(images, tmp_path, 13 * n)) for n in range(3)]
+def test_several_processes_fill_it_at_the_same_time(image_dir: Path, tmp_path: Path):
+    fillers = [FORKED.Process(target=fill_in_a_process, args=(image_dir, tmp_path, 13 * n)) for n in range(3)]
     for filler in fillers:
         filler.start()
     for filler in fillers:
         filler.join()
         assert filler.exitcode == 0
-    cache = open_cache(tmp_path, "train", scan_training(images), SIDE)
+    cache = open_cache(tmp_path, "train", scan_training(image_dir), SIDE)
     assert not cache.missing
 
 
-def test_one_that_is_killed_is_filled_on(images: Path, tmp_path: Path):
-    split = scan_training(images)
+def test_one_that_is_killed_is_filled_on(image_dir: Path, tmp_path: Path):
+    split = scan_training(image_dir)
     left = 40
     for begin in (0, 20):
-        filler = FORKED.Process(target=fill_in_a_process, args=(images, tmp_path, begin, 0.01))
+        filler = FORKED.Process(target=fill_in_a_process, args=(image_dir, tmp_path, begin, 0.01))
         filler.start()
         index = tmp_path / "train-60" / "index"
         while filler.is_alive() and not (
@@ -238,10 +238,10 @@ def _spellings(place: Path, root: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("kind", ["folder", "webdataset", "tfrecord"])
 def test_it_is_the_same_cache_however_the_data_is_named(
-    images: Path, tmp_path: Path, kind: Format, monkeypatch: pytest.MonkeyPatch, capfd
+    image_dir: Path, tmp_path: Path, kind: Format, monkeypatch: pytest.MonkeyPatch, capfd
 ):
     root = tmp_path / "the data é"
-    shutil.copytree(images, root)
+    shutil.copytree(image_dir, root)
     (root / "val" / "class1" / "004.jpg").write_bytes(BAD["half a jpeg"])
     if kind != "folder":
         settings = Settings(format=kind, resize=None, quality=None, shard_size=30_000)
@@ -332,10 +332,10 @@ def _another_version(root: Path, folder: Path) -> None:
     ],
 )
 def test_one_that_is_not_right_is_made_anew(
-    images: Path, tmp_path: Path, change: Callable[[Path, Path], None], reason: str, capfd
+    image_dir: Path, tmp_path: Path, change: Callable[[Path, Path], None], reason: str, capfd
 ):
     root = tmp_path / "data"
-    shutil.copytree(images, root)
+    shutil.copytree(image_dir, root)
     filled(tmp_path / "cache", scan_training(root))
     gc.collect()
     change(root, tmp_path / "cache" / "train-60")
@@ -348,18 +348,18 @@ def test_one_that_is_not_right_is_made_anew(
     assert all(np.array_equal(cache.pixels(index), expected(split, index)) for index in range(len(split)))
 
 
-def test_one_in_use_is_not_made_anew_for_other_images(images: Path, tmp_path: Path):
-    split = scan_training(images)
+def test_one_in_use_is_not_made_anew_for_other_images(image_dir: Path, tmp_path: Path):
+    split = scan_training(image_dir)
     cache = filled(tmp_path, split)
     with pytest.raises(UserError, match=r"train-60 is of other images, and another run, .* give another data.cache"):
-        open_cache(tmp_path, "train", scan_validation(images), SIDE)
+        open_cache(tmp_path, "train", scan_validation(image_dir), SIDE)
     assert not cache.missing
 
 
 def test_when_the_machine_went_down_only_what_was_synced_is_believed(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    image_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    split = scan_training(images)
+    split = scan_training(image_dir)
     cache = open_cache(tmp_path, "train", split, SIDE)
     for index in range(10):
         cache.pixels(index)
@@ -377,8 +377,8 @@ def test_when_the_machine_went_down_only_what_was_synced_is_believed(
     assert not opened_after_the_end(tmp_path, split).missing
 
 
-def test_one_that_was_never_synced_begins_again(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    split = scan_training(images)
+def test_one_that_was_never_synced_begins_again(image_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    split = scan_training(image_dir)
     open_cache(tmp_path, "train", split, SIDE).pixels(0)
     monkeypatch.setattr(caches, "_boot", lambda: "another")
     assert len(opened_after_the_end(tmp_path, split).missing) == 40
@@ -397,10 +397,10 @@ def test_its_keys_are_checked_and_only_the_side_binds_a_run(tmp_path: Path):
         data(cache="/somewhere", cache_side=50)
 
 
-def test_a_place_that_cannot_be_is_refused(images: Path, tmp_path: Path):
+def test_a_place_that_cannot_be_is_refused(image_dir: Path, tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"file/train-60 cannot be made .*; give another data.cache"):
-        open_cache(tmp_path / "file", "train", scan_training(images), SIDE)
+        open_cache(tmp_path / "file", "train", scan_training(image_dir), SIDE)
 
 
 @pytest.fixture
@@ -414,18 +414,18 @@ def small_disk(root: None, tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(images: Path, small_disk: Path):
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(image_dir: Path, small_disk: Path):
     with pytest.raises(
         UserError,
         match=r"40 images, as large as they are, take about 1.\d MB in .*, and its disk has 6\d\d.\d kB free, "
         r"which would do for a data.cache_side of \d+; free some, or give another data.cache"
     ):  # fmt: skip
-        open_cache(small_disk, "train", scan_training(images), 0)
+        open_cache(small_disk, "train", scan_training(image_dir), 0)
     assert not list(small_disk.glob("*/pixels"))
 
 
-def test_a_disk_that_fills_up_costs_time_and_no_images(images: Path, small_disk: Path, capfd):
-    split = scan_training(images)
+def test_a_disk_that_fills_up_costs_time_and_no_images(image_dir: Path, small_disk: Path, capfd):
+    split = scan_training(image_dir)
     cache = open_cache(small_disk, "train", split, SIDE)
     for _ in range(2):
         for index in range(40):
@@ -437,8 +437,8 @@ def test_a_disk_that_fills_up_costs_time_and_no_images(images: Path, small_disk:
         list(fill(cache, 1))
 
 
-def test_a_whole_one_serves_where_it_cannot_be_written(images: Path, root: None, tmp_path: Path):
-    split, place = scan_training(images), tmp_path / "read only"
+def test_a_whole_one_serves_where_it_cannot_be_written(image_dir: Path, root: None, tmp_path: Path):
+    split, place = scan_training(image_dir), tmp_path / "read only"
     place.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=9m", "tmpfs", str(place)], check=True)
     try:
@@ -455,9 +455,9 @@ def test_a_whole_one_serves_where_it_cannot_be_written(images: Path, root: None,
         with pytest.raises(
             UserError, match=r"train-60 is of other images and cannot be written; give another data.cache"
         ):
-            open_cache(place, "train", scan_validation(images), SIDE)
+            open_cache(place, "train", scan_validation(image_dir), SIDE)
         with pytest.raises(UserError, match="val-60 cannot be made"):
-            open_cache(place, "val", scan_validation(images), SIDE)
+            open_cache(place, "val", scan_validation(image_dir), SIDE)
         del cache
     finally:
         gc.collect()
@@ -465,11 +465,11 @@ def test_a_whole_one_serves_where_it_cannot_be_written(images: Path, root: None,
 
 
 def test_the_command_fills_both_splits_for_runs_to_come(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    image_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ):
     monkeypatch.setattr(
         sys, "argv",
-        ["imagenet-fast", "data", "cache", "--data", str(images), "--out", str(tmp_path), "--side", str(SIDE)],
+        ["imagenet-fast", "data", "cache", "--data", str(image_dir), "--out", str(tmp_path), "--side", str(SIDE)],
     )  # fmt: skip
     for _ in range(2):
         with pytest.raises(SystemExit) as end:
@@ -478,8 +478,8 @@ def test_the_command_fills_both_splits_for_runs_to_come(
         assert f"--set data.cache={tmp_path} --set data.cache_side=60" in capsys.readouterr().out
         gc.collect()
     for split, read in (("train", scan_training), ("val", scan_validation)):
-        assert not open_cache(tmp_path, split, read(images), SIDE).missing
+        assert not open_cache(tmp_path, split, read(image_dir), SIDE).missing
     settings = data(cache=str(tmp_path), cache_side=SIDE)
-    train = open_loader(settings, scan_training(images), TrainSampler(40, Batching(1, 8, 1), 0, 1), 1, CPU, 1)
-    val = open_loader(settings, scan_validation(images), EvalSampler(7, 8, 1, 0), 2, CPU, 1)
+    train = open_loader(settings, scan_training(image_dir), TrainSampler(40, Batching(1, 8, 1), 0, 1), 1, CPU, 1)
+    val = open_loader(settings, scan_validation(image_dir), EvalSampler(7, 8, 1, 0), 2, CPU, 1)
     assert [len(next(iter(loader))[0]) for loader in (train, val)] == [8, 7]

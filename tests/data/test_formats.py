@@ -119,12 +119,12 @@ def test_an_evaluation_of_any_format_shows_every_image_once(roots: dict[str, Pat
     assert whole["folder"] == whole["webdataset"] == whole["tfrecord"]
 
 
-def test_a_run_goes_on_in_the_middle_of_an_epoch_in_any_format_with_the_same_batches(source: Path, tmp_path: Path):
-    to_shards(source, tmp_path)
+def test_a_run_goes_on_in_the_middle_of_an_epoch_in_any_format_with_the_same_batches(image_dir: Path, tmp_path: Path):
+    to_shards(image_dir, tmp_path)
     data, device = image_data("dali"), torch.device("cpu")
     taken = {}
     for name in FORMATS:
-        root = source if name == "folder" else tmp_path / name
+        root = image_dir if name == "folder" else tmp_path / name
         whole = build_loaders(data, root, Batching(1, 4, 2), 0, 2, device, 1)
         taken[name] = list(islice(whole.train, 5 * 2))
         # From step 3 of 5 on, on two ranks.
@@ -498,8 +498,8 @@ def test_an_incomplete_or_ambiguous_directory_is_refused(names: list[str], sente
             look(tmp_path)
 
 
-def test_leftover_archives_beside_folders_do_not_matter(images: Path, tmp_path: Path):
-    shutil.copytree(images, tmp_path / "data")
+def test_leftover_archives_beside_folders_do_not_matter(image_dir: Path, tmp_path: Path):
+    shutil.copytree(image_dir, tmp_path / "data")
     for name in ("ILSVRC2012_img_train.tar", "train/n01440764.tar"):
         (tmp_path / "data" / name).touch()
     assert len(open_training(tmp_path / "data")) == 40

@@ -48,8 +48,8 @@ def collect(batches: Iterable[tuple[Tensor, Tensor]], count: int) -> tuple[Tenso
     return torch.cat([images for images, _ in taken]), torch.cat([labels for _, labels in taken])
 
 
-def test_both_loaders_show_the_same_pixels_where_nothing_is_random(images: Path):
-    dali_loader, folder = opened(images, "dali", augment=False), opened(images, "folder", augment=False)
+def test_both_loaders_show_the_same_pixels_where_nothing_is_random(image_dir: Path):
+    dali_loader, folder = opened(image_dir, "dali", augment=False), opened(image_dir, "folder", augment=False)
     for split, count in (("val", 1), ("train", 10)):
         ours, ours_labels = collect(getattr(dali_loader, split), count)
         theirs, theirs_labels = collect(getattr(folder, split), count)
@@ -76,8 +76,8 @@ def test_both_loaders_show_the_same_middle_of_images_of_any_size(tmp_path: Path)
 
 
 @pytest.mark.parametrize("loader", ["dali", "folder", "synthetic"])
-def test_images_leave_every_loader_as_bytes(source: Path, loader: str):
-    data, split = (SYNTHETIC, None) if loader == "synthetic" else (image_data(loader), scan_training(source))
+def test_images_leave_every_loader_as_bytes(image_dir: Path, loader: str):
+    data, split = (SYNTHETIC, None) if loader == "synthetic" else (image_data(loader), scan_training(image_dir))
     images, labels = next(iter(open_loader(data, split, TrainSampler(40, ALONE, 0, seed=1), 1, CPU, seed=1)))
     assert (images.dtype, labels.dtype) == (torch.uint8, torch.int64)
     assert images.shape == (8, 3, data.image_size, data.image_size)
@@ -87,11 +87,11 @@ def test_images_leave_every_loader_as_bytes(source: Path, loader: str):
 
 @pytest.mark.parametrize("loader", ["dali", "folder", "synthetic"])
 @pytest.mark.parametrize("micro_batch", [8, 3, 1])
-def test_every_batch_lies_in_channels_last_memory(source: Path, loader: str, micro_batch: int):
+def test_every_batch_lies_in_channels_last_memory(image_dir: Path, loader: str, micro_batch: int):
     """A batch of one and the smaller batch that ends an evaluation too."""
     data = SYNTHETIC if loader == "synthetic" else image_data(loader)
     size = data.image_size
-    dataset = build_loaders(data, source, Batching(1, micro_batch, 1), 0, 2, CPU, seed=1)
+    dataset = build_loaders(data, image_dir, Batching(1, micro_batch, 1), 0, 2, CPU, seed=1)
     batches = [next(dataset.train), next(dataset.train), *dataset.next_evaluation(), *dataset.next_evaluation()]
     assert len(batches[-1][0]) == (7 % micro_batch or micro_batch)
     for images, labels in batches:
@@ -101,9 +101,9 @@ def test_every_batch_lies_in_channels_last_memory(source: Path, loader: str, mic
         assert images.stride() == (3 * size * size, 1, 3 * size, 3)
 
 
-def test_both_loaders_show_the_same_windows_of_the_same_images_in_every_epoch(images: Path):
-    ours, ours_labels = collect(opened(images, "dali").train, 20)  # 4 epochs
-    theirs, theirs_labels = collect(opened(images, "folder").train, 20)
+def test_both_loaders_show_the_same_windows_of_the_same_images_in_every_epoch(image_dir: Path):
+    ours, ours_labels = collect(opened(image_dir, "dali").train, 20)  # 4 epochs
+    theirs, theirs_labels = collect(opened(image_dir, "folder").train, 20)
     assert torch.equal(ours_labels, theirs_labels)
     # Decoders round by 0.005 at most; windows a pixel apart differ by 0.1 and more, mirrored images by 1.
     assert (ours - theirs).abs().mean((1, 2, 3)).max() < 0.03
@@ -143,16 +143,18 @@ def test_odd_images_too_are_cropped_alike(tmp_path: Path):
 
 
 @pytest.mark.parametrize("loader", ["dali", "folder", "synthetic"])
-def test_a_loader_opened_at_a_step_goes_on_as_an_undisturbed_one_on_any_number_of_ranks(source: Path, loader: str):
+def test_a_loader_opened_at_a_step_goes_on_as_an_undisturbed_one_on_any_number_of_ranks(image_dir: Path, loader: str):
     """Three epochs of 3 steps on one rank; steps 4 to 8 again on one, on two and on three, with other workers."""
     data = SYNTHETIC if loader == "synthetic" else image_data(loader)
     alone = Batching(ranks=1, micro_batch=2, accumulation=6)
-    whole = list(islice(build_loaders(data, source, alone, 0, 2, CPU, seed=1).train, 9 * 6))
+    whole = list(islice(build_loaders(data, image_dir, alone, 0, 2, CPU, seed=1).train, 9 * 6))
     if loader != "synthetic":
         data = image_data(loader, workers=2)
     for ranks in (1, 2, 3):
         batching = Batching(ranks, 2, 6 // ranks)
-        trains = [build_loaders(data, source, batching, rank, 2, CPU, 1, first_step=4).train for rank in range(ranks)]
+        trains = [
+            build_loaders(data, image_dir, batching, rank, 2, CPU, 1, first_step=4).train for rank in range(ranks)
+        ]
         expected = iter(whole[4 * 6 :])
         for _ in range(5):
             for train in trains:
@@ -164,24 +166,24 @@ def test_a_loader_opened_at_a_step_goes_on_as_an_undisturbed_one_on_any_number_o
 
 
 @pytest.mark.parametrize("loader", ["dali", "folder"])
-def test_the_same_seed_shows_the_same_pixels_again_and_another_does_not(images: Path, loader: str):
+def test_the_same_seed_shows_the_same_pixels_again_and_another_does_not(image_dir: Path, loader: str):
     """Whatever the size of a batch: what is cropped is chosen image by image."""
-    first, _ = collect(opened(images, loader).train, 10)
-    other, _ = collect(opened(images, loader, seed=2).train, 10)
+    first, _ = collect(opened(image_dir, loader).train, 10)
+    other, _ = collect(opened(image_dir, loader, seed=2).train, 10)
     assert not torch.equal(first, other)
-    fives = build_loaders(image_data(loader), images, Batching(1, 5, 1), 0, 2, CPU, seed=1).train
+    fives = build_loaders(image_data(loader), image_dir, Batching(1, 5, 1), 0, 2, CPU, seed=1).train
     assert torch.equal(first, collect(fives, 16)[0])
 
 
-def test_dali_ends_though_it_has_read_ahead(images: Path):
+def test_dali_ends_though_it_has_read_ahead(image_dir: Path):
     """Its threads decode, and ours read, also while the loader goes."""
     for taken in range(20):
-        collect(opened(images, "dali", workers=2).train, 1 + taken % 3)
+        collect(opened(image_dir, "dali", workers=2).train, 1 + taken % 3)
 
 
 @pytest.mark.parametrize("loader", ["dali", "folder"])
-def test_evaluations_follow_one_another_and_show_every_image_once(source: Path, loader: str):
-    dataset = opened(source, loader)
+def test_evaluations_follow_one_another_and_show_every_image_once(image_dir: Path, loader: str):
+    dataset = opened(image_dir, loader)
     for _ in range(2):
         images = torch.cat([images for images, _ in dataset.next_evaluation()])
         assert len(images) == 7
@@ -200,15 +202,15 @@ def test_synthetic_images_belong_to_their_labels():
         assert all(val_labels[i] == label for i in matches)
 
 
-def test_a_batch_beyond_the_data_set_is_refused(images: Path):
+def test_a_batch_beyond_the_data_set_is_refused(image_dir: Path):
     with pytest.raises(UserError, match="40 images, fewer than one global batch of 64"):
-        build_loaders(image_data("dali"), images, Batching(2, 32, 1), 0, 2, CPU, 1)
+        build_loaders(image_data("dali"), image_dir, Batching(2, 32, 1), 0, 2, CPU, 1)
 
 
-def test_a_missing_dali_is_named_with_the_way_round(images: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_dali_is_named_with_the_way_round(image_dir: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(__import__("sys").modules, "nvidia.dali", None)
     with pytest.raises(UserError, match=r"DALI is not installed; .* --set data.loader=folder"):
-        opened(images, "dali")
+        opened(image_dir, "dali")
 
 
 def folder_of(root: Path, contents: dict[str, bytes], copies: int = 1) -> Path:
@@ -240,7 +242,9 @@ def test_dali_is_given_pixels_of_what_it_cannot_decode(
     root = folder_of(tmp_path, {name: IMAGES[name] for name in ("jpeg", "png", "a wrong sum of pixels", "gif")}, 4)
     expected, _ = collect(opened(root, "dali", augment=augment).train, 12)
     assert "warning" not in capfd.readouterr().err
-    monkeypatch.setattr(dali_loader, "portable", lambda encoded: EncodedImage(encoded, *decode(encoded).shape[:2]))
+    monkeypatch.setattr(
+        dali_loader, "to_common_format", lambda encoded: EncodedImage(encoded, *decode(encoded).shape[:2])
+    )
     images, _ = collect(opened(root, "dali", augment=augment).train, 12)
     told = capfd.readouterr().err.count("warning: DALI cannot decode an image that others can")
     assert 1 <= told <= 4, "not again in every epoch"
@@ -259,12 +263,12 @@ def test_dali_is_given_pixels_of_what_it_cannot_decode(
     ],
 )
 def test_what_is_no_fault_of_a_image_is_told_as_what_it_is(
-    images: Path, error: str, told: str, monkeypatch: pytest.MonkeyPatch
+    image_dir: Path, error: str, told: str, monkeypatch: pytest.MonkeyPatch
 ):
     def run(*_: object) -> None:
         raise RuntimeError(error)
 
-    train = opened(images, "dali").train
+    train = opened(image_dir, "dali").train
     monkeypatch.setattr("nvidia.dali.Pipeline.run", run)
     with pytest.raises(UserError) as refusal:
         collect(train, 1)

@@ -90,9 +90,9 @@ def test_threads_end_when_the_iterator_is_dropped_in_the_middle_of_a_long_piece(
 
 
 @pytest.mark.parametrize("loader", ["folder", "dali"])
-def test_a_loader_that_is_dropped_leaves_no_thread_that_reads(images: Path, loader: str, threads: Callable[[], int]):
+def test_a_loader_that_is_dropped_leaves_no_thread_that_reads(image_dir: Path, loader: str, threads: Callable[[], int]):
     data = ImageData.model_validate({"dataset": "digits", "loader": loader, "image_size": 32, "resize": 32})
-    dataset = build_loaders(data, images, Batching(1, 4, 1), 0, 2, torch.device("cpu"), seed=1)
+    dataset = build_loaders(data, image_dir, Batching(1, 4, 1), 0, 2, torch.device("cpu"), seed=1)
     next(dataset.train)
     list(dataset.next_evaluation())
     assert threads() >= 2

@@ -36,20 +36,22 @@ def opened(root: Path, loader: str, first_step: int = 0, **changes: object) -> L
 
 @pytest.mark.parametrize("augment", [True, False])
 @pytest.mark.parametrize("loader", ["dali", "folder"])
-def test_training_images_grow_and_those_that_judge_have_a_size_of_their_own(source: Path, loader: str, augment: bool):
-    dataset = opened(source, loader, augment=augment, **GROWING)
+def test_training_images_grow_and_those_that_judge_have_a_size_of_their_own(
+    image_dir: Path, loader: str, augment: bool
+):
+    dataset = opened(image_dir, loader, augment=augment, **GROWING)
     each = dataset.train_order.steps_per_epoch
     sizes = [images.shape[2:] for images, _ in islice(dataset.train, 3 * each)]
     assert sizes == [(36, 36)] * each + [(40, 40)] * 2 * each
     assert [images.shape[2:] for images, _ in dataset.next_evaluation()] == [(52, 52)]
-    images, _ = next(opened(source, loader, first_step=each, augment=augment, **GROWING).train)
+    images, _ = next(opened(image_dir, loader, first_step=each, augment=augment, **GROWING).train)
     assert images.shape[2:] == (40, 40)
     assert images.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_both_loaders_show_the_same_of_them(images: Path):
+def test_both_loaders_show_the_same_of_them(image_dir: Path):
     for changes in (GROWING, {"crop": "window"}, {"augment": False, **GROWING}):
-        dali, folder = opened(images, "dali", **changes), opened(images, "folder", **changes)
+        dali, folder = opened(image_dir, "dali", **changes), opened(image_dir, "folder", **changes)
         for (ours, _), (theirs, _) in islice(zip(dali.train, folder.train, strict=True), 8):
             assert (ours - theirs).abs().mean() < 0.08
 
@@ -73,8 +75,8 @@ def test_alexnets_own_windows_are_squares_from_the_middle_square():
 
 
 @pytest.mark.parametrize("loader", ["dali", "folder"])
-def test_mixed_images_come_with_shares_of_their_classes(source: Path, loader: str):
-    dataset = opened(source, loader, mixup=0.4, cutmix=1.0)
+def test_mixed_images_come_with_shares_of_their_classes(image_dir: Path, loader: str):
+    dataset = opened(image_dir, loader, mixup=0.4, cutmix=1.0)
     for images, labels in islice(dataset.train, 6):
         assert images.is_contiguous(memory_format=torch.channels_last)
         assert labels.shape == (8, dataset.classes)

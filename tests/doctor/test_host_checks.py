@@ -172,7 +172,7 @@ def test_a_place_for_runs_that_cannot_be_one_fails(tmp_path: Path):
 
 
 def test_advice_names_options_that_doctor_has_or_says_whose_they_are(
-    tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, image_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Of every finding that can be brought about here, and of every fix that is written in the code."""
     own = {option for parameter in get_command(app).commands["doctor"].params for option in parameter.opts}  # type: ignore[attr-defined]
@@ -187,7 +187,7 @@ def test_advice_names_options_that_doctor_has_or_says_whose_they_are(
         (tmp_path / split / "a" / "bad.jpg").write_bytes(b"no image")
     sentences += [f"{found.said}; {found.fix}" for found in try_loaders(tmp_path, 1, seconds=0)]
     monkeypatch.setattr("imagenet_fast.doctor.loader_check.measure", refuse_dali)
-    sentences += [f"{found.said}; {found.fix}" for found in try_loaders(images, 1, seconds=0)]
+    sentences += [f"{found.said}; {found.fix}" for found in try_loaders(image_dir, 1, seconds=0)]
     for sentence in sentences:
         for option in re.finditer(r"(?<!^)--[a-z][a-z-]*", sentence):  # at the start of a word for a program
             others = re.search(r"\b(train|container)\b", sentence[: option.start()])

@@ -27,16 +27,16 @@ def test_the_fastest_of_our_own_is_told_with_its_lead(rates: dict[str, float | N
     assert fastest(rates) == said
 
 
-def test_both_are_tried_on_the_images_given(images: Path):
-    (found,) = try_loaders(images, ranks=1, seconds=0)
+def test_both_are_tried_on_the_images_given(image_dir: Path):
+    (found,) = try_loaders(image_dir, ranks=1, seconds=0)
     assert found.state == "ok"
     said = r"folder \d+ and dali \d+ images a second.*; fastest here: (folder|dali), \d+\.\d\d x (dali|folder)"
     assert re.fullmatch(said, found.said)
 
 
-def test_without_dali_the_other_is_tried(images: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_dali_the_other_is_tried(image_dir: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)
-    (found,) = try_loaders(images, ranks=10_000, seconds=0)
+    (found,) = try_loaders(image_dir, ranks=10_000, seconds=0)
     assert found.said.endswith("fastest here: folder, dali is not installed")
 
 

@@ -31,9 +31,9 @@ def rank(number: int, of: subprocess.Popen[str]) -> int:
 
 
 @pytest.mark.long
-def test_a_rank_that_is_killed_or_stopped_or_reads_for_ever_is_named(images: Path, tmp_path: Path):
+def test_a_rank_that_is_killed_or_stopped_or_reads_for_ever_is_named(image_dir: Path, tmp_path: Path):
     data = tmp_path / "data"
-    shutil.copytree(images, data)
+    shutil.copytree(image_dir, data)
     for number in range(8):
         os.mkfifo(data / "train" / "class1" / f"never{number}.jpg")  # as from a file server that does not answer
     killed, stopped, reading = (tmp_path / name for name in ("killed", "stopped", "reading"))

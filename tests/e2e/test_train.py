@@ -124,10 +124,10 @@ def test_under_torchrun_the_same_seed_gives_the_same_run_to_the_digit_and_short_
 
 
 def test_on_a_folder_of_images_with_fewer_ranks_than_the_recipes_its_own_launcher_keeps_the_exit_code(
-    images: Path, tmp_path: Path, launched: Callable[..., tuple[int, str, str]]
+    image_dir: Path, tmp_path: Path, launched: Callable[..., tuple[int, str, str]]
 ):
     run = tmp_path / "run"
-    options = (*on(images), *ONE_EPOCH, "--sync", "allreduce", "--nproc", "1", "--scale-batch", "--out", str(run))
+    options = (*on(image_dir), *ONE_EPOCH, "--sync", "allreduce", "--nproc", "1", "--scale-batch", "--out", str(run))
     code, printed, errors = launched("train", "--recipe", "demo", *options)
     assert (code, errors) == (3, ""), printed
     assert "recipe written for 2 ranks: 1 rank, micro-batch 8, " in printed
@@ -217,11 +217,11 @@ def test_ctrl_c_from_the_terminal_or_as_a_signal_to_the_launcher_saves_and_ends_
 
 
 @pytest.mark.long
-def test_a_rank_that_dies_leaves_no_process_behind_and_a_readable_run(images: Path, tmp_path: Path):
+def test_a_rank_that_dies_leaves_no_process_behind_and_a_readable_run(image_dir: Path, tmp_path: Path):
     run = tmp_path / "run"
     options = ("--set", "data.loader=folder", "--set", "epochs=1000000", "--out", str(run))
     process = subprocess.Popen(
-        [*COMMAND, "train", "--recipe", "demo", *on(images), *options],
+        [*COMMAND, "train", "--recipe", "demo", *on(image_dir), *options],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
     )  # fmt: skip
     wait_for(lambda: (run / "events.jsonl").exists() and events_of(run, "eval"))

@@ -108,17 +108,17 @@ def _judged(ways: list[tuple[Path, str | None]], overrides: tuple[str, ...]) -> 
     ]
 
 
-def test_images_on_disk_are_judged_by_validation_alone_and_other_classes_are_doubted(images: Path, tmp_path: Path):
+def test_images_on_disk_are_judged_by_validation_alone_and_other_classes_are_doubted(image_dir: Path, tmp_path: Path):
     """Where there is no training split the classes are those of validation."""
     alone = tmp_path / "data"
     alone.mkdir()
-    (alone / "val").symlink_to(images / "val")
+    (alone / "val").symlink_to(image_dir / "val")
     network = resnet18(num_classes=3).eval()
     data = {"dataset": "digits", "loader": "folder", "image_size": 48, "resize": 56, "workers": 1}
     recipe = parse_recipe("test", tables(data=data))
     names = ["class0", "class1", "dog"]
     write_weights(network.state_dict(), tmp_path / "w.safetensors", describe("test", recipe, names))
-    ((ours, both, said),) = run(1, _judged_images, tmp_path / "w.safetensors", [alone, images])
+    ((ours, both, said),) = run(1, _judged_images, tmp_path / "w.safetensors", [alone, image_dir])
     assert (ours.top1, ours.top5, ours.images) == (both.top1, both.top5, 7)
     assert said.count("was trained on other classes: on 'dog' where the data has 'class2'\n") == 2
 

@@ -121,14 +121,14 @@ def test_weights_from_a_file_are_judged_and_started_from(world: DistContext, tmp
         load_initial_weights(file, recipe.model, 3, world)
 
 
-def test_dali_decodes_on_the_gpu_what_it_decodes_on_the_cpu(world: DistContext, images: Path):
+def test_dali_decodes_on_the_gpu_what_it_decodes_on_the_cpu(world: DistContext, image_dir: Path):
     pytest.importorskip("nvidia.dali", reason="DALI is too large to travel to a lent GPU")
     table = {"dataset": "digits", "loader": "dali", "image_size": 48, "resize": 56, "augment": False, "workers": 1}
     data = parse_recipe("test", tables(data=table)).data
     assert isinstance(data, ImageData)
     batches = []
     for device in (world.device, torch.device("cpu")):
-        dataset = build_loaders(data, images, Batching(1, 8, 1), 0, 2, device, seed=1)
+        dataset = build_loaders(data, image_dir, Batching(1, 8, 1), 0, 2, device, seed=1)
         batches.append(list(islice(dataset.train, 5)))
     for (ours, labels), (reference, reference_labels) in zip(*batches, strict=True):
         assert ours.device == labels.device == world.device

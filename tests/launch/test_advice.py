@@ -20,9 +20,9 @@ WORLD = DistContext(0, 2, 0, 2, torch.device("cpu"))
 
 
 @pytest.fixture
-def job(make_recipe: Callable[..., Recipe], images: Path, tmp_path: Path) -> Job:
+def job(make_recipe: Callable[..., Recipe], image_dir: Path, tmp_path: Path) -> Job:
     recipe = make_recipe(data={"dataset": "imagenet", "loader": "dali", "image_size": 32, "resize": 32})
-    return Job("test", recipe, split_batch(recipe, 2), images, tmp_path)
+    return Job("test", recipe, split_batch(recipe, 2), image_dir, tmp_path)
 
 
 def ended(status: str, wait_pct: float | None) -> RunResult:

@@ -76,7 +76,7 @@ def _with_every_engine() -> list[tuple[str, str]]:
     told.append(("layer", _told(partial(_overflow, "classifier.4"), sync=GUARDED)))
     for name in ("lazy", "hybrid", "ddp"):
         told.append(("seen", _told(partial(_overflow, "classifier.4"), watched=5, sync=ENGINES[name])))
-    told.append(("images", _told(None, images_of=1, sync=GUARDED)))
+    told.append(("images", _told(None, drawn_images=1, sync=GUARDED)))
     return told
 
 

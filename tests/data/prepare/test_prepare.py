@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 from imagenet_fast.cli import app
 from imagenet_fast.data.imagefolder import scan
 from imagenet_fast.data.prepare import checksums, disk_space, imagenet_archives
+from imagenet_fast.data.prepare import prepare as preparing
 from imagenet_fast.data.prepare.devkit import read_devkit
 from imagenet_fast.data.prepare.prepare import prepare
 from imagenet_fast.data.prepare.staging_dir import Settings, alone_in
@@ -396,21 +397,21 @@ def test_strange_names_arrive_as_they_are(tmp_path: Path):
 
 def test_less_than_imagenet_is_refused_unless_it_is_meant(own_tars: Path, monkeypatch: pytest.MonkeyPatch):
     refused(own_tars, "has 4 classes of train, and ImageNet has 1000; .* --subset", subset=False)
-    monkeypatch.setattr(prepare, "CLASSES", 4)
+    monkeypatch.setattr(preparing, "CLASSES", 4)
     refused(own_tars, "has 34 images of train, and ImageNet has 1281167; .* kept", subset=False, md5=False)
-    monkeypatch.setattr(prepare, "IMAGES", {"train": 34, "val": 12})
+    monkeypatch.setattr(preparing, "IMAGES", {"train": 34, "val": 12})
     assert not prepare(own_tars, own_tars.parent / "out", WHOLE, md5=False).already
 
 
 def test_archives_are_checked_by_md5_once(own_tars: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(prepare, "CLASSES", 4)
-    monkeypatch.setattr(prepare, "IMAGES", {"train": 33, "val": 12})
+    monkeypatch.setattr(preparing, "CLASSES", 4)
+    monkeypatch.setattr(preparing, "IMAGES", {"train": 33, "val": 12})
     refused(own_tars, "train.tar is not what image-net.org gives: its md5 is [0-9a-f]{32}, not 1d675b", subset=False)
     sums = {name: hashlib.md5((own_tars / name).read_bytes()).hexdigest() for name in imagenet_archives.MD5}
     monkeypatch.setattr(imagenet_archives, "MD5", sums)
     refused(own_tars, "has 34 images of train", subset=False)
     monkeypatch.setattr(checksums, "_PIECE", None)  # nothing can be read by it
-    monkeypatch.setattr(prepare, "IMAGES", {"train": 34, "val": 12})
+    monkeypatch.setattr(preparing, "IMAGES", {"train": 34, "val": 12})
     prepare(own_tars, own_tars.parent / "out", WHOLE)
 
 

@@ -27,7 +27,7 @@ from tests.data.prepare.replica import ODD, Images, small_imagenet
 
 
 @pytest.fixture(scope="module")
-def images() -> Images:
+def image_dir() -> Images:
     gif = {"val/n01440764/moving.jpg": replica.encoded(replica.photo(7, 20, 30), "GIF")}
     return small_imagenet(train=8, val=2) | gif
 
@@ -198,7 +198,7 @@ def read_only(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     def begin(written: bool = False) -> None:
         if not written:
             monkeypatch.setattr(verification.tempfile, "TemporaryFile", refuse)
-        monkeypatch.setattr(verify, "write_whole", refuse)
+        monkeypatch.setattr(verification, "atomic_write_text", refuse)
 
     return begin
 
