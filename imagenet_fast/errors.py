@@ -1,4 +1,4 @@
-"""What is meant for the person at the terminal: the exceptions whose messages are, and warnings."""
+"""Exceptions and warnings whose messages are printed to the user."""
 
 from __future__ import annotations
 
@@ -11,42 +11,50 @@ from typing import NoReturn
 
 
 class UserError(Exception):
-    """Something the user can put right. The message is one sentence naming the path or key, then the fix.
+    """An error that the user can fix. The message is one sentence: the path or key, then the fix.
 
     The CLI prints it without a traceback and exits with code 2.
     """
 
 
 class JobAborted(Exception):
-    """All ranks end, as one is lost, or as numbers have gone wrong. The message is one sentence that says where.
+    """An error that ends all ranks: a rank was lost, or numbers went wrong.
 
-    Exit code 1, and no traceback: it would show where this rank waited, or looked.
+    The message is one sentence that says where. The exit code is 1. No traceback is printed: it would only show where
+    this rank waited or checked.
     """
 
 
 def warn(sentence: str) -> None:
-    """Say so on stderr, and go on."""
+    """Print a warning to stderr and continue."""
     print(f"warning: {sentence}", file=sys.stderr)
 
 
 _refusals: list[Path] = []
-"""Where this process, as a rank of a launcher, leaves what it refuses."""
+"""The folder for this process's error messages, if it is a launcher's rank; else empty."""
 
 
 def leave_refusals_in(folder: Path) -> None:
-    """Have :func:`refuse` speak by a file in ``folder`` from now on. Whoever started the ranks prints what any of them
-    has left: the one that would have spoken for all may be ended before it comes to it."""
+    """Make ``exit_with_error`` write its message to a file in ``folder`` from now on.
+
+    The launcher that started the ranks then prints the message of any one of them. A single rank that prints for all is
+    not enough: it may be ended before it reaches the error.
+    """
     _refusals[:] = [folder]
     (folder / f"attempt-{_attempt()}").touch()
 
 
 def _attempt() -> str:
-    """How often torchrun has started ranks again."""
+    """Return how often torchrun has restarted the ranks."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def refusal_in(folder: Path) -> tuple[str, int] | None:
-    """What ranks have refused when they were last started, and their exit code: the first one's sentence."""
+    """Return the first error message that ranks left in ``folder`` since their last start, and an exit code.
+
+    Returns:
+        The earliest message, and the largest exit code of all messages. None if there is no message.
+    """
     with suppress(OSError, ValueError):
         last = max(int(path.name.removeprefix("attempt-")) for path in folder.glob("attempt-*"))
         left = {tuple(map(int, path.stem.split("-")[2:])): path for path in folder.glob(f"refusal-{last}-*.txt")}
@@ -56,11 +64,18 @@ def refusal_in(folder: Path) -> tuple[str, int] | None:
 
 
 def exit_with_error(sentence: str, code: int = 2) -> NoReturn:
-    """Say so on stderr, once a node, since every rank of it finds the same; then exit with ``code``."""
+    """Print ``sentence`` as an error on stderr, once per node, and exit with ``code``.
+
+    Only local rank 0 prints, because every rank of a node finds the same error. After ``leave_refusals_in`` each rank
+    writes its message to a file instead.
+
+    Raises:
+        SystemExit: Always.
+    """
     if _refusals:
         rank = os.environ.get("RANK", "0")
         path = _refusals[0] / f"refusal-{_attempt()}-{time.time_ns()}-{rank}-{code}.txt"
-        with suppress(OSError):  # whoever started us has ended
+        with suppress(OSError):  # the launcher has ended
             path.with_suffix(".partial").write_text(sentence, encoding="utf-8")
             path.with_suffix(".partial").rename(path)
     elif os.environ.get("LOCAL_RANK", "0") == "0":

@@ -1,11 +1,11 @@
-"""Disturb small trainings on two ranks at random: signals, kills, damaged files, second launches; then let them end.
+"""Disturb small runs on two ranks at random by signals, kills, damaged files and second launches; then let them end.
 
     .venv/bin/python scripts/fuzz_jobs.py [--count 50] [--seed 1] [--first 0] [--out DIR]
 
-Each round ends with the bytes of a run that was left alone, or with one sentence. Where a round does otherwise, its
-program and what was wrong are printed, its run and logs stay in DIR, and the exit code is 1. A round draws everything
-from SEED/NUMBER, but not the time that things take: half a minute in all on two cores. What was done in DIR at this
-commit and with this seed is not done again.
+Each round must end with the bytes of an undisturbed run, or with a one-sentence error. If a round does not, its
+program and faults are printed, its run and logs are kept in DIR, and the exit code is 1. Everything in a round is drawn
+from SEED/NUMBER, except timing. A round takes about half a minute on two cores. Rounds already played in DIR at this
+commit with this seed are not played again.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from tests.faults.jobs import folder_of_commit, kept_row
 
 
 def main() -> int:
+    """Play the rounds and return the exit code."""
     options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     options.add_argument("--count", type=int, default=50)
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--first", type=int, default=0, help="The number of the first round.")
     options.add_argument("--out", type=Path, default=Path("runs/fuzz"))
     chosen = options.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no job is left behind
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # raises, so that no job is left behind
     out = folder_of_commit(chosen.out.absolute())
     wrong = 0
     for number in range(chosen.first, chosen.first + chosen.count):

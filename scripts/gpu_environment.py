@@ -1,4 +1,7 @@
-"""Print what `gpu-check.sh` runs on. Exits with 1 where a package it needs is missing."""
+"""Print the environment that `gpu-check.sh` runs in.
+
+The exit code is 1 if a package that it needs is missing.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ NEEDED = (
 
 
 def main() -> None:
+    """Print the environment, and exit with 1 if a package is missing."""
     missing = [package for package in NEEDED if version_of(package) is None]
     say("date", datetime.now().astimezone().isoformat(timespec="seconds"))
     say("commit", told("git", "log", "-1", "--format=%h %cs"))
@@ -38,10 +42,12 @@ def main() -> None:
 
 
 def say(what: str, value: str) -> None:
+    """Print one line of a name and its value."""
     print(f"{what:20} {value}")
 
 
 def version_of(package: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -49,7 +55,7 @@ def version_of(package: str) -> str | None:
 
 
 def told(*command: str) -> str:
-    """What a command prints, in one line."""
+    """Return the output of a command in one line, or ``is not known`` if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):

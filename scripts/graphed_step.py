@@ -1,10 +1,10 @@
-"""Capture a whole training step in a CUDA graph, and time it beside the same step launched anew. Needs a GPU.
+"""Compare a training step replayed from a CUDA graph with the same step launched normally; needs a GPU.
 
     python scripts/graphed_step.py [--model resnet50] [--batch 128] [--steps 30] [--sync lazy]
 
-One rank, synthetic images of 224 pixels, bf16, SGD. What a replay saves is the host's time: a step of 512 GPUs lasts
-about as long as Python needs to launch it. The rate and the images are those of the capture, so this is a
-measurement, not a way to train. Exit code 1 where a step cannot be captured.
+It uses one rank, synthetic images of 224 pixels, bf16 and SGD. A replay saves host time: a step on 512 GPUs takes about
+as long as Python needs to launch it. Learning rate and images are fixed at capture, so this is only a measurement, not
+a way to train. The exit code is 1 if the step cannot be captured, or if there is no GPU.
 """
 
 from __future__ import annotations
@@ -24,11 +24,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from imagenet_fast.bench.train_step import alone, our_step, step_recipe, synthetic_batches
 
 _WARMUP_STEPS = 11
-"""As torch's own warm-up for DDP: kernels are chosen, and the pool knows the order of its layers."""
+"""Number of warm-up steps, as torch uses for DDP.
+
+After them, kernels are chosen, and the pool knows the order of its layers.
+"""
 _BLOCKS = 5
 
 
 def main() -> int:
+    """Capture and time the step, and return the exit code."""
     options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     options.add_argument("--model", default="resnet50")
     options.add_argument("--batch", type=int, default=128)
@@ -45,7 +49,7 @@ def main() -> int:
     def step() -> None:
         take_step(repeat(batch), recipe.optim.lr)
 
-    beside = torch.cuda.Stream()  # a capture forbids what the default stream does of itself
+    beside = torch.cuda.Stream()  # capture forbids the implicit synchronisation of the default stream
     beside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(beside):
         for _ in range(_WARMUP_STEPS):
@@ -69,7 +73,7 @@ def main() -> int:
 
 
 def _timed(way: Callable[[], None], steps: int) -> tuple[float, float]:
-    """Seconds a step, by the GPU's clock, and until the host has launched it."""
+    """Return the seconds per step by the GPU's clock, and until the host has launched it."""
     begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     begun.record()

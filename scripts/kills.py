@@ -1,11 +1,11 @@
-"""Kill small trainings on three ranks at random moments, let the same command finish them, and print a table of whether
-they ended with the bytes of a run that was left alone. A row takes about half a minute on two cores.
+"""Kill small runs at random moments, resume them, and report whether they end with the bytes of an undisturbed run.
 
     .venv/bin/python scripts/kills.py [--count 50] [--seed 1] [--out DIR]
 
-Exit code 1 if a run ended otherwise. Engines, wires and loaders come in turn, and so do those who are killed: a rank,
-the launcher, all; half of all moments are drawn from the second after a checkpoint has begun. What was measured in DIR
-at this commit and with this seed is not measured again.
+Runs have three ranks, and the command that is killed also finishes the run. The result is a table; a row takes about
+half a minute on two cores. The exit code is 1 if a run ends with other bytes. Engines, wire dtypes and loaders are
+tested in turn. So are the victims: a rank, the launcher, or all. Half of the moments are within the second after a
+checkpoint has started. Rows already measured in DIR at this commit with this seed are not measured again.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ _SETTINGS: dict[str, tuple[str, ...]] = {
     "dali": (),
     "folder, cached": (),
 }
-_EVERY = 4  # steps from one checkpoint to the next, as in SMALL
+_EVERY = 4  # steps between checkpoints, as in SMALL
 _STEPS = 20
 _ATTEMPTS = 6
-"""To have ``auto`` choose as it did in another run, on a machine that may be busy."""
+"""Maximum number of runs until ``auto`` chooses the same engine as in another run, on a node that may be busy."""
 
 
 def main() -> int:
+    """Measure the rows, print the table, and return the exit code."""
     options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     options.add_argument("--count", type=int, default=50)
     options.add_argument("--seed", type=int, default=1)
@@ -70,14 +71,14 @@ def main() -> int:
 
 
 def _cases() -> Iterator[tuple[str, Victim]]:
-    """Each setting with another victim in each turn."""
+    """Yield all settings again and again, each with another victim every time."""
     for turn in cycle(range(len(get_args(Victim)))):
         for number, setting in enumerate(_SETTINGS):
             yield setting, get_args(Victim)[(turn + number) % len(get_args(Victim))]
 
 
 def _measured(out: Path, number: int, setting: str, victim: Victim, seed: int) -> dict[str, str | int]:
-    """A row, as it was measured before or is now."""
+    """Return a row from an earlier measurement, or measure it now."""
     folder = out / f"{seed}-{number:03}"
 
     def measure() -> dict[str, str | int]:
@@ -92,8 +93,10 @@ def _measured(out: Path, number: int, setting: str, victim: Victim, seed: int) -
 
 
 def _alone(out: Path, setting: str, engine: str) -> str:
-    """The digest of the run that nobody kills. Where ``auto`` chooses by what it measures, of one that chose ``engine``
-    too: over three ranks engines add up in other orders."""
+    """Return the digest of an undisturbed run.
+
+    With ``auto``, use a run that chose ``engine`` too: with three ranks, engines add gradients in different orders.
+    """
     name = setting.replace(", ", "-").replace(" ", "-")
     for attempt in range(_ATTEMPTS):
         folder = out / (name if not attempt else f"{name}-{attempt}")
@@ -106,12 +109,12 @@ def _alone(out: Path, setting: str, engine: str) -> str:
 
 
 def chosen_in(folder: Path) -> str:
-    """The engine that ``auto`` chose in a run; nothing where the recipe names one."""
+    """Return the engine that ``auto`` chose in a run; empty if the recipe names an engine."""
     return next((str(event["engine"]) for event in events_of(folder, "choice")), "")
 
 
 def _job(out: Path, setting: str) -> tuple[str, ...]:
-    """What is trained: on images where it is a loader that is tried."""
+    """Return the command's arguments for a setting; settings of a loader train on image files."""
     loader = setting.partition(",")[0]
     if loader not in ("folder", "dali"):
         return SMALL

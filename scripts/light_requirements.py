@@ -1,6 +1,7 @@
-"""Print what imagenet-fast needs besides the packages NVIDIA's PyTorch image brings in builds of its own.
+"""Print the requirements of imagenet-fast except packages that NVIDIA's PyTorch container image provides.
 
-pip would take the image's torch, a pre-release by its version, for too old and pull a second one.
+That container image has its own builds of them. By its version its torch is a pre-release, so pip would consider it too
+old and install a second one.
 """
 
 import re

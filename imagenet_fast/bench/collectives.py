@@ -45,7 +45,7 @@ Means = Collective | Literal["mpi"]
 """The collective that averages a message."""
 
 _DTYPES: tuple[Wire, ...] = ("fp32", "bf16", "fp16")
-_MOST_TIMES = 200  # most all-reduces between two clock readings
+_MOST_TIMES = 200  # maximum number of all-reduces between two clock readings
 _RANK_BYTES = 10 * 2**20  # memory of a forked rank itself, as in bench/engines.py
 _MPI_RANK_BYTES = 60 * 2**20
 _COPIES, _MPI_COPIES = 4, 2  # copies of a message in a rank's memory at once, with parts received from others

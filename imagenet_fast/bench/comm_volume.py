@@ -28,8 +28,8 @@ COUNTED = "lazy,dear,ring,hybrid,sparse"
 
 # Share of its line rate that a link is assumed to carry as payload; the rest is protocol overhead.
 _PAYLOAD = 0.9
-# Seconds of a library call, of a hop over NVLink inside a node, and of a hop between nodes. They are from the cost model
-# by which NCCL chooses its algorithms (its src/graph/tuning.cc, protocol Simple).
+# Seconds of a library call, of a hop over NVLink inside a node, and of a hop between nodes. They are from the cost
+# model by which NCCL chooses its algorithms (its src/graph/tuning.cc, protocol Simple).
 _CALL_S, _INSIDE_S, _BETWEEN_S = 8.4e-6, 3.4e-6, 14e-6
 
 

@@ -1,5 +1,4 @@
-"""The same recipe trained once an engine and once a layout of the ranks, one run after the other: who is first at the
-target, and after how many steps."""
+"""Train one recipe with several engines and layouts, one run after another, to compare time and steps to the target."""
 
 from __future__ import annotations
 
@@ -28,13 +27,13 @@ from imagenet_fast.recipe.doubts import lint
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import engine_names, find_recipe, load_recipe
 
-_PORT = 29400  # of the rendezvous, in a network where nobody else listens
-_DONE = (0, 3)  # exit codes of a run that was trained to its end
+_PORT = 29400  # rendezvous port; in a private network no other process listens
+_DONE = (0, 3)  # exit codes of a run that completed training
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """One run: an engine, a seed and the overrides that are its own, its layout among them."""
+    """One run: an engine, a seed, and its own overrides, which include its layout."""
 
     label: str
     engine: str
@@ -42,7 +41,7 @@ class Contestant:
     overrides: tuple[str, ...]
 
     def arguments(self, recipe: str, data: Path | None, folder: Path) -> list[str]:
-        """The command line of `train`."""
+        """Return the arguments of the `train` command."""
         return [
             "train", "--no-warnings", "--recipe", recipe, "--sync", self.engine, "--out", str(folder / self.label),
             *(["--data", str(data)] if data else []),
@@ -59,10 +58,20 @@ def contestants(
     overrides: Sequence[str],
     layouts: Sequence[NamedLayout] = (),
 ) -> list[Contestant]:
-    """Every engine in every layout of ``ranks`` ranks with every seed; none given means the recipe's own. A single
-    engine is not named beside its layouts. ``ENGINE.KEY=VALUE`` among the overrides is for that engine alone.
+    """Return one run for every combination of engine, layout and seed.
 
-    Raises UserError where such an engine is not among them, two runs are the same, or a layout cannot be had.
+    A label leaves out the engine if there is only one and layouts are given.
+
+    Args:
+        recipe: Name or path of the recipe.
+        ranks: Number of ranks of every run.
+        engines: Names of the engines.
+        seeds: Seeds; if empty, the recipe's own.
+        overrides: Overrides of the recipe; ``ENGINE.KEY=VALUE`` applies to that engine only.
+        layouts: Layouts of the ranks; if empty, the recipe's own.
+
+    Raises:
+        UserError: An override is for an engine not in ``engines``, two runs are the same, or a layout is impossible.
     """
     for override in overrides:
         if (table := override.partition(".")[0]) in set(engine_names()) - set(engines):
@@ -87,24 +96,26 @@ def contestants(
 
 
 def _concerns(engine: str, override: str) -> bool:
-    """Whether it is for ``engine``, or for all."""
+    """Return whether ``override`` applies to ``engine``, or to all engines."""
     table = override.partition(".")[0]
     return table == engine or table not in engine_names()
 
 
 def _for(engine: str, override: str) -> str:
+    """Return ``override`` with the prefix ``ENGINE.`` replaced by ``sync.``, if it has that prefix."""
     return f"sync.{override.removeprefix(f'{engine}.')}" if override.startswith(f"{engine}.") else override
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A run that is over: what it has recorded, and the exit code of its `train`."""
+    """A run that has ended: its records, and the exit code of its `train` command."""
 
     past: PastRun
     exit_code: int
 
     @property
     def failed(self) -> bool:
+        """Whether training did not complete."""
         return self.exit_code not in _DONE
 
 
@@ -117,14 +128,27 @@ def compare(
     rate: str | None,
     folder: Path,
 ) -> list[Ended]:
-    """Train every run to its end, each in a directory of its own in ``folder``. One that fails does not stop the rest.
+    """Train every run to its end, each in its own directory in ``folder``.
 
-    With ``rate`` every rank is a host of a shaped network. After a signal the runs so far are returned, that under way
-    the last. Raises UserError before anything is trained where a recipe or the network is at fault; exits with code 2
-    where the ranks have found so in a run before any has succeeded, and have said it themselves.
+    A run that fails does not stop the others.
+
+    Args:
+        name: Name or path of the recipe.
+        runs: The runs, in order.
+        data: Directory of the images; None if the recipe needs none.
+        ranks: Number of ranks of every run.
+        rate: Link rate in tc's notation; each rank is then a node of a shaped network. None means no such network.
+        folder: Directory of the runs.
+
+    Returns:
+        The runs that have ended. After a signal, these are the runs so far; the interrupted one is the last.
+
+    Raises:
+        UserError: A recipe or the network is wrong; nothing has been trained.
+        SystemExit: With code 2 if a run ended with code 2 before any run completed. Its ranks have printed the error.
     """
     jobs: dict[Contestant, Job] = {}
-    doubtful: dict[str, None] = {}  # in order, and each once
+    doubtful: dict[str, None] = {}  # an ordered set
     for run in runs:
         seed = [f"seed={run.seed}"] if run.seed is not None else []
         recipe = load_recipe(find_recipe(name), run.engine, [*run.overrides, *seed])
@@ -140,7 +164,7 @@ def compare(
     ):
         interrupt_on_signals()
         for number, run in enumerate(runs, 1):
-            codes[run] = 1  # should it be interrupted
+            codes[run] = 1  # the exit code if it is interrupted
             print(f"\n{run.label} ({number} of {len(runs)})", flush=True)
             arguments = [sys.executable, "-m", "imagenet_fast", *run.arguments(name, data, folder)]
             codes[run] = _on_this_machine(arguments, ranks) if network is None else _on_hosts(arguments, network)
@@ -150,20 +174,21 @@ def compare(
 
 
 def _past(job: Job, label: str) -> PastRun:
-    """What a run that is over has recorded, which is nothing where it ended early enough."""
+    """Read the records of a run that has ended; they are empty if it ended very early."""
     try:
         past = read_run(job.folder)
     except UserError:
         return PastRun(job.folder, read_outcome(job.folder), [], label)
-    return replace(past, name=label, outcome=past.outcome or RunResult.beginning(job))  # of no steps, and failed
+    return replace(past, name=label, outcome=past.outcome or RunResult.beginning(job))  # no steps, failed
 
 
 def _on_this_machine(arguments: list[str], ranks: int) -> int:
+    """Run the command with all ranks on this node, and return its exit code."""
     return _wait([partial(_start, [*arguments, "--nproc", str(ranks)])])
 
 
 def _on_hosts(arguments: list[str], network: list[Host]) -> int:
-    """A rank a host, by torchrun's environment variables."""
+    """Run the command with one rank per node, by torchrun's environment variables, and return the exit code."""
     starts = []
     for rank, host in enumerate(network):
         place = RankInfo(rank, len(network), 0, 1).variables(node=rank)
@@ -175,6 +200,7 @@ def _on_hosts(arguments: list[str], network: list[Host]) -> int:
 
 
 def _move_to(host: Host) -> None:
+    """Move this new process to ``host``, and have it end with its parent."""
     end_with_parent()
     enter(host)
 
@@ -182,14 +208,17 @@ def _move_to(host: Host) -> None:
 def _start(
     arguments: list[str], environment: dict[str, str] | None = None, first: Callable[[], None] | None = None
 ) -> subprocess.Popen[bytes]:
-    """In a process group of its own, out of a terminal's reach: Ctrl-C comes to it once, and from us."""
+    """Start a process in its own process group.
+
+    A terminal's Ctrl-C does not reach that group, so the process receives only the signal that this process sends.
+    """
     return subprocess.Popen(arguments, env=environment, preexec_fn=first, process_group=0)
 
 
 def _wait(starts: Sequence[Callable[[], subprocess.Popen[bytes]]]) -> int:
-    """Start processes and wait for their end: the exit code of the first that fails, or the highest.
+    """Start processes, wait for their end, and return the exit code of the first that failed, else the highest.
 
-    When one fails, or we are interrupted, all are ended.
+    If a process fails or this process is interrupted, end all processes.
     """
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -213,4 +242,5 @@ def _wait(starts: Sequence[Callable[[], subprocess.Popen[bytes]]]) -> int:
 
 
 def _failures(codes: Iterable[int | None]) -> list[int]:
+    """Return the exit codes of runs that did not complete; None is a process that still runs."""
     return [code for code in codes if code is not None and code not in _DONE]

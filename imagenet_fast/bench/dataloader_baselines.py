@@ -1,5 +1,7 @@
-"""What else gives training batches of the same images, as uint8: torchvision's loader, and DALI with no more than it
-needs; and decoding alone, which is what no loader that decodes images whole can exceed."""
+"""Provide baseline loaders of uint8 training batches: torchvision's, a minimal DALI pipeline, and decoding alone.
+
+No loader that decodes whole images can be faster than decoding alone.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,20 @@ from imagenet_fast.distributed.forkserver import end_with_starter, start_fork_se
 
 _SEED = 1
 _HELD = 1024
-"""Images that are kept in memory, encoded, to be decoded again and again."""
+"""Number of encoded images kept in memory and decoded repeatedly."""
 
 
 def decoding(root: Path, batch: int, workers: int) -> Iterator[None]:
-    """The first images under ``root`` decoded whole from memory, in as many threads; a step is one batch."""
+    """Decode the first images under ``root`` whole, from memory.
+
+    Args:
+        root: Directory of the images.
+        batch: Images decoded for each item.
+        workers: Number of threads.
+
+    Returns:
+        An endless iterator; an item stands for one decoded batch.
+    """
     images = scan_training(root)
     held = [images.read(index) for index in range(min(len(images), _HELD))]
 
@@ -44,19 +55,37 @@ def decoding(root: Path, batch: int, workers: int) -> Iterator[None]:
 
 
 def torchvision_pil(root: Path, image_size: int, batch: int, workers: int) -> Iterator[Any]:
-    """As torchvision's reference for classification loads, up to the tensors of bytes."""
+    """Load batches as torchvision's classification reference does, up to uint8 tensors.
+
+    Args:
+        root: Directory of the images.
+        image_size: Side of the cropped images in pixels.
+        batch: Images per batch.
+        workers: Number of worker processes.
+    """
     transform = [v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip(), v2.PILToTensor()]
     return _torchvision(ImageFolder(root / "train", v2.Compose(transform)), batch, workers)
 
 
 def torchvision_io(root: Path, image_size: int, batch: int, workers: int) -> Iterator[Any]:
-    """The same, by torchvision's own decoder and on tensors throughout."""
+    """Load batches as ``torchvision_pil`` does, but with torchvision's own decoder and tensor transforms."""
     transform = [v2.RandomResizedCrop(image_size, antialias=True), v2.RandomHorizontalFlip()]
     return _torchvision(ImageFolder(root / "train", v2.Compose(transform), loader=_decoded), batch, workers)
 
 
 def bare_dali(root: Path, image_size: int, batch: int, workers: int, device: torch.device) -> Iterator[None]:
-    """DALI's own reader, crop and flip; its batches stay where they are. Raises ImportError where there is no DALI."""
+    """Run a pipeline of DALI's own reader, crop and flip; its batches stay in DALI's memory.
+
+    Args:
+        root: Directory of the images.
+        image_size: Side of the cropped images in pixels.
+        batch: Images per batch.
+        workers: Number of threads.
+        device: A GPU, or the CPU.
+
+    Raises:
+        ImportError: DALI is not installed.
+    """
     from nvidia.dali import Pipeline, fn, types
 
     gpu = device.type == "cuda"
@@ -82,6 +111,7 @@ def bare_dali(root: Path, image_size: int, batch: int, workers: int, device: tor
 
 
 def _torchvision(images: ImageFolder, batch: int, workers: int) -> Iterator[Any]:
+    """Return endless random batches from a ``DataLoader`` with ``workers`` processes."""
     start_fork_server(__name__)
     batches: DataLoader[Any] = DataLoader(
         images,
@@ -94,7 +124,7 @@ def _torchvision(images: ImageFolder, batch: int, workers: int) -> Iterator[Any]
 
 
 class _Endless:
-    """Batches of random images."""
+    """An endless batch sampler of random indices."""
 
     def __init__(self, images: int, batch: int) -> None:
         self._images = images

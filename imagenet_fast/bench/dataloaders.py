@@ -1,8 +1,8 @@
-"""How fast each loader gives training batches, beside others and beside decoding alone, with nothing that trains.
+"""Measure how fast our loaders, others and decoding alone provide training batches, without training.
 
-All end with uint8 images [n, 3, S, S] in memory, ours on the device: normalising is the same for all. Each is opened
-for a turn of its own and closed again, round after round, so that all meet the same noise and none works during the
-turn of another; the first batches of a turn, which may have been made beforehand, are not timed.
+All provide uint8 images [n, 3, S, S] in memory, ours on the device; normalising is the same for all. In every round,
+each loader is opened, timed and closed in turn. So all are measured under the same noise, and none works while another
+is timed. The first batches of a turn are not timed, because they may have been prefetched.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ Loader = Literal["synthetic", "folder", "dali", "dali-bare", "torchvision-pil", 
 
 @dataclass(frozen=True)
 class LoadingRate:
-    """What one rank gets from a loader: medians over the rounds, and extremes. None where it is not installed."""
+    """Throughput of a loader on one rank: medians over the rounds, and extremes.
+
+    Rates are None if the loader is not installed.
+    """
 
     loader: Loader
     images: str
@@ -47,11 +50,15 @@ class LoadingRate:
     slowest: float | None
     fastest: float | None
     images_per_core_s: float | None
-    """For a second of one processor's time, in whatever thread or process."""
+    """Images per second of CPU time, summed over all threads and processes."""
 
 
 def parse_loaders(text: str) -> list[Loader]:
-    """Their names, comma-separated. Raises UserError."""
+    """Parse a comma-separated list of loaders.
+
+    Raises:
+        UserError: A name is unknown.
+    """
     names: tuple[Loader, ...] = get_args(Loader)
     chosen = [name for wanted in text.split(",") for name in names if name == wanted]
     if len(chosen) < len(text.split(",")):
@@ -68,10 +75,19 @@ def bench_loading(
     seconds: float,
     rounds: int = 1,
 ) -> list[LoadingRate]:
-    """Take training batches of each loader for about ``seconds`` in each of ``rounds``, to this machine's GPU if it has
-    one. ``workers``: threads, or processes where a loader has such.
+    """Time training batches of each loader, on this node's GPU if it has one.
 
-    Images are those under ``root``, or photos made for the occasion.
+    Args:
+        loaders: The loaders to time.
+        root: Directory of the images; None means temporary photos made here.
+        image_size: Side of the images in pixels.
+        batch: Images per batch.
+        workers: Number of threads, or of processes if the loader uses these.
+        seconds: Time for each loader in each round, approximately.
+        rounds: Number of rounds.
+
+    Raises:
+        UserError: There are fewer images than a batch needs.
     """
     device, _ = prepare_device(0)
     turns: dict[Loader, list[tuple[float, float]]] = {loader: [] for loader in loaders}
@@ -86,7 +102,7 @@ def bench_loading(
 
 
 def loading_table(rates: list[LoadingRate]) -> Table:
-    """One row a loader, and below which of ours is the fastest."""
+    """Build a table with one row per loader; the caption reports which of our loaders is fastest."""
     table = compact_table(
         ("loader", ""),
         ("img/s", "slowest", "fastest", "img/s a core"),
@@ -105,7 +121,7 @@ def loading_table(rates: list[LoadingRate]) -> Table:
 
 
 def draw_loading(rates: Sequence[LoadingRate], figure: Any) -> None:
-    """A bar a loader, with a line from its slowest to its fastest round."""
+    """Draw one bar per loader, with an error bar from its slowest to its fastest round."""
     axes = figure.subplots()
     there = [rate for rate in reversed(rates) if rate.images_per_s]
     typical = [rate.images_per_s or 0.0 for rate in there]
@@ -126,6 +142,7 @@ def _title(rates: Sequence[LoadingRate]) -> str:
 def _rate(
     loader: Loader, turns: list[tuple[float, float]], about: str, image_size: int, batch: int, workers: int
 ) -> LoadingRate:
+    """Summarise the rounds of one loader; ``turns`` holds images per second, and per second of CPU time."""
     if not turns:
         return LoadingRate(loader, about, image_size, batch, workers, None, None, None, None)
     rates, by_core = zip(*turns, strict=True)
@@ -136,7 +153,7 @@ def _rate(
 
 @contextmanager
 def _images(root: Path | None, count: int) -> Iterator[tuple[Path, str]]:
-    """Where they are, and what they are."""
+    """Yield the directory of the images, and a description of them; make ``count`` photos if ``root`` is None."""
     if root is not None:
         yield root, f"images in {root}"
         return
@@ -147,6 +164,7 @@ def _images(root: Path | None, count: int) -> Iterator[tuple[Path, str]]:
 def _open(
     loader: Loader, folder: Path, image_size: int, batch: int, workers: int, device: torch.device
 ) -> Iterator[Any]:
+    """Return an iterator over the batches of ``loader``."""
     match loader:
         case "synthetic":
             order = TrainSampler(2 * batch, Batching(1, batch, 1), 0, seed=1)

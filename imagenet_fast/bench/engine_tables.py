@@ -1,4 +1,4 @@
-"""Engines' steps as a table and as bars."""
+"""Show engines' step times as a table and as bars."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMPUTE_COLOUR, EXPOSED_COLOUR = "#4c72b0", "#dd8452"
 
 
 def setting(time: EngineTime) -> str:
-    """What was replayed, and where: 1/4 of alexnet, 4 hosts of 2 ranks, 250mbit."""
+    """Describe what was replayed and where, such as ``1/4 of alexnet, 4 hosts of 2 ranks, 250mbit``."""
     model = f"1/{time.scale} of {time.model}" if time.scale > 1 else time.model
     hosts = f"{time.hosts} host{'s' if time.hosts > 1 else ''}"
     ranks = f" of {time.ranks_per_host} ranks" if time.ranks_per_host > 1 else ""
@@ -23,7 +23,7 @@ def setting(time: EngineTime) -> str:
 
 
 def sync_table(times: Sequence[EngineTime]) -> Table:
-    """One row an engine."""
+    """Build a table with one row per engine."""
     wire = _common_wire(times)
     table = compact_table(
         ("engine",),
@@ -43,14 +43,22 @@ def sync_table(times: Sequence[EngineTime]) -> Table:
 
 
 def draw_sync(times: Sequence[EngineTime], figure: Any) -> None:
-    """A bar an engine."""
+    """Draw one bar per engine."""
     wire = _common_wire(times)
     names = [t.engine if t.wire == wire else f"{t.engine}, {t.wire}" for t in times]
     draw_bars(names, times, [f"{t.step_s:.2f} s" for t in times], _sync_title(times), figure)
 
 
 def draw_bars(names: Sequence[str], times: Sequence[EngineTime], notes: Sequence[str], title: str, figure: Any) -> None:
-    """A bar a name: compute, what is exposed beyond it, a mark at the limit, and a note."""
+    """Draw one bar per name: compute, exposed communication, a mark at the limit, and a note.
+
+    Args:
+        names: Labels of the bars.
+        times: The time of each bar.
+        notes: Text at the end of each bar.
+        title: Title of the figure.
+        figure: A Matplotlib figure.
+    """
     axes = figure.subplots()
     compute = [t.compute_s for t in times]
     axes.barh(names, compute, color=COMPUTE_COLOUR, label="compute")
@@ -67,13 +75,14 @@ def draw_bars(names: Sequence[str], times: Sequence[EngineTime], notes: Sequence
 
 
 def finish(axes: Any, title: str, figure: Any) -> None:
-    """Title, frame and legend, as all images of steps have them."""
+    """Add the title, frame and legend that all figures of step times share."""
     axes.set_title(title, fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
 
 
 def _common_wire(times: Sequence[EngineTime]) -> str:
+    """Return the most frequent wire dtype."""
     return mode(t.wire for t in times)
 
 

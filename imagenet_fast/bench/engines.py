@@ -1,8 +1,8 @@
-"""How near each engine comes to what the wire and the compute allow, on a network of one's own.
+"""Measure how near each engine is to the limit set by link and compute, on a simulated network.
 
-A layer profile is replayed against every engine in turn, several rounds of it, so that all meet the same noise. A
-block is a step to get going, the measured steps, and a settling that is not timed; in between, what one step leaves
-to the next forward is counted there.
+A layer profile is replayed with every engine in turn, for several rounds, so that all are measured under the same
+noise. A block is one warm-up step, the timed steps, and a final wait that is not timed. Communication that one step
+leaves to the next step's forward is counted in that next step.
 """
 
 from __future__ import annotations
@@ -41,13 +41,16 @@ from imagenet_fast.sync.trace import Trace
 
 ENGINES = "ddp:fp32,ddp,allreduce,ring,lazy,hybrid,dear,sparse,auto"
 
-_LEARNING_STEPS = 7  # the first teaches the order, five are watched, and one is taken by the plan
-_RANK_BYTES = 10 * 2**20  # of a forked rank's own before it does anything, as measured with torch 2.15
+_LEARNING_STEPS = 7  # one to learn the order, five to watch, and one under the plan
+_RANK_BYTES = 10 * 2**20  # memory of an idle forked rank itself, measured with torch 2.15
 
 
 @dataclass(frozen=True)
 class EngineTime:
-    """One engine's steps: medians over the rounds, seconds a step, bytes a step of one host (their mean)."""
+    """One engine's step: medians over the rounds.
+
+    Times are in seconds per step. Bytes are per step and node: the mean over the nodes.
+    """
 
     engine: str
     wire: Wire
@@ -60,43 +63,52 @@ class EngineTime:
     step_s_min: float
     step_s_max: float
     compute_s: float
-    """A step of the same model without any synchronisation."""
+    """Step time of the same model without any synchronisation."""
     exposed_s: float
-    """What the step lasts longer than that."""
+    """Exposed communication: ``step_s`` minus ``compute_s``."""
     raw_s: float
-    """One all-reduce of as many elements of the wire dtype, with nothing else going on, the fastest of all rounds: the
-    backend's own, or ours by levels where hosts have several ranks, since the backend knows no hosts."""
+    """Time of one all-reduce of as many elements of the wire dtype, with no other work: the fastest of all rounds.
+
+    It is the backend's own all-reduce. If nodes have several ranks, it is our hierarchical one, because the backend
+    does not know the nodes.
+    """
     limit_s: float
-    """The least such an engine could take, whatever it sends when (:mod:`imagenet_fast.cost_model.lower_bound`)."""
+    """Lower bound for such an engine, whatever its order of sends (see ``imagenet_fast.cost_model.lower_bound``)."""
     sent_bytes: int
-    """By the engine's own count, of all the host's ranks: what they send each other is among it."""
+    """Bytes sent by all ranks of a node, by the engine's count; includes bytes sent inside the node."""
     kernel_bytes: int | None
-    """By the counter of the host's link, which does not see that; None on the loopback interface, which all share."""
+    """Bytes sent by the node, by its link's counter; excludes bytes sent inside the node.
+
+    None on the loopback interface, which all ranks share.
+    """
     launches: float
-    """Collectives that a rank starts."""
+    """Collectives that one rank starts per step."""
     ratio_to_ddp: float
-    """How many times faster than DDP with the same wire dtype, or with bf16 where that is one of codes."""
+    """DDP's step time over ``step_s``, with the same wire dtype; DDP uses bf16 if that is int8 or fp8."""
     ratio_to_limit: float
-    """How many times the limit it takes."""
+    """``step_s`` over ``limit_s``."""
     predicted_s: float
-    """What the cost model makes of it, from the profile's times and the network as it was measured before."""
+    """Step time that the cost model predicts from the profile's times and the network measured beforehand."""
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Means over the steps of one block, on one rank."""
+    """Means over the steps of one block on one rank."""
 
     step_s: float
     sent_bytes: float = 0
     kernel_bytes: float = 0
-    """Of its host."""
+    """Bytes sent over the link of the rank's node."""
     launches: float = 0
 
 
 @dataclass(frozen=True)
 class Declared:
-    """An engine that no recipe names, under a name of its own; made of module-level functions, so that every rank finds
-    it. It says of itself what the settings of the others do."""
+    """An engine that is not in any recipe, with its own name.
+
+    It consists of module-level functions, so that every rank can unpickle it. It has the properties that benchmarks
+    read from a recipe's ``[sync]`` settings.
+    """
 
     kind: str
     engine: Engine
@@ -105,31 +117,35 @@ class Declared:
     share: ClassVar[float] = 1.0
 
     def travelling(self, shape: Sequence[int]) -> float:
+        """Return the number of values sent for a parameter of ``shape``: all of them."""
         return float(math.prod(shape))
 
     @property
     def wire(self) -> Wire:
+        """Name of the engine's wire dtype."""
         names: tuple[Wire, ...] = get_args(Wire)
         return next(wire for wire in names if wire_dtype(wire) == self.engine.wire)
 
     @property
     def awaits(self) -> Awaits:
+        """Point in the step at which the engine waits for gradients."""
         return self.engine.awaits
 
     @property
     def learns(self) -> bool:
+        """Whether the engine plans after watching the first steps."""
         return self.engine.learns
 
 
 _Blocks = dict[Sync | Declared | Wire | None, list[_Block]]
-"""Of every engine, of a raw all-reduce by wire dtype, and of compute alone (None)."""
+"""Blocks of every engine, of a raw all-reduce by wire dtype, and of compute alone (key None)."""
 
 
 Measured = Sync | tuple[str, Engine]
-"""What is measured: an engine that recipes name, or one of one's own with the name of its row."""
+"""An engine to measure: settings from a recipe, or a name for its row and an engine."""
 
 Measure = Callable[[Profile, Sequence[Measured]], list[EngineTime]]
-""":func:`bench_sync` on a network that has been chosen."""
+"""``bench_sync`` on a given network."""
 
 
 def bench_sync(
@@ -143,11 +159,27 @@ def bench_sync(
     steps: int,
     traces: Path | None = None,
 ) -> list[EngineTime]:
-    """Replay ``profile``, with a ``scale``-th of its gradients, on the ranks of ``hosts`` linked at ``rate``.
+    """Replay ``profile`` with every engine and time its steps.
 
-    Without a rate this machine is the only host, of all ranks. DDP is run with each wire dtype there is, with torch's
-    defaults where it was not asked for. Rank 0 writes a timeline of every engine into the directory ``traces``. Raises
-    UserError where the network cannot be made, or memory will not do for so many ranks.
+    DDP is also run for each wire dtype in use, with torch's defaults if it is not in ``engines``.
+
+    Args:
+        profile: The layer profile to replay.
+        engines: The engines to measure.
+        hosts: Number of nodes.
+        ranks_per_host: Ranks on each node.
+        rate: Link rate of each node in tc's notation. None means that all ranks run on this node, without a shaped
+            network.
+        scale: Divisor of the gradients' elements.
+        rounds: Number of rounds.
+        steps: Timed steps in each block.
+        traces: Directory into which rank 0 writes a timeline of every engine; None means no timelines.
+
+    Returns:
+        One result per engine, first those in ``engines``, then the added DDP runs.
+
+    Raises:
+        UserError: The network cannot be made, or memory does not suffice for so many ranks.
     """
     chosen = [Declared(*engine) if isinstance(engine, tuple) else engine for engine in engines]
     asked = {settings.wire: settings for settings in chosen if not settings.ours}
@@ -176,7 +208,7 @@ def bench_sync(
 
     def row(settings: Sync | Declared) -> EngineTime:
         times, wire = seconds[settings], settings.wire
-        raw = min(seconds[wire])  # the limit should not be the one that meets with the noise
+        raw = min(seconds[wire])  # the fastest, so that noise does not raise the limit
         limit = step_lower_bound(timing, small.sending(raw, settings.travelling), settings.awaits)
 
         def over_ranks(field: str) -> float:
@@ -197,14 +229,14 @@ def bench_sync(
 
 
 def _cast_for(wire: Wire) -> Cast:
-    """What DDP sends in where ours send ``wire``."""
+    """Return the wire dtype of DDP that is compared with our engines' ``wire``."""
     return "bf16" if wire == "int8" or wire == "fp8" else wire
 
 
 def _check_memory(profile: Profile, engines: int, hosts: int, ranks_per_host: int) -> None:
-    """Refuse more ranks than there is memory for; what is counted of a rank is the least that it takes."""
+    """Raise UserError if memory does not suffice for so many ranks; counts only the minimum of each rank."""
     ranks = hosts * ranks_per_host
-    gradients = 4 * profile.elements * (2 + engines)  # of the replay, in every engine's pool and the predictor's
+    gradients = 4 * profile.elements * (2 + engines)  # the replay's, each engine's pool, the predictor's pool
     needed, free = ranks * (_RANK_BYTES + gradients), psutil.virtual_memory().available
     if needed > free:
         raise UserError(
@@ -222,7 +254,7 @@ def _measure(
     steps: int,
     traces: Path | None,
 ) -> tuple[_Blocks, dict[Sync | Declared, float]]:
-    """On each rank: the blocks, and what the cost model makes of every engine."""
+    """Return this rank's blocks, and the cost model's prediction for every engine; every rank calls it."""
     gradients = gradients_of(profile)
     topology = Topology(torch.device("cpu"), lends=True)
     predicted = _predictions(profile, gradients, engines, topology)
@@ -253,7 +285,10 @@ def _measure(
 def _predictions(
     profile: Profile, gradients: Gradients, engines: Sequence[Sync | Declared], topology: Topology
 ) -> dict[Sync | Declared, float]:
-    """Seconds of a step by the cost model; of an engine that chooses only once it has chosen."""
+    """Predict the step time of each engine in seconds, by the cost model.
+
+    Engines that choose another engine are left out: their prediction is known only after the choice.
+    """
     model = replay(profile, gradients)
     pool = GradientPool(model, topology=topology)
     timing = with_moves(timing_of(profile, model, pool.spans), gradients, pool)
@@ -270,6 +305,7 @@ def _predictions(
 
 
 def _compute_block(profile: Profile, gradients: Gradients, steps: int) -> _Block:
+    """Time steps without any synchronisation."""
     model, x = replay(profile, gradients), torch.zeros(1, requires_grad=True)
     begun = time.perf_counter()
     for _ in range(steps):
@@ -279,8 +315,8 @@ def _compute_block(profile: Profile, gradients: Gradients, steps: int) -> _Block
 
 
 def _raw_block(size: int, wire: torch.dtype, topology: Topology) -> _Block:
-    """Of so many bytes, the fastest of three."""
-    wire = PLAIN if is_coded(wire) else wire  # no backend adds codes up
+    """Time an all-reduce of ``size`` bytes with no other work: the fastest of three."""
+    wire = PLAIN if is_coded(wire) else wire  # no backend can sum codes
     message = torch.zeros(topology.padded(size // wire.itemsize), dtype=wire)
     pieces: list[list[CommOp]] = []
     if topology.levels != topology.flat:
@@ -300,7 +336,7 @@ def _raw_block(size: int, wire: torch.dtype, topology: Topology) -> _Block:
 
 
 class _Loop:
-    """A training loop of one engine over replayed layers, with an update that costs nothing."""
+    """A training loop of one engine over replayed layers; its update costs nothing."""
 
     def __init__(
         self, profile: Profile, gradients: Gradients, settings: Sync | Declared, counted: bool, topology: Topology
@@ -313,13 +349,17 @@ class _Loop:
         self._counted = counted
 
     def learn(self) -> tuple[Prediction, ...]:
-        """Steps until an engine that plans has its plan, and DDP its buckets."""
+        """Run steps until the engine has its plan, or DDP has its buckets.
+
+        Returns:
+            The predictions that the engine decided by; empty if it decided nothing.
+        """
         stats = [self._step() for _ in range(_LEARNING_STEPS if self._learns else 2)]
         self._sync.settle()
         return next((s.decision for s in stats if s.decision), ())
 
     def trace(self, path: Path) -> None:
-        """Three steps, of which rank 0 writes a timeline."""
+        """Run a warm-up step and three more, of which rank 0 writes a timeline."""
         self._step()
         trace = Trace(self._model, torch.device("cpu"))
         for _ in range(3):
@@ -329,8 +369,9 @@ class _Loop:
             trace.write(path)
 
     def block(self, steps: int) -> _Block:
+        """Run a warm-up step and ``steps`` timed steps; bytes and launches are means over all of them."""
         before = sent_bytes() if self._counted else 0
-        dist.barrier()  # the counter is the host's: none of its ranks sends before all have read it
+        dist.barrier()  # the node's ranks share the counter: none sends before all have read it
         stats = [self._step()]
         begun = time.perf_counter()
         stats += [self._step() for _ in range(steps)]

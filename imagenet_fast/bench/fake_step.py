@@ -1,8 +1,8 @@
-"""A step of an engine on ranks and values that there are not, so that its calls and kernels can be counted.
+"""Run an engine's step on fake ranks and meta tensors, to count its backend calls and kernels.
 
-On torch's fake process group, which has as many ranks as one likes and whose operations are done at once, and on the
-meta device, whose tensors have shapes and no values. The engine takes it for a GPU: nothing is issued by threads, and
-messages travel in a GPU's pieces.
+torch's fake process group has any number of ranks, and its operations complete at once. Tensors on the meta device have
+shapes and no values. The engine treats that device as a GPU: no threads issue operations, and messages are cut into
+pieces as on a GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch._dynamo  # as the meta device's first operation would, in every process
+import torch._dynamo  # else the first meta operation imports it, in every process
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -37,15 +37,18 @@ from imagenet_fast.sync.step_prediction import predict_best
 from imagenet_fast.sync.topology import Topology
 
 Kernel = Callable[[], object]
-"""A tensor operation, ready to be done."""
+"""A tensor operation with its arguments bound."""
 
 _META = torch.device("meta")
-_WARM_STEPS, _STEPS = 4, 20  # by the first, layers' readers are known and `sparse` is past its ramp
+_WARM_STEPS, _STEPS = 4, 20  # after _WARM_STEPS, layers' readers are known and `sparse` is past its ramp
 
 
 @contextmanager
 def fake_ranks(rank: int, size: int) -> Iterator[None]:
-    """As ``rank`` of ``size``, of which there are no others. Its operations are done at once, and do nothing."""
+    """Initialise torch's fake process group with this process as ``rank`` of ``size``, and destroy it at exit.
+
+    The other ranks do not exist. Operations complete at once and do nothing.
+    """
     dist.init_process_group("cpu:fake,meta:fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         yield
@@ -54,12 +57,23 @@ def fake_ranks(rank: int, size: int) -> Iterator[None]:
 
 
 class CountedStep:
-    """A step of one engine over layers of a profile's shapes. Gradients come to the hooks without autograd, in the
-    pool's order."""
+    """A step of one engine over layers with a profile's shapes.
+
+    Gradients are passed to the hooks without autograd, in the pool's order.
+    """
 
     def __init__(
         self, profile: Profile, settings: EngineSettings, ranks_per_node: int, link: LinkModel, noting: bool = True
     ) -> None:
+        """Attach the engine and run its warm-up steps, inside ``fake_ranks``.
+
+        Args:
+            profile: The layer profile that provides shapes, and the times that the engine plans with.
+            settings: The engine.
+            ranks_per_node: Ranks in each node.
+            link: Assumed cost of a message.
+            noting: Whether to record backend calls; recording would add to the time measured by ``host_s``.
+        """
         self._model = nn.Sequential(*(_Layer(layer) for layer in profile.layers))
         self._alone = nn.Sequential(*(_Layer(layer) for layer in profile.layers))  # without a pool
         self._gradients = {p: torch.empty_like(p) for p in [*self._model.parameters(), *self._alone.parameters()]}
@@ -67,7 +81,7 @@ class CountedStep:
         self._calls: list[Call] = []
         self._pool = pool = GradientPool(self._model, ranks_per_node=ranks_per_node)
         pool.topology = _Noting(ranks_per_node, self._calls if noting else None)
-        pool.order([span.name for span in pool.spans])  # as it is: ranks without values can't agree on another
+        pool.order([span.name for span in pool.spans])  # fixed: ranks without values can't agree on another order
         self._travelling = settings.travelling
         wire = wire_dtype(settings.wire)
         self._wire = wire_for(pool.buffer.dtype, wire, pool.topology)
@@ -84,27 +98,34 @@ class CountedStep:
         for message in build_chunks(declaration, pool, self._wire, fuse, network):
             size[message.collective] += message.part.stop - message.part.start
         self.collective = max(size, key=size.__getitem__)
-        """By which most of the values go."""
+        """The collective that carries most of the values."""
         pool.attach(self._engine)
         for _ in range(_WARM_STEPS):
             self._run()
 
     def noted(self) -> list[Call]:
-        """The calls of one step."""
+        """Run one step and return its backend calls."""
         self._calls.clear()
         self._run()
         return list(self._calls)
 
     def kernels(self) -> list[Kernel]:
-        """The tensor operations of one step, to be done again."""
+        """Run one step and return its tensor operations, which can be called again."""
         kernels = _Kernels()
         with kernels:
             self._run()
         return kernels.seen
 
     def host_s(self, calls: Sequence[Call], kernels: Sequence[Kernel]) -> tuple[float, float]:
-        """Processor seconds of a step without those of its ``calls`` of the backend by themselves; and the part of it
-        that its ``kernels`` take by themselves."""
+        """Measure the CPU time of a step, without its backend calls.
+
+        Args:
+            calls: The step's backend calls; their own time is subtracted.
+            kernels: The step's tensor operations.
+
+        Returns:
+            CPU seconds of a step, and the part of them that the kernels take by themselves.
+        """
         again = [_repeat(call) for call in calls]
         rows = []
         for _ in range(_STEPS):
@@ -116,7 +137,7 @@ class CountedStep:
 
     @property
     def averaged_bytes(self) -> int:
-        """On the wire, of what the last step has averaged: elements of parameters, without padding, and norms."""
+        """Wire bytes that the last step averaged: elements of parameters, without padding, and norms."""
         elements, wire = self._engine.elements(), self._wire.itemsize
         if elements is None:
             sent = round(sum(self._travelling(p.shape) for p in self._model.parameters()))
@@ -125,6 +146,7 @@ class CountedStep:
         return wire * sent + (self._engine.norms_bytes if isinstance(self._engine, _Spread) else 0)
 
     def _run(self) -> None:
+        """Run one step without autograd."""
         self._pool.zero_grad()
         self._model(self._x)
         for span in self._pool.spans:
@@ -134,14 +156,14 @@ class CountedStep:
         self._pool.update(lambda *_: None)
 
     def _run_alone(self) -> None:
-        """What of it is not synchronisation."""
+        """Run the part of a step that is not synchronisation."""
         self._alone(self._x)
         for param in self._alone.parameters():
             param.grad = self._gradients[param]
 
 
 class _Layer(nn.Module):
-    """Parameters of a layer's shapes, and nothing to do."""
+    """A layer with parameters of a profile's shapes that computes nothing."""
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()
@@ -153,22 +175,23 @@ class _Layer(nn.Module):
 
 
 class _Spread(Sparse):
-    """``sparse`` beyond its ramp where chunks' norms have no values.
+    """``sparse`` after its ramp, for norms without values.
 
-    What is sent lies spread over the pool, as in life; chunks side by side would need no packing.
+    The chunks that it sends are spread over the pool, as in real training; adjacent chunks would need no packing.
     """
 
     def __init__(self, settings: SparseSync, pool: GradientPool, wire: torch.dtype) -> None:
-        # The first step, dense, needs no ids.
+        # Its first step is dense, and needs no chunk ids.
         past = settings.model_copy(update={"dense_epochs": 1.0, "ramp_epochs": 0.0})
         super().__init__(past, pool, wire, steps_per_epoch=1)
 
     @property
     def norms_bytes(self) -> int:
+        """Bytes of the chunks' norms in fp32, which are averaged as well."""
         return 4 * len(self._chunks)
 
     def _choose(self) -> None:
-        """As on values, but for what comes to the host: every eighth, say, instead of the largest."""
+        """Choose evenly spaced chunks, such as every eighth, because there are no values to find the largest by."""
         chunks = len(self._chunks)
         self._here = torch.empty(chunks, dtype=torch.int64, device=_META)
         super()._choose()
@@ -177,7 +200,7 @@ class _Spread(Sparse):
 
 
 class _Noting(Topology):
-    """All ranks, whose channels note their calls in ``calls``."""
+    """A topology of all ranks whose channels record their calls in ``calls``; None records nothing."""
 
     def __init__(self, ranks_per_node: int, calls: list[Call] | None) -> None:
         super().__init__(_META, ranks_per_node=ranks_per_node)
@@ -190,7 +213,7 @@ class _Noting(Topology):
 
 
 class _Kernels(TorchDispatchMode):
-    """Keeps the operations on the meta device that would be kernels on a GPU."""
+    """A dispatch mode that records the operations on the meta device that would be kernels on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has not typed it
@@ -209,7 +232,7 @@ class _Kernels(TorchDispatchMode):
 
 
 def _repeat(call: Call) -> Callable[[], object]:
-    """The same call of the backend, by itself."""
+    """Return a function that makes the same backend call by itself."""
     group = dist.new_group(list(call.ranks), use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup), "this rank is a member"
     ranks = len(call.ranks)
@@ -252,7 +275,7 @@ def _repeat(call: Call) -> Callable[[], object]:
 
 
 def _seconds(act: Callable[[], object]) -> float:
-    """Of this thread on the processor, whatever else the machine does."""
+    """Return the CPU seconds of this thread in ``act``; other load on the node does not count."""
     begun = time.thread_time()
     act()
     return time.thread_time() - begun

@@ -1,7 +1,7 @@
-"""Ranks for a measurement: on the hosts of a shaped network, or all on this machine.
+"""Run ranks for a measurement on the nodes of a shaped network, or all on this node.
 
-Ranks of one host reach each other by its loopback interface, whatever interface gloo is told: the kernel sends what is
-addressed to itself nowhere else. So only what goes to other hosts is shaped, and counted on the link.
+Ranks of one node use its loopback interface, whatever interface gloo is configured with, because the kernel sends
+packets to its own addresses that way. So only traffic to other nodes is shaped, and counted on the link.
 """
 
 from __future__ import annotations
@@ -23,13 +23,21 @@ from imagenet_fast.distributed.rank_info import RankInfo
 from imagenet_fast.errors import UserError
 
 TIMEOUT = timedelta(minutes=5)
-"""How long a collective may take."""
+"""Timeout of a collective."""
 
 
 def on_gpus(device: str | None, ranks: int, called: str = "ranks", option: str = "--hosts") -> bool:
-    """Whether that many ``ranks`` of this machine have a GPU each: asked for by ``device`` "cuda", or with None where
-    there are as many. Raises UserError in the words of a command, where they are ``called`` something and ``option``
-    says how many."""
+    """Return whether each rank gets a GPU of this node.
+
+    Args:
+        device: "cpu" means no and "cuda" yes. None means yes if there are at least ``ranks`` GPUs.
+        ranks: Number of ranks on this node.
+        called: Word for ranks in the error message.
+        option: Command line option for the number of ranks, for the error message.
+
+    Raises:
+        UserError: ``device`` is "cuda" and there are too few GPUs, or ``device`` is unknown.
+    """
     gpus = torch.cuda.device_count()
     match device:
         case "cpu":
@@ -47,11 +55,19 @@ def on_gpus(device: str | None, ranks: int, called: str = "ranks", option: str =
 def run_on(
     hosts: list[Host] | None, ranks_each: int, function: Callable[..., Any], *arguments: Any, gpus: bool = False
 ) -> list[Any]:
-    """``function(*arguments)`` on ``ranks_each`` gloo ranks a host, with one thread each; what they returned, by rank.
+    """Call ``function(*arguments)`` on every rank, each a process with one thread, and return the results by rank.
 
-    Without ``hosts`` this machine is the only one; with ``gpus`` each rank has one of its GPUs, and NCCL. Each finds
-    torchrun's variables in its environment. Raises torch's ProcessRaisedException with the traceback of the first rank
-    that failed.
+    Ranks have torchrun's environment variables, and a process group.
+
+    Args:
+        hosts: Nodes of a shaped network; None means this node only.
+        ranks_each: Ranks on each node.
+        function: A module-level function; its result must be picklable.
+        *arguments: Its arguments.
+        gpus: Whether each rank has a GPU of this node and uses NCCL; otherwise the backend is gloo.
+
+    Raises:
+        ProcessRaisedException: A rank failed (torch's exception, with the traceback of the first that failed).
     """
     count = ranks_each * (1 if hosts is None else len(hosts))
     with tempfile.TemporaryDirectory() as folder:
@@ -71,6 +87,7 @@ def _rank(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> Any:
+    """Initialise the process group in this process and call ``function``."""
     node, local_rank = divmod(rank, ranks_each)
     os.environ.update(RankInfo(rank, count, local_rank, ranks_each).variables(node))
     if hosts is not None:

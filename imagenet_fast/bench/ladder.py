@@ -1,4 +1,4 @@
-"""What each technique of GradientFlow (arXiv 1902.06855) gains on one network, one added to the others; and ours."""
+"""Measure the gain of each technique of GradientFlow (arXiv 1902.06855), added one by one, and of our own."""
 
 from __future__ import annotations
 
@@ -31,23 +31,26 @@ _STEPS: tuple[tuple[str, Measured, int | None], ...] = (
     ("hybrid instead of sparse", HybridSync(wire="bf16"), 4),
     ("+ 8 bits (int8)", HybridSync(wire="int8"), 6),
 )
-"""What is done, as which engine, and on top of which other step."""
+"""Label, engine, and index of the step that this one is added to (None for the first)."""
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One technique more."""
+    """One step of the ladder: a technique added to another step."""
 
     step: str
     gain: float | None
-    """How many times faster than the step it is added to."""
+    """Speedup over the step it is added to; None for the first step."""
     in_all: float
-    """How many times faster than the first."""
+    """Speedup over the first step."""
     time: EngineTime
 
 
 def bench_ladder(profile: Profile, measure: Measure) -> list[Rung]:
-    """Every step of the ladder in turn. Raises what ``measure`` does."""
+    """Measure every step of the ladder.
+
+    Raise what ``measure`` raises.
+    """
     times = measure(profile, [engine for _, engine, _ in _STEPS])
     return [
         Rung(
@@ -56,12 +59,12 @@ def bench_ladder(profile: Profile, measure: Measure) -> list[Rung]:
             times[0].step_s / time.step_s,
             time,
         )
-        for (step, _, below), time in zip(_STEPS, times, strict=False)  # DDP comes after them
+        for (step, _, below), time in zip(_STEPS, times, strict=False)  # the DDP rows at the end are left out
     ]
 
 
 def ladder_table(rungs: Sequence[Rung]) -> Table:
-    """One row a step."""
+    """Build a table with one row per step."""
     table = compact_table(
         ("step",),
         ("s", "gain", "in all", "x limit", "predicted"),
@@ -78,7 +81,7 @@ def ladder_table(rungs: Sequence[Rung]) -> Table:
 
 
 def draw_ladder(rungs: Sequence[Rung], figure: Any) -> None:
-    """A bar a step, and what the step gains."""
+    """Draw one bar per step, with the gain of the step."""
     notes = [f"{rung.time.step_s:.2f} s" + ("" if rung.gain is None else f", {rung.gain:.2f} times") for rung in rungs]
     draw_bars([rung.step for rung in rungs], [rung.time for rung in rungs], notes, _title(rungs), figure)
 

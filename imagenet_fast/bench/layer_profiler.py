@@ -19,10 +19,15 @@ from imagenet_fast.training.precision import autocast, set_float32_math
 
 
 def record_profile(recipe: Recipe, device: torch.device, steps: int) -> Profile:
-    """Medians over ``steps`` steps of ``recipe``'s model on random images, after two that are not counted.
+    """Record median layer times over ``steps`` training steps on random images, after two warm-up steps.
 
-    A layer's forward lasts from its beginning to the beginning of the next layer with parameters, its backward from
-    the moment the layer above had its gradients until it has its own: these are what an engine sees.
+    A layer's forward lasts from its start to the start of the next layer with parameters. Its backward lasts from when
+    the layer above has its gradients until it has its own. These are the times that matter to an engine.
+
+    Args:
+        recipe: The recipe, with synthetic data.
+        device: Where to train.
+        steps: Number of recorded steps.
     """
     assert isinstance(recipe.data, SyntheticData)
     torch.manual_seed(0)
@@ -52,7 +57,7 @@ def record_profile(recipe: Recipe, device: torch.device, steps: int) -> Profile:
 
 
 class _Timeline:
-    """The moments at which layers begin forward and have their gradients."""
+    """A recorder of when layers start their forward and when they have their gradients."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._device = device
@@ -72,16 +77,20 @@ class _Timeline:
                 param.register_post_accumulate_grad_hook(partial(self._note, self._ready, name))
 
     def begin(self) -> None:
+        """Start a step."""
         self._begun.clear()
         self._ready.clear()
         self._start = self._now()
 
     def turn(self) -> None:
-        """Backward begins."""
+        """Mark the start of backward."""
         self._turned = self._now()
 
     def keep(self) -> None:
-        """Count the step that has ended. What precedes the first layer counts as its forward."""
+        """Keep the times of the step that has ended.
+
+        Time before the first layer counts as that layer's forward.
+        """
         order = sorted(self._begun, key=self._begun.__getitem__)
         begins = [self._start, *(self._begun[name] for name in order[1:])]
         for name, begin, end in zip(order, begins, [*begins[1:], self._turned], strict=True):
@@ -92,6 +101,7 @@ class _Timeline:
             before = self._ready[name]
 
     def layers(self) -> tuple[Layer, ...]:
+        """Return the layers with their median times, in the order of the model's modules."""
         return tuple(
             Layer(
                 name,

@@ -1,8 +1,9 @@
-"""MPI's ranks beside gloo's: as many processes more, started by mpiexec, that can be asked to time an all-reduce.
+"""Start MPI ranks beside gloo's, by mpiexec, that time all-reduces on request.
 
-The settings are MPICH's with UCX, which is what the `mpich` wheel is. Left to itself it joins ranks of one machine by
-shared memory, past a shaped link: on hosts of a network of one's own it is told that no two ranks share a machine, and
-which interface to take; and then it is seen whether the link has carried the bytes.
+There are as many MPI ranks as gloo ranks. The settings are for MPICH with UCX, which the `mpich` wheel contains. By
+default it connects ranks of one node by shared memory, which bypasses a shaped link. On a simulated network it is
+therefore configured so that no two ranks share a node, with a fixed interface. A trial all-reduce then checks that the
+link has carried the bytes.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from imagenet_fast.errors import UserError
 INSTALL = "`pip install mpi4py mpich`"
 
 _START_S = 60.0
-_TRIED_ELEMENTS = 2**14  # 64 KiB, beside which barriers weigh nothing
+_TRIED_ELEMENTS = 2**14  # 64 KiB, against which the bytes of barriers are negligible
 _BY_LINK = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp", "UCX_NET_DEVICES": INTERFACE}
-# Not by what a batch system has set, which would start them elsewhere.
+# Ignore a batch system's settings, which would start the ranks elsewhere.
 _HERE = ["-rmk", "user", "-launcher", "fork"]
 
 
 def lacking() -> str | None:
-    """Which part of MPI is not installed, if any."""
+    """Return the part of MPI that is not installed (``mpi4py`` or ``mpiexec``), or None."""
     if find_spec("mpi4py") is None:
         return "mpi4py"
     return "mpiexec" if _mpiexec() is None else None
@@ -42,10 +43,17 @@ def lacking() -> str | None:
 
 @contextmanager
 def mpi_ranks(hosts: list[Host] | None, ranks_each: int) -> Iterator[Path]:
-    """``ranks_each`` MPI ranks on each of ``hosts``, or else on this machine; the directory where :func:`call` finds
-    them.
+    """Start MPI ranks, and stop them at exit.
 
-    Raises UserError where they do not start, end before their time, or do not send over the links of their hosts.
+    Args:
+        hosts: Nodes of a shaped network; None means this node.
+        ranks_each: Ranks on each node.
+
+    Yields:
+        The directory of their sockets, for ``call``.
+
+    Raises:
+        UserError: The ranks do not start, end too early, or do not send over the links of their nodes.
     """
     mpiexec = _mpiexec()
     assert mpiexec is not None
@@ -70,7 +78,7 @@ def mpi_ranks(hosts: list[Host] | None, ranks_each: int) -> Iterator[Path]:
             yield folder
         except UserError:
             raise
-        except Exception as error:  # of a caller, maybe, whose line has broken
+        except Exception as error:  # maybe the caller's, from a broken connection
             with suppress(subprocess.TimeoutExpired):
                 process.wait(1)
             if process.returncode is None:
@@ -79,18 +87,22 @@ def mpi_ranks(hosts: list[Host] | None, ranks_each: int) -> Iterator[Path]:
 
 
 def call(folder: Path, rank: int) -> Connection:
-    """A line to an MPI rank: to ``(elements, times, checked)`` it answers with seconds and bytes on its host's link of
-    one of so many all-reduces of fp32 values. ``checked``: it looks at their sum. All ranks must be asked alike."""
+    """Connect to an MPI rank that times all-reduces.
+
+    Send ``(elements, times, checked)``: the number of fp32 values, the number of all-reduces, and whether to check the
+    sum. The rank replies with seconds per all-reduce, and bytes per all-reduce on its node's link. All ranks must
+    receive the same requests.
+    """
     return Client(str(folder / str(rank)), "AF_UNIX")
 
 
 def _mpiexec() -> str | None:
-    """That of the environment we run in, or else any."""
+    """Return the path of mpiexec: this Python environment's, else one on PATH, else None."""
     return shutil.which("mpiexec", path=sysconfig.get_path("scripts")) or shutil.which("mpiexec")
 
 
 def _try(folder: Path, count: int, process: subprocess.Popen[bytes]) -> list[float]:
-    """Bytes that the hosts' links have carried of an all-reduce of ``_TRIED_ELEMENTS``, by rank."""
+    """Run an all-reduce of ``_TRIED_ELEMENTS`` values, and return by rank the bytes on its node's link."""
     deadline = time.monotonic() + _START_S
     with ExitStack() as kept:
         lines = [kept.enter_context(_call_soon(folder, rank, process, deadline)) for rank in range(count)]
@@ -103,6 +115,7 @@ def _try(folder: Path, count: int, process: subprocess.Popen[bytes]) -> list[flo
 
 
 def _call_soon(folder: Path, rank: int, process: subprocess.Popen[bytes], deadline: float) -> Connection:
+    """Connect to an MPI rank once it listens."""
     while True:
         try:
             return call(folder, rank)
@@ -115,7 +128,7 @@ def _call_soon(folder: Path, rank: int, process: subprocess.Popen[bytes], deadli
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """mpiexec ends its ranks, and they end with it however it ends."""
+    """End mpiexec, which ends its ranks; they also end if it is killed."""
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(5)
@@ -125,7 +138,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _last_words(said: Path) -> str:
-    """With what they ended, before mpiexec began to tell of it."""
+    """Describe the last line that the ranks printed before mpiexec's own error report."""
     own, *_ = said.read_text(errors="replace", encoding="utf-8").partition("\n=====")
     lines = [line.strip() for line in own.splitlines() if line.strip() and "MPI_Abort" not in line]
     return f"with {lines[-1]!r}" if lines else "without a word"

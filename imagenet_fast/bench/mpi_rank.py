@@ -1,9 +1,9 @@
-"""One rank of MPI, started by mpiexec (:mod:`imagenet_fast.bench.mpi`): times all-reduces for who asks it.
+"""Run one MPI rank that times all-reduces on request; ``imagenet_fast.bench.mpi`` starts it by mpiexec.
 
     mpiexec -n RANKS python -m imagenet_fast.bench.mpi_rank FOLDER RANKS_EACH [NAMESPACE ...]
 
-It listens at the socket FOLDER/RANK, to one caller after another; all ranks must be asked for the same. In between it
-sleeps: waiting inside MPI would keep a core busy.
+It listens on the socket FOLDER/RANK and serves one caller after another; all ranks must receive the same requests.
+Between requests it sleeps, because waiting inside MPI would keep a core busy.
 """
 
 from __future__ import annotations
@@ -20,9 +20,15 @@ from imagenet_fast.bench.repetitions import time_repetitions
 
 
 def main(folder: Path, ranks_each: int, namespaces: list[str]) -> None:
-    """Serve until the process is ended."""
+    """Serve requests until the process is ended.
+
+    Args:
+        folder: Directory of the sockets.
+        ranks_each: Ranks on each node.
+        namespaces: Paths of the nodes' network namespaces; empty means this node's own network.
+    """
     end_with_parent()
-    rank = int(os.environ["PMI_RANK"])  # MPI itself would say so too late: it looks for interfaces as it begins
+    rank = int(os.environ["PMI_RANK"])  # MPI reports the rank too late: it looks for interfaces when it starts
     if namespaces:
         inhabit(Host("", namespaces[rank // ranks_each]))
     from mpi4py import MPI
@@ -34,11 +40,14 @@ def main(folder: Path, ranks_each: int, namespaces: list[str]) -> None:
                     _answer(caller, MPI, counted=bool(namespaces))
     except BaseException:
         traceback.print_exc()
-        MPI.COMM_WORLD.Abort(1)  # the other ranks would wait for this one
+        MPI.COMM_WORLD.Abort(1)  # else the other ranks would wait for this one
 
 
 def _answer(caller: Connection, mpi: Any, counted: bool) -> None:
-    """For each ``(elements, times, checked)``, seconds and bytes on the host's link, until the caller has gone."""
+    """Reply to each ``(elements, times, checked)`` with seconds and bytes on the node's link.
+
+    Return when the caller has disconnected.
+    """
     import numpy as np
 
     ranks = mpi.COMM_WORLD
@@ -51,7 +60,7 @@ def _answer(caller: Connection, mpi: Any, counted: bool) -> None:
         if checked:
             ranks.Allreduce(mpi.IN_PLACE, message)
             assert (message == ranks.size).all(), "MPI's sum is not that of the ranks"
-        message.fill(0)  # of which sums stay finite
+        message.fill(0)  # repeated sums of zeros stay finite
         caller.send(
             time_repetitions(lambda: ranks.Allreduce(mpi.IN_PLACE, message), times, ranks.Barrier, counted=counted)  # noqa: B023
         )

@@ -1,8 +1,8 @@
-"""A network of one's own: hosts in Linux network namespaces, joined by links of a given rate.
+"""Simulate a network: nodes in Linux network namespaces, joined by links of a given rate.
 
-Each host has one interface, ``eth0``, whose egress is shaped by a token bucket; all are ports of one bridge. The
-namespaces have no names: they live as long as a descriptor of this process, or a process inside, keeps them. So
-two networks cannot clash, and nothing is left behind however this process ends.
+Each node has one interface, ``eth0``, whose egress is shaped by a token bucket; all are connected to one bridge. The
+namespaces have no names: each exists only while a descriptor of this process, or a process inside, keeps it. So two
+networks cannot clash, and nothing is left behind however this process ends.
 """
 
 from __future__ import annotations
@@ -31,12 +31,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 Result = TypeVar("Result")
 
 INTERFACE = "eth0"
-"""The interface of every host."""
+"""Name of the network interface of every node."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """One machine of the network: its address, and a path that :func:`enter` takes in any process of this machine."""
+    """One simulated node: its IP address, and the path of its network namespace.
+
+    The path works in every process of this real node.
+    """
 
     address: str
     namespace: str
@@ -44,7 +47,11 @@ class Host:
 
 @contextmanager
 def shaped_network(hosts: int, bits_per_s: int) -> Iterator[list[Host]]:
-    """``hosts`` machines that send at ``bits_per_s`` each. Raises UserError where that cannot be made here."""
+    """Create a network of ``hosts`` nodes, each sending at ``bits_per_s`` at most; remove it at exit.
+
+    Raises:
+        UserError: Such a network cannot be made here.
+    """
     _check()
     with ExitStack() as kept:
         hub, *ends = (_keep(kept, _new_namespace()) for _ in range(hosts + 1))
@@ -59,7 +66,7 @@ def shaped_network(hosts: int, bits_per_s: int) -> Iterator[list[Host]]:
 
 
 def enter(host: Host) -> None:
-    """Move the calling thread, and whatever it starts from now on, to ``host``."""
+    """Move the calling thread, and all that it starts from now on, to the network of ``host``."""
     descriptor = os.open(host.namespace, os.O_RDONLY)
     try:
         _set_namespace(descriptor)
@@ -68,8 +75,13 @@ def enter(host: Host) -> None:
 
 
 def inhabit(host: Host) -> None:
-    """As :func:`enter`, for programs that look for interfaces in ``/sys``: it shows the calling thread, and what that
-    starts from now on, those of ``host``."""
+    """Enter ``host`` as ``enter`` does, and mount its ``/sys``, for programs that look for interfaces there.
+
+    Only the calling thread, and what it starts from now on, sees that ``/sys``.
+
+    Raises:
+        OSError: ``/sys`` cannot be mounted.
+    """
     enter(host)
     if (
         _libc.unshare(_CLONE_NEWNS)
@@ -80,20 +92,24 @@ def inhabit(host: Host) -> None:
 
 
 def end_with_parent() -> None:
-    """Have the kernel end this process when the one that started it has ended, however that was."""
+    """Have the kernel kill this process when its parent ends, for whatever reason."""
     if hasattr(_libc, "prctl"):
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def sent_bytes() -> int:
-    """Bytes that the calling thread's host has put on its link so far, by the kernel's own counter."""
+    """Return the bytes that the calling thread's node has sent on its link so far, by the kernel's counter."""
     sent = sent_by(INTERFACE)
     assert sent is not None, f"this host has no {INTERFACE}"
     return sent
 
 
 def parse_rate(text: str) -> int:
-    """Bits a second from tc's notation: ``250mbit``, ``1.5gbit``. Raises UserError."""
+    """Parse a rate in tc's notation, such as ``250mbit`` or ``1.5gbit``, into bits per second.
+
+    Raises:
+        UserError: ``text`` is no such rate, or is 0.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text)
     if match is None or float(match[1]) == 0:
         raise UserError(f"rate {text!r} is not a number with kbit, mbit or gbit, such as 250mbit")
@@ -101,6 +117,7 @@ def parse_rate(text: str) -> int:
 
 
 def _check() -> None:
+    """Raise UserError unless this is Linux, the user is root, and iproute2 is installed."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if not hasattr(_libc, "setns"):
         reason = "this is not Linux"
@@ -114,7 +131,10 @@ def _check() -> None:
 
 
 def _new_namespace() -> int:
-    """A descriptor of a new network namespace. A thread of its own makes it, since unsharing moves the caller."""
+    """Return a descriptor of a new network namespace.
+
+    A separate thread makes it, because unsharing moves the calling thread.
+    """
 
     def make() -> int:
         if _libc.unshare(_CLONE_NEWNET):
@@ -129,11 +149,14 @@ def _new_namespace() -> int:
 
 
 def _keep(stack: ExitStack, descriptor: int) -> int:
+    """Close ``descriptor`` when ``stack`` exits, and return it."""
     stack.callback(os.close, descriptor)
     return descriptor
 
 
 def _inside(namespace: int, act: Callable[[], Result]) -> Result:
+    """Call ``act`` inside ``namespace``, in a separate thread."""
+
     def moved() -> Result:
         _set_namespace(namespace)
         return act()
@@ -148,14 +171,15 @@ def _set_namespace(descriptor: int) -> None:
 
 
 def _plug(end: int, port: str) -> None:
-    """A cable from this bridge to ``end``."""
+    """Connect this bridge to the namespace ``end`` by a veth pair."""
     _ip(f"link add {port} type veth peer name {INTERFACE} netns /proc/{os.getpid()}/fd/{end}")
     _ip(f"link set {port} master bridge up")
 
 
 def _configure(address: str, bits_per_s: int) -> None:
+    """Set the address and rate of this namespace's interface, and bring it up."""
     try:
-        Path("/proc/sys/net/ipv6/conf/all/disable_ipv6").write_bytes(b"1")  # its own chatter would be counted
+        Path("/proc/sys/net/ipv6/conf/all/disable_ipv6").write_bytes(b"1")  # IPv6's own packets would be counted
     except OSError as error:
         raise UserError(f"a shaped network cannot be made here: {error}; a container needs to be privileged") from None
     _ip("link set lo up", f"addr add {address}/16 dev {INTERFACE}", f"link set {INTERFACE} up")

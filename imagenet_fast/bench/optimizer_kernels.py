@@ -1,4 +1,7 @@
-"""How many kernels an optimiser's step is made of: each costs the host time, however few numbers it touches."""
+"""Count the kernels of an optimiser's step.
+
+Each kernel costs host time, however few numbers it touches.
+"""
 
 from __future__ import annotations
 
@@ -32,22 +35,28 @@ OPTIMIZERS: dict[str, Optim] = {
 
 @dataclass(frozen=True)
 class StepKernels:
-    """What one step of an optimiser asks of the device. None where there is no GPU."""
+    """Kernels, copies and device time of one optimiser step.
+
+    Figures of the GPU are None if there is no GPU.
+    """
 
     optimizer: str
     tensors: int
     operators: int
-    """Of torch that the step calls, without those that they call in turn."""
+    """Number of torch operators that the step calls directly; nested operators are not counted."""
     kernels: int | None
     copies: int | None
-    """Between host and device or within it, and memory set to a value."""
+    """Number of copies between host and device or within the device, and of memsets."""
     device_s: float | None
-    """How long all of them take together."""
+    """Total time of all kernels and copies in seconds."""
 
 
 def count_kernels(recipe: Recipe, classes: int = 1000) -> list[StepKernels]:
-    """One row for each of ``OPTIMIZERS``: its third step over the parameters of the recipe's model, in fp32."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of its own beginning and end
+    """Count one step of each of ``OPTIMIZERS`` over the parameters of the recipe's model.
+
+    The step is the third, in fp32.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # Kineto logs its own start and end
     device, _ = prepare_device(0)
     model = build_model(recipe.model, classes).to(device)
     if recipe.channels_last:
@@ -56,7 +65,7 @@ def count_kernels(recipe: Recipe, classes: int = 1000) -> list[StepKernels]:
 
 
 def kernel_table(rows: list[StepKernels]) -> Table:
-    """One row an optimiser."""
+    """Build a table with one row per optimiser."""
     return compact_table(
         ("optimiser",),
         ("tensors", "operators", "kernels", "copies", "us on the GPU"),
@@ -69,6 +78,7 @@ def kernel_table(rows: list[StepKernels]) -> Table:
 
 
 def _count(name: str, settings: Optim, model: nn.Module, device: torch.device) -> StepKernels:
+    """Count the third step of one optimiser."""
     optimizer = build_optimizer(settings, model)
     for _ in range(2):
         _give_gradients(optimizer.params)
@@ -90,7 +100,10 @@ def _give_gradients(params: list[nn.Parameter]) -> None:
 
 
 def _profile(step: Callable[[], None], device: torch.device) -> list[Event]:
-    """What happens in ``step``, as in Chrome's traces, which tell a kernel from a copy; times in microseconds."""
+    """Profile ``step`` and return its events in Chrome's trace format, with times in microseconds.
+
+    That format distinguishes kernels from copies.
+    """
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.synchronize(device)
@@ -106,7 +119,7 @@ def _profile(step: Callable[[], None], device: torch.device) -> list[Event]:
 
 
 def _outermost(events: list[Event]) -> int:
-    """How many of them do not lie within another; all are of one thread."""
+    """Count the events that are not nested in another; all must be of one thread."""
     count, end = 0, 0.0
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
         if event["ts"] >= end:

@@ -1,4 +1,7 @@
-"""Layouts of the ranks as an option names them: ``dp4``, ``tp4``, ``pp2dp2``. No torch."""
+"""Parse layouts of the ranks from an option: ``dp4``, ``tp4``, ``pp2dp2``.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ from imagenet_fast.recipe.pipeline_schedules import misfit
 from imagenet_fast.recipe.schema import Recipe
 
 MICRO_BATCHES = 4
-"""The least that a pipeline cuts its images into, where nothing else has been asked for."""
+"""Minimum number of micro-batches of a pipeline, unless the recipe or an override sets their number."""
 
 
 @dataclass(frozen=True)
 class NamedLayout:
-    """So many stages of so many replicas of so many shards."""
+    """A layout: sizes of the pipeline, data and tensor axes. ``name`` is ignored in comparisons."""
 
     name: str = field(compare=False)
     pipeline: int
@@ -28,9 +31,10 @@ class NamedLayout:
 
 
 def parse_layouts(text: str, ranks: int) -> list[NamedLayout]:
-    """Layouts of ``ranks`` ranks from ``--layout``: ``ppN``, ``dpN`` and ``tpN`` in any order; what is left out is 1.
+    """Parse the layouts in ``--layout``: ``ppN``, ``dpN`` and ``tpN`` in any order; an axis left out is 1.
 
-    Raises UserError where one is not written so, is not of all ranks, or is there twice.
+    Raises:
+        UserError: A layout is malformed, does not have ``ranks`` ranks, or occurs twice.
     """
     layouts: list[NamedLayout] = []
     for name in (part.strip() for part in text.split(",")):
@@ -44,19 +48,26 @@ def parse_layouts(text: str, ranks: int) -> list[NamedLayout]:
 
 
 def laid_out(path: Path, engine: str, overrides: Sequence[str], layout: NamedLayout, ranks: int) -> tuple[str, ...]:
-    """``overrides`` of the recipe at ``path`` that give it ``layout``, and, in a pipeline, micro-batches.
+    """Return overrides that give the recipe ``layout``, and micro-batches if it has a pipeline.
 
-    What they say of pipelines is for layouts that have one. Raises UserError where recipe and engine do not go with the
-    layout.
+    Args:
+        path: Path of the recipe.
+        engine: Name of the engine.
+        overrides: Other overrides to keep; those of ``parallel`` are dropped if the layout has no pipeline.
+        layout: The layout.
+        ranks: Number of ranks.
+
+    Raises:
+        UserError: The recipe or engine does not work with the layout.
     """
     others = [override for override in overrides if not _is_parallel(override)]
-    load_recipe(path, engine, [*others, "parallel={}"])  # what is wrong without a layout is told without one
+    load_recipe(path, engine, [*others, "parallel={}"])  # raises errors that are not due to the layout
     try:
         if layout.pipeline == 1:
             settled = [*others, f"parallel={{tensor={layout.tensor}}}"]
         else:
             settled = [*overrides, f"parallel.tensor={layout.tensor}", f"parallel.pipeline={layout.pipeline}"]
-            trial = load_recipe(path, engine, [*settled, "parallel.schedule=gpipe"])  # which takes any number
+            trial = load_recipe(path, engine, [*settled, "parallel.schedule=gpipe"])  # takes any number of them
             if "micro_batches" not in trial.parallel.model_fields_set:
                 settled.append(f"parallel.micro_batches={_micro_batches(trial, ranks)}")
         check_axes(load_recipe(path, engine, settled), ranks)
@@ -66,7 +77,7 @@ def laid_out(path: Path, engine: str, overrides: Sequence[str], layout: NamedLay
 
 
 def refuse_axes(overrides: Sequence[str], layouts: Sequence[NamedLayout]) -> None:
-    """Raise UserError where one of ``overrides`` says what ``--layout`` does, or is of a pipeline that there is not."""
+    """Raise UserError if an override sets what ``--layout`` sets, or is for pipelines and no layout has one."""
     for override in filter(_is_parallel, overrides):
         if _key(override) in ("parallel", "parallel.tensor", "parallel.pipeline"):
             raise UserError(f"--set {override} is what --layout says of each run; leave one of them out")
@@ -76,6 +87,7 @@ def refuse_axes(overrides: Sequence[str], layouts: Sequence[NamedLayout]) -> Non
 
 
 def _parse(text: str, name: str, ranks: int) -> NamedLayout:
+    """Parse one layout ``name`` of the option's ``text``."""
     parts = re.findall(r"(pp|dp|tp)([1-9][0-9]{0,5})", name, re.ASCII)
     sizes = {axis: int(size) for axis, size in parts}
     if not parts or "".join(axis + size for axis, size in parts) != name or len(sizes) < len(parts):
@@ -95,8 +107,11 @@ def _parse(text: str, name: str, ranks: int) -> NamedLayout:
 
 
 def _micro_batches(recipe: Recipe, ranks: int) -> int:
-    """The fewest, from four and from the number of stages on, that cut what a stage sees evenly and that every schedule
-    takes; where there are none, as few: that is refused with the nearest batch that divides."""
+    """Return the smallest number of micro-batches that divides a stage's images and suits every schedule.
+
+    It is at least four, and at least the number of stages. If there is none, return that minimum: the later check
+    refuses it with the nearest batch that divides.
+    """
     stages = recipe.parallel.pipeline
     images = recipe.global_batch // (ranks // stages)
     least = max(MICRO_BATCHES, stages)

@@ -1,7 +1,8 @@
-"""What a pipeline costs, schedule by schedule: its bubble, what each rank keeps for backward, and images a second.
+"""Measure the cost of each pipeline schedule: its bubble, the memory kept for backward, and images per second.
 
 The bubble is the share of time in which ranks wait for each other. It is measured with stages that sleep instead of
-computing, so that a few cores carry any number of them; memory and images a second are of the model itself.
+computing, so that a few cores can run any number of them. Memory and images per second are measured with the model
+itself.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.sync.device_timer import record_timestamp, seconds_between
 from imagenet_fast.training.precision import autocast, set_float32_math
 
-_MICRO_S = 0.03  # that a rank sleeps for a micro-batch on average, where nothing else has been asked for
+_MICRO_S = 0.03  # default of a rank's sleep for a micro-batch, forward and backward, on average over the ranks
 _RECORDED_STEPS = 3
 
 
 @dataclass(frozen=True)
 class Busy:
-    """One pass of a micro-batch through a stage; seconds since the step began."""
+    """One pass of a micro-batch through a stage; times are in seconds since the start of the step."""
 
     stage: int
     which: Pass
@@ -55,35 +56,44 @@ class Busy:
 
 @dataclass(frozen=True)
 class PipelineTime:
-    """One schedule with one number of micro-batches; of the rounds the one whose step is the median."""
+    """One schedule with one number of micro-batches.
+
+    Figures of sleeping stages are from the round with the median step time.
+    """
 
     model: str
     schedule: str
     stages: int
-    """Ranks; each has two stages of half the length under ``interleaved``."""
+    """Number of ranks; with ``interleaved``, each has two stages of half the length."""
     micro_batches: int
     step_s: float
-    """Of stages that sleep."""
+    """Step time of sleeping stages."""
     bubble: float
-    """The share of it in which a rank did not, on the mean of the ranks."""
+    """Share of ``step_s`` in which a rank did not sleep, as a mean over the ranks."""
     expected_bubble: float
-    """(p-1)/(m+p-1) for p even stages and m micro-batches; with v stages a rank (p-1)/(vm+p-1)."""
+    """(p-1)/(m+p-1) for p equal stages and m micro-batches.
+
+    With v stages per rank, it is (p-1)/(vm+p-1).
+    """
     images_per_s: float
-    """Of the model itself, forward and backward."""
+    """Images per second of the model itself, forward and backward."""
     activation_bytes: tuple[int, ...]
-    """The most that each rank keeps for backward, autocast's copies of weights among it; on GPUs all that a step
-    allocates."""
+    """Peak bytes that each rank keeps for backward, including autocast's copies of weights.
+
+    On GPUs, the peak of all memory that a step allocates.
+    """
     timeline: tuple[Busy, ...]
-    """Of all ranks, in that step."""
+    """Passes of all ranks in that step."""
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """One run on one rank."""
+    """One schedule and number of micro-batches, measured on one rank."""
 
     slept: list[tuple[float, list[Busy]]]
-    """By round: seconds a step, and when this rank was busy."""
+    """Seconds per step, and this rank's passes, by round."""
     computed_s: list[float]
+    """Seconds per step of the model itself, by round."""
     activation_bytes: int
 
 
@@ -96,11 +106,22 @@ def bench_pipeline(
     device: str | None,
     rounds: int,
 ) -> list[PipelineTime]:
-    """Every schedule with every number of micro-batches that it can take, over ``stages`` ranks of this machine.
+    """Measure every schedule with every number of micro-batches that it can take.
 
-    A sleeping stage takes ``sleep_s`` seconds for a micro-batch's forward and twice that for its backward; None: what
-    its layers' share of the layer profile is. The profile is recorded here where none is shipped for the recipe's
-    model. Raises UserError where nothing can be measured.
+    If no layer profile is shipped for the recipe's model, it is recorded here.
+
+    Args:
+        recipe: The recipe, with synthetic data.
+        stages: Number of ranks, all on this node.
+        micro_batches: Numbers of micro-batches to try; each must divide the batch.
+        schedules: Names of the schedules.
+        sleep_s: Seconds that each rank sleeps for a micro-batch's forward; it sleeps twice that for its backward.
+            None means in proportion to its layers' share of the layer profile.
+        device: "cpu", or "cuda" for one GPU per rank; None means "cuda" if there are enough GPUs.
+        rounds: Number of rounds.
+
+    Raises:
+        UserError: Nothing can be measured.
     """
     uneven = [count for count in micro_batches if recipe.global_batch % count]
     if uneven:
@@ -114,7 +135,7 @@ def bench_pipeline(
         if schedule not in (chosen for chosen, _ in runs):
             raise UserError(f"--schedules: {refused[schedule, micro_batches[0]]}")
     size, smallest = recipe.data.image_size, recipe.global_batch // max(micro_batches)
-    with torch.device("meta"):  # so that what cannot be is refused here, and not by a rank
+    with torch.device("meta"):  # refuse an impossible split here, not on a rank
         split_model(
             build_model(recipe.model, classes=1), torch.empty(smallest, 3, size, size), 0, stages,
             max(map(chunks_of, schedules)),
@@ -130,7 +151,7 @@ def bench_pipeline(
 
 
 def pipeline_table(rows: Sequence[PipelineTime]) -> Table:
-    """One row a schedule and number of micro-batches."""
+    """Build a table with one row per schedule and number of micro-batches."""
     table = compact_table(
         ("schedule",),
         ("micro-batches", "bubble", "formula", "img/s", "kept a rank, MB"),
@@ -148,7 +169,10 @@ def pipeline_table(rows: Sequence[PipelineTime]) -> Table:
 
 
 def draw_pipeline(rows: Sequence[PipelineTime], figure: Any) -> None:
-    """Of each schedule the course of one step: a line a rank, with its forwards, its backwards, and what is idle."""
+    """Draw the timeline of one step for each schedule.
+
+    It has one line per rank, with forward passes, backward passes and idle time.
+    """
     schedules = dict.fromkeys(row.schedule for row in rows)
     chosen = [_typical([row for row in rows if row.schedule == schedule]) for schedule in schedules]
     panels = figure.subplots(len(chosen), 1, sharex=True, squeeze=False)[:, 0]
@@ -178,21 +202,23 @@ def _title(rows: Sequence[PipelineTime]) -> str:
 
 
 def _typical(rows: Sequence[PipelineTime]) -> PipelineTime:
-    """The one with two micro-batches a rank, or what comes nearest."""
+    """Return the row with two micro-batches per rank, or the nearest."""
     return min(rows, key=lambda row: abs(row.micro_batches - 2 * row.stages))
 
 
 def _label(row: PipelineTime, rank: int) -> str:
+    """Return the label of a rank: the numbers of its stages, from 1."""
     own = sorted({busy.stage + 1 for busy in row.timeline if busy.stage % row.stages == rank})
     return f"stage{'s' if len(own) > 1 else ''} {', '.join(map(str, own))}"
 
 
 def _profile_of(recipe: Recipe, device: torch.device) -> Profile:
-    """The layer profile that is shipped for the recipe's model, or one recorded here."""
+    """Return the shipped layer profile of the recipe's model, or record one here."""
     return shipped_profile(recipe.model.kind) or record_profile(recipe, device, _RECORDED_STEPS)
 
 
 def _row(recipe: Recipe, stages: int, schedule: str, micro_batches: int, of_ranks: Sequence[_Measured]) -> PipelineTime:
+    """Summarise one run from the measurements of all ranks; the slowest rank counts."""
     slept = sorted(
         (max(step_s for step_s, _ in of_round), turn, [busy for _, own in of_round for busy in own])
         for turn, of_round in enumerate(zip(*(measured.slept for measured in of_ranks), strict=True))
@@ -211,7 +237,7 @@ def _row(recipe: Recipe, stages: int, schedule: str, micro_batches: int, of_rank
 def _measure(
     recipe: Recipe, profile: Profile, runs: Sequence[tuple[str, int]], sleep_s: float | None, rounds: int, gpus: bool
 ) -> list[_Measured]:
-    """On each rank, run by run."""
+    """Measure every run; each rank calls it."""
     assert isinstance(recipe.data, SyntheticData)
     device = torch.device("cuda", torch.cuda.current_device()) if gpus else torch.device("cpu")
     torch.manual_seed(0)
@@ -231,22 +257,23 @@ def _measure(
             part = split_model(model, images.chunk(micro_batches)[0], dist.get_rank(), ranks, chunks, profile)
         pipeline = Pipeline(part, None, schedule, micro_batches, nn.CrossEntropyLoss(), cast=cast)
         step = partial(_step, part, pipeline, images, labels)
-        step()  # connects ranks, and touches fresh memory
+        step()  # warm-up: connects ranks, and touches fresh memory
         kept = peak_activations(step, [images, *part.parameters(), *part.buffers()], device)
         measured.append(_Measured(slept, [_seconds(step, device) for _ in range(rounds)], kept))
     return measured
 
 
 def _by_profile(times: Sequence[float], ranks: int, chunks: int) -> list[float]:
-    """How long each stage sleeps for a micro-batch, in the proportions of the pieces' recorded ``times``."""
+    """Return each stage's sleep for a micro-batch in seconds, in proportion to its segments' recorded ``times``."""
     second = _MICRO_S * ranks / sum(times)
     return [second * sum(times[run]) for run in linear_partition(times, ranks * chunks)]
 
 
 def _sleep(stages_s: Sequence[float], schedule: str, micro_batches: int, rounds: int) -> list[tuple[float, list[Busy]]]:
-    """Steps of stages that sleep so long for a micro-batch, a third of it in forward: seconds, and this rank's course.
+    """Time steps of sleeping stages; return seconds and this rank's passes, by round.
 
-    They are of the processor and gloo, also where there are GPUs: these would not wait for a host that sleeps.
+    A stage sleeps ``stages_s`` seconds for a micro-batch, a third of them in forward. This runs on the CPU with gloo
+    even if there are GPUs: a GPU would not wait for a sleeping host.
     """
     pace = Pace()
     asleep = nn.Sequential(*(Replayed(pace, second / 3, 2 * second / 3, [torch.zeros(1)]) for second in stages_s))
@@ -255,7 +282,7 @@ def _sleep(stages_s: Sequence[float], schedule: str, micro_batches: int, rounds:
     course = _Course()
     pipeline = Pipeline(part, None, schedule, micro_batches, _any_loss, observe=course)
     images = torch.zeros(micro_batches, 1)
-    pipeline(images, images)  # connects ranks
+    pipeline(images, images)  # warm-up: connects ranks
     slept = []
     for _ in range(rounds):
         dist.barrier()
@@ -266,7 +293,7 @@ def _sleep(stages_s: Sequence[float], schedule: str, micro_batches: int, rounds:
 
 
 class _Course:
-    """When a rank is busy with which stage."""
+    """A recorder of a rank's passes."""
 
     def __init__(self) -> None:
         self._begun = 0.0
@@ -274,20 +301,23 @@ class _Course:
 
     @contextmanager
     def __call__(self, which: Pass, stage: int) -> Iterator[None]:
+        """Record the pass that runs in this context."""
         begun = time.perf_counter()
         yield
         self._busy.append(Busy(stage, which, begun - self._begun, time.perf_counter() - self._begun))
 
     def begin(self) -> None:
+        """Start a step."""
         self._busy = []
         self._begun = time.perf_counter()
 
     def end(self) -> tuple[float, list[Busy]]:
-        """Seconds since it began, and what has been done in them."""
+        """Return the seconds since the start of the step, and its passes."""
         return time.perf_counter() - self._begun, self._busy
 
 
 def _any_loss(values: Tensor, labels: Tensor) -> Tensor:
+    """Return a loss for sleeping stages; its value does not matter."""
     return values.sum()
 
 

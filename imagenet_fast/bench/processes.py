@@ -1,4 +1,4 @@
-"""Fresh processes for a measurement, forked from a server that has imported what they need."""
+"""Start fresh processes for a measurement, forked from a server that has imported what they need."""
 
 from __future__ import annotations
 
@@ -16,10 +16,19 @@ from imagenet_fast.distributed.garbage import freeze_gc
 
 
 def in_processes(count: int, module: str, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """``function(number, *arguments)`` in ``count`` processes with one thread each; what they returned, by number.
+    """Call ``function(number, *arguments)`` in ``count`` processes with one thread each.
 
-    ``module`` is what they find imported, if no process has been forked before. Raises torch's ProcessRaisedException
-    with the traceback of the first that failed.
+    Args:
+        count: Number of processes.
+        module: Module that the fork server imports for them; it has an effect only before the first fork.
+        function: A module-level function; its result must be picklable.
+        *arguments: Its arguments after the process's number.
+
+    Returns:
+        The results, by number.
+
+    Raises:
+        ProcessRaisedException: A process failed (torch's exception, with the traceback of the first that failed).
     """
     start_fork_server(module)
     with tempfile.TemporaryDirectory() as folder:
@@ -37,6 +46,7 @@ def in_processes(count: int, module: str, function: Callable[..., Any], *argumen
 
 
 def _process(number: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Call ``function`` in this process and pickle its result into ``folder``."""
     end_with_starter()
     freeze_gc()
     torch.set_num_threads(1)

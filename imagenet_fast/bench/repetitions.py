@@ -1,4 +1,7 @@
-"""How long one of many equal collectives takes, in the manner of nccl-tests; without torch, so for MPI's ranks too."""
+"""Time one of many equal collectives, as nccl-tests does.
+
+This module does not import torch, so MPI ranks can use it too.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,20 @@ def time_repetitions(
     drain: Callable[[], object] | None = None,
     counted: bool = False,
 ) -> tuple[float, float]:
-    """Seconds, and bytes that this host has put on its link (0 unless ``counted``), of one of ``times`` calls of
-    ``once`` between two readings of the clock. Every rank must call it alike.
+    """Time ``times`` calls of ``once`` between two clock readings; every rank must call it with the same arguments.
 
-    A fifth as many, at least one, come before and are not timed: they touch fresh memory, open connections and empty a
-    shaped link's token bucket, which carries a quarter of a MiB at once. ``drain`` waits for what ``once`` has only
-    queued, as on a GPU.
+    Warm-up calls come first and are not timed: a fifth of ``times``, and at least one. They touch fresh memory, open
+    connections and empty a shaped link's token bucket, which lets through a quarter of a MiB at once.
+
+    Args:
+        once: Runs the collective.
+        times: Number of timed calls.
+        barrier: Waits for all ranks.
+        drain: Waits for work that ``once`` only queues, as on a GPU; None if it queues nothing.
+        counted: Whether to count the bytes on the node's link.
+
+    Returns:
+        Seconds per call, and bytes per call that this node sent on its link (0 unless ``counted``).
     """
     drain = drain or _nothing
     for _ in range(max(1, times // 5)):
@@ -28,7 +39,7 @@ def time_repetitions(
     drain()
     barrier()
     before = sent_bytes() if counted else 0
-    barrier()  # the counter is the host's: none of its ranks sends before all have read it
+    barrier()  # the node's ranks share the counter: none sends before all have read it
     begun = time.perf_counter()
     for _ in range(times):
         once()
@@ -39,4 +50,4 @@ def time_repetitions(
 
 
 def _nothing() -> None:
-    """Nothing is queued."""
+    """Do nothing: nothing is queued."""

@@ -1,7 +1,8 @@
-"""A model that only takes time: each layer sleeps as long as it was recorded to compute, and has gradients at once.
+"""Replay a layer profile by a model that only sleeps and has its gradients at once.
 
-Any engine, and DDP, runs on it unmodified, and the processor is left to communication. Like an accelerator's, its pace
-is its own: a layer that was woken late makes up for it in the next ones.
+Each layer sleeps as long as it was recorded to compute. Every engine, and DDP, runs on it unmodified, and the CPU is
+free for communication. As on an accelerator, communication does not slow compute down: if a layer wakes late, the next
+ones sleep less.
 """
 
 from __future__ import annotations
@@ -20,17 +21,24 @@ from imagenet_fast.cost_model.timing import Timing
 from imagenet_fast.sync import GradientPool, ParamSlot
 
 Gradients = list[list[Tensor]]
-"""By layer, of each of its parameters."""
+"""Gradients by layer and parameter."""
 
 
 def gradients_of(profile: Profile) -> Gradients:
-    """Random gradients of the profile's shapes, which all replays of it may share."""
+    """Return random gradients of the profile's shapes, which all replays of it can share."""
     torch.manual_seed(0)
     return [[1e-3 * torch.randn(shape) for shape in layer.shapes] for layer in profile.layers]
 
 
 def replay(profile: Profile, gradients: Gradients) -> nn.Sequential:
-    """The model of a profile. It takes and returns any tensor that requires a gradient."""
+    """Build the sleeping model of a profile.
+
+    It takes any tensor that requires a gradient, and returns a copy of it.
+
+    Args:
+        profile: Provides the times of the layers.
+        gradients: The gradients that backward yields, as from ``gradients_of``.
+    """
     pace = Pace()
     return nn.Sequential(
         *(
@@ -41,7 +49,13 @@ def replay(profile: Profile, gradients: Gradients) -> nn.Sequential:
 
 
 def timing_of(profile: Profile, model: nn.Sequential, spans: Sequence[ParamSlot]) -> Timing:
-    """A step's course over the ``spans`` of the profile's replayed ``model``, by the recorded times."""
+    """Return the recorded timing of a step over the slots of a replayed model.
+
+    Args:
+        profile: Provides the times.
+        model: A model from ``replay``, or one with the same order of layers.
+        spans: The pool's slots of its parameters.
+    """
     course = profile.timing
     places: dict[nn.Module | None, int] = {module: place for place, module in enumerate(reversed(list(model)))}
     own = [places[span.module] for span in spans]
@@ -49,9 +63,10 @@ def timing_of(profile: Profile, model: nn.Sequential, spans: Sequence[ParamSlot]
 
 
 def with_moves(timing: Timing, gradients: Gradients, pool: GradientPool) -> Timing:
-    """The course of a backward whose ``gradients`` are moved into ``pool``, which is timed here, the fastest of three.
+    """Return ``timing`` with the time added that moving ``gradients`` into ``pool`` takes in backward.
 
-    Every rank must call it: those of all hosts share this machine's memory.
+    That time is measured here, as the fastest of three; the slowest rank counts. Every rank must call it, because the
+    ranks of all simulated nodes share this node's memory.
     """
     sources = [gradient.flatten() for layer in reversed(gradients) for gradient in reversed(layer)]
     turns = []
@@ -69,15 +84,17 @@ def with_moves(timing: Timing, gradients: Gradients, pool: GradientPool) -> Timi
 
 
 class Pace:
-    """Sleeps so that many naps last as long as they should together.
+    """A clock for many short sleeps whose total is accurate.
 
-    A nap by itself lasts longer: an idle virtual processor wakes late, and ResNet-50's 1.48 s lasted up to 1.71.
+    A single sleep lasts too long, because an idle virtual CPU wakes late: ResNet-50's 1.48 s took up to 1.71 s.
     """
 
     def __init__(self) -> None:
+        """Create a clock that has not overslept."""
         self._overslept = 0.0
 
     def nap(self, seconds: float) -> None:
+        """Sleep for ``seconds``, less the time that earlier sleeps took too long."""
         begun, left = time.perf_counter(), seconds - self._overslept
         if left > 0:
             time.sleep(left)
@@ -85,20 +102,31 @@ class Pace:
 
 
 class Replayed(nn.Module):
-    """A layer: parameters of its shapes, and its times in seconds."""
+    """A layer that sleeps instead of computing."""
 
     def __init__(self, pace: Pace, forward_s: float, backward_s: float, gradients: list[Tensor]) -> None:
+        """Create zero parameters of the gradients' shapes.
+
+        Args:
+            pace: The clock that all layers of a model share.
+            forward_s: Duration of forward in seconds.
+            backward_s: Duration of backward in seconds.
+            gradients: The parameters' gradients after backward.
+        """
         super().__init__()
         for number, gradient in enumerate(gradients):
             self.register_parameter(f"param{number}", nn.Parameter(torch.zeros_like(gradient)))
         self._pace, self._forward_s, self._backward_s, self._gradients = pace, forward_s, backward_s, gradients
 
     def forward(self, x: Tensor) -> Tensor:
+        """Sleep and return a copy of ``x``."""
         out: Tensor = _Nap.apply(x, self._pace, self._forward_s, self._backward_s, self._gradients, *self.parameters())
         return out
 
 
 class _Nap(torch.autograd.Function):
+    """An autograd function that sleeps, and returns given gradients in backward."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, pace: Pace, forward_s: float, backward_s: float, gradients: list[Tensor], *params: Tensor
@@ -110,5 +138,5 @@ class _Nap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ctx.pace.nap(ctx.backward_s)
-        # Aliases: autograd then takes them over without a copy, as it does with gradients fresh from a kernel.
+        # Aliases, so that autograd adopts them without a copy, as it does with gradients fresh from a kernel.
         return grad, None, None, None, None, *(gradient.detach() for gradient in ctx.gradients)

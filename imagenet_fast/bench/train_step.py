@@ -1,12 +1,12 @@
-"""What our training step costs beside a plain PyTorch loop: same model, precision, optimiser and data, one process.
+"""Compare our training step with a plain PyTorch loop: same model, precision, optimiser and data, one process.
 
-Where there are several GPUs, ``nn.DataParallel`` spreads that loop over them, as many images on each.
+If there are several GPUs, the plain loop also runs on all of them by ``nn.DataParallel``, with as many images on each.
 
-Blocks of steps are timed in turn, so that both meet the same noise. Each block is compared with the plain loop's of
-the same round, and the median of these ratios is reported: a machine that slows down slows both.
+Blocks of steps are timed in turn, so that all loops are measured under the same noise. Each block is compared with the
+plain loop's block of the same round, and the median of these ratios is reported: a slow phase of the node slows both.
 
-What checkpoints cost is measured in the same way: a loop that saves its state, beside the same one that does not. Its
-block is not over until what was saved in it is on the disk, so that no other loop's block meets its writing.
+The cost of checkpoints is measured in the same way: a loop that saves its state is compared with the same loop that
+does not. Its block ends only when its checkpoint is on the disk, so that no other loop's block overlaps the writing.
 """
 
 from __future__ import annotations
@@ -47,23 +47,25 @@ from imagenet_fast.training.train_step import TrainingStep, build_step
 Batches = Iterator[tuple[Tensor, Tensor]]
 
 _PLAIN = "plain PyTorch"
-_SAVED = ", saved"  # after the name of a loop that is the same otherwise
+_SAVED = ", saved"  # suffix for a loop that also saves checkpoints
 _WARMUP_STEPS = 2
 
 
 @dataclass(frozen=True)
 class Loop:
-    """What takes so many steps, and waits for what they have left to others."""
+    """A training loop to be timed."""
 
     take: Callable[[int], None]
+    """Run a number of steps."""
     settle: Callable[[], None]
+    """Wait for work that the steps have started: on the GPU, and checkpoints being written."""
     stood: Stood | None = None
-    """Of a loop that saves checkpoints."""
+    """Times of its checkpoints; None if the loop saves none."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds a step of one loop: the median, fastest and slowest of its blocks."""
+    """Step time of one loop in seconds: the median, fastest and slowest of its blocks."""
 
     loop: str
     step_s: float
@@ -71,23 +73,47 @@ class StepTime:
     step_s_max: float
     images_per_s: float
     ratio_to_plain: float
-    """Of the time a step, the median over rounds. DataParallel's step has as many images on each GPU."""
+    """Ratio of step times to the plain loop: the median over rounds.
+
+    DataParallel's step has as many images on each GPU as the plain loop's on one.
+    """
     host_s: float | None
-    """Until the host has enqueued a step that a GPU computes: the median of the blocks' first. None without a GPU."""
+    """Time until the host has enqueued a step on the GPU: the median over the blocks' first steps.
+
+    None without a GPU.
+    """
     warmup_s: float
-    """The first two steps, with what they compile; what the loop before it has compiled is not compiled again."""
+    """Time of the first two steps, including compilation.
+
+    Code that an earlier loop has compiled is not compiled again.
+    """
     ratio_to_unsaved: float | None = None
-    """Of the time a step of a loop that saves checkpoints, to that of the same loop without: the median over rounds."""
+    """Ratio of step times to the same loop without checkpoints: the median over rounds.
+
+    This and the following fields are None for a loop that saves none.
+    """
     stood_s: float | None = None
-    """For which a checkpoint held the training thread, the copy to host memory included: the median."""
+    """Median time for which a checkpoint blocked the training thread, including the copy to host memory."""
     copied_s: float | None = None
-    """That copy alone: the median."""
+    """Median time of that copy alone."""
     waited_s: float | None = None
-    """The longest that one checkpoint had to wait for the one before it, part of its ``stood_s``."""
+    """Longest time that a checkpoint waited for the previous one; part of the time that it blocked the thread."""
 
 
 def step_recipe(model: str, image_size: int, batch: int, precision: str, compiled: bool, sync: str = "lazy") -> Recipe:
-    """A recipe of synthetic images, trained by SGD with momentum. Raises UserError where a name is unknown."""
+    """Build a recipe of synthetic images, trained by SGD with momentum.
+
+    Args:
+        model: Name of the model.
+        image_size: Side of the images in pixels.
+        batch: Images per step.
+        precision: Name of the precision.
+        compiled: Whether to compile the model's blocks.
+        sync: Name of the engine.
+
+    Raises:
+        UserError: A name is unknown.
+    """
     return parse_recipe(
         "bench step",
         {
@@ -108,12 +134,17 @@ def step_recipe(model: str, image_size: int, batch: int, precision: str, compile
 def bench_step(
     recipe: Recipe, engines: list[Recipe], rounds: int, steps: int, checkpoint_every: int | None = None
 ) -> list[StepTime]:
-    """Time ``steps`` steps of each loop in each of ``rounds`` rounds, on one rank.
+    """Time blocks of steps of each loop on one rank.
 
-    ``engines`` are the recipe with different ``[sync]`` tables; the plain loop reads the rest of ``recipe``, and so
-    does DataParallel's, unless :func:`no_data_parallel` says why not. With ``checkpoint_every`` each engine is timed
-    once more, saving its whole state every so many steps into a temporary directory; every block has so many steps
-    then, instead of ``steps``.
+    Args:
+        recipe: The recipe; the plain loop uses all but its ``[sync]`` table. DataParallel's loop does so too, unless
+            ``no_data_parallel`` returns a reason.
+        engines: The recipe with different ``[sync]`` tables.
+        rounds: Number of rounds; each times one block of every loop.
+        steps: Steps in each block.
+        checkpoint_every: Steps between checkpoints. If set, each engine is also timed while it saves its whole state
+            into a temporary directory, and every block has this many steps instead of ``steps``. None means no
+            checkpoints.
     """
     world = alone()
     steps = checkpoint_every or steps
@@ -151,18 +182,19 @@ def bench_step(
 
 
 def _ratio(times: list[float], to: list[float]) -> float:
+    """Return the median over rounds of the ratio of ``times`` to ``to``."""
     return median(ours / theirs for ours, theirs in zip(times, to, strict=True))
 
 
 def _saved(stood: Stood | None, times: list[float], unsaved: list[float]) -> tuple[float | None, ...]:
-    """The last four figures of a row."""
+    """Return the last four fields of a ``StepTime``."""
     if stood is None:
         return (None,) * 4
     return _ratio(times, unsaved), median(stood.all_s), median(stood.copied_s), max(stood.waited_s)
 
 
 def no_data_parallel(recipe: Recipe) -> str | None:
-    """Why ``nn.DataParallel`` is not timed here, in a sentence; None: it is."""
+    """Return the reason why ``nn.DataParallel`` is not timed here, as a message; None if it is timed."""
     gpus = torch.cuda.device_count()
     if gpus < 2:
         there = "is one" if gpus else "are none"
@@ -173,13 +205,19 @@ def no_data_parallel(recipe: Recipe) -> str | None:
 
 
 def over_gpus(model: nn.Module, precision: Precision, gpus: int) -> nn.Module:
-    """``model``, which lies on the first GPU, with each batch divided over the first ``gpus``; logits come back to the
-    first. On a machine without any, DataParallel is the model itself."""
+    """Wrap ``model``, which is on the first GPU, in ``nn.DataParallel`` over the first ``gpus`` GPUs.
+
+    Each batch is divided over these GPUs, and the logits are gathered on the first. On a node without GPUs,
+    DataParallel only calls the model itself.
+    """
     return nn.DataParallel(_Cast(model, precision), list(range(gpus)))
 
 
 class _Cast(nn.Module):
-    """A forward that autocasts by itself: DataParallel's threads know that their caller does, not to which dtype."""
+    """A model whose forward enables autocast itself.
+
+    DataParallel's threads take over that autocast is enabled, but not its dtype.
+    """
 
     def __init__(self, model: nn.Module, precision: Precision) -> None:
         super().__init__()
@@ -193,7 +231,7 @@ class _Cast(nn.Module):
 
 
 def step_table(times: list[StepTime]) -> Table:
-    """One row a loop."""
+    """Build a table with one row per loop."""
     return compact_table(
         ("loop",),
         ("ms a step", "fastest", "slowest", "host's", "img/s", "vs plain", "warm-up"),
@@ -206,8 +244,12 @@ def step_table(times: list[StepTime]) -> Table:
 
 
 def checkpoint_table(times: list[StepTime]) -> Table:
-    """One row a loop that saves checkpoints: images a second without and with them, what they cost of these by the
-    rounds' median, for how long one held the training thread, and the longest that one waited for the one before."""
+    """Build a table with one row per loop that saves checkpoints.
+
+    Columns are images per second without and with checkpoints, their cost as the median over rounds, the time for which
+    a checkpoint blocked the training thread, the part of it spent copying, and the longest wait for the previous
+    checkpoint.
+    """
     unsaved = {t.loop + _SAVED: t.images_per_s for t in times}
     return compact_table(
         ("loop",),
@@ -226,14 +268,14 @@ def _milliseconds(seconds: float | None) -> str:
 
 
 def alone() -> DistContext:
-    """The world of one rank, on the GPU where there is one."""
+    """Initialise a process group of one rank, on the GPU if there is one, and return its context."""
     device, backend = prepare_device(0)
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     return DistContext(0, 1, 0, 1, device)
 
 
 def synthetic_batches(recipe: Recipe, device: torch.device) -> Batches:
-    """Those of a recipe of :func:`step_recipe`, normalised, without end."""
+    """Return endless normalised batches for a recipe from ``step_recipe``."""
     assert isinstance(recipe.data, SyntheticData)
     order = TrainSampler(recipe.data.train_images, split_batch(recipe, 1), 0, recipe.seed)
     images = SyntheticLoader(order, recipe.data, device, recipe.seed)
@@ -241,11 +283,13 @@ def synthetic_batches(recipe: Recipe, device: torch.device) -> Batches:
 
 
 def _ours(recipe: Recipe, world: DistContext) -> Loop:
+    """Build our training loop."""
     return Loop(_taking(recipe, world, our_step(recipe, world)), partial(_settle, world.device))
 
 
 @contextmanager
 def _ours_saved(recipe: Recipe, world: DistContext, every_steps: int) -> Iterator[Loop]:
+    """Build our training loop, with checkpoints in a temporary directory."""
     take_step = our_step(recipe, world)
     with (
         TemporaryDirectory(prefix="bench-step-") as folder,
@@ -260,8 +304,8 @@ def _ours_saved(recipe: Recipe, world: DistContext, every_steps: int) -> Iterato
 
 
 def our_step(recipe: Recipe, world: DistContext) -> TrainingStep:
-    """A step of a recipe of :func:`step_recipe`, with fresh weights."""
-    recipe = recipe.model_copy(update={"nonfinite_steps": 0})  # steps are timed, whatever they learn
+    """Build our training step for a recipe from ``step_recipe``, with fresh weights."""
+    recipe = recipe.model_copy(update={"nonfinite_steps": 0})  # non-finite losses do not end the benchmark
     assert isinstance(recipe.data, SyntheticData)
     return build_step(
         recipe, split_batch(recipe, 1), build_initial_model(recipe, recipe.data.classes, world), world, 64
@@ -271,6 +315,7 @@ def our_step(recipe: Recipe, world: DistContext) -> TrainingStep:
 def _taking(
     recipe: Recipe, world: DistContext, take_step: TrainingStep, saving: Saving | None = None
 ) -> Callable[[int], None]:
+    """Return a function that runs a number of steps, with metrics as in a run."""
     batches = synthetic_batches(recipe, world.device)
     record = MetricLogger(Clock().run_s)
     done = 0
@@ -289,8 +334,11 @@ def _taking(
 
 
 def _plain(recipe: Recipe, world: DistContext, gpus: int = 1) -> Loop:
-    """What one would write by hand: forward, backward, ``torch.optim.SGD`` in its fused form, a loss every log line;
-    torch's ``GradScaler`` for fp16. With several ``gpus`` that batch divided over them."""
+    """Build the loop that a user would write by hand; with several ``gpus``, each batch is divided over them.
+
+    It has forward, backward, fused ``torch.optim.SGD``, a loss read at every log line, and torch's ``GradScaler`` for
+    fp16.
+    """
     assert isinstance(recipe.data, SyntheticData)
     assert isinstance(recipe.optim, Sgd)
     set_float32_math(recipe.precision)
@@ -327,7 +375,7 @@ def _plain(recipe: Recipe, world: DistContext, gpus: int = 1) -> Loop:
 
 
 def _seconds(loop: Loop, steps: int) -> tuple[float, float]:
-    """Until the host is through with the first of ``steps`` steps, and until all are done."""
+    """Return the seconds until the host has finished the first of ``steps`` steps, and until all are done."""
     loop.settle()
     begun = time.perf_counter()
     loop.take(1)
@@ -338,5 +386,6 @@ def _seconds(loop: Loop, steps: int) -> tuple[float, float]:
 
 
 def _settle(device: torch.device) -> None:
+    """Wait for the GPU, if ``device`` is one."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

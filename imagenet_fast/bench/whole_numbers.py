@@ -1,4 +1,4 @@
-"""Lists of whole numbers, as options take them."""
+"""Parse lists of whole numbers from options."""
 
 from __future__ import annotations
 
@@ -6,7 +6,17 @@ from imagenet_fast.errors import UserError
 
 
 def whole_numbers(option: str, text: str, example: str, *, zero: bool = False) -> list[int]:
-    """The numbers of a list such as ``example``: above 0, or with ``zero`` that too. Raises UserError."""
+    """Parse a comma-separated list of whole numbers.
+
+    Args:
+        option: Name of the option, for the error message.
+        text: The list.
+        example: A valid list, for the error message.
+        zero: Whether 0 is allowed.
+
+    Raises:
+        UserError: ``text`` is no such list.
+    """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and (zero or int(part)) for part in parts):
         above = "" if zero else " above 0"

@@ -1,4 +1,7 @@
-"""The commands: parse, call, exit code. torch and pydantic are imported by the commands that need them."""
+"""The command line: parse options, run a command, set the exit code.
+
+torch and pydantic are imported only by the commands that need them.
+"""
 
 from __future__ import annotations
 
@@ -50,19 +53,20 @@ app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 app.add_typer(launch_app, name="launch")
 
-# What is compared where nobody says with which engines; layouts by one that is exact and overlaps all it can.
+# Defaults of `compare`. Layouts use an engine that is exact and overlaps as much as it can.
 _ENGINES = "ddp,ring,lazy,hybrid,sparse"
 _ENGINE_OF_LAYOUTS = "hybrid"
 
 
 def _print_version(asked: bool) -> None:
+    """Print the version and exit, if asked to."""
     if asked:
         print(f"imagenet-fast {__version__}")
         raise typer.Exit
 
 
 def entry() -> None:
-    """The console script."""
+    """Run the command line as the installed console script."""
     from imagenet_fast.launch.fast_exit import leave
     from imagenet_fast.launch.stdio import keep_printing, refuse_if_lost
 
@@ -70,15 +74,21 @@ def entry() -> None:
     try:
         main()
     except SystemExit as end:
-        if not end.code and sys.argv[1:2] != ["train"]:  # of a run the directory is the result
+        if not end.code and sys.argv[1:2] != ["train"]:  # the result of `train` is its run directory, not its output
             refuse_if_lost()
         leave(end)
 
 
 def main() -> None:
-    """Run the command line: a UserError is one sentence on stderr and exit code 2. Raises SystemExit."""
-    # Before torch is imported: its C++ side tells of hosts that have no name, or do not answer yet, by whole pages of
-    # stack frames. A launcher says itself what is wrong; of a rank's backend real errors are of use.
+    """Run the command line.
+
+    A UserError is printed as one sentence on stderr, with exit code 2.
+
+    Raises:
+        SystemExit: Always, with the exit code.
+    """
+    # Set before torch is imported: for hosts that have no name, or do not answer yet, its C++ code prints pages of
+    # stack frames. A launcher reports such errors itself; a rank keeps real errors of its backend.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR" if "RANK" in os.environ else "FATAL")
     try:
         app()
@@ -87,7 +97,7 @@ def main() -> None:
     except JobAborted as fault:
         exit_with_error(str(fault), code=1)
     except (OSError, UnicodeDecodeError) as error:
-        if "RANK" in os.environ:  # in the middle of a run the place matters
+        if "RANK" in os.environ:  # on a rank the traceback is needed
             raise
         exit_with_error(f"{error}; check the path")
 
@@ -152,12 +162,19 @@ def train(
 ) -> None:
     """Train a recipe to its target accuracy.
 
-    Ctrl-C, SIGTERM or SIGUSR1, at this command or at any rank, saves the state and ends, within the seconds that
-    checkpoint.grace_s allows; twice ends at once. The same command with --resume auto goes on. With --nodes MIN:MAX
-    only the node that is told ends, and the others go on.
+    Ctrl-C, SIGTERM or SIGUSR1, sent to this command or to any rank, saves the
+    state and ends the run, within checkpoint.grace_s seconds. A second signal
+    ends it at once. The same command with --resume auto resumes the run. With
+    --nodes MIN:MAX only the node that gets the signal ends; the others
+    continue.
 
-    Exit codes: 0 target reached (or none set), 1 error or interrupted, 2 usage, 3 trained to the end without
-    reaching the target, 4 stopped by a signal without loss.
+    Exit codes:
+
+    - 0: target reached, or no target set
+    - 1: error or interrupted
+    - 2: wrong usage
+    - 3: trained to the end without reaching the target
+    - 4: stopped by a signal without loss
     """
     from imagenet_fast.distributed.rank_info import rank_info_from_env
     from imagenet_fast.launch.job_setup import plan_job, recipe_to_train, run_to_resume
@@ -176,7 +193,7 @@ def train(
     if not silent and (place is None or place.is_main):
         for doubt in lint(written):
             warn(doubt)
-    if place is not None:  # a torchrun or an srun of the user's has started us: we are a rank
+    if place is not None:  # started by the user's torchrun or srun: this process is a rank
         from imagenet_fast.launch.worker import run_worker
 
         job = plan(place.size)
@@ -205,9 +222,10 @@ def evaluate(
         typer.Option("--json", metavar="FILE", callback=in_a_directory, help="Write the result there too."),
     ] = None,
 ) -> None:
-    """Classify the whole validation set with given weights, each image once: top-1 and top-5.
+    """Classify each validation image once with given weights, and print top-1 and top-5 accuracy.
 
-    A run directory says itself by which recipe, and on which images if they are still where they were.
+    A run directory provides its recipe, and its images if they have not been
+    moved.
     """
     from imagenet_fast.distributed.rank_info import rank_info_from_env
     from imagenet_fast.launch.job_setup import plan_evaluation
@@ -217,7 +235,7 @@ def evaluate(
     plan = partial(plan_evaluation, weights, recipe, overrides, data=data, report=json_file)
     adopt_step(os.environ)
     place = rank_info_from_env()
-    if place is not None:  # a torchrun or an srun of the user's has started us: we are a rank
+    if place is not None:  # started by the user's torchrun or srun: this process is a rank
         from imagenet_fast.launch.evaluate import evaluate_as_rank
 
         evaluate_as_rank(plan(place.size), place, join_timeout)
@@ -241,11 +259,12 @@ def export(
         str, typer.Option("--format", metavar="safetensors|pt2", help="Weights; or a program of torch.export.")
     ] = "safetensors",
 ) -> None:
-    """Write weights as a file to be used elsewhere.
+    """Write weights to a file for use in other programs.
 
-    `safetensors` holds them under torchvision's names. `pt2` is the whole network for evaluation, in fp32 and for any
-    number of images, which torch.export.load runs without this program. Both say for which classes, and how images
-    are prepared, as far as that is known.
+    `safetensors` holds them under torchvision's names. `pt2` is the whole
+    network for evaluation, in fp32 and for any number of images;
+    torch.export.load runs it without this program. Both include the classes and
+    how to prepare images, as far as that is known.
     """
     from imagenet_fast.launch.export import export_weights
 
@@ -262,10 +281,11 @@ def doctor(
     join_timeout: PatienceOption = 300,
     json_file: JsonOption = None,
 ) -> None:
-    """Check what would stand in the way of training here, and say how to put it right.
+    """Check for anything that would prevent training here, and say how to fix it.
 
-    A line each: ok, warn or fail. The exit code is 1 if anything fails. With --nodes, run on each of them, it looks at
-    all, and at the network between them; the first tells.
+    Prints one line per check: ok, warn or fail. The exit code is 1 if any check
+    fails. With --nodes, run the command on each node: it checks all of them and
+    the network between them, and the first node prints the result.
     """
     from dataclasses import asdict
 
@@ -343,17 +363,16 @@ def compare(
         Path | None, typer.Option(metavar="DIR", help="Of all runs. Default: runs/<time>-<recipe>-compare.")
     ] = None,
 ) -> None:
-    """Train a recipe once an engine or a layout, with the same seed, and compare time and steps to accuracy.
+    """Train a recipe once per engine or layout, with the same seed, and compare time and steps to accuracy.
 
-    In the table s/step is the median of all steps but the first ten, each
-    taken for its log interval's mean. MB/step is what a rank sends in one for
-    gradients and activations, by our own count, and with --rate link MB what
-    it puts on its host's link while it trains, by the kernel's: means of the
-    same steps and of all ranks.
+    In the table s/step is the median over all steps but the first ten; each
+    step counts with its log interval's mean. MB/step is what a rank sends per
+    step for gradients and activations, counted by the program. With --rate,
+    link MB is what a rank puts on its host's link during training, counted by
+    the kernel. Both are means over the same steps and all ranks.
 
     The curves are drawn to compare.png, and `tensorboard --logdir DIR` shows
-    every run. A run that fails does not stop the others; the exit code is
-    then 1.
+    every run. If a run fails, the others continue, and the exit code is 1.
     """
     from rich.console import Console
 
@@ -387,7 +406,7 @@ def compare(
     folder.mkdir(parents=True, exist_ok=True)
     draw_curves(past, png)
     print(f"drawn to {png}")
-    if failed or len(ended) < len(runs):  # fewer: we were interrupted
+    if failed or len(ended) < len(runs):  # fewer runs ended: the command was interrupted
         raise typer.Exit(1)
 
 
@@ -396,7 +415,7 @@ def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
     png: PngOption = None,
 ) -> None:
-    """Time-to-accuracy of past runs, as a table and as an image."""
+    """Compare past runs: print a table with time to accuracy, and draw their curves with --png."""
     from rich.console import Console
 
     from imagenet_fast.metrics.report import draw_curves, read_run, report_table

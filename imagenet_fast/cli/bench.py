@@ -1,4 +1,4 @@
-"""The commands that measure: `imagenet-fast bench`."""
+"""The measuring commands: `imagenet-fast bench`."""
 
 from __future__ import annotations
 
@@ -33,9 +33,13 @@ def bench_step(
     ] = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Time our training step beside a plain PyTorch loop, interleaved, on one rank and synthetic data; with two GPUs or
-    more also that loop in nn.DataParallel over all of them, --batch images on each. With --checkpoint-every also what
-    checkpoints cost, written to the directory for temporary files (TMPDIR)."""
+    """Time our training step beside a plain PyTorch loop, in alternating rounds.
+
+    It uses one rank and synthetic data. With two GPUs or more it also times the
+    plain loop in nn.DataParallel over all of them, with --batch images on each.
+    With --checkpoint-every it also measures what checkpoints cost; they are
+    written to the directory for temporary files (TMPDIR).
+    """
     from imagenet_fast.bench.train_step import bench_step as measure
     from imagenet_fast.bench.train_step import checkpoint_table, no_data_parallel, step_recipe, step_table
 
@@ -107,7 +111,12 @@ def bench_sync(
         ),
     ] = None,
 ) -> None:
-    """Replay a model's layer profile against every engine over a network of one's own, beside DDP and the limits."""
+    """Replay a model's layer profile with every engine, beside DDP and the lower bounds on step time.
+
+    All ranks run on this node: over its loopback interface or, with --rate,
+    over links of that rate between its hosts. With --count nothing is sent: the
+    cost of a step per rank is only counted.
+    """
     from imagenet_fast.cost_model.layer_profile import load_profile
     from imagenet_fast.recipe.load import parse_engines
 
@@ -181,7 +190,7 @@ def bench_collectives(
     json_file: JsonOption = None,
     png: PngOption = None,
 ) -> None:
-    """Time all-reduces by message size: latency, bandwidth and use of the link, by gloo, NCCL, MPI and ours."""
+    """Time all-reduces by message size: latency, bandwidth and link use of gloo, NCCL, MPI and our own."""
     from imagenet_fast.bench.collectives import bandwidth_table, draw_bandwidth
     from imagenet_fast.bench.collectives import bench_collectives as measure
 
@@ -213,7 +222,11 @@ def bench_pipeline(
     json_file: JsonOption = None,
     png: PngOption = None,
 ) -> None:
-    """Measure a pipeline's bubble beside the formula's, what its ranks keep for backward, and images a second."""
+    """Measure a pipeline: its bubble, its memory and its speed.
+
+    The bubble is shown beside the one that the formula gives. Memory is what
+    each rank keeps for backward, and speed is images per second.
+    """
     from imagenet_fast.bench.pipeline import bench_pipeline as measure
     from imagenet_fast.bench.pipeline import draw_pipeline, pipeline_table
     from imagenet_fast.bench.train_step import step_recipe
@@ -236,7 +249,7 @@ def bench_profile(
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
     steps: Annotated[int, typer.Option(min=1)] = 10,
 ) -> None:
-    """Record how long each layer of a model computes here, for `bench sync`."""
+    """Record how long each layer of a model computes on this hardware, for `bench sync`."""
     from imagenet_fast.bench.layer_profiler import record_profile
     from imagenet_fast.bench.train_step import step_recipe
     from imagenet_fast.cost_model.layer_profile import save_profile
@@ -268,7 +281,7 @@ def bench_data(
     json_file: JsonOption = None,
     png: PngOption = None,
 ) -> None:
-    """Time the loaders beside torchvision's, a bare DALI and decoding alone, with nothing that trains, on one rank."""
+    """Time the loaders on one rank, without training, beside torchvision's, bare DALI and decoding alone."""
     from imagenet_fast.bench.dataloaders import bench_loading, draw_loading, loading_table, parse_loaders
     from imagenet_fast.distributed.cpu_count import usable_cores
 
@@ -282,7 +295,7 @@ def bench_kernels(
     model: Annotated[str, typer.Option(help="alexnet, alexnet_bn, resnet18 or resnet50.")] = "resnet50",
     json_file: JsonOption = None,
 ) -> None:
-    """Count the kernels of an optimiser's step over a model's parameters."""
+    """Count the kernels of one optimiser step over a model's parameters."""
     from imagenet_fast.bench.optimizer_kernels import count_kernels, kernel_table
     from imagenet_fast.bench.train_step import step_recipe
 
@@ -290,7 +303,7 @@ def bench_kernels(
 
 
 def _refuse_beside(context: typer.Context, parameters: Sequence[str], reason: str) -> None:
-    """Raises UserError, which begins with the option, where one of ``parameters`` has been given."""
+    """Raise UserError if one of ``parameters`` was given; the message begins with that option."""
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
         if parameter.name in parameters and source is not None and source.name != "DEFAULT":
@@ -305,7 +318,7 @@ def _show_and_draw(
     json_file: Path | None,
     png: Path | None,
 ) -> None:
-    """Show what is measured, and draw it where asked; a plot that cannot be drawn is refused before."""
+    """Print what ``measure`` returns, and draw it to ``png`` if given; refuse an impossible plot before measuring."""
     from imagenet_fast.metrics.plots import new_figure
 
     figure = new_figure(png, *inches) if png is not None else None
@@ -317,7 +330,7 @@ def _show_and_draw(
 
 
 def _show(rows: list[Any], table: Callable[[list[Any]], Any], json_file: Path | None) -> None:
-    """Print dataclass rows as a table, and write them as JSON where asked."""
+    """Print dataclass rows as a table, and write them as JSON if a file is given."""
     from rich.console import Console
 
     from imagenet_fast.metrics.json_io import to_json

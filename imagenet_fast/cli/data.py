@@ -1,4 +1,4 @@
-"""The commands that bring data sets where recipes look for them: `imagenet-fast data`."""
+"""The commands that get, prepare and check data sets: `imagenet-fast data`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ data_app = typer.Typer(help="Get data sets, prepare and check them.", no_args_is
 
 
 def _shard_bytes(text: str) -> int:
+    """Return the bytes of a size like 150MB; raise UserError if it is none."""
     from imagenet_fast.cost_model.units import parse_size
 
     if (size := parse_size(text)) is None:
@@ -29,7 +30,7 @@ def fetch(
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: the cache directory.")] = None,
 ) -> None:
-    """Put a data set where the recipes look for it."""
+    """Download or make a data set, and put it where the recipes look for it."""
     from imagenet_fast.data.download import fetch_dataset
 
     print(f"{dataset} is in {fetch_dataset(dataset, out, archive)}")
@@ -84,13 +85,14 @@ def prepare(
         int | None, typer.Option(min=1, help="Classes, or shards, at a time. Default: one a core.")
     ] = None,
 ) -> None:
-    """Make ImageNet, as it is downloaded, what `train --data` reads.
+    """Convert ImageNet, as downloaded, to what `train --data` reads.
 
-    Class tars are read where they lie in the outer tar, several at once. Labels
-    are sorted wnids, as torchvision has them, whatever numbers the devkit has.
-    train/ and val/ appear in --out once they are whole. Stopped or killed, the
-    same command goes on where it was. Shards hold the training images in an
-    order of their own, and come with the indexes that we and DALI ask for.
+    Class tars are read inside the outer tar, several at once, without unpacking
+    it. Labels are the positions of the sorted wnids, as in torchvision,
+    whatever numbers the devkit has. train/ and val/ appear in --out only when
+    they are complete. If the command is stopped or killed, run it again to
+    continue. Shards hold the training images in an order of their own, and come
+    with the indexes that our loaders and DALI need.
     """
     from imagenet_fast.data.format_detection import Format
     from imagenet_fast.data.prepare.prepare import prepare as fill
@@ -129,11 +131,11 @@ def verify(
 ) -> None:
     """Decode every image of a data set, in folders or shards.
 
-    What no loader can read is listed in DIR/quarantine.json, and `train`
-    and `eval` leave it out from then on: empty, truncated and damaged ones,
-    such as are no image, of another kind, or AppleDouble. CMYK images,
-    images that EXIF turns, images under another format's name and
-    duplicates are told, and kept.
+    Files that no loader can read are listed in DIR/quarantine.json, and `train`
+    and `eval` leave them out from then on: empty, truncated and damaged files,
+    files that are not images, images of other kinds, and AppleDouble files.
+    Reported but kept are CMYK images, images that EXIF rotates, images under
+    another format's name, and duplicates.
     """
     from imagenet_fast.data.verify.verify import as_json, summary
     from imagenet_fast.data.verify.verify import verify as examine_all
@@ -141,7 +143,7 @@ def verify(
     if png is not None:
         from imagenet_fast.metrics.plots import new_figure
 
-        new_figure(png, 1, 1)  # refuses what could not be drawn before an hour has passed
+        new_figure(png, 1, 1)  # fail now rather than after an hour of decoding
     found = examine_all(data, workers, must_list=json_file is None)
     for line in summary(found, data):
         print(line)
@@ -168,8 +170,8 @@ def cache(
 ) -> None:
     """Decode all images into a cache, as the first epoch of a run would.
 
-    Says first how much it will take. Stopped, killed or out of space, the same
-    command goes on where it was.
+    Prints first how much space it will take. If the command is stopped or
+    killed, or the disk is full, run it again to continue.
     """
     from imagenet_fast.data.fill_cache import fill_caches
     from imagenet_fast.distributed.cpu_count import usable_cores

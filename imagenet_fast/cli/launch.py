@@ -1,4 +1,4 @@
-"""`imagenet-fast launch`: the text of a job for a cluster, to be read and handed in by a person."""
+"""`imagenet-fast launch`: print the text of a cluster job for the user to check and submit."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def slurm(
     program: _Program = None,
     file: _File = None,
 ) -> None:
-    """Print a script for sbatch, which Slurm queues again when it is pre-empted or its time is up."""
+    """Print a script for sbatch; Slurm queues it again after pre-emption or at the time limit, and it resumes."""
     from imagenet_fast.launch.cluster_job import hand_over, job_label
     from imagenet_fast.launch.sbatch import sbatch_text
 
@@ -97,9 +97,10 @@ def k8s(
     no_gpus: _NoGpus = False,
     file: _File = None,
 ) -> None:
-    """Print a JobSet for kubectl apply, whose pods start again, and go on, when they are evicted.
+    """Print a JobSet for kubectl apply; its pods start again and resume when they are evicted.
 
-    A PyTorchJob is for clusters that still have the training operator (v1).
+    --kind pytorchjob prints a PyTorchJob instead, for clusters that still have
+    the training operator (v1).
     """
     from imagenet_fast.launch.cluster_job import check_data, hand_over, job_label, parse_time_limit
     from imagenet_fast.launch.jobset import jobset_text
@@ -132,7 +133,7 @@ def ssh(
     program: _Program = None,
     file: _File = None,
 ) -> None:
-    """Print a script of one ssh a host."""
+    """Print a shell script that starts the job on each host, with one ssh per host."""
     from imagenet_fast.launch.cluster_job import hand_over
     from imagenet_fast.launch.ssh_script import meeting_place, parse_hosts, ssh_text
 
@@ -145,6 +146,7 @@ def ssh(
 def _settle(
     recipe: str, sync: str | None, overrides: list[str], nodes: int, nproc: int | None, scale_batch: bool
 ) -> ClusterJob:
+    """Plan the job, and print a warning for each doubtful recipe value."""
     from imagenet_fast.launch.cluster_job import plan_cluster_job
     from imagenet_fast.recipe.doubts import lint
 
@@ -155,7 +157,7 @@ def _settle(
 
 
 def _command(job: ClusterJob, program: str | None, data: Path | None, out: Path | None, *more: str) -> list[str]:
-    """What nodes start that share this machine's files."""
+    """Return the command that each node runs, for nodes that share this node's files."""
     from imagenet_fast.launch.cluster_job import check_data, parse_program
     from imagenet_fast.launch.job_setup import new_folder
 

@@ -1,4 +1,4 @@
-"""Options that several commands take."""
+"""Options shared by several commands."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from imagenet_fast.errors import UserError
 
 
 def in_a_directory(parameter: typer.CallbackParam, file: Path | None) -> Path | None:
-    """Refuse a file that could not be written, before anything is measured for it."""
+    """Raise UserError for a file whose directory does not exist, before anything is measured for it."""
     if file is not None and not file.absolute().parent.is_dir():
         raise UserError(f"{parameter.opts[0]} {file}: there is no directory {file.parent}; make it, or choose another")
     return file
 
 
 def whole_nodes(text: str) -> int:
-    """The number of nodes, where it must not be a range."""
+    """Parse a number of nodes; a range is refused."""
     from imagenet_fast.launch.rendezvous import parse_fixed_nodes
 
     return parse_fixed_nodes(text)
@@ -35,6 +35,7 @@ DataOption = Annotated[
     Path | None, typer.Option("--data", metavar="DIR", help="Holds train/<class>/* and val/<class>/*.")
 ]
 WEIGHTS = "FILE|RUN|RUN@WHICH"
+"""Metavar of options that take weights."""
 WeightsOption = Annotated[
     Path,
     typer.Option(
@@ -99,5 +100,8 @@ SetOption = Annotated[
 
 
 def written_out(shorthands: dict[str, object]) -> list[str]:
-    """Options that stand for keys of a recipe, by key, as --set has them; None is an option that was not given."""
+    """Return recipe keys given as options of their own in the form of --set: KEY=VALUE.
+
+    None means that the option was not given; it is left out.
+    """
     return [f"{key}={value}" for key, value in shorthands.items() if value is not None]

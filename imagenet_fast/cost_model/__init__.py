@@ -1,1 +1,1 @@
-"""What a step and a network cost, without torch: profiles, the cost model, limits."""
+"""The costs of a step and of a network, without torch: layer profiles, the cost model, lower bounds."""

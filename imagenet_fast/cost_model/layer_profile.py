@@ -1,4 +1,4 @@
-"""Layer profiles: how long each layer of a model computes, and how large its gradients are. One JSON file each."""
+"""Layer profiles: each layer's compute time and gradient size, in one JSON file per model."""
 
 from __future__ import annotations
 
@@ -22,57 +22,66 @@ class Layer:
 
     name: str
     kind: str
-    """Its class in torch.nn."""
+    """Its class in ``torch.nn``."""
     shapes: tuple[tuple[int, ...], ...]
-    """Of its trainable parameters."""
+    """Shapes of its trainable parameters."""
     forward_ms: float
     backward_ms: float
-    """From the moment that gradients of the layer above were ready until its own were."""
+    """Time from when the gradients of the layer above were ready until its own were."""
 
     @property
     def elements(self) -> int:
+        """Number of gradient elements."""
         return sum(math.prod(shape) for shape in self.shapes)
 
 
 @dataclass(frozen=True)
 class Profile:
-    """One step of a model, layers in the order of forward."""
+    """One step of a model, with layers in the order of forward."""
 
     model: str
     source: str
-    """Where the times come from."""
+    """Origin of the times."""
     layers: tuple[Layer, ...]
 
     @property
     def forward_s(self) -> float:
+        """Seconds of forward."""
         return sum(layer.forward_ms for layer in self.layers) / 1e3
 
     @property
     def backward_s(self) -> float:
+        """Seconds of backward."""
         return sum(layer.backward_ms for layer in self.layers) / 1e3
 
     @property
     def compute_s(self) -> float:
+        """Seconds of forward and backward."""
         return self.forward_s + self.backward_s
 
     @property
     def elements(self) -> int:
+        """Number of gradient elements of all layers."""
         return sum(layer.elements for layer in self.layers)
 
     @property
     def timing(self) -> Timing:
-        """Its course, the last layer's gradients first, with nothing in the way."""
+        """The course of a step that nothing delays, with the last layer's gradients first."""
         needed = list(accumulate((layer.forward_ms / 1e3 for layer in self.layers), initial=0.0))[:-1]
         ready = accumulate(layer.backward_ms / 1e3 for layer in reversed(self.layers))
         return Timing(tuple(reversed(needed)), self.forward_s, tuple(ready), self.backward_s)
 
     def sending(self, raw_s: float, travelling: Callable[[Sequence[int]], float] = math.prod) -> list[float]:
-        """Each layer's part of an all-reduce of ``raw_s`` seconds, the last layer's first, where so many values are
-        ``travelling`` for a parameter of some shape."""
+        """Return each layer's share of the seconds of an all-reduce, last layer first.
+
+        Args:
+            raw_s: Seconds of an all-reduce of all gradients.
+            travelling: Returns how many values are sent for a parameter of a shape; by default all.
+        """
         return [raw_s * sum(map(travelling, layer.shapes)) / self.elements for layer in reversed(self.layers)]
 
     def lasting(self, compute_s: float) -> Profile:
-        """The same proportions in another time."""
+        """Return the profile scaled to ``compute_s`` seconds, with the same proportions."""
         factor = compute_s / self.compute_s
         return replace(
             self,
@@ -83,7 +92,10 @@ class Profile:
         )
 
     def shrunk(self, scale: int) -> Profile:
-        """A ``scale``-th of each gradient's elements: the first dimension is divided, and never less than 1."""
+        """Return the profile with about 1/``scale`` of each gradient's elements.
+
+        The first dimension is divided, and never less than 1.
+        """
         layers = tuple(
             replace(layer, shapes=tuple((max(1, shape[0] // scale), *shape[1:]) for shape in layer.shapes))
             for layer in self.layers
@@ -92,12 +104,16 @@ class Profile:
 
 
 def shipped_profile(model: str) -> Profile | None:
-    """The profile that comes with this package, if there is one of ``model``."""
+    """Return the profile of ``model`` that is part of this package, or None if there is none."""
     return load_profile(model) if (SHIPPED / f"{model}.json").exists() else None
 
 
 def load_profile(name: str) -> Profile:
-    """A shipped profile by its name, a JSON file by its path, or ``random:SEED``. Raises UserError."""
+    """Load a shipped profile by its name, a JSON file by its path, or ``random:SEED``.
+
+    Raises:
+        UserError: There is no such profile, the file is no profile, or the seed is no number.
+    """
     if name.startswith("random:"):
         seed = name.removeprefix("random:")
         if not (seed.isascii() and seed.isdigit()):
@@ -122,8 +138,11 @@ def load_profile(name: str) -> Profile:
 
 
 def random_profile(seed: int) -> Profile:
-    """A network of no family: 6 to 48 layers of sizes and times that differ by orders of magnitude, one of them, in any
-    place, a giant with a tenth to two thirds of the gradients. The same at every call."""
+    """Return a random network that belongs to no family; one seed always gives the same.
+
+    It has 6 to 48 layers, whose sizes and times differ by orders of magnitude. One of them, in any place, is a giant
+    with a tenth to two thirds of the gradients.
+    """
     random = Random(seed)
     count = random.randint(6, 48)
     giant = random.randrange(count)
@@ -145,7 +164,7 @@ def random_profile(seed: int) -> Profile:
 
 
 def save_profile(profile: Profile, path: Path) -> None:
-    """Write it as JSON, one layer a line."""
+    """Write ``profile`` as JSON, one layer per line."""
     head = json.dumps({"model": profile.model, "source": profile.source}, indent=2).removesuffix("\n}")
     layers = ",\n".join(f"    {json.dumps(asdict(layer))}" for layer in profile.layers)
     path.write_text(f'{head},\n  "layers": [\n{layers}\n  ]\n}}\n', encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Neighbours shared out evenly: the linear partition problem, exactly."""
+"""Neighbours divided evenly into groups: an exact solution of the linear partition problem."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ from itertools import accumulate
 
 
 def linear_partition(costs: Sequence[float], parts: int) -> list[slice]:
-    """``costs`` (none negative) in ``parts`` runs of neighbours, none empty, of which the dearest costs least.
+    """Divide ``costs`` into ``parts`` groups of neighbours, none empty, so that the dearest group costs least.
 
-    Dynamic programming over where the last run begins (Skiena, The Algorithm Design Manual, "The Partition Problem").
-    Raises ValueError where there are more parts than costs.
+    Dynamic programming over where the last group begins (Skiena, The Algorithm Design Manual, "The Partition Problem").
+
+    Args:
+        costs: Costs in order, none negative.
+        parts: Number of groups.
+
+    Raises:
+        ValueError: There are more parts than costs, or fewer than one part.
     """
     count = len(costs)
     if not 1 <= parts <= count:
         raise ValueError(f"{count} costs cannot be shared out among {parts} runs that are not empty")
     sums = list(accumulate(costs, initial=0.0))
-    least = dict(enumerate(sums))  # by how many costs: what the dearest of the runs so far comes to
-    begins: list[dict[int, int]] = []  # of each further run, by its end
+    least = dict(enumerate(sums))  # by number of costs: cost of the dearest group so far
+    begins: list[dict[int, int]] = []  # of each further group, by its end
     for run in range(1, parts):
         ways = {
             end: min((max(least[begin], sums[end] - sums[begin]), begin) for begin in range(run, end))

@@ -1,4 +1,4 @@
-"""What a message costs."""
+"""The cost of a message."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LinkModel:
-    """An all-reduce of n bytes takes ``latency_s`` + n ``s_per_byte``, with nothing else on the wire."""
+    """A link on which an all-reduce of n bytes, alone on the wire, takes ``latency_s`` + n * ``s_per_byte`` seconds."""
 
     latency_s: float
     s_per_byte: float
     call_s: float = 0.0
-    """How long a message keeps the processor, however short: the latencies of many overlap, these do not."""
+    """Seconds that a message keeps the processor, however short. Latencies of messages overlap, these do not."""
 
     def seconds(self, message: float) -> float:
+        """Return the seconds of a message of ``message`` bytes, alone on the wire."""
         return self.latency_s + message * self.s_per_byte
 
 
 @dataclass(frozen=True)
 class CodecCost:
-    """How long the processor works on the codes of a message, by its bytes on the wire."""
+    """The processor's time for the codes of a message, per byte on the wire."""
 
     encode_s_per_byte: float = 0.0
     decode_s_per_byte: float = 0.0
-    """Of both phases: where parts are added up, and where means arrive."""
+    """Time for both decodings: where parts are added up, and where means are received."""
 
 
 NO_CODEC = CodecCost()
-"""Of values that are cast: a link shows what that costs."""
+"""The cost for values that are only cast: the link's costs include the cast."""

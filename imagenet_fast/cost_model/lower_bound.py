@@ -1,4 +1,4 @@
-"""The least that a step can take, whatever the engine: what no order and no overlap can beat."""
+"""The least time of a step, whatever the engine: no order and no overlap can beat it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,19 @@ from imagenet_fast.cost_model.timing import Timing
 def step_lower_bound(
     timing: Timing, seconds: Sequence[float], awaits: Literal["each", "backward", "read"], share: float = 1.0
 ) -> float:
-    """Seconds of the fastest step, of an engine that waits where ``awaits`` says and sends ``share`` of the values.
+    """Return the seconds of the fastest possible step.
 
-    ``seconds`` is how long each span's gradients keep the wire busy: together one undisturbed all-reduce of all. Those
-    that are ready no earlier than a, from the beginning of backward, and needed no later than d, from the beginning of
-    the next forward, must pass between the two, for which a period T with a forward of f leaves T - f - a + d. For
-    gradients that may be divided at will the largest of these bounds is the least period. ``backward``: all are needed
-    by d = 0. ``each``: nothing is sent before backward has ended.
+    Consider the gradients that are ready no earlier than ``a``, from the beginning of backward, and needed no later
+    than ``d``, from the beginning of the next forward. They must be sent between the two. With a step time ``T`` and a
+    forward time ``f``, that leaves ``T - f - a + d``. For gradients that may be divided at will, the largest of these
+    bounds is the least step time. With ``backward``, all gradients are needed by ``d = 0``. With ``each``, nothing is
+    sent before backward has ended.
+
+    Args:
+        timing: The course of the step.
+        seconds: Time for which each slot's gradients keep the wire busy; in total, one undisturbed all-reduce of all.
+        awaits: Where the engine waits for gradients.
+        share: Share of the values that the engine sends.
     """
     match awaits:
         case "each":

@@ -1,12 +1,12 @@
-"""In which order, and how early, the transfers of a step begin.
+"""The order of a step's transfers, and how early each is launched.
 
-A wire has no use for more than it can carry until something more urgent may turn up. So what has been produced in
-backward is held back while the wire is busy anyway, and when a layer turns up that the next forward needs sooner, it
-goes first. All ranks must begin their transfers in one order, so nobody decides by what he sees: after a few steps
-the times are averaged and the releases of all later steps are laid down, once.
+There is no gain in giving the wire more than it can carry until something more urgent may be ready. So gradients that
+are ready during backward are held back while the wire is busy anyway. When a layer that the next forward needs sooner
+is ready, it goes first. All ranks must launch their transfers in one order, so no rank decides by its own timing. After
+a few steps the times are averaged, and the releases of all later steps are fixed once.
 
-Scheduling transfers by when they are needed is from P3 (Jayarajan et al., arXiv 1905.03960) and ByteScheduler
-(Peng et al., SOSP 2019); there a coordinator, or a parameter server, makes ranks agree.
+Scheduling transfers by when they are needed is from P3 (Jayarajan et al., arXiv 1905.03960) and ByteScheduler (Peng et
+al., SOSP 2019). There a coordinator, or a parameter server, makes the ranks agree.
 """
 
 from __future__ import annotations
@@ -14,28 +14,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_SLACK = 1.3  # releases reach this much further than the next event, against a wire that idles when a step is slow
+_SLACK = 1.3  # fill the wire this many times as far as the next event, so that it is not idle in a slow step
 
 
 @dataclass(frozen=True)
 class Task:
-    """A transfer, one of the same number every step."""
+    """A transfer, with the same number in every step."""
 
     event: int
-    """The first event at which it can begin."""
+    """The first event at which it can be launched."""
     message: float
-    """Bytes of an all-reduce that would keep the wire busy as long."""
+    """Bytes of an all-reduce that keeps the wire busy as long."""
     urgency: tuple[int, ...]
-    """Lower goes first."""
+    """Its priority; lower goes first."""
     after: int | None = None
-    """A task that must have begun before."""
+    """The task that must be launched before this one, if any."""
 
 
 def plan_release_order(tasks: Sequence[Task], times: Sequence[float], s_per_byte: float) -> list[list[int]]:
-    """Which tasks begin at which event, given the times of the events in seconds.
+    """Return the numbers of the tasks to launch at each event.
 
-    At each event the most urgent tasks that can begin are released, until they keep the wire busy past the next
-    event, but not past the last, which is when what is needed first can leave; then all that is left is released.
+    At each event the most urgent tasks that can begin are released, until they keep the wire busy past the next event.
+    They are not to keep it busy past the last event, at which what is needed first can be sent. At the last event all
+    remaining tasks are released.
+
+    Args:
+        tasks: The transfers of a step.
+        times: Times of the events in seconds.
+        s_per_byte: Seconds on the wire per byte of a task.
     """
     held = set(range(len(tasks)))
     releases: list[list[int]] = []
@@ -59,7 +65,7 @@ def plan_release_order(tasks: Sequence[Task], times: Sequence[float], s_per_byte
 
 
 def as_ready(tasks: Sequence[Task], events: int) -> list[list[int]]:
-    """The releases where every task begins at its first event."""
+    """Return the releases in which every task is launched at its first event."""
     releases: list[list[int]] = [[] for _ in range(events)]
     for number, task in enumerate(tasks):
         releases[task.event].append(number)

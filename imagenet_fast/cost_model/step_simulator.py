@@ -1,8 +1,8 @@
-"""The cost model: how long a step takes, from its course, what travels in it, and what the network costs.
+"""The cost model: the time of a step, from its course, its messages and the costs of the network.
 
-Messages under way share the wire evenly, as their connections do; what a message waits for besides, its latency, goes
-on beside other messages' bytes. The processor prepares one after the other. After the models of MG-WFBP (Shi et al.,
-INFOCOM 2019), with the next forward, plans, queues and codecs added.
+Messages in flight share the wire evenly, as their connections do. A message's latency overlaps with other messages'
+bytes. The processor prepares one message after the other. After the models of MG-WFBP (Shi et al., INFOCOM 2019), with
+the next forward, plans, queues and codecs added.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from imagenet_fast.cost_model.priority_schedule import Task
 from imagenet_fast.cost_model.timing import Timing
 
 THRESHOLDS = [*(2.0**power for power in range(16, 27)), math.inf]
-"""Bytes: 64 KiB to 64 MiB, and everything at once."""
+"""Bucket sizes in bytes: 64 KiB to 64 MiB, and infinity for everything at once."""
 
 _CAME, _RELEASED, _BEGUN = range(3)
-"""Kinds of events, those first that free others."""
+"""Kinds of events; at equal times, those that unblock others are handled first."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the cost model makes of an engine."""
+    """The cost model's result for an engine."""
 
     engine: str
     step_s: float
@@ -40,21 +40,21 @@ class SimMessage:
     """A message of a step, or a half of one."""
 
     task: Task
-    """From when on it may leave, its bytes, and of which other it is the second half."""
+    """When it may be launched, its bytes, and the message of which it is the second half."""
     spans: range
-    """Whose gradients, by number in pool order, are complete once it and its like have come."""
+    """Slots, by number in pool order, that are complete once it and their other messages are received."""
     link: LinkModel
     codec: CodecCost = NO_CODEC
     urgent: bool = False
-    """Whether what is released with it at the end of backward, but is not urgent, waits until it has come."""
+    """Whether the messages released with it at the end of backward, unless urgent too, wait until it is received."""
     run: int = 0
-    """Messages of one run are pieces of what travels together."""
+    """Number of its bucket; the messages of one bucket are its pieces."""
     queue: str = ""
-    """Messages of one queue leave in their order,"""
+    """Name of its queue; messages of one queue are launched in their order."""
     abreast: float = math.inf
-    """of which so many are under way at a time."""
+    """Number of messages of its queue that may be in flight at a time."""
     kind: str = ""
-    """At the end of backward a message waits for those before it of each other kind, but for the last."""
+    """At the end of backward a message waits for the earlier messages of every other kind, except that kind's last."""
 
 
 def simulated_step_s(
@@ -63,10 +63,17 @@ def simulated_step_s(
     awaits: Literal["each", "backward", "read"],
     timing: Timing,
 ) -> float:
-    """Seconds of a step that sends ``sendings``, those of ``releases`` by event: a push each, and backward's end.
+    """Return the seconds of a step that sends ``sendings``.
 
-    With ``read`` the next forward stands still at every layer whose gradients have not come, else where it begins. So
-    all of a step has come before the next backward: steps do not meet on the wire, and each is like the first.
+    With ``read`` the next forward stops at every layer whose gradients are not received yet; otherwise it stops at its
+    beginning. So all messages of a step are received before the next backward. Steps do not share the wire, and each is
+    like the first.
+
+    Args:
+        sendings: The messages of a step.
+        releases: Numbers of the messages that are released at each event: one per push, then the end of backward.
+        awaits: Where the step waits for messages.
+        timing: The course of the step.
     """
     moments = [*timing.ready, timing.backward_s]
     came = _came(sendings, releases, awaits == "each", moments)
@@ -80,7 +87,10 @@ def simulated_step_s(
 def _came(
     sendings: Sequence[SimMessage], releases: Sequence[Sequence[int]], one_by_one: bool, moments: Sequence[float]
 ) -> list[float]:
-    """When each message has come, from the beginning of backward; ``one_by_one``: no run leaves before the last has."""
+    """Return when each message is received, in seconds from the beginning of backward.
+
+    With ``one_by_one``, no bucket is sent before the last one is received.
+    """
     behind = _behind(sendings, releases, one_by_one)
     released = [0.0] * len(sendings)
     queues: dict[str, deque[int]] = {}
@@ -120,14 +130,14 @@ def _came(
 
 
 class _Wire:
-    """Carries any number of messages at a time, each at the same share of its rate."""
+    """A wire that carries any number of messages at a time, each at the same share of its rate."""
 
     def __init__(self) -> None:
         self._now = 0.0
         self._given = 0.0
-        """Seconds of the whole wire that a message would have been given which had been on it from the beginning."""
+        """Seconds of the whole wire that a message in flight from the beginning would have been given."""
         self._ends: list[tuple[float, int]] = []
-        """By message, what that will be when it is through."""
+        """By message, the value of ``_given`` at which it is through, as a heap."""
 
     @property
     def busy(self) -> bool:
@@ -135,29 +145,29 @@ class _Wire:
 
     @property
     def next_through(self) -> float:
-        """When the next message is, if no other begins."""
+        """Time at which the next message is through, if no other begins."""
         return self._now + (self._ends[0][0] - self._given) * len(self._ends) if self._ends else math.inf
 
     def begin(self, now: float, number: int, seconds: float) -> None:
-        """A message that would take so many ``seconds`` alone."""
+        """Add a message that would take ``seconds`` alone."""
         if self._ends:
             self._given += (now - self._now) / len(self._ends)
         self._now = now
         heapq.heappush(self._ends, (self._given + seconds, number))
 
     def end(self) -> tuple[float, int]:
-        """When the next message is through, and which it is."""
+        """Remove the next message that is through; return when that is, and its number."""
         self._now = self.next_through
         self._given, number = heapq.heappop(self._ends)
         return self._now, number
 
 
 def _behind(sendings: Sequence[SimMessage], releases: Sequence[Sequence[int]], one_by_one: bool) -> list[list[int]]:
-    """By message, those that must have come before it leaves."""
+    """Return, by message, the messages that must be received before it is sent."""
     behind: list[list[int]] = [[] for _ in sendings]
     run: list[int] = []
-    before: list[int] = []  # the run before it
-    urgent: list[int] = []  # the last of these
+    before: list[int] = []  # the bucket before it
+    urgent: list[int] = []  # the last urgent message
     for event, released in enumerate(releases):
         last = event == len(releases) - 1
         kinds: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""A step's course."""
+"""The course of a step."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Timing:
-    """A step's course by span, in pool order; seconds, the same on every rank."""
+    """The course of a step by slot, in pool order; seconds, the same on every rank."""
 
     needed: tuple[float, ...]
-    """From the beginning of forward until a span's layer is called."""
+    """Time from the beginning of forward until a slot's layer is called."""
     forward_s: float
     ready: tuple[float, ...]
-    """From the beginning of backward until a span is pushed."""
+    """Time from the beginning of backward until a slot is pushed."""
     backward_s: float
 
     @property
     def compute_s(self) -> float:
+        """Seconds of forward and backward."""
         return self.forward_s + self.backward_s

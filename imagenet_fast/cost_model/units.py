@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write them: K, M and G are powers of 1024, as in nccl-tests."""
+"""Numbers of bytes as text: K, M and G are powers of 1024, as in nccl-tests."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import re
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 SIZE = r"(\d{1,15})([KMG]?)(?:I?B)?"
-"""Matches one, in capitals: its number and its unit."""
+"""Pattern of a size in capitals; its groups are the number and the unit."""
 
 
 def parse_size(text: str) -> int | None:
-    """The bytes of ``150MB``, in whatever case; None where that is no size, or 0."""
+    """Return the bytes of a size such as ``150MB``, in any case, or None if it is 0 or no size."""
     match = re.fullmatch(rf" *{SIZE} *", text.upper(), re.ASCII)
     return int(match[1]) * UNITS[match[2]] or None if match else None
 
 
 def size_text(size: int) -> str:
-    """As 2 KB, of 1024 bytes each."""
+    """Return a size as text such as ``2 KB``, with 1024 bytes per KB."""
     for unit in ("G", "M", "K"):
         if size >= UNITS[unit]:
             return f"{size / UNITS[unit]:.4g} {unit}B"
@@ -25,6 +25,6 @@ def size_text(size: int) -> str:
 
 
 def exact_size(size: int) -> str:
-    """As :func:`parse_size` reads it, to the byte."""
+    """Return a size as text that ``parse_size`` reads back, exact to the byte."""
     unit = next(unit for unit in ("G", "M", "K", "") if size % UNITS[unit] == 0)
     return f"{size // UNITS[unit]}{unit}B"

@@ -1,1 +1,1 @@
-"""Where batches come from."""
+"""Data pipeline: read, decode, augment and batch images."""

@@ -1,4 +1,4 @@
-"""A folder or a file that is there whole or not at all."""
+"""Create a directory or a file atomically: it is there whole or not at all."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ from imagenet_fast.errors import UserError
 
 @contextmanager
 def atomic_directory(place: Path) -> Iterator[Path]:
-    """A folder to fill that becomes ``place`` only when the block ends well; otherwise nothing is left behind.
+    """Yield a temporary directory that becomes ``place`` if the block succeeds, and is removed otherwise.
 
-    Raises UserError where there can be none.
+    Args:
+        place: The final directory. Missing parents are created.
+
+    Raises:
+        UserError: If the temporary directory cannot be created.
     """
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -32,14 +36,17 @@ def atomic_directory(place: Path) -> Iterator[Path]:
         try:
             partial.rename(place)
         except OSError:
-            if not place.is_dir():  # otherwise another process was quicker
+            if not place.is_dir():  # else another process has created it first
                 raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """Write ``path`` anew: there is what was before, or all of the new, also after the power has failed."""
+    """Replace the content of ``path`` atomically: the file holds all of the old or all of the new text.
+
+    This holds after a power failure too.
+    """
     partial = path.with_name(f".{path.name}")
     with partial.open("w", encoding="utf-8") as file:
         file.write(text)

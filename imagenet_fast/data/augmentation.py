@@ -1,4 +1,4 @@
-"""What is done to an image by chance: a function of (seed, epoch, image), whatever the loader and the rank."""
+"""Random crops and flips: a function of (seed, epoch, image), the same for every loader and rank."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from imagenet_fast.recipe.data_config import ImageData
 
 _ATTEMPTS = 10
 _WINDOW_NUMBERS = 2 + 2 * _ATTEMPTS
-"""That choose a window: its place, then the area and the aspect ratio of each attempt."""
+"""Random numbers per window: two for its position, then an area and an aspect ratio for each attempt."""
 
 _ASPECTS = (3 / 4, 4 / 3)
 
 
 class Window(NamedTuple):
-    """A part of an image, in pixels."""
+    """A rectangular part of an image, in pixels."""
 
     top: int
     left: int
@@ -31,35 +31,49 @@ class Window(NamedTuple):
 
     @property
     def rows(self) -> slice:
+        """Slice of the image's rows that the window covers."""
         return slice(self.top, self.top + self.height)
 
     @property
     def columns(self) -> slice:
+        """Slice of the image's columns that the window covers."""
         return slice(self.left, self.left + self.width)
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """A crop to a random window, and a horizontal flip in half of all."""
+    """A crop to a random window, and a horizontal flip of half of the images if ``flip``."""
 
     seed: int
     area: tuple[float, float]
-    """The smallest and the largest share of an image that a window covers."""
+    """Smallest and largest share of the image's area that a window covers."""
     flip: bool
     side: float | None = None
-    """Windows are squares of this share of the image's shorter side instead."""
+    """Side of square windows, as a share of the image's shorter side; None: windows are drawn by ``area``."""
 
     def draw(self, batch: BatchIndices) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        """The numbers [n, 22] by which :meth:`window` chooses, and which images are mirrored, [n]."""
+        """Draw the random numbers for a batch.
+
+        Returns:
+            The numbers that ``window`` takes, float64 [n, 22], and whether each image is flipped, bool [n].
+        """
         numbers = uniforms(_WINDOW_NUMBERS + 1, "augmentation", self.seed, batch.epoch, of=batch.images)
         return numbers[:, :-1], self.flip & (numbers[:, -1] < 0.5)
 
     def window(self, height: int, width: int, numbers: Sequence[float]) -> Window:
-        """Of an image of that size, by torchvision's rule (``RandomResizedCrop``), unless windows have a fixed side.
+        """Choose the crop window of one image.
 
-        An area, and an aspect ratio from 3:4 to 4:3 of uniform logarithm, are tried up to ten times until they fit; a
-        window that does, lies anywhere. Where none fits, as in a long strip, it is the largest central one of such a
-        ratio. Those of a fixed side lie anywhere in the central square, as AlexNet's own (Krizhevsky et al., 2012).
+        If ``side`` is None, follow torchvision's ``RandomResizedCrop``. It tries an area and an aspect ratio from 3:4
+        to 4:3 (uniform in its logarithm) up to ten times, until the window fits. A window that fits is placed anywhere
+        in the image. If none fits, as in a long strip, take the largest central window with a ratio in that range.
+
+        If ``side`` is set, the square window lies anywhere in the central square, as in AlexNet (Krizhevsky et al.,
+        2012).
+
+        Args:
+            height: Height of the image in pixels.
+            width: Width of the image in pixels.
+            numbers: One row [22] of the numbers that ``draw`` returns.
         """
         if self.side is not None:
             shorter = min(height, width)
@@ -78,7 +92,7 @@ class Augmentation:
 
 
 def augmentation_of(data: ImageData, order: Order) -> Augmentation | None:
-    """Of the images in ``order``, if they are for training and the recipe wants one."""
+    """Return the augmentation for ``order``, or None for an evaluation or if the recipe turns it off."""
     if data.augment and isinstance(order, TrainSampler):
         side = data.image_size / data.resize if data.crop == "window" else None
         return Augmentation(order.seed, data.crop_area, data.flip, side)

@@ -1,9 +1,11 @@
-"""What is shown in place of an image that turns out to be bad.
+"""Replace images that cannot be read or decoded, or end the run, as ``data.on_bad_image`` sets.
 
-With ``data.on_bad_image`` "fail" nothing is, and the run ends with its name. With "skip" a batch keeps its size: in
-training another image takes the place, with its label and the bad one's window and flip. Which one is a function of
-(seed, epoch, image), so it is the same on any number of ranks. In an evaluation no other can stand for it: a bad
-image is black and has the label -1, which no guess equals. So it counts, and counts as wrong.
+With "fail", the run ends with an error that names the image. With "skip", the batch keeps its size:
+
+- In training, another image replaces the bad one. It has its own label, but the bad image's window and flip. The
+  choice is a function of (seed, epoch, image), so it is the same on any number of ranks.
+- In an evaluation, no other image can replace it. A bad image is black and has the label -1, which no prediction
+  equals. So it counts, as wrong.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ from imagenet_fast.recipe.data_config import ImageData
 T = TypeVar("T")
 
 NO_CLASS = -1
-"""The label of an image that is not there."""
+"""Label of an image that is missing."""
 
 _ATTEMPTS = 100
 
 
 @dataclass(slots=True)
 class LoadedImage(Generic[T]):
-    """What is shown, in a place that another image may have been meant for."""
+    """A loaded image: the requested one, or its replacement with its own index and label."""
 
     made: T
     index: int
@@ -38,9 +40,10 @@ class LoadedImage(Generic[T]):
 
 
 class BadImagePolicy:
-    """Of the ``images`` that one rank reads in ``order``. Many threads may ask at once."""
+    """The handling of bad images on one rank. Thread-safe."""
 
     def __init__(self, images: ImageSource, order: Order, data: ImageData) -> None:
+        """Create the policy for the ``images`` that this rank reads in ``order``."""
         self._images = images
         self._order = order
         self._skips = data.on_bad_image == "skip"
@@ -48,10 +51,22 @@ class BadImagePolicy:
         self._lock = Lock()
 
     def usable(self, index: int, epoch: int, make: Callable[[int], T]) -> LoadedImage[T] | None:
-        """What ``make`` makes of image ``index``, or of another one where it is bad; None where none can be.
+        """Load image ``index`` with ``make``, or a replacement if it is bad.
 
-        It is bad where ``make`` raises ImageDecodeError, or OSError as it cannot be read. Raises UserError where it is
-        and must not be, or where all seem to be.
+        An image is bad if ``make`` raises ImageDecodeError, OSError (it cannot be read) or UserError (its shard is
+        damaged).
+
+        Args:
+            index: Index of the image.
+            epoch: Epoch, counted from 0.
+            make: Function that loads the image of an index.
+
+        Returns:
+            The result of ``make`` with the index and label it belongs to; None for a bad image in an evaluation.
+
+        Raises:
+            UserError: If the image is bad and ``data.on_bad_image`` is "fail", or if in training all 100 replacements
+                are bad too.
         """
         for candidate in self._candidates(index, epoch):
             if candidate in self._bad:
@@ -62,7 +77,7 @@ class BadImagePolicy:
                 self.exclude(candidate, f"cannot be decoded ({error})")
             except OSError as error:
                 self.exclude(candidate, f"cannot be read ({error.strerror or error})")
-            except UserError as error:  # a shard's own sentence, of where it is damaged
+            except UserError as error:  # from a damaged shard; its message says where
                 if not self._skips:
                     raise
                 self.exclude(candidate, f"cannot be read ({error})")
@@ -74,14 +89,22 @@ class BadImagePolicy:
         return None
 
     def exclude(self, index: int, fault: str) -> None:
-        """Image ``index`` is bad: it "cannot be read", say. Raises UserError where none may be."""
+        """Record that image ``index`` is bad, and warn about it once.
+
+        Args:
+            index: Index of the image.
+            fault: What is wrong, to follow the image's name in a message, such as "cannot be read".
+
+        Raises:
+            UserError: If ``data.on_bad_image`` is "fail".
+        """
         sentence = f"{self._images.name(index)} {fault}"
         if not self._skips:
             raise UserError(
                 f"{sentence}; replace the file or take it away, or go on without it by --set data.on_bad_image=skip"
             ) from None
         instead = "another is shown instead" if isinstance(self._order, TrainSampler) else "it counts as wrong"
-        with self._lock:  # told under it too: the counts come in their order
+        with self._lock:  # held while warning too, so that the counts are printed in order
             if index not in self._bad:
                 self._bad.add(index)
                 warn(f"{sentence}: {instead}; bad images so far on this rank: {len(self._bad)}")

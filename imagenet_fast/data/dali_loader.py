@@ -1,4 +1,4 @@
-"""NVIDIA DALI: decodes, crops and resizes off the training thread; on the GPU where there is one."""
+"""Decode, crop and resize images with NVIDIA DALI, off the training thread and on the GPU if there is one."""
 
 from __future__ import annotations
 
@@ -32,13 +32,25 @@ if TYPE_CHECKING:
 
 
 class DaliLoader:
-    """Batches in ``order``, without end: images uint8 [n, 3, S, S] in channels_last memory, labels int64 [n].
+    """Endless batches in ``order``: images uint8 [n, 3, S, S] in channels_last memory, labels int64 [n].
 
-    DALI's own reader would shuffle and shard, and its decoder would choose what to crop; bytes and windows are given to
-    it instead, so that the same pixels make up a batch on any number of ranks and a validation shard needs no padding.
+    DALI's own reader would shuffle and shard, and its decoder would choose the crops. DALI gets bytes and windows
+    instead. So a batch has the same pixels on any number of ranks, and a validation shard needs no padding.
     """
 
     def __init__(self, images: ImageSource, order: Order, data: ImageData, device: torch.device, threads: int) -> None:
+        """Import DALI and keep the settings; a pipeline is built when iteration begins.
+
+        Args:
+            images: The images to read.
+            order: This rank's batches of indices.
+            data: The recipe's ``[data]`` table.
+            device: Device of the batches; DALI decodes on it.
+            threads: CPU threads for DALI, and for reading files (there at least 2).
+
+        Raises:
+            UserError: If DALI is not installed.
+        """
         try:
             from nvidia.dali import Pipeline
             from nvidia.dali.plugin.pytorch import feed_ndarray
@@ -55,12 +67,19 @@ class DaliLoader:
         self._chance = augmentation_of(data, order)
         self._substitution = BadImagePolicy(images, order, data)
         self._decoded: frozenset[int] = frozenset()
-        """Images that DALI is given as pixels, since it could not decode all of the batch that they were in."""
+        """Indices of images that are passed as pixels, because DALI failed to decode a batch that they were in."""
         self._device = device
         self._threads = threads
-        self._readers = max(2, threads)  # of files: mostly they wait, for a network perhaps
+        self._readers = max(2, threads)  # threads that read files; they mostly wait, perhaps for a network
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (images, labels) without end.
+
+        If DALI fails to decode a batch, replace its bad images as ``data.on_bad_image`` sets and rebuild the pipeline.
+
+        Raises:
+            UserError: If a bad image must not or cannot be replaced, or if DALI fails for another reason.
+        """
         with closing(prefetched(map(self._begin, self._order), self._readers, self._data.prefetch)) as read:
             given: deque[_Given] = deque()
             pipeline = self._pipeline(read, given)
@@ -78,6 +97,7 @@ class DaliLoader:
                 yield self._to_torch(images).permute(0, 3, 1, 2), batch.labels.to(self._device, non_blocking=True)
 
     def _begin(self, batch: BatchIndices) -> tuple[_Given, list[Job]]:
+        """Allocate a batch and return it with the jobs that fill it, at most one per reader thread."""
         self._images.expect(batch.images)
         shown_at = resolution(self._data, self._order, batch.epoch)
         given = _Given(batch, shown_at, self._chance is not None, pinned=self._device.type == "cuda")
@@ -86,7 +106,7 @@ class DaliLoader:
         return given, [self._fill(given, range(count)[begin : begin + share]) for begin in range(0, count, share)]
 
     def _fill(self, given: _Given, places: range) -> Job:
-        """With some of its images, one a step, and with what becomes of them."""
+        """Fill the slots ``places`` of a batch with encoded images, labels and crops, one image per step."""
         batch = BatchIndices(given.batch.epoch, given.batch.images[places])
         numbers, labels = None, given.labels.numpy()
         if self._chance is not None:
@@ -110,7 +130,7 @@ class DaliLoader:
         return encode(decode(encoded)) if index in self._decoded else to_common_format(encoded)
 
     def _refuse_other_than_images(self, error: str) -> None:
-        """Raise UserError where DALI has failed at something that no other image would mend."""
+        """Raise UserError if DALI failed for a reason other than a bad image: no memory, or no usable GPU."""
         if re.search(r"out of memory|bad_alloc", error, re.IGNORECASE):
             where = "the GPU" if self._device.type == "cuda" else "the machine"
             raise UserError(
@@ -124,9 +144,13 @@ class DaliLoader:
             ) from None
 
     def _replace_bad(self, batches: list[_Given], error: str) -> None:
-        """In ``batches``, of which DALI could not decode an image, and does not say which: bad ones by others; where
-        there is none, all by their pixels, as others can decode them. Raises UserError where a bad one must not be
-        replaced, or pixels are not taken either."""
+        """Replace the bad images in ``batches``; DALI does not report which image it failed to decode.
+
+        If other decoders find none bad, pass all images of ``batches`` to DALI as pixels.
+
+        Raises:
+            UserError: If a bad image must not be replaced, or if DALI fails on pixels too.
+        """
         found = False
         for batch in batches:
             for place, encoded in enumerate(batch.encoded):
@@ -153,7 +177,7 @@ class DaliLoader:
             pass
 
     def _pipeline(self, batches: Iterator[_Given], given: deque[_Given]) -> Pipeline:
-        """Which takes ``batches`` and notes in ``given`` what it has taken; on a CPU it reads them where they are."""
+        """Build a pipeline that takes ``batches`` and appends each to ``given``; on a CPU it does not copy them."""
 
         def source() -> Iterator[tuple[Any, ...]]:
             for batch in batches:
@@ -172,8 +196,10 @@ class DaliLoader:
         return pipeline
 
     def _to_torch(self, batch: Any) -> Tensor:
-        """DALI does not use the memory again. But on a GPU it is copied: kernels may still read it when nobody holds it
-        any more."""
+        """Return DALI's output as a tensor: the same memory on a CPU, a copy on a GPU.
+
+        DALI does not reuse the memory. But on a GPU, kernels may still read it after the last reference is gone.
+        """
         dense = batch.as_tensor()
         if self._device.type != "cuda":
             pixels: Tensor = from_dlpack(dense)
@@ -183,12 +209,12 @@ class DaliLoader:
         return tensor
 
     def _stream(self) -> tuple[torch.cuda.Stream, ...]:
-        """Where DALI's output is put in order, so that the host does not wait for it; nowhere on a CPU."""
+        """Return the CUDA stream that DALI's output is ordered on, so that the CPU does not wait; () on a CPU."""
         return (torch.cuda.current_stream(self._device),) if self._device.type == "cuda" else ()
 
 
 def is_installed() -> bool:
-    """Whether DALI is, and loads."""
+    """Return whether DALI is installed and can be imported."""
     try:
         import nvidia.dali  # noqa: F401
     except (ImportError, OSError):
@@ -197,7 +223,7 @@ def is_installed() -> bool:
 
 
 class _Given:
-    """A batch as DALI gets it, once it has been filled."""
+    """One batch of inputs for DALI's graph, allocated empty and filled by jobs."""
 
     def __init__(self, batch: BatchIndices, shown_at: Resolution, crops: bool, pinned: bool) -> None:
         count = len(batch.images)
@@ -205,20 +231,20 @@ class _Given:
         self.shown_at = shown_at
         self.encoded: list[NDArray[np.uint8]] = [np.empty(0, dtype=np.uint8)] * count
         self.indices = np.empty(count, dtype=np.int64)
-        """Of the images that are shown."""
+        """Indices of the images that are shown; ``NO_CLASS`` for a black one."""
         self.labels = torch.empty(count, dtype=torch.int64, pin_memory=pinned)
         self.sides = np.full((count, 2), shown_at.size, dtype=np.float32)
-        """That images are resized to: height and width."""
+        """Height and width that each whole image or window is resized to."""
         self.places, self.extents = np.full((2, count, 2), shown_at.size, dtype=np.int32)
-        """Of windows, before resizing where they are random, after it in the middle: top and left, height and width."""
+        """Windows: top and left, height and width. Random ones apply before resizing, central ones after it."""
         self.flips = np.empty(count, dtype=np.int32)
         self.decoded = False
-        """Whether it holds decoded pixels, because DALI could not decode the files."""
+        """Whether the images are passed as pixels, because DALI could not decode the files."""
         self._crops = crops
 
     @property
     def samples(self) -> tuple[Any, ...]:
-        """What the graph takes."""
+        """Inputs of the graph, in order."""
         windows = (self.encoded, self.sides, self.places, self.extents)
         return (*windows, self.flips) if self._crops else windows
 
@@ -229,20 +255,20 @@ def _black() -> EncodedImage:
 
 
 def _define(pipeline: Pipeline, samples: Iterator[tuple[Any, ...]], data: ImageData, crops: bool, gpu: bool) -> None:
-    """The graph: bytes -> pixels of a window, or of all -> resize -> flip, or the middle."""
+    """Define the graph: decode a window, resize and flip it; or decode the image, resize it and crop the centre."""
     from nvidia.dali import fn, types
 
     decoding = {"device": "mixed" if gpu else "cpu", "output_type": types.RGB, "adjust_orientation": False}
     if gpu:
         decoding |= {
-            "jpeg_fancy_upsampling": True,  # the chroma that libjpeg makes, and so the CPU's loaders
+            "jpeg_fancy_upsampling": True,  # the same chroma as libjpeg, and so as the CPU loaders
             "hw_decoder_load": data.dali.hw_decoder_load,
             "device_memory_padding": data.dali.device_padding_mb * 2**20,
             "host_memory_padding": data.dali.host_padding_mb * 2**20,
             "preallocate_width_hint": data.dali.preallocate_width,
             "preallocate_height_hint": data.dali.preallocate_height,
         }
-    resize = {"interp_type": types.INTERP_TRIANGULAR}  # with its antialiasing, PIL's bilinear
+    resize = {"interp_type": types.INTERP_TRIANGULAR}  # with DALI's antialiasing, the same as PIL's bilinear filter
     with pipeline:
         given: Any = fn.external_source(source=samples, num_outputs=5 if crops else 4, no_copy=not gpu)
         if crops:

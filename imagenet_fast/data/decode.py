@@ -1,4 +1,4 @@
-"""From encoded bytes to pixels, as PIL's ``convert("RGB")`` has them: by OpenCV where it has the same, and faster."""
+"""Decode images to the pixels of PIL's ``convert("RGB")``, with OpenCV where the result is the same: it is faster."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 Pixels = NDArray[np.uint8]
-"""[height, width, 3], red first."""
+"""Decoded image, uint8 [height, width, 3], red first."""
 
 _AS_STORED = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
 
@@ -22,19 +22,19 @@ _JPEG, _JPEG_END = b"\xff\xd8", b"\xff\xd9"
 _PNG = b"\x89PNG\r\n\x1a\n"
 _BMP = b"BM"
 _FRAMES = {0xC0, 0xC1, 0xC2, 0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF}
-"""Markers of a JPEG's segment that says how large it is and how many colours it has."""
+"""Markers of the JPEG segment that holds the size and the number of colour components."""
 
 
 NO_IMAGE = "it is no image"
-"""The reason given for a file that no decoder recognises."""
+"""Reason reported for a file that no decoder recognises."""
 
 
 class ImageDecodeError(Exception):
-    """These bytes are no image, or not a whole one. The message says why, in a few words."""
+    """Error for bytes that are no image, or not a whole one. The message gives the reason in a few words."""
 
 
 class EncodedImage(NamedTuple):
-    """An encoded image, and its size in pixels."""
+    """An encoded image with its size in pixels."""
 
     encoded: bytes
     height: int
@@ -42,11 +42,15 @@ class EncodedImage(NamedTuple):
 
 
 def decode(encoded: bytes) -> Pixels:
-    """The pixels as they are stored, not turned by what EXIF says. Raises ImageDecodeError."""
+    """Decode an image to RGB pixels as stored, without the rotation that EXIF asks for.
+
+    Raises:
+        ImageDecodeError: If the bytes are no image, or not a whole one.
+    """
     if _alike(encoded):
         try:
             pixels = cv2.imdecode(np.frombuffer(encoded, dtype=np.uint8), _AS_STORED)
-        except cv2.error:  # too large for it, perhaps
+        except cv2.error:  # the image may be too large for OpenCV
             pixels = None
         if pixels is not None:
             return pixels  # type: ignore[no-any-return]
@@ -54,7 +58,7 @@ def decode(encoded: bytes) -> Pixels:
 
 
 def _decode_slowly(encoded: bytes) -> Pixels:
-    """PIL has the last word on what is bad."""
+    """Decode with PIL; an image is bad only if PIL fails. Raise ImageDecodeError then."""
     if not encoded:
         raise ImageDecodeError("it is empty")
     try:
@@ -62,13 +66,19 @@ def _decode_slowly(encoded: bytes) -> Pixels:
             return np.array(image.convert("RGB"))
     except UnidentifiedImageError:
         raise ImageDecodeError(NO_IMAGE) from None
-    except Exception as error:  # decoders raise of many kinds, SyntaxError and struct.error among them
+    except Exception as error:  # decoders raise many types, such as SyntaxError and struct.error
         raise ImageDecodeError(str(error) or type(error).__name__) from None
 
 
 def to_common_format(encoded: bytes) -> EncodedImage:
-    """The image in a form of which every decoder has the same pixels. Raises ImageDecodeError, but not where an image
-    is broken between a good beginning and a good end: whoever decodes it will see."""
+    """Return the image in a format that every decoder decodes to the same pixels.
+
+    The bytes are returned as they are if possible, and else decoded and encoded again. Damage between an intact start
+    and an intact end is not detected here, only when the image is decoded.
+
+    Raises:
+        ImageDecodeError: If the image is not whole and cannot be decoded.
+    """
     size = _size_if_whole(encoded) if _alike(encoded) else None
     if size is not None:
         return EncodedImage(encoded, *size)
@@ -76,16 +86,16 @@ def to_common_format(encoded: bytes) -> EncodedImage:
 
 
 def encode(pixels: Pixels) -> EncodedImage:
-    """Without any loss, and without any effort to make it small."""
+    """Encode pixels losslessly as an uncompressed BMP: no time is spent on making it small."""
     bitmap = cv2.imencode(".bmp", cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR))[1]
     return EncodedImage(bitmap.tobytes(), pixels.shape[0], pixels.shape[1])
 
 
 def _alike(encoded: bytes) -> bool:
-    """Whether other decoders, if they can decode this at all, have the same pixels as PIL.
+    """Return whether every decoder that can decode these bytes gets the same pixels as PIL.
 
-    OpenCV has others of a JPEG in four colours, and all of a PNG in 16 bits of grey, which PIL cuts off at 255. Of
-    formats that are seldom met (TIFF, AVIF, ...) it has others wherever there is transparency, or more than 8 bits.
+    OpenCV differs from PIL for JPEGs with four colour components, and for 16-bit grey PNGs, whose values PIL clips at
+    255. For rare formats (TIFF, AVIF, ...) it differs if there is transparency, or more than 8 bits.
     """
     if encoded.startswith(_PNG):
         bits, kind = encoded[24:26].ljust(2, b"\0")
@@ -101,7 +111,7 @@ def _is_webp(encoded: bytes) -> bool:
 
 
 def _size_if_whole(encoded: bytes) -> tuple[int, int] | None:
-    """Height and width of an image that begins and ends as one should; None for what is seldom met, or is broken."""
+    """Return (height, width) of an image with an intact start and end; None for a rare format or a broken image."""
     if encoded.startswith(_JPEG):
         frame = _frame(encoded) if encoded.endswith(_JPEG_END) else None
         return (frame.height, frame.width) if frame is not None and frame.height else None
@@ -116,7 +126,7 @@ def _size_if_whole(encoded: bytes) -> tuple[int, int] | None:
 
 
 def _sums_are_right(png: bytes) -> bool:
-    """Tell whether every chunk of a PNG has its right checksum: some decoders refuse a wrong one."""
+    """Return whether every chunk of a PNG has the right checksum: some decoders reject a wrong one."""
     at = len(_PNG)
     while at + 12 <= len(png):
         end = at + 8 + int.from_bytes(png[at : at + 4])
@@ -132,7 +142,7 @@ def _size_by_pil(encoded: bytes) -> tuple[int, int] | None:
     try:
         with Image.open(BytesIO(encoded)) as image:
             return image.height, image.width
-    except Exception:  # of many kinds, as above
+    except Exception:  # many types, as above
         return None
 
 
@@ -143,7 +153,7 @@ class _Frame(NamedTuple):
 
 
 def _frame(jpeg: bytes) -> _Frame | None:
-    """What a JPEG says of itself behind segments that each say how long they are."""
+    """Find the size and colour components in a JPEG, by skipping the segments before them; None if not found."""
     at = 2
     while jpeg.startswith(_JPEG) and at + 9 < len(jpeg) and jpeg[at] == 0xFF:
         if jpeg[at + 1] in _FRAMES:

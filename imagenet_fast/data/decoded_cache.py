@@ -1,7 +1,7 @@
-"""Decoded images, kept on a disk of the node: the first epoch fills it, all ranks of the node share it.
+"""Cache decoded images on a disk of the node: the first epoch fills it, and all ranks of the node share it.
 
-What a loader shows is the same with it and without it, also while it is filled: crops are made of an image that is
-decoded and shrunk (``data.cache_side``), whether just now or long ago. Labels are not kept.
+A loader returns the same pixels with and without the cache, also while it is filled. Crops are always made from an
+image that was decoded and shrunk (``data.cache_side``), whether just now or earlier. Labels are not cached.
 """
 
 from __future__ import annotations
@@ -44,16 +44,21 @@ from imagenet_fast.recipe.data_config import ImageData
 _VERSION = 1
 _ABOUT = "about.json"
 _MEASURED = 200
-"""Images whose sizes stand for those of all."""
+"""Number of images whose sizes are read, to estimate the size of all."""
 _COMPARED = 16
-"""Images that are decoded again when a cache is opened."""
+"""Number of cached images that are decoded again and compared when a cache is opened."""
 _SYNC_S = 60.0
 _SPARE = 1.02
 
 
 def pixels_of(images: ImageSource, order: Order, data: ImageData) -> Callable[[int], Pixels]:
-    """What gives the pixels of an image by its number, from the cache if the recipe has one. It raises ImageDecodeError
-    and OSError. Raises UserError where the cache cannot be used."""
+    """Return a function from an image's index to its pixels, which uses the cache if the recipe has one.
+
+    The function raises ImageDecodeError if the image cannot be decoded, and OSError if it cannot be read.
+
+    Raises:
+        UserError: If the cache cannot be used.
+    """
     if data.cache:
         split = "train" if isinstance(order, TrainSampler) else "val"
         return open_cache(Path(data.cache).expanduser(), split, images, data.cache_side).pixels
@@ -61,13 +66,22 @@ def pixels_of(images: ImageSource, order: Order, data: ImageData) -> Callable[[i
 
 
 class Cache:
-    """Of ``images``, shrunk to a shorter side of ``side`` unless that is 0. Many threads may ask."""
+    """The cache of one split, which other processes may share. Thread-safe."""
 
     def __init__(self, folder: Path, images: ImageSource, side: int, kept: MmapImageStore, writable: bool) -> None:
+        """Create the cache on top of an open store.
+
+        Args:
+            folder: Directory of the store.
+            images: The images to cache.
+            side: Shorter side in pixels that larger images are shrunk to; 0: they are not shrunk.
+            kept: Store of the pixels.
+            writable: Whether images can be added.
+        """
         self.folder = folder
         self.images = images
         self.full = "" if writable else "it cannot be written"
-        """Why nothing more is kept."""
+        """Reason why no more images are added; empty while they are."""
         self._side = side
         self._kept = kept
         self._lock = Lock()
@@ -75,11 +89,16 @@ class Cache:
 
     @property
     def missing(self) -> list[int]:
-        """The images that are not in it."""
+        """Indices of the images that are not in the cache."""
         return np.flatnonzero(self._kept.entries == 0).tolist()
 
     def pixels(self, index: int) -> Pixels:
-        """Of image ``index``, and keep them. Raises ImageDecodeError, and OSError where it cannot be read."""
+        """Return the pixels of image ``index``; if they are not in the cache, decode and add them.
+
+        Raises:
+            ImageDecodeError: If the image cannot be decoded.
+            OSError: If the image cannot be read.
+        """
         pixels = self._kept.read(index)
         if pixels is None:
             pixels = _made(self.images, index, self._side)
@@ -88,11 +107,12 @@ class Cache:
         return pixels
 
     def sync(self) -> None:
-        """Have all that is kept on the disk."""
-        with suppress(OSError):  # then less is believed if the machine goes down
+        """Flush all cached images to the disk; ignore errors."""
+        with suppress(OSError):  # then fewer images can be trusted after a crash of the node
             self._kept.sync()
 
     def _keep(self, index: int, pixels: Pixels) -> None:
+        """Add an image, and flush the cache once a minute; if the disk is full, warn once and stop adding."""
         try:
             self._kept.write(index, pixels)
         except OSError as error:
@@ -107,14 +127,25 @@ class Cache:
             late = time.monotonic() - self._synced_at > _SYNC_S
             if late:
                 self._synced_at = time.monotonic()
-        if late:  # beside the threads that decode, since it may take seconds
+        if late:  # in its own thread: it may take seconds, and decoding continues
             Thread(target=self.sync, name="sync", daemon=True).start()
 
 
 def open_cache(root: Path, split: str, images: ImageSource, side: int) -> Cache:
-    """That of a ``split`` under ``root``: what is there already if it is whole and of these images, or a new one.
+    """Open the cache of a ``split`` under ``root``; create it if there is none that is whole and of these images.
 
-    Tells how much it will take before it is filled. Raises UserError where there is no room, or it cannot be made.
+    Before a new cache is filled, its expected size is printed to stderr. After a reboot, an existing cache keeps only
+    what had been flushed to the disk.
+
+    Args:
+        root: Directory of the caches.
+        split: Name of the split, "train" or "val".
+        images: The images to cache.
+        side: Shorter side in pixels that larger images are shrunk to; 0: they are not shrunk.
+
+    Raises:
+        UserError: If the disk lacks room, or if the cache cannot be created, written or opened, or if another run uses
+            a cache that must be changed.
     """
     folder = root / f"{split}-{side or 'whole'}"
     with _one_at_a_time(folder) as writable:
@@ -160,7 +191,7 @@ def _made(images: ImageSource, index: int, side: int) -> Pixels:
 
 @contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[bool]:
-    """While no other process looks at, or makes, what is in ``folder``; whether this one may write there."""
+    """Lock ``folder`` while a cache is opened or created there; yield whether this process may write to it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / "lock").open("ab")
@@ -175,7 +206,7 @@ def _one_at_a_time(folder: Path) -> Iterator[bool]:
 
 
 def _about(folder: Path) -> dict[str, Any] | None:
-    """What was written when the cache was made; None where there is none, nothing where that is damaged."""
+    """Read the description written when the cache was created; None if there is none, {} if it is damaged."""
     try:
         found = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -186,7 +217,7 @@ def _about(folder: Path) -> dict[str, Any] | None:
 
 
 def _fault(folder: Path, found: dict[str, Any], about: dict[str, Any], images: ImageSource, side: int) -> str:
-    """Why what is there is not to be used; nothing where it is."""
+    """Return why the existing cache cannot be used, to follow its name in a message; empty if it can."""
     if not found:
         return "is damaged"
     if {key: found.get(key) for key in about} != about:
@@ -206,7 +237,7 @@ def _fault(folder: Path, found: dict[str, Any], about: dict[str, Any], images: I
 
 
 def _digest(images: ImageSource) -> str:
-    """Digest all names in order, by the real paths of their folders, so that links to the data change nothing."""
+    """Return a digest of all names in order, with their folders' real paths: links to the data do not matter."""
     digest = hashlib.sha256()
     real: dict[str, str] = {}
     for index in range(len(images)):
@@ -218,7 +249,7 @@ def _digest(images: ImageSource) -> str:
 
 
 def _boot() -> str:
-    """Since when this machine has been up: what it had not written to the disk before, is lost."""
+    """Return an id of the node's current boot; what was not flushed to the disk before a reboot is lost."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
@@ -233,16 +264,16 @@ def _is_alone(folder: Path) -> bool:
 
 
 def _check_room(folder: Path, images: ImageSource, side: int) -> int:
-    """How many bytes all images will take, told. Raises UserError where there are fewer."""
+    """Print and return how many bytes all images will take; raise UserError if the disk has fewer."""
     sizes = list(some_sizes(images, _MEASURED))
 
     def taken(side: int) -> int:
-        """By a sample of images."""
+        """Estimate the bytes of all images at this ``side``, from a sample."""
         shapes = (shrunk_size(height, width, side) for height, width in sizes)
         mean = sum(3 * height * width for height, width in shapes) / max(1, len(sizes))
         return round(_SPARE * mean * len(images))
 
-    free = shutil.disk_usage(folder).free + bytes_taken(folder)  # of which nothing will stay
+    free = shutil.disk_usage(folder).free + bytes_taken(folder)  # existing pixels will be deleted
     needed = taken(side)
     of = f"{len(images)} images, {f'with a shorter side of at most {side}' if side else 'as large as they are'}, "
     if needed > free:
@@ -257,14 +288,14 @@ def _check_room(folder: Path, images: ImageSource, side: int) -> int:
 
 
 def some_sizes(images: ImageSource, count: int) -> Iterator[tuple[int, int]]:
-    """Heights and widths of ``count`` images from all over the split, but of no bad ones."""
+    """Yield (height, width) of ``count`` images spread over the split, without those that PIL cannot open."""
     for index in np.unique(np.linspace(0, len(images) - 1, count).astype(int)).tolist():
         with suppress(*PIL_REFUSES), Image.open(BytesIO(images.read(index))) as image:
             yield image.height, image.width
 
 
 def _settle(cache: Cache, bytes_expected: int) -> None:
-    """What a former run has left to be done, and a warning where it will not be all in the end."""
+    """Flush what an earlier run left unflushed, and warn if the disk has no room for the missing images."""
     missing, images = len(cache.missing), len(cache.images)
     if missing < images:
         Thread(target=cache.sync, name="sync", daemon=True).start()
@@ -277,7 +308,7 @@ def _settle(cache: Cache, bytes_expected: int) -> None:
 
 
 def _gigabytes(size: float) -> str:
-    """As people say it."""
+    """Format a number of bytes in GB, MB, kB or bytes."""
     for unit, of in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= of:
             return f"{size / of:.1f} {unit}"

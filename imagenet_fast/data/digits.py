@@ -1,4 +1,4 @@
-"""1797 real handwritten digits, scikit-learn's copy of the UCI set, for a demonstration in a minute."""
+"""Write 1797 real handwritten digits (scikit-learn's copy of the UCI set), for a demonstration in a minute."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ HELD_OUT = 5  # every fifth image of a class is for validation
 
 
 def make_digits(place: Path) -> None:
-    """Write the digits to ``place`` as 64 x 64 JPEGs in class folders: four fifths train, one fifth val."""
+    """Write the digits to ``place`` as 64 x 64 JPEGs in class folders: four fifths train, one fifth val.
+
+    Raises:
+        UserError: If scikit-learn is not installed, or ``place`` cannot be created.
+    """
     try:
         from sklearn.datasets import load_digits
     except ImportError:

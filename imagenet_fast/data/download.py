@@ -1,4 +1,4 @@
-"""``imagenet-fast data fetch``: a data set into its place, with a progress bar."""
+"""Fetch a data set for ``imagenet-fast data fetch``, with a progress bar."""
 
 from __future__ import annotations
 
@@ -15,9 +15,15 @@ from imagenet_fast.errors import UserError
 
 
 def fetch_dataset(name: str, out: Path | None, archive: Path | None) -> Path:
-    """Fetch ``name`` into ``out`` or the cache directory, unless it is already there. Returns where it lies.
+    """Fetch the data set ``name``, unless it is already there, and return its directory.
 
-    Raises UserError for an unknown name, and where something else lies in its place.
+    Args:
+        name: "digits" or "cifar10".
+        out: Directory of the data set; None: one in the cache directory.
+        archive: CIFAR-10 archive on disk; None: download it.
+
+    Raises:
+        UserError: If the name is unknown, something else lies in the data set's place, or it cannot be fetched.
     """
     place = out or cache_dir() / name
     match name:

@@ -1,4 +1,4 @@
-"""``imagenet-fast data cache``: every image into a cache before anybody trains."""
+"""Put every image into a cache before training, for ``imagenet-fast data cache``."""
 
 from __future__ import annotations
 
@@ -15,15 +15,22 @@ from imagenet_fast.data.format_detection import open_training, open_validation
 from imagenet_fast.data.prefetch import Job, prefetched
 from imagenet_fast.errors import UserError, warn
 
-_AT_ONCE = 64  # images, since to hand each over by itself would take as long as it does
+_AT_ONCE = 64  # images per job: to schedule each by itself would take as long as to decode it
 
 
 def fill_caches(data: Path, out: Path, side: int, threads: int) -> None:
-    """Of both splits under ``data``, with a bar on stderr.
+    """Fill the caches of both splits under ``data``, with a progress bar on stderr.
 
-    Raises UserError as :func:`open_cache` does, and where the disk is full.
+    Args:
+        data: Data directory.
+        out: Directory of the caches.
+        side: Shorter side in pixels that larger images are shrunk to; 0: they are not shrunk.
+        threads: Number of decoding threads.
+
+    Raises:
+        UserError: If a split or its cache cannot be opened (see ``open_cache``), or the disk is full.
     """
-    cv2.setNumThreads(0)  # we have threads of our own
+    cv2.setNumThreads(0)  # we run our own threads
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     for split, images in (("train", open_training(data)), ("val", open_validation(data))):
         cache = open_cache(out, split, images, side)
@@ -34,9 +41,13 @@ def fill_caches(data: Path, out: Path, side: int, threads: int) -> None:
 
 
 def fill(cache: Cache, threads: int) -> Iterator[int]:
-    """Add the images that are missing; of how many at a time. Bad ones are named, and left out.
+    """Add the missing images to ``cache``. Bad ones are named in a warning and left out.
 
-    Raises UserError where no more can be kept.
+    Yields:
+        The number of images processed since the last time.
+
+    Raises:
+        UserError: If the cache takes no more images.
     """
 
     def add(images: list[int]) -> Job:

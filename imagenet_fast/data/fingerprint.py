@@ -1,4 +1,4 @@
-"""Describe the data of a run, so that a resumed run can check that it has the same data."""
+"""Describe the data of a run, so that a resumed run can check that it trains on the same data."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ from imagenet_fast.data.image_names import shown
 from imagenet_fast.data.image_source import ImageSource
 
 Contents = dict[str, Any]
-"""The names of the classes in order of their labels and, for each split, how many images it has and a digest of their
-names and labels, wherever they lie: plain values, as a checkpoint takes them. Images that are made up have no names."""
+"""Class names in label order and, for each split, the number of images and a digest of their names and labels.
+
+The digest does not depend on where the data lies. All values are plain, so that a checkpoint can hold them. Synthetic
+images have no names.
+"""
 
 
 def contents_of_split(images: int, source: ImageSource | None) -> dict[str, Any]:
-    """Describe one split: its number of ``images``, and a digest of ``images`` (None: they are made up)."""
+    """Describe one split by its number of ``images`` and a digest of ``source`` (None: synthetic images)."""
     return {"images": images, "digest": "" if source is None else source.digest()}
 
 
 def contents(classes: Sequence[str], train: Mapping[str, Any], val: Mapping[str, Any]) -> Contents:
-    """Describe a data set by its classes and its two splits, as :func:`contents_of_split` gives them."""
+    """Describe a data set by its classes and its two splits, each as returned by ``contents_of_split``."""
     return {"classes": [shown(name) for name in classes], "train": dict(train), "val": dict(val)}
 
 
 def differences(before: Contents, now: Contents) -> list[str]:
-    """List how the data differs ``now`` from what it was ``before``, as parts of a sentence; empty: it does not."""
+    """Return how the data ``now`` differs from ``before``, as phrases for a message; empty if it does not."""
     found = _class_differences(before["classes"], now["classes"])
     named = bool(found)
     for split, what in (("train", "training"), ("val", "validation")):

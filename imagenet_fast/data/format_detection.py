@@ -1,4 +1,4 @@
-"""In which format images lie under a directory, and the splits of them as loaders see them in any."""
+"""Detect the format of a data directory (class folders, WebDataset or TFRecord) and open its splits."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _OFFICIAL = re.compile(r"ILSVRC\d+_.*\.tar|n\d{8}\.tar")
 
 
 class Found(NamedTuple):
-    """What a directory holds of a split: its shards, or folders of images."""
+    """The format of a split in a directory, with its shards; class folders have none."""
 
     format: Format
     shards: Sequence[Path] = ()
 
 
 def check_folders(root: Path) -> None:
-    """Raise UserError where ``root`` cannot be trained on, as far as it shows without looking at every image."""
+    """Raise UserError if ``root`` cannot be trained on; a quick check that does not look at every image."""
     train, val = find_split(root, "train"), find_split(root, "val")
     if "folder" in (train.format, val.format) and not (train.shards or val.shards):
         imagefolder.check_folders(root)
@@ -47,7 +47,7 @@ def check_folders(root: Path) -> None:
 
 
 def check_validation(root: Path) -> None:
-    """Raise UserError where ``root`` cannot be evaluated on, as far as it shows without looking at every image."""
+    """Raise UserError if ``root`` cannot be evaluated on; a quick check that does not look at every image."""
     val = find_split(root, "val")
     if val.format == "folder":
         imagefolder.check_validation(root)
@@ -58,23 +58,41 @@ def check_validation(root: Path) -> None:
 
 
 def open_training(root: Path) -> ImageSource:
-    """The training split, whatever its format, without what is in quarantine. Raises UserError where it is damaged, or
-    not to be trained on."""
+    """Open the training split in any format, without the images in quarantine.
+
+    Raises:
+        UserError: If the split is damaged or cannot be trained on.
+    """
     train = find_split(root, "train")
     whole = imagefolder.scan_training(root) if train.format == "folder" else open_shards(root, "train", train)
     return without_quarantined(whole, root, "train")
 
 
 def open_validation(root: Path) -> ImageSource:
-    """The validation split, numbered as the training split if there is one. Raises UserError as :func:`open_training`
-    does."""
+    """Open the validation split in any format, without the images in quarantine.
+
+    Its labels number the classes of the training split if there is one.
+
+    Raises:
+        UserError: If the split is damaged or cannot be evaluated on.
+    """
     val = find_split(root, "val")
     whole = imagefolder.scan_validation(root) if val.format == "folder" else open_shards(root, "val", val)
     return without_quarantined(whole, root, "val")
 
 
 def open_shards(root: Path, split: SplitName, found: Found) -> Shards:
-    """All images of a split that is ``found`` in shards. Raises UserError where they are damaged."""
+    """Open all images of a split in shards, those in quarantine too.
+
+    Args:
+        root: Data directory.
+        split: Name of the split.
+        found: The shards, as returned by ``find_split``.
+
+    Raises:
+        UserError: If the shards are damaged.
+        ValueError: If ``found`` is in class folders.
+    """
     training = find_split(root, "train").shards
     match found.format:
         case "webdataset":
@@ -88,9 +106,13 @@ def open_shards(root: Path, split: SplitName, found: Found) -> Shards:
 
 
 def find_split(root: Path, split: SplitName) -> Found:
-    """Its shards: under ``root`` named after the split, or in a folder named after it. Else it consists of folders.
+    """Find the shards of a split; without any, its format is "folder".
 
-    Raises UserError where there are several formats at once, a shard is missing, or the archives are the official ones.
+    Shards are files in ``root`` whose names contain the split's name as a word, or files in a folder of that name. The
+    split "val" may also be called "validation".
+
+    Raises:
+        UserError: If there are several formats at once, a shard is missing, or the files are ImageNet's own archives.
     """
     words = "|".join(_WORDS[split])
     own = re.compile(rf"(.*[-_.])?({words})([-_.].*)?", re.DOTALL)
@@ -118,14 +140,14 @@ def find_split(root: Path, split: SplitName) -> Found:
 
 
 def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """What is in it and not hidden, if it is there."""
+    """Yield the entries of ``folder`` that are not hidden; none if it does not exist."""
     if folder.is_dir():
         with os.scandir(folder) as entries:
             yield from (entry for entry in entries if not entry.name.startswith("."))
 
 
 def _complete(shards: list[Path], pattern: re.Pattern[str]) -> list[Path]:
-    """Raise UserError where numbers are missing between them, or behind the last if they say how many there are."""
+    """Return ``shards``; raise UserError if a number is missing in between, or up to the total in their names."""
     parts = [found.groupdict() for path in shards if (found := pattern.fullmatch(path.name))]
     named = [part for part in parts if part["number"]]
     if len(totals := sorted({part["total"] for part in named if part.get("total")})) > 1:
@@ -142,7 +164,7 @@ def _complete(shards: list[Path], pattern: re.Pattern[str]) -> list[Path]:
 
 
 def _check(found: Found) -> None:
-    """The first shard, as far as it is read at once."""
+    """Raise UserError if the start of the first shard is damaged."""
     match found.format:
         case "webdataset":
             check_tar(found.shards[0])

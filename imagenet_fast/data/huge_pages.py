@@ -1,4 +1,4 @@
-"""Memory for batches on the host."""
+"""Allocate CPU memory for batches."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from torch import Tensor
 
 
 def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor of whatever values, by NumPy, which asks for huge pages: to touch a large one for the first time takes a
-    third of what small pages take, which for an image would be half of a crop's time."""
+    """Return an uninitialised tensor in memory from NumPy, which asks for huge pages.
+
+    The first touch of a large tensor takes a third of the time that small pages take. For one image, small
+    pages would take half of a crop's time.
+    """
     return torch.from_numpy(np.empty(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

@@ -1,4 +1,4 @@
-"""Which files are images and which folders are classes: one rule for whatever looks through folders."""
+"""Decide which files are images and which folders are classes: one rule for all code that lists folders."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 SUFFIXES = (
     ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".avif", ".ppm", ".pgm",
 )  # fmt: skip
-"""Of images: torchvision's, and what loaders read beside these. Upper and lower case are the same."""
+"""Suffixes of images, in upper or lower case: torchvision's, and others that the loaders read."""
 
 _UNREAD = (
     ".heic", ".heif", ".hif", ".jxl", ".jp2", ".j2k", ".jpx", ".svg", ".psd", ".tga", ".ico", ".exr", ".hdr", ".dng",
     ".cr2", ".nef", ".arw", ".raw",
 )  # fmt: skip
-"""Of files that a person takes for images, and that are passed over."""
+"""Suffixes of files that a user may take for images, but that are skipped."""
 
 _SYSTEM = frozenset(
     (
@@ -24,44 +24,51 @@ _SYSTEM = frozenset(
         "$recycle.bin", "system volume information", "lost+found",
     )
 )  # fmt: skip
-"""Folders that systems leave beside those of users, in lower case."""
+"""Names in lower case of folders that systems create beside the user's."""
 
 
 def is_image_name(name: str) -> bool:
-    """Whether a file called so is an image. An AppleDouble file, which macOS leaves beside others, is none."""
+    """Return whether a file of this name is an image.
+
+    An AppleDouble file (``._*``), which macOS leaves beside others, is not.
+    """
     return name.lower().endswith(SUFFIXES) and not name.startswith("._")
 
 
 def is_class_name(name: str) -> bool:
-    """Whether a folder called so is a class: hidden folders and those of systems are not."""
+    """Return whether a folder of this name is a class: hidden folders and system folders are not."""
     return not name.startswith(".") and name.lower() not in _SYSTEM
 
 
 @dataclass(frozen=True)
 class FolderContents:
-    """What lies in one folder, each list sorted."""
+    """The entries of one folder by kind, each list sorted."""
 
     images: list[str]
     folders: list[str]
-    """Folders that may hold images, and links to such."""
+    """Folders that may hold images, and links to such folders."""
     hidden: list[str]
-    """Hidden folders, and those of systems."""
+    """Hidden folders and system folders."""
     others: list[str]
     """All other files."""
 
     @property
     def entries(self) -> int:
-        """How many there are of all sorts."""
+        """Number of entries of all kinds."""
         return len(self.images) + len(self.folders) + len(self.hidden) + len(self.others)
 
     @property
     def unread(self) -> list[str]:
-        """Those of the others that a person takes for images."""
+        """Files in ``others`` that a user may take for images."""
         return [name for name in self.others if name.lower().endswith(_UNREAD) and not name.startswith("._")]
 
 
 def look_into(folder: Path) -> FolderContents:
-    """Sort what is in ``folder`` by the rule. No file is asked for more than its name and type. Raises OSError."""
+    """List the entries of ``folder`` by kind, from their names and types alone.
+
+    Raises:
+        OSError: If the folder cannot be listed.
+    """
     images: list[str] = []
     folders: list[str] = []
     hidden: list[str] = []
@@ -69,7 +76,7 @@ def look_into(folder: Path) -> FolderContents:
     with os.scandir(folder) as entries:
         for entry in entries:
             named_so = is_image_name(entry.name)
-            # A link is followed only where its name does not tell: a million of them would take long.
+            # Do not follow a link with an image's name: with a million of them it would take long.
             if entry.is_dir(follow_symlinks=not named_so):
                 (folders if is_class_name(entry.name) else hidden).append(entry.name)
             else:
@@ -78,8 +85,10 @@ def look_into(folder: Path) -> FolderContents:
 
 
 def images_below(folder: Path, within: str = "") -> Iterator[str]:
-    """Images in ``folder`` and in folders inside it, by their paths there, each begun with ``within``. Links inside it
-    are not followed, nor are hidden folders."""
+    """Yield the images in ``folder`` and its subfolders, as paths relative to it with ``within`` in front.
+
+    Links to folders are not followed, and hidden and system folders are skipped.
+    """
     for place, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if is_class_name(name))
         inside = os.path.relpath(place, folder)
@@ -88,5 +97,5 @@ def images_below(folder: Path, within: str = "") -> Iterator[str]:
 
 
 def shown(name: str) -> str:
-    """A name as text that can be printed, whatever its bytes are."""
+    """Return a file name as text that can be printed; bytes that are not UTF-8 are escaped."""
     return os.fsencode(name).decode(errors="backslashreplace")

@@ -1,4 +1,4 @@
-"""Images as loaders see them, in whatever format it lies on the disk."""
+"""Define the interface through which loaders read images, whatever their format on disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 
 def digest_of(*parts: bytes | NDArray[np.int64]) -> str:
-    """Of what tells a split from others."""
+    """Return a hex digest of the ``parts`` that tell a split from others."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         content = part if isinstance(part, bytes) else part.astype("<i8").tobytes()
@@ -19,26 +19,28 @@ def digest_of(*parts: bytes | NDArray[np.int64]) -> str:
 
 
 class ImageSource(Protocol):
-    """Numbered from 0 on, in an order that never changes."""
+    """The images of a split, numbered from 0 in an order that never changes."""
 
     @property
     def labels(self) -> NDArray[np.int64]:
-        """[images], indices into :attr:`classes`."""
+        """Labels, int64 [images]: indices into ``classes``."""
 
     @property
     def classes(self) -> list[str]:
-        """The names of all classes, of the training split."""
+        """Names of all classes of the training split."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """Return the number of images."""
+        ...
 
     def digest(self) -> str:
-        """Of the names and labels of all images, in their order: the same wherever the data lies."""
+        """Return a digest of all names and labels in order; it does not depend on where the data lies."""
 
     def name(self, index: int) -> str:
-        """What a person is told where image ``index`` is bad: its path, or its place in a file of many."""
+        """Return how messages name image ``index``: by its path, or by its place in a shard."""
 
     def read(self, index: int) -> bytes:
-        """Image ``index``, still encoded. Many threads may ask at once."""
+        """Return the encoded bytes of image ``index``. Thread-safe."""
 
     def expect(self, indices: NDArray[np.int64]) -> None:
-        """These images will be asked for next: what waits for a file server may begin to fetch them all."""
+        """Announce that these images will be read next, so that a file server can be asked for all of them."""

@@ -1,4 +1,4 @@
-"""Images in one folder a class: ``train/<class>/*`` and ``val/<class>/*``."""
+"""Read images from one folder per class: ``train/<class>/*`` and ``val/<class>/*``."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ from imagenet_fast.data.image_source import digest_of
 from imagenet_fast.errors import UserError, warn
 
 _KIND = Kind("folder", {"names": "|u1", "ends": "<i8", "folders": "<i8"})
-_THREADS = 16  # that wait for a file server
+_THREADS = 16  # they mostly wait for a file server
 
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """One split. ``labels`` [images] are indices into the sorted class names of the training split.
+    """One split in class folders.
 
-    File names lie one after another in ``names``, each up to its element of ``ends`` [images]: a million strings take
-    several times the memory.
+    ``labels`` [images] are indices into the sorted class names of the training split. ``names`` holds all file names
+    without separators; each ends at its element of ``ends`` [images]. A million strings would take several times the
+    memory.
     """
 
     folder: Path
@@ -46,61 +47,73 @@ class ImageFolder:
     classes: list[str]
 
     def __len__(self) -> int:
+        """Return the number of images."""
         return len(self.ends)
 
     def name(self, index: int) -> str:
-        """What a person is told where image ``index`` is bad: its path."""
+        """Return the path of image ``index``."""
         begin = self.ends[index - 1] if index else 0
         file = os.fsdecode(self.names[begin : self.ends[index]])
         return os.path.join(self.folder, self.classes[self.labels[index]], file)  # noqa: PTH118  (pathlib is slow)
 
     def read(self, index: int) -> bytes:
-        """Image ``index``, still encoded."""
+        """Return the encoded bytes of image ``index``."""
         with open(self.name(index), "rb", buffering=0) as file:  # noqa: PTH123
             return file.read()
 
     def digest(self) -> str:
-        """Of the names and labels of all images."""
+        """Return a digest of the names and labels of all images."""
         return digest_of(self.names, self.ends, self.labels)
 
     def expect(self, indices: NDArray[np.int64]) -> None:
-        """Nothing: to open the files would be to wait for the server as often as reading them does."""
+        """Do nothing: opening the files ahead would wait for the server as often as reading them does."""
 
 
 def check_folders(root: Path) -> None:
-    """Raise UserError where :func:`scan` would, without listing every image."""
+    """Raise UserError if ``scan`` would, without listing every image."""
     for split, names in zip(("train", "val"), _both_splits(root), strict=True):
         _check_classes(root, split, names)
 
 
 def check_validation(root: Path) -> None:
-    """Raise UserError where :func:`scan_validation` would, without listing every image."""
+    """Raise UserError if ``scan_validation`` would, without listing every image."""
     names, _ = _validation_split(root)
     _check_classes(root, "val", names)
 
 
 def scan(root: Path) -> tuple[ImageFolder, ImageFolder]:
-    """The training and the validation split under ``root``, listed once and then remembered until a folder changes.
+    """Return the training and the validation split under ``root``.
 
-    Raises UserError where a folder is missing, a class has no images, or val has a class that train lacks.
+    The folders are listed once; the list is kept until a folder changes.
+
+    Raises:
+        UserError: If a folder is missing, a class has no images, or val has a class that train lacks.
     """
     return scan_training(root), scan_validation(root)
 
 
 def scan_training(root: Path) -> ImageFolder:
-    """The training split. Raises UserError as :func:`scan` does."""
+    """Return the training split.
+
+    Raises:
+        UserError: As ``scan`` does.
+    """
     train, _ = _both_splits(root)
     return _open(root, "train", train, train)
 
 
 def scan_validation(root: Path) -> ImageFolder:
-    """The validation split; where there is no other its classes are its own. Raises UserError as :func:`scan`."""
+    """Return the validation split; if there is no training split, its own folders define the classes.
+
+    Raises:
+        UserError: As ``scan`` does.
+    """
     names, classes = _validation_split(root)
     return _open(root, "val", names, classes)
 
 
 def _validation_split(root: Path) -> tuple[list[str], list[str]]:
-    """Its class folders, and the classes that number them."""
+    """Return the class folders of val, and the class names that define its labels."""
     if (root / "train").is_dir():
         classes, names = _both_splits(root)
         return names, classes
@@ -134,6 +147,7 @@ def _class_names(root: Path, split: str) -> list[str]:
 
 
 def _check_classes(root: Path, split: str, names: list[str]) -> None:
+    """Raise UserError if a class has no images; remove a kept index whose numbers of entries are out of date."""
     folder = root / split
     for name in names:
         with os.scandir(folder / name) as entries:
@@ -142,7 +156,7 @@ def _check_classes(root: Path, split: str, names: list[str]) -> None:
             require_images(folder / name, look_into(folder / name))
 
     def fault(kept: Index) -> str:
-        """The index counts as many entries of each folder as there are, which is sooner found out than their names."""
+        """Return how the index's entry counts differ from the folders'; counts are quicker to check than names."""
         if [stamp[0] for stamp in kept.about["stamps"]] != names:
             return ""
         with ThreadPoolExecutor(_THREADS) as threads:
@@ -159,7 +173,7 @@ def _open(root: Path, split: str, names: list[str], classes: list[str]) -> Image
     folder = root / split
 
     def stamp() -> Fingerprint:
-        """A folder's times change with its names."""
+        """Return the stamps of the class folders; a folder's times change when a name in it does."""
         return [index_cache.stamp_of(name, (folder / name).stat()) for name in names]
 
     index = load_or_build_index(root, split, _KIND, stamp, lambda: _list(folder, names))
@@ -172,7 +186,7 @@ def _open(root: Path, split: str, names: list[str], classes: list[str]) -> Image
 
 
 def _list(folder: Path, names: list[str]) -> Index:
-    """All images, by the number of their folder in ``names``; and how many files are left out that may be meant."""
+    """List all images with their folder's number in ``names``, and count the left-out files that may be images."""
     found: list[FolderContents] = []
     with ThreadPoolExecutor(_THREADS) as threads:
         for name, contents in zip(names, threads.map(lambda name: look_into(folder / name), names), strict=True):
@@ -193,8 +207,13 @@ def _list(folder: Path, names: list[str]) -> Index:
 
 
 def deeper_images(folder: Path, contents: FolderContents, within: str = "") -> list[str]:
-    """Images in folders inside the ``folder`` of a class, which holds ``contents``, by paths that begin with
-    ``within``."""
+    """Return the images in subfolders of a class folder.
+
+    Args:
+        folder: The class folder.
+        contents: Its entries, as returned by ``look_into``.
+        within: Path in front of each returned path, which is relative to ``folder``.
+    """
     inside = ((folder / name, os.path.join(within, name)) for name in contents.folders)  # noqa: PTH118
     return list(chain.from_iterable(images_below(*place) for place in inside))
 
@@ -204,12 +223,12 @@ def _deeper(folder: Path, by_name: list[tuple[str, FolderContents]]) -> list[str
 
 
 def _some(paths: list[str]) -> list[Any]:
-    """How many they are, and one of them."""
+    """Return the number of paths and the first in order; empty if there are none."""
     return [len(paths), shown(min(paths))] if paths else []
 
 
 def _tell_left_out(folder: Path, about: Mapping[str, Any]) -> None:
-    """Warn of files that are not trained on, though somebody may think so."""
+    """Warn of files that are not trained on although the user may expect it."""
     if apart := about.get("apart"):
         warn(
             f"{folder}: {apart[0]} images lie in no class's own folder, as {apart[1]}, and are left out; move them "
@@ -223,7 +242,7 @@ def _tell_left_out(folder: Path, about: Mapping[str, Any]) -> None:
 
 
 def require_images(folder: Path, contents: FolderContents) -> None:
-    """Raise UserError where the ``folder`` of a class has no images among its ``contents``."""
+    """Raise UserError if a class ``folder`` has no images among its ``contents``."""
     if contents.images:
         return
     advice = "add some, or remove the folder"

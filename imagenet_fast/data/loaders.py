@@ -1,4 +1,4 @@
-"""Where batches come from, by a recipe's ``[data]`` table."""
+"""Build the loaders that a recipe's ``[data]`` table describes."""
 
 from __future__ import annotations
 
@@ -30,40 +30,42 @@ from imagenet_fast.recipe.data_config import Data, ImageData, SyntheticData
 Batch = tuple[Tensor, Tensor]
 
 _LOOKED_AT = 50
-"""Images whose sizes stand for those of all."""
+"""Number of images whose sizes are read, to estimate the mean of all."""
 
 
 class Loader(Protocol):
-    """Batches without end: images uint8 [n, 3, S, S] in channels_last memory and labels int64 [n], on the device."""
+    """Endless batches on the device: images uint8 [n, 3, S, S] in channels_last memory, labels int64 [n]."""
 
-    def __iter__(self) -> Iterator[Batch]: ...
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield (images, labels) without end."""
+        ...
 
 
 @dataclass(frozen=True)
 class ValLoader:
-    """The validation split as one rank reads it."""
+    """One rank's loader of the validation split."""
 
     classes: int
     class_names: list[str]
-    """By label; nothing for images that are made up."""
+    """Names of the classes by label; empty for synthetic images."""
     val_contents: dict[str, Any]
     val_order: EvalSampler
     val: Iterator[Batch]
-    """Evaluation after evaluation, without end."""
+    """Batches of one evaluation after another, without end."""
 
     def next_evaluation(self) -> Iterator[Batch]:
-        """This rank's batches of one evaluation."""
+        """Return an iterator over this rank's batches of one evaluation."""
         return islice(self.val, self.val_order.batches)
 
 
 @dataclass(frozen=True)
 class Loaders(ValLoader):
-    """Both splits as one rank reads them."""
+    """One rank's loaders of both splits."""
 
     contents: Contents
     train_order: TrainSampler
     train: Iterator[Batch]
-    """Micro-batches of epoch after epoch, without end."""
+    """Micro-batches of one epoch after another, without end."""
 
 
 def build_loaders(
@@ -77,11 +79,22 @@ def build_loaders(
     first_step: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Loaders:
-    """Make this rank's loaders; ``root`` is not read for synthetic data. Training begins with the batches of step
-    ``first_step``, counted over all epochs, which are what loaders opened at 0 give then, on any number of ranks.
-    Images are decoded by at most ``cores`` threads, and normalised, in ``dtype``.
+    """Build this rank's loaders of both splits, with normalised images.
 
-    Raises UserError where the images cannot be trained on, or not with this batch.
+    Args:
+        data: The recipe's ``[data]`` table.
+        root: Data directory; not read for synthetic data.
+        batching: How the global batch is split over the ranks.
+        rank: This rank.
+        cores: Largest number of decoding threads.
+        device: Device of the batches.
+        seed: Seed of the order of images, of augmentation and of synthetic images.
+        first_step: Step at which training begins, counted over all epochs. Its batches are those that loaders built
+            with 0 give at that step, on any number of ranks.
+        dtype: Data type of the normalised images.
+
+    Raises:
+        UserError: If the images cannot be trained on, or not with this batch.
     """
     source = None
     match data:
@@ -117,8 +130,23 @@ def open_validation(
     seed: int,
     dtype: torch.dtype = torch.float32,
 ) -> ValLoader:
-    """Make this rank's loader of the validation split, in micro-batches; the training split need not be there.
-    Images are normalised, in ``dtype``."""
+    """Build this rank's loader of the validation split, in micro-batches of normalised images.
+
+    The training split need not exist.
+
+    Args:
+        data: The recipe's ``[data]`` table.
+        root: Data directory; not read for synthetic data.
+        batching: How the global batch is split over the ranks.
+        rank: This rank.
+        cores: Largest number of decoding threads.
+        device: Device of the batches.
+        seed: Seed of synthetic images.
+        dtype: Data type of the normalised images.
+
+    Raises:
+        UserError: If the images cannot be evaluated on.
+    """
     source = None
     names: list[str] = []
     match data:
@@ -156,7 +184,19 @@ def open_loader(
     device: torch.device,
     seed: int,
 ) -> Loader:
-    """What gives the ``images``, or made up ones, in ``order``, as bytes."""
+    """Build the loader that ``data`` describes; its batches hold bytes, not normalised.
+
+    Args:
+        data: The recipe's ``[data]`` table.
+        images: The images to read; None for synthetic data.
+        order: This rank's batches of indices.
+        cores: Largest number of decoding threads.
+        device: Device of the batches.
+        seed: Seed of synthetic images.
+
+    Raises:
+        UserError: If the loader or its cache cannot be used.
+    """
     match data:
         case SyntheticData():
             return SyntheticLoader(order, data, device, seed)
@@ -169,7 +209,12 @@ def open_loader(
 
 
 def supply_of(data: ImageData, root: Path, cores: int, device: torch.device) -> InputPipeline:
-    """What the images of a rank come through, after a look at some of them. Raises UserError, and OSError."""
+    """Describe a rank's input pipeline, with the sizes of some training images if they are in class folders.
+
+    Raises:
+        UserError: If the training split cannot be opened.
+        OSError: If the data directory cannot be read.
+    """
     short_side = None
     if format_detection.find_split(root, "train").format == "folder":
         sides = [min(size) for size in some_sizes(format_detection.open_training(root), _LOOKED_AT)]

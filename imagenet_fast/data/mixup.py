@@ -1,5 +1,7 @@
-"""Training images mixed with one another, on the device: mixup (Zhang et al., arXiv 1710.09412) and cutmix (Yun et
-al., arXiv 1905.04899), by torchvision."""
+"""Mix training images with one another on the device, with torchvision.
+
+The methods are mixup (Zhang et al., arXiv 1710.09412) and cutmix (Yun et al., arXiv 1905.04899).
+"""
 
 from __future__ import annotations
 
@@ -14,26 +16,35 @@ from imagenet_fast.data.sampler import TrainSampler
 
 
 class MixupCutmix:
-    """Batches of normalised images in ``order``, each image mixed with the one before it in its micro-batch; labels
-    become shares of ``classes``, fp32 [n, classes].
+    """Batches in which each image is mixed with the one before it in its micro-batch.
 
-    ``mixup`` and ``cutmix`` are the alphas of the Beta distributions that shares are drawn from, 0 for never; with
-    both, each micro-batch is mixed in one way or the other. What is drawn is a function of (seed, epoch, first
-    image), and micro-batches are the same on any number of ranks.
+    Labels become shares of the classes. With both methods, each micro-batch uses one or the other. All random draws
+    are a function of (seed, epoch, first image of the micro-batch). So micro-batches are the same on any number of
+    ranks.
     """
 
     def __init__(
         self, batches: Iterable[tuple[Tensor, Tensor]], order: TrainSampler, classes: int, mixup: float, cutmix: float
     ) -> None:
+        """Create the mixed batches.
+
+        Args:
+            batches: Batches of normalised images and labels, in ``order``.
+            order: The sampler of these batches.
+            classes: Number of classes.
+            mixup: Alpha of the Beta distribution that mixup draws shares from; 0: no mixup.
+            cutmix: The same for cutmix.
+        """
         self._batches = batches
         self._order = order
         self._ways = [v2.MixUp(alpha=mixup, num_classes=classes)] if mixup else []
         self._ways += [v2.CutMix(alpha=cutmix, num_classes=classes)] if cutmix else []
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield images, mixed and in channels_last memory, and labels, fp32 [n, classes]."""
         for batch, (images, labels) in zip(self._order, self._batches, strict=False):
             number = int(bits("mixing", self._order.seed, batch.epoch, of=batch.images[:1])[0])
-            with torch.random.fork_rng(devices=[]):  # torchvision draws from the CPU's generator, which is the model's
+            with torch.random.fork_rng(devices=[]):  # torchvision draws from the CPU generator, and so does the model
                 torch.default_generator.manual_seed(number)
                 way = self._ways[number % len(self._ways)]
                 images, labels = way(images, labels)

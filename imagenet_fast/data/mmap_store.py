@@ -1,12 +1,12 @@
-"""Pixels of images of all sizes, in one file that several processes map, fill and read at the same time.
+"""Store pixels of images of any size in one file that several processes map, fill and read at the same time.
 
-Beside ``pixels`` lies ``index``: 64 bits an image, which say where its pixels begin, and its height and width; 0 where
-they are not there. Pixels are only ever appended, and an index entry is stored at once when they are written. So nobody
-needs to talk to another: whoever dies leaves at most a gap, and an image that two processes add at the same time is
-there twice, with the same pixels.
+The file is ``pixels``. Beside it, ``index`` holds 64 bits per image: where its pixels begin, its height and its width,
+or 0 if the image is not stored. Pixels are only ever appended. The index entry is set in one store after the pixels
+are written. So processes need no communication. One that dies leaves at most a gap. An image that two processes add
+at the same time is stored twice, with the same pixels.
 
-The disk may have the index before it has the pixels. So ``synced`` is a copy of the index as it was when all that it
-tells of was on the disk: what is to be believed after the machine has gone down.
+The disk may receive the index before the pixels. So ``synced`` is a copy of the index from a time when all its pixels
+were on the disk. After a crash of the node, only this copy can be trusted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from imagenet_fast.data.decode import Pixels
 
 Entries = NDArray[np.uint64]
-"""[images]; 34 bits for the place in units of ``_UNIT`` bytes, 15 for the height, 15 for the width."""
+"""Index, uint64 [images]: 34 bits for the position in units of ``_UNIT`` bytes, 15 for height, 15 for width."""
 
 PIXELS, INDEX, SYNCED = "pixels", "index", "synced"
 
@@ -35,21 +35,34 @@ _SIDE_BITS = 15
 _LONGEST = 2**_SIDE_BITS - 1
 _MOST = 2 ** (64 - 2 * _SIDE_BITS) * _UNIT  # bytes: 4.4 TB
 _PART = 2**26
-"""Bytes by which a process makes the file longer for itself, unless it is a small one."""
+"""Bytes by which a process extends the file for itself; less for a small file."""
 
 
 class MmapImageStore:
-    """Of ``images`` in ``folder``, in which ``bytes_expected`` will be. Many threads may read and write.
+    """An open store in ``folder``. Thread-safe.
 
-    As long as it is there, nobody else can have it alone (:func:`alone`).
+    While it exists it holds a shared lock, so that ``alone`` returns False.
     """
 
     def __init__(self, folder: Path, images: int, index: str, writable: bool, bytes_expected: int) -> None:
+        """Open the store.
+
+        Args:
+            folder: Directory of the store.
+            images: Number of images in the index.
+            index: File name of the index, ``INDEX`` or ``SYNCED``.
+            writable: Whether images can be added.
+            bytes_expected: Size of all pixels in the end. With fewer bytes, the file is extended in smaller parts.
+
+        Raises:
+            OSError: If a file cannot be opened.
+            ValueError: If the index is too short.
+        """
         mode = "r+b" if writable else "rb"
         self._folder = folder
         self._pixels = (folder / PIXELS).open(mode, buffering=0)
         self._index = (folder / index).open(mode, buffering=0)
-        with suppress(OSError):  # not of a read-only file over NFS
+        with suppress(OSError):  # fails for a read-only file over NFS
             fcntl.flock(self._index, fcntl.LOCK_SH)
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         mapped = mmap.mmap(self._index.fileno(), 8 * images, access=access)
@@ -60,19 +73,22 @@ class MmapImageStore:
         self._lock = Lock()
 
     def read(self, image: int) -> Pixels | None:
-        """Its pixels, in memory that all processes share; None where they are not there."""
+        """Return the pixels of ``image`` in memory that all processes share; None if it is not stored."""
         entry = self.entries.item(image)
         if not entry:
             return None
         begin, height, width = _unpacked(entry)
         end = begin + 3 * height * width
-        if end > len(self._mapped):  # the file has grown; what others hold of the old map stays
+        if end > len(self._mapped):  # the file has grown; arrays in the old map stay valid
             self._mapped = np.frombuffer(mmap.mmap(self._pixels.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
         return self._mapped[begin:end].reshape(height, width, 3)
 
     def write(self, image: int, pixels: Pixels) -> None:
-        """Add them, unless they are larger than an entry can tell. Raises OSError, as where the disk is full: through a
-        map it would be SIGBUS."""
+        """Append the pixels of ``image``, unless their size or position does not fit in an index entry.
+
+        Raises:
+            OSError: If they cannot be written, as on a full disk. Writing through a map would raise SIGBUS there.
+        """
         height, width, _ = pixels.shape
         if max(height, width) > _LONGEST:
             return
@@ -87,7 +103,11 @@ class MmapImageStore:
         self.entries[image] = _packed(begin, height, width)
 
     def sync(self) -> None:
-        """Have all that is there now on the disk, whatever happens. Raises OSError."""
+        """Flush all that is stored now to the disk, so that it survives a crash of the node.
+
+        Raises:
+            OSError: If a file cannot be written.
+        """
         entries = self.entries.copy()
         os.fsync(self._pixels.fileno())
         partial = self._folder / f".{SYNCED}.{uuid.uuid4().hex}"
@@ -101,7 +121,7 @@ class MmapImageStore:
             partial.unlink(missing_ok=True)
 
     def _take(self, size: int) -> int:
-        """Where so many bytes may be written by this thread alone."""
+        """Reserve ``size`` bytes of the file for the calling thread, and return where they begin."""
         with self._lock:
             if self._begin + size > self._end:
                 self._begin, self._end = self._lengthen(max(self._part, size))
@@ -110,7 +130,7 @@ class MmapImageStore:
             return begin
 
     def _lengthen(self, size: int) -> tuple[int, int]:
-        """Room of this process's own at the end, which the disk really has."""
+        """Extend the file by ``size`` bytes for this process, allocated on the disk; return their begin and end."""
         file = self._pixels.fileno()
         fcntl.flock(file, fcntl.LOCK_EX)
         try:
@@ -127,7 +147,11 @@ class MmapImageStore:
 
 
 def make_empty(folder: Path, images: int) -> None:
-    """In place of what is there. Raises OSError."""
+    """Create an empty store for ``images`` images, in place of what is there.
+
+    Raises:
+        OSError: If a file cannot be replaced, or the disk is full.
+    """
     for name in (PIXELS, INDEX, SYNCED):
         (folder / name).unlink(missing_ok=True)
     (folder / PIXELS).touch()
@@ -136,7 +160,11 @@ def make_empty(folder: Path, images: int) -> None:
 
 
 def go_back(folder: Path, images: int) -> None:
-    """To what was on the disk for certain when the machine went down. Raises OSError."""
+    """Reset the index to what was certainly on the disk when the node went down.
+
+    Raises:
+        OSError: If a file cannot be read or written.
+    """
     synced = folder / SYNCED
     with (folder / INDEX).open("r+b") as file:
         file.write(synced.read_bytes() if synced.exists() else bytes(8 * images))
@@ -144,7 +172,7 @@ def go_back(folder: Path, images: int) -> None:
 
 
 def bytes_taken(folder: Path) -> int:
-    """Of the disk, by pixels."""
+    """Return the bytes that the pixels take on the disk; 0 if they cannot be found."""
     try:
         return 512 * (folder / PIXELS).stat().st_blocks
     except OSError:
@@ -152,7 +180,11 @@ def bytes_taken(folder: Path) -> int:
 
 
 def alone(folder: Path) -> bool:
-    """Whether no :class:`MmapImageStore` of ``folder`` is in use, by whatever process. Raises OSError."""
+    """Return whether no process has a ``MmapImageStore`` of ``folder`` open.
+
+    Raises:
+        OSError: If the index cannot be opened or locked.
+    """
     try:
         with (folder / INDEX).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -164,7 +196,16 @@ def alone(folder: Path) -> bool:
 
 
 def read_entries(folder: Path, name: str, images: int) -> Entries | None:
-    """What an index or its copy holds, nothing if it is not there yet; None where it is damaged. Raises OSError."""
+    """Read an index; None if it is damaged.
+
+    Args:
+        folder: Directory of the store.
+        name: File name of the index, ``INDEX`` or ``SYNCED``. A missing ``SYNCED`` is read as zeros.
+        images: Number of images that the index must have.
+
+    Raises:
+        OSError: If a file cannot be read.
+    """
     try:
         found = np.fromfile(folder / name, dtype=np.uint64)
     except FileNotFoundError:
@@ -176,7 +217,12 @@ def read_entries(folder: Path, name: str, images: int) -> Entries | None:
 
 
 def read_alone(folder: Path, entry: int) -> Pixels:
-    """The pixels that an entry tells of, without a map. Raises OSError, and ValueError where there are fewer."""
+    """Read the pixels of an index entry without a map.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If the file ends before the pixels do.
+    """
     begin, height, width = _unpacked(entry)
     with (folder / PIXELS).open("rb") as file:
         found = os.pread(file.fileno(), 3 * height * width, begin)
@@ -192,7 +238,7 @@ def _unpacked(entry: int) -> tuple[int, int, int]: ...
 @overload
 def _unpacked(entry: Entries) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]: ...
 def _unpacked(entry: Any) -> tuple[Any, Any, Any]:
-    """Where it begins, its height and its width."""
+    """Return begin in bytes, height and width of an index entry."""
     begin, height = (entry >> 2 * _SIDE_BITS) * _UNIT, entry >> _SIDE_BITS & _LONGEST
     return begin, height, entry & _LONGEST
 

@@ -1,4 +1,4 @@
-"""Images come to the device as bytes, a quarter of fp32, and only there become what a network reads."""
+"""Normalise images on the device: they are copied there as bytes, a quarter of the size of fp32."""
 
 from __future__ import annotations
 
@@ -11,29 +11,40 @@ from imagenet_fast.data.huge_pages import fresh
 from imagenet_fast.recipe.data_config import Data
 
 _GRAIN = 32_768
-"""Values that a CPU turns at once. They stay in its cache from one operation to the next; and for no more torch keeps
-to one thread, which is faster here than two: others decode meanwhile, and the two would wait for each other."""
+"""Number of values that a CPU normalises at a time.
+
+They stay in its cache from one operation to the next. For no more than these, torch uses a single thread. That is
+faster here than two: other threads decode meanwhile, and the two would wait for each other.
+"""
 
 
 class Normalizer:
-    """The batches of a loader as a network reads them: (x / 255 - mean) / std by channel, in ``dtype``.
+    """Batches of a loader, normalised for a network: (x / 255 - mean) / std per channel, in ``dtype``.
 
-    ``batches`` are on ``device``: images uint8 [n, 3, S, S] in channels_last memory, as they come out too, and
-    labels. Values are computed in fp32 and rounded once.
+    Values are computed in fp32 and rounded once.
     """
 
     def __init__(
         self, batches: Iterable[tuple[Tensor, Tensor]], data: Data, device: torch.device, dtype: torch.dtype
     ) -> None:
+        """Compute the scale and shift of each channel.
+
+        Args:
+            batches: Images uint8 [n, 3, S, S] in channels_last memory, and labels, on ``device``.
+            data: The recipe's ``[data]`` table, for mean, std and the largest image size.
+            device: Device of the batches.
+            dtype: Data type of the normalised images.
+        """
         mean, std = torch.tensor([data.mean, data.std], dtype=torch.float64)
         widest = max(data.image_size, data.evaluated_size, *(size for _, size in data.sizes), 1)
-        # Of a row of pixels: three channels alone would be too short a run for vector instructions.
+        # Repeated for a whole row of pixels: three channels alone are too few for vector instructions.
         self._scale = (1 / (255 * std)).float().repeat(widest).to(device)
         self._shift = (-mean / std).float().repeat(widest).to(device)
         self._batches = batches
         self._dtype = dtype
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield normalised images [n, 3, S, S] in channels_last memory, and labels."""
         for images, labels in self._batches:
             yield self._normalise(images), labels
 

@@ -1,4 +1,4 @@
-"""Where a recipe's images lie, and putting there what can be made on the spot."""
+"""Find the data set of a recipe on disk, and create the one that needs no download."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from imagenet_fast.errors import UserError
 
 
 def cache_dir() -> Path:
-    """``$IMAGENET_FAST_CACHE``, or ``imagenet-fast`` in the user's cache directory. Raises UserError without a home."""
+    """Return ``$IMAGENET_FAST_CACHE``, or ``imagenet-fast`` in the user's cache directory.
+
+    Raises:
+        UserError: If neither it nor ``XDG_CACHE_HOME`` is set, and the user has no home directory.
+    """
     if own := os.environ.get("IMAGENET_FAST_CACHE"):
         return Path(own)
     try:
@@ -24,9 +28,12 @@ def cache_dir() -> Path:
 
 
 def locate(dataset: Literal["imagenet", "cifar10", "digits"], given: Path | None) -> Path:
-    """The folder to train from: ``given``, or the data set's own place. Digits are made there if need be.
+    """Return the directory to train from: ``given``, or the data set's own place in the cache directory.
 
-    Raises UserError saying how to get the data set.
+    The digits are created there if they are missing.
+
+    Raises:
+        UserError: If the data set is missing; the message explains how to get it.
     """
     if given is not None:
         return given

@@ -1,4 +1,4 @@
-"""Batches that threads fill while others are trained on."""
+"""Fill batches in threads while earlier ones are trained on."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ from typing import TypeVar
 T = TypeVar("T")
 
 Job = Iterator[None]
-"""A part of the work on a batch, step by step: it may be left unfinished after any of them."""
+"""Part of the work on a batch, in steps; it may be abandoned after any step."""
 
 
 def prefetched(batches: Iterable[tuple[T, Sequence[Job]]], threads: int, depth: int) -> Generator[T, None, None]:
-    """Each batch once all its pieces are done, in the order given; ``threads`` are up to ``depth`` batches ahead.
+    """Yield each batch in order once all its jobs are done, while threads work on the next ones.
 
-    What is raised in a piece is raised here, in the turn of its batch. When the iterator is closed, or dropped, its
-    threads end after the step they are at.
+    An exception in a job is raised here when it is its batch's turn. If the iterator is closed or dropped, the threads
+    end after their current step.
+
+    Args:
+        batches: Batches, each with the jobs that fill it.
+        threads: Number of threads.
+        depth: Number of batches that are worked on ahead of the one that is yielded.
     """
     stopped = Event()
 
@@ -38,7 +43,7 @@ def prefetched(batches: Iterable[tuple[T, Sequence[Job]]], threads: int, depth: 
             yield _done(*begun.popleft())
     finally:
         stopped.set()
-        pool.shutdown(wait=False, cancel_futures=True)  # it may be one of them that drops the iterator
+        pool.shutdown(wait=False, cancel_futures=True)  # no wait: the iterator may be dropped in one of these threads
 
 
 def _done(batch: T, pieces: Iterable[Future[None]]) -> T:

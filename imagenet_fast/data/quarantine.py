@@ -1,4 +1,4 @@
-"""Files of a data set that cannot be decoded, by the list that `data verify` leaves: nobody trains on them."""
+"""Leave out the images that cannot be decoded, by the list that `data verify` writes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from imagenet_fast.data.image_source import ImageSource, digest_of
 from imagenet_fast.errors import UserError
 
 QUARANTINE = "quarantine.json"
-"""In a data directory, beside its splits."""
+"""File name of the list, in the data directory beside the splits."""
 
 
 def quarantined(root: Path) -> dict[str, str]:
-    """What is wrong with them, by path: ``train/<class>/<file>``, or ``<shard>: <place>``.
+    """Return what is wrong with each listed file, by path: ``train/<class>/<file>``, or ``<shard>: <place>``.
 
-    Nothing where nobody has looked. Raises UserError where the list cannot be read.
+    The result is empty if there is no list.
+
+    Raises:
+        UserError: If the list is damaged.
     """
     path = root / QUARANTINE
     try:
@@ -36,19 +39,25 @@ def quarantined(root: Path) -> dict[str, str]:
 
 
 def prefix_of(root: Path) -> str:
-    """What names of images begin with, before the paths that are on the list; pathlib would change odd ones."""
+    """Return the prefix of image names before the paths on the list; pathlib would change unusual names."""
     return "" if root == Path() else os.path.join(root, "")  # noqa: PTH118
 
 
 def quarantine_text(files: Mapping[str, str]) -> str:
-    """The list as it is written; names that are no text come through, too."""
+    """Return the text of the list file; it preserves names that are not valid text."""
     return json.dumps({"format": 1, "files": dict(sorted(files.items()))}, indent=1) + "\n"
 
 
 def without_quarantined(split: ImageSource, root: Path, name: str) -> ImageSource:
-    """``split``, which is the one of that ``name`` under ``root``, but for what is on the list.
+    """Return ``split`` without the images on the list.
 
-    Raises UserError where a class has nothing left, or the list cannot be read.
+    Args:
+        split: All images of the split.
+        root: Data directory.
+        name: Name of the split, "train" or "val".
+
+    Raises:
+        UserError: If a class has no images left, or the list is damaged.
     """
     prefix = prefix_of(root)
     bad = {prefix + path for path in quarantined(root)}
@@ -70,7 +79,7 @@ def without_quarantined(split: ImageSource, root: Path, name: str) -> ImageSourc
 
 
 class _Rest:
-    """Some images of a split, in its order: ``kept`` are their numbers there."""
+    """The images ``kept`` of a split (indices into it), in its order."""
 
     def __init__(self, split: ImageSource, kept: NDArray[np.int64]) -> None:
         self._split = split

@@ -1,4 +1,4 @@
-"""Images in another size."""
+"""Resize images, and compute their sizes."""
 
 from __future__ import annotations
 
@@ -13,33 +13,41 @@ from imagenet_fast.data.decode import Pixels
 
 
 def shrunk(image: Pixels, shorter: int) -> Pixels:
-    """With a shorter side of at most ``shorter``; as it is where that is 0."""
+    """Return the image with a shorter side of at most ``shorter`` pixels; unchanged if that is 0."""
     return resized(image, *shrunk_size(image.shape[0], image.shape[1], shorter))
 
 
 def shrunk_size(height: int, width: int, shorter: int) -> tuple[int, int]:
-    """Of an image of that size."""
+    """Return the (height, width) that ``shrunk`` gives an image of this size."""
     shortest = min(height, width)
     return scaled_size(height, width, shorter) if 0 < shorter < shortest else (height, width)
 
 
 def scaled_size(height: int, width: int, shorter: int) -> tuple[int, int]:
-    """Of an image of that size once its shorter side is ``shorter``, by torchvision's rounding."""
+    """Return (height, width) with the shorter side scaled to ``shorter``, rounded as in torchvision."""
     shortest = min(height, width)
     return shorter * height // shortest, shorter * width // shortest
 
 
 def middle_of(sides: Sequence[int], size: int) -> tuple[int, ...]:
-    """Where ``size`` pixels in the middle of each side begin, by torchvision's rounding."""
+    """Return where the central ``size`` pixels of each side begin, rounded as in torchvision."""
     return tuple(round((side - size) / 2) for side in sides)
 
 
 def resized(image: Pixels, height: int, width: int, into: Pixels | None = None) -> Pixels:
-    """By PIL's bilinear filter, which widens where it shrinks: within a grey level of PIL's result. It lies in
-    ``into``, memory of that size, or in new memory, or is the image itself.
+    """Resize with PIL's bilinear filter, which widens when it shrinks; within one grey level of PIL's result.
 
-    It is torch's for bytes, in a fifth of PIL's time and in a third of that of OpenCV's mean over areas. Where nothing
-    shrinks OpenCV has the same filter, and takes less for a small image than torch does to be called.
+    It uses torch's filter for bytes: that takes a fifth of PIL's time, and a third of OpenCV's mean over areas. If no
+    side shrinks, OpenCV has the same filter; for a small image it takes less time than just calling torch.
+
+    Args:
+        image: The image.
+        height: Height of the result in pixels.
+        width: Width of the result in pixels.
+        into: Memory for the result, uint8 [height, width, 3]; None: allocate it.
+
+    Returns:
+        ``into``, new memory, or without ``into`` the image itself if it has this size already.
     """
     if image.shape[:2] == (height, width):
         if into is None:
@@ -51,12 +59,12 @@ def resized(image: Pixels, height: int, width: int, into: Pixels | None = None) 
     if image.shape[0] <= height and image.shape[1] <= width:
         cv2.resize(image, (width, height), dst=into, interpolation=cv2.INTER_LINEAR)
         return into
-    own = image if image.flags.writeable else image.copy()  # torch warns of a mapped file
-    # What `interpolate` calls; that would put the channels first, and to turn them again takes longer than the filter.
+    own = image if image.flags.writeable else image.copy()  # torch warns about a read-only array, as in a mapped file
+    # `interpolate` calls this op but returns channels first; converting that back takes longer than the filter.
     torch.ops.aten._upsample_bilinear2d_aa.out(_channels_first(own), [height, width], False, out=_channels_first(into))
     return into
 
 
 def _channels_first(image: Pixels) -> Tensor:
-    """The same memory as [1, 3, height, width]."""
+    """Return a view of the same memory as [1, 3, height, width]."""
     return torch.from_numpy(image).permute(2, 0, 1)[None]

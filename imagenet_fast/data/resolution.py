@@ -1,4 +1,4 @@
-"""How large images are shown: smaller in earlier epochs perhaps, otherwise in an evaluation perhaps."""
+"""Compute the size of images: it may be smaller in earlier epochs, and different in an evaluation."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from imagenet_fast.recipe.data_config import ImageData
 
 
 class Resolution(NamedTuple):
-    """In pixels."""
+    """The size of the images of an epoch, in pixels."""
 
     size: int
-    """Of each side of what is shown."""
+    """Side of the square image that the network receives."""
     shorter: int
-    """Of the whole image's shorter side, where its middle is shown."""
+    """Shorter side of the whole image before a central crop."""
 
 
 def resolution(data: ImageData, order: Order, epoch: int) -> Resolution:
-    """Of the images in ``order`` in ``epoch``, counted from 0. Progressive resizing is Howard's ("Training Imagenet
-    in 3 hours for USD 25; and CIFAR10 for USD 0.26", fast.ai, 2018)."""
+    """Return the resolution of the images in ``order`` in ``epoch``, counted from 0.
+
+    Progressive resizing follows Howard ("Training Imagenet in 3 hours for USD 25; and CIFAR10 for USD 0.26", fast.ai,
+    2018).
+    """
     if not isinstance(order, TrainSampler):
         return Resolution(data.evaluated_size, data.resize)
     size = next((size for begin, size in reversed(data.sizes) if begin <= epoch + 1), data.image_size)

@@ -1,4 +1,4 @@
-"""Photos of an ImageNet photo's usual size, where there is no ImageNet at hand."""
+"""Make photos of ImageNet's usual size, for use without ImageNet."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from PIL import Image
 
 _WIDTH, _HEIGHT = 500, 375
 _WIDEST = 560
-"""Of what is cut out of a photo 640 wide."""
+"""Largest width in pixels of a part cut from a photo, which is 640 wide."""
 
 _QUALITIES = (90, 96)
 
 
 def make_photos(root: Path, count: int) -> str:
-    """``count`` JPEGs to train on and one to validate, in one class; returns of what they are made.
+    """Write ``count`` JPEGs to train on and one to validate, in one class, and return what they are made of.
 
-    They are parts of the two photos that scikit-learn carries (china.jpg and flower.jpg, 640x427), in turn: 4:3, 400 to
-    560 wide, from anywhere, half of them mirrored, resized to 500x375 by Lanczos and saved in a quality from 90 to 96.
-    Without scikit-learn it is noise whose amplitude falls with its frequency, as in photographs, so that a decoder has
-    about as much to do.
+    They are parts of scikit-learn's two photos (china.jpg and flower.jpg, 640x427), in turn. A part is 4:3, 400 to 560
+    wide and from a random position; half of the parts are mirrored. It is resized to 500x375 with Lanczos and saved
+    with a quality from 90 to 96.
+
+    Without scikit-learn they are noise whose amplitude falls with its frequency, as in photographs. So a decoder has
+    about as much work.
     """
     random = np.random.default_rng(0)
     theirs = _theirs()

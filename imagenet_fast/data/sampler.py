@@ -1,4 +1,4 @@
-"""Which image goes to which rank in which step: one global order, whatever the number of ranks."""
+"""Assign images to steps and ranks, in one global order whatever the number of ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Indices = NDArray[np.int64]
 
 
 class BatchIndices(NamedTuple):
-    """What a rank sees at once: ``images`` [n], and in which epoch, counted from 0; in an evaluation it is 0."""
+    """A rank's batch: indices ``images`` [n], and the epoch, counted from 0 (always 0 in an evaluation)."""
 
     epoch: int
     images: Indices
@@ -25,14 +25,14 @@ class BatchIndices(NamedTuple):
 class TrainSampler:
     """This rank's micro-batches of a training set, epoch after epoch without end, from ``first_step`` on.
 
-    Every epoch is a new permutation of all images, the same on every rank. A step takes the next global batch
-    of it, cut into micro-batches; which rank computes which of them depends on the number of ranks, the
-    micro-batches themselves do not, so a run on other ranks sees the same ones (and the same batch-norm
-    statistics). What does not fill a global batch is left out of that epoch. The ranks of a pipeline, a stride of
-    ``batching.readers`` apart, read the same.
+    Every epoch is a new permutation of all images, the same on every rank. A step takes its next global batch, cut
+    into micro-batches. The number of ranks decides only which rank computes which micro-batch. So a run on another
+    number of ranks sees the same micro-batches (and the same batch-norm statistics). Images that do not fill a global
+    batch are left out of that epoch. The ranks of a pipeline, a stride of ``batching.readers`` apart, read the same
+    images.
 
-    The order is a function of the seed and the epoch, so one that begins with the step at which another run stopped
-    goes on as that would have, also on another number of ranks.
+    The order is a function of the seed and the epoch. So a sampler that begins at the step where another run stopped
+    continues as that run would have, also on another number of ranks.
     """
 
     images: int
@@ -40,13 +40,15 @@ class TrainSampler:
     rank: int
     seed: int
     first_step: int = 0
-    """Steps that were taken before, in all epochs together."""
+    """Number of steps already taken, over all epochs."""
 
     @property
     def steps_per_epoch(self) -> int:
+        """Number of whole global batches in an epoch."""
         return self.images // self.batching.global_batch
 
     def __iter__(self) -> Iterator[BatchIndices]:
+        """Yield this rank's micro-batches without end."""
         epoch, begin = divmod(self.first_step, self.steps_per_epoch)
         split = (self.batching.readers, self.batching.accumulation, self.batching.micro_batch)
         while True:
@@ -61,10 +63,10 @@ class TrainSampler:
 
 @dataclass(frozen=True)
 class EvalSampler:
-    """This rank's part of a validation set: a contiguous shard, each image once, the last batch as it falls.
+    """This rank's batches of a validation set: a contiguous shard, each image once; the last batch may be smaller.
 
-    Shards differ by at most one image, and a rank may have none. Iterating starts over without end;
-    ``batches`` says how many make one evaluation.
+    Shards differ by at most one image, and a rank may have none. Iteration starts over without end; ``batches`` is the
+    length of one evaluation.
     """
 
     images: int
@@ -74,13 +76,16 @@ class EvalSampler:
 
     @property
     def shard(self) -> range:
+        """Indices of this rank's images."""
         return range(self.images * self.rank // self.ranks, self.images * (self.rank + 1) // self.ranks)
 
     @property
     def batches(self) -> int:
+        """Number of this rank's batches in one evaluation."""
         return -(-len(self.shard) // self.batch)
 
     def __iter__(self) -> Iterator[BatchIndices]:
+        """Yield the batches of one evaluation after another, without end; none if the shard is empty."""
         shard = np.asarray(self.shard)
         while self.batches:
             for start in range(0, len(shard), self.batch):

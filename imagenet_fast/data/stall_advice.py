@@ -1,4 +1,4 @@
-"""What to set where a training waits for its images; told of what they come through, without a look at torch."""
+"""Suggest settings for a run that waits for data, from a description of its input pipeline; without torch."""
 
 from __future__ import annotations
 
@@ -11,39 +11,40 @@ from pathlib import Path
 from imagenet_fast.recipe.data_config import ImageData
 
 _TOLD = 3
-_LARGER = 1.25  # than needed: below that, shrinking images beforehand gains little
+_LARGER = 1.25  # times what is needed; below that, shrinking images beforehand gains little
 _SHRUNK = 256
-_NVIDIA_PREFETCH, _NVIDIA_HARDWARE = 5, 0.99  # of MLPerf on DGX-H100, as in our recipes for eight GPUs
+_NVIDIA_PREFETCH, _NVIDIA_HARDWARE = 5, 0.99  # NVIDIA's for MLPerf on DGX-H100, as in our recipes for eight GPUs
 
 
 @dataclass(frozen=True)
 class InputPipeline:
-    """What a rank's images come through."""
+    """A description of a rank's input pipeline."""
 
     data: ImageData
     gpu: bool
-    """Whether the rank trains on one."""
+    """Whether the rank trains on a GPU."""
     cores: int
-    """That the rank may use."""
+    """Number of CPU cores that the rank may use."""
     dali: bool
-    """Whether it is installed."""
+    """Whether DALI is installed."""
     short_side: float | None
-    """The mean of some training images' shorter sides, in pixels; None where `data prepare` cannot shrink them."""
+    """Mean shorter side of some training images, in pixels; None if `data prepare` cannot shrink them."""
     root: Path
+    """Data directory."""
     caches: Path
-    """Where this user keeps data sets."""
+    """Directory in which data sets of this user are kept."""
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Something to try: how to write it, and what it does."""
+    """A setting or command to try, as it is written, and its effect."""
 
     written: str
     does: str
 
 
 def advice(wait_pct: float, supply: InputPipeline) -> list[str]:
-    """The lines with which a run ends that has waited ``wait_pct`` per cent of its training for data."""
+    """Return the lines to print after a run that waited ``wait_pct`` per cent of its training for data."""
     found = list(islice(suggestions(supply), _TOLD))
     said = f"Waited for data {wait_pct:.0f} % of training: a rank reads with {supply.data.loader}, {_threads(supply)}"
     if not found:
@@ -52,8 +53,10 @@ def advice(wait_pct: float, supply: InputPipeline) -> list[str]:
 
 
 def suggestions(supply: InputPipeline) -> Iterator[Suggestion]:
-    """All that may help this run, the likeliest first. What is learned stays as it is, but for pixels that are shrunk
-    beforehand."""
+    """Yield all that may help this run, the likeliest first.
+
+    No suggestion changes what is learned, except those that shrink images beforehand.
+    """
     data, cores = supply.data, supply.cores
     decodes_on_gpu = supply.gpu and data.loader == "dali"
     if data.workers and data.workers < cores:
@@ -87,7 +90,7 @@ def _tune_dali(data: ImageData) -> Iterator[Suggestion]:
 
 
 def _shrink(supply: InputPipeline, side: int) -> Iterator[Suggestion]:
-    """The images, once and for all."""
+    """Suggest to shrink the images once, with `data prepare`."""
     if supply.data.cache_side == 0 and supply.short_side is not None and supply.short_side > _LARGER * side:
         root = supply.root.absolute()
         smaller = root.with_name(f"{root.name}-{side}")

@@ -1,4 +1,4 @@
-"""Images decoded by OpenCV, cropped, resized by torch and mirrored, in threads; no GPU, no other process."""
+"""Decode images with OpenCV, crop, resize (torch) and flip them in threads; no GPU and no other process."""
 
 from __future__ import annotations
 
@@ -25,14 +25,26 @@ from imagenet_fast.recipe.data_config import ImageData
 
 
 class FolderLoader:
-    """Batches in ``order``, without end: images uint8 [n, 3, S, S] in channels_last memory, labels int64 [n].
+    """Endless batches in ``order``: images uint8 [n, 3, S, S] in channels_last memory, labels int64 [n].
 
-    Both let go of Python's lock while they work, so that threads do what others need processes for: nothing is
-    pickled, sent or kept twice.
+    OpenCV and torch release the GIL while they work. So threads do what other loaders need processes for, and nothing
+    is pickled, sent or stored twice.
     """
 
     def __init__(self, images: ImageSource, order: Order, data: ImageData, device: torch.device, threads: int) -> None:
-        cv2.setNumThreads(0)  # it would divide each image among threads of its own
+        """Open the cache of decoded images if the recipe has one, and keep the settings.
+
+        Args:
+            images: The images to read.
+            order: This rank's batches of indices.
+            data: The recipe's ``[data]`` table.
+            device: Device of the batches.
+            threads: Number of decoding threads.
+
+        Raises:
+            UserError: If the cache cannot be used.
+        """
+        cv2.setNumThreads(0)  # OpenCV would split each image among its own threads
         self._order = order
         self._images = images
         self._data = data
@@ -44,13 +56,20 @@ class FolderLoader:
         self._threads = threads
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (images, labels) without end.
+
+        Raises:
+            UserError: If a bad image must not or cannot be replaced.
+        """
         for pixels, labels in prefetched(map(self._begin, self._order), self._threads, self._ahead):
             images = pixels.to(self._device, non_blocking=True).permute(0, 3, 1, 2)
             yield images, labels.to(self._device, non_blocking=True)
 
     def _begin(self, batch: BatchIndices) -> tuple[tuple[Tensor, Tensor], list[Job]]:
-        """Memory for a batch, uint8 [n, S, S, 3] and int64 [n], and what fills it: a piece a thread, since handing
-        small images over one by one would take as long as they do."""
+        """Allocate a batch, uint8 [n, S, S, 3] and int64 [n], and return it with the jobs that fill it.
+
+        There is at most one job per thread: to schedule small images one by one would take as long as to decode them.
+        """
         self._images.expect(batch.images)
         count, pinned = len(batch.images), self._device.type == "cuda"
         size, _ = resolution(self._data, self._order, batch.epoch)
@@ -66,7 +85,7 @@ class FolderLoader:
         return (pixels, labels), pieces
 
     def _fill(self, batch: BatchIndices, places: Pixels, labels: NDArray[np.int64]) -> Job:
-        """With the images of a part of a batch, one a step."""
+        """Fill ``places`` and ``labels`` with a part of a batch, one image per step."""
         chances = repeat(None) if self._chance is None else zip(*self._chance.draw(batch), strict=True)
         shown_at = resolution(self._data, self._order, batch.epoch)
         unflipped = np.empty(places.shape[1:], dtype=np.uint8)
@@ -88,7 +107,7 @@ class FolderLoader:
 
 
 def central_crop(image: Pixels, shown_at: Resolution) -> Pixels:
-    """[size, size, 3] from the middle, once the shorter side has been made ``shorter``."""
+    """Resize an image to the shorter side ``shown_at.shorter`` and return its centre, [size, size, 3]."""
     size, shorter = shown_at
     image = resized(image, *scaled_size(image.shape[0], image.shape[1], shorter))
     top, left = middle_of(image.shape[:2], size)

@@ -1,4 +1,4 @@
-"""How fast a loader gives training batches, with nothing that trains."""
+"""Measure how fast a loader gives training batches, without training."""
 
 from __future__ import annotations
 
@@ -17,16 +17,25 @@ from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import ImageData
 
 OwnLoader = Literal["folder", "dali"]
-"""Of images on a disk."""
+"""Name of one of our loaders of images on a disk."""
 
 _WARM_BATCHES = 6
-"""More than any of them has ready before it is asked."""
+"""Batches taken before the measurement: more than any loader has ready before the first is asked for."""
 
 
 def training_batches(
     loader: OwnLoader, images: ImageSource, image_size: int, batch: int, threads: int, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """As one rank alone gets them, in bytes; there must be as many ``images`` as make up a batch."""
+    """Return an iterator over training batches for a single rank, in bytes, not normalised.
+
+    Args:
+        loader: Name of the loader.
+        images: The images to read, at least ``batch`` of them.
+        image_size: Side of the images in pixels.
+        batch: Images per batch.
+        threads: Number of decoding threads.
+        device: Device of the batches.
+    """
     data = ImageData(
         dataset="imagenet", loader=loader, image_size=image_size, resize=image_size * 8 // 7, workers=threads
     )
@@ -35,7 +44,17 @@ def training_batches(
 
 
 def measure(batches: Iterator[Any], batch: int, seconds: float, device: torch.device) -> tuple[float, float]:
-    """Images a second, and a second of processor time, of about so many seconds after the first batches."""
+    """Measure the throughput of ``batches`` for about ``seconds``, after the first batches.
+
+    Args:
+        batches: The batches of a loader.
+        batch: Images per batch.
+        seconds: Duration of the measurement.
+        device: Device of the batches, which is synchronised after each.
+
+    Returns:
+        Images per second, and images per second of CPU time.
+    """
     for _ in range(_WARM_BATCHES):
         next(batches)
     _settle(device)
@@ -48,8 +67,14 @@ def measure(batches: Iterator[Any], batch: int, seconds: float, device: torch.de
 
 
 def fastest(rates: Mapping[str, float | None]) -> str:
-    """Which of our own loaders to take, by images a second; None: it is not installed. Nothing where there is no
-    choice among ``rates``, which may have others too."""
+    """Return a line that names the fastest of our loaders and compares the others with it.
+
+    Args:
+        rates: Images per second by loader; None: it is not installed. Loaders that are not ours are ignored.
+
+    Returns:
+        The line; empty if ``rates`` has fewer than two of our loaders, or none that is installed.
+    """
     own = {loader: rates[loader] for loader in get_args(OwnLoader) if loader in rates}
     ordered = sorted(((rate, loader) for loader, rate in own.items() if rate), reverse=True)
     if len(own) < 2 or not ordered:
@@ -65,6 +90,6 @@ def _settle(device: torch.device) -> None:
 
 
 def _processor_s() -> float:
-    """That this process and those it has started have taken so far."""
+    """Return the CPU seconds used so far by this process and the processes it has started."""
     others = psutil.Process().children(recursive=True)
     return time.process_time() + sum(sum(process.cpu_times()[:2]) for process in others)

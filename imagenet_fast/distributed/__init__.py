@@ -1,1 +1,1 @@
-"""The processes that train together: who they are, how they join, what they agree on, how one is missed."""
+"""Ranks of a run: their environment, process groups, rendezvous, agreement and failure detection."""

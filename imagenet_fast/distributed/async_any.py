@@ -1,4 +1,4 @@
-"""What any rank wishes for comes true on all of them, at the same step."""
+"""An asynchronous logical OR over ranks, whose result all of them get at the same step."""
 
 from __future__ import annotations
 
@@ -10,33 +10,38 @@ import torch.distributed as dist
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
 
-_EVERY_S = 0.2  # so often ranks vote, whatever a step takes
+_EVERY_S = 0.2  # between two votes, whatever a step takes
 _MOST_STEPS = 1000
 
 
 class AsyncAnyReduce:
-    """Ranks call it once a step, and hear the same at the same step.
+    """A vote of all ranks on flags, called once per step, with the same result at the same step on every rank.
 
-    Ballots are counted while the next steps are trained, over gloo and so without a stream of a GPU: an all-reduce of
-    32 bytes about five times a second. A wish is heard of two votes later at most. With one rank it is heard at once.
+    The all-reduce runs on gloo while the next steps are trained, and so needs no GPU stream. It sends 8 bytes per flag
+    and 8 more, about five times a second. A flag has effect at most two votes later; with one rank at once.
     """
 
     def __init__(self, world: DistContext, wishes: int) -> None:
+        """Make a gloo group of all ranks, for ``wishes`` flags."""
         self._group: dist.ProcessGroup | None = None
         if world.size > 1:
             group = dist.new_group(backend="gloo")
             assert isinstance(group, dist.ProcessGroup)
             self._group = group
-        self._ballot = torch.zeros(wishes + 1, dtype=torch.int64)  # and after how many steps to vote again
+        self._ballot = torch.zeros(wishes + 1, dtype=torch.int64)  # last: steps until the next vote
         self._under_way: dist.Work | None = None
         self._steps = 0
         self._stride = 1
         self._begun = time.perf_counter()
         self.cast = False
-        """Whether the last call took this rank's wishes."""
+        """Whether the last call took this rank's flags."""
 
     def __call__(self, *wishes: bool) -> list[bool]:
-        """This rank's wishes; which have come true, if that is known at this step. Others are to be had again."""
+        """Vote with this rank's flags; return which flags any rank has set.
+
+        Flags are taken only if ``cast`` is True afterwards; else pass them again. All results are False at a step at
+        which no result is known.
+        """
         self.cast = True
         if self._group is None:
             return list(wishes)
@@ -52,7 +57,7 @@ class AsyncAnyReduce:
         return heard
 
     def close(self) -> None:
-        """There will be no further step, on any rank."""
+        """Wait for the last vote. Call it on every rank, after the last step."""
         self._heard()
 
     def _heard(self) -> list[bool]:

@@ -1,4 +1,4 @@
-"""Ranks that meet for the first time: have all come, was each told the same, and by which interface do they talk."""
+"""First meeting of all ranks: wait for all, compare their settings, and choose the network interface."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from imagenet_fast.distributed.network_interfaces import Endpoint, await_listene
 from imagenet_fast.distributed.rank_info import RankInfo, ranges
 from imagenet_fast.errors import UserError, exit_with_error
 
-_LOOK_S = 0.05  # between two looks who has come
-_LISTED = 5  # of the keys in which jobs differ
+_LOOK_S = 0.05  # between two looks for ranks that have arrived
+_LISTED = 5  # at most, of the keys in which jobs differ
 _INTERFACES = (
     "let the nodes' firewalls pass it, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that leads to "
     "the others"
@@ -29,13 +29,20 @@ _INTERFACES = (
 
 
 def rendezvous_ranks(place: RankInfo, agreed: Mapping[str, Any], patience: timedelta, device: str = "cpu") -> Store:
-    """The store at ``MASTER_ADDR:MASTER_PORT``, once every rank has come there and all bring the same ``agreed``, and
-    compute on a ``device`` of one type.
+    """Return the store at ``MASTER_ADDR:MASTER_PORT``, once every rank has arrived and all agree.
 
-    Between machines it also settles which interface gloo and NCCL use, unless the user has: the one that leads to the
-    others. By themselves they would take the address of the host's name, which Debian maps to the loopback interface.
+    Across nodes this also sets the interface for gloo and NCCL to the one that leads to the other nodes, unless the
+    user has set it. By default gloo and NCCL take the address of the host name, which Debian maps to the loopback
+    interface.
 
-    Raises UserError, on every rank that has come, where one is missing or they disagree.
+    Args:
+        place: This process's rank.
+        agreed: Settings that must be equal on all ranks.
+        patience: How long to wait for all ranks.
+        device: Type of the device that this rank computes on, which must be the same on all ranks.
+
+    Raises:
+        UserError: On every rank that has arrived, if a rank is missing or the ranks disagree.
     """
     deadline = time.monotonic() + patience.total_seconds()
     store = _open_store(place, patience, deadline)
@@ -62,21 +69,26 @@ def rendezvous_ranks(place: RankInfo, agreed: Mapping[str, Any], patience: timed
             f"rank 0 ended, or never came to {master}, before all {place.size} ranks were together; see its own output"
         ) from None
     if verdict["refusal"]:
-        time.sleep(10 * _LOOK_S if place.is_main else 0)  # the store may end with this process: the others read first
+        time.sleep(10 * _LOOK_S if place.is_main else 0)  # the store may end with this process; others read first
         raise UserError(verdict["refusal"])
-    if place.is_multi_node and route is None and verdict["elsewhere"]:  # the master's own machine
+    if place.is_multi_node and route is None and verdict["elsewhere"]:  # the master's own node
         route = route_to(verdict["elsewhere"])
     if route is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", route.interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={route.interface}")  # without "=", eth1 means eth10 too
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={route.interface}")  # without "=", eth1 would match eth10 too
     return store
 
 
 @contextmanager
 def connecting(place: RankInfo, store: Store, patience: timedelta) -> Iterator[None]:
-    """Ranks connect to one another inside. Where one of them cannot, it says so and all end, with exit code 2.
+    """Watch the block in which ranks connect to one another, and end all ranks if one cannot connect.
 
-    A backend that waits for a connection runs no Python, so a thread ends the process, asking by a client of its own.
+    A thread ends the process, with exit code 2, if another rank failed to connect, the store is lost or ``patience``
+    has passed. It must be a thread, with a store client of its own, since a backend that waits for a connection runs
+    no Python.
+
+    Raises:
+        UserError: If this rank cannot connect to the others.
     """
     connected = threading.Event()
     deadline = time.monotonic() + patience.total_seconds()
@@ -114,7 +126,7 @@ def _end(sentence: str) -> NoReturn:
 
 
 def _open_store(place: RankInfo, patience: timedelta, deadline: float) -> Store:
-    """The store there; rank 0 holds it, unless torchrun does."""
+    """Open the store at ``MASTER_ADDR:MASTER_PORT``; rank 0 holds it, unless torchrun does."""
     missing = [key for key in ("MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
     if missing:
         raise UserError(f"the environment has RANK but not {' and '.join(missing)}; start the ranks with torchrun")
@@ -136,14 +148,17 @@ def _open_store(place: RankInfo, patience: timedelta, deadline: float) -> Store:
             f"rank {place.rank} cannot use {master} ({reason}); choose another MASTER_ADDR and MASTER_PORT, or "
             "--rdzv-endpoint HOST:PORT"
         ) from None
-    # After a restart torchrun's store still has what the ranks before said; each rank 0 makes its own anew. Only nodes
-    # that never leave or join count alike.
+    # After a restart torchrun's store still has the keys of the previous attempt; a store that rank 0 holds is new. The
+    # restart count is the same on all nodes only if nodes never leave or join.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if shared else "0"
     return PrefixStore(f"attempt-{attempt}", store)
 
 
 def _judge(books: Store, size: int, deadline: float, patience: timedelta) -> dict[str, str]:
-    """On rank 0: whether all have come and agree, and an address of a machine other than rank 0's."""
+    """Wait on rank 0 for all ranks and compare them.
+
+    Return an error message, empty if there is none, and an address of a node other than rank 0's.
+    """
     missing = list(range(size))
     while missing := [rank for rank in missing if not books.check([f"card/{rank}"])]:
         if time.monotonic() > deadline:
@@ -169,7 +184,7 @@ def _judge(books: Store, size: int, deadline: float, patience: timedelta) -> dic
 
 
 def _unlike_first(cards: Sequence[Mapping[str, Any]], key: str) -> int | None:
-    """The first rank whose card has another value than rank 0's."""
+    """Return the first rank whose value for ``key`` differs from rank 0's, or None."""
     return next((rank for rank, card in enumerate(cards) if card[key] != cards[0][key]), None)
 
 

@@ -1,4 +1,4 @@
-"""How many processors this process may use."""
+"""Count the processors that this process may use."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from typing import TYPE_CHECKING
 
 from imagenet_fast.distributed.rank_info import RankInfo
 
-if TYPE_CHECKING:  # the command counts cores, too, and starts without torch
+if TYPE_CHECKING:  # the command line counts cores, too, and starts without torch
     from torch._C._distributed_c10d import Store
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """The fewest that affinity (``taskset``, SLURM) and cgroups (containers, systemd) allow, and at least 1.
+    """Return the smallest processor count that CPU affinity or a cgroup allows, at least 1.
 
-    A cgroup's limit is a share of time, rounded up to whole processors; those of the groups around it hold too.
+    Affinity is set by ``taskset`` or SLURM, cgroups by containers or systemd. A cgroup's limit is a share of CPU time,
+    rounded up to whole processors. The limits of enclosing cgroups hold too.
+
+    Args:
+        root: Root of the file system with ``proc`` and ``sys``.
     """
     counts = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
     counts += [math.ceil(quota) for quota in _quotas(root)]
@@ -27,10 +31,10 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def own_cores(place: RankInfo, store: Store) -> int:
-    """How many of its node's processors are for this rank. All ranks of the node must ask.
+    """Return how many of its node's processors are for this rank. All ranks of the node must call this.
 
-    A core is divided among the ranks that may use it: where srun or NUMA binding has given each rank its own, all of
-    these are its own.
+    A core is divided among the ranks that may use it. If srun or NUMA binding has given each rank cores of its own, the
+    rank gets all of them. A cgroup's limit is divided evenly among the ranks of the node.
     """
     store.set(f"cores/{place.rank}", json.dumps(sorted(os.sched_getaffinity(0))))
     first = place.rank - place.local_rank
@@ -40,13 +44,13 @@ def own_cores(place: RankInfo, store: Store) -> int:
 
 
 def shares(allowed: Sequence[set[int]]) -> list[int]:
-    """The processors for each rank of a node, by the cores that each may use."""
+    """Return the number of processors for each rank of a node, from the cores that each may use."""
     users = {core: sum(core in cores for cores in allowed) for core in set().union(*allowed)}
     return [int(sum(Fraction(1, users[core]) for core in cores)) for cores in allowed]
 
 
 def _quotas(root: Path) -> list[float]:
-    """Processors allowed by each cgroup that this process is in, of either version."""
+    """Return the processors allowed by each cgroup (version 1 or 2) that this process is in."""
     try:
         memberships = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -58,7 +62,7 @@ def _quotas(root: Path) -> list[float]:
             continue
         mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
         group = mount / path.strip("/")
-        # In a container the path may be the host's, of which only the mount's own group is to be seen.
+        # In a container the path may be that of the host, where only the mount's own group is visible.
         for folder in (group, *group.parents):
             if (quota := _quota(folder)) is not None:
                 found.append(quota)

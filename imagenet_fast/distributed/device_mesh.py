@@ -1,4 +1,4 @@
-"""The layout of ranks: a mesh of pipeline stages, data-parallel replicas and tensor groups."""
+"""Layout of ranks: a mesh of pipeline stages, data-parallel replicas and tensor-parallel groups."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ from imagenet_fast.recipe.schema import Parallel
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """This rank's process group along each axis; of an axis of one rank, a group of one.
+    """This rank's process group along each axis; a group of one rank for an axis of size one.
 
-    The tensor axis is innermost: its groups are of neighbouring ranks, and lie inside a node whose ranks they divide.
+    The tensor axis is innermost: its groups are consecutive ranks. They lie inside a node if their size divides the
+    node's number of ranks.
     """
 
     pipeline: dist.ProcessGroup
-    """The same place of every stage, by stage."""
+    """Ranks at the same place in every stage, ordered by stage."""
     data: dist.ProcessGroup
-    """The ranks that hold what this one does, and see other images."""
+    """Ranks that hold the same parameters as this one, and train on other images."""
     tensor: dist.ProcessGroup
-    """The ranks that hold the shards of one layer, by shard."""
+    """Ranks that hold the shards of one layer, ordered by shard."""
     stage: dist.ProcessGroup | None
-    """The ranks of one stage: replicas and shards together; None: all ranks are."""
+    """Ranks of this stage, replicas and shards together; None if that is all ranks."""
 
 
 def build_mesh(parallel: Parallel, device: torch.device) -> ProcessGroups:
-    """Make the process groups of this rank, as patient as the one of all ranks. Every rank must call it, of which there
-    must be a multiple of ``parallel.ranks``."""
+    """Make the process groups of this rank, with the time limit of the group of all ranks.
+
+    Every rank must call this. The number of ranks must be a multiple of ``parallel.ranks``.
+    """
     size, shards, stages = dist.get_world_size(), parallel.tensor, parallel.pipeline
     of_a_stage = size // stages
     stage, place = divmod(dist.get_rank(), of_a_stage)

@@ -1,7 +1,7 @@
-"""torch's record of the last operations of NCCL, for whoever wants to know at which one ranks came apart.
+"""torch's flight record of NCCL's last operations, which shows at which operation ranks diverged.
 
-``torchfrtrace`` compares the files of all ranks. torch keeps the record unasked, but leaves it in the user's cache. It
-calls the variables by FR, and some still by NCCL, as they were before.
+``torchfrtrace`` compares the files of all ranks. torch keeps the record by default, but writes it to the user's cache.
+Its variables are named ``FR``; some code still reads the older names with ``NCCL``.
 """
 
 from __future__ import annotations
@@ -22,19 +22,25 @@ _FILE, _FILE_BEFORE = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FIL
 
 
 def record_flights(folder: Path | None, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Have NCCL's process groups keep their last operations, and leave them in ``folder`` where one never ends:
-    ``nccl/rank-R`` each. What the user has set stays. Before the first group is made."""
+    """Make NCCL's process groups record their last operations, and write them to ``folder`` if one never ends.
+
+    Each rank R writes ``nccl/rank-R``. Variables that the user has set stay. Call this before the first group is made.
+
+    Args:
+        folder: Directory for the records; None leaves torch's default.
+        environment: Environment in which the variables are set.
+    """
     for name, before, value in _SETTINGS:
         if name not in environment and before not in environment:
             environment[name] = environment[before] = value
     if folder is not None and _FILE not in environment and _FILE_BEFORE not in environment:
-        with suppress(OSError):  # a node that cannot write there has no record
+        with suppress(OSError):  # a node that cannot write there leaves no record
             (folder / "nccl").mkdir(parents=True, exist_ok=True)
             environment[_FILE] = environment[_FILE_BEFORE] = str(folder / "nccl" / "rank-")
 
 
 def write_flight_record(rank: int, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Leave the record now, where there is NCCL: this process ends before NCCL's own watchdog would."""
+    """Write this rank's record now, if NCCL is in use: this process ends before NCCL's own watchdog would write it."""
     prefix = environment.get(_FILE, environment.get(_FILE_BEFORE))
     if prefix is None or not torch.cuda.is_available():
         return
@@ -43,7 +49,7 @@ def write_flight_record(rank: int, environment: MutableMapping[str, str] = os.en
 
 
 def _record() -> bytes:
-    """The record of the backend in use: before torch 2.15 "nccl" has one of its own, since then that of all others."""
+    """Return the record in use: before torch 2.15 "nccl" had its own, now it shares that of all others."""
     names = ("_dump_nccl_trace", "_dump_fr_trace")
     records: list[bytes] = [getattr(torch._C._distributed_c10d, name)() for name in names]
     return next((record for record in records if pickle.loads(record).get("entries")), records[0])

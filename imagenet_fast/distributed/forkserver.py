@@ -1,4 +1,4 @@
-"""Processes forked from a server that has imported torch once; each importing it for itself would take seconds."""
+"""Processes forked from a server that has imported torch once; importing it in each process would take seconds."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _TO_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def start_fork_server(module: str) -> None:
-    """Have ``module`` imported by the server behind multiprocessing's start method "forkserver".
+    """Have the server behind multiprocessing's start method "forkserver" import ``module``.
 
-    Neither it nor what it forks hears the signals that ask a whole process group to stop, which are for the starter to
-    answer: Python has it deaf to one of them, and only once the import is over. Call this in the main thread, before
-    the first process is started.
+    The server and its forks ignore the signals that stop a whole process group; the starter handles them. Python's own
+    server ignores only one of them, and only once the import is done. Call this in the main thread, before the first
+    process is started.
     """
     multiprocessing.set_forkserver_preload([module])
     answers = {number: signal.signal(number, signal.SIG_IGN) for number in _TO_STOP}
@@ -30,7 +30,7 @@ def start_fork_server(module: str) -> None:
 
 
 def end_with_parent() -> None:
-    """Have this process end within a second when the one that has started it has ended, however that was."""
+    """Make this process end, with exit code 1, within a second after its parent process has ended for any reason."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -42,10 +42,10 @@ def end_with_parent() -> None:
 
 
 def end_with_starter() -> None:
-    """Have this process end when the one that asked for it has ended, however that was.
+    """Make this forked process end, with exit code 1, when the process that asked for it has ended for any reason.
 
-    The kernel and torch's own data workers would watch the parent, which is the server; and that lives on for as long
-    as any of its children. It is told to end by SIGTERM, but not with its whole process group.
+    The kernel and torch's own data workers would watch the parent, which is the fork server; it runs as long as any of
+    its children. SIGTERM to this process ends it, but a signal to the starter's process group does not reach it.
     """
     os.setpgid(0, 0)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

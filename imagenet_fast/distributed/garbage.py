@@ -1,4 +1,4 @@
-"""Python's garbage collector, kept out of the steps."""
+"""Keep Python's garbage collector out of training steps."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import gc
 
 
 def freeze_gc() -> None:
-    """Never again search what is alive now for garbage.
+    """Exclude all objects that are alive now from future garbage collections.
 
-    torch and a model are some half a million objects, and a search through all of them takes 0.1 to 0.4 s. Each rank
-    comes to it in another step, in which all others wait. What steps leave behind is still searched, in little time.
+    torch and a model are about half a million objects; a collection of all of them takes 0.1 to 0.4 s. Each rank would
+    run it in a different step, in which all others wait. Objects created later are still collected, in little time.
     """
     gc.collect()
     gc.freeze()

@@ -1,8 +1,8 @@
-"""Where each rank is: in which step, in which phase of it, for how long; and what of that is said at an end.
+"""Position of each rank: its step, its phase and for how long; and the messages about it when a run fails.
 
-The thread that trains says where it is by a write to memory, some hundred nanoseconds. What other ranks, and the
-launcher, know of it is published by a thread beside it (:mod:`imagenet_fast.distributed.watchdog`), so that a rank that
-was killed or stopped has left where it was last.
+The training thread records its position by a write to memory, which takes some hundred nanoseconds. The watchdog thread
+(``imagenet_fast.distributed.watchdog``) publishes it for other ranks and the launcher. So the last position of a rank
+that was killed or stopped is known.
 """
 
 from __future__ import annotations
@@ -21,43 +21,49 @@ from imagenet_fast.distributed.presence import absent
 from imagenet_fast.distributed.rank_info import ranges
 
 Phase = Literal["start", "data", "forward", "backward", "sync", "update", "record", "evaluation", "checkpoint"]
-"""``sync``: it waits for other ranks, for gradients or anything else. On a GPU phases are those of the host, which runs
-ahead and seldom waits."""
+"""Phase of a step.
 
-_PLACES = 3  # that a sentence names one by one, before it counts
+``sync``: the rank waits for other ranks, for gradients or anything else. On a GPU the phases are those of the
+CPU thread, which runs ahead and seldom waits.
+"""
+
+_PLACES = 3  # positions that a message lists before it counts the rest
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank does, as it was last heard of."""
+    """Last known position of a rank."""
 
     host: str
     step: int
-    """Counted from 1; 0 before the first."""
+    """Step, counted from 1; 0 before the first."""
     phase: Phase
     for_s: float = 0.0
-    """How long it had not moved from there."""
+    """Seconds since the position last changed."""
     steps: int = 0
-    """How many it had reported by :meth:`Here.took`."""
+    """Number of steps reported by ``Here.took``."""
     own_s: float = 0.0
-    """Seconds in them without waiting for other ranks."""
+    """Seconds in those steps, without waiting for other ranks."""
 
 
 class Here:
-    """Where this process is. The thread that trains writes it, one that watches reads it."""
+    """Position of this process, written by the training thread and read by the watchdog thread."""
 
     def __init__(self) -> None:
+        """Start before the first step, in phase "start"."""
         self.at: tuple[int, Phase] = (0, "start")
-        """Step and phase: a new object at every move, also to the same place, as from batch to batch."""
+        """Step and phase: a new object at every move, even to the same position, as from batch to batch."""
         self.fresh = True
-        """Whether something is under way for the first time, which may compile or connect: from the first time that a
-        phase is entered until the next step."""
+        """Whether something runs for the first time, and so may compile or connect.
+
+        It is set when a phase is first entered, and cleared at the next step.
+        """
         self.pace = (0, 0.0)
-        """Steps that have been reported, and the seconds of its own that this rank took for them."""
+        """Number of steps reported so far, and the seconds this rank took for them itself."""
         self._known: set[Phase] = set()
 
     def enter(self, phase: Phase, step: int | None = None) -> None:
-        """The rank is now in ``phase``; of another ``step``, where one is given."""
+        """Record that the rank is now in ``phase``, of ``step`` if given."""
         if step is None:
             step = self.at[0]
         elif step != self.at[0]:
@@ -69,34 +75,37 @@ class Here:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Inside, this rank waits for others."""
+        """Record the block as waiting for other ranks."""
         before = self.at[1]
         self.enter("sync")
         yield
-        self.enter(before)  # not after an error: it is there that the rank has ended
+        self.enter(before)  # not after an error: "sync" is where the rank ended
 
     def took(self, steps: int, own_s: float) -> None:
-        """So many more steps took this rank ``own_s`` seconds, without those that it waited for others."""
+        """Add ``steps`` steps that took this rank ``own_s`` seconds, without waiting for other ranks."""
         self.pace = (self.pace[0] + steps, self.pace[1] + own_s)
 
 
 here = Here()
-"""Of this process, which is one rank."""
+"""Position of this process, which is one rank."""
 
 
 def publish(store: Store, rank: int, whereabouts: Heartbeat, folder: Path | None = None) -> None:
-    """For other ranks; and in ``folder`` for whoever started the ranks of this machine."""
+    """Publish a position in ``store`` for other ranks, and in ``folder``, if given, for this node's launcher."""
     text = json.dumps(asdict(whereabouts))
     if folder is not None:
         partial = folder / f".whereabouts.{uuid.uuid4().hex}.json"
-        with suppress(OSError):  # whoever started them has ended
+        with suppress(OSError):  # the launcher has ended
             partial.write_text(text, encoding="utf-8")
             partial.replace(_file(folder, rank))
     store.set(f"whereabouts/{rank}", text)
 
 
 def published(store: Store, ranks: Sequence[int]) -> dict[int, Heartbeat]:
-    """Where those of ``ranks`` were last that have said so; two requests where all have."""
+    """Return the published positions of ``ranks``, without the ranks that have published none.
+
+    It takes two requests if all ranks have published.
+    """
     missing = set(absent(store, "whereabouts", ranks))
     there = [rank for rank in ranks if rank not in missing]
     texts = store.multi_get([f"whereabouts/{rank}" for rank in there]) if there else []
@@ -104,7 +113,7 @@ def published(store: Store, ranks: Sequence[int]) -> dict[int, Heartbeat]:
 
 
 def describe_exit(rank: int, fate: str, folder: Path) -> str:
-    """What became of a ``rank`` of this machine, and where it was last by what it has left in ``folder``."""
+    """Describe how ``rank`` of this node ended, and its last position from its file in ``folder``."""
     file = _file(folder, rank)
     if not file.is_file():
         return f"rank {rank} {fate}"
@@ -113,7 +122,7 @@ def describe_exit(rank: int, fate: str, folder: Path) -> str:
 
 
 def describe_lost(lost: Sequence[int], known: Mapping[int, Heartbeat]) -> str:
-    """In a sentence, where the ``lost`` ranks were when they were last heard of, and what the others did meanwhile."""
+    """Describe in one sentence the last positions of the ``lost`` ranks, and what the others did meanwhile."""
     unheard = [rank for rank in lost if rank not in known]
     heard = {rank: known[rank] for rank in lost if rank in known}
     said = _listed(heard, lambda last: f" on {last.host}", lambda last: f" stopped answering {_where(last)}")
@@ -123,10 +132,13 @@ def describe_lost(lost: Sequence[int], known: Mapping[int, Heartbeat]) -> str:
 
 
 def describe_hang(known: Mapping[int, Heartbeat], setting: str) -> str:
-    """In a sentence, which rank keeps the others waiting, where all of them answer and one has not moved for longer
-    than ``setting`` allows.
+    """Describe in one sentence which ranks keep the others waiting, if all answer and one makes no progress.
 
-    Those that are furthest behind do; of these the ones that do not wait themselves.
+    These are the ranks that are furthest behind and do not themselves wait for others.
+
+    Args:
+        known: Positions of the ranks.
+        setting: Name of the time limit that was exceeded.
     """
     behind = {rank: at for rank, at in known.items() if at.step == min(at.step for at in known.values())}
     culprits = {rank: at for rank, at in behind.items() if at.phase != "sync"}
@@ -142,7 +154,7 @@ def describe_hang(known: Mapping[int, Heartbeat], setting: str) -> str:
 
 
 def _others(known: Mapping[int, Heartbeat], named: Sequence[int]) -> list[str]:
-    """What all but the ``named`` ranks did, if there are any."""
+    """Describe what all but the ``named`` ranks did."""
     rest = {rank: at for rank, at in known.items() if rank not in named}
     waiting = {rank: at for rank, at in rest.items() if at.phase == "sync"}
     busy = {rank: at for rank, at in rest.items() if at.phase != "sync"}
@@ -158,7 +170,7 @@ def _others(known: Mapping[int, Heartbeat], named: Sequence[int]) -> list[str]:
 def _listed(
     ranks: Mapping[int, Heartbeat], host: Callable[[Heartbeat], str], what: Callable[[Heartbeat], str]
 ) -> list[str]:
-    """One piece for all ranks of which the same is to be said; seconds are those of the first that moved least."""
+    """Return one text for each group of ranks with equal texts, with the seconds of the rank that was there longest."""
     alike: dict[tuple[str, str], list[int]] = {}
     for rank, at in sorted(ranks.items()):
         alike.setdefault((host(at), what(replace(at, for_s=0.0))), []).append(rank)
@@ -180,7 +192,7 @@ def _where(at: Heartbeat) -> str:
     match at.phase:
         case "start":
             return "before the first step"
-        case "evaluation":  # perhaps all there is to be done
+        case "evaluation":  # the job may be an evaluation, without steps
             return "in evaluation"
         case _:
             return f"before the first step, in {at.phase}"

@@ -1,4 +1,4 @@
-"""Joining the process group and leaving it."""
+"""Join and leave the process group."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from imagenet_fast.recipe.schema import Timeout
 
 @dataclass(frozen=True)
 class DistContext(RankInfo):
-    """This process among all of them, and what it computes on."""
+    """This process among all ranks, and the device it computes on."""
 
     device: torch.device
     cores: int = 1
-    """Processors for this rank."""
+    """Number of processors for this rank."""
 
 
 @contextmanager
@@ -39,13 +39,25 @@ def join(
     end: Callable[[str], None] = lambda sentence: None, traces: Path | None = None, left: Path | None = None,
     numa_binding: bool = True,
 ) -> Iterator[DistContext]:  # fmt: skip
-    """Join the process group that torchrun's environment describes: NCCL where there are GPUs, else gloo.
+    """Join the process group that torchrun's environment describes: NCCL if there are GPUs, else gloo.
 
-    The others are waited for with ``patience``; later on a rank that stands still for longer than ``timeout`` allows
-    is named, and all end: ``end`` is told why, by another thread, where this one is stuck. NCCL leaves its last
-    operations in ``traces``, and this rank in ``left`` where it was last. With ``numa_binding`` it keeps to the cores
-    beside its GPU. Raises UserError where the ranks do not come together, or disagree in what should be ``agreed``
-    among them.
+    Args:
+        place: This process's rank.
+        agreed: Settings that must be equal on all ranks.
+        patience: How long to wait for the other ranks at the start.
+        timeout: How long a rank may make no progress later on. Then it is named, and all ranks end; None for the
+            defaults.
+        end: Called with the reason, in another thread, if this rank must end while it is stuck.
+        traces: Directory for NCCL's record of its last operations; None leaves torch's default.
+        left: Directory where this rank leaves its last position; None for nowhere.
+        numa_binding: Whether to keep this process to the cores next to its GPU.
+
+    Yields:
+        This rank's context.
+
+    Raises:
+        UserError: If the ranks do not meet, or disagree in ``agreed``.
+        JobAborted: If another rank is lost.
     """
     timeout = timeout or Timeout()
     device, backend = prepare_device(place.local_rank, traces)
@@ -64,11 +76,17 @@ def join(
 
 
 def prepare_device(local_rank: int, traces: Path | None = None) -> tuple[torch.device, str]:
-    """This rank's GPU, set up for speed, and the backends for it; the CPU and gloo where there is none.
+    """Return this rank's GPU, set up for speed, and the backends for it; or the CPU and gloo if there is no GPU.
 
-    Beside NCCL gloo connects to a rank only when asked to reach it, unless ``TORCH_GLOO_LAZY_INIT`` is set already.
-    NCCL's last operations are left in ``traces`` where one never ends. Raises UserError where there are more ranks than
-    GPUs, and where torch cannot use those that there are.
+    With a GPU, gloo is a second backend. It connects to a rank only when a message is sent to it, unless
+    ``TORCH_GLOO_LAZY_INIT`` is already set.
+
+    Args:
+        local_rank: Number of this rank on its node.
+        traces: Directory for NCCL's last operations if one never ends; None leaves torch's default.
+
+    Raises:
+        UserError: If there are more ranks than GPUs, or torch cannot use the GPUs.
     """
     gpus = torch.cuda.device_count()
     if not torch.cuda.is_available():
@@ -80,23 +98,23 @@ def prepare_device(local_rank: int, traces: Path | None = None) -> tuple[torch.d
         return torch.device("cpu"), "gloo"
     if local_rank >= gpus > 1:
         raise UserError(f"this node has {gpus} GPUs and more ranks than that; start at most one rank a GPU")
-    # Several communicators are at work at once: NCCL is to start their kernels in the order in which we call them, and
-    # the driver to have a queue for each stream.
+    # Several communicators run at once: NCCL must start their kernels in the order of our calls, and the driver must
+    # have a queue for each stream.
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    device = torch.device("cuda", local_rank if gpus > 1 else 0)  # srun may show each of its tasks one GPU only
+    device = torch.device("cuda", local_rank if gpus > 1 else 0)  # srun may show each of its tasks only one GPU
     torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True
-    # What we send lies on the GPU, barriers too (`join` binds the group to its device): gloo is there for a program
-    # around us that sends from a CPU, and would otherwise hold a socket to every rank, once a group. NCCL alone tries
-    # the connections at the start.
+    # What we send through this group is on the GPU, barriers too (`join` binds the group to its device). Its gloo
+    # serves a calling program that sends from the CPU; if not lazy, it would hold a socket to every rank for each
+    # group. So only NCCL tests the connections at the start.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     record_flights(traces)
     return device, "cpu:gloo,cuda:nccl"
 
 
 def _reason() -> str:
-    """Why torch does not come to use CUDA."""
+    """Return why torch cannot use CUDA."""
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:

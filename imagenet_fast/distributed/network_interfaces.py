@@ -1,4 +1,4 @@
-"""Where another machine is found, and by which interface and address this one is found there."""
+"""Reach other nodes, and find the interface and address by which they reach this one."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ import psutil
 
 from imagenet_fast.errors import UserError
 
-_PAUSE_S = 0.2  # between two attempts to reach a host
+_PAUSE_S = 0.2  # between two attempts to reach a node
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A port of a host, by name, IPv4 or IPv6 address."""
+    """A port of a node, which is given by host name, IPv4 or IPv6 address."""
 
     host: str
     port: int
 
     def __str__(self) -> str:
+        """Return ``HOST:PORT``, with an IPv6 address in brackets."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 @dataclass(frozen=True)
 class Route:
-    """How this machine reaches another: the address it is seen under, and the interface that has it."""
+    """Route to another node: this node's address as the other sees it, and the interface with that address."""
 
     address: str
     interface: str
 
 
 def parse_endpoint(text: str) -> Endpoint:
-    """HOST:PORT, an IPv6 address in brackets. Raises UserError."""
+    """Parse HOST:PORT, with an IPv6 address in brackets. Raises UserError."""
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
     bare = ":" in host and not text.startswith("[")
@@ -47,7 +48,7 @@ def parse_endpoint(text: str) -> Endpoint:
 
 
 def is_here(host: str) -> bool:
-    """Whether ``host`` is this machine, by any of its addresses; one that cannot be resolved is not."""
+    """Return whether any address of ``host`` is this node's; False if ``host`` cannot be resolved."""
     try:
         found = {_plain(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     except OSError:
@@ -57,7 +58,7 @@ def is_here(host: str) -> bool:
 
 
 def route_to(host: str) -> Route | None:
-    """The way to ``host``; None where it is this machine itself, or no way leads there."""
+    """Return the route to ``host``, or None if it is this node or cannot be reached."""
     try:
         found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except OSError:
@@ -68,7 +69,7 @@ def route_to(host: str) -> Route | None:
             continue
         try:
             with socket.socket(family, kind, protocol) as probe:
-                probe.connect(address)  # sends nothing: it asks the routing table
+                probe.connect(address)  # sends nothing: it only asks the routing table
                 source = _plain(probe.getsockname()[0])
         except OSError:
             continue
@@ -78,9 +79,15 @@ def route_to(host: str) -> Route | None:
 
 
 def await_listener(endpoint: Endpoint, deadline: float, needless: Callable[[], bool] = lambda: False) -> None:
-    """Return once something accepts connections there, or it is ``needless``; ``deadline`` is of ``time.monotonic``.
+    """Wait until ``endpoint`` accepts connections, or ``needless`` returns True.
 
-    Raises UserError with what stands in the way.
+    Args:
+        endpoint: Where to connect.
+        deadline: When to give up, by ``time.monotonic``.
+        needless: Called after each failed attempt; True ends the wait.
+
+    Raises:
+        UserError: If the deadline has passed, with the reason why no connection was made.
     """
     begun = time.monotonic()
     while True:
@@ -107,7 +114,7 @@ def _cause(error: OSError) -> str:
 
 
 def _own_addresses() -> dict[str, str]:
-    """Of this machine, with the interface of each."""
+    """Return this node's addresses, with the interface of each."""
     return {
         _plain(entry.address): interface
         for interface, entries in psutil.net_if_addrs().items()
@@ -117,12 +124,12 @@ def _own_addresses() -> dict[str, str]:
 
 
 def _is_own(address: str, own: dict[str, str]) -> bool:
-    """Debian gives a host's name an address, 127.0.1.1, that no interface has."""
+    """Return whether ``address`` is this node's; Debian maps its host name to 127.0.1.1, which no interface has."""
     return address in own or ipaddress.ip_address(address).is_loopback
 
 
 def _plain(address: object) -> str:
-    """Without a scope, and an IPv4 address as such even where IPv6 carries it."""
+    """Return an address without its scope, and an IPv4-mapped IPv6 address as IPv4."""
     found = ipaddress.ip_address(str(address).partition("%")[0])
     mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
     return str(mapped or found)

@@ -1,4 +1,4 @@
-"""What this host has put on its link to the others, by the kernel's own counter."""
+"""Bytes that this node has sent on its network interface, from the kernel's counter."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from imagenet_fast.distributed.rank_info import RankInfo
 
 
 def sent_bytes(interface: str) -> int | None:
-    """Bytes that the calling thread's host has sent by ``interface`` so far, headers among them; None where it has no
-    such interface, or a kernel that does not tell."""
+    """Return the bytes sent through ``interface`` so far, headers included, in the calling thread's network namespace.
+
+    Return None if there is no such interface, or the kernel does not report it.
+    """
     try:
         lines = Path("/proc/thread-self/net/dev").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -24,8 +26,10 @@ def sent_bytes(interface: str) -> int | None:
 
 
 def link_bytes(place: RankInfo) -> float:
-    """This rank's share of what its host has sent by gloo's interface so far, each rank of a host the same.
-    NaN where that is not told, as on a single machine."""
+    """Return this rank's share of the bytes that its node has sent through gloo's interface so far.
+
+    All ranks of a node have the same share. Return NaN if the count is not available, as on a single node.
+    """
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     sent = sent_bytes(interface) if interface is not None and place.is_multi_node else None
     return math.nan if sent is None else sent / place.local_size

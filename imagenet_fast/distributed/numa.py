@@ -1,4 +1,4 @@
-"""A rank and its GPU on one NUMA node: copies and launches that cross sockets cost some per cent of a step."""
+"""Bind a rank to the NUMA node of its GPU: copies and launches across sockets cost a few per cent of a step."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ import torch
 
 
 def bind_to_numa_node(gpu: torch.device, root: Path = Path("/")) -> set[int]:
-    """Keep this process, its threads and what it will start to the cores beside ``gpu``, of those that it may use.
+    """Bind this process, its threads and its later children to the allowed cores next to ``gpu``.
 
-    Memory that it touches first is then of that node too. torchrun's ``--numa-binding=node`` does the same, but needs
-    numactl, and a torchrun of our own.
+    Memory that the process touches first is then on that NUMA node too. torchrun's ``--numa-binding=node`` does the
+    same, but needs numactl, and a torchrun of our own.
+
+    Args:
+        gpu: CUDA device of this rank.
+        root: Root of the file system with ``sys``.
 
     Returns:
-        The cores; none, and nothing is changed, where the kernel does not tell which they are or all are others'.
+        The cores. An empty set, with nothing changed, if the kernel does not report them or this process may use none
+        of them.
     """
     properties: Any = torch.cuda.get_device_properties(gpu)
     place = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
@@ -30,13 +35,13 @@ def bind_to_numa_node(gpu: torch.device, root: Path = Path("/")) -> set[int]:
         return set()
     if cores:
         for thread in (int(path.name) for path in Path("/proc/self/task").iterdir()):
-            with suppress(OSError):  # it has ended
-                if os.sched_getaffinity(thread) == allowed:  # not one that somebody has bound
+            with suppress(OSError):  # the thread has ended
+                if os.sched_getaffinity(thread) == allowed:  # not a thread that was bound before
                     os.sched_setaffinity(thread, cores)
     return cores
 
 
 def _cores_in(listed: str) -> set[int]:
-    """0-2,8 as 0, 1, 2, 8."""
+    """Parse a kernel list of cores: "0-2,8" as 0, 1, 2, 8."""
     ranges = [part.partition("-") for part in listed.strip().split(",")]
     return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}

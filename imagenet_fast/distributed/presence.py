@@ -1,4 +1,4 @@
-"""Which ranks have left a key of theirs in a store."""
+"""Find which ranks have set a key in a store."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from torch._C._distributed_c10d import Store
 
 
 def present(store: Store, folder: str, ranks: Sequence[int]) -> bool:
-    """Whether there is a key ``folder/rank`` of all of them; one request."""
+    """Return whether all ``ranks`` have set a key ``folder/rank``, in one request."""
     return store.check([f"{folder}/{rank}" for rank in ranks])
 
 
 def absent(store: Store, folder: str, ranks: Sequence[int]) -> list[int]:
-    """Those without, by halves: one request where all are there, a few more for each other."""
+    """Return the ranks without a key ``folder/rank``, by bisection.
+
+    It takes one request if no rank is missing, and a few more for each missing rank.
+    """
     if not ranks or present(store, folder, ranks):
         return []
     if len(ranks) == 1:

@@ -1,4 +1,4 @@
-"""Process groups of some ranks, and how long an operation of theirs may take."""
+"""Process groups of some of the ranks, and time limits of their operations."""
 
 from __future__ import annotations
 
@@ -8,24 +8,29 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-# Public since torch 2.15, and the old name deprecated.
+# Public since torch 2.15, where the old name is deprecated.
 set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
 
 SLACK_S = 30.0
-"""How much longer than a rank may stand still. Who does so too long is named by a thread of its own; the limit of a
-backend, which names nobody, is there for when that thread waits for a store whose machine is gone."""
+"""Seconds by which the limit of an operation exceeds the limit for a rank without progress.
+
+The watchdog thread names a rank that hangs. A backend's limit names no rank; it takes effect only if that thread waits
+for a store whose node is gone.
+"""
 
 
 def set_group_timeouts(seconds: float) -> None:
-    """From now on operations of every process group of this rank may take so long, and the slack; those under way
-    keep their limit."""
+    """Limit new operations of all this rank's process groups to ``seconds`` plus ``SLACK_S``.
+
+    Operations already started keep their limit.
+    """
     limit = timedelta(seconds=seconds + SLACK_S)
     for group in list(dist.distributed_c10d._world.pg_map):
         set_timeout(limit, group)
 
 
 def patience(device: torch.device) -> timedelta | None:
-    """How long an operation over all ranks may take; None where a backend does not tell."""
+    """Return the time limit of operations over all ranks, or None if the backend does not report it."""
     world = dist.group.WORLD
     assert world is not None
     patience = getattr(getattr(world._get_backend(device), "options", None), "_timeout", None)
@@ -33,7 +38,10 @@ def patience(device: torch.device) -> timedelta | None:
 
 
 def backend_name(device: torch.device) -> str:
-    """What carries out the collectives of all ranks, by torch's class: its "nccl" is another one since 2.15."""
+    """Return the class name of the backend that runs the collectives of all ranks on ``device``.
+
+    The class tells backends apart: torch's name "nccl" denotes another class since 2.15.
+    """
     world = dist.group.WORLD
     assert world is not None
     return type(world._get_backend(device)).__name__
@@ -42,19 +50,27 @@ def backend_name(device: torch.device) -> str:
 def new_group(
     device: torch.device, ranks: Sequence[int], urgent: bool = False, max_ctas: int | None = None
 ) -> dist.ProcessGroup:
-    """Make a process group of ``ranks``, which alone need to ask for it; as patient as the one of all ranks. What is
-    ``urgent`` goes before other kernels of a GPU, and takes at most ``max_ctas`` thread blocks."""
+    """Make a process group of ``ranks``, with the time limit of the group of all ranks.
+
+    Only the members need to call this.
+
+    Args:
+        device: Device of the messages: NCCL for a GPU, else gloo.
+        ranks: The members, among them this rank.
+        urgent: Whether NCCL's kernels run at high priority, before other kernels of the GPU.
+        max_ctas: Maximum number of thread blocks that NCCL uses; None for NCCL's default.
+    """
     world = dist.group.WORLD
     assert world is not None
     if device.type != "cuda":
         group = dist.new_group(list(ranks), timeout=patience(device), use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup), "this rank is a member"
-        dist.barrier(group)  # else who ends it at once cuts off a rank that still connects
+        dist.barrier(group)  # else a rank that ends at once would cut off one that is still connecting
         return group
     options, bound = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent), world.bound_device_id
     if max_ctas is not None:
         options.config.max_ctas = max_ctas
-    world.bound_device_id = None  # else the communicator would be split off the world's, for which all ranks must call
+    world.bound_device_id = None  # else it is split off the world's communicator, for which all ranks must call
     try:
         group = dist.new_group(
             list(ranks), patience(device), "nccl", pg_options=options, use_local_synchronization=True, device_id=device
@@ -62,5 +78,5 @@ def new_group(
     finally:
         world.bound_device_id = bound
     assert isinstance(group, dist.ProcessGroup), "this rank is a member"
-    dist.all_reduce(torch.zeros(1, device=device), group=group)  # connects all; a first message would only two
+    dist.all_reduce(torch.zeros(1, device=device), group=group)  # connects all ranks; a first send only two
     return group

@@ -1,4 +1,4 @@
-"""Which of all ranks this process is, by the environment that torchrun sets."""
+"""Rank and world size of this process, from the environment variables that torchrun sets."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from dataclasses import dataclass
 from imagenet_fast.errors import UserError
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-"""What torchrun tells a process of its place, in its environment; ``GROUP_RANK``, the number of its node, it adds."""
+"""Environment variables by which torchrun gives a process its rank.
 
-_RUNS = 6  # of neighbouring ranks that are listed
+torchrun also sets ``GROUP_RANK``, the number of its node.
+"""
+
+_RUNS = 6  # of consecutive ranks that are listed
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """One process among ``size``, of which ``local_size`` share its machine."""
+    """One process among ``size``, of which ``local_size`` are on its node."""
 
     rank: int
     size: int
@@ -24,38 +27,41 @@ class RankInfo:
     local_size: int
 
     def variables(self, node: int) -> dict[str, str]:
-        """What torchrun sets for a process at this place on machine number ``node``."""
+        """Return the variables that torchrun sets for a process with this rank on node number ``node``."""
         own = zip(TORCHRUN, (self.rank, self.size, self.local_rank, self.local_size), strict=True)
         return {key: str(value) for key, value in own} | {"GROUP_RANK": str(node)}
 
     @property
     def is_multi_node(self) -> bool:
+        """Whether ranks run on more than one node."""
         return self.size > self.local_size
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes the record."""
+        """Whether this rank writes the run's record."""
         return self.rank == 0
 
     @property
     def is_local_main(self) -> bool:
-        """Whether this rank speaks for its machine."""
+        """Whether this rank acts for its node."""
         return self.local_rank == 0
 
 
 def set_group_rank(place: RankInfo, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set ``GROUP_RANK`` where neither torchrun nor srun has started this rank, but an mpirun or a script.
+    """Set ``GROUP_RANK`` if neither torchrun nor srun started this rank, but an mpirun or a script.
 
-    Nodes are taken to have as many ranks each, and ranks of one node to be neighbours, as with torchrun.
+    This assumes that all nodes have the same number of ranks, and that the ranks of a node are consecutive, as with
+    torchrun.
     """
     environment.setdefault("GROUP_RANK", str(place.rank // place.local_size))
 
 
 def rank_info_from_env() -> RankInfo | None:
-    """Where the environment places this process; None where nothing has started it as a rank of several.
+    """Return this process's rank from the environment, or None if it was not started as one of several ranks.
 
-    Raises UserError where only some of the variables are set, as by a pod's ``WORLD_SIZE``: trained by itself, each of
-    its processes would hold the whole batch.
+    Raises:
+        UserError: If a variable is no whole number, or only some are set, as by a pod's ``WORLD_SIZE``. Each such
+            process would train alone, with the whole batch.
     """
     found = {key: os.environ[key] for key in TORCHRUN if key in os.environ}
     if len(found) == len(TORCHRUN):
@@ -74,7 +80,10 @@ def rank_info_from_env() -> RankInfo | None:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """1, 2, 3, 7 as 1-3, 7; where there are many runs the first few, and how many ranks follow."""
+    """Format ``numbers`` as ranges: 1, 2, 3, 7 as "1-3, 7".
+
+    If there are more than six ranges, the first six are followed by the number of the remaining ranks.
+    """
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:

@@ -1,4 +1,4 @@
-"""What all ranks hold alike: initial weights, batch-norm statistics, sums, maxima, refusals."""
+"""Collectives for values that all ranks share: initial weights, batch-norm statistics, sums, rows, errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from imagenet_fast.distributed.init import DistContext
 
 
 def broadcast_model(model: nn.Module) -> None:
-    """Give every rank the weights and buffers of rank 0."""
+    """Copy the weights and buffers of rank 0 to every rank."""
     tensors = [*model.parameters(), *model.buffers()]
     for dtype in dict.fromkeys(t.dtype for t in tensors):  # not a set, whose order differs between ranks
         alike = [t.detach() for t in tensors if t.dtype == dtype]
@@ -24,10 +24,14 @@ def broadcast_model(model: nn.Module) -> None:
 
 
 def average_batch_norms(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Replace the running statistics of every rank of ``group``, by default of all, by their mean over these.
+    """Replace the running statistics on every rank of ``group`` by their mean over the group.
 
-    Each rank normalises by the images it saw, so the running means and variances drift apart; an evaluation
-    or a save must come from one model.
+    Each rank normalises by its own images, so the running means and variances drift apart. An evaluation or a
+    checkpoint needs a single model.
+
+    Args:
+        model: Model whose batch norms are averaged in place.
+        group: Process group to average over; None for all ranks.
     """
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     running = [t for m in norms for t in (m.running_mean, m.running_var) if t is not None]
@@ -39,7 +43,7 @@ def average_batch_norms(model: nn.Module, group: dist.ProcessGroup | None = None
 
 
 def all_reduce_sum(*values: float, device: torch.device) -> list[float]:
-    """The sum of each value over all ranks, added in float64."""
+    """Return the sum of each value over all ranks, added in float64."""
     sums = torch.tensor(values, dtype=torch.float64, device=device)
     with here.waiting():
         dist.all_reduce(sums)
@@ -47,7 +51,10 @@ def all_reduce_sum(*values: float, device: torch.device) -> list[float]:
 
 
 def gather_rows(own: Sequence[float], world: DistContext) -> Tensor:
-    """The values that each rank tells, a row a rank, float64 on the device. With NCCL the host waits for nothing."""
+    """Return the values of all ranks as a float64 tensor on the device, one row per rank.
+
+    With NCCL this does not block the CPU.
+    """
     cuda = world.device.type == "cuda"
     rows = torch.zeros(world.size, len(own), dtype=torch.float64, device=world.device)
     rows[world.rank].copy_(torch.tensor(own, dtype=torch.float64, pin_memory=cuda), non_blocking=cuda)
@@ -57,7 +64,10 @@ def gather_rows(own: Sequence[float], world: DistContext) -> Tensor:
 
 
 def broadcast_error(refusal: str, device: torch.device) -> str:
-    """What rank 0 refuses, in a sentence, on every rank; nothing where it refuses nothing. Others' are not heard."""
+    """Return rank 0's error message on every rank, or an empty string if there is none.
+
+    The ``refusal`` of other ranks is ignored.
+    """
     said = [refusal]
     with here.waiting():
         dist.broadcast_object_list(said, src=0, device=device)

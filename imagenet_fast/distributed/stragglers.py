@@ -1,4 +1,4 @@
-"""Ranks that keep the others waiting in every step: they are named, and go on."""
+"""Find ranks that keep the others waiting in every step, and warn of them; training continues."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ from imagenet_fast.distributed.heartbeat import Heartbeat, published
 from imagenet_fast.distributed.rank_info import ranges
 from imagenet_fast.errors import warn
 
-_TIMES = 3.0  # the median
-_LOOK_S = 10.0  # between two looks
-_SILENT_S = 600.0  # after a warning
+_TIMES = 3.0  # the median of all ranks
+_LOOK_S = 10.0  # between two comparisons
+_SILENT_S = 600.0  # without another warning
 _NAMED = 3
 
 
 class Stragglers:
-    """Rank 0's eye on the pace of all, by what they publish: no collective, and nothing of the thread that trains."""
+    """Rank 0's comparison of all ranks' speed, from what they publish.
+
+    It needs no collective and no work of the training thread.
+    """
 
     def __init__(self, store: Store, size: int) -> None:
+        """Create it for the ``size`` ranks that publish in ``store``."""
         self._store = store
         self._size = size
         self._before: dict[int, Heartbeat] = {}
@@ -28,7 +32,10 @@ class Stragglers:
         self._silent_s = 0.0
 
     def look(self, passed_s: float) -> None:
-        """Every ten seconds, warn of ranks that were much slower since the last look; once in ten minutes."""
+        """Warn of ranks that were much slower since the last comparison, ``passed_s`` seconds after the last call.
+
+        Compare every 10 s, and warn at most once in 10 minutes.
+        """
         self._since_look_s += passed_s
         self._silent_s -= passed_s
         if self._since_look_s < _LOOK_S:
@@ -43,8 +50,14 @@ class Stragglers:
 
 
 def tell_slow(before: Mapping[int, Heartbeat], now: Mapping[int, Heartbeat]) -> str:
-    """In a sentence, which ranks took more than three times the median for a step between two looks, without what they
-    waited for others; nothing where none did, or nothing is known."""
+    """Describe in one sentence the ranks whose step took more than three times the median; empty if none.
+
+    Time spent waiting for other ranks does not count.
+
+    Args:
+        before: Positions at the last comparison.
+        now: Positions at this one.
+    """
     own_s = {
         rank: (at.own_s - before[rank].own_s) / (at.steps - before[rank].steps)
         for rank, at in now.items()

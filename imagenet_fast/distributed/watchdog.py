@@ -1,4 +1,7 @@
-"""The thread that speaks for a rank while its training may be stuck: where it is, that it is there, why it ends."""
+"""A thread that watches this rank while its training thread may be stuck.
+
+It publishes the rank's position, answers roll calls and ends the process with a reason if the rank hangs.
+"""
 
 from __future__ import annotations
 
@@ -34,18 +37,28 @@ from imagenet_fast.distributed.stragglers import Stragglers
 from imagenet_fast.errors import JobAborted
 from imagenet_fast.recipe.schema import Timeout
 
-_PUBLISHED_S = 1.0  # how old what others know of a rank may be
-_SLEPT = 4  # looks that are missing: the whole job may have been stopped, by Ctrl-Z or with its machine
-_GRACE_S = 5.0  # for a rank to end by itself once another has failed, and to write what became of it
+_PUBLISHED_S = 1.0  # maximum age of this rank's position as published to other ranks
+_SLEPT = 4  # in looks: longest gap that counts; in a longer one the job may have been suspended (Ctrl-Z, or its node)
+_GRACE_S = 5.0  # for a rank to end by itself and write its outcome after another rank has failed
 
 
 class Watchdog:
-    """Of one rank. ``end`` is told why, where the rank must end and cannot by itself."""
+    """The watchdog of one rank."""
 
     def __init__(
         self, store: Store, rank: int, size: int, timeout: Timeout, end: Callable[[str], None],
         folder: Path | None = None,
     ) -> None:  # fmt: skip
+        """Publish the rank's position for the first time.
+
+        Args:
+            store: Store of all ranks. It must be a client of the watchdog's own.
+            rank: Rank to watch.
+            size: Number of ranks.
+            timeout: How long the rank may make no progress.
+            end: Called with the reason if the rank must end and cannot end by itself.
+            folder: Where to publish the rank's position for the launcher of this node; None for nowhere.
+        """
         self._store = store
         self._rank = rank
         self._size = size
@@ -63,7 +76,14 @@ class Watchdog:
         self.publish()
 
     def look(self, passed_s: float) -> None:
-        """Do what is due, ``passed_s`` seconds after the last look. Raises SystemExit where the rank must end."""
+        """Do what is due, ``passed_s`` seconds after the last look.
+
+        Set the time limits of process groups, answer roll calls, publish the position, and on rank 0 look for
+        stragglers.
+
+        Raises:
+            SystemExit: If the rank must end.
+        """
         moved, self._seen = self._seen is not here.at, here.at
         self._stuck_s = 0.0 if moved else self._stuck_s + passed_s
         self._unpublished_s += passed_s
@@ -78,18 +98,18 @@ class Watchdog:
                 self.publish()
             if self._stragglers is not None:
                 self._stragglers.look(passed_s)
-        except dist.DistError:  # the store has ended with the rank, or the launcher, that held it
+        except dist.DistError:  # the store ended with the rank or the launcher that held it
             pass
         if self._stuck_s > limit_s:
             self._give_up()
 
     def publish(self) -> None:
-        """Tell the others where this rank is."""
+        """Publish this rank's position for other ranks."""
         self._unpublished_s = 0.0
         publish(self._store, self._rank, self._whereabouts(), self._folder)
 
     def leave(self) -> None:
-        """The rank ends in order."""
+        """Record that the rank ends in order, so that no roll call reports it lost."""
         with suppress(dist.DistError):
             excuse(self._store, self._rank)
 
@@ -99,7 +119,7 @@ class Watchdog:
 
     def _answer(self, passed_s: float) -> None:
         if self._calls and self._store.check([self._calls[0]]):
-            self.publish()  # before the answer: who calls reads it then
+            self.publish()  # before the answer: the calling rank reads the position right after it
             answer(self._store, self._rank, self._calls.pop(0))
         if failure := failure_in(self._store):
             self._failed_s += passed_s
@@ -107,7 +127,7 @@ class Watchdog:
                 self._leave_for(failure)
 
     def _give_up(self) -> NoReturn:
-        """This rank has not moved for too long, and says who is to blame."""
+        """End this rank, which has made no progress for too long, and report which ranks are to blame."""
         setting = "timeout.first_step_s" if here.fresh else "timeout.step_s"
         own = self._whereabouts()
         try:
@@ -130,7 +150,7 @@ class Watchdog:
             finally:
                 write_flight_record(self._rank)
 
-        ending = threading.Thread(target=end, daemon=True)  # a disk that hangs must not keep the rank
+        ending = threading.Thread(target=end, daemon=True)  # a disk that hangs must not keep the process alive
         ending.start()
         ending.join(_GRACE_S)
         raise SystemExit(1)
@@ -140,16 +160,24 @@ class Watchdog:
 def watching_ranks(
     timeout: Timeout | None = None, end: Callable[[str], None] = lambda sentence: None, folder: Path | None = None
 ) -> Iterator[None]:
-    """Have a thread speak for this rank of the default process group, which may be stuck in a collective.
+    """Run a watchdog thread for this rank of the default process group, which may be stuck in a collective.
 
-    It answers when another rank asks who is left, and ends the process, with exit code 1, where the rank has not moved
-    for longer than ``timeout`` allows, or does not end by itself after another one has failed: then ``end`` is told
-    why. The thread ends with the block: one that comes back from the store while Python ends would abort the process.
+    The thread answers roll calls of other ranks. It ends the process with exit code 1 in two cases: the rank makes no
+    progress for longer than ``timeout`` allows, or it does not end by itself after another rank has failed.
 
-    Raises Fault instead of an error that only says that another rank is gone.
+    The thread ends with the block: a thread that returned from the store while Python shuts down would abort the
+    process.
+
+    Args:
+        timeout: How long the rank may make no progress; None for the defaults.
+        end: Called with the reason before the thread ends the process.
+        folder: Where to publish the rank's position for the launcher of this node; None for nowhere.
+
+    Raises:
+        JobAborted: Instead of an error that only reports that another rank is gone.
     """
     leaving = threading.Event()
-    store = dist.distributed_c10d._get_default_store().clone()  # a client of its own: another may be blocked
+    store = dist.distributed_c10d._get_default_store().clone()  # a client of its own: another one may be blocked
     attendance = Watchdog(store, dist.get_rank(), dist.get_world_size(), timeout or Timeout(), end, folder)
 
     def attend() -> None:
@@ -175,6 +203,6 @@ def watching_ranks(
         raise
     finally:
         leaving.set()
-        thread.join(2 * LOOK_S)  # no longer: the store may be gone, and slow to say so
+        thread.join(2 * LOOK_S)  # no longer: the store may be gone, and its client slow to raise
         if in_order and not thread.is_alive():
             attendance.leave()

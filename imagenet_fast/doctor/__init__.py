@@ -1,1 +1,1 @@
-"""What of a machine, a network and a data set would stand in the way of training."""
+"""Find what would prevent training on a node, a network or a data set."""

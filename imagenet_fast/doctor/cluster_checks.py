@@ -1,4 +1,4 @@
-"""What ranks find out together: how fast they talk, what their network cards promise, whether their clocks agree."""
+"""Checks that all ranks run together: speed of all-reduce, rated speed of network cards, agreement of clocks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,18 @@ from imagenet_fast.doctor.report import CheckResult, by_host
 
 _SHORT, _LONG = 2**13, 2**25  # bytes
 _REPEATS, _ROUNDS = 20, 5
-_DRIFT_S = 1.0  # of clocks: what files and records of several machines can be told apart by
-_POOR = 0.5  # of what a card promises
+_DRIFT_S = 1.0  # between clocks; up to this, files and records of several nodes can be told apart
+_POOR = 0.5  # of a card's rated speed
 
 
 def gather_results(own: list[CheckResult], world: DistContext, host: str) -> list[CheckResult]:
-    """What each machine's first rank found there, of all of them, and what is between them. Every rank must call it."""
+    """Return what local rank 0 of every node found, and the results between ranks. Every rank must call it.
+
+    Args:
+        own: The results of this node; used on local rank 0 only.
+        world: The ranks.
+        host: The host name of this node.
+    """
     told: list[tuple[str, list[dict[str, str]]] | None] = [None] * world.size
     dist.all_gather_object(told, (host, [asdict(finding) for finding in own]) if world.is_local_main else None)
     found = {}
@@ -53,7 +59,7 @@ def _network(world: DistContext) -> Iterator[CheckResult]:
 
 
 def _seconds(size: int, world: DistContext) -> float:
-    """Of an all-reduce of ``size`` bytes: the slowest rank's median of rounds."""
+    """Return the seconds of an all-reduce of ``size`` bytes: the slowest rank's median of several rounds."""
     values = torch.zeros(size // 4, device=world.device)
     repeats = _REPEATS if size == _SHORT else 1
 
@@ -78,14 +84,17 @@ def _wait(values: Tensor) -> None:
 
 
 def _of_all(own: float) -> float:
-    """The smallest that ranks know of; 0 where none knows."""
+    """Return the smallest nonzero value of all ranks; 0 if there is none."""
     told: list[float] = [0.0] * dist.get_world_size()
     dist.all_gather_object(told, own)
     return min((value for value in told if value), default=0.0)
 
 
 def _promise(environment: Mapping[str, str], root: Path = Path("/sys/class")) -> float:
-    """Bits a second that this machine's network cards are made for, all that NCCL would use; 0 if they do not say."""
+    """Return the rated speed of this node's network cards in bit/s, summed over all that NCCL would use.
+
+    Returns 0 if the cards do not report it.
+    """
     rates = []
     for port in sorted(root.glob("infiniband/*/ports/*")):
         words = _text(port / "rate").split()  # "200 Gb/sec (4X HDR)"
@@ -101,7 +110,7 @@ def _promise(environment: Mapping[str, str], root: Path = Path("/sys/class")) ->
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8").strip()
-    except OSError:  # of an interface that is down, too
+    except OSError:  # also for an interface that is down
         return ""
 
 

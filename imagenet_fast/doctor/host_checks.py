@@ -1,4 +1,4 @@
-"""One machine, looked at by itself: its software, its limits, its disks, the data set."""
+"""Checks of one node by itself: its software, its limits, its disks, the data set."""
 
 from __future__ import annotations
 
@@ -29,11 +29,18 @@ from imagenet_fast.recipe.schema import Timeout
 _OLDEST_PYTHON, _OLDEST_TORCH = (3, 11), (2, 11)
 _GIB = 2**30
 _SHARED, _FREE, _FILES = 2**30, 5 * _GIB, 4096
-_SMI_S = 30.0  # with eight cards and no persistence daemon nvidia-smi takes up to ten
+_SMI_S = 30.0  # nvidia-smi takes up to 10 s with eight cards and no persistence daemon
 
 
 def examine(data: Path | None, out: Path, ranks: int, timeout: Timeout) -> list[CheckResult]:
-    """All that can be told without other ranks, of which this machine has ``ranks``; runs would lie in ``out``."""
+    """Return the results of all checks that need no other ranks.
+
+    Args:
+        data: The data directory; None if there is none to check.
+        out: The directory where runs would be stored.
+        ranks: Number of ranks on this node.
+        timeout: The run's own time-outs.
+    """
     return [
         *_software(), *_processors(ranks), *_memory(), *_limits(Path("/sys/class/infiniband")), _disk(out),
         *_images(data), *_time_limits(timeout, os.environ),
@@ -67,17 +74,17 @@ def _software() -> Iterator[CheckResult]:
 
 
 class _Driver(NamedTuple):
-    """NVIDIA's, as far as nvidia-smi tells."""
+    """The NVIDIA driver, as far as nvidia-smi reports it."""
 
     version: str | None = None
-    """None where it is not told, or there is no nvidia-smi."""
+    """The driver's version; None if nvidia-smi does not report it, or is not installed."""
     trouble: str = ""
-    """What is wrong with the nvidia-smi that is there."""
+    """The problem with the installed nvidia-smi; empty if there is none."""
 
 
 def _driver() -> _Driver:
-    """Ask nvidia-smi. It may be broken or hang, as where a driver is being replaced or a card has died."""
-    program = shutil.which("nvidia-smi", os.F_OK)  # also one that may not be executed
+    """Ask nvidia-smi for the driver. It may fail or hang if a driver is being replaced or a card has died."""
+    program = shutil.which("nvidia-smi", os.F_OK)  # also finds a file that may not be executed
     if program is None:
         return _Driver()
     asked = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -92,7 +99,7 @@ def _driver() -> _Driver:
     except subprocess.TimeoutExpired:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):  # stuck in the kernel it cannot even be killed
+        with suppress(subprocess.TimeoutExpired):  # a process stuck in the kernel cannot be killed
             process.wait(1)
         return _Driver(trouble=f"{program} does not answer within {_SMI_S:g} s")
     first = told.partition("\n")[0].strip()
@@ -107,9 +114,9 @@ def _driver() -> _Driver:
 
 
 def _graphics(driver: _Driver) -> Iterator[CheckResult]:
-    """GPUs, and whether torch and the driver go together.
+    """Check the GPUs, and whether torch and the driver work together.
 
-    torch counts GPUs by NVML, and starts them by CUDA's runtime; the two may disagree.
+    torch counts GPUs by NVML but starts them by CUDA's runtime, and the two may disagree.
     """
     available, count = torch.cuda.is_available(), torch.cuda.device_count()
     if driver.trouble:
@@ -164,7 +171,7 @@ def _memory() -> Iterator[CheckResult]:
     if shared.is_dir():
         free = shutil.disk_usage(shared).free
         said = f"{free / _GIB:.1f} GiB free"
-        if free < _SHARED:  # NCCL's buffers between the GPUs of a machine lie there; Docker gives 64 MiB
+        if free < _SHARED:  # NCCL's buffers between the GPUs of a node lie there; Docker gives 64 MiB
             fix = "give the container more: --ipc=host, or --shm-size=8g"
             yield CheckResult("/dev/shm", "warn", said, fix)
         else:
@@ -193,7 +200,7 @@ def _disk(out: Path) -> CheckResult:
         place = next(path for path in (out.absolute(), *out.absolute().parents) if os.path.lexists(path))
         if not place.is_dir():
             return CheckResult("runs", "fail", f"{place} is no directory", fix)
-        tempfile.TemporaryFile(dir=place).close()  # root may write almost anywhere, but not everywhere it is told
+        tempfile.TemporaryFile(dir=place).close()  # permissions let root write anywhere, but some places still refuse
         if not out.exists() and len(out.name) > os.pathconf(place, "PC_NAME_MAX"):
             return CheckResult("runs", "fail", f"the name of {out} is too long", fix)
         free = shutil.disk_usage(place).free
@@ -206,7 +213,7 @@ def _disk(out: Path) -> CheckResult:
 
 
 def _images(data: Path | None) -> Iterator[CheckResult]:
-    """Whether there is something to train on; that takes a list of all validation images, which is then kept."""
+    """Check that there are images to train on. This lists all validation images, and the list is kept."""
     if data is None:
         return
     try:
@@ -227,7 +234,7 @@ def _images(data: Path | None) -> Iterator[CheckResult]:
 
 
 def _time_limits(timeout: Timeout, environment: Mapping[str, str]) -> Iterator[CheckResult]:
-    """What would end a run before our own time-outs, which name who is lost, or would let it hang."""
+    """Warn of settings that end a run before our own time-outs, which name the lost rank, or that let it hang."""
     said = f"{timeout.first_step_s:g} s for the first step, {timeout.step_s:g} s for others"
     if environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0":
         fix = "unset it, or ranks hang where one is lost"

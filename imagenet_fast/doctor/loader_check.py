@@ -1,4 +1,4 @@
-"""Which loader is the fastest on a machine, tried for a few seconds."""
+"""Find the fastest loader on a node by a few seconds' trial."""
 
 from __future__ import annotations
 
@@ -23,11 +23,18 @@ _TURNS = 2
 
 
 def try_loaders(data: Path | None, ranks: int, seconds: float = 1.0) -> list[CheckResult]:
-    """What one of this machine's ``ranks`` gets from each in ``seconds``, of the images in ``data`` or of photos made
-    for the occasion. Nothing where ``data`` cannot be read at all.
+    """Measure how fast each loader is for one of this node's ``ranks``.
 
-    On a GPU that is images a second. Elsewhere it is images for a second of a processor's time, which they share
-    with training, and which other programs do not change.
+    On a GPU the result is images per second. Elsewhere it is images per second of processor time, which loaders share
+    with training and which other programs do not change.
+
+    Args:
+        data: The data directory; None for sample images made for this check.
+        ranks: Number of ranks on this node.
+        seconds: How long to measure each loader.
+
+    Returns:
+        One result, or none if ``data`` cannot be read at all.
     """
     threads = max(1, usable_cores() // ranks)
     device, _ = prepare_device(0)
@@ -44,7 +51,7 @@ def try_loaders(data: Path | None, ranks: int, seconds: float = 1.0) -> list[Che
                     batches = training_batches(loader, images, _SIZE, batch, threads, device)
                     by_clock, by_core = measure(batches, batch, seconds / _TURNS, device)
                     turns[loader].append(by_clock if device.type == "cuda" else by_core)
-        except (UserError, RuntimeError) as error:  # a bad image, or a driver that DALI cannot do with
+        except (UserError, RuntimeError) as error:  # a bad image, or a driver that DALI cannot use
             return [CheckResult("loaders", "warn", f"`train` would end with: {error}")]
     rates = {loader: fmean(rates) if rates else None for loader, rates in turns.items()}
     told = " and ".join(f"{loader} {rate:.0f}" for loader, rate in rates.items() if rate)
@@ -55,7 +62,7 @@ def try_loaders(data: Path | None, ranks: int, seconds: float = 1.0) -> list[Che
 
 @contextmanager
 def _images(data: Path | None) -> Iterator[ImageSource | None]:
-    """The training split in ``data``; None where there is none, as has been said already."""
+    """Yield the training split in ``data``; None if it cannot be read, which has been reported already."""
     if data is not None:
         found = None
         with suppress(UserError, OSError):

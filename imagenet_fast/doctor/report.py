@@ -1,4 +1,4 @@
-"""What was found, and how much it matters."""
+"""The results of checks, and how serious they are."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One line of a check-up."""
+    """One line of the report."""
 
     about: str
     state: State
     said: str
-    """What there is."""
+    """The state that was found."""
     fix: str = ""
-    """What to do about it, unless it is well."""
+    """Advice for the user; empty if nothing is wrong."""
     host: str = ""
-    """Where, if not everywhere."""
+    """Host name; empty if the result holds for all hosts."""
 
 
 def findings_table(findings: Iterable[CheckResult]) -> Table:
-    """A line each, and its fix."""
+    """Return a table with one line per result, followed by its fix."""
     about = (Column("", no_wrap=True), Column("", no_wrap=True))
     table = Table(*about, "", box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
     for found in findings:
@@ -40,7 +40,7 @@ def findings_table(findings: Iterable[CheckResult]) -> Table:
 
 
 def by_host(found: dict[str, list[CheckResult]]) -> list[CheckResult]:
-    """Of several hosts' findings each once where all have the same, else with the host's name."""
+    """Merge the results of several hosts: each once if all hosts have the same, else with the host's name."""
     merged: list[CheckResult] = []
     everything = [finding for findings in found.values() for finding in findings]
     for about in dict.fromkeys(finding.about for finding in everything):

@@ -1,1 +1,1 @@
-"""From a command to ranks, and how they ended."""
+"""Launching: from a command line to ranks on all nodes, and how they ended."""

@@ -1,8 +1,8 @@
-"""``python -m imagenet_fast.launch train|eval|doctor FILE SECONDS``: what our launcher has torchrun
-start on every rank.
+"""Entry point of each rank under our launcher: ``python -m imagenet_fast.launch train|eval|doctor FILE SECONDS``.
 
-The launcher reads how a run ended beside the job file, so the exit code, which torchrun would flatten, only says
-whether it ended well. It prints what ranks have refused, which they leave there too.
+The launcher has torchrun start it. It reads how a run ended from files next to the job file. So the exit code, which
+torchrun would flatten, only reports success or failure. The launcher also prints the user errors that ranks leave
+there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback out of the imports; the launcher says what there is
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback from the imports; the launcher reports
 
 from imagenet_fast.distributed.forkserver import end_with_parent
 from imagenet_fast.distributed.rank_info import RankInfo, rank_info_from_env
@@ -21,15 +21,18 @@ from imagenet_fast.launch.fast_exit import leave
 from imagenet_fast.launch.stdio import keep_printing, refuse_if_lost
 
 _FINAL = "final"
-"""A file beside the job: what these ranks have refused is no matter of who came to meet whom, or when."""
+"""File next to the job: the ranks reported a user error after they had met.
+
+Starting them again would end the same way.
+"""
 
 
 def main() -> None:
-    """Do what FILE says, waiting SECONDS at most for the other ranks."""
+    """Run the task in FILE, and wait at most SECONDS for the other ranks."""
     end_with_parent()
     task, path, patience_s = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
     if (path.parent / _FINAL).exists():
-        raise SystemExit(2)  # torchrun has started ranks again, which would come to the same end
+        raise SystemExit(2)  # torchrun has restarted the ranks, which would end the same way
     leave_refusals_in(path.parent)
     try:
         place = rank_info_from_env()
@@ -46,7 +49,7 @@ def main() -> None:
             (path.parent / _FINAL).touch()
         exit_with_error(str(error))
     except JobAborted as fault:
-        if task != "train":  # of a training the launcher tells
+        if task != "train":  # the launcher reports on training
             exit_with_error(str(fault), code=1)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
@@ -64,14 +67,15 @@ def _have_met() -> bool:
 
 def _train(path: Path, place: RankInfo, patience_s: float) -> bool:
     from imagenet_fast.launch.job_setup import on_ranks
-    from imagenet_fast.launch.worker import run_worker  # seconds of imports, in which Ctrl-C may come
+    from imagenet_fast.launch.worker import run_worker  # takes seconds, in which Ctrl-C may arrive
     from imagenet_fast.recipe.job import read_job
 
     job = read_job(path)
     if job.elastic:
         job = on_ranks(job, place.size)
     outcome = run_worker(job, place, patience_s, handover=path.parent)
-    # Where nodes may leave, a stop that has been saved is for those that were told; torchrun starts the others again.
+    # If nodes may leave, a stop that was saved concerns only the nodes that got the signal; torchrun restarts the
+    # others.
     return outcome.status in ("reached", "finished") or (outcome.status == "preempted" and not job.elastic)
 
 
@@ -97,5 +101,5 @@ if __name__ == "__main__":
         main()
     except SystemExit as end:
         leave(end)
-    except KeyboardInterrupt:  # while it refused: others have, or the launcher was told to stop
+    except KeyboardInterrupt:  # during an error report: other ranks report it too, or the launcher was stopped
         leave(SystemExit(1))

@@ -1,4 +1,4 @@
-"""What the text of a cluster's job starts on every node: settled here, and checked as far as this machine can."""
+"""Job that a cluster's script or manifest starts on every node, checked as far as this node can."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from imagenet_fast.recipe.data_config import SyntheticData
 from imagenet_fast.recipe.load import find_recipe, load_recipe, recipe_folder
 from imagenet_fast.recipe.schema import Recipe
 
-_UNITS_S = (1, 60, 3600, 86_400)  # of a time limit's parts, from the last
+_UNITS_S = (1, 60, 3600, 86_400)  # of the parts of a time limit, from the last
 
 
 @dataclass(frozen=True)
 class ClusterJob:
-    """A recipe on ``nodes`` nodes of ``ranks_each`` ranks; the recipe lies at ``path``."""
+    """A recipe, in the file ``path``, on ``nodes`` nodes with ``ranks_each`` ranks each."""
 
     path: Path
     recipe: Recipe
     nodes: int
     ranks_each: int
     options: tuple[str, ...]
-    """Of `train`, that change the recipe."""
+    """Options of `train` that change the recipe."""
     note: str
-    """What becomes of the recipe's batch, in one line of plain words and numbers."""
+    """One line of plain words and numbers on how the recipe's batch is split."""
 
     @property
     def shipped(self) -> bool:
@@ -39,23 +39,39 @@ class ClusterJob:
         return self.path.parent == recipe_folder()
 
     def train(self, recipe: str, data: str | None, folder: str, *more: str) -> list[str]:
-        """The words of the command `train`, without the program: begin in ``folder``, or go on with what lies there."""
+        """Return the words of the command `train`, without the program: start in ``folder``, or resume the run there.
+
+        Args:
+            recipe: Name or path of the recipe on the nodes.
+            data: Directory of the images on the nodes; None for no option.
+            folder: Run directory on the nodes.
+            more: Further options.
+        """
         where = [] if data is None else ["--data", data]
         ranks = ["--nproc", str(self.ranks_each)]
         return ["train", "--recipe", recipe, *where, *self.options, *ranks, *more, "--out", folder, "--resume", "auto"]
 
     @property
     def recipe_here(self) -> str:
-        """How `train` is told the recipe where nodes share this machine's files."""
+        """Value of `--recipe` if nodes share this node's files."""
         return self.path.stem if self.shipped else str(self.path.absolute())
 
 
 def plan_cluster_job(
     named: str, sync: str | None, overrides: Sequence[str], nodes: int, ranks_each: int | None, scale: bool
 ) -> ClusterJob:
-    """Settle what is trained; None for as many ranks a node as the recipe was written for.
+    """Build the job of a cluster.
 
-    Raises UserError where there is no such recipe, or the ranks do not fit it.
+    Args:
+        named: Name or path of the recipe.
+        sync: Engine; None for that of the recipe.
+        overrides: Changes of the recipe, as in ``--set``.
+        nodes: Number of nodes.
+        ranks_each: Ranks per node; None for as many as the recipe was written for.
+        scale: Whether to scale the batch to the number of ranks.
+
+    Raises:
+        UserError: If there is no such recipe, or the ranks do not fit it.
     """
     path = find_recipe(named)
     written = load_recipe(path, sync, overrides)
@@ -77,7 +93,7 @@ def plan_cluster_job(
 
 
 def check_data(recipe: Recipe, given: object | None, option: str) -> None:
-    """Raise UserError where ``option``, which says where the images lie, is missing or would not be read."""
+    """Raise UserError if ``option``, which gives the directory of the images, is missing or would be ignored."""
     if isinstance(recipe.data, SyntheticData):
         if given is not None:
             raise UserError(
@@ -89,13 +105,13 @@ def check_data(recipe: Recipe, given: object | None, option: str) -> None:
 
 
 def parse_time_limit(text: str) -> int:
-    """Seconds of Slurm's ``MINUTES``, ``MIN:SEC``, ``H:MIN:SEC`` or ``DAYS-H[:MIN[:SEC]]``. Raises UserError."""
+    """Parse Slurm's ``MINUTES``, ``MIN:SEC``, ``H:MIN:SEC`` or ``DAYS-H[:MIN[:SEC]]`` to seconds. Raises UserError."""
     found = re.fullmatch(r"(?:(\d{1,4})-)?(\d{1,6})(?::(\d{1,2}))?(?::(\d{1,2}))?", text, re.ASCII)
     days, *parts = found.groups() if found else (None,)
     given = [int(part) for part in parts if part is not None]
     if days is not None:
         given = [int(days), *given, *[0] * (3 - len(given))]
-    elif len(given) == 1:  # minutes
+    elif len(given) == 1:  # minutes only
         given += [0]
     seconds = sum(part * unit for part, unit in zip(reversed(given), _UNITS_S, strict=False))
     if not seconds:
@@ -104,14 +120,14 @@ def parse_time_limit(text: str) -> int:
 
 
 def job_label(name: str) -> str:
-    """A name for the job, of small letters, digits and single dashes, 40 at most, that begins with a letter."""
+    """Return a job name of at most 40 small letters, digits and single dashes, which begins with a letter."""
     plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     named = plain if plain[:1].isalpha() else f"imagenet-fast-{plain}"
     return named[:40].strip("-")
 
 
 def parse_program(text: str | None) -> list[str]:
-    """The words of what starts imagenet-fast on the nodes; None for this Python. Raises UserError."""
+    """Return the words that start imagenet-fast on the nodes; None for this Python. Raises UserError."""
     if text is None:
         return [sys.executable, "-m", "imagenet_fast"]
     try:
@@ -124,7 +140,11 @@ def parse_program(text: str | None) -> list[str]:
 
 
 def hand_over(text: str, file: Path | None) -> None:
-    """Print the text of a job, or write it to ``file``. Raises UserError where that cannot be, with nothing printed."""
+    """Print the text of a job, or write it to ``file``.
+
+    Raises:
+        UserError: If that is not possible; nothing is printed then.
+    """
     try:
         encoded = text.encode()
     except UnicodeEncodeError:

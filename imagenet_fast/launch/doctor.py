@@ -1,4 +1,4 @@
-"""A check-up of the machines that are to train: each looks at itself, and ranks try the network between them."""
+"""Check the nodes that are to train: each checks itself, and ranks test the network between them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ _FINDINGS = "findings.json"
 
 @dataclass(frozen=True)
 class DoctorJob:
-    """What to look at."""
+    """Job of the doctor: what to check."""
 
     data: Path | None
     out: Path
     timeout: Timeout
 
     def write(self, path: Path) -> None:
+        """Write the job as JSON."""
         table = {
             "data": str(self.data) if self.data is not None else None,
             "out": str(self.out),
@@ -41,17 +42,19 @@ class DoctorJob:
 
 
 def read_examination(path: Path) -> DoctorJob:
-    """What :meth:`DoctorJob.write` wrote."""
+    """Read a job that ``DoctorJob.write`` wrote."""
     table = json.loads(path.read_text(encoding="utf-8"))
     data = Path(table["data"]) if table["data"] is not None else None
     return DoctorJob(data, Path(table["out"]), Timeout(**table["timeout"]))
 
 
 def launch_doctor(examination: DoctorJob, nodes: LaunchConfig) -> list[CheckResult] | None:
-    """What this machine's ranks, and those of the other ``nodes``, have found; None on all nodes but the first, which
-    tells.
+    """Return the results of this node's ranks and those of the other ``nodes``; None on all nodes but the first.
 
-    Where ranks cannot train together that is a finding, too. Raises KeyboardInterrupt.
+    The first node reports. If ranks cannot train together, that is a result, too.
+
+    Raises:
+        KeyboardInterrupt: If a signal stopped this process.
     """
     interrupt_on_signals()
     with tempfile.TemporaryDirectory(prefix="imagenet-fast-") as handover:
@@ -69,9 +72,16 @@ def launch_doctor(examination: DoctorJob, nodes: LaunchConfig) -> list[CheckResu
 
 
 def examine_as_rank(examination: DoctorJob, place: RankInfo, patience_s: float, handover: Path) -> None:
-    """Join the others, waiting ``patience_s`` for them at most, and look; rank 0 leaves what all found in ``handover``.
+    """Join the other ranks and run the checks; rank 0 writes the results of all ranks to ``handover``.
 
-    Raises UserError where the ranks cannot meet.
+    Args:
+        examination: What to check.
+        place: This process's rank.
+        patience_s: Seconds to wait for the other ranks.
+        handover: The launcher's directory.
+
+    Raises:
+        UserError: If the ranks cannot meet.
     """
     set_group_rank(place)
     end_on_signals()

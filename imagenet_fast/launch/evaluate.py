@@ -1,4 +1,4 @@
-"""One rank of an evaluation, from what is to be judged to the verdict, which rank 0 shows."""
+"""One rank of an evaluation, from its job to the result, which rank 0 prints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ from imagenet_fast.training.train_loop import build_initial_model
 
 @dataclass(frozen=True)
 class EvalResult:
-    """What weights are worth: percent of ``images``, seconds from the first of them to the last, compiling included."""
+    """Result of an evaluation: accuracies in percent of ``images``.
+
+    ``eval_s`` is the time from the first image to the last in seconds, with compilation included.
+    """
 
     weights: str
     recipe: str
@@ -42,10 +45,16 @@ class EvalResult:
 
 
 def evaluate_as_rank(evaluation: Evaluation, place: RankInfo, patience_s: float, left: Path | None = None) -> None:
-    """Join the others, waiting ``patience_s`` for them at most, and judge; rank 0 prints, and writes what it was asked
-    to, and each leaves in ``left`` where it is.
+    """Join the other ranks and evaluate; rank 0 prints the result, and writes it to ``evaluation.report`` if given.
 
-    Raises UserError where the ranks cannot meet, were told different things, or the weights or images do not fit.
+    Args:
+        evaluation: What to evaluate.
+        place: This process's rank.
+        patience_s: Seconds to wait for the other ranks.
+        left: Directory where each rank leaves its last position; None for nowhere.
+
+    Raises:
+        UserError: If the ranks cannot meet or were given different jobs, or the weights or images do not fit.
     """
     set_group_rank(place)
     end_on_signals()
@@ -61,7 +70,7 @@ def evaluate_as_rank(evaluation: Evaluation, place: RankInfo, patience_s: float,
 
 
 def judge(evaluation: Evaluation, world: DistContext) -> EvalResult:
-    """Classify the whole validation set as training with the recipe does: its model, precision and batches."""
+    """Classify the whole validation set as training with the recipe does: with its model, precision and batches."""
     recipe = evaluation.recipe
     images = open_validation(
         recipe.data, evaluation.data, evaluation.batching, world.rank, world.cores, world.device, recipe.seed,
@@ -70,7 +79,7 @@ def judge(evaluation: Evaluation, world: DistContext) -> EvalResult:
     weights = load_initial_weights(evaluation.weights, recipe.model, images.classes, world)
     set_float32_math(recipe.precision)
     model = build_initial_model(recipe, images.classes, world, weights)
-    if recipe.compile and not recipe.ema_decay:  # a moving average is not compiled in training either
+    if recipe.compile and not recipe.ema_decay:  # the moving average is not compiled in training either
         compile_blocks(model)
     if weights is not None:
         _doubt_classes(weights.source, weights.class_names, images.class_names)
@@ -85,7 +94,7 @@ def judge(evaluation: Evaluation, world: DistContext) -> EvalResult:
 
 
 def verdict_table(verdict: EvalResult) -> Table:
-    """One row, under the names of what it tells."""
+    """Return a table with one row for the result."""
     numbers = (f"{verdict.top1:.2f}", f"{verdict.top5:.2f}", str(verdict.images), f"{verdict.images_per_s:.0f}")
     row = (verdict.recipe, verdict.model, *numbers)
     return compact_table(("recipe", "model"), ("top-1 %", "top-5 %", "images", "img/s"), [row])
@@ -99,7 +108,7 @@ def _write(verdict: EvalResult, path: Path) -> None:
 
 
 def _doubt_classes(source: str, trained: list[str], there: list[str]) -> None:
-    """Labels are numbers; those of other names may mean other things."""
+    """Warn if class names differ: labels are numbers, which may then mean other classes."""
     for trained_on, shown in zip(trained, there, strict=False):
         if trained_on != shown:
             warn(f"{source} was trained on other classes: on '{trained_on}' where the data has '{shown}'")

@@ -1,4 +1,4 @@
-"""How this rank's part of a run ends, and where that is told."""
+"""Record how this rank's part of a run ends, and report it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,32 @@ from imagenet_fast.metrics.run_result import NOTHING_LOST, STOPPED_WORDS, RunRes
 from imagenet_fast.recipe.job import Job
 
 OPENED, TOLD = "opened", "told"
-"""Files in a launcher's folder: rank 0 has begun to write the run directory; rank 0 has printed how the run ended."""
+"""Files in a launcher's directory.
 
-_TELLING_S = 2.0  # for a store that may be gone
+``OPENED``: rank 0 has started to write the run directory. ``TOLD``: rank 0 has printed how the run ended.
+"""
+
+_TELLING_S = 2.0  # limit for the report to a store that may be gone
 
 
 class Ending:
-    """How a run ends: rank 0 leaves the outcome in the run directory after :meth:`begin_record`, the first rank of each
-    node, or whoever has something to say, in the launcher's folder ``handover``."""
+    """The end of this rank's run: its outcome, and where it is written.
+
+    After ``begin_record`` rank 0 writes it to the run directory. The first rank of each node, and any rank with a
+    message, writes it to ``handover``.
+    """
 
     def __init__(self, job: Job, place: RankInfo, handover: Path | None) -> None:
+        """Begin with the outcome of a run that has not started.
+
+        Args:
+            job: What is trained.
+            place: This process's rank.
+            handover: The launcher's directory; None without our launcher.
+        """
         self.outcome = RunResult.beginning(job)
         self.saved_step: Callable[[], int] = lambda: 0
-        """From which the run would go on now."""
+        """Function that returns the step from which the run would resume now."""
         self._job = job
         self._place = place
         self._handover = handover
@@ -37,22 +50,25 @@ class Ending:
         self.ended = False
 
     def begin_record(self) -> None:
-        """The run directory is this run's, and rank 0 writes there from now on."""
+        """Record that the run directory belongs to this run, and that rank 0 writes there from now on."""
         self._opened = True
         if self._place.is_main and self._handover is not None:
             (self._handover / OPENED).touch()
 
     def told(self) -> None:
-        """The outcome has been printed."""
+        """Record that the outcome was printed."""
         self._told = True
         if self._place.is_main and self._handover is not None:
             with suppress(OSError):
                 (self._handover / TOLD).touch()
 
     def stop(self, why: str = "") -> None:
-        """A signal ends this rank before all have saved together; others may not have been told, and are."""
+        """End this rank after a signal, before all ranks have saved together.
+
+        Report it to the other ranks, which may not have received the signal.
+        """
         reported = reported_failure() if dist.is_initialized() else ""
-        if reported and not reported.startswith(STOPPED_WORDS):  # torchrun has stopped this rank after another failed
+        if reported and not reported.startswith(STOPPED_WORDS):  # torchrun stopped this rank after another failed
             self.fail(reported)
             return
         self._stop(why)
@@ -63,7 +79,10 @@ class Ending:
             telling.join(_TELLING_S)
 
     def late(self) -> int:
-        """Time is up after a signal: the exit code, from a thread beside the one that trains, which may be stuck."""
+        """Write the outcome when the time after a signal is up; return the exit code.
+
+        This runs in a thread of its own, as the training thread may be stuck.
+        """
         if not self.ended:
             key = f"checkpoint.grace_s {self._job.recipe.checkpoint.grace_s:g}"
             self._stop(f"within the time that {key} allows")
@@ -71,23 +90,23 @@ class Ending:
         return self.outcome.exit_code
 
     def fail(self, reason: str) -> None:
-        """The run ends for ``reason``, this rank's or another's."""
+        """Set the outcome for ``reason``, a failure or a stop of this rank or of another."""
         self.outcome.message = reason
         self.outcome.status = "failed"
         if reason.startswith(STOPPED_WORDS):
             self.outcome.status = "preempted" if reason == NOTHING_LOST else "interrupted"
 
     def leave(self) -> None:
-        """Write the outcome; print it where nobody else does."""
+        """Write the outcome, and print it if no other process does."""
         self.ended = True
         outcome, place = self.outcome, self._place
         if place.is_main and self._opened and self._job.folder.is_dir():
-            with suppress(OSError):  # of a full disk there is a sentence already, and another place to leave it
+            with suppress(OSError):  # a full disk is reported already, and ``handover`` is another place
                 outcome.write(self._job.folder)
         if self._handover is None:
             if place.is_main and not self._told and outcome.status in ("preempted", "interrupted"):
                 print(outcome.message, flush=True)
-        elif place.is_local_main or outcome.message:  # the node's first rank may be the one that is lost
+        elif place.is_local_main or outcome.message:  # the node's first rank may be the lost one
             with suppress(OSError):  # the launcher has ended
                 outcome.write(self._handover)
 

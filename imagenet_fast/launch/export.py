@@ -1,4 +1,4 @@
-"""Weights of a run, or of anybody's file, as a file for others."""
+"""Export the weights of a run, or of any file, to a file for other programs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,17 @@ from imagenet_fast.training.init_weights import given_weights
 
 
 def export_weights(given: Path, named: str | None, kind: str, out: Path) -> Path:
-    """Write the weights that ``given`` (a file, a run or a checkpoint) stands for to ``out``, as safetensors or pt2.
+    """Write the weights of ``given`` to ``out``, and return ``out``.
 
-    The recipe ``named`` says what they are for, or the run does. Without one safetensors are written of what fits any
-    of our models. Raises UserError where that cannot be, and where ``out`` exists.
+    Args:
+        given: File of weights, run directory or checkpoint.
+        named: Recipe whose model the weights are for; None for that of the run. Without a run, safetensors are written
+            for whichever of our models the weights fit.
+        kind: "safetensors" or "pt2".
+        out: New file, with the suffix of its ``kind``.
+
+    Raises:
+        UserError: If the weights cannot be exported, or ``out`` exists.
     """
     if kind not in ("safetensors", "pt2"):
         raise UserError(f"--format {kind} is not known; there are safetensors and pt2")

@@ -1,4 +1,4 @@
-"""From a recipe and the command line to a job, checked before anything is started."""
+"""Build a job from a recipe and the command line, checked before anything is started."""
 
 from __future__ import annotations
 
@@ -37,10 +37,23 @@ def plan_job(
     resume: bool = False,
     nodes: range | None = None,
 ) -> Job:
-    """Settle what ``ranks`` ranks train, from which folder into which; None for the usual ones. Where there may be any
-    number of ``nodes``, these are the ranks of the most.
+    """Build the job that ``ranks`` ranks train, with everything checked that can be checked without torch.
 
-    Checks everything that can be checked without torch. Raises UserError with the first thing wrong.
+    Args:
+        name: Name of the recipe.
+        written: The recipe as written.
+        ranks: Number of ranks. With a range of ``nodes``, that of the largest number of nodes.
+        data: Directory of the images; None for the default.
+        folder: Run directory; None for a new one in ``runs``.
+        scale: Whether to scale the batch to the number of ranks.
+        trace: Whether to write a timeline of a few steps.
+        init_from: Weights to start from; None for fresh ones.
+        fresh_head: Whether the last layer starts anew, with ``init_from``.
+        resume: Whether to resume from the last checkpoint in ``folder``, if there is one.
+        nodes: Allowed numbers of nodes, if nodes may leave and join; None for a fixed number.
+
+    Raises:
+        UserError: With the first problem found.
     """
     if nodes is not None:
         _check_elastic(written, nodes, ranks // nodes[-1], scale, resume)
@@ -59,14 +72,14 @@ def plan_job(
 
 
 def on_ranks(job: Job, ranks: int) -> Job:
-    """``job`` as so many ranks train it: of nodes that may leave and join, those that are there now."""
+    """Return ``job`` for ``ranks`` ranks: those of the nodes that are present now, if nodes may leave and join."""
     batching = split_batch(job.recipe, ranks)
     note = _note(job.recipe, job.recipe, batching, job.data, job.init_from, job.fresh_head)
     return replace(job, batching=batching, note=note)
 
 
 def _check_elastic(written: Recipe, nodes: range, ranks_each: int, scale: bool, resume: bool) -> None:
-    """Raise UserError where not every number of ``nodes`` could train it, or go on where others have been."""
+    """Raise UserError if some number of ``nodes`` cannot train the recipe, or cannot resume the run."""
     asked = f"--nodes {nodes[0]}:{nodes[-1]}"
     if not resume:
         raise UserError(
@@ -87,7 +100,7 @@ def _check_elastic(written: Recipe, nodes: range, ranks_each: int, scale: bool, 
 def _note(
     written: Recipe, recipe: Recipe, batching: Batching, root: Path | None, init_from: Path | None, fresh_head: bool
 ) -> str:
-    """What became of the recipe's batch, how many images are bad, and from which weights it starts."""
+    """Return a note on the recipe's batch, the number of bad images, and the initial weights."""
     note = explain(written, recipe, batching)
     if root is not None and (bad := quarantined(root)):
         note += f"; {len(bad)} files are left out, by {root / QUARANTINE}"
@@ -97,9 +110,10 @@ def _note(
 
 
 def run_to_resume(asked: str, folder: Path | None) -> Path:
-    """The directory of the run that ``--resume`` names; ``auto`` is the one in ``--out``, which may be none yet.
+    """Return the run directory that ``--resume`` names; ``auto`` is the one in ``--out``, where no run need exist yet.
 
-    Raises UserError.
+    Raises:
+        UserError: If there is no such run, or ``--out`` is missing or another directory.
     """
     if asked == "auto":
         if folder is None:
@@ -116,9 +130,12 @@ def run_to_resume(asked: str, folder: Path | None) -> Path:
 def recipe_to_train(
     named: str | None, run: Path | None, sync: str | None, overrides: Sequence[str], data: Path | None
 ) -> tuple[str, Recipe, Path | None]:
-    """The recipe's name, the recipe and where the images are: as given, or else as in the ``run`` to go on with.
+    """Return the recipe's name, the recipe and the directory of the images.
 
-    Raises UserError.
+    What is not given is taken from the ``run`` to resume.
+
+    Raises:
+        UserError: If no recipe is given, by name or by a run, or it is invalid.
     """
     if named is not None:
         path = find_recipe(named)
@@ -139,9 +156,18 @@ def plan_evaluation(
     data: Path | None = None,
     report: Path | None = None,
 ) -> Evaluation:
-    """Settle how ``ranks`` ranks evaluate ``weights``: by the recipe ``named``, or as the run they come from did.
+    """Build the evaluation of ``weights`` by ``ranks`` ranks: by the recipe ``named``, or by that of the weights' run.
 
-    Raises UserError with the first thing wrong, as far as it shows without torch.
+    Args:
+        weights: File of weights, run directory or checkpoint.
+        named: Recipe; None for that of the run of ``weights``.
+        overrides: Changes of the recipe, as in ``--set``.
+        ranks: Number of ranks.
+        data: Directory of the images; None for that of the run, or the default.
+        report: JSON file for the result; None for none.
+
+    Raises:
+        UserError: With the first problem found, as far as it can be checked without torch.
     """
     name, recipe, run = recipe_of(weights, named, overrides)
     batch = recipe.micro_batch or max(1, recipe.global_batch // recipe.ranks)
@@ -155,9 +181,12 @@ def plan_evaluation(
 
 
 def recipe_of(weights: Path, named: str | None, overrides: Sequence[str] = ()) -> tuple[str, Recipe, Job | None]:
-    """The recipe ``named``, with its name; or where none is, that of the run that ``weights`` are of, with its job.
+    """Return the name of a recipe, the recipe and its job: those of the recipe ``named``, or of the run of ``weights``.
 
-    Raises UserError where it can be neither.
+    The job is None if a recipe is named.
+
+    Raises:
+        UserError: If no recipe is named, and ``weights`` are of no run or its job cannot be read.
     """
     if named is not None:
         path = find_recipe(named)
@@ -174,7 +203,7 @@ def recipe_of(weights: Path, named: str | None, overrides: Sequence[str] = ()) -
 
 
 def _find_data(data: Data, given: Path | None, check: Callable[[Path], None]) -> Path | None:
-    """Where the images lie, after a ``check``; None for those that are made up."""
+    """Return the directory of the images after a ``check``, or None for synthetic images."""
     if not isinstance(data, SyntheticData):
         root = locate(data.dataset, given).absolute()
         check(root)
@@ -188,19 +217,19 @@ def _find_data(data: Data, given: Path | None, check: Callable[[Path], None]) ->
 
 
 def new_folder(recipe: str, what: str) -> Path:
-    """Where a run goes that was given no directory."""
+    """Return the directory of a run without ``--out``: its name has the time, the ``recipe`` and ``what``."""
     return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{recipe}-{what}"
 
 
 def check_writable(folder: Path, resume: bool = False) -> None:
-    """Raise UserError where a run cannot be put into ``folder``, or not go on there."""
+    """Raise UserError if ``folder`` cannot be written, or holds a run and ``resume`` is False."""
     try:
         if not resume and _holds_run(folder):
             raise UserError(
                 f"{folder} already holds a run; go on with it by --resume auto, give another --out, or remove it"
             )
         nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-        tempfile.TemporaryFile(dir=nearest).close()  # root may write almost anywhere, but not everywhere it is told
+        tempfile.TemporaryFile(dir=nearest).close()  # root passes permission checks, but cannot write everywhere
     except OSError as error:
         raise UserError(
             f"the run cannot be written to {folder} ({error.strerror}: {error.filename}); give another --out"
@@ -208,7 +237,7 @@ def check_writable(folder: Path, resume: bool = False) -> None:
 
 
 def _holds_run(folder: Path) -> bool:
-    """Whether anything in ``folder`` is the result of a run. Raises OSError."""
+    """Return whether ``folder`` has results of a run. Raises OSError."""
     weights = (folder / "checkpoints").glob("*")
     return any((folder / name).exists() for name in ("events.jsonl", "outcome.json")) or any(
         path.name == "final.safetensors" or path.name.startswith("step-") for path in weights

@@ -1,8 +1,8 @@
-"""A JobSet (jobset.x-k8s.io/v1alpha2): an indexed Job with a pod a node, and a name for each pod.
+"""A JobSet (jobset.x-k8s.io/v1alpha2): an indexed Job with one pod per node, and a name for each pod.
 
-JobSet names a Job's pods in a headless service, ``JOBSET-REPLICATEDJOB-0-INDEX.JOBSET``; the launchers meet at the pod
-of index 0 (https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2). The Job's podFailurePolicy says what an exit
-code means; it needs pods that do not restart their containers themselves
+JobSet names a Job's pods in a headless service, ``JOBSET-REPLICATEDJOB-0-INDEX.JOBSET``. The launchers meet at the pod
+with index 0 (https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2). The Job's podFailurePolicy defines what an
+exit code means. It needs pods that do not restart their containers themselves
 (https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy).
 """
 
@@ -14,15 +14,15 @@ from imagenet_fast.metrics.run_result import STOPPED
 
 _JOB = "workers"
 _CONTAINER = "trainer"
-_SHORT_OF_TARGET = 3  # exit code of a run that came to its end without reaching its target
+_SHORT_OF_TARGET = 3  # exit code of a run that ended without reaching its target
 
 
 def jobset_text(pods: Pods) -> str:
-    """A manifest for ``kubectl apply``.
+    """Return a manifest for ``kubectl apply``.
 
-    Pods that are stopped are made anew, and go on with what lies in the run directory: as often as need be where they
-    were told to stop and saved, or were evicted; a limited number of times where they failed. A run that came to its
-    end short of its target has failed at once: it would only come to the same end.
+    Stopped pods are created again, and resume from the run directory. Their number is not limited if they were evicted,
+    or stopped by a signal and saved. Failures are limited in number. A run that ended short of its target fails at
+    once, since it would only end the same way again.
     """
     nodes = pods.job.nodes
     first = f"{pods.label}-{_JOB}-0-0.{pods.label}"
@@ -37,7 +37,7 @@ def jobset_text(pods: Pods) -> str:
             "rules": [
                 _on_exit_code(_SHORT_OF_TARGET, "FailJob"),
                 _on_exit_code(STOPPED, "Ignore"),
-                # JobSet's own schema knows no default for the status.
+                # JobSet's own schema has no default for the status.
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             ]
         },
@@ -51,5 +51,5 @@ def jobset_text(pods: Pods) -> str:
 
 
 def _on_exit_code(code: int, action: str) -> Yaml:
-    """A rule; "Ignore" makes a pod anew without counting it."""
+    """Return a rule for an exit code; "Ignore" creates the pod again without counting it."""
     return {"action": action, "onExitCodes": {"containerName": _CONTAINER, "operator": "In", "values": [code]}}

@@ -1,4 +1,4 @@
-"""A training run, or an evaluation, on this node and others: handed to ranks of our own, and how they ended."""
+"""Launch a training run or an evaluation on ranks of this node and others, and report how it ended."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ _KILLED = (
 
 
 def launch(job: Job, nodes: LaunchConfig) -> int:
-    """Train ``job`` on this node's ranks, and on those of the other ``nodes``; the command's exit code.
+    """Train ``job`` on this node's ranks and those of the other ``nodes``; return the command's exit code.
 
-    The job lies in a folder of this launcher's own, not in the run directory: which node is the first, and so has
-    that directory, shows only when all have met, and nodes that share it would write over each other's.
+    The job file is in a temporary directory of this launcher, not in the run directory. Which node is the first, and so
+    owns the run directory, is known only when all have met. Nodes that share the directory would overwrite each other's
+    files.
 
-    Raises UserError where the run cannot be written or the nodes cannot meet.
+    Raises:
+        UserError: If the run directory cannot be written, or the nodes cannot meet.
     """
     check_writable(job.folder, job.resume)
-    interrupt_on_signals()  # until torchrun, which answers them itself, has started ranks
+    interrupt_on_signals()  # until torchrun has started ranks and handles signals itself
     interrupted = False
     code, fate = 0, ""
     with tempfile.TemporaryDirectory(prefix="imagenet-fast-") as handover:
@@ -43,12 +45,12 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
         except KeyboardInterrupt:
             interrupted = True
         left = read_outcome(here)
-        has_run, told = (here / OPENED).exists(), (here / TOLD).exists()  # rank 0 is here, and came so far
+        has_run, told = (here / OPENED).exists(), (here / TOLD).exists()  # set by rank 0, if it is on this node
     if left is None and not has_run:
         if interrupted:
             print(NOTHING_LOST)
             return STOPPED
-        if fate and code != 2:  # 2: it has been printed
+        if fate and code != 2:  # 2: already printed
             print(f"failed: {fate}")
         return 1 if code < 0 else code
     outcome = left or RunResult.beginning(job)
@@ -56,25 +58,28 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
         outcome.status = "interrupted"
         outcome.message = outcome.message or _KILLED
     elif code and not interrupted and (outcome.status != "preempted" or outcome.message == NOTHING_LOST):
-        outcome.status = "failed"  # whoever says that nothing is lost was ended since another rank had failed
+        outcome.status = "failed"  # a rank that reports no loss was stopped since another one failed
         outcome.message = fate if outcome.message == NOTHING_LOST else outcome.message or fate
-        if code != 2:  # 2: what a rank has refused has been printed
+        if code != 2:  # 2: the rank's error is already printed
             print(
                 f"failed: {outcome.message}" + (f"; what there is of the run lies in {job.folder}" if has_run else "")
             )
     if outcome.status in ("preempted", "interrupted") and not told:
         print(outcome.message)
-    if has_run and not (job.elastic and interrupted):  # from where this node has left others may have gone on
-        with suppress(OSError, UserError):  # rank 0 may have left it; another run has begun; the disk takes nothing
+    if has_run and not (job.elastic and interrupted):  # after this node left, others may have resumed
+        with suppress(OSError, UserError):  # rank 0 may have written it; a new run has started; the disk is full
             hold(job.folder, patience_s=0.0)
             outcome.write(job.folder)
     return code if code == 2 else outcome.exit_code
 
 
 def launch_evaluation(evaluation: Evaluation, nodes: LaunchConfig) -> int:
-    """Evaluate on this node's ranks, and on those of the other ``nodes``; the command's exit code.
+    """Evaluate on this node's ranks and those of the other ``nodes``; return the command's exit code.
 
-    Rank 0 says what came of it. Raises UserError where the nodes cannot meet.
+    Rank 0 prints the result.
+
+    Raises:
+        UserError: If the nodes cannot meet.
     """
     interrupt_on_signals()
     with tempfile.TemporaryDirectory(prefix="imagenet-fast-") as handover:
@@ -84,6 +89,6 @@ def launch_evaluation(evaluation: Evaluation, nodes: LaunchConfig) -> int:
             code, fate = run_ranks("eval", path, nodes)
         except KeyboardInterrupt:
             return 1
-    if code and code != 2:  # 2: the rank has said itself what is wrong
+    if code and code != 2:  # 2: the rank's error is already printed
         print(f"failed: {fate}")
     return code if code in (0, 2) else 1

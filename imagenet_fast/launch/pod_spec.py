@@ -1,4 +1,4 @@
-"""What Kubernetes runs on a node: a pod with one container, whose launcher starts the node's ranks."""
+"""Pod that Kubernetes runs on a node: one container, whose launcher starts the node's ranks."""
 
 from __future__ import annotations
 
@@ -12,37 +12,41 @@ from imagenet_fast.launch.cluster_job import ClusterJob
 from imagenet_fast.launch.yaml_text import Yaml, to_yaml
 
 DATA, RUNS = "/data", "/runs"
-"""Where the pods see their volumes."""
+"""Mount points of the volumes in a pod."""
 
 RESTARTS = 10
-"""Of a node; Kubernetes counts those of all together."""
+"""Restarts per node; Kubernetes counts those of all nodes together."""
 
 _RECIPES = "/recipes"
-_GRACE_S = 60  # between SIGTERM and SIGKILL; ranks save within checkpoint.grace_s, 50 unless the recipe says so
-_PATIENCE_S = 900  # that launchers wait for each other: Kubernetes puts restarts off by up to 6 minutes
+_GRACE_S = 60  # between SIGTERM and SIGKILL; ranks save within checkpoint.grace_s, by default 50
+_PATIENCE_S = 900  # for launchers to wait for each other: Kubernetes delays restarts by up to 6 minutes
 
 
 @dataclass(frozen=True)
 class Pods:
-    """One a node, all alike, of a job on Kubernetes. Raises UserError where Kubernetes would refuse a name, or the run
-    directory would go with the pod."""
+    """Identical pods of a Kubernetes job, one per node.
+
+    Raises:
+        UserError: If Kubernetes would reject a name, or the run directory would be lost with the pod.
+    """
 
     job: ClusterJob
     label: str
-    """The name of the job."""
+    """Name of the Kubernetes job."""
     image: str
     run_claim: str
-    """A claim on a volume, at :data:`RUNS`."""
+    """Claim of the volume at ``RUNS``."""
     data_claim: str | None = None
     folder: str | None = None
-    """The run directory; None for one named after the job."""
+    """Run directory; None for one named after the Kubernetes job."""
     namespace: str | None = None
     gpus: bool = True
     port: int = 29400
-    """Of the first pod, where all launchers meet."""
+    """Port of the first pod, where all launchers meet."""
     time_limit_s: int | None = None
 
     def __post_init__(self) -> None:
+        """Check the names and the run directory."""
         claims = {"--data-claim": self.data_claim, "--run-claim": self.run_claim, "--namespace": self.namespace}
         _check_names(self.label, self.image, claims)
         if PurePosixPath(RUNS) not in self._where.parents or ".." in self._where.parts:
@@ -53,8 +57,15 @@ class Pods:
     def template(
         self, container: str, ports: Yaml, first: str, before: Sequence[str] = (), **more: Yaml
     ) -> dict[str, Yaml]:
-        """The template of the pods. ``container`` is the container's name, ``first`` how all find the first pod; the
-        command begins with ``before``, and the pod's spec has ``more`` fields."""
+        """Return the template of the pods.
+
+        Args:
+            container: Name of the container.
+            ports: Ports of the container.
+            first: Host name of the first pod.
+            before: Words before the command.
+            more: Further fields of the pod's spec.
+        """
         job = self.job
         recipe = job.path.stem if job.shipped else f"{_RECIPES}/{self._file}"
         words = job.train(recipe, self.data_claim and DATA, str(self._where), "--join-timeout", str(_PATIENCE_S))
@@ -88,11 +99,11 @@ class Pods:
 
     @property
     def deadline(self) -> dict[str, Yaml]:
-        """The field of a job that ends it when its time is up, if there is a limit."""
+        """Field of a job that ends it at its time limit; empty without a limit."""
         return {"activeDeadlineSeconds": self.time_limit_s} if self.time_limit_s is not None else {}
 
     def text(self, api_version: str, kind: str, spec: dict[str, Yaml]) -> str:
-        """A manifest for ``kubectl apply``, with a ConfigMap before it where the recipe is not one of the image's."""
+        """Return a manifest for ``kubectl apply``, after a ConfigMap with the recipe if the image lacks it."""
         at: dict[str, Yaml] = {"namespace": self.namespace} if self.namespace is not None else {}
         manifest: dict[str, Yaml] = {
             "apiVersion": api_version,
@@ -116,12 +127,12 @@ class Pods:
 
     @property
     def _file(self) -> str:
-        """The recipe's in the ConfigMap, whose keys have fewer characters than a file; it names the run, too."""
+        """File name of the recipe in the ConfigMap, whose keys allow fewer characters; it also names the run."""
         return re.sub(r"[^-._a-zA-Z0-9]", "-", self.job.path.name)
 
 
 def _check_names(label: str, image: str, others: dict[str, str | None]) -> None:
-    """Raise UserError with the first that Kubernetes would not take; ``others`` by their options."""
+    """Raise UserError for the first name that Kubernetes would reject; ``others`` are given by their options."""
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", label):
         raise UserError(f"--name {label!r} is no name of a job; use at most 40 small letters, digits and -")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_./:@-]*", image):
@@ -132,5 +143,5 @@ def _check_names(label: str, image: str, others: dict[str, str | None]) -> None:
 
 
 def _literal(word: str) -> str:
-    """As Kubernetes' own ``$(NAME)`` leaves it: two dollars are one."""
+    """Escape dollars, since Kubernetes expands ``$(NAME)`` and reads two dollars as one."""
     return word.replace("$", "$$")

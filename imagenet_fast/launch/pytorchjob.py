@@ -1,7 +1,7 @@
 """A PyTorchJob (kubeflow.org/v1), for clusters that still have the training operator, which is being retired.
 
-The operator tells every pod the name of the first (MASTER_ADDR), at which the launchers meet. It counts pods where
-torchrun counts ranks, in RANK and WORLD_SIZE, which are therefore taken away
+The operator gives every pod the name of the first (MASTER_ADDR), at which the launchers meet. In RANK and WORLD_SIZE it
+counts pods, where torchrun counts ranks; so both are unset
 (https://www.kubeflow.org/docs/components/trainer/legacy-v1/user-guides/pytorch/).
 """
 
@@ -12,13 +12,13 @@ from imagenet_fast.launch.yaml_text import Yaml
 
 
 def pytorchjob_text(pods: Pods) -> str:
-    """A manifest for ``kubectl apply``.
+    """Return a manifest for ``kubectl apply``.
 
-    A container that fails or is stopped starts again in its pod, and a pod that is evicted is made anew; either way it
-    goes on with what lies in the run directory. So does one that came to its end short of its target (exit code 3),
-    until no restart is left: a PyTorchJob does not tell exit codes below 128 apart.
+    A container that fails or is stopped is restarted in its pod, and an evicted pod is created again. Either way the
+    run resumes from the run directory. A run that ended short of its target (exit code 3) is restarted too, until no
+    restart is left: a PyTorchJob does not distinguish exit codes below 128.
     """
-    ports: Yaml = [{"name": "pytorchjob-port", "containerPort": pods.port}]  # by which the operator knows it
+    ports: Yaml = [{"name": "pytorchjob-port", "containerPort": pods.port}]  # the name that the operator looks for
     template = pods.template("pytorch", ports, "$(MASTER_ADDR)", before=("env", "-u", "RANK", "-u", "WORLD_SIZE"))
     counts = {"Master": 1} | ({"Worker": pods.job.nodes - 1} if pods.job.nodes > 1 else {})
     spec: dict[str, Yaml] = {

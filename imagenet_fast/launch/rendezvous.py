@@ -1,4 +1,4 @@
-"""Several nodes that train together: where they meet, and what becomes of one that does not come."""
+"""Rendezvous of several nodes that train together, and errors about nodes that do not arrive."""
 
 from __future__ import annotations
 
@@ -20,41 +20,49 @@ from imagenet_fast.launch.slurm import step_nodes
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-_LOOK_S = 0.1  # between two looks who has come
-_RESTARTS = 10  # where nodes may leave: each that does costs those that stay one
+_LOOK_S = 0.1  # between two looks for nodes that have arrived
+_RESTARTS = 10  # if nodes may leave: each one that does uses up a restart
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How many nodes train, with how many ranks each, and where and how long they wait for one another."""
+    """Number of nodes and of ranks per node, and where and how long the nodes wait for one another."""
 
     ranks_each: int
     count: int = 1
-    """The most, where there may be fewer."""
+    """Number of nodes; the maximum if it may vary."""
     endpoint: Endpoint | None = None
     patience_s: float = 300.0
     restarts: int = 0
-    """So often ranks are started again where one was lost."""
+    """How often torchrun restarts the ranks after one was lost."""
     least: int | None = None
-    """Of nodes that may leave and join; None where there are always ``count``."""
+    """Minimum number of nodes if they may leave and join; None if there are always ``count``."""
 
     @property
     def ranks(self) -> int:
+        """Number of ranks on all nodes; the maximum if it may vary."""
         return self.count * self.ranks_each
 
     @property
     def counts(self) -> range | None:
-        """Of nodes that there may be; None where it does not change."""
+        """Possible numbers of nodes; None if the number is fixed."""
         return None if self.least is None else range(self.least, self.count + 1)
 
 
 def resolve_nodes(
     nproc: int | None, asked: str | int | None, endpoint: str | None, patience_s: float, restarts: int | None = None
 ) -> LaunchConfig:
-    """What the command line asks for; None for the usual number of ranks, for the nodes that srun has started, and for
-    as many restarts as these nodes need.
+    """Build the launch configuration that the command line asks for.
 
-    Raises UserError.
+    Args:
+        nproc: Ranks per node; None for the usual number.
+        asked: Number of nodes, or a range like ``2:4``; None for the nodes that srun has started, or one.
+        endpoint: HOST:PORT where the nodes meet; None for srun's first node, or a single node.
+        patience_s: Seconds to wait for the other nodes.
+        restarts: How often to restart ranks; None for as often as these nodes need.
+
+    Raises:
+        UserError: If an option is invalid, or an endpoint is missing.
     """
     least, count = parse_nodes("1" if asked is None else str(asked))
     if asked is None and endpoint is None:
@@ -68,7 +76,7 @@ def resolve_nodes(
 
 
 def parse_nodes(asked: str) -> tuple[int | None, int]:
-    """The least and the most of ``2:4``; None and 4 of ``4``. Raises UserError."""
+    """Return minimum and maximum of ``2:4``, or None and 4 for ``4``. Raises UserError."""
     found = re.fullmatch(r"(?:([0-9]{1,6}):)?([0-9]{1,6})", asked)
     least, most = found.groups() if found else (None, "0")
     if int(most) < 1 or (least is not None and not 1 <= int(least) <= int(most)):
@@ -77,7 +85,7 @@ def parse_nodes(asked: str) -> tuple[int | None, int]:
 
 
 def parse_fixed_nodes(asked: str) -> int:
-    """The number of nodes where it cannot be a range. Raises UserError."""
+    """Return the number of nodes if it must not be a range. Raises UserError."""
     least, count = parse_nodes(asked)
     if least is not None:
         raise UserError(f"--nodes {asked} is for `train` alone, on nodes that you start yourself; give one number here")
@@ -85,7 +93,7 @@ def parse_fixed_nodes(asked: str) -> int:
 
 
 def local_ranks(asked: int | None) -> int:
-    """As many as asked; else one a GPU, and two on a machine without. Raises UserError beyond one a GPU."""
+    """Return ``asked`` ranks; if None, one per GPU, or two without GPUs. Raises UserError if more than one per GPU."""
     import torch
 
     gpus = torch.cuda.device_count()
@@ -96,29 +104,39 @@ def local_ranks(asked: int | None) -> int:
 
 @dataclass(frozen=True)
 class RendezvousInfo:
-    """All nodes have come, or enough; this one has ``number``, and number 0 holds the store at the ``endpoint``."""
+    """Result of a meeting of all nodes, or enough of them.
+
+    This node has ``number``. Number 0 holds the store at the endpoint.
+    """
 
     number: int
     name: str
-    """Of this meeting and no other."""
+    """Name that is unique to this meeting."""
     store: TCPStore
-    """To be kept as long as ranks train: they use it too."""
+    """Store of the nodes. Keep it as long as ranks train: they use it too."""
 
 
 def meet(endpoint: Endpoint, count: int, patience_s: float, least: int | None = None) -> RendezvousInfo:
-    """Meet ``count`` nodes at ``endpoint``, which is an address of one of them; that one becomes number 0. Where
-    ``least`` are enough, whoever comes after them has met them at once.
+    """Meet ``count`` nodes at ``endpoint``, which is an address of one of them; that node gets number 0.
 
-    torchrun's own rendezvous finds out who holds the store by comparing host names, numbers nodes as it likes, and
-    says of a missing one only that time is up. Raises UserError where a node is missing or too many, or the endpoint
-    cannot be had; the others are told.
+    torchrun's own rendezvous compares host names to find out which node holds the store, numbers nodes arbitrarily, and
+    reports a missing node only as a timeout.
+
+    Args:
+        endpoint: Where the nodes meet.
+        count: Number of nodes; the maximum if ``least`` is given.
+        patience_s: Seconds to wait for the other nodes.
+        least: Number of nodes that is enough; a later node joins at once. None if all ``count`` are needed.
+
+    Raises:
+        UserError: If a node is missing or too many, or the endpoint cannot be used. Nodes that still wait raise it too.
     """
     from torch.distributed import DistError
 
     deadline = time.monotonic() + patience_s
     here = is_here(endpoint.host)
     if not here:
-        # The name of a pod that has just been made leads nowhere for a while, or to the pod before it.
+        # The name of a new pod does not resolve for a while, or resolves to the pod before it.
         await_listener(endpoint, deadline, needless=lambda: is_here(endpoint.host))
         here = is_here(endpoint.host)
     held = _hold(endpoint) if here else None
@@ -136,7 +154,7 @@ def meet(endpoint: Endpoint, count: int, patience_s: float, least: int | None = 
 def _arrive(
     store: TCPStore, holds: bool, endpoint: Endpoint, count: int, least: int | None, deadline: float, patience_s: float
 ) -> tuple[int, str]:
-    """Take a number, and wait until all have come, or enough."""
+    """Take a number, and wait until all nodes have arrived, or enough."""
     from torch._C._distributed_c10d import PrefixStore
 
     told = str(count) if least is None else f"{least}:{count}"
@@ -154,7 +172,7 @@ def _arrive(
             raise UserError(f"one node was told --nodes {told}, the one at {endpoint} --nodes {theirs}; correct one")
     number = books.add("arrived", 1) - 1
     if holds:
-        books.set("open", "")  # and not before: the first number is the holder's
+        books.set("open", "")  # not earlier: the first number is the holder's
     if least is None and number >= count:
         raise UserError(
             f"{count} nodes have already met at {endpoint}: this one is too many, or belongs to another run, which "
@@ -177,7 +195,7 @@ def _arrive(
 
 @contextmanager
 def _telling_others(books: PrefixStore) -> Iterator[None]:
-    """Where the meeting ends for this node before all have come, it ends for all."""
+    """Publish an error in the block, which ends the meeting for all nodes."""
     try:
         yield
     except BaseException as error:
@@ -189,19 +207,19 @@ def _telling_others(books: PrefixStore) -> Iterator[None]:
 
 
 def _hold(endpoint: Endpoint) -> TCPStore | None:
-    """The store that all nodes meet in; None where the port is taken, by another launcher on this machine it may be."""
+    """Open the store in which all nodes meet; None if the port is taken, perhaps by a launcher on this node."""
     from torch._C._distributed_c10d import TCPStore
     from torch.distributed import DistNetworkError
 
     try:
-        # Several tenants: torchrun opens the same one again, for which then no second port is needed.
+        # Multi-tenant: torchrun opens the same store again, and so needs no second port.
         return TCPStore(endpoint.host, endpoint.port, is_master=True, wait_for_workers=False, multi_tenant=True)
     except DistNetworkError:
         return None
 
 
 def _visit(endpoint: Endpoint, deadline: float) -> TCPStore:
-    """The store that another launcher holds. A thread asks: torch's client waits for ever on a silent listener."""
+    """Connect to the store of another launcher, in a thread: torch's client waits for ever on a silent listener."""
     from torch._C._distributed_c10d import TCPStore
     from torch.distributed import DistError
 

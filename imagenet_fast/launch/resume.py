@@ -1,4 +1,4 @@
-"""A run that goes on: the checkpoint it goes on from, and the state of every rank."""
+"""Resume a run: find its checkpoint, and load the state of every rank."""
 
 from __future__ import annotations
 
@@ -27,28 +27,29 @@ from imagenet_fast.recipe.resume_compat import differences
 from imagenet_fast.recipe.schema import Model
 from imagenet_fast.training.state import TrainState, joined
 
-_PATIENCE_S = 5.0  # for what another node has written to be seen over NFS
+_PATIENCE_S = 5.0  # for another node's file to become visible over NFS
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run goes on; the same on every rank."""
+    """Checkpoint from which a run resumes; the same on every rank."""
 
     checkpoint: Checkpoint
     shared: dict[str, Any]
     elsewhere: bool
-    """On another number of ranks, or with another layout."""
+    """Whether the number of ranks or their layout has changed."""
     found_at: float
-    """By the clock on the wall."""
+    """Time when the checkpoint was found, in seconds of the wall clock."""
     wrong_from: int | None
-    """The step from which on numbers had gone wrong, if the run has ended for that."""
+    """First step with non-finite numbers, if the run ended because of them."""
 
     @property
     def step(self) -> int:
+        """Last step before the checkpoint."""
         return self.checkpoint.manifest.step
 
     def load(self, state: TrainState, world: DistContext) -> None:
-        """Put ``state`` where the checkpoint has it."""
+        """Load the checkpoint into ``state``."""
         checkpoint = self.checkpoint
         if self.elsewhere:
             parts = (part for _, part in checkpoint.parts(world.device))
@@ -61,8 +62,10 @@ class ResumePoint:
         state.unjudged = checkpoint.manifest.top1 is None
 
     def check_contents(self, dataset: Loaders, model: Model) -> None:
-        """Raise UserError where classes, images or labels are others by now, as far as the checkpoint tells: an early
-        one tells no more than the number of classes of its ``model``."""
+        """Raise UserError if classes, images or labels have changed since, as far as the checkpoint records them.
+
+        An early checkpoint records only the number of classes of its ``model``.
+        """
         if "data" in self.shared:
             changed = differences_of_data(self.shared["data"], dataset.contents)
         else:
@@ -75,7 +78,7 @@ class ResumePoint:
             )
 
     def check_images(self, images: int) -> None:
-        """Raise UserError where the training set has another number of them by now."""
+        """Raise UserError if the number of training images has changed since."""
         if (before := self.shared["images"]) != images:
             raise UserError(
                 f"the training set has {images} images and had {before} when {self.checkpoint.folder} was written; "
@@ -83,7 +86,7 @@ class ResumePoint:
             )
 
     def check_length(self, epochs: int, steps_per_epoch: int) -> None:
-        """Raise UserError where the run has trained for longer than it is to take."""
+        """Raise UserError if the run has already trained for longer than ``epochs``."""
         if self.step > epochs * steps_per_epoch:
             trained = self.step / steps_per_epoch
             raise UserError(
@@ -93,15 +96,16 @@ class ResumePoint:
 
     @property
     def gap_s(self) -> float:
-        """Since the checkpoint; nothing where the clock was set back."""
+        """Seconds since the checkpoint; 0 if the clock was set back."""
         saved_at: float = self.shared["saved_at"]
         return max(0.0, self.found_at - saved_at)
 
 
 def find_resumption(job: Job, world: DistContext) -> ResumePoint | None:
-    """Where ``job`` goes on, which rank 0 finds; None where there is no checkpoint yet.
+    """Return where ``job`` resumes, found by rank 0, or None if there is no checkpoint yet.
 
-    Raises UserError, the same on every rank, where it cannot go on from there.
+    Raises:
+        UserError: The same on every rank, if the run cannot be resumed.
     """
     found, refusal, checkpoint, wrong_from = "", "", None, None
     if world.is_main:
@@ -135,7 +139,7 @@ def find_resumption(job: Job, world: DistContext) -> ResumePoint | None:
 
 
 def _wrong_from(folder: Path) -> int | None:
-    """Of the run in ``folder``; None where it has left nothing that can be read, which its checkpoints do not need."""
+    """Return ``wrong_from`` of the run in ``folder``; None without a readable outcome, which no checkpoint needs."""
     try:
         outcome = read_outcome(folder)
     except UserError:
@@ -145,7 +149,7 @@ def _wrong_from(folder: Path) -> int | None:
 
 
 def _check_recipe(job: Job, begun: Mapping[str, Any]) -> None:
-    """Raise UserError where the recipe is another one than that the run was ``begun`` with."""
+    """Raise UserError if the recipe differs from the one that the run was started with in a way that matters."""
     changed = differences(begun, job.recipe)
     if changed:
         raise UserError(
@@ -155,10 +159,17 @@ def _check_recipe(job: Job, begun: Mapping[str, Any]) -> None:
 
 
 def common_folder(folder: Path, world: DistContext, make: bool = False) -> Path | None:
-    """Rank 0's ``folder`` as this rank sees it: by its own path or by rank 0's. None, on every rank, where some rank
-    sees it by neither. ``make``: rank 0 makes it, in a directory that is there.
+    """Return rank 0's ``folder`` as this rank sees it, by its own path or by rank 0's.
 
-    Raises UserError, on every rank, where rank 0 cannot write there.
+    Return None, on every rank, if some rank sees it by neither path.
+
+    Args:
+        folder: Directory by this rank's path.
+        world: This rank among all.
+        make: Whether rank 0 makes the directory; its parent must exist.
+
+    Raises:
+        UserError: On every rank, if rank 0 cannot write there.
     """
     told = [str(folder.absolute()), uuid.uuid4().hex]
     dist.broadcast_object_list(told, src=0, device=world.device)

@@ -1,5 +1,7 @@
-"""A run directory belongs to one run at a time: it is locked before anything in it is written, and the record of an
-earlier run is moved aside, never deleted."""
+"""Lock a run directory for one run at a time.
+
+It is locked before anything in it is written. The record of an earlier run is moved aside, never deleted.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,9 @@ from imagenet_fast.metrics.run_result import RunResult, read_outcome
 from imagenet_fast.recipe.job import Job
 
 CHECKPOINTS = "checkpoints"
-"""In a run directory."""
+"""Directory of the checkpoints in a run directory."""
 
-_PATIENCE_S = 5.0  # for another process to let go: a rank whose launcher was killed needs a moment to see that
+_PATIENCE_S = 5.0  # for another process to release the lock: a rank takes a moment to see that its launcher was killed
 _RECORD = (
     "events.jsonl", "mllog.txt", "outcome.json", "job.json", "recipe.toml", "environment.json", "trace.json", "tb",
 )  # fmt: skip
@@ -33,17 +35,19 @@ _held: set[Path] = set()
 
 @contextmanager
 def claimed(job: Job, world: DistContext) -> Iterator[None]:
-    """Make the directory of ``job`` and lock it for this run, on rank 0; until here the run has written nothing.
+    """Make the directory of ``job`` and lock it for this run, on rank 0; before this the run has written nothing.
 
-    Raises UserError, on every rank, where another process trains there, or a run lies there that ``job`` is not to go
-    on with. A directory in which nothing was written is removed at the end.
+    At the end, remove the directory if nothing was written to it.
+
+    Raises:
+        UserError: On every rank, if another process trains there, or a run is there that ``job`` must not resume.
     """
     refusal = ""
     if world.is_main:
         try:
             check_writable(job.folder, job.resume)
             make_and_hold(job.folder)
-            check_writable(job.folder, job.resume)  # another run may have begun meanwhile
+            check_writable(job.folder, job.resume)  # another run may have started meanwhile
         except UserError as error:
             refusal = str(error)
         except OSError as error:
@@ -54,21 +58,25 @@ def claimed(job: Job, world: DistContext) -> Iterator[None]:
         yield
     finally:
         if world.is_main:
-            with suppress(OSError):  # it is not empty
+            with suppress(OSError):  # the directory is not empty
                 job.folder.rmdir()
 
 
 def make_and_hold(folder: Path) -> None:
-    """Make ``folder`` if it is not there, and :func:`hold` it."""
+    """Make ``folder`` if it does not exist, and lock it as ``hold`` does."""
     folder.mkdir(parents=True, exist_ok=True)
     hold(folder)
 
 
 def hold(folder: Path, patience_s: float = _PATIENCE_S) -> None:
-    """Keep the run in ``folder``, if there is one, to this process until it ends.
+    """Lock the run in ``folder``, if it exists, for this process until the process ends.
 
-    Raises UserError where another one trains it, such as a rank whose launcher has been killed and which is about to
-    notice.
+    Args:
+        folder: Run directory.
+        patience_s: Seconds to wait for the lock, as for a rank that is about to notice that its launcher was killed.
+
+    Raises:
+        UserError: If another process trains there.
     """
     if not folder.is_dir() or folder.absolute() in _held:
         return
@@ -83,12 +91,12 @@ def hold(folder: Path, patience_s: float = _PATIENCE_S) -> None:
                 raise UserError(f"{folder} is being trained by another process; stop that first") from None
             time.sleep(0.1)
             continue
-        except OSError:  # a file system without locks, or, as NFS, without those of directories
+        except OSError:  # a file system without locks, or, like NFS, without locks of directories
             pass
         if _is_at(folder, descriptor):
             _held.add(folder.absolute())
             return
-        os.close(descriptor)  # whoever had it before has removed it, empty
+        os.close(descriptor)  # the process that held it before removed it, empty
         folder.mkdir(parents=True, exist_ok=True)
 
 
@@ -102,7 +110,7 @@ def _is_at(folder: Path, descriptor: int) -> bool:
 
 
 def check_replaceable(folder: Path) -> None:
-    """Raise UserError where the run in ``folder``, of which there is no checkpoint, has results to lose."""
+    """Raise UserError if the run in ``folder``, which has no checkpoint, has results that would be lost."""
     reason = _result(folder)
     if reason:
         raise UserError(
@@ -112,9 +120,9 @@ def check_replaceable(folder: Path) -> None:
 
 
 def _result(folder: Path) -> str:
-    """What the run in ``folder`` has come to, in words; nothing where it has come to nothing."""
+    """Return what the run in ``folder`` has achieved, in words, or an empty string."""
     outcome: RunResult | None = None
-    with suppress(UserError):  # damaged: the other files tell
+    with suppress(UserError):  # damaged: the other files decide
         outcome = read_outcome(folder)
     if outcome is not None and outcome.status in ("reached", "finished"):
         return "has come to its end"
@@ -130,8 +138,7 @@ def _result(folder: Path) -> str:
 
 
 def move_record_aside(folder: Path) -> None:
-    """Make room for the record of a new run in ``folder``: what is there of an earlier one goes into a directory of its
-    own beside it, or inside where nothing can be put beside it. Raises OSError."""
+    """Move the record of an earlier run in ``folder`` to a new directory beside it, or else inside. Raises OSError."""
     old = [folder / name for name in _RECORD if (folder / name).exists() or (folder / name).is_symlink()]
     if not old:
         return
@@ -143,11 +150,11 @@ def move_record_aside(folder: Path) -> None:
 
 
 def _moved(old: list[Path], folder: Path) -> Path:
-    """Where the ``old`` files are now."""
+    """Move the ``old`` files and return their new directory."""
     whole = folder.absolute()
     try:
         return _move_into(whole.parent, f"{whole.name}.replaced", old)
-    except OSError:  # the directory is a volume of its own, or nothing may be written beside it
+    except OSError:  # the directory is a mount point, or its parent is read-only
         return _move_into(whole, "replaced", old)
 
 
@@ -161,7 +168,7 @@ def _move_into(parent: Path, name: str, old: list[Path]) -> Path:
         for path in old:
             path.rename(aside / path.name)
     except OSError:
-        with suppress(OSError):  # something is in it
+        with suppress(OSError):  # some files were moved to it
             aside.rmdir()
         raise
     return aside

@@ -1,6 +1,6 @@
-"""A batch script for Slurm: one task a node starts its ranks, and what is pre-empted is queued again.
+"""Batch script for Slurm: one task per node starts its ranks, and a pre-empted job is queued again.
 
-Slurm's `--signal=B:` tells the batch shell alone; srun passes on what it is told to its tasks
+Slurm's `--signal=B:` signals only the batch shell; srun forwards the signals it receives to its tasks
 (https://slurm.schedmd.com/sbatch.html, https://slurm.schedmd.com/srun.html).
 """
 
@@ -14,7 +14,7 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.launch.cluster_job import ClusterJob, parse_time_limit
 from imagenet_fast.metrics.run_result import STOPPED
 
-_WARNING_S = 120  # before the time limit; Slurm may warn up to a minute earlier
+_WARNING_S = 120  # before the time limit; Slurm may send the signal up to a minute earlier
 
 
 def sbatch_text(
@@ -28,13 +28,24 @@ def sbatch_text(
     partition: str | None = None,
     account: str | None = None,
 ) -> str:
-    """A script for sbatch that runs ``command`` once a node, with ``cores`` cores of it; None for whole nodes.
+    """Return a script for sbatch that runs ``command`` once per node.
 
-    No task is bound to cores, since it starts ranks and loaders; and none is ended because another has, since all ranks
-    save together and end at slightly different times. Only USR1 is trapped: a job that is cancelled ends by SIGTERM
-    with its shell, which must not queue it again.
+    Tasks are not bound to cores, since each starts ranks and loaders. A task that ends does not end the others: all
+    ranks save together, but end at slightly different times. Only USR1 is trapped. A cancelled job is ended by SIGTERM,
+    together with its shell, which must not queue it again.
 
-    Raises UserError where a name has other characters than Slurm's, or the time limit leaves none for training.
+    Args:
+        job: The job, for the number of nodes and ranks.
+        command: Command of each task.
+        label: Name of the job.
+        gpus: Whether to ask for one GPU per rank.
+        cores: Cores per node; None for whole nodes.
+        time_limit: Time limit as Slurm writes it; None for the cluster's default.
+        partition: Slurm's partition; None for the default.
+        account: Slurm's account; None for the default.
+
+    Raises:
+        UserError: If a name has characters that Slurm does not allow, or the time limit leaves no time to train.
     """
     if time_limit is not None and parse_time_limit(time_limit) <= 2 * _WARNING_S:
         raise UserError(f"--time {time_limit} leaves no time to train; give more than {2 * _WARNING_S // 60} minutes")
@@ -45,7 +56,7 @@ def sbatch_text(
         "gpus-per-node": str(job.ranks_each) if gpus else None,
         "cpus-per-task": str(cores) if cores else None,
         "exclusive": None if cores else "",
-        "mem": None if cores else "0",  # all of a node's
+        "mem": None if cores else "0",  # all of the node's memory
         "time": time_limit,
         "partition": _plain("--partition", partition),
         "account": _plain("--account", account),
@@ -56,7 +67,7 @@ def sbatch_text(
     given = {key: value for key, value in asked.items() if value is not None}
     directives = [f"#SBATCH --{key}={value}" if value else f"#SBATCH --{key}" for key, value in given.items()]
     step = ["srun", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0"]
-    step += [f"--cpus-per-task={cores}"] if cores else []  # srun no longer takes it from the script's head
+    step += [f"--cpus-per-task={cores}"] if cores else []  # srun no longer reads it from the script's header
     return _SCRIPT.format(
         directives="\n".join(directives),
         note=job.note,
@@ -97,7 +108,7 @@ exit "$code"
 
 
 def _plain(option: str, value: str | None) -> str | None:
-    """``value``, which may stand in a directive unquoted. Raises UserError."""
+    """Return ``value`` if a directive can hold it unquoted. Raises UserError."""
     if value is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.,@+-]*", value):
         raise UserError(f"{option} {value!r} is no name of Slurm's; use letters, digits and _ . , @ + -")
     return value

@@ -1,4 +1,4 @@
-"""An end that was asked for by a signal, also in a rank that may be stuck inside a collective."""
+"""End a process on a signal, even a rank that may be stuck inside a collective."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from types import FrameType
 from typing import NoReturn
 
 GRACE_S = 3.0
-"""How long a rank may take to end after a signal before it is made to."""
+"""Seconds that a rank has to end after a signal before it is forced to."""
 
-_TWICE_S = 1.0  # signals closer together are one: a terminal and torchrun both pass on what was meant for a rank
+_TWICE_S = 1.0  # signals closer together count as one: a terminal and torchrun both send a rank the same one
 
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def interrupt_on_signals() -> None:
-    """The first SIGINT, SIGTERM, SIGHUP or SIGUSR1 raises KeyboardInterrupt in this process; later ones are ignored.
+    """Raise KeyboardInterrupt on the first SIGINT, SIGTERM, SIGHUP or SIGUSR1; ignore later ones.
 
-    What is ignored already stays so, as SIGHUP under nohup does.
+    A signal that is already ignored stays ignored, such as SIGHUP under nohup.
     """
     for number in _ENDS:
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -32,16 +32,22 @@ def interrupt_on_signals() -> None:
 
 
 class Signals:
-    """What signals do to a rank: they raise KeyboardInterrupt, and end it within ``GRACE_S`` seconds at most.
+    """Signal handlers of a rank: a signal raises KeyboardInterrupt, and ends the rank within ``GRACE_S`` seconds.
 
-    After :meth:`ask_first` the first one only asks, and the rank has ``saving_s`` seconds; the next one ends it. A rank
-    that is still there when its time is up is ended by a thread, with the exit code that ``late`` returns.
+    After ``ask_first`` the first signal only asks the rank to stop, within ``saving_s`` seconds; the next one ends it.
+    A thread ends a rank that is still running after its time, with the exit code that ``late`` returns.
 
-    A rank that waits inside a collective runs no Python, hence no Python signal handler; a thread that reads
-    the interpreter's wake-up pipe sees the signal all the same.
+    A rank that waits inside a collective runs no Python, and so no Python signal handler. The thread sees the signal
+    all the same, since it reads the interpreter's wake-up pipe.
     """
 
     def __init__(self, saving_s: float, late: Callable[[], int]) -> None:
+        """Install the handlers and start the thread.
+
+        Args:
+            saving_s: Seconds that the rank has to stop after the first signal, once ``ask_first`` was called.
+            late: Called after the rank's time is up; returns the exit code.
+        """
         self._saving_s = saving_s
         self._late = late
         self._asking = False
@@ -55,12 +61,12 @@ class Signals:
         threading.Thread(target=self._watch, args=(readable,), daemon=True).start()
 
     def ask_first(self) -> Callable[[], bool]:
-        """From now on; returns what tells whether this rank has been asked to stop."""
+        """Let the first signal only ask this rank to stop; return a function that reports whether it has."""
         self._asking = True
         return lambda: self._asked_at is not None
 
     def _answer(self, number: int, frame: FrameType | None) -> None:
-        """In the main thread."""
+        """Handle a signal in the main thread."""
         now = time.monotonic()
         if self._asking and self._asked_at is None:
             self._asked_at = now
@@ -68,7 +74,7 @@ class Signals:
             _interrupt(number, frame)
 
     def _watch(self, readable: int) -> None:
-        """In a thread: the same by the bytes of the pipe, as the main thread may be deaf."""
+        """Handle signals in a thread, from the bytes of the pipe, as the main thread may be stuck."""
         asked_at, deadline = None, math.inf
         while (left := deadline - time.monotonic()) > 0:
             if not select.select([readable], [], [], None if left == math.inf else left)[0]:
@@ -88,21 +94,33 @@ class Signals:
         def tell() -> None:
             code[:] = [self._late()]
 
-        telling = threading.Thread(target=tell, daemon=True)  # a disk that hangs must not keep the rank
+        telling = threading.Thread(target=tell, daemon=True)  # a disk that hangs must not keep the process
         telling.start()
         telling.join(GRACE_S)
         os._exit(code[0])
 
 
 def end_on_signals(saving_s: float = GRACE_S, late: Callable[[], int] = lambda: 1) -> Signals:
-    """Have this rank answer SIGINT, SIGTERM, SIGHUP and SIGUSR1; what is ignored stays so, as SIGHUP under nohup."""
+    """Make this rank handle SIGINT, SIGTERM, SIGHUP and SIGUSR1, as ``Signals`` does.
+
+    A signal that is already ignored stays ignored, such as SIGHUP under nohup.
+
+    Args:
+        saving_s: Seconds that the rank has to stop after the first signal, once ``Signals.ask_first`` was called.
+        late: Called after the rank's time is up; returns the exit code.
+    """
     return Signals(saving_s, late)
 
 
 @contextmanager
 def stopping_early() -> Iterator[None]:
-    """Of a command that begins or goes on with a run: a signal before there are ranks ends it, in a sentence, by
-    SystemExit with the exit code of a stop without loss."""
+    """Handle a signal before there are ranks, in a command that starts or resumes a run.
+
+    Print that nothing is lost.
+
+    Raises:
+        SystemExit: With the exit code of a stop without loss.
+    """
     before = {number: answer for number in _ENDS if (answer := signal.getsignal(number)) is not None}
     interrupt_on_signals()
     try:
@@ -118,6 +136,6 @@ def stopping_early() -> Iterator[None]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    for ignored in _ENDS:  # once is enough: what follows must not be interrupted again
+    for ignored in _ENDS:  # a second signal must not interrupt the handling of the first
         signal.signal(ignored, signal.SIG_IGN)
     raise KeyboardInterrupt

@@ -1,10 +1,10 @@
-"""SLURM: what srun says of a job step's tasks, told as torchrun would tell it.
+"""SLURM: translate srun's description of a job step into torchrun's variables.
 
     srun --nodes 64 --ntasks-per-node 8 imagenet-fast train ...     a task is a rank
     srun --nodes 64 --ntasks-per-node 1 imagenet-fast train ...     a task starts its node's ranks
 
-The variables are srun's output environment (https://slurm.schedmd.com/srun.html); a batch script, which has not been
-started by srun, sees none of them.
+The variables are srun's output environment (https://slurm.schedmd.com/srun.html). A batch script that srun has not
+started does not have them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FIRST_PORT, _PORTS = 20_000, 10_000
 
 
 def adopt_step(environment: MutableMapping[str, str]) -> None:
-    """Where srun has started several tasks on a node, each is a rank: set torchrun's variables, if nobody has."""
+    """Set torchrun's variables, unless set, if srun has started several tasks on a node: each task is a rank."""
     if any(key in environment for key in TORCHRUN) or not _is_step(environment):
         return
     tasks = _tasks_by_node(environment["SLURM_STEP_TASKS_PER_NODE"])
@@ -37,7 +37,7 @@ def adopt_step(environment: MutableMapping[str, str]) -> None:
 
 
 def step_nodes(environment: Mapping[str, str] = os.environ) -> tuple[int, str] | None:
-    """Where srun has started one task on each of several nodes: how many, and an endpoint at which they can meet."""
+    """Return the number of nodes and where to meet if srun started one task on each of several nodes, else None."""
     if not _is_step(environment) or max(_tasks_by_node(environment["SLURM_STEP_TASKS_PER_NODE"])) > 1:
         return None
     first = _first_host(environment["SLURM_STEP_NODELIST"])
@@ -45,13 +45,13 @@ def step_nodes(environment: Mapping[str, str] = os.environ) -> tuple[int, str] |
 
 
 def _is_step(environment: Mapping[str, str]) -> bool:
-    """Whether srun has started this process as one of several."""
+    """Return whether srun has started this process as one of several tasks."""
     needed = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
     return int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and all(key in environment for key in needed)
 
 
 def _tasks_by_node(text: str) -> list[int]:
-    """SLURM's ``8(x2),4`` as 8, 8, 4."""
+    """Parse SLURM's task counts: ``8(x2),4`` as 8, 8, 4."""
     counts: list[int] = []
     for part in text.split(","):
         count, _, times = part.rstrip(")").partition("(x")
@@ -60,12 +60,12 @@ def _tasks_by_node(text: str) -> list[int]:
 
 
 def _first_host(nodes: str) -> str:
-    """The first of SLURM's ``rack[1-2]-node[07,09-12],login``: rack1-node07."""
+    """Return the first host of SLURM's list: rack1-node07 for ``rack[1-2]-node[07,09-12],login``."""
     first = re.match(r"(?:[^,\[]|\[[^]]*\])+", nodes)
     return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", first[0]) if first else nodes
 
 
 def _port(environment: Mapping[str, str]) -> int:
-    """One that another job step on the same nodes is unlikely to have chosen."""
+    """Return a port that another job step on the same nodes is unlikely to use."""
     job, step = (int(environment.get(f"SLURM_{key}_ID", "0")) for key in ("JOB", "STEP"))
     return _FIRST_PORT + (job + 101 * step) % _PORTS

@@ -1,4 +1,4 @@
-"""Plain lines for hosts that ssh reaches: a script of one ssh a host."""
+"""Shell script for nodes that are reached by ssh, with one ssh per node."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from imagenet_fast.distributed.network_interfaces import Endpoint
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.cluster_job import ClusterJob
 
-_SSH = "ssh -n -o BatchMode=yes"  # which would wait for a password where nobody sees it
+_SSH = "ssh -n -o BatchMode=yes"  # without BatchMode it would wait for a password that no user can enter
 
 
 def parse_hosts(text: str, nodes: int | None) -> list[str]:
-    """The first ``nodes`` of hosts like ``a,user@b,fd00::1``; None for all. Raises UserError."""
+    """Return the first ``nodes`` hosts of a list like ``a,user@b,fd00::1``; None for all. Raises UserError."""
     hosts = [host.strip() for host in text.split(",")]
     for host in hosts:
         if not re.fullmatch(r"(?:[A-Za-z0-9_][\w.+-]*@)?[A-Za-z0-9_:][A-Za-z0-9_.:%-]*", host, re.ASCII):
@@ -30,7 +30,7 @@ def parse_hosts(text: str, nodes: int | None) -> list[str]:
 
 
 def meeting_place(hosts: Sequence[str], port: int) -> list[str]:
-    """The options by which several nodes find each other: at the first host."""
+    """Return the options by which several nodes meet at the first host; none for a single host."""
     if len(hosts) == 1:
         return []
     first = Endpoint(hosts[0].rpartition("@")[2], port)
@@ -38,10 +38,16 @@ def meeting_place(hosts: Sequence[str], port: int) -> list[str]:
 
 
 def ssh_text(job: ClusterJob, command: Sequence[str], hosts: Sequence[str], port: int) -> str:
-    """A script that runs ``command`` on every host at once, and ends as the worst of them.
+    """Return a script that runs ``command`` on every host at once; its exit code is the largest of theirs.
 
-    A signal does not travel through ssh. The first host's launcher therefore leaves its number there, by which SIGINT
-    and SIGTERM to the script are passed on to it as SIGTERM; it has all ranks save.
+    ssh does not forward signals. So the first host's launcher writes its process id to a file there. On SIGINT or
+    SIGTERM the script sends SIGTERM to that process, which makes all ranks save.
+
+    Args:
+        job: The job, for the script's note.
+        command: Command of each host.
+        hosts: Hosts, one per node.
+        port: Port at which the nodes meet, which also names the file of the process id.
     """
     number = f'"${{TMPDIR:-/tmp}}/imagenet-fast-{port}.pid"'
     start = f"exec {shlex.join(command)}"

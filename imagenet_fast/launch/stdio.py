@@ -1,7 +1,7 @@
-"""stdout and stderr that never fail, whatever becomes of the terminal, the pipe or the disk they lead to.
+"""stdout and stderr that never raise, whatever happens to their terminal, pipe or disk.
 
-What is printed tells of the work; it is not the work. Without this a reader that leaves (`| head`), a full disk or a
-locale without "–" would raise in the middle of a run, in whichever line happens to print.
+Printed text is a report on the run, not its purpose. Without this module, a closed pipe (`| head`), a full disk or a
+locale without "–" would raise in the middle of a run, in any line that prints.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 _PLAIN = {"–": "-", "·": "*", "×": "x"}
-"""Instead of characters of our own that a terminal may not have."""
+"""Replacements for characters of our own that a terminal may not support."""
 
 _HANDLER = "imagenet-fast"
 
 _lost: OSError | None = None
-"""Why output did not arrive; a reader that left is no reason."""
+"""The error that lost output, if any; a closed pipe does not count."""
 
 
 class _Forgiving(io.FileIO):
-    """A file descriptor on which writes always succeed: what cannot be written is dropped."""
+    """A file descriptor on which writes always succeed: output that cannot be written is dropped."""
 
     def write(self, data: ReadableBuffer, /) -> int:
+        """Write ``data``; return the number of bytes written or dropped."""
         global _lost
         try:
-            while (written := super().write(data)) is None:  # another program has set the pipe to not block
+            while (written := super().write(data)) is None:  # another program has made the pipe non-blocking
                 select.select([], [self], [])
         except OSError as error:
             if error.errno != errno.EPIPE:
@@ -45,16 +46,16 @@ class _Forgiving(io.FileIO):
 
 
 def keep_printing() -> None:
-    """From now on no print to stdout or stderr raises. Call it once, when a process starts."""
+    """Make prints to stdout and stderr never raise. Call this once, at the start of a process."""
     codecs.register_error(_HANDLER, _stand_in)
     sys.stdout = _forgiving(sys.stdout, 1)
     sys.stderr = _forgiving(sys.stderr, 2)
 
 
 def print_file(content: bytes) -> None:
-    """Print what is meant for a file, in UTF-8 whatever the terminal's encoding is."""
+    """Print the content of a file as it is, in UTF-8, whatever the terminal's encoding."""
     binary = getattr(sys.stdout, "buffer", None)
-    if binary is None:  # somebody catches what is printed, as text
+    if binary is None:  # the output is captured as text
         sys.stdout.write(content.decode())
         return
     sys.stdout.flush()
@@ -63,9 +64,9 @@ def print_file(content: bytes) -> None:
 
 
 def refuse_if_lost() -> None:
-    """Exit with code 2, and say so, where something printed to stdout or stderr could not be written.
+    """Exit with code 2 and a message if output to stdout or stderr was lost.
 
-    For commands whose result is what they print. Nothing is said of a reader that left, as `head` does.
+    This is for commands whose result is their output. A closed pipe, as of `head`, is no error.
     """
     sys.stdout.flush()
     if _lost is not None:
@@ -75,11 +76,11 @@ def refuse_if_lost() -> None:
 
 
 def _forgiving(stream: TextIO | None, number: int) -> TextIO:
-    """What replaces ``stream``, which writes to the file descriptor ``number`` or is None where that is closed."""
+    """Return the replacement of ``stream``, which writes to file descriptor ``number``, or is None if closed."""
     if stream is None:
         _open_nothing(number)
         return _text_over(number, "utf-8", line_buffering=True)
-    if not isinstance(stream, io.TextIOWrapper):  # of somebody who catches what is printed
+    if not isinstance(stream, io.TextIOWrapper):  # the output is captured
         return stream
     with suppress(OSError):
         stream.flush()
@@ -87,7 +88,7 @@ def _forgiving(stream: TextIO | None, number: int) -> TextIO:
 
 
 def _open_nothing(number: int) -> None:
-    """Have ``number`` lead nowhere, before a file of the run is opened under it."""
+    """Connect ``number`` to the null device, before a file of the run could be opened under that number."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     if nothing != number:
         os.dup2(nothing, number)
@@ -100,10 +101,10 @@ def _text_over(number: int, encoding: str, line_buffering: bool) -> TextIO:
 
 
 def _stand_in(error: UnicodeError) -> tuple[str | bytes, int]:
-    """What is written for characters that the encoding lacks: bytes of a path as they were, else a sign like them."""
+    """Return a replacement for a character that the encoding lacks: raw bytes of a path, else a similar character."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     character = error.object[error.start]
-    if "\udc80" <= character <= "\udcff":  # how Python has what is not text in a path
+    if "\udc80" <= character <= "\udcff":  # Python's form of bytes in a path that are not text
         return bytes([ord(character) - 0xDC00]), error.start + 1
     return _PLAIN.get(character, "?"), error.start + 1

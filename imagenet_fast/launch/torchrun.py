@@ -1,4 +1,4 @@
-"""Ranks on this node: torchrun, inside this process, with its ends made readable."""
+"""Start this node's ranks with torchrun, inside this process, and report clearly how they ended."""
 
 from __future__ import annotations
 
@@ -15,21 +15,32 @@ from imagenet_fast.distributed.network_interfaces import Endpoint, route_to
 from imagenet_fast.errors import JobAborted, refusal_in
 from imagenet_fast.launch.rendezvous import LaunchConfig, RendezvousInfo, meet
 
-_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torchrun passes them on to the ranks
-_LAST_CALL_S = 10  # for which nodes that are enough wait for further ones
-_SETTLING_S = 40  # beyond their grace, in which ranks of other nodes end, and a node that is gone is taken for lost
-_ENDING_S = 10  # beyond their grace, after which ranks are killed
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torchrun forwards them to the ranks
+_LAST_CALL_S = 10  # how long the minimum number of nodes waits for more
+_SETTLING_S = 40  # on top of the grace time: other nodes' ranks end, and a lost node is noticed
+_ENDING_S = 10  # on top of the grace time: after it, ranks are killed
 
 
 def run_ranks(
     task: Literal["train", "eval", "doctor"], job: Path, nodes: LaunchConfig, grace_s: float = 20.0
 ) -> tuple[int, str]:
-    """Do what the file ``job`` says on this node's ranks, once the other nodes have come, until all have ended. Told to
-    stop, they may take ``grace_s`` seconds.
+    """Run the job file ``job`` on this node's ranks, once the other nodes have arrived, until all ranks have ended.
 
-    Returns the exit code of the rank that failed first and what became of it, or 0 and nothing. Where ranks refuse, one
-    of their sentences is printed, and returned with their exit code. Raises UserError where the nodes cannot meet,
-    Fault where those that may leave and join do not meet again, and KeyboardInterrupt when told to stop.
+    If ranks report a user error, the first one's message is printed and returned with the exit code.
+
+    Args:
+        task: What the ranks do.
+        job: Job file. Ranks leave their messages and positions in its directory.
+        nodes: Nodes and ranks, and where they meet.
+        grace_s: Seconds that ranks have to end after a signal.
+
+    Returns:
+        The exit code of the rank that failed first and how it ended, or 0 and an empty string.
+
+    Raises:
+        UserError: If the nodes cannot meet.
+        JobAborted: If nodes that may leave and join do not meet again.
+        KeyboardInterrupt: If a signal stopped this process.
     """
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(grace_s) + _ENDING_S)
     code, fate = _run_ranks(task, job, nodes, grace_s)
@@ -52,7 +63,7 @@ def _run_ranks(
     from imagenet_fast.distributed.heartbeat import describe_exit
 
     for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):  # torchrun's own account of an end, which we give instead
+        if name.startswith("torch.distributed.elastic"):  # torchrun's own report of a failure, which ours replaces
             logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // nodes.ranks_each)))
     endpoint = nodes.endpoint
@@ -68,7 +79,7 @@ def _run_ranks(
         [f"--nnodes={count}", f"--nproc-per-node={nodes.ranks_each}", f"--max-restarts={nodes.restarts}", *where]
         + [f"--signals-to-handle={_SIGNALS}", "--module", "imagenet_fast.launch"]
     )
-    if os.environ.get("TORCH_CPP_LOG_LEVEL") == "FATAL":  # as the command line has it for a launcher
+    if os.environ.get("TORCH_CPP_LOG_LEVEL") == "FATAL":  # set by our command line for launchers
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     torchrun.training_script_args = [task, str(job), str(nodes.patience_s)]
     try:
@@ -84,17 +95,17 @@ def _run_ranks(
         return 1, f"the node at {endpoint} ended while this one was still at work"
     except RendezvousError as error:
         raise JobAborted(_apart(error, nodes)) from None
-    except AttributeError as error:  # torchrun's agent has no result where this node was one too many to the end
+    except AttributeError as error:  # torchrun's agent has no result if this node was not needed until the end
         if nodes.least is None or error.name != "is_failed":
             raise
     return 0, ""
 
 
 def _meeting_again(endpoint: Endpoint, met: RendezvousInfo, patience_s: float) -> list[str]:
-    """Options by which torchrun has the nodes meet anew whenever one comes or goes, in the store that they have met in.
+    """Return the options by which torchrun has the nodes meet again, in the same store, whenever one leaves or joins.
 
-    Each time another node may become the first, which has a new store made for the ranks then: the one that torchrun
-    would share with them stays where it was for those that had come before.
+    Each time another node may become the first, and a new store is made there for the ranks. Hence torchrun must not
+    share its store: nodes that had joined before would keep its old address.
     """
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     holds = met.number == 0
@@ -111,7 +122,7 @@ def _meeting_again(endpoint: Endpoint, met: RendezvousInfo, patience_s: float) -
 
 
 def _apart(error: Exception, nodes: LaunchConfig) -> str:
-    """Why nodes that may leave and join train no more, in a sentence."""
+    """Return one sentence on why nodes that may leave and join stopped training."""
     from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
     again = "the same command on every node goes on where the run was saved"

@@ -1,7 +1,7 @@
-"""One rank, from its job to its outcome.
+"""One rank of a training run, from its job to its outcome.
 
-Our launcher starts it by ``__main__.py``, which reads the job. Under a torchrun or an srun of the user's own, `cli/`
-has settled the job from the rank's command line.
+Our launcher starts it through ``__main__.py``, which reads the job. Under the user's own torchrun or srun, `cli/`
+builds the job from the rank's command line.
 """
 
 from __future__ import annotations
@@ -50,24 +50,32 @@ from imagenet_fast.training.train_step import TrainingStep, build_step
 
 
 def run_worker(job: Job, place: RankInfo, patience_s: float, handover: Path | None = None) -> RunResult:
-    """Join the others, waiting ``patience_s`` for them at most, and train, or go on training; how that ended.
+    """Join the other ranks, train or resume, and return the result.
 
-    Rank 0 leaves the outcome in the run directory, the first rank of each node in ``handover`` too. Raises UserError
-    where the ranks cannot meet, were given different jobs, or cannot start from the weights or go on from the
-    checkpoint they were told to.
+    Rank 0 writes the outcome to the run directory. The first rank of each node writes it to ``handover`` too.
+
+    Args:
+        job: What to train.
+        place: This process's rank.
+        patience_s: Seconds to wait for the other ranks.
+        handover: The launcher's directory; None without our launcher.
+
+    Raises:
+        UserError: If the ranks do not meet, were given different jobs, or cannot start from the given weights or
+            checkpoint.
     """
     job = _restarted(job)
     if place.is_main:
         check_writable(job.folder, job.resume)
     if place.is_local_main and handover is not None:
-        (handover / "outcome.json").unlink(missing_ok=True)  # of the ranks before, where torchrun starts them again
+        (handover / "outcome.json").unlink(missing_ok=True)  # of the previous attempt, if torchrun restarted the ranks
     set_group_rank(place)
     ending = Ending(job, place, handover)
     signals = end_on_signals(job.recipe.checkpoint.grace_s, ending.late)
     try:
         _train_in_world(job, place, patience_s, handover, ending, signals)
     except KeyboardInterrupt:
-        if not ending.ended:  # while it starts
+        if not ending.ended:  # during the start
             ending.stop()
             ending.leave()
     return ending.outcome
@@ -79,7 +87,7 @@ def _train_in_world(
     outcome = ending.outcome
 
     def end(reason: str) -> None:
-        """By the thread beside this one, which may be stuck."""
+        """Write the outcome from another thread, as the training thread may be stuck."""
         ending.fail(reason)
         ending.leave()
 
@@ -122,29 +130,30 @@ def _train_in_world(
             ending.fail(report_failure(error))
             if outcome.status == "failed":
                 raise
-            raise KeyboardInterrupt from None  # it was another rank that a signal has ended
+            raise KeyboardInterrupt from None  # a signal ended another rank
         finally:
             outcome.run_s = clock.run_s()
             ending.leave()
-            # Why it failed is to be heard, not that its record did too.
+            # Report the first failure, not that its record failed too.
             with suppress(UserError, OSError) if outcome.status == "failed" else nullcontext():
                 record("end", outcome.steps, **vars(outcome), advice=_advice(job, outcome, world))
                 record.close()
                 ending.told()
         if saved:
             with here.waiting():
-                # A torchrun whose first rank to end had missed the target would interrupt those that write.
+                # A rank that missed the target exits with a non-zero code. If it were the first to exit, torchrun would
+                # stop the ranks that still write.
                 dist.barrier()
 
 
 def _restarted(job: Job) -> Job:
-    """As torchrun has started it: again, where ranks have been lost."""
+    """Return ``job``, set to resume if torchrun has restarted the ranks after a loss."""
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     return replace(job, resume=True) if again else job
 
 
 def _open_data(job: Job, world: DistContext, resumption: ResumePoint | None) -> Loaders:
-    """At the step that comes next. Raises UserError, too, where the images are not those gone on with."""
+    """Build the loaders, at the next step. Raises UserError if the images differ from those of the checkpoint."""
     begin = 0 if resumption is None else resumption.step
     dataset = build_loaders(
         job.recipe.data, job.data, job.batching, world.rank, world.cores, world.device, job.recipe.seed,
@@ -161,7 +170,7 @@ def _next_step(
     job: Job, dataset: Loaders, world: DistContext, model: nn.Module, clock: Clock, outcome: RunResult,
     resumption: ResumePoint | None,
 ) -> TrainingStep:  # fmt: skip
-    """The first step of ``model``, or the one that a checkpoint was waiting for."""
+    """Build the first step of ``model``, or the one after the checkpoint."""
     trace = job.folder / "trace.json" if job.trace and world.is_main else None
     steps_per_epoch = dataset.train_order.steps_per_epoch
     take_step = build_step(job.recipe, job.batching, model, world, steps_per_epoch, trace, clock, outcome)
@@ -179,8 +188,13 @@ def _train_soundly(
     record: MetricLogger,
     keep: CheckpointManager,
 ) -> str:
-    """To the end, or a stop; why its end could not be saved, or nothing. Raises Fault where numbers go wrong, of which
-    the last step is one that nobody follows."""
+    """Train to the end or a stop; return why the end could not be saved, or an empty string.
+
+    The last step is checked for non-finite numbers here, as no step follows it.
+
+    Raises:
+        JobAborted: If numbers are no longer finite.
+    """
     keep.save_with(dataset.contents)
     outcome = take_step.state.outcome
     try:
@@ -203,11 +217,24 @@ def _train_soundly(
 
 @contextmanager
 def keeping(job: Job, world: DistContext, images: int, signals: Signals, is_new: bool) -> Iterator[CheckpointManager]:
-    """What saves the state of the run into its directory, while ``signals`` ask instead of ending this rank.
-    ``is_new``: the run goes on from nothing."""
+    """Build the run's checkpoint manager for the block, in which the first signal asks this rank to stop.
+
+    Args:
+        job: What is trained.
+        world: This rank among all.
+        images: Number of training images.
+        signals: Signal handlers of this rank.
+        is_new: Whether the run starts without a checkpoint.
+
+    Yields:
+        The checkpoint manager. It saves nothing if not every node sees the run directory.
+
+    Raises:
+        UserError: If the job is elastic, and not every node sees the run directory.
+    """
     root = common_folder(job.folder / CHECKPOINTS, world, make=True)
     if world.is_main and is_new and root is not None:
-        with suppress(OSError):  # of a full disk, which is told when there is something to save
+        with suppress(OSError):  # a full disk is reported when there is something to save
             expect_first(root)
     if root is None and job.elastic:
         raise UserError(
@@ -225,19 +252,19 @@ def keeping(job: Job, world: DistContext, images: int, signals: Signals, is_new:
 
 
 def _advice(job: Job, outcome: RunResult, world: DistContext) -> list[str]:
-    """What rank 0 says of a run that waited for its images, unless there is worse to be said."""
+    """Return rank 0's advice for a run that waited for its images, unless the run failed."""
     data = job.recipe.data
     if not world.is_main or outcome.status == "failed" or not outcome.is_starved:
         return []
     if not isinstance(data, ImageData) or job.data is None:
         return []
-    with suppress(UserError, OSError):  # of images that are gone since
+    with suppress(UserError, OSError):  # the images may be gone by now
         return advice(outcome.data_wait_pct or 0.0, supply_of(data, job.data, world.cores, world.device))
     return []
 
 
 def _write_final_weights(job: Job, state: TrainState, dataset: Loaders, world: DistContext) -> None:
-    """On rank 0. Raises Fault, on every rank, where that cannot be."""
+    """Write the final weights on rank 0. Raises JobAborted, on every rank, if they cannot be written."""
     state.settle()
     whole = state.whole()
     failure = ""

@@ -1,4 +1,4 @@
-"""YAML 1.2 (https://yaml.org/spec/1.2.2) of mappings, lists, text and numbers, which readers of 1.1 take alike."""
+"""Write mappings, lists, text and numbers as YAML 1.2 (https://yaml.org/spec/1.2.2) that reads the same in 1.1."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import TypeAlias
 Yaml: TypeAlias = "dict[str, Yaml] | list[Yaml] | str | int | bool"
 
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
-_WORDS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}  # which YAML does not take for text
+_WORDS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}  # that YAML does not read as text
 
 
 def to_yaml(document: dict[str, Yaml]) -> str:
-    """One document in block style. No mapping and no list in it may be empty."""
+    """Return one document in block style. No mapping or list in it may be empty."""
     return "".join(f"{line}\n" for line in _lines(document))
 
 
 def _lines(value: Yaml) -> Iterator[str]:
-    """A mapping or a list as YAML in block style; neither may be empty."""
+    """Format a mapping or a list as YAML in block style; neither may be empty."""
     match value:
         case dict():
             for key, inner in value.items():
@@ -48,14 +48,14 @@ def _entry(key: str, value: Yaml) -> Iterator[str]:
 
 
 def _is_block(text: str) -> bool:
-    """Whether text of several lines can stand as it is, indented."""
+    """Return whether text of several lines can be written as an indented block, without quotes."""
     *lines, last = text.split("\n")
     whole = bool(lines) and not last and bool(lines[-1])
     return whole and lines[0][:1] not in ("", " ") and "".join(lines).isprintable()
 
 
 def _scalar(value: Yaml) -> str:
-    """Text is quoted unless it can be nothing else; what does not print is escaped, as line breaks of Unicode are."""
+    """Format a scalar: quote text that may have another type, and escape unprintable characters such as U+2028."""
     match value:
         case bool():
             return "true" if value else "false"
@@ -70,6 +70,6 @@ def _scalar(value: Yaml) -> str:
 def _escaped(character: str) -> str:
     if character in '"\\':
         return f"\\{character}"
-    if character.isprintable() or "\ud800" <= character <= "\udfff":  # half of a pair has no form, and is refused later
+    if character.isprintable() or "\ud800" <= character <= "\udfff":  # a lone surrogate is rejected later
         return character
     return "\\n" if character == "\n" else f"\\U{ord(character):08x}"

@@ -1,4 +1,7 @@
-"""What a run says about itself: events, which flow one way from the training loop to the sinks."""
+"""Record a run's metrics: events, sent from the training loop to the sinks.
+
+The flow is one way: no sink reports back to the training loop.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person sees: a live panel on a terminal, plain lines elsewhere, and a summary at the end."""
+"""Terminal output of a run: a live panel on a terminal, plain lines elsewhere, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -17,9 +17,15 @@ from imagenet_fast.metrics.tables import compact_table, number
 
 
 class ConsoleSink:
-    """Follows one run on ``console``."""
+    """A sink that shows one run on a console."""
 
     def __init__(self, folder: Path, console: Console | None = None) -> None:
+        """Create the sink.
+
+        Args:
+            folder: The run directory, named in the summary.
+            console: Where to print; None: standard output.
+        """
         self._console = console or Console(highlight=False)
         self._folder = folder
         self._latest: dict[str, Any] = {}
@@ -28,6 +34,7 @@ class ConsoleSink:
         self._live: Live | None = None
 
     def write(self, event: Event) -> None:
+        """Print the event as a line, or update the panel."""
         self._latest |= event.tagged() | {"step": event.step, "run_s": event.run_s}
         match event.name:
             case "run":
@@ -56,6 +63,7 @@ class ConsoleSink:
             self._live.update(self._panel(), refresh=True)
 
     def close(self) -> None:
+        """Remove the live panel, if there is one."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -74,7 +82,7 @@ class ConsoleSink:
         )
 
     def _precision(self) -> list[tuple[str, str]]:
-        """Where there is a loss scale, or gradients may be too large for the wire."""
+        """Return the loss scale and the number of skipped steps, as far as they are recorded."""
         shown = {"precision/loss_scale": "loss scale", "precision/skipped_steps": "skipped steps"}
         return [(label, f"{self._latest[tag]:g}") for tag, label in shown.items() if tag in self._latest]
 
@@ -116,19 +124,20 @@ class ConsoleSink:
         body.add_row(bar)
         body.add_row(rows)
         title = f"{v['run/recipe']} · {v['run/sync']} · {v['run/world_size']} ranks"
-        return Panel(body, title=title, width=min(96, self._console.width - 4))  # leaves room for a terminal's ^C
+        return Panel(body, title=title, width=min(96, self._console.width - 4))  # room for the ^C of a terminal
 
     def _best(self) -> float | None:
         return max((top1 for _, top1 in self._evaluations), default=None)
 
     def _seconds_to_end(self) -> float | None:
+        """Extrapolate this part of the run's pace to the last step; None before its second event."""
         if self._begun is None or self._latest["step"] == self._begun[0]:
             return None
         pace = (self._latest["run_s"] - self._begun[1]) / (self._latest["step"] - self._begun[0])
         return float(pace * (self._latest["run/steps"] - self._latest["step"]))
 
     def _seconds_to_target(self) -> float | None:
-        """Where the line through the last two evaluations meets the target; None where it does not before the end."""
+        """Extrapolate the last two evaluations to the target; None if that is not before the end."""
         target, end = self._latest.get("run/target_top1"), self._seconds_to_end()
         if target is None or end is None or len(self._evaluations) < 2:
             return None
@@ -140,7 +149,7 @@ class ConsoleSink:
 
     def _print_summary(self, outcome: dict[str, Any]) -> None:
         reached = outcome["time_to_accuracy_s"]
-        folder = shlex.quote(str(self._folder))  # to be pasted
+        folder = shlex.quote(str(self._folder))  # quoted, so that it can be pasted into a shell
         rows = {
             "time to accuracy": number(reached, ".1f", " s") if reached is not None else "not reached",
             "training only": f"{outcome['train_s']:.1f} s",
@@ -163,6 +172,7 @@ class ConsoleSink:
 
 
 def _verdict(outcome: dict[str, Any]) -> str:
+    """Return one sentence on how the run ended."""
     target = outcome["target_top1"]
     match outcome["status"]:
         case "reached":
@@ -182,7 +192,7 @@ def _verdict(outcome: dict[str, Any]) -> str:
 
 
 def _choice_table(values: dict[str, Any]) -> Table:
-    """What ``auto`` chose from, the fastest first."""
+    """Return the step times that ``auto`` predicted for the engines, fastest first."""
     rows = [
         (engine, f"{ms:.1f}", "taken" if engine == values["engine"] else "" if values["exact"][engine] else "not exact")
         for engine, ms in sorted(values["predicted_ms"].items(), key=lambda item: item[1])
@@ -195,6 +205,7 @@ def _pair(label: str, value: str) -> str:
 
 
 def _clock(seconds: float | None) -> str:
+    """Return seconds as H:MM:SS or M:SS, and None as a dash."""
     if seconds is None:
         return "–"
     minutes, rest = divmod(round(seconds), 60)

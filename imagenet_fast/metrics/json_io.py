@@ -1,4 +1,7 @@
-"""JSON that every reader takes: RFC 8259 knows neither NaN nor infinities, which Python's own writer lets through."""
+"""Write JSON that every parser accepts.
+
+RFC 8259 has neither NaN nor infinities, but Python's own writer emits them.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,12 @@ from typing import Any
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """``value`` as JSON, with null for every number that is not finite; numpy's numbers are numbers too."""
+    """Return ``value`` as JSON, with null for each non-finite number; numpy's numbers are accepted."""
     return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:
+    """Return ``value`` with Python's numbers, and None for those that are not finite."""
     match value:
         case dict():
             return {key: _finite(inner) for key, inner in value.items()}

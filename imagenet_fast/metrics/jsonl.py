@@ -1,4 +1,7 @@
-"""events.jsonl: the truth about a run, one event a line, readable while it is written."""
+"""events.jsonl: the authoritative record of a run, one event per line.
+
+It can be read while the run writes it.
+"""
 
 from __future__ import annotations
 
@@ -15,34 +18,47 @@ from imagenet_fast.metrics.replace_file import replace_text
 
 
 class JsonLines:
-    """Appends to ``events.jsonl``; a line is flushed as soon as it is written. What came after step ``resumed`` is
-    taken back first, as the run goes on from there."""
+    """A sink that appends to ``events.jsonl``, and flushes after each line."""
 
     def __init__(self, folder: Path, resumed: int | None = None) -> None:
+        """Open the file.
+
+        Args:
+            folder: The run directory.
+            resumed: The step from which the run resumes; later events are removed first. None: the run begins.
+        """
         if resumed is not None:
             _take_back(folder, resumed)
         self._file = AppendedFile(folder / "events.jsonl")
 
     def write(self, event: Event) -> None:
+        """Append one event."""
         line = {"event": event.name, "step": event.step, "run_s": round(event.run_s, 4), **event.values}
         self._file.write(to_json(line) + "\n")
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 
 def _take_back(folder: Path, step: int) -> None:
-    """In one move, so that there is always a whole record."""
+    """Remove the events after ``step``, atomically, so that there is always a complete record."""
     if not (folder / "events.jsonl").exists():
         return
     kept = [e for e in read_events(folder) if e["step"] <= step and e["event"] != "end"]
-    kept = [e for e in kept if not (e["event"] == "epoch" and e["step"] == step)]  # it begins again
+    kept = [e for e in kept if not (e["event"] == "epoch" and e["step"] == step)]  # the resumed run records it again
     replace_text(folder / "events.jsonl", "".join(to_json(event) + "\n" for event in kept))
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
-    """The events of a run; a last line that was cut off in the writing is left out, and any other that is none is named
-    on stderr. Raises UserError where the file cannot be read."""
+    """Read the events of a run.
+
+    A last line that was cut off while being written is left out. Other lines that hold no event are left out too, with
+    a warning on stderr.
+
+    Raises:
+        UserError: The file cannot be read.
+    """
     path = folder / "events.jsonl"
     try:
         lines = path.read_bytes().splitlines()
@@ -57,7 +73,7 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
 
 
 def _event(line: bytes) -> dict[str, Any] | None:
-    """That of a line; None where it is none."""
+    """Return the event of a line, or None if it holds none."""
     try:
         event = json.loads(line, parse_constant=_refuse)
     except (ValueError, RecursionError):
@@ -72,4 +88,5 @@ def _event(line: bytes) -> dict[str, Any] | None:
 
 
 def _refuse(constant: str) -> None:
+    """Raise ValueError for NaN and infinities, which are not JSON."""
     raise ValueError(f"{constant} is no JSON")

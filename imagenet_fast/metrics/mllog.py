@@ -1,4 +1,4 @@
-"""mllog.txt: the run in MLPerf's log format, so that its tools can read it. No compliance is claimed."""
+"""mllog.txt: the run in MLPerf's log format, readable by its tools. No compliance is claimed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,17 @@ Kind = Literal["INTERVAL_START", "INTERVAL_END", "POINT_IN_TIME"]
 
 
 class MLLog:
-    """Writes one ``:::MLLOG`` line a key, in the order MLPerf's training rules (4.0) expect them.
-
-    A run that goes on from step ``resumed`` takes back what came after it.
-    """
+    """A sink that writes one ``:::MLLOG`` line per key, in the order of MLPerf's training rules (4.0)."""
 
     def __init__(self, folder: Path, recipe: Recipe, batching: Batching, resumed: int | None = None) -> None:
+        """Open the file.
+
+        Args:
+            folder: The run directory.
+            recipe: The recipe, whose hyper-parameters are logged.
+            batching: The split of the global batch.
+            resumed: The step from which the run resumes; later lines are removed. None: the run begins.
+        """
         self._path = folder / "mllog.txt"
         self._file = AppendedFile(self._path)
         self._recipe = recipe
@@ -31,9 +36,10 @@ class MLLog:
         self._epoch: int | None = None
         self._resumed = resumed
         self._before_ms = 0
-        """When the last line was written: the clock may be set back, times go on."""
+        """Time of the last line. Times never decrease, even if the clock is set back."""
 
     def write(self, event: Event) -> None:
+        """Write the lines of one event."""
         values = event.values
         match event.name:
             case "run" if self._resumed is not None and self._path.stat().st_size:
@@ -56,10 +62,11 @@ class MLLog:
                 self._line("INTERVAL_END", "run_stop", status=status)
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
     def _go_on(self, done: int, into: int) -> None:
-        """``done`` epochs are over, and so many steps of the next one."""
+        """Resume after ``done`` epochs and ``into`` steps of the next: remove all later lines."""
         lines = self._path.read_text(errors="replace", encoding="utf-8").splitlines(keepends=True)
         kept = [line for line in lines if line.endswith("\n") and _belongs(line, done, into > 0)]
         self._file.close()
@@ -69,17 +76,18 @@ class MLLog:
         self._before_ms = max((_entry(line)["time_ms"] for line in kept), default=0)
 
     def _now_ms(self, ago_s: float) -> int:
-        """What was ``ago_s`` ago is not earlier than the line before."""
+        """Return the time ``ago_s`` seconds ago, in milliseconds, but not before the previous line's time."""
         self._before_ms = max(self._before_ms, int((time.time() - ago_s) * 1000))
         return self._before_ms
 
     def _end_epoch(self, ago_s: float = 0.0) -> None:
+        """Close the epoch that is open, if any, ``ago_s`` seconds ago."""
         if self._epoch is not None:
             self._line("INTERVAL_END", "epoch_stop", ago_s=ago_s, epoch_num=self._epoch)
             self._epoch = None
 
     def _begin(self, train_images: int, val_images: int, steps_per_epoch: int, ago_s: float) -> None:
-        """The run began ``ago_s`` seconds ago; starting the ranks, which came before, is not timed."""
+        """Log a run that began ``ago_s`` seconds ago; the start of the ranks before that is not timed."""
         recipe, optim, schedule = self._recipe, self._recipe.optim, self._recipe.schedule
         name = recipe.model.kind
         points: dict[str, Any] = {
@@ -118,6 +126,7 @@ class MLLog:
         self._line("INTERVAL_START", "run_start", ago_s=ago_s)
 
     def _line(self, kind: Kind, key: str, value: Any = None, ago_s: float = 0.0, **metadata: Any) -> None:
+        """Write one line, dated ``ago_s`` seconds ago."""
         entry = {
             "namespace": "",
             "time_ms": self._now_ms(ago_s),
@@ -130,18 +139,18 @@ class MLLog:
 
 
 def _belongs(line: str, done: int, begun: bool) -> bool:
-    """Whether it was written before ``done`` epochs were over, or when the next one had ``begun``."""
+    """Return whether the line is of the first ``done`` epochs, or starts the next one and that has ``begun``."""
     try:
         entry = _entry(line)
         if type(entry["time_ms"]) is not int:
             return False
         key, epoch = entry["key"], entry["metadata"].get("epoch_num", 0)
         return key != "run_stop" and (epoch <= done or (begun and key == "epoch_start" and epoch == done + 1))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # damaged: no reader could take it
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # damaged, so no tool could read it
         return False
 
 
 def _entry(line: str) -> dict[str, Any]:
-    """Raises ValueError or RecursionError where there is none."""
+    """Return the JSON object of a line; raise ValueError or RecursionError if there is none."""
     entry: dict[str, Any] = json.loads(line.removeprefix(":::MLLOG "))
     return entry

@@ -1,4 +1,4 @@
-"""Plots in PNG files, drawn by matplotlib."""
+"""Draw plots as PNG files with matplotlib."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from numpy.typing import NDArray
 
 from imagenet_fast.errors import UserError
 
-_SHOWN = 0.99  # share of the images; a few are enormous
+_SHOWN = 0.99  # share of the images within the axes; a few are enormous
 
 
 def new_figure(png: Path, width: float, height: float) -> Any:
-    """Make an empty matplotlib figure (inches) to be saved as ``png``. Raises UserError where that cannot be."""
+    """Create an empty matplotlib figure of ``width`` x ``height`` inches, to be saved as ``png``.
+
+    Raises:
+        UserError: The name does not end in .png, or matplotlib is not installed.
+    """
     if png.suffix != ".png":
         raise UserError(f"--png {png} does not end in .png; give a name that does")
     try:
@@ -25,7 +29,7 @@ def new_figure(png: Path, width: float, height: float) -> Any:
 
 
 def draw_sizes(sizes: NDArray[np.int32], png: Path) -> None:
-    """Draw histograms of the short and the long side of images, whose width and height are ``sizes`` [images, 2]."""
+    """Draw histograms of the short and the long side of images of ``sizes`` [images, 2], width and height."""
     figure = new_figure(png, 9, 4)
     for axes, side, pixels in zip(figure.subplots(1, 2), ("short", "long"), np.sort(sizes, axis=1).T, strict=True):
         end = float(np.quantile(pixels, _SHOWN)) if len(pixels) else 1.0

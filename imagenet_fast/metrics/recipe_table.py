@@ -10,8 +10,10 @@ from imagenet_fast.recipe.schema import Recipe
 
 
 def recipe_table() -> Table:
-    """One row a recipe: what it trains, how, on how many ranks, and to which accuracy. Axes: ``tp4`` is four shards,
-    ``pp4`` four stages, ``dp`` data parallelism alone."""
+    """Return a table with one row per recipe: model, optimiser, engine, axes, ranks, batch, epochs and target accuracy.
+
+    Axes: ``tp4`` is four shards, ``pp4`` four stages, ``dp`` data parallelism alone.
+    """
     recipes = {name: load_recipe(recipe_folder() / f"{name}.toml") for name in recipe_names()}
     return compact_table(
         ("recipe", "model", "optim", "engine", "axes"),

@@ -1,4 +1,7 @@
-"""Past runs compared: a table and an image, from what they recorded and nothing else (no torch needed)."""
+"""Compare past runs as a table and as curves.
+
+Only the records of the runs are read; torch is not needed.
+"""
 
 from __future__ import annotations
 
@@ -20,35 +23,42 @@ from imagenet_fast.metrics.run_result import RunResult, read_outcome
 from imagenet_fast.metrics.tables import NOTHING, compact_table, number
 
 SETTLING_STEPS = 10
-"""In the first ones engines watch, measure the network and plan; what a step takes is told of the others."""
+"""First steps of a run that are left out of step times and traffic.
+
+In them engines watch steps, measure the network and plan.
+"""
 
 FINAL_WEIGHTS = Path("checkpoints") / "final.safetensors"
-"""Inside the directory of a run that came to its end."""
+"""Path of the final weights inside the directory of a finished run."""
 
 
 @dataclass(frozen=True)
 class PastRun:
+    """The record of a run."""
+
     folder: Path
     outcome: RunResult | None
+    """Result of the run; None if that is not recorded or cannot be read."""
     events: list[dict[str, Any]]
     name: str = ""
-    """Instead of its recipe's and its engine's."""
+    """A label to use instead of recipe, engine and layout."""
     damaged: bool = False
-    """There is an outcome, but it cannot be read."""
+    """Whether there is an outcome that cannot be read."""
 
     @property
     def label(self) -> str:
+        """The name; without one recipe, engine and layout, or the directory's name if they are unknown."""
         if self.name:
             return self.name
         begun = next((e for e in self.events if e["event"] == "run"), None)
         if begun is None:
             return self.folder.name
-        layout = begun.get("layout", f"x{begun.get('world_size')}")  # of a run that was recorded before there were any
+        layout = begun.get("layout", f"x{begun.get('world_size')}")  # older records have no layout
         return f"{begun.get('recipe')} {begun.get('sync')} {layout}"
 
     @property
     def status(self) -> str:
-        """How it ended, as far as it is recorded."""
+        """Status of the run, as far as it is recorded."""
         if self.damaged:
             return "outcome damaged"
         if self.outcome is not None:
@@ -56,18 +66,20 @@ class PastRun:
         return "not ended" if self.events else "nothing recorded"
 
     def curve(self, event: str, value: str) -> tuple[list[float], list[float]]:
-        """Run minutes and values, NaN where a value was not finite: a gap when it is drawn."""
+        """Return run times in minutes and values; NaN, a gap in a plot, where a value was not finite."""
         points = [e for e in self.events if e["event"] == event]
         return [p["run_s"] / 60 for p in points], [math.nan if _is_missing(p, value) else p[value] for p in points]
 
     def last(self, value: str, event: str | None = None) -> Any:
-        """The number that was recorded last, by ``event`` or by any; None where none was."""
+        """Return the number in the last event, of name ``event`` if given; None if that has none."""
         last: dict[str, Any] = next((e for e in reversed(self.events) if event in (None, e["event"])), {})
         return None if _is_missing(last, value) else last[value]
 
     def by_step(self, event: str, value: str, after: int = 0) -> list[float]:
-        """What was recorded of each interval of steps that begins ``after`` so many, once for each of its steps; of an
-        interval of which it was not recorded, or not finite, nothing."""
+        """Return a value recorded per interval of steps, repeated for each step of its interval.
+
+        Intervals that begin before step ``after`` are left out, and so are those without a finite value.
+        """
         values: list[float] = []
         begun = 0
         for interval in (e for e in self.events if e["event"] == event):
@@ -78,20 +90,25 @@ class PastRun:
 
     @property
     def step_s(self) -> float | None:
-        """Seconds a step: the median, without the first."""
+        """Median seconds per step, without the first ``SETTLING_STEPS`` steps; None if nothing is recorded."""
         rates = self.by_step("speed", "images_per_s", SETTLING_STEPS)
         batch = next((e.get("global_batch") for e in self.events if e["event"] == "run"), None)
         return median(batch / rate for rate in rates) if rates and batch is not None else None
 
 
 def _is_missing(event: dict[str, Any], value: str) -> bool:
-    """Also where something else has come to stand there."""
+    """Return whether the value is absent or not a number, as in a damaged file."""
     return not isinstance(event.get(value), int | float)
 
 
 def read_run(folder: Path) -> PastRun:
-    """A run directory's record; a damaged outcome is named on stderr, and the events tell what they can. Raises
-    UserError where there is no record."""
+    """Read the record of a run directory.
+
+    If the outcome is damaged, print a warning on stderr and use the events alone.
+
+    Raises:
+        UserError: There is no record.
+    """
     if not (folder / "events.jsonl").is_file():
         raise UserError(f"{folder} is not a run directory (it has no events.jsonl); give one that `train` made")
     outcome, damaged = None, False
@@ -104,7 +121,10 @@ def read_run(folder: Path) -> PastRun:
 
 
 def distinct_names(runs: Sequence[PastRun]) -> list[str]:
-    """The labels of ``runs``; those that several have with the end of each one's path, as short as tells them apart."""
+    """Return a distinct name for each of ``runs``.
+
+    A label that several runs share is followed by the end of the run's path, as short as possible.
+    """
     paths = [Path(os.path.abspath(run.folder)) for run in runs]  # noqa: PTH100  (links keep their own names)
     names = []
     for run, path in zip(runs, paths, strict=True):
@@ -119,9 +139,12 @@ def distinct_names(runs: Sequence[PastRun]) -> list[str]:
 
 
 def split_checkpoint(given: Path) -> tuple[Path, str | None]:
-    """A run directory and which of its checkpoints, from ``RUN@WHICH``; any other path as it is, and None.
+    """Split ``RUN@WHICH`` into a run directory and the name of a checkpoint.
 
-    What exists under the whole name is meant by it. Raises UserError where that cannot be found out.
+    Any other path is returned unchanged, with None; so is a path that exists under its whole name.
+
+    Raises:
+        UserError: The path cannot be examined.
     """
     before, at, which = str(given).rpartition("@")
     try:
@@ -133,18 +156,22 @@ def split_checkpoint(given: Path) -> tuple[Path, str | None]:
 
 
 def run_of(given: Path) -> Path:
-    """The directory of the run that these weights are said to be of: a run, ``RUN@WHICH`` or a ``step-*`` directory."""
+    """Return the run directory of weights given as a run, ``RUN@WHICH`` or a ``step-*`` directory."""
     folder, _ = split_checkpoint(given)
     return folder.parents[1] if is_checkpoint(folder) and folder.parent.name == "checkpoints" else folder
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether ``folder`` is a checkpoint rather than a run, as far as its name and its files' tell."""
+    """Return whether ``folder`` is a checkpoint and not a run, judging by its name and its manifest."""
     return folder.name.startswith("step-") and (folder / "manifest.json").is_file()
 
 
 def weights_file(given: Path) -> Path:
-    """The weights that ``given`` stands for: a file itself, a run directory its final ones. Raises UserError."""
+    """Return the weights file that ``given`` names: a file itself, or the final weights of a run directory.
+
+    Raises:
+        UserError: There is no such file, or the run has not finished.
+    """
     try:
         if given.is_file():
             return given
@@ -164,11 +191,19 @@ def weights_file(given: Path) -> Path:
 
 
 def report_table(runs: list[PastRun]) -> Table:
-    """One row a run; a column in which no run has anything is left out, and names are folded where there is no room.
+    """Return a table with one row per run.
 
-    Top-1 in percent; the loss of the last log interval; seconds to the target; seconds a step, the median without the
-    first; images/s of the whole training; the percentage of it that was waited for data, where that is too much; MB
-    that a rank sends a step, by our own count and by the kernel's, means without the first.
+    Columns that are empty for all runs are left out. Names are folded if the terminal is too narrow.
+
+    - top-1 %: validation accuracy.
+    - loss: of the last log interval.
+    - target s: seconds to the target.
+    - steps: steps done.
+    - s/step: median seconds per step, without the first ``SETTLING_STEPS`` steps.
+    - img/s: images per second over the whole training.
+    - wait %: share of training spent waiting for data, if it is too large.
+    - MB/step, link MB: MB that a rank sends per step, counted by the program and by the kernel; means without the first
+      ``SETTLING_STEPS`` steps.
     """
     rows = [_numbers(run) for run in runs]
     filled = [heading for heading in rows[0] if any(row[heading] != NOTHING for row in rows)] if rows else []
@@ -181,7 +216,7 @@ def report_table(runs: list[PastRun]) -> Table:
 
 
 def _numbers(run: PastRun) -> dict[str, str]:
-    """By heading. Of a run whose rank 0 was lost, or has not ended yet, what its events tell."""
+    """Return a row by heading; for a run that has not ended, or lost rank 0, use its events."""
     outcome = run.outcome if run.outcome is not None and run.outcome.steps else None
     sent_MB = run.by_step("sync", "sent_MB", SETTLING_STEPS) or run.by_step("sync", "sent_MB")
     link_MB = run.by_step("sync", "link_MB", SETTLING_STEPS)
@@ -199,7 +234,7 @@ def _numbers(run: PastRun) -> dict[str, str]:
 
 
 def draw_curves(runs: list[PastRun], png: Path) -> None:
-    """Validation accuracy and training loss over run time, one line a run."""
+    """Draw validation accuracy and training loss over run time, one line per run."""
     figure = new_figure(png, 10, 4)
     accuracy, loss = figure.subplots(1, 2)
     for name, run in zip(distinct_names(runs), runs, strict=True):

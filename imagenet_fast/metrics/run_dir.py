@@ -1,4 +1,4 @@
-"""A run directory and its sinks."""
+"""Create a run directory and its sinks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,18 @@ from imagenet_fast.recipe.load import to_toml
 
 
 def open_run_dir(job: Job, world: DistContext, run_s: Callable[[], float], resumed: int | None = None) -> MetricLogger:
-    """On rank 0 make the run directory, say in it what is run and where, and open every sink; elsewhere nothing.
+    """Create the run directory, record job, recipe and environment, and open every sink; on rank 0 only.
 
-    A run that was cut off and goes on from step ``resumed`` has one record: what came later is taken back.
+    Other ranks get a logger without sinks.
 
-    Raises UserError where a file cannot be written, as where a directory has its name.
+    Args:
+        job: What is trained, and the run directory.
+        world: The ranks.
+        run_s: Returns the seconds since the run began.
+        resumed: The step from which the run resumes; later records are removed. None: the run begins.
+
+    Raises:
+        UserError: A file cannot be written, for example because a directory has its name.
     """
     if not world.is_main:
         return MetricLogger(run_s)
@@ -40,7 +47,8 @@ def open_run_dir(job: Job, world: DistContext, run_s: Callable[[], float], resum
 
 
 def _open_on_first(job: Job, world: DistContext, run_s: Callable[[], float], resumed: int | None) -> MetricLogger:
-    from imagenet_fast.metrics.console import ConsoleSink  # only here: together they take half a second
+    """Create the directory and the sinks on rank 0; raise OSError if a file cannot be written."""
+    from imagenet_fast.metrics.console import ConsoleSink  # imported here, since both take half a second
     from imagenet_fast.metrics.tensorboard import TensorBoard
 
     job.folder.mkdir(parents=True, exist_ok=True)
@@ -60,7 +68,10 @@ def _open_on_first(job: Job, world: DistContext, run_s: Callable[[], float], res
 
 
 def environment(job: Job, world: DistContext) -> dict[str, object]:
-    """What else a result depends on: versions, machine, and the variables that steer torch and NCCL."""
+    """Return what a result depends on besides the recipe.
+
+    That is versions, hardware, and the environment variables that affect torch and NCCL.
+    """
     packages = ("torch", "torchvision", "nvidia-dali-cuda130", "numpy")
     steering = ("OMP_", "NCCL_", "GLOO_", "TORCH_", "CUDA_", "MASTER_")
     return {
@@ -79,6 +90,7 @@ def environment(job: Job, world: DistContext) -> dict[str, object]:
 
 
 def _version(package: str) -> str | None:
+    """Return the installed version of a package, or None."""
     try:
         return version(package)
     except PackageNotFoundError:

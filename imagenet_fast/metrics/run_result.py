@@ -1,4 +1,4 @@
-"""How a run ended: ``outcome.json``, and the exit code it stands for."""
+"""The result of a run: ``outcome.json`` and the exit code."""
 
 from __future__ import annotations
 
@@ -17,24 +17,27 @@ from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.schema import Recipe
 
 STOPPED = 4
-"""The exit code of a run that a signal has stopped, of which nothing is lost: the same command goes on."""
+"""Exit code of a run that a signal stopped without loss. The same command resumes it."""
 
 STOPPED_WORDS = "stopped by a signal"
 NOTHING_LOST = f"{STOPPED_WORDS}, and nothing is lost; the same command with --resume auto goes on"
-"""The message of a run that was stopped before it had trained anything that was not saved."""
+"""Message of a run that was stopped while all its training was saved."""
 
 _BEARABLE_PCT = 5.0
-"""Of training. A run that waits longer for its images says so."""
+"""Percent of training spent waiting for images, above which a run reports it."""
 
 Status = Literal["reached", "finished", "preempted", "failed", "interrupted"]
 
 
 @dataclass
 class RunResult:
-    """The result of a run. Accuracies in percent, times in seconds, ``None`` where there is nothing to say."""
+    """The result of a run.
+
+    Accuracies are in percent, times in seconds. None: not known, or not set.
+    """
 
     status: Status
-    """Until the run has ended, ``failed``: what is true if it ends here."""
+    """Status at the end of the run. Until it has ended, ``failed``, which is right if it ends at this point."""
     recipe: str
     sync: str
     world_size: int
@@ -43,44 +46,57 @@ class RunResult:
     top1: float | None = None
     top5: float | None = None
     time_to_accuracy_s: float | None = None
+    """Run time at the end of the first evaluation that reached the target."""
     train_s: float = 0.0
+    """Training time, without evaluations."""
     run_s: float = 0.0
+    """Run time."""
     epochs: int = 0
+    """The epoch of the last step."""
     steps: int = 0
     images_per_s: float = 0.0
+    """Images per second of training time."""
     sent_bytes_per_step: float = 0.0
+    """Mean bytes that a rank sends per step."""
     message: str = ""
     resumed: int = 0
-    """How often it has gone on from a checkpoint."""
+    """Number of times that the run resumed from a checkpoint."""
     gap_s: float = 0.0
-    """That lay between a checkpoint and going on from it, all together; in no other time."""
+    """Total time between checkpoints and resuming from them; no other time includes it."""
     wrong_from: int | None = None
-    """The first step whose loss was not finite, where that has ended the run."""
+    """First step with a non-finite loss, if that ended the run."""
     data_wait_pct: float | None = None
-    """The share of training in which a device stood still for its images, by the rank that did so longest from one
-    log line to the next. Each process's first step, evaluations and steps behind the last log line are left out."""
+    """Percent of training in which a device was idle waiting for images.
+
+    Each log interval counts the rank that waited longest. Left out are each process's first step, evaluations, and
+    steps after the last log line.
+    """
     data_wait_of_s: float = 0.0
-    """What that is a share of."""
+    """Seconds of training that ``data_wait_pct`` is a share of."""
 
     @property
     def is_starved(self) -> bool:
-        """Whether it has waited for its images for too long."""
+        """Whether the run waited too long for its images: over 5 % of training."""
         return (self.data_wait_pct or 0.0) > _BEARABLE_PCT
 
     @classmethod
     def of(cls, name: str, recipe: Recipe, batching: Batching) -> RunResult:
-        """Of a run of the recipe ``name`` in which nothing has happened yet."""
+        """Return the result of a run of the recipe ``name`` before it begins."""
         return cls("failed", name, recipe.sync.kind, batching.ranks, batching.global_batch, recipe.target_top1)
 
     @classmethod
     def beginning(cls, job: Job) -> RunResult:
-        """Of ``job``, before it."""
+        """Return the result of ``job`` before it begins."""
         return cls.of(job.name, job.recipe, job.batching)
 
     def go_on(self, saved: Mapping[str, Any]) -> None:
-        """What has been reached is what a checkpoint has ``saved``; who trains, and for which target, is as it is."""
+        """Take over the progress that a checkpoint has ``saved``.
+
+        Settings of this run stay as they are: recipe, engine, ranks, batch and target. The status, and the time to
+        accuracy, follow from the target of this run.
+        """
         ours = ("status", "recipe", "sync", "world_size", "global_batch", "target_top1", "message", "wrong_from")
-        for key in vars(self).keys() & saved.keys() - ours:  # an older version has saved fewer
+        for key in vars(self).keys() & saved.keys() - ours:  # an older version saved fewer keys
             setattr(self, key, saved[key])
         if self._meets_target:
             self.status = "reached"
@@ -89,10 +105,11 @@ class RunResult:
 
     @property
     def _meets_target(self) -> bool:
+        """Whether there is a target, and the last evaluation reached it."""
         return self.target_top1 is not None and self.top1 is not None and self.top1 >= self.target_top1
 
     def advance(self, epoch: int, step: int, train_s: float, sent_bytes: int) -> None:
-        """Step ``step``, in epoch ``epoch``, is done."""
+        """Record that step ``step``, in epoch ``epoch``, is done; ``sent_bytes`` is the total of a rank."""
         self.epochs = epoch
         self.steps = step
         self.train_s = train_s
@@ -100,14 +117,14 @@ class RunResult:
         self.sent_bytes_per_step = sent_bytes / step
 
     def wait_for_data(self, waited_s: float, of_s: float) -> None:
-        """So long in so many seconds more of training."""
+        """Add ``waited_s`` seconds of waiting for data in ``of_s`` more seconds of training."""
         waited_s += (self.data_wait_pct or 0.0) / 100 * self.data_wait_of_s
         self.data_wait_of_s += of_s
         if self.data_wait_of_s:
             self.data_wait_pct = 100 * waited_s / self.data_wait_of_s
 
     def judge(self, top1: float, top5: float, run_s: float) -> None:
-        """An evaluation has ended ``run_s`` into the run."""
+        """Record an evaluation that ended ``run_s`` seconds into the run."""
         self.top1, self.top5 = top1, top5
         if self._meets_target:
             self.status = "reached"
@@ -115,8 +132,11 @@ class RunResult:
 
     @property
     def exit_code(self) -> int:
-        """0 target reached or none set, 1 error or interrupted, 3 trained to the end short of it, 4 stopped by a signal
-        without loss."""
+        """The exit code of the run.
+
+        0: target reached, or no target set. 1: error or interrupted. 3: trained to the end without reaching the target.
+        4: stopped by a signal without loss.
+        """
         match self.status:
             case "reached":
                 return 0
@@ -128,14 +148,20 @@ class RunResult:
                 return 1
 
     def write(self, folder: Path) -> None:
-        """Replace ``outcome.json`` in one move, so that a reader never sees half of it; nodes may share ``folder``."""
+        """Replace ``outcome.json`` atomically, so that a reader never sees half of it.
+
+        Nodes may share ``folder``.
+        """
         replace_text(folder / "outcome.json", to_json(asdict(self), indent=2) + "\n")
 
 
 def read_outcome(folder: Path) -> RunResult | None:
-    """The outcome of the run in ``folder``, with None for a number that was not finite; None while there is none.
+    """Read the outcome of the run in ``folder``; None if there is none yet.
 
-    Raises UserError where it is damaged.
+    A number that was not finite is None.
+
+    Raises:
+        UserError: The file is damaged.
     """
     path = folder / "outcome.json"
     try:
@@ -150,7 +176,7 @@ def read_outcome(folder: Path) -> RunResult | None:
 
 
 def _is_sound(outcome: RunResult) -> bool:
-    """Whether it has what an outcome has, after it was read from a file that may hold anything."""
+    """Return whether the fields of ``outcome``, read from an untrusted file, have the right types."""
 
     def fits(value: Any, kind: Any) -> bool:
         if kind in (str, int):

@@ -1,4 +1,4 @@
-"""Tables for a terminal of any width: no frame, nothing cut off; and the numbers in them."""
+"""Tables without frames for a terminal of any width, in which nothing is cut off; and number formatting."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Column, Table
 
 NOTHING = "–"
+"""The cell for a missing value."""
 
-_GAP = 2  # between columns
-_NAME = 10  # characters that are left to the first column before others are moved below
+_GAP = 2  # characters between columns
+_NAME = 10  # least characters for the first column before other columns are moved below
 
 
 def number(value: float | None, form: str, unit: str = "") -> str:
-    """``value`` in the format ``form``, or a dash where there is none."""
+    """Return ``value`` in the format ``form``, with its unit, or a dash for None."""
     return NOTHING if value is None else f"{value:{form}}{unit}"
 
 
 def compact_table(text: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Columns headed ``text``, left-aligned, then ``numbers``, right-aligned.
+    """Return a table of left-aligned columns ``text``, then right-aligned columns ``numbers``.
 
-    Where they do not fit beside one another, the first column is folded, and then others are shown below, each time
-    after the first; so no number is ever cut.
+    If they do not fit side by side, the first column is folded. If that is not enough, the other columns are shown in
+    several pieces, one below the other, each with the first column. So no number is ever cut.
     """
     columns = [Column(name, no_wrap=True) for name in text]
     columns += [Column(name, justify="right", no_wrap=True) for name in numbers]
@@ -33,6 +34,8 @@ def compact_table(text: Sequence[str], numbers: Sequence[str], rows: Iterable[Se
 
 
 class _WrappedTable(Table):
+    """A table that is split into pieces if it is too wide for the terminal."""
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         name, *others = (self._width(console, options, column) for column in self.columns)
         room = options.max_width
@@ -48,11 +51,11 @@ class _WrappedTable(Table):
             yield self._piece([0, *(1 + place for place in piece)], [name, *(others[place] for place in piece)])
 
     def _width(self, console: Console, options: ConsoleOptions, column: Column) -> int:
-        """That of its widest cell; no more than the terminal's."""
+        """Return the width of the column's widest cell, at most the terminal's."""
         return max(console.measure(cell, options=options).maximum for cell in (column.header, *column.cells))
 
     def _piece(self, places: Sequence[int], widths: Sequence[int]) -> Table:
-        """These columns alone."""
+        """Return a table of the columns at ``places`` alone."""
         chosen = [self.columns[place] for place in places]
         columns = [
             Column(column.header, justify=column.justify, width=width, overflow="fold")
@@ -65,7 +68,7 @@ class _WrappedTable(Table):
 
 
 def _packed(widths: Sequence[int], room: int) -> Iterator[list[int]]:
-    """The places of columns, as many together as there is ``room`` for beside the first column; at least one."""
+    """Yield groups of columns that fit into ``room`` beside the first column; at least one column each."""
     piece: list[int] = []
     taken = 0
     for place, width in enumerate(widths):

@@ -15,18 +15,26 @@ from imagenet_fast.metrics.event import Event
 from imagenet_fast.recipe.schema import Recipe
 
 _SCALARS = {"train", "speed", "sync", "data", "precision", "eval"}
+"""Events whose values are scalars."""
 
 
 class TensorBoard:
-    """Writes to ``tb/`` in the run directory. What came after step ``resumed`` is not shown any more."""
+    """A sink that writes to ``tb/`` in the run directory."""
 
     def __init__(self, folder: Path, recipe: Recipe, resumed: int | None = None) -> None:
+        """Open the event file.
+
+        Args:
+            folder: The run directory.
+            recipe: The recipe, shown as hyper-parameters.
+            resumed: The step from which the run resumes; later values are no longer shown. None: the run begins.
+        """
         purge = None if resumed is None else resumed + 1
         if resumed is not None:
             _date_back(folder / "tb")
         self._folder = folder / "tb"
         self._open(purge)
-        # SummaryWriter.add_hparams would open a second, stray run; its three summaries belong in this one.
+        # SummaryWriter.add_hparams would create a second run, so its three summaries are added here.
         flat = dict(_flatten(recipe.model_dump(exclude_none=True)))
         experiment, begin, self._end = hparams(flat, {"eval/top1": 0.0})
         if resumed is None:
@@ -34,19 +42,22 @@ class TensorBoard:
             self._add(begin)
 
     def write(self, event: Event) -> None:
+        """Write the event's scalars; begin a new file if the disk of the last one was full."""
         if self._file.is_full:
             self._writer.close()
             self._open()
         if event.name == "end" and event.values["status"] in ("reached", "finished"):
-            self._add(self._end)  # not earlier: TensorBoard believes the first one, and the run may go on
+            self._add(self._end)  # only at the end: TensorBoard uses the first one, and the run may resume
         if event.name in _SCALARS:
             for tag, value in event.tagged().items():
                 self._writer.add_scalar(tag, value, event.step)
 
     def close(self) -> None:
+        """Close the event file."""
         self._writer.close()
 
     def _open(self, purge: int | None = None) -> None:
+        """Open a new event file; values of step ``purge`` and later are no longer shown."""
         self._writer = SummaryWriter(str(self._folder), flush_secs=10, purge_step=purge)
         asynchronous = self._writer._get_file_writer().event_writer._async_writer
         self._file = _UnlessFull(asynchronous._writer)
@@ -57,8 +68,10 @@ class TensorBoard:
 
 
 class _UnlessFull:
-    """A file of TensorBoard's, written by its thread: where that fails, the file ends there, and the thread does not
-    end with a traceback."""
+    """A file object for TensorBoard's writer thread that survives a full disk.
+
+    After a failed write the file ends there, and the thread does not end with a traceback.
+    """
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -82,8 +95,11 @@ class _UnlessFull:
 
 
 def _date_back(folder: Path) -> None:
-    """TensorBoard reads files in the order of the seconds in their names: those that are here get earlier ones, all by
-    as much, where the clock has been set back since and what is to come would be read before them."""
+    """Rename event files so that their times lie in the past, if the clock was set back since they were written.
+
+    TensorBoard reads files in the order of the seconds in their names, and would read new files before these. All files
+    are moved by the same number of seconds.
+    """
     dated = []
     for path in folder.glob("events.out.tfevents.*"):
         if name := re.fullmatch(r"(events\.out\.tfevents\.)(\d+)(.*)", path.name, re.DOTALL):
@@ -94,6 +110,7 @@ def _date_back(folder: Path) -> None:
 
 
 def _flatten(table: dict[str, Any], prefix: str = "") -> list[tuple[str, str | float | int | bool]]:
+    """Return the values of nested tables by dotted key, as types that TensorBoard accepts."""
     flat: list[tuple[str, str | float | int | bool]] = []
     for key, value in table.items():
         if isinstance(value, dict):

@@ -1,4 +1,7 @@
-"""The networks, by a recipe's ``[model]`` table. State dicts carry torchvision's names where it has the model."""
+"""Build the networks that a recipe's ``[model]`` table names.
+
+State dicts have torchvision's names where torchvision has the model.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,18 @@ from imagenet_fast.models.resnet import ResNet
 from imagenet_fast.recipe import schema
 
 _FORMS = 3
-"""In which a piece is compiled: for training, for evaluation, and for the smaller batch that ends an evaluation."""
+"""Variants in which a block is compiled: training, evaluation, and the smaller last batch of an evaluation."""
 
 
 def build_model(model: schema.Model, classes: int) -> nn.Module:
-    """The model a recipe names, with fresh weights from torch's global generator, on the default device."""
+    """Build the model a recipe names, on the default device.
+
+    Fresh weights come from torch's global generator.
+
+    Args:
+        model: The recipe's model table.
+        classes: Number of classes.
+    """
     network: nn.Module
     match model:
         case schema.AlexNet():
@@ -40,11 +50,11 @@ def build_model(model: schema.Model, classes: int) -> nn.Module:
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """torch.compile the pieces of ``model`` in place: a ResNet's stem and residual blocks, or AlexNet's two halves.
+    """Compile the blocks of ``model`` in place: a ResNet's stem and residual blocks, or AlexNet's two halves.
 
-    A model compiled whole surfaces every gradient at the end of backward and leaves nothing to overlap
-    (pytorch issue 109774). Sizes are constants to the compiler. Left to itself it takes them for such only until it
-    meets a second one, and to it all blocks are one function, called with images of ever other sizes.
+    A model compiled as a whole yields every gradient only at the end of backward, which leaves nothing to overlap
+    (pytorch issue 109774). Sizes are compiled as constants. By default torch does so only until it meets a second size.
+    It treats all blocks as one function, which is called with images of many sizes.
     """
     if isinstance(model, ResNet):
         model.compile_stem(dynamic=False)
@@ -55,10 +65,10 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 def _allow_compilations(more: int) -> None:
-    """Raise the number of forms in which torch compiles one function before it runs it uncompiled, which is 8.
+    """Raise torch's limit of compiled variants of one function (8), above which it runs the function uncompiled.
 
-    All blocks are one function to it, in every model of this process. A form that fits several blocks is made once, so
-    fewer are made than are allowed.
+    To torch all blocks, in every model of this process, are one function. A variant that fits several blocks is
+    compiled once, so fewer are compiled than are allowed.
     """
     config.recompile_limit += more
     config.accumulated_recompile_limit += more

@@ -1,8 +1,8 @@
-"""AlexNet with batch norm instead of local response normalisation, the network of the large-batch papers.
+"""Define AlexNet with batch norm instead of local response normalisation, the network of the large-batch papers.
 
-Layer for layer NVIDIA's Caffe model ``alexnet_bn``, by LARS' co-authors: grouped convolutions, pooling before
-the norm, norms without scale and shift, and the initialisation it was trained from (``train_val2.prototxt``). There
-all biases begin above 0, so LARS finds a norm to scale their steps by.
+It equals NVIDIA's Caffe model ``alexnet_bn``, by LARS' co-authors, layer for layer: grouped convolutions, pooling
+before the norm, norms without scale and shift, and the initialisation it was trained from (``train_val2.prototxt``).
+All biases start above 0 there, so LARS has a norm to scale their steps by.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ from imagenet_fast.models.half import CompilableSequential
 
 
 class AlexNetBN(nn.Module):
-    """Images [N, 3, H, W], 227 x 227 in the papers, to logits [N, classes].
-
-    ``pool5_norm`` adds the norm after the last pooling that Jia et al. (arXiv 1807.11205) train with.
-    """
+    """AlexNet with batch norm, from images [N, 3, H, W] to logits [N, classes]; 227 x 227 in the papers."""
 
     def __init__(self, classes: int, dropout: float, pool5_norm: bool) -> None:
+        """Build the network with fresh weights.
+
+        Args:
+            classes: Number of classes.
+            dropout: Probability of dropout in the classifier.
+            pool5_norm: Whether to add the norm after the last pooling that Jia et al. (arXiv 1807.11205) train with.
+        """
         super().__init__()
         pool5 = [nn.MaxPool2d(3, 2), *([_norm(256)] if pool5_norm else [])]
         self.features = CompilableSequential(
@@ -45,6 +49,7 @@ class AlexNetBN(nn.Module):
                 nn.init.constant_(module.bias, 0.1 if hidden else 0.01)
 
     def forward(self, images: Tensor) -> Tensor:
+        """Return logits [N, classes] for images [N, 3, H, W]."""
         out: Tensor = self.classifier(self.avgpool(self.features(images)).flatten(1))
         return out
 

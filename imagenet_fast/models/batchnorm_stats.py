@@ -1,7 +1,7 @@
-"""Batch-norm running statistics over a step of several micro-batches.
+"""Keep batch-norm running statistics correct over a step of several micro-batches.
 
-Norms update their running statistics at every forward, so four micro-steps of one rank would move them four times as
-far as one step of four ranks does. Here they move as if each micro-step were a rank of its own, whose statistics are
+Norms update their running statistics at every forward. So four micro-steps of one rank would move them four times as
+far as one step of four ranks. Here they move as if each micro-step were a rank of its own, whose statistics are
 averaged before an evaluation.
 """
 
@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 
 class StepStatistics:
-    """Keeps the running statistics of ``model`` over steps of ``micro_steps`` each; with one it does nothing.
+    """Running statistics of ``model`` over steps of ``micro_steps`` each; with one micro-step it does nothing.
 
-    Every micro-step starts from the statistics that the step began with, and what they leave is averaged.
+    Every micro-step starts from the statistics at the beginning of the step, and the results are averaged.
     """
 
     def __init__(self, model: nn.Module, micro_steps: int) -> None:
+        """Find the running statistics of ``model``."""
         norms = _norms(model)
         self._running = [b for m in norms for b in (m.running_mean, m.running_var) if b is not None]
         self._counts = [m.num_batches_tracked for m in norms if m.num_batches_tracked is not None]
@@ -30,7 +31,7 @@ class StepStatistics:
         self._sums: list[Tensor] = []
 
     def begin(self) -> None:
-        """A step begins. One that was cut off before its last micro-step has not moved the statistics."""
+        """Begin a step, and undo what a step that was cut off before its last micro-step did to the statistics."""
         if self._before:
             with torch.no_grad():
                 torch._foreach_copy_(self._running + self._counts, self._before)
@@ -38,7 +39,10 @@ class StepStatistics:
 
     @contextmanager
     def micro_step(self) -> Iterator[None]:
-        """One of the step's forwards happens inside, and its backward, which minds a change of the statistics."""
+        """Run one micro-step's forward and backward inside this context.
+
+        The backward belongs inside because it fails if the statistics change after its forward.
+        """
         if self._micro_steps == 1 or not self._running:
             yield
             return
@@ -59,26 +63,27 @@ class StepStatistics:
 
 
 class PipelinedStatistics:
-    """Keeps the running statistics of ``layers`` where forwards and backwards of a step's micro-batches take turns.
+    """Running statistics of ``layers`` where forwards and backwards of a step's micro-batches alternate.
 
-    A backward minds statistics that were put back since its forward, so each forward moves them on, by less. Norms
-    whose momentum is None take the mean over all batches so far: theirs is one part in as many, read when a step
-    begins.
+    A backward fails if the statistics were restored after its forward, so each forward moves them on, but by less.
+    Norms with momentum None take the mean over all batches so far. Their momentum is 1 over the number of batches,
+    which is read when a step begins.
     """
 
     def __init__(self, layers: Iterable[nn.Module], micro_batches: int) -> None:
+        """Find the running statistics of ``layers``, for steps of ``micro_batches`` each."""
         self._norms = [norm for layer in layers for norm in _norms(layer)]
         self._momenta = [norm.momentum for norm in self._norms]
         self._buffers = [
             b for n in self._norms for b in (n.running_mean, n.running_var, n.num_batches_tracked) if b is not None
         ]
         self._micro_batches = micro_batches
-        self._moving = self._momenta  # in this step
+        self._moving = self._momenta  # in the current step
         self._before: list[Tensor] = []
         self._done = 0
 
     def begin(self) -> None:
-        """A step begins. One that was cut off before its last micro-batch has not moved the statistics."""
+        """Begin a step, and undo what a step that was cut off before its last micro-batch did to the statistics."""
         if self._before:
             with torch.no_grad():
                 torch._foreach_copy_(self._buffers, self._before)
@@ -86,7 +91,7 @@ class PipelinedStatistics:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """One micro-batch's forward happens inside."""
+        """Run one micro-batch's forward inside this context."""
         if self._micro_batches == 1 or not self._buffers:
             yield
             return
@@ -102,7 +107,7 @@ class PipelinedStatistics:
             for norm, momentum in zip(self._norms, self._momenta, strict=True):
                 norm.momentum = momentum
         self._done += 1
-        if self._done == self._micro_batches:  # all together are one of the norms' batches
+        if self._done == self._micro_batches:  # all micro-batches together count as one batch
             self._before = []
             moved = [n.num_batches_tracked for n in self._norms if n.training and n.num_batches_tracked is not None]
             if moved:
@@ -110,16 +115,21 @@ class PipelinedStatistics:
 
 
 def _of_batch(norm: nn.modules.batchnorm._NormBase, momentum: float | None) -> float | None:
-    """How far a whole batch moves the statistics of ``norm``."""
+    """Return the momentum with which a whole batch moves the statistics of ``norm``."""
     if momentum is None and norm.training and norm.num_batches_tracked is not None:
-        return 1 / (int(norm.num_batches_tracked) + 1)  # the norm would ask its device in every forward
+        return 1 / (int(norm.num_batches_tracked) + 1)  # else every forward would read it from the device
     return momentum
 
 
 def micro_momentum(momentum: float, micro_batches: int, number: int) -> float:
-    """With which micro-batch ``number`` moves running statistics, so that all weigh alike and together move them once.
+    """Return the momentum of one micro-batch, so that all count alike and together move the statistics once.
 
-    r <- (1 - a) r + a mean(s), one s after the other: what is moved later shrinks what was moved before.
+    The rule is r <- (1 - a) r + a mean(s), applied for one s after the other; each update shrinks the earlier ones.
+
+    Args:
+        momentum: Momentum of a whole batch.
+        micro_batches: Micro-batches in a batch.
+        number: Index of the micro-batch, from 0.
     """
     each = momentum / micro_batches
     return each / (1 - (micro_batches - 1 - number) * each)

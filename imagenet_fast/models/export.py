@@ -1,7 +1,8 @@
-"""A network in a file of its own, to be used without this program.
+"""Export a network to a file that is used without this program.
 
-A ``.pt2`` is a program of ``torch.export``: the network's operations and weights, which torch runs without its code.
-torch reads it with pickle's help, so we write such files and take none from anybody.
+A ``.pt2`` file is a program of ``torch.export``: the network's operations and weights, which torch runs without the
+network's code. torch reads it with the help of pickle, so this program writes such files but never reads those of
+others.
 """
 
 from __future__ import annotations
@@ -19,20 +20,28 @@ from torch.export import Dim
 from imagenet_fast.errors import UserError
 
 ABOUT = "imagenet_fast.json"
-"""The file in the archive with what is said about the weights."""
+"""File in the archive that describes the weights."""
 
 
 def export_program(network: nn.Module, image_size: int, path: Path, about: Mapping[str, Any]) -> None:
-    """Write ``network``, for evaluation and any number of images [n, 3, S, S] in fp32, as ``path``, a .pt2.
+    """Write ``network`` as a .pt2 program for evaluation of any number of fp32 images [n, 3, S, S].
 
-    What was written is read again, and must give the network's logits for random images before it gets its name.
-    Raises UserError where it does not.
+    The written file is read again and must give the network's logits for random images before it gets its name.
+
+    Args:
+        network: The network, which is left in evaluation mode.
+        image_size: S, in pixels.
+        path: The .pt2 file to write.
+        about: Description of the weights, stored as JSON.
+
+    Raises:
+        UserError: The written file does not give the network's logits.
     """
     network.eval()
     partial = path.with_name(f".{path.name}")
-    example = torch.randn(2, 3, image_size, image_size)  # not 1, which torch would take for a constant
+    example = torch.randn(2, 3, image_size, image_size)  # not 1, which torch would treat as a constant
     program = torch.export.export(network, (example,), dynamic_shapes=({0: Dim("batch")},))
-    archive = BytesIO()  # and not the file: torch ends the process where that has a strange name or finds no space
+    archive = BytesIO()  # not the file: torch aborts the process if its name is unusual or the disk is full
     torch.export.save(program, archive, extra_files={ABOUT: json.dumps(about, sort_keys=True)})
     try:
         partial.write_bytes(archive.getbuffer())

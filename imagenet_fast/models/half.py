@@ -1,4 +1,4 @@
-"""One of AlexNet's two halves: its convolutions, or its fully connected layers."""
+"""Define one of AlexNet's two halves: its convolutions, or its fully connected layers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from torch import Tensor, nn
 
 
 class CompilableSequential(nn.Sequential):
-    """Layers one after the other. What it calls is written here: torch 2.11 compiles no forward of torch.nn's own."""
+    """Sequential layers that ``torch.compile`` can compile.
+
+    torch 2.11 compiles no forward that is defined in torch.nn, so this class defines its own.
+    """
 
     def forward(self, values: Tensor) -> Tensor:
+        """Apply the layers one after the other."""
         for layer in self:
             values = layer(values)
         return values

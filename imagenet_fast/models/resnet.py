@@ -1,6 +1,6 @@
-"""torchvision's ResNet, whose first four layers can be compiled as one piece although they are no module of their own.
+"""Define torchvision's ResNet with a stem, its first four layers, that can be compiled as one block.
 
-Moved into one, they would lose torchvision's names.
+The stem is not a module: its layers would lose torchvision's names.
 """
 
 from __future__ import annotations
@@ -14,12 +14,16 @@ from torchvision.models import resnet
 
 
 class ResNet(resnet.ResNet):  # type: ignore[misc]  # torchvision has no types
-    """Images [N, 3, H, W] to logits [N, classes]."""
+    """torchvision's ResNet, from images [N, 3, H, W] to logits [N, classes]."""
 
     _compiled_stem: Callable[[Tensor], Tensor] | None = None
 
     def compile_stem(self, **options: Any) -> None:
-        """Have the stem run through ``torch.compile``, as ``nn.Module.compile`` has a module."""
+        """Compile the stem with ``torch.compile``, as ``nn.Module.compile`` does a module.
+
+        Args:
+            **options: Options of ``torch.compile``.
+        """
         self._compiled_stem = torch.compile(self._stem, **options)
 
     def _stem(self, images: Tensor) -> Tensor:
@@ -33,7 +37,10 @@ class ResNet(resnet.ResNet):  # type: ignore[misc]  # torchvision has no types
         return logits
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is not compiled, as torch has it for modules; the stem would read this model's weights."""
+        """Return the state without the compiled stem.
+
+        Copies are not compiled, as with torch's modules: the stem would use this model's weights.
+        """
         state: dict[str, Any] = super().__getstate__()
         state.pop("_compiled_stem", None)
         return state

@@ -1,4 +1,4 @@
-"""What a network can be cut into: its layers in the order of forward, those together that no cut should part."""
+"""Find where a network can be cut: its layers in the order of forward, grouped where no cut is possible."""
 
 from __future__ import annotations
 
@@ -12,14 +12,21 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.models.alexnet import AlexNetBN
 
 Segment = dict[str, nn.Module]
-"""Layers by their names in the whole network: one with parameters, and what follows it up to the next such layer."""
+"""Layers by their names in the whole network: one with parameters and those up to the next such layer."""
 
 
 def segments_of(model: nn.Module, stages: int = 1) -> list[Segment]:
-    """What ``model`` can be cut into, in the order of forward.
+    """Return the segments into which ``model`` can be cut, in the order of forward.
 
-    None begins with an operation in place, as a ReLU may be: what arrives at a stage is a leaf of autograd's. Raises
-    UserError for a model whose forward is not known, or that cannot be taken apart, or not into so many ``stages``.
+    No segment begins with an in-place operation, as a ReLU may be: the input of a stage is a leaf of autograd.
+
+    Args:
+        model: The network, not compiled.
+        stages: Number of stages that it will be cut into.
+
+    Raises:
+        UserError: The order of forward is unknown, the model is compiled, layers share a weight, or it has too few
+            segments.
     """
     if any(module._compiled_call_impl is not None for module in model.modules()):
         raise UserError("a pipeline takes a network apart, and this one has been compiled; set compile to false")
@@ -39,7 +46,7 @@ def segments_of(model: nn.Module, stages: int = 1) -> list[Segment]:
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every layer, by name, in the order of forward; what lies in a Sequential one by one."""
+    """Yield every layer by name, in the order of forward; the layers of a Sequential one by one."""
     match model:
         case ResNet() | AlexNet() | AlexNetBN():
             *body, head = _children(model)
@@ -64,7 +71,7 @@ def _opened(children: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn
 
 
 def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """As ``named_children``, but a module that stands in two places is called in both."""
+    """Return the children as ``named_children`` does, but a module used in two places twice."""
     everything = module.named_modules(remove_duplicate=False)
     return [(name, child) for name, child in everything if name and "." not in name]
 

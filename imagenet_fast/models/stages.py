@@ -1,4 +1,4 @@
-"""A network cut into stages: runs of its layers, which keep the names that the whole network gives them."""
+"""Cut a network into stages: consecutive layers, which keep their names in the whole network."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ from imagenet_fast.models.split_points import Segment, segments_of
 
 @dataclass(frozen=True)
 class ActivationSpec:
-    """The activations of one micro-batch that leave a layer."""
+    """Shape, dtype and memory layout of one micro-batch's activations after a layer."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     channels_last: bool
-    """They travel as they lie, [n, height, width, channels], which backends take for contiguous."""
+    """Whether they are sent as they lie in memory, [n, height, width, channels], which backends take for contiguous."""
 
     @property
     def likeness(self) -> Tensor:
-        """What travels, on the meta device."""
+        """Tensor on the meta device, like the one that is sent."""
         shape = [self.shape[axis] for axis in (0, 2, 3, 1)] if self.channels_last else self.shape
         return torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
 
     def leaving(self, values: Tensor) -> Tensor:
+        """Return ``values`` in the layout in which they are sent."""
         return (values.permute(0, 2, 3, 1) if self.channels_last else values).contiguous()
 
     def arrived(self, values: Tensor) -> Tensor:
+        """Return received ``values`` in the layout that layers take."""
         return values.permute(0, 3, 1, 2) if self.channels_last else values
 
 
@@ -42,13 +44,14 @@ class Stage:
     """Layers that one rank runs one after the other."""
 
     index: int
-    """Its place in the pipeline."""
+    """Position in the pipeline."""
     layers: Segment
     arriving: ActivationSpec | None
-    """None: images."""
+    """Activations that the stage receives; None: images."""
     leaving: ActivationSpec
 
     def __call__(self, values: Tensor) -> Tensor:
+        """Run the layers on what was received, and return what is to be sent."""
         if self.arriving is not None:
             values = self.arriving.arrived(values)
         for layer in self.layers.values():
@@ -57,18 +60,22 @@ class Stage:
 
 
 class LocalStages(nn.Module):
-    """The stages of one rank, ``count`` of all ranks together. Its state dict is a part of the whole network's.
-
-    ``forward`` takes what arrives at one of them, by its number here: images [n, 3, S, S] at the network's first
-    stage, logits [n, classes] leave its last.
-    """
+    """The stages of one rank; its state dict is a part of the whole network's."""
 
     def __init__(self, stages: Sequence[Stage], count: int, images: Tensor, owners: Mapping[str, int]) -> None:
+        """Combine the stages of this rank into one module.
+
+        Args:
+            stages: Stages of this rank, in the order of the pipeline.
+            count: Number of stages of all ranks together.
+            images: One micro-batch, on the meta device.
+            owners: Rank that holds each layer of the network, by the layer's name.
+        """
         super().__init__()
         self.stages = tuple(stages)
         self.count = count
         self.owners = owners
-        """Which rank has each layer of the network, by its name."""
+        """Rank that holds each layer of the network, by the layer's name."""
         self.images = images
         """One micro-batch, on the meta device."""
         for stage in stages:
@@ -77,28 +84,47 @@ class LocalStages(nn.Module):
 
     @property
     def device(self) -> torch.device:
+        """Device of the parameters."""
         return next(self.parameters()).device
 
     @property
     def crossing_bytes(self) -> int:
-        """What one micro-batch's activations take that come from other ranks and go to them."""
+        """Bytes of one micro-batch's activations that are received from other ranks and sent to them."""
         arriving = [stage.arriving for stage in self.stages if stage.arriving is not None]
         leaving = [stage.leaving for stage in self.stages if stage.index < self.count - 1]
         return sum(crossing.likeness.nbytes for crossing in arriving + leaving)
 
     def forward(self, values: Tensor, number: int = 0) -> Tensor:
+        """Run one of this rank's stages.
+
+        Args:
+            values: Images [n, 3, S, S] for the network's first stage, else received activations.
+            number: Index of the stage on this rank.
+
+        Returns:
+            Activations to send, or logits [n, classes] of the network's last stage.
+        """
         return self.stages[number](values)
 
 
 def split_model(
     model: nn.Module, images: Tensor, rank: int, ranks: int, chunks: int = 1, profile: Profile | None = None
 ) -> LocalStages:
-    """What ``rank`` of ``ranks`` runs of ``model``: ``chunks`` stages, every ``ranks``-th.
+    """Cut ``model`` into stages and return those of one rank: ``chunks`` stages, every ``ranks``-th.
 
-    The slowest stage is made as fast as can be, by the times of a layer ``profile`` of the model, or without one by
-    counted multiplications. ``images`` are like one micro-batch, be it on the meta device. Their way through the model
-    is tried out once, in evaluation mode: call it under the autocast that the stages will run in. Raises UserError
-    where the model cannot be cut so often.
+    The cut makes the slowest stage as fast as possible. The model is run once, in evaluation mode and on zeros, to find
+    the activations between stages. Call this under the autocast that the stages will run in.
+
+    Args:
+        model: The whole network.
+        images: Like one micro-batch; may be on the meta device.
+        rank: Rank in the pipeline whose stages are returned.
+        ranks: Number of ranks in the pipeline.
+        chunks: Stages per rank.
+        profile: Layer times of the model; None: counted floating-point operations are used instead.
+
+    Raises:
+        UserError: The model cannot be cut into so many stages.
     """
     count = ranks * chunks
     pieces = segments_of(model, count)
@@ -114,7 +140,11 @@ def split_model(
 
 
 def recorded_times(pieces: Sequence[Segment], profile: Profile) -> list[float]:
-    """Milliseconds of each piece, forward and backward. Raises UserError where the profile is of another model."""
+    """Return the recorded time of each piece, forward and backward, in milliseconds.
+
+    Raises:
+        UserError: The profile is of another model.
+    """
     times = dict.fromkeys((name for piece in pieces for name in piece), 0.0)
     for layer in profile.layers:
         owner = next((name for name in times if f"{layer.name}.".startswith(f"{name}.")), None)
@@ -127,7 +157,7 @@ def recorded_times(pieces: Sequence[Segment], profile: Profile) -> list[float]:
 
 
 def _rehearse(model: nn.Module, pieces: Sequence[Segment], images: Tensor) -> tuple[list[ActivationSpec], list[float]]:
-    """What leaves each piece, and the floating-point operations of its forward. Leaves the model as it was."""
+    """Run the pieces once; return the output spec and the forward FLOPs of each, and leave the model as it was."""
     modes = {module: module.training for module in model.modules()}
     norms = [module for module in modes if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     hooks = [norm.register_forward_pre_hook(_refuse_single_values) for norm in norms]
@@ -161,7 +191,7 @@ def _refuse_single_values(norm: nn.Module, inputs: tuple[Tensor]) -> None:
 
 
 def _add(module: nn.Module, name: str, layer: nn.Module) -> None:
-    """``layer`` under a name with dots."""
+    """Add ``layer`` to ``module`` under a name with dots."""
     folder, _, rest = name.partition(".")
     if not rest:
         module.add_module(folder, layer)

@@ -1,8 +1,8 @@
-"""Weights on disk: safetensors, and what ``torch.save`` makes of a state dict.
+"""Read and write weights: safetensors, and state dicts saved by ``torch.save``.
 
-The latter are pickles, which may run whatever they like when they are read. They are read by torch's own reader of
-weights, which makes tensors, containers and numbers and nothing else; a file that asks for more is refused. What a
-file is, its first bytes say and not its name.
+The latter are pickles, which can run any code when they are read. They are read by torch's weights-only reader, which
+makes only tensors, containers and numbers; a file that asks for more is refused. The kind of a file is found from its
+first bytes, not from its name.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from imagenet_fast.models import build_model
 from imagenet_fast.recipe import schema
 from imagenet_fast.recipe.schema import Recipe
 
-_KEY = "imagenet_fast"  # the one of the metadata: safetensors writes several in any order, and files would differ
+_KEY = "imagenet_fast"  # the only metadata key: safetensors writes several in any order, and files would differ
 _LFS = b"version https://git-lfs"
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 _LONGEST_HEADER = 2**32
 _ENTRIES = ("state_dict_ema", "model_ema", "state_dict", "model")
-"""Where others' checkpoints keep weights, a moving average first: it is what they report."""
-_LISTED = 3  # of the weights that do not fit
+"""Entries of other programs' checkpoints that hold weights. The moving average is first: it is what they report."""
+_LISTED = 3  # number of misfitting weights that a message lists
 _MODELS: tuple[schema.Model, ...] = (
     schema.AlexNet(kind="alexnet"),
     schema.AlexNetBN(kind="alexnet_bn"),
@@ -45,23 +45,27 @@ _MODELS: tuple[schema.Model, ...] = (
 
 @dataclass(frozen=True)
 class Weights:
-    """What a file holds, under the names of the model's own state dict."""
+    """Weights of one file, under the names of the model's own state dict."""
 
     source: str
-    """What to call it in a sentence."""
+    """Name of the source in messages."""
     tensors: dict[str, Tensor]
     about: dict[str, Any] = field(default_factory=dict)
-    """What :func:`describe` said of it; nothing in others' files."""
+    """Description made by ``describe``; empty for files of other programs."""
 
     @property
     def class_names(self) -> list[str]:
-        """Nothing where they are not known."""
+        """Names of the classes; empty if they are not known."""
         names = self.about.get("classes")
         return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def read_weights(file: Path) -> Weights:
-    """The weights in ``file``, on the CPU. Raises UserError where there are none, or it would run code."""
+    """Read the weights in ``file``, on the CPU.
+
+    Raises:
+        UserError: The file holds no weights, cannot be read, or would run code.
+    """
     try:
         with file.open("rb") as opened:
             start = opened.read(64)
@@ -77,7 +81,13 @@ def read_weights(file: Path) -> Weights:
 
 
 def write_weights(tensors: Mapping[str, Tensor], path: Path, about: Mapping[str, Any]) -> None:
-    """Write them as safetensors with what is to be said about them; in one move, so never half."""
+    """Write weights and their description as a safetensors file, atomically.
+
+    Args:
+        tensors: The weights, by name.
+        path: The file to write.
+        about: Description of the weights, as by ``describe``.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}")
     metadata = {_KEY: json.dumps(about, sort_keys=True)} if about else None
@@ -89,9 +99,12 @@ def write_weights(tensors: Mapping[str, Tensor], path: Path, about: Mapping[str,
 
 
 def describe(name: str, recipe: Recipe, class_names: Sequence[str]) -> dict[str, Any]:
-    """What one needs to know of weights to use them: their model, and how images are prepared for it.
+    """Return what a user of the weights needs: their model, and how images are prepared for it.
 
-    ``name`` is the recipe's. Without names of classes nothing is said of them.
+    Args:
+        name: Name of the recipe.
+        recipe: The recipe.
+        class_names: Names of the classes; if empty, they are left out.
     """
     data = recipe.data.model_dump(include={"resize", "mean", "std"}) | {"image_size": recipe.data.evaluated_size}
     classes = {"classes": list(class_names)} if class_names else {}
@@ -99,11 +112,18 @@ def describe(name: str, recipe: Recipe, class_names: Sequence[str]) -> dict[str,
 
 
 def fit(weights: Weights, model: schema.Model, classes: int, fresh_head: bool = False) -> Weights:
-    """Those of ``weights`` that a ``model`` for so many ``classes`` is to be filled with, in its own dtypes.
+    """Return the tensors of ``weights`` that a model is filled with, in the model's own dtypes.
 
-    ``fresh_head`` leaves out its last layer. Counts of batches, which nothing here reads, may be missing, as in files
-    from before torch had them. Raises UserError where something is missing, unknown, of another shape or not finite,
-    or a variance is negative.
+    Batch counts, which nothing here reads, may be missing, as in files from before torch had them.
+
+    Args:
+        weights: Weights from a file.
+        model: The model to fill.
+        classes: Number of classes of the model.
+        fresh_head: Whether to leave out the last layer.
+
+    Raises:
+        UserError: A tensor is missing, unknown, of another shape, not plain or not finite, or a variance is negative.
     """
     network = _blank(model, classes)
     expected = network.state_dict()
@@ -132,12 +152,12 @@ def fit(weights: Weights, model: schema.Model, classes: int, fresh_head: bool = 
 
 
 def fill(network: nn.Module, fitting: Weights) -> None:
-    """Give ``network`` what :func:`fit` has found for it. What that left out stays as it is."""
+    """Load the result of ``fit`` into ``network``. What ``fit`` left out stays as it is."""
     network.load_state_dict(fitting.tensors, strict=False)
 
 
 def recognise(weights: Weights) -> tuple[schema.Model, int] | None:
-    """Which of our models these are weights of, and for how many classes."""
+    """Return the known model that these weights belong to, and their number of classes; None if there is none."""
     for model in _MODELS:
         classes = classes_of(weights, model)
         if classes and not _differences(weights.tensors, _blank(model, classes).state_dict()):
@@ -146,7 +166,7 @@ def recognise(weights: Weights) -> tuple[schema.Model, int] | None:
 
 
 def classes_of(weights: Weights, model: schema.Model) -> int:
-    """How many classes they tell apart, if they are a ``model``'s; 0 where they have no last layer of that name."""
+    """Return the number of classes, if the weights are of ``model``; 0 if they have no last layer of that name."""
     _, bias = _head(_blank(model, 1))
     return weights.tensors[bias].numel() if bias in weights.tensors else 0
 
@@ -156,7 +176,7 @@ def _read_safetensors(file: Path) -> Weights:
         with safe_open(file, framework="pt") as opened:
             said = opened.metadata() or {}
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (it is no dict)
-    except Exception as error:  # what a damaged file does to a reader is nowhere listed
+    except Exception as error:  # the errors of a reader on a damaged file are not documented
         raise UserError(f"{file} is damaged or cut off ({_first_line(error)}); copy or fetch it again") from None
     try:
         about = json.loads(said.get(_KEY, "{}"))
@@ -168,9 +188,9 @@ def _read_safetensors(file: Path) -> Weights:
 def _read_pickle(file: Path) -> object:
     try:
         with file.open("rb") as opened, warnings.catch_warnings(), torch.serialization.safe_globals([Namespace]):
-            warnings.simplefilter("ignore")  # of TorchScript, which is refused
-            return torch.load(opened, map_location="cpu", weights_only=True)  # by its name torch would judge it
-    except Exception as error:  # what a damaged file does to a reader is nowhere listed
+            warnings.simplefilter("ignore")  # about TorchScript, which is refused
+            return torch.load(opened, map_location="cpu", weights_only=True)  # given a path, torch would go by its name
+    except Exception as error:  # the errors of a reader on a damaged file are not documented
         if asked := re.search(r"GLOBAL (\S+)", str(error)):
             raise UserError(
                 f"{file} would have {asked[1]} called when it is read, which may run any code; give a file of the "
@@ -186,7 +206,7 @@ def _read_pickle(file: Path) -> object:
 
 
 def _unwrap(file: Path, content: object) -> Weights:
-    """The state dict in what was read: the whole of it, or the entry that the usual names or their sort tell."""
+    """Return the state dict in a file's content: all of it, or the entry found by its name or type."""
     if _is_state_dict(content):
         return Weights(str(file), _plain_names(content))
     entries = content if isinstance(content, dict) else {}
@@ -210,7 +230,7 @@ def _is_state_dict(value: object) -> TypeGuard[dict[str, Tensor]]:
 
 
 def _plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Without what torch's wrappers put before names: compiled modules, averaged models, DDP."""
+    """Remove the prefixes that torch's wrappers add to names: compiled modules, averaged models, DDP."""
     plain = {name.replace("_orig_mod.", ""): tensor for name, tensor in tensors.items() if name != "n_averaged"}
     while plain and all(name.startswith("module.") for name in plain):
         plain = {name.removeprefix("module."): tensor for name, tensor in plain.items()}
@@ -218,19 +238,19 @@ def _plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _blank(model: schema.Model, classes: int) -> nn.Module:
-    """The network without memory for its weights."""
+    """Return the network without memory for its weights."""
     with torch.device("meta"):
         return build_model(model, classes)
 
 
 def _head(network: nn.Module) -> tuple[str, str]:
-    """The names of the last layer's weight and bias."""
+    """Return the names of the last layer's weight and bias."""
     name = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)][-1]
     return f"{name}.weight", f"{name}.bias"
 
 
 def _differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, str]:
-    """What is wrong with each that does not fit, by name."""
+    """Return what is wrong with each tensor that does not fit, by name."""
     missing = [n for n in expected if n not in found and not n.endswith(".num_batches_tracked")]
     unknown = [n for n in found if n not in expected]
     other = [n for n in expected if n in found and found[n].shape != expected[n].shape]
@@ -239,7 +259,7 @@ def _differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
 
 
 def _misfit(weights: Weights, model: schema.Model, classes: int, wrong: Mapping[str, str]) -> str:
-    """Why they do not fit, as shortly as it can be said."""
+    """Return the message that says why weights do not fit, as short as possible."""
     source, wanted = weights.source, _name(model)
     match recognise(weights):
         case (known, theirs) if _name(known) == wanted:

@@ -1,1 +1,1 @@
-"""Axes of parallelism beside data: models divided over ranks."""
+"""Divide models over ranks: the axes of parallelism besides data."""

@@ -1,4 +1,4 @@
-"""A model divided over ranks: what this one trains of it, and what it asks of those that train the rest."""
+"""Divide a model over ranks, and reduce and gather values over the ranks that train its parts."""
 
 from __future__ import annotations
 
@@ -26,24 +26,27 @@ from imagenet_fast.sync.pool_group import Pools
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """This rank's part of a model. Ranks of one model must ask for the same, in the same order."""
+    """This rank's part of a model; ranks of one model must call the same methods in the same order."""
 
     own: nn.Module
     """What this rank trains: the model with shards in place of layers, or some stages of it."""
     layout: ProcessGroups
     activations: ActivationTraffic
     outline: nn.Module | None
-    """The whole model, on the meta device; None where no stage is missing here."""
+    """The whole model, on the meta device; None if no stage is missing here."""
 
     @cached_property
     def shards(self) -> dict[nn.Parameter, None]:
-        """The parameters of which this rank holds one shard, in the order of layers."""
+        """Parameters of which this rank holds one shard, in the order of layers."""
         return {param: None for _, param, _ in shards_of(self.own)}
 
     def whole(self, trained: nn.Module) -> nn.Module:
-        """A copy of the whole model with the weights of ``trained``, which is ``own`` or like it; on every rank.
+        """Return the whole model with the weights of ``trained``, on every rank.
 
-        Weights must be up to date (:meth:`GradientSync.settle`).
+        It is a copy. Weights must be up to date (``GradientSync.settle``).
+
+        Args:
+            trained: ``own``, or a module like it.
         """
         trained = gathered(trained)
         if self.outline is None:
@@ -52,13 +55,24 @@ class ParallelModel:
         return joined(trained, self.outline, self.layout.pipeline)
 
     def parts(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of tensors by the names of a whole model's what this rank has of them, by the names in ``own``."""
+        """Return this rank's part of ``whole``, under the names in ``own``.
+
+        Args:
+            whole: Tensors by the names of the whole model.
+        """
         held = self.own.state_dict().keys()
         return sharded(self.own, {name: tensor for name, tensor in whole.items() if name in held})
 
     def whole_norms(self, params: Sequence[nn.Parameter], norms: Tensor) -> Tensor:
-        """From norms [..., parameters] of what this rank holds those of whole parameters; added up in the order of
-        layers, for that of ``params`` is a pool's, and this rank's pool is not that of the others."""
+        """Return the norms of whole parameters from those of this rank's parts.
+
+        The squares are summed in the order of layers, because the order of ``params`` is that of a pool, and pools
+        differ between ranks.
+
+        Args:
+            params: Parameters or shards of this rank.
+            norms: Their norms [..., parameters].
+        """
         held = dict(zip(params, norms.unbind(-1), strict=True))
         shards = [param for param in self.shards if param in held]
         if not shards:
@@ -69,20 +83,30 @@ class ParallelModel:
         return torch.stack([held[param] for param in params], -1)
 
     def length(self, own: Tensor) -> Tensor:
-        """From the norm of what one stage holds, of whole parameters, that of all stages."""
+        """Return the norm over all stages, from ``own``, the norm of one stage's whole parameters."""
         squared = own.square()
         dist.all_reduce(squared, group=self.layout.pipeline)
         return squared.sqrt()
 
     def largest(self, value: Tensor) -> Tensor:
-        """Of the values of all ranks that hold the same model, in place."""
+        """Replace ``value`` by the maximum over all ranks that hold the same model, in place, and return it."""
         for group in (self.layout.tensor, self.layout.pipeline):
             dist.all_reduce(value, dist.ReduceOp.MAX, group)
         return value
 
     def synchronised(self, engine: EngineSettings | DdpSync | Engine, steps_per_epoch: int = 1) -> GradientSync:
-        """Shards are averaged over the ranks that hold the same ones, all else over the ranks of the stage; each pool
-        by an engine of its own. Raises ValueError for torch's DDP, which has one group for all parameters."""
+        """Build the gradient sync of this rank's part.
+
+        Shards are averaged over the ranks that hold the same shards, all other parameters over the ranks of the stage.
+        Each of the two pools has an engine of its own.
+
+        Args:
+            engine: The engine, or its settings.
+            steps_per_epoch: Optimiser steps in one epoch.
+
+        Raises:
+            ValueError: The engine is torch's DDP, which has one group for all parameters.
+        """
         if isinstance(engine, DdpSync):
             raise ValueError("torch's DDP averages all parameters over the same ranks; take an engine that has a pool")
         pools = []
@@ -101,12 +125,20 @@ def parallelize(
     cast: AbstractContextManager[object],
     profile: Profile | None = None,
 ) -> ParallelModel:
-    """Give this rank its part of ``model``, of which it is left, in place, no more than that. All ranks hold the same
-    at first.
+    """Reduce ``model`` in place to this rank's part of it.
 
-    ``images`` are like what a rank reads at once, be it on the meta device; forward will run under ``cast``. Stages are
-    made even by a layer ``profile``, or without one by counted work. Raises UserError or ValueError where ``model``
-    cannot be divided so.
+    All ranks hold the same model at first.
+
+    Args:
+        parallel: The recipe's layout.
+        model: The whole model, on this rank's device.
+        images: Like what a rank reads at once; may be on the meta device.
+        cast: Context in which forward will run.
+        profile: Layer times by which stages are balanced; None: by counted operations.
+
+    Raises:
+        UserError: ``model`` cannot be cut into these stages.
+        ValueError: ``model`` cannot be sharded.
     """
     device = next(model.parameters()).device
     outline = copy.deepcopy(model).to("meta") if parallel.pipeline > 1 else None

@@ -1,9 +1,9 @@
-"""A batch through the stages of several ranks, in micro-batches, by one of torch's schedules.
+"""Run a batch through pipeline stages on several ranks, in micro-batches, by one of torch's schedules.
 
-GPipe (Huang et al., arXiv 1811.06965) sends all micro-batches forward and then all backward; 1F1B (PipeDream-Flush,
-Narayanan et al., arXiv 2006.09503) goes backward as soon as it can, and so keeps fewer activations; interleaved 1F1B
-(arXiv 2104.04473) gives each rank several stages, so that the pipeline fills sooner. Gradients are those of
-accumulation over the same micro-batches.
+GPipe (Huang et al., arXiv 1811.06965) runs all forwards and then all backwards. 1F1B (PipeDream-Flush, Narayanan et
+al., arXiv 2006.09503) runs a backward as soon as it can, so it keeps fewer activations. Interleaved 1F1B (arXiv
+2104.04473) gives each rank several stages, so the pipeline fills sooner. Gradients equal those of accumulation over the
+same micro-batches.
 """
 
 from __future__ import annotations
@@ -29,17 +29,14 @@ from imagenet_fast.sync.engines.ddp import DdpPeer
 
 Pass = Literal["forward", "backward"]
 Observe = Callable[[Pass, int], AbstractContextManager[object]]
-"""What surrounds one pass of one micro-batch through a stage, which it is told by its place in the pipeline."""
+"""Function that returns a context for one pass of one micro-batch, given the stage's position in the pipeline."""
 
 
 class Pipeline:
-    """The ranks of ``group`` as a pipeline, of which this one runs ``part``.
+    """The ranks of ``group`` as a pipeline, of which this rank runs ``part``.
 
-    ``sync`` averages the part's gradients with those of its replicas: they leave during the last micro-batch's
-    backward, unless a ``no_sync`` of the caller's says otherwise; None: there are no replicas. Forward and
-    ``criterion``, a mean over images, run under ``cast``. Running statistics of batch norms move once a batch, as in
-    accumulation (:mod:`imagenet_fast.models.batchnorm_stats`). Raises UserError where schedule, micro-batches and
-    engine do not go together.
+    Running statistics of batch norms move once per batch, as in accumulation
+    (``imagenet_fast.models.batchnorm_stats``).
     """
 
     def __init__(
@@ -54,6 +51,23 @@ class Pipeline:
         observe: Observe | None = None,
         activations: ActivationTraffic | None = None,
     ) -> None:
+        """Build the schedule of this rank.
+
+        Args:
+            part: The stages of this rank.
+            group: Ranks of the pipeline; None: all ranks.
+            schedule: ``gpipe``, ``1f1b`` or ``interleaved``.
+            micro_batches: Micro-batches in a batch.
+            criterion: Loss as a mean over images.
+            sync: Averages the part's gradients with those of its replicas. They are sent during the last micro-batch's
+                backward, unless the caller is in ``no_sync``. None: there are no replicas.
+            cast: Context in which forward and ``criterion`` run; None: fp32.
+            observe: Makes a context for each pass; None: not observed.
+            activations: Counts the activations sent; None: not counted.
+
+        Raises:
+            UserError: Schedule, micro-batches and engine do not go together.
+        """
         self._ranks = dist.get_world_size(group)
         if (why := misfit(schedule, self._ranks, micro_batches)) is not None:
             raise UserError(why)
@@ -75,10 +89,15 @@ class Pipeline:
         self._schedule = _schedule(schedule, self._stages, micro_batches, self._criterion_of)
 
     def __call__(self, images: Tensor, labels: Tensor, scale: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Forward and backward of a batch, of which the first stage reads ``images`` and the last ``labels``.
+        """Run forward and backward of a batch, and return its mean loss on every rank.
 
-        Returns the mean loss, on every rank. What is differentiated is what ``scale`` makes of it. Raises UserError
-        where the batch is not of the size that the network was cut for.
+        Args:
+            images: Read by the first stage.
+            labels: Read by the last stage.
+            scale: Function of the loss whose result is differentiated; None: the loss itself.
+
+        Raises:
+            UserError: The batch is not of the size that the network was cut for.
         """
         source = self._micro_batches * len(self._part.images)
         if len(images) != source or len(labels) != source:
@@ -91,26 +110,29 @@ class Pipeline:
         for stage in self._stages:
             stage.statistics.begin()
         first, last = self._stages[0].is_first, self._stages[-1].is_last
-        here.enter("sync")  # but for the passes: stages wait for one another
-        with self._cast:  # over all micro-batches, which so share the copies of weights that it makes
+        here.enter("sync")  # outside the passes, stages wait for one another
+        with self._cast:  # around all micro-batches, so that they share the cast copies of weights
             self._schedule.step(*((images,) if first else ()), target=labels if last else None)
         if self._activations is not None:
             crossed = self._micro_batches * self._part.crossing_bytes
-            self._activations.exchanged(crossed, crossed)  # either as activations or as their gradients
+            self._activations.exchanged(crossed, crossed)  # sent as activations, received as gradients, or reverse
         dist.broadcast(self._loss, group=self._group, group_src=self._ranks - 1)
         return self._loss
 
     def _criterion_of(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Of one micro-batch; the sum over all is the batch's mean."""
+        """Return the loss of one micro-batch, divided so that the sum over all is the batch's mean."""
         loss = self._criterion(logits, labels) / self._micro_batches
         self._loss += loss.detach()
         return loss if self._scale is None else self._scale(loss)
 
 
 def joined(part: LocalStages, outline: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
-    """The whole network as the ranks of a pipeline hold it, a copy on each. ``outline`` is like it, on the meta device.
+    """Return the whole network that the ranks of a pipeline hold, a copy on each rank. Every rank must call it.
 
-    Every rank must ask for it.
+    Args:
+        part: The stages of this rank.
+        outline: The whole network, on the meta device.
+        group: Ranks of the pipeline.
     """
     own, rank, whole = part.state_dict(), dist.get_rank(group), dict[str, Tensor]()
     for name, like in outline.state_dict().items():
@@ -126,7 +148,7 @@ def joined(part: LocalStages, outline: nn.Module, group: dist.ProcessGroup | Non
 
 
 class _MicroStage(PipelineStage):
-    """A stage that hands its gradients to the engine during the last micro-batch's backward, and during no other."""
+    """Stage that hands its gradients to the engine only during the last micro-batch's backward."""
 
     def __init__(
         self,
@@ -168,7 +190,7 @@ class _MicroStage(PipelineStage):
 def _schedule(
     schedule: str, stages: list[_MicroStage], micro_batches: int, loss: Callable[[Tensor, Tensor], Tensor]
 ) -> ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B:
-    """Losses are means already, so gradients are not to be divided once more."""
+    """Build torch's schedule without dividing gradients once more: losses are means already."""
     if schedule == "interleaved":
         return ScheduleInterleaved1F1B([*stages], micro_batches, loss, scale_grads=False)
     kind = Schedule1F1B if schedule == "1f1b" else ScheduleGPipe

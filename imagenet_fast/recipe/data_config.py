@@ -83,7 +83,7 @@ class ImageData(Table):
     prefetch: PositiveInt = 2
     """Batches read ahead of the one in training; at least 1."""
     on_bad_image: Literal["fail", "skip"] = "fail"
-    """How to treat an image that cannot be decoded.
+    """Treatment of an image that cannot be decoded.
 
     ``fail``: end the run with an error that names the image. ``skip``: name it in a warning. In training another image
     replaces it; in an evaluation it counts as wrong.

@@ -16,7 +16,7 @@ from imagenet_fast.recipe.schema import Recipe
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank trains, and where rank 0 writes the records of the run."""
+    """The recipe that every rank trains, with the directories and options of one run."""
 
     name: str
     """The recipe's name."""

@@ -1,4 +1,4 @@
-"""The recipe: everything that decides a result, as one flat set of tables. See ``recipes/*.toml``.
+"""The recipe: all settings that decide a run's result, as one set of tables. See ``recipes/*.toml``.
 
 Importing this module does not import torch.
 """
@@ -15,41 +15,50 @@ from imagenet_fast.recipe.pipeline_schedules import chunks_of, misfit
 from imagenet_fast.recipe.sync_config import Sync
 
 Percent = Annotated[float, Field(gt=0, le=100)]
+"""A percentage above 0 and at most 100."""
 
 
 class AlexNet(Table):
     """torchvision's AlexNet (Krizhevsky's "one weird trick" variant, 61.1 M parameters)."""
 
     sharded_width: ClassVar[int] = 4096
-    """Units of the fully connected layers that ``parallel.tensor`` divides; 0: it has none so large."""
+    """Units of the fully connected layers that ``parallel.tensor`` divides; 0: it has no such layers."""
     most_stages: ClassVar[int] = 8
-    """Into how many pieces a pipeline can cut it."""
+    """Largest number of pipeline stages that the model can be split into."""
 
     kind: Literal["alexnet"]
     dropout: Fraction = 0.5
+    """Dropout probability, from 0 to below 1."""
 
 
 class AlexNetBN(Table):
-    """The AlexNet with batch norm that the large-batch papers train; ``pool5_norm`` as in Jia et al. 2018."""
+    """AlexNet with batch norm, as trained in the large-batch papers.
+
+    ``pool5_norm`` is as in Jia et al. 2018.
+    """
 
     sharded_width: ClassVar[int] = 4096
     most_stages: ClassVar[int] = 8
 
     kind: Literal["alexnet_bn"]
     dropout: Fraction = 0.5
+    """Dropout probability, from 0 to below 1."""
     pool5_norm: bool = False
+    """Whether to add a batch norm after the last pooling layer, pool5."""
 
 
 class ResNet(Table):
-    """torchvision's ResNet-18 or ResNet-50; ``zero_init_last_gamma`` starts residual blocks as identities."""
+    """torchvision's ResNet-18 or ResNet-50."""
 
     sharded_width: ClassVar[int] = 0
 
     kind: Literal["resnet18", "resnet50"]
     zero_init_last_gamma: bool = False
+    """Whether residual blocks start as identities: each block's last batch norm has gamma 0."""
 
     @property
     def most_stages(self) -> int:
+        """Largest number of pipeline stages that the model can be split into."""
         return {"resnet18": 11, "resnet50": 19}[self.kind]
 
 
@@ -63,7 +72,10 @@ class Full(Table):
 
 
 class TensorFloat(Table):
-    """fp32, but matrix products and convolutions in TF32 on GPUs that have it: 10 bits of mantissa, and far faster."""
+    """fp32, with matrix products and convolutions in TF32 on GPUs that have it.
+
+    TF32 has 10 bits of mantissa and is far faster.
+    """
 
     kind: Literal["tf32"]
 
@@ -75,110 +87,148 @@ class BFloat16(Table):
 
 
 class Float16(Table):
-    """fp16 autocast over fp32 weights. ``loss_scale`` 0 means dynamic, anything else is kept."""
+    """fp16 autocast over fp32 weights."""
 
     kind: Literal["fp16"]
     loss_scale: NonNegativeFloat = 0.0
+    """Loss scale; 0: dynamic, any other value stays fixed."""
 
 
 Precision = Annotated[Full | TensorFloat | BFloat16 | Float16, Field(discriminator="kind")]
 
 
 class Sgd(Table):
+    """SGD with momentum. Biases and norm layers are not decayed."""
+
     kind: Literal["sgd"]
     lr: PositiveFloat
+    """Peak learning rate, at the end of the warm-up; above 0."""
     momentum: Fraction = 0.9
+    """Momentum, from 0 to below 1."""
     nesterov: bool = False
+    """Whether to use Nesterov momentum."""
     weight_decay: NonNegativeFloat
+    """Weight decay; 0: none."""
 
 
 class Lars(Table):
-    """LARS (You et al., arXiv 1708.03888). Norm layers take plain SGD steps without decay."""
+    """LARS (You et al., arXiv 1708.03888).
+
+    Norm layers take plain SGD steps without decay.
+    """
 
     kind: Literal["lars"]
     lr: PositiveFloat
+    """Peak learning rate, at the end of the warm-up; above 0."""
     momentum: Fraction = 0.9
+    """Momentum, from 0 to below 1."""
     weight_decay: NonNegativeFloat
+    """Weight decay; 0: none."""
     trust_coefficient: PositiveFloat = 0.001
+    """Factor of each layer's trust ratio (eta in the paper); above 0."""
     epsilon: NonNegativeFloat = 0.0
+    """Number added to the denominator of the trust ratio; unused with ``clip``."""
     clip: bool = False
-    """NVCaffe's LARC: the layer's rate is at most ``lr`` instead of a multiple of it."""
+    """Whether to limit each layer's rate to at most ``lr`` instead of multiplying by ``lr``: NVCaffe's LARC."""
     biases: Literal["plain", "scaled"] = "plain"
-    """``plain``: biases take SGD's steps at ``lr`` without decay, as in MLPerf's ResNet-50. ``scaled``: each bias is
-    decayed and has a rate of its own, as weights are, as in NVCaffe's AlexNet."""
+    """Update rule for biases.
+
+    ``plain``: SGD steps at ``lr`` without decay, as in MLPerf's ResNet-50. ``scaled``: each bias is decayed and has a
+    rate of its own, as weights do, as in NVCaffe's AlexNet.
+    """
 
 
 Optim = Annotated[Sgd | Lars, Field(discriminator="kind")]
 
 
 class Warmup(Table):
-    """Rises from ``start_lr`` to the optimiser's ``lr`` over ``warmup_epochs``."""
+    """A learning rate that rises linearly from ``start_lr`` to the optimiser's ``lr`` over ``warmup_epochs``."""
 
     warmup_epochs: NonNegativeFloat = 0.0
+    """Length of the warm-up, in epochs, at most ``epochs``; 0: no warm-up."""
     start_lr: NonNegativeFloat = 0.0
+    """Learning rate from which the warm-up rises."""
 
 
 class Polynomial(Warmup):
-    """(1 - t/T)^power down to ``end_lr``, T counted after the warm-up."""
+    """Polynomial decay from the optimiser's ``lr`` down to ``end_lr``.
+
+    The rate above ``end_lr`` falls as (1 - t/T)^power, where t and T are counted after the warm-up.
+    """
 
     kind: Literal["polynomial"]
     power: PositiveFloat = 2.0
+    """Exponent of the decay; above 0."""
     end_lr: NonNegativeFloat = 0.0
+    """Learning rate at the end of training."""
 
 
 class StepDecay(Warmup):
-    """Multiplied by ``gamma`` at each of ``milestones`` (epochs)."""
+    """Decay by a factor of ``gamma`` at each of ``milestones``."""
 
     kind: Literal["step"]
     milestones: tuple[PositiveFloat, ...]
+    """Epochs, each above 0, at which the learning rate is multiplied by ``gamma``."""
     gamma: PositiveFloat = 0.1
+    """Factor at each milestone; above 0."""
 
 
 class Cosine(Warmup):
-    """Half a cosine down to ``end_lr``."""
+    """Decay along half a cosine from the optimiser's ``lr`` down to ``end_lr``, after the warm-up."""
 
     kind: Literal["cosine"]
     end_lr: NonNegativeFloat = 0.0
+    """Learning rate at the end of training."""
 
 
 Schedule = Annotated[Polynomial | StepDecay | Cosine, Field(discriminator="kind")]
 
 
 class Parallel(Table):
-    """The axes of parallelism. What ``tensor`` and ``pipeline`` leave of the ranks is data parallelism."""
+    """The axes of parallelism.
+
+    Ranks that ``tensor`` and ``pipeline`` do not use are for data parallelism.
+    """
 
     tensor: PositiveInt = 1
-    """Ranks that hold AlexNet's large layers together, and exchange activations instead of those layers' gradients
-    (Krizhevsky's "one weird trick", arXiv 1404.5997). That is fewer bytes while those ranks see less than 4096 images
-    a step; but activations are waited for, and gradients may travel meanwhile."""
+    """Ranks that share AlexNet's large fully connected layers, each with a shard; 1: off.
+
+    They exchange activations instead of those layers' gradients (Krizhevsky's "one weird trick", arXiv 1404.5997). That
+    is fewer bytes while those ranks together use fewer than 4096 images a step. But training waits for activations,
+    while gradients can be sent during computation.
+    """
     pipeline: PositiveInt = 1
-    """Stages, one after another, into which the model is cut; each has ranks of its own."""
+    """Number of consecutive stages into which the model is split, each on ranks of its own; 1: off."""
     micro_batches: PositiveInt = 1
-    """Into which a pipeline cuts what it sees at once; with one, a stage works while all others wait."""
+    """Micro-batches into which a pipeline splits the images it reads at once; at least 1.
+
+    With 1, only one stage works at a time.
+    """
     schedule: str = "1f1b"
-    """When a stage does which forward and which backward: gpipe, 1f1b or interleaved."""
+    """Order of the forward and backward passes in a pipeline: gpipe, 1f1b or interleaved."""
 
     @property
     def ranks(self) -> int:
-        """That hold the model together; data parallelism is over as many times more."""
+        """Ranks that hold one copy of the model; data parallelism multiplies them."""
         return self.tensor * self.pipeline
 
     def layout(self, ranks: int) -> str:
-        """The name of what it makes of so many ranks: ``dp4``, ``tp4``, ``pp2dp2``."""
+        """Return the name of the layout of ``ranks`` ranks: ``dp4``, ``tp4``, ``pp2dp2``."""
         return "".join(f"{axis}{size}" for axis, size in self.axes(ranks).items() if size > 1) or "dp1"
 
     def axes(self, ranks: int) -> dict[str, int]:
-        """The size of each axis, over so many ranks."""
+        """Return the size of each axis for ``ranks`` ranks."""
         return {"pp": self.pipeline, "dp": ranks // self.ranks, "tp": self.tensor}
 
     @property
     def as_written(self) -> str:
-        """How a recipe asks for it, to be told where that will not do."""
+        """The setting as a recipe writes it, for error messages."""
         axes = [f"parallel.{axis} {getattr(self, axis)}" for axis in ("tensor", "pipeline") if getattr(self, axis) > 1]
         return " x ".join(axes)
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> Parallel:
+        """Check that the schedule and its micro-batches fit the pipeline."""
         if self.pipeline == 1:
             if self.micro_batches > 1:
                 raise ValueError(f"micro_batches {self.micro_batches} are those of a pipeline, and pipeline is 1")
@@ -190,58 +240,87 @@ class Parallel(Table):
 
 
 class Checkpointing(Table):
-    """When the training's state is saved, besides at each evaluation and at the end."""
+    """When to save the training state, in addition to each evaluation and the end of the run."""
 
     every_steps: NonNegativeInt = 0
-    """0: not after a number of steps."""
+    """Steps between checkpoints; 0: none by step count."""
     every_minutes: NonNegativeFloat = 10.0
-    """Since the last one was begun; 0: not after a time."""
+    """Minutes from the start of one checkpoint to the next; 0: none by time."""
     keep: NonNegativeInt = 1
-    """Checkpoints kept besides the newest and the best. With 0 there may be no other if the newest is damaged."""
+    """Checkpoints to keep in addition to the newest and the best.
+
+    With 0 there may be no other if the newest is damaged.
+    """
     grace_s: PositiveFloat = 50.0
-    """How long a rank may take to save and end once a signal has asked it to. Kubernetes kills 60 s after SIGTERM."""
+    """Seconds that a rank may take to save and end after a signal; above 0. Kubernetes kills 60 s after SIGTERM."""
 
 
 class Timeout(Table):
-    """How long a rank may stand still, in one phase of a step, before all end and it is named. Waiting counts too."""
+    """Longest time that a rank may spend in one phase of a step before all ranks end and it is reported.
+
+    Waiting for other ranks counts too.
+    """
 
     first_step_s: PositiveFloat = 300.0
-    """Whatever is done for the first time, as it may compile and connect: all until the second step, and the first
-    evaluation."""
+    """Seconds for anything done for the first time, as it may compile and connect; above 0.
+
+    This covers everything until the second step, and the first evaluation.
+    """
     step_s: PositiveFloat = 100.0
+    """Seconds in all other phases; above 0."""
 
 
 class Recipe(Table):
-    """A complete training run. The global batch is fixed; ranks decide how it is split, not what is learned."""
+    """A complete training run.
+
+    The global batch is fixed: the number of ranks decides how it is split, not what is learned.
+    """
 
     ranks: PositiveInt
-    """The number of ranks the recipe was written for; decides the micro-batch when ``micro_batch`` is 0."""
+    """Number of ranks that the recipe was written for. It sets the micro-batch when ``micro_batch`` is 0."""
     global_batch: PositiveInt
+    """Images per optimiser step, over all ranks; at least 1."""
     micro_batch: Annotated[int, Field(ge=0)] = 0
-    """Images a rank sees at once, and so the batch-norm span; 0 means global_batch / ranks."""
+    """Images that a rank processes at once, which batch norm takes its statistics over. 0: global_batch / ranks."""
     epochs: PositiveInt
+    """Epochs to train; at least 1."""
     target_top1: Percent | None = None
-    """Training stops at the first evaluation that reaches it (percent); absent: it trains to the end."""
+    """Top-1 accuracy, in percent, at which to stop; above 0 and at most 100.
+
+    Training stops at the first evaluation that reaches it. Absent: train to the end.
+    """
     eval_every: PositiveInt = 1
     """Epochs between evaluations; the last epoch is always evaluated."""
     first_eval: PositiveInt | None = None
-    """The first epoch after which is evaluated; absent: ``eval_every``."""
+    """First epoch, from 1, that is followed by an evaluation; absent: ``eval_every``."""
     log_every: PositiveInt = 10
     """Steps between log lines."""
     nonfinite_steps: NonNegativeInt = 5
-    """The run ends where the loss has not been finite for so many steps in a row, which is looked at with every log
-    line; nothing is saved meanwhile. 0: it goes on, and is saved, whatever the loss."""
+    """Consecutive steps with a non-finite loss that end the run; 0: never.
+
+    They are checked at each log line. Nothing is saved while the loss is not finite; with 0 the run continues, and is
+    saved, whatever the loss.
+    """
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1
+    """Seed of weights, data order and augmentation; from 0 to below 2**31."""
     label_smoothing: Fraction = 0.0
+    """Label smoothing, from 0 to below 1; 0: off."""
     clip_norm: NonNegativeFloat = 0.0
-    """Gradients are scaled down together where their global L2 norm exceeds it; 0 turns it off."""
+    """Largest global L2 norm of all gradients; if it is larger, they are scaled down together. 0: off."""
     ema_decay: Fraction = 0.0
-    """Evaluate and save a moving average of the weights with this decay a step; 0 turns it off."""
+    """Decay per step of a moving average of the weights, which is then evaluated and saved; from 0 to below 1.
+
+    0: off.
+    """
     channels_last: bool = True
+    """Whether to store weights and activations in channels_last memory format."""
     compile: bool = False
-    """torch.compile, block by block so that gradients still surface layer by layer."""
+    """Whether to use torch.compile, block by block, so that gradients still become ready layer by layer."""
     numa_binding: bool = True
-    """Each rank keeps to the cores of the NUMA node that its GPU is on, where the kernel tells which."""
+    """Whether to bind each rank to the cores of its GPU's NUMA node.
+
+    It has no effect where the kernel does not report the NUMA node.
+    """
     model: Model
     data: Data
     precision: Precision
@@ -253,12 +332,13 @@ class Recipe(Table):
     timeout: Timeout = Timeout()
 
     def evaluates_after(self, epoch: int) -> bool:
-        """Whether an evaluation follows epoch ``epoch``, counted from 1."""
+        """Return whether an evaluation follows epoch ``epoch``, counted from 1."""
         since_first = epoch - (self.first_eval or self.eval_every)
         return epoch == self.epochs or (since_first >= 0 and since_first % self.eval_every == 0)
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
+        """Check settings of different tables against each other, and fill in derived sync settings."""
         if self.schedule.warmup_epochs > self.epochs:
             raise ValueError(f"schedule.warmup_epochs ({self.schedule.warmup_epochs}) exceeds epochs ({self.epochs})")
         smallest = {"alexnet": 63, "alexnet_bn": 67}.get(self.model.kind, 32)
@@ -273,7 +353,11 @@ class Recipe(Table):
         return self if sync is self.sync else self.model_copy(update={"sync": sync})
 
     def _check_sync(self) -> None:
-        """Refuse what needs all gradients at once where an engine updates layers one by one, or leaves some behind."""
+        """Refuse settings that the sync engine cannot provide.
+
+        An engine that updates layers one by one does not have all gradients at once. An engine that keeps some
+        gradients for later steps does not have the gradients of one step.
+        """
         sync = self.sync
         if sync.defers:
             if self.clip_norm:
@@ -299,7 +383,7 @@ class Recipe(Table):
                 raise ValueError(f"{why} drop one that overflows (precision.kind 'fp16')")
 
     def _check_parallel(self) -> None:
-        """Refuse to divide what the model does not have, or what an engine or a compiler takes for whole."""
+        """Refuse axes that do not fit the model, the sync engine or torch.compile."""
         tensor, width, kind = self.parallel.tensor, self.model.sharded_width, self.model.kind
         if tensor > 1 and not width:
             raise ValueError(

@@ -1,6 +1,6 @@
-"""The gradient-sync engines a recipe can name: their settings, and what others ask of them.
+"""The gradient-sync engines a recipe can name: their settings, and the properties that other modules query.
 
-Nobody else needs to know which engine it is, save the ``match`` that builds it (``sync/__init__.py``).
+No other module needs to know which engine it is, except the ``match`` that builds it (``sync/__init__.py``).
 """
 
 from __future__ import annotations
@@ -22,74 +22,93 @@ from pydantic import (
 from imagenet_fast.recipe.base import Fraction, Table
 
 Cast = Literal["fp32", "bf16", "fp16"]
+"""Wire dtypes to which values are cast."""
 Codes = Literal["int8", "fp8"]
+"""Wire dtypes that are 8-bit codes."""
 Wire = Literal[Cast, Codes]
-"""What values travel as: ``int8`` and ``fp8`` (e4m3) are codes with a scale for 512 values, and what they miss is added
-to a later step's gradients. Norms, biases, and what stays inside a node, travel in bf16 there."""
+"""The wire dtype: the dtype in which values are sent.
+
+``int8`` and ``fp8`` (e4m3) are codes with one scale per 512 values. Their rounding error is added to a later step's
+gradients. With them, norms and biases are sent in bf16, and so is everything sent inside a node.
+"""
 Collective = Literal["native", "ring", "butterfly", "pairwise", "hierarchical", "torus2d", "parameter_server"]
+"""All-reduce algorithm.
+
+``native`` is the backend's own. ``hierarchical`` works node by node, ``torus2d`` on a square of ranks.
+"""
 Awaits = Literal["each", "backward", "read"]
+"""The point at which a step waits for its transfers; see ``EngineTable.awaits``."""
 
 
 def _infinity(value: object) -> object:
-    """JSON has no infinity, so a job file spells it."""
+    """Turn "Infinity" into a float: JSON has no infinity, so a job file stores that string."""
     return math.inf if value == "Infinity" else value
 
 
 Bytes = Annotated[float, Field(ge=0, allow_inf_nan=True), BeforeValidator(_infinity)]
-"""MiB on the wire; ``inf`` for no limit."""
+"""MiB on the wire, at least 0; ``inf``: no limit."""
 Fusion = Bytes | Literal["auto"]
-"""From how many MiB on the wire on neighbouring gradients leave together; ``auto``: what is best by the cost model for
-the network and the model, both measured in the first steps."""
+"""Size in MiB on the wire at which neighbouring gradients, fused into one bucket, are sent.
+
+0: each tensor by itself. ``inf``: no limit. ``auto``: the best size by the cost model for this network and model, both
+measured in the first steps; ``sparse`` has its own rule.
+"""
 
 
 def fusion_bytes(fusion: Fusion) -> float | None:
-    """None: to be chosen."""
+    """Return the size in bytes, or None if it is to be chosen."""
     return None if fusion == "auto" else fusion * 2**20
 
 
 def chosen_collective(collective: Collective | Literal["auto"]) -> Collective | None:
-    """None: the usual one."""
+    """Return the collective, or None for the default one."""
     return None if collective == "auto" else collective
 
 
 class EngineTable(Table):
-    """A ``[sync]`` table. What is said here of an engine holds for those that do not say otherwise."""
+    """The ``[sync]`` table of an engine.
+
+    The defaults here hold for every engine that does not override them.
+    """
 
     kind: str
+    """Name of the engine."""
     wire: Wire
+    """Wire dtype of the gradients."""
 
     ours: ClassVar[bool] = True
-    """Whether it works on a pool; the peer that the others are compared with does not."""
+    """Whether the engine works on a gradient pool; torch's DDP, the baseline, does not."""
     chooses: ClassVar[bool] = False
-    """Whether it predicts what each engine would take, itself included, and lets the fastest take its place."""
+    """Whether it predicts the step time of the other engines, and switches to the fastest."""
 
     @property
     def keeps(self) -> bool:
-        """Whether it adds up over steps what it does not send."""
+        """Whether values that are not sent in a step are added up for later steps."""
         return self.wire in get_args(Codes)
 
     @property
     def awaits(self) -> Awaits:
-        """Where a step waits for its transfers.
+        """The point at which a step waits for its transfers.
 
-        ``each``: after each all-reduce, before the next; ``backward``: at the end of backward; ``read``: before a
-        layer is read in the next forward.
+        - ``each``: after each all-reduce, before the next.
+        - ``backward``: at the end of backward.
+        - ``read``: before the next forward reads a layer.
         """
         return "backward"
 
     @property
     def defers(self) -> bool:
-        """Whether a layer may be updated before the gradients of all others have come."""
+        """Whether a layer may be updated before the gradients of all other layers have arrived."""
         return self.awaits == "read"
 
     @property
     def exact(self) -> bool:
-        """Whether every step's gradients are the mean over ranks, but for the rounding of the wire."""
+        """Whether every step's gradients are the mean over ranks, except for rounding to the wire dtype."""
         return not self.keeps
 
     @property
     def brings_momentum(self) -> bool:
-        """Whether the gradients that come of it have the optimiser's momentum in them."""
+        """Whether the averaged gradients already contain the optimiser's momentum."""
         return False
 
     @property
@@ -99,130 +118,167 @@ class EngineTable(Table):
 
     @property
     def share(self) -> float:
-        """The share of the values that it sends, once it is past its ramp."""
+        """Share of the values that it sends after its ramp."""
         return 1.0
 
     def travelling(self, shape: Sequence[int]) -> float:
-        """How many values it sends for a parameter, once it is past its ramp."""
+        """Return how many values it sends for a parameter of ``shape`` after its ramp."""
         return self.share * math.prod(shape)
 
     @property
     def as_written(self) -> str:
-        """How a recipe asks for it, to be told where that will not do."""
+        """The setting as a recipe writes it, for error messages."""
         return f"sync.kind '{self.kind}'"
 
     def warmed_up(self, epochs: float) -> Self:
-        """With what follows from a learning rate that warms up over ``epochs``, where it has not been set."""
+        """Return the settings with unset ones derived from a learning-rate warm-up of ``epochs`` epochs."""
         return self
 
     def moved_by(self, momentum: float) -> Self:
-        """With what follows from the optimiser's momentum, where it has not been set."""
+        """Return the settings with unset ones derived from the optimiser's momentum."""
         return self
 
 
 class PoolTable(EngineTable):
-    """Of an engine of ours."""
+    """Settings of an engine that works on a gradient pool."""
 
     max_ctas: PositiveInt | None = None
-    """Thread blocks that NCCL may take for a message; absent: as many as it likes. Fewer leave more of a GPU to
-    backward while gradients travel."""
+    """Most thread blocks that NCCL may use per message; absent: NCCL decides.
+
+    Fewer leave more of a GPU to backward while gradients are sent.
+    """
 
 
 class CodingTable(PoolTable):
-    """Of an engine whose gradients may travel as codes."""
+    """Settings of an engine that can send gradients as 8-bit codes."""
 
     bf16_steps: NonNegativeInt = 0
-    """The first so many steps travel in bf16 where ``wire`` is one of codes."""
+    """First steps whose gradients are sent in bf16 if ``wire`` is int8 or fp8; 0: none."""
 
     @property
     def as_written(self) -> str:
+        """The setting as a recipe writes it, for error messages."""
         return super().as_written + (f" in sync.wire '{self.wire}'" if self.wire in get_args(Codes) else "")
 
 
 class AllReduceSync(CodingTable):
-    """One all-reduce a layer after backward: the naive system."""
+    """One all-reduce per layer after backward: the naive baseline."""
 
     awaits: ClassVar[Awaits] = "each"
 
     kind: Literal["allreduce"] = "allreduce"
     wire: Wire = "fp32"
     collective: Collective = "native"
+    """All-reduce algorithm."""
     servers: PositiveInt = 1
-    """Over which a parameter server is sharded."""
+    """Ranks over which a parameter server is sharded; used with ``collective`` = ``parameter_server``."""
 
 
 class RingSync(CodingTable):
-    """A ring all-reduce a bucket of ``bucket_mb``, overlapped with backward."""
+    """A ring all-reduce per bucket of ``bucket_mb``, overlapped with backward."""
 
     kind: Literal["ring"] = "ring"
     wire: Wire = "bf16"
     bucket_mb: Fusion = "auto"
+    """Bucket size in MiB on the wire, or ``auto``."""
 
     @property
     def learns(self) -> bool:
+        """Whether it measures the first steps before it plans later ones: if ``bucket_mb`` is ``auto``."""
         return self.bucket_mb == "auto"
 
 
 class LazySync(CodingTable):
-    """Fused in the pool until ``threshold_mb``, overlapped with backward (GradientFlow, arXiv 1902.06855)."""
+    """All-reduces of gradients fused in the pool until ``threshold_mb``, overlapped with backward.
+
+    After GradientFlow (arXiv 1902.06855).
+    """
 
     kind: Literal["lazy"] = "lazy"
     wire: Wire = "bf16"
     threshold_mb: Fusion = "auto"
+    """Size in MiB on the wire at which neighbouring gradients are sent, or ``auto``."""
     collective: Collective | Literal["auto"] = "auto"
-    """``auto``: hierarchical where nodes have several ranks; pairwise for 16 bits between nodes of one; else native."""
+    """All-reduce algorithm.
+
+    ``auto``: hierarchical if there are several nodes with several ranks each, equally many. Else pairwise
+    for 8-bit codes, and for 16-bit values between nodes; else native.
+    """
     servers: PositiveInt = 1
-    """Over which a parameter server is sharded."""
+    """Ranks over which a parameter server is sharded; used with ``collective`` = ``parameter_server``."""
 
     @property
     def learns(self) -> bool:
+        """Whether it measures the first steps before it plans later ones: if ``threshold_mb`` is ``auto``."""
         return self.threshold_mb == "auto"
 
 
 class KeepingTable(PoolTable):
-    """Of an engine that adds up over steps what it does not send. It sends everything during ``dense_epochs``."""
+    """Settings of an engine that adds up over steps the values that it does not send.
+
+    It sends everything during ``dense_epochs``.
+    """
 
     keeps: ClassVar[bool] = True
     exact: ClassVar[bool] = False
 
     timing: str
-    """The engine whose timing it takes."""
+    """The engine whose timing it uses."""
     dense_epochs: NonNegativeFloat | None = None
-    """Unset: while the recipe's learning rate warms up; without a recipe, not at all."""
+    """Epochs at the start in which everything is sent.
+
+    Unset: while the recipe's learning rate warms up; without a recipe, none.
+    """
 
     @property
     def as_written(self) -> str:
+        """The setting as a recipe writes it, for error messages."""
         return super().as_written + (f" with sync.timing '{self.timing}'" if self.defers else "")
 
     def warmed_up(self, epochs: float) -> Self:
+        """Return the settings with ``dense_epochs``, if unset, equal to the warm-up's ``epochs``."""
         return self if self.dense_epochs is not None else self.model_copy(update={"dense_epochs": epochs})
 
 
 class SparseSync(KeepingTable):
-    """Coarse-grained sparse communication (GradientFlow): all but ``sparsity`` of the pool's chunks stay behind.
+    """Coarse-grained sparse communication (GradientFlow): a share of ``sparsity`` of the pool's chunks is not sent.
 
-    Everything is sent during ``dense_epochs``; over ``ramp_epochs`` the share that stays grows to ``sparsity``.
+    Everything is sent during ``dense_epochs``. Over the next ``ramp_epochs`` the share that is not sent grows to
+    ``sparsity``.
     """
 
     kind: Literal["sparse"] = "sparse"
     wire: Cast = "bf16"
     sparsity: Fraction = 0.875
+    """Share of the chunks that is not sent in a step, from 0 to below 1."""
     chunk: PositiveInt = 32768
-    """Elements."""
+    """Elements per chunk."""
     ramp_epochs: NonNegativeFloat = 1.0
+    """Epochs after ``dense_epochs`` over which the share not sent grows to ``sparsity``."""
     threshold_mb: Fusion = "auto"
+    """Size in MiB on the wire at which selected chunks are sent together, or ``auto``.
+
+    ``auto``: 4 MiB on GPUs and 128 KiB on CPUs, but at least 16 KiB per rank.
+    """
     timing: Literal["lazy", "hybrid"] = "lazy"
-    """Whether chunks are awaited at the end of backward, or just before the next forward reads a layer of theirs."""
+    """The point at which a step waits for its chunks.
+
+    ``lazy``: at the end of backward. ``hybrid``: just before the next forward reads a layer that they belong to.
+    """
     collective: Collective | Literal["auto"] = "auto"
-    """``auto``: as ``lazy``'s."""
+    """All-reduce algorithm; ``auto``: as for ``lazy``."""
     momentum_correction: bool = False
-    """Whether each rank adds up its velocity instead of its gradient, so that what stays behind gathers momentum (Deep
-    Gradient Compression, arXiv 1712.01887); then the optimiser takes none of its own."""
+    """Whether each rank adds up its velocity instead of its gradient, so that values not sent gather momentum.
+
+    This is Deep Gradient Compression's (arXiv 1712.01887). The optimiser then applies no momentum of its own to
+    gradients.
+    """
     momentum: Fraction | None = None
-    """For that correction. Unset: the optimiser's; without a recipe, 0.9."""
+    """Momentum of that correction. Unset: the optimiser's; without a recipe, 0.9."""
 
     @model_validator(mode="after")
     def _can_correct(self) -> Self:
+        """Refuse momentum correction with fp16 on the wire, where an overflow would stay in the velocity."""
         if self.momentum_correction and self.wire == "fp16":
             raise ValueError(
                 "momentum_correction keeps in its velocity what overflows in wire 'fp16'; take 'bf16' or 'fp32'"
@@ -231,46 +287,57 @@ class SparseSync(KeepingTable):
 
     @property
     def brings_momentum(self) -> bool:
+        """Whether the averaged gradients already contain the optimiser's momentum: with ``momentum_correction``."""
         return self.momentum_correction
 
     @property
     def velocity_momentum(self) -> float | None:
-        """Of the correction; None without it."""
+        """Momentum of the correction; None without correction."""
         if not self.momentum_correction:
             return None
         return 0.9 if self.momentum is None else self.momentum
 
     def moved_by(self, momentum: float) -> Self:
+        """Return the settings with the correction's momentum, if unset, equal to the optimiser's."""
         unset = self.momentum_correction and self.momentum is None
         return self.model_copy(update={"momentum": momentum}) if unset else self
 
     @property
     def awaits(self) -> Awaits:
+        """The point at which a step waits for its chunks, by ``timing``."""
         return "read" if self.timing == "hybrid" else "backward"
 
     @property
     def share(self) -> float:
+        """Share of the values that it sends after its ramp."""
         return 1 - self.sparsity
 
 
 class PowerSgdSync(KeepingTable):
-    """Matrices travel as two factors of ``rank`` columns, what they miss is added to the next gradient (PowerSGD, arXiv
-    1905.13727); vectors, and what would not become smaller, as they are. Messages leave and are waited for as those of
-    the engine ``timing``; under ``dear`` the second factor leaves later.
+    """PowerSGD (arXiv 1905.13727): matrices are sent as two factors of ``rank`` columns.
+
+    The approximation error is added to the next gradient. Vectors, and matrices whose factors would not be smaller, are
+    sent as they are. Messages are sent and awaited as by the engine ``timing``; under ``dear`` the second factor is
+    sent later.
     """
 
     kind: Literal["powersgd"] = "powersgd"
     wire: Cast = "bf16"
     rank: PositiveInt = 4
+    """Columns of each factor; at least 1."""
     timing: Literal["allreduce", "lazy", "hybrid", "dear"] = "lazy"
+    """Engine whose timing it uses."""
     bucket_mb: Bytes = 8.0
-    """From how many MiB on the wire on, had they not been compressed, neighbours leave together; under ``allreduce`` a
-    layer's do."""
+    """Size in MiB on the wire, before compression, at which neighbouring gradients are sent together.
+
+    Under ``allreduce`` one message holds one layer instead.
+    """
     collective: Collective | Literal["auto"] = "auto"
-    """``auto``: that of the engine ``timing``."""
+    """All-reduce algorithm; ``auto``: that of the engine ``timing``."""
 
     @property
     def awaits(self) -> Awaits:
+        """The point at which a step waits for its transfers, by ``timing``."""
         match self.timing:
             case "allreduce":
                 return "each"
@@ -281,17 +348,18 @@ class PowerSgdSync(KeepingTable):
 
     @property
     def learns(self) -> bool:
+        """Whether it measures the first steps before it plans later ones: under ``hybrid`` and ``dear``."""
         return self.timing in ("hybrid", "dear")
 
     def travelling(self, shape: Sequence[int]) -> float:
+        """Return how many values it sends for a parameter of ``shape``: its two factors, if fewer."""
         return _in_factors(shape, self.rank)
 
 
 class HybridSync(CodingTable):
     """Butterfly for small layers, ring for large ones, overlapped with backward and the next forward.
 
-    ``policy`` tells small from large: ``by-type`` (convolutions and norms; fully connected), right for AlexNet, or
-    ``by-size`` (whichever the measured network makes faster), right for ResNet-50.
+    ``policy`` = ``by-type`` suits AlexNet, ``by-size`` ResNet-50.
     """
 
     awaits: ClassVar[Awaits] = "read"
@@ -300,13 +368,22 @@ class HybridSync(CodingTable):
     kind: Literal["hybrid"] = "hybrid"
     wire: Wire = "bf16"
     policy: Literal["by-type", "by-size"] = "by-type"
+    """Rule that separates small from large layers.
+
+    ``by-type``: convolutions and norms are small, fully connected layers are large. ``by-size``: the collective that is
+    faster on the measured network.
+    """
     fuse_mb: Fusion = "auto"
-    """For neighbouring layers of one kind."""
+    """Size in MiB on the wire at which neighbouring layers of one kind are sent together, or ``auto``."""
     small: Collective = "butterfly"
+    """All-reduce algorithm for small layers."""
     large: Collective = "ring"
-    """How either kind is sent: a parameter server for one of them is the thesis' other hybrid."""
+    """All-reduce algorithm for large layers.
+
+    A parameter server for one of the two kinds is the thesis' other hybrid.
+    """
     servers: PositiveInt = 1
-    """Over which a parameter server is sharded."""
+    """Ranks over which a parameter server is sharded, if ``small`` or ``large`` is ``parameter_server``."""
 
 
 class DearSync(CodingTable):
@@ -318,11 +395,14 @@ class DearSync(CodingTable):
     kind: Literal["dear"] = "dear"
     wire: Wire = "bf16"
     bucket_mb: Fusion = "auto"
+    """Bucket size in MiB on the wire, or ``auto``."""
 
 
 class AutoSync(CodingTable):
-    """Measures the network and the first steps, and takes the engine that the cost model finds fastest: an exact one,
-    unless ``inexact`` allows others."""
+    """Measures the network and the first steps, then uses the engine that the cost model predicts to be fastest.
+
+    It chooses an exact engine, unless ``inexact`` allows others.
+    """
 
     chooses: ClassVar[bool] = True
     learns: ClassVar[bool] = True
@@ -330,55 +410,66 @@ class AutoSync(CodingTable):
     kind: Literal["auto"] = "auto"
     wire: Wire = "bf16"
     defer: bool = True
-    """Whether it may be one that overlaps the next forward."""
+    """Whether it may choose an engine that overlaps the next forward."""
     inexact: bool = False
-    """Whether it may be one that leaves a part of the gradients to later steps: ``sparse``, or gradients that travel
-    as 8-bit codes."""
+    """Whether it may choose an engine that leaves a part of the gradients to later steps.
+
+    These are ``sparse``, and engines that send gradients as 8-bit codes.
+    """
     dense_epochs: NonNegativeFloat | None = None
-    """Of ``sparse``, should it be chosen. Unset: while the recipe's learning rate warms up."""
+    """``dense_epochs`` of ``sparse``, if that is chosen. Unset: while the recipe's learning rate warms up."""
 
     @property
     def awaits(self) -> Awaits:
-        """The latest that an engine of its choice may."""
+        """The latest point at which an engine that it may choose waits for its transfers."""
         return "read" if self.defer else "backward"
 
     @property
     def keeps(self) -> bool:
+        """Whether an engine that it may choose adds up values not sent for later steps."""
         return self.inexact or super().keeps
 
     @property
     def as_written(self) -> str:
+        """The setting as a recipe writes it, for error messages."""
         allowed = [name for name in ("defer", "inexact") if getattr(self, name)]
         return super().as_written + (f" with {' and '.join(f'sync.{name}' for name in allowed)}" if allowed else "")
 
     def warmed_up(self, epochs: float) -> Self:
+        """Return the settings with ``dense_epochs``, if unset but needed, equal to the warm-up's ``epochs``."""
         if not self.inexact or self.dense_epochs is not None:
             return self
         return self.model_copy(update={"dense_epochs": epochs})
 
 
 class DdpSync(EngineTable):
-    """torch's DistributedDataParallel, the peer to compare with."""
+    """torch's DistributedDataParallel, as a baseline for comparison."""
 
     ours: ClassVar[bool] = False
 
     kind: Literal["ddp"] = "ddp"
     wire: Cast = "fp32"
     bucket_cap_mb: PositiveFloat | None = None
-    """MiB; absent: torch's default, a first bucket of 1 and others of 25."""
+    """Bucket size in MiB; absent: torch's default, a first bucket of 1 MiB and others of 25 MiB."""
     powersgd_rank: Annotated[int, Field(ge=0)] = 0
-    """torch's PowerSGD hook with approximations of this rank; 0 turns it off. Its callbacks start all-reduces, those of
-    two buckets not in one order on all ranks, at which gloo may abort: there give a ``bucket_cap_mb`` of the model."""
+    """Rank of the approximations of torch's PowerSGD hook; 0: off.
+
+    The hook's callbacks start all-reduces, and may start those of two buckets in different orders on different ranks.
+    gloo may abort then; with gloo, set ``bucket_cap_mb`` to the size of the model.
+    """
 
     @property
     def exact(self) -> bool:
+        """Whether every step's gradients are the mean over ranks: without PowerSGD."""
         return self.powersgd_rank == 0
 
     @property
     def learns(self) -> bool:
+        """Whether it treats the first steps differently: with PowerSGD."""
         return self.powersgd_rank > 0
 
     def travelling(self, shape: Sequence[int]) -> float:
+        """Return how many values it sends for a parameter of ``shape``."""
         return _in_factors(shape, self.powersgd_rank) if self.powersgd_rank else math.prod(shape)
 
 
@@ -389,6 +480,6 @@ Sync = Annotated[
 
 
 def _in_factors(shape: Sequence[int], rank: int) -> int:
-    """How many values PowerSGD sends for a parameter."""
+    """Return how many values PowerSGD sends for a parameter of ``shape``."""
     rows, size = shape[0] if shape else 1, math.prod(shape)
     return min(size, rank * (rows + size // max(1, rows)))

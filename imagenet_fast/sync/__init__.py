@@ -85,7 +85,7 @@ class GradientSync(Protocol):
 
     @property
     def found_inf(self) -> Tensor | None:
-        """With ``guard``: 1 where the last step had a gradient that cannot be used on any rank, else 0."""
+        """1 if the last step had an unusable gradient on any rank, else 0; None without ``guard``."""
         ...
 
     def guard(self, largest: float) -> None:

@@ -15,10 +15,10 @@ class ArrivalOrder:
     """The order of gradients, learned in the first complete backward."""
 
     def __init__(self) -> None:
-        """Start with no order known."""
+        """Begin to record, with no order known."""
         self._came: list[ParamSlot] | None = []
         self.better: list[ParamSlot] | None = None
-        """The learned order, if it differs from the current one. The pool adopts it before the next step."""
+        """The learned order, if it differs from the current one; for the pool to adopt before the next step."""
 
     @property
     def is_known(self) -> bool:

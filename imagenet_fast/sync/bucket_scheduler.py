@@ -1,4 +1,4 @@
-"""Runs an engine: launches its messages, waits for them, counts and times them, and learns what it needs to plan."""
+"""The scheduler that runs an engine: it launches, awaits, counts and times messages, and plans their launches."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ from imagenet_fast.sync.quantization import PLAIN, BlockMap, ErrorFeedback, is_c
 from imagenet_fast.sync.step_prediction import predict_best, releases_of, thresholds
 
 _ON_ONE_COMPUTER = 2.0**22
-"""Bytes from which on a run leaves where ranks share a computer's memory. Measuring would gain little there, and a
-backend rounds sums by how messages are cut: two runs alike would end with other bits."""
+"""The bucket size in bytes where all ranks are on one node and have no GPUs.
+
+Measuring would gain little there. Also, a backend's rounding depends on how messages are cut, so measured sizes would
+let two identical runs end with different bits.
+"""
 
 
 class Scheduler(SyncEngine):
-    """Carries the gradients of ``pool`` as ``engine`` declares.
+    """The engine implementation that sends the gradients of a pool as an ``Engine`` declares.
 
-    Which messages there are is settled before they travel, so a step only starts them. An engine that learns begins
-    with what is usual, and plans once the first steps have been watched and the network has been measured; with
-    ``timing`` it plans at once. In the first ``dense_steps`` gradients travel as they are, whatever compresses or
-    encodes them later.
+    Messages are built once, so a step only launches them. An engine that learns begins with default bucket sizes. It
+    plans once the first steps have been timed, and measures the network for it.
     """
 
     state_keys = frozenset({"step", "left", "memory", "places", "learnt"})
@@ -44,9 +45,18 @@ class Scheduler(SyncEngine):
         self, engine: Engine, pool: GradientPool, network: NetworkProbe | None = None, timing: Timing | None = None,
         dense_steps: int = 0,
     ) -> None:  # fmt: skip
+        """Build the messages of ``engine`` for ``pool``.
+
+        Args:
+            engine: The declaration.
+            pool: The pool whose gradients are sent.
+            network: Measurements to share; None: measure the network when a plan needs it.
+            timing: A known step timing, with which to plan at once; None: time the first steps where a plan is needed.
+            dense_steps: The number of first steps that send gradients neither compressed nor as 8-bit codes.
+        """
         self.defers = engine.awaits == "read"
         self._step = 0
-        self._memory: Memory = {}  # the compressor's
+        self._memory: Memory = {}  # what the compressor keeps from step to step
         self._pool = pool
         if engine.fuse is None and pool.topology.is_one_computer:
             engine = replace(engine, fuse=_ON_ONE_COMPUTER)
@@ -57,16 +67,17 @@ class Scheduler(SyncEngine):
         self._network = network or NetworkProbe(self._topology, self._wire)
         self._timing = timing
         self._residual: ErrorFeedback | None = None
-        self._left: Tensor | None = None  # by codes before there is a residual
+        self._left: Tensor | None = None  # loaded quantisation errors, until there is an ErrorFeedback to hold them
         if is_coded(self._wire):
             pool.align(line_of(self._wire, self._topology))
         self._timetable: LayerTimer | None = None
-        self._travelling: dict[int, AllReduceHandle] = {}  # by message
-        self._releases: list[list[int]] = []  # by event: a push each, and backward's end
+        self._travelling: dict[int, AllReduceHandle] = {}  # in flight, by index of the message
+        self._releases: list[list[int]] = []  # messages to launch at each event: each push, then backward's end
         self._stats = SyncStats(Stopwatch(pool.buffer.device))
         self.lay_out()
 
     def lay_out(self) -> None:
+        """Rebuild all messages, and plan them or begin to time steps. Nothing may be in flight."""
         self._watch_no_longer()
         self._plain = self._step < self._plain_steps
         self._engine = replace(self._declared, compressor=None) if self._plain else self._declared
@@ -80,11 +91,13 @@ class Scheduler(SyncEngine):
             self._timetable = self._pool.watch(layers=self.defers)
 
     def push(self, span: ParamSlot) -> None:
+        """Launch the messages that are due once the gradient of ``span`` is final."""
         if self._timetable is not None:
             self._timetable.push()
         self._release(span.index)
 
     def scale_residual(self, ratio: Tensor) -> None:
+        """Multiply quantisation errors and compressor residuals by ``ratio``, an fp32 scalar on the device."""
         if self._residual is not None:
             self._residual.scale(ratio)
         elif self._left is not None:
@@ -93,10 +106,18 @@ class Scheduler(SyncEngine):
             compressed.scale(ratio)
 
     def finish(self, drop: bool = False) -> SyncStats:
+        """Launch the remaining messages, wait for those that are not deferred, and plan once steps have been timed.
+
+        While steps are timed nothing is deferred.
+
+        Args:
+            drop: Wait for all messages, and restore the residual of before the step.
+        """
         if self._timetable is not None:
             self._timetable.finish()
         self._release(len(self._pool.spans))
-        if drop or self._engine.awaits != "read" or self._timetable is not None:  # which must not wait in forward
+        # A forward that is being timed must not wait.
+        if drop or self._engine.awaits != "read" or self._timetable is not None:
             self._await(list(self._travelling))
         if drop:
             self._drop_residual()
@@ -111,20 +132,30 @@ class Scheduler(SyncEngine):
         return stats
 
     def wait(self, span: ParamSlot) -> None:
+        """Wait for the messages that carry the gradient of ``span``."""
         self._await([n for n in self._numbers[span] if n in self._travelling])
 
     def has_arrived(self, span: ParamSlot) -> bool:
+        """Return whether all messages of ``span`` have been waited for."""
         return self._travelling.keys().isdisjoint(self._numbers[span])
 
     def plan(self, timing: Timing) -> None:
-        """From now on fuse as is best, and begin every message when it is best begun. Nothing may be under way."""
+        """Choose the best bucket size and launch order for all later steps. Nothing may be in flight.
+
+        A declared bucket size is kept.
+
+        Args:
+            timing: The timing of a step, the same on every rank.
+        """
         if self._engine.fuse is None:
             self._arrange(predict_best(self._engine, self._pool, self._wire, timing, self._network)[0])
         self._releases = releases_of(self._engine, self._messages, timing, self._network)
 
     def state_dict(self) -> dict[str, Any]:
-        """What it has learnt, the same on every rank; what codes have left behind and what a compressor keeps, which
-        differs. Empty where there is neither."""
+        """Return what was measured, quantisation errors and the compressor's memory; empty if there is none of these.
+
+        Measurements are the same on every rank; errors and memory differ.
+        """
         self._await(list(self._travelling))
         learnt = None
         if self._timing is not None:
@@ -138,6 +169,7 @@ class Scheduler(SyncEngine):
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a value of ``state_dict``, and adopt its layout. Do nothing if it is empty."""
         if not state:
             return
         self._pool.order(state["places"])
@@ -153,22 +185,25 @@ class Scheduler(SyncEngine):
 
     @property
     def has_residual(self) -> bool:
+        """Whether the wire dtype or a compressor leaves errors for later steps."""
         return is_coded(self._wire) or self._declared.compressor is not None
 
     def close(self) -> None:
+        """Wait for all messages, and close the process groups."""
         self._watch_no_longer()
         for transfer in self._travelling.values():
             transfer.wait()
         self._topology.close()
 
     def _drop_residual(self) -> None:
-        """Leave nothing of this step behind."""
+        """Restore the residuals of before this step."""
         if self._residual is not None:
             self._residual.drop()
         for compressed in self._compressed:
             compressed.drop()
 
     def drop(self) -> None:
+        """Abandon all messages without waiting for them."""
         self._watch_no_longer()
         self._travelling.clear()
         self._topology.drop()
@@ -179,7 +214,7 @@ class Scheduler(SyncEngine):
             self._timetable = None
 
     def _arrange(self, fuse: float) -> None:
-        """Settle the messages of all later steps, which leave as soon as they are ready."""
+        """Build the messages of all later steps, each launched as soon as its gradients are ready."""
         engine, pool = self._engine, self._pool
         self._messages = build_chunks(engine, pool, self._wire, fuse, self._network)
         self._releases = [[] for _ in range(len(pool.spans) + 1)]
@@ -191,7 +226,7 @@ class Scheduler(SyncEngine):
         self._prepare()
 
     def _prepare(self) -> None:
-        """Make the phases of all messages. Nothing may be under way."""
+        """Build the phases of all messages. Nothing may be in flight."""
         pool = self._pool
         wire = PLAIN if self._plain and is_coded(self._wire) else self._wire
         residual = None
@@ -215,7 +250,7 @@ class Scheduler(SyncEngine):
     def _halves(
         self, message: BucketChunk, wire: torch.dtype, blocks: BlockMap | None
     ) -> tuple[Sequence[CommOp], Sequence[CommOp]]:
-        """The phases that leave first, and those that may leave later: none unless the engine divides them."""
+        """Return the phases of a message's first and second half; all are in the first unless the engine has halves."""
         engine, pool, topology = self._engine, self._pool, self._topology
 
         def average(values: Tensor, lane: str) -> list[CommOp]:
@@ -236,9 +271,13 @@ class Scheduler(SyncEngine):
         return phases[:turn], phases[turn:]
 
     def _release(self, event: int) -> None:
-        """Messages queue behind those of their lane and collective alone, and what is under way shares the wire. So at
-        the end of backward what is urgent has it to itself, and what goes by another collective than those before it
-        waits until one of these is left."""
+        """Launch the messages of ``event``: the index of a pushed slot, or the number of slots for backward's end.
+
+        A message queues only behind messages of its own lane and collective; all messages in flight share the wire. So
+        at the end of backward the later messages wait until an urgent one is done, which has the wire to itself. With
+        a plan, a message also waits until at most one of those launched here before it is left of each other
+        collective.
+        """
         if self._releases[event]:
             self._pool.measure()
         ended = event == len(self._pool.spans)
@@ -261,7 +300,7 @@ class Scheduler(SyncEngine):
                 gate = transfer.last
 
     def _await(self, numbers: Sequence[int]) -> None:
-        """Wait for messages, and count them."""
+        """Wait for messages, and add them to the step's statistics."""
         assert self._stats.exposed is not None
         for number in numbers:
             transfer, label = self._travelling.pop(number), label_of(self._messages[number].run)

@@ -1,4 +1,4 @@
-"""What travels in a step: the messages that an engine's declaration makes of a pool."""
+"""Buckets and messages: how an engine's declaration divides the gradients of a pool."""
 
 from __future__ import annotations
 
@@ -18,29 +18,41 @@ from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.param_slot import ParamSlot
 
 HIGH_PRIORITY = "urgent "
-"""The lane of what is ready last and needed first: it queues behind nothing."""
+"""The lane of the message that is ready last and needed first. It queues behind no other message."""
 
 
 @dataclass(frozen=True)
 class BucketChunk:
-    """A piece of what travels together, or a half of its all-reduce."""
+    """One message: a piece of a bucket, or one half of that piece's all-reduce."""
 
     run: Bucket
-    """What it completes: a plan moves pieces singly, so there these are the spans that it has a part of."""
+    """The bucket that the piece belongs to.
+
+    For a planned engine, only the slots that the piece overlaps, since a plan launches pieces one by one.
+    """
     part: slice
-    """Of the pool."""
+    """The piece's elements in the pool."""
     collective: Collective
     half: int | None
-    """0 or 1; None: both."""
+    """0 or 1 for one half of the all-reduce; None for both."""
     lane: str
-    """Messages of one lane share their channels."""
+    """The message's lane. Messages of one lane share their ``CommStream`` objects."""
     task: Task
+    """The message's entry for the release plan."""
 
 
 def build_chunks(
     engine: Engine, pool: GradientPool, wire: torch.dtype, fuse: float, network: NetworkProbe
 ) -> list[BucketChunk]:
-    """The messages of a step, fused until ``fuse`` bytes, in the order in which their gradients are ready."""
+    """Build the messages of a step, in the order in which their gradients are ready.
+
+    Args:
+        engine: The declaration.
+        pool: The pool whose slots are divided.
+        wire: The dtype in which values are sent.
+        fuse: Bytes on the wire at which a bucket is full.
+        network: Measures the network where the engine chooses a collective by it.
+    """
     messages: list[BucketChunk] = []
     elements = -(-piece_elements(wire, pool.topology) // pool.line) * pool.line
     for run in _runs(pool.spans, engine, fuse / wire.itemsize):
@@ -49,7 +61,7 @@ def build_chunks(
         for piece, (part, travelling) in enumerate(_parts(run, engine, elements)):
             whose = [s for s in run if s.start < part.stop and part.start < s.stop] if engine.planned else run
             closes = len(pool.spans) if engine.awaits == "each" else whose[-1].index
-            needed = -whose[-1].index  # the pool's last layers are the first of the next forward
+            needed = -whose[-1].index  # the next forward reads the pool's last layers first
             urgent = engine.planned and whose[-1] is pool.spans[-1]
             lane = HIGH_PRIORITY if urgent else lane_of(piece, pool.topology.device)
             size = cost * travelling * wire.itemsize
@@ -63,7 +75,7 @@ def build_chunks(
 
 
 def _parts(run: Bucket, engine: Engine, elements: int) -> list[tuple[slice, int]]:
-    """The pieces of a run, and how many values travel for each; what is compressed is one piece."""
+    """Return a bucket's pieces, each with the number of values sent for it; a compressed bucket is one piece."""
     start, stop = run[0].start, run[-1].stop
     if engine.compressor is not None:
         return [(slice(start, stop), sum(map(engine.compressor.travelling, run)))]
@@ -72,7 +84,7 @@ def _parts(run: Bucket, engine: Engine, elements: int) -> list[tuple[slice, int]
 
 
 def _runs(spans: Iterable[ParamSlot], engine: Engine, fuse: float) -> list[Bucket]:
-    """Neighbours of one kind, until they come to ``fuse`` elements."""
+    """Group neighbouring slots of one kind into buckets, each closed once it holds ``fuse`` elements."""
     runs: list[list[ParamSlot]] = []
     for span in spans:
         run = runs[-1] if runs else []

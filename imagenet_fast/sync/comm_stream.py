@@ -1,4 +1,7 @@
-"""A channel: one process group, one order, and who issues its calls on a CPU and on a GPU."""
+"""A communication stream: one process group whose operations run in one order, on a thread or on a CUDA stream.
+
+Topologies call it a channel. A phase is a ``CommOp``: local work, then at most one collective operation.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 @dataclass
 class CommStats:
-    """What a phase cost this rank: bytes on the wire, and from when to when it was under way."""
+    """The cost of a phase on this rank: its bytes on the wire, and when it began and ended."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -35,40 +38,49 @@ class CommStats:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the backend: which operation, over which ranks, and the bytes this rank sends to each of them."""
+    """One call of the backend: the operation, its ranks, and the bytes that this rank sends to each of them."""
 
     operation: str
     ranks: tuple[int, ...]
     sent: tuple[tuple[int, int, int], ...]
-    """Messages: to whom, how many, of how many bytes each."""
+    """The messages as (destination rank, number of messages, bytes of each)."""
 
 
 @dataclass(frozen=True)
 class PendingOp:
-    """A phase that has entered its channel. On a GPU ``wait`` makes the current stream wait, not the host."""
+    """A phase that has been entered. On a GPU ``wait`` makes the current stream wait, not the host."""
 
     wait: Callable[[], None]
 
 
 class CommStream:
-    """Carries phases over ``ranks``, of which this process is one, in the order in which they are entered.
+    """A queue of phases over some ranks, which run in the order in which they are entered.
 
-    Every rank must enter its phases in the same order. On a CPU a thread of the channel's issues them: it waits until a
-    phase's predecessor is done, does the phase's local work and starts its collective, but does not wait for that
-    one, so that the wire is busy while the next is prepared. On a GPU nothing blocks, and the caller queues all of it
-    on the channel's stream. Without ranks it is for local work.
+    Every rank must enter its phases in the same order.
 
-    Its operations (:meth:`all_to_all` and so on) are for phases only. They return what is to be waited for, and count
-    bytes: by arithmetic, for backends do not tell.
+    On a CPU a thread of the CommStream issues the phases. It waits until a phase's predecessors are done, does the
+    phase's local work and starts its collective. It does not wait for that collective, so that the wire is busy while
+    the next phase is prepared. On a GPU nothing blocks: the caller queues everything on a CUDA stream of the
+    CommStream.
+
+    The operations (``all_to_all`` and so on) may be called by phases only. They return the work to wait for, and count
+    bytes. The bytes are computed, since backends do not report them.
     """
 
     def __init__(self, device: torch.device, ranks: tuple[int, ...] = (), max_ctas: int | None = None) -> None:
+        """Create a CommStream. Every rank must create those it shares with other ranks in the same order.
+
+        Args:
+            device: The device of the tensors to send.
+            ranks: The ranks to communicate with, this process among them; empty for local work only.
+            max_ctas: Thread blocks that NCCL may use for an operation; None: NCCL decides.
+        """
         self.ranks = ranks
         self.size = max(1, len(ranks))
         self.place = ranks.index(dist.get_rank()) if len(ranks) > 1 else 0
-        """This rank's number among them."""
+        """The index of this rank in ``ranks``."""
         self.calls: list[Call] | None = None
-        """Where every call is noted, if anybody wants to know."""
+        """A record of every call; None while calls are not recorded."""
         self._device = device
         self._group = new_group(device, ranks, True, max_ctas) if len(ranks) > 1 else None
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
@@ -77,12 +89,17 @@ class CommStream:
         self._traffic = CommStats()
 
     def enter(self, start: Callable[[], Work | None], after: Sequence[PendingOp], traffic: CommStats) -> PendingOp:
-        """Begin a phase once all of ``after`` are done and all that has entered before has begun.
+        """Enter a phase. It begins once all of ``after`` are done and all phases entered before have begun.
 
-        ``start`` does its local work and starts its collective; None: there is none, or it is done."""
+        Args:
+            start: Does the local work and starts the collective. Returns the collective's work, or None where there is
+                no collective or it is done.
+            after: The phases to wait for.
+            traffic: Where the phase's bytes and times are counted.
+        """
         if self._device.type == "cpu":
             return self._hand_over(start, after, traffic)
-        if self._stream is None:  # the meta device: for counting
+        if self._stream is None:  # the meta device, which only counts bytes
             self._traffic = traffic
             start()
             return PendingOp(_nothing)
@@ -103,7 +120,14 @@ class CommStream:
     def all_to_all(
         self, arrived: Tensor, values: Tensor, arriving: Sequence[int] = (), leaving: Sequence[int] = ()
     ) -> Work | None:
-        """Part r of ``values`` to rank r, the parts of all ranks into ``arrived``; even ones unless sizes are given."""
+        """Send part r of ``values`` to rank r, and receive the parts of all ranks into ``arrived``.
+
+        Args:
+            arrived: The tensor to receive into.
+            values: The tensor to send.
+            arriving: The elements received from each rank; empty for equal parts.
+            leaving: The elements sent to each rank; empty for equal parts.
+        """
         itemsize = values.element_size()
         if leaving:
             sizes = [size for place, size in enumerate(leaving) if place != self.place and size]
@@ -121,10 +145,13 @@ class CommStream:
         )
 
     def all_gather(self, values: Tensor, direct: bool = False) -> Work | None:
-        """This rank's part of ``values`` to all ranks, and theirs to here, in place.
+        """Send this rank's part of ``values`` to all ranks, and receive theirs, in place.
 
-        gloo hands parts on from neighbour to neighbour. ``direct``: there each rank sends its part to all others
-        itself, in one step instead of P-1, at the cost of a copy: with nothing else on the wire that keeps it busier.
+        Args:
+            values: A tensor of one equal part for each rank.
+            direct: On a CPU, send this rank's part to all others in one step. Else gloo forwards parts from neighbour
+                to neighbour in P-1 steps for P ranks. It costs a copy, and keeps a wire busier that has nothing else
+                to carry.
         """
         own = values.view(self.size, -1)[self.place]
         if direct and self._device.type == "cpu":
@@ -134,22 +161,32 @@ class CommStream:
         return work
 
     def reduce_scatter(self, values: Tensor) -> Work | None:
-        """The mean over the ranks of this rank's part of ``values``, in place, added by the backend in their dtype."""
+        """Average this rank's part of ``values`` over the ranks, in place. The backend adds in the tensor's dtype."""
         self._count_ring("reduce_scatter", self.size - 1, values)
         own = values.view(self.size, -1)[self.place]
         work: Work | None = _reduce_scatter(own, values, dist.ReduceOp.AVG, self._group, async_op=True)
         return work
 
     def all_reduce(self, values: Tensor, mean: bool = False) -> Work | None:
-        """The sum over the ranks, or with NCCL the mean, in place, added by the backend in the dtype of ``values``."""
+        """Sum ``values`` over the ranks, in place. The backend adds in the tensor's dtype.
+
+        Args:
+            values: The tensor to sum.
+            mean: Average instead, which only NCCL can.
+        """
         self._count_ring("all_reduce", 2 * (self.size - 1), values)
         operation = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
         return dist.all_reduce(values, operation, self._group, async_op=True)
 
     def exchange(self, leaving: Sequence[tuple[int, Tensor]], arriving: Sequence[tuple[int, Tensor]]) -> None:
-        """Send and receive messages to and from ranks, by their number here, and wait for all of them.
+        """Send and receive point-to-point messages, and wait for all of them.
 
-        Raises PeerLost.
+        Args:
+            leaving: The tensors to send, each with the index of its destination in ``ranks``.
+            arriving: The tensors to receive into, each with the index of its source in ``ranks``.
+
+        Raises:
+            PeerLost: A message could not be sent or received.
         """
         operations = [dist.P2POp(dist.irecv, t, group=self._group, group_peer=peer) for peer, t in arriving]
         operations += [dist.P2POp(dist.isend, t, group=self._group, group_peer=peer) for peer, t in leaving]
@@ -164,7 +201,7 @@ class CommStream:
                 raise PeerLost(operations[min(number, len(operations) - 1)].peer, error) from error
 
     def close(self) -> None:
-        """End its process group and thread. Nothing may be under way."""
+        """End the process group and the thread. Nothing may be in flight."""
         self._queue.put(None)
         if self._group is not None:
             dist.destroy_process_group(self._group)
@@ -179,7 +216,7 @@ class CommStream:
         self._traffic.received_bytes += received
 
     def _count_ring(self, operation: str, hops: int, values: Tensor) -> None:
-        """Backends send these round a ring (gloo's always are; NCCL's may be trees, with as many bytes)."""
+        """Count an operation as a ring. gloo always uses one; NCCL may use trees, which send as many bytes."""
         sent = hops * values.nbytes // self.size
         self._count(sent, sent)
         if self.calls is not None:
@@ -219,7 +256,8 @@ class CommStream:
 
 
 def _issue(queue: SimpleQueue[Callable[[], None] | None], threads: int) -> None:
-    torch.set_num_threads(threads)  # a thread's first product would take all cores, and may be rounded another way
+    # Otherwise this thread's first product would use all cores, and might be rounded differently.
+    torch.set_num_threads(threads)
     while (task := queue.get()) is not None:
         task()
         del task
@@ -230,4 +268,4 @@ def _end(traffic: CommStats, device: torch.device) -> None:
 
 
 def _nothing() -> None:
-    """Done at once."""
+    """Return at once."""

@@ -1,11 +1,11 @@
-"""Ranks compare what they are to train, and by which engine, when a pool is made.
+"""Checks that all ranks have the same model and the same engine, made when a pool is created.
 
-Other weights, another order of layers or another engine on one rank would train apart in silence, or end in a backend's
-error or in waiting. So digests are exchanged, and details only where these differ: every rank then raises the same
-ValueError, which names the first rank and the first parameter, or setting, that is not as on the first rank.
+With other weights, another order of layers or another engine on one rank, training would silently diverge, fail with a
+backend error or hang. So the ranks exchange digests, and details only where these differ. Every rank then raises the
+same ValueError. It names the first rank, and the first parameter or setting, that differs from the first rank's.
 
-Of the weights every bit counts: they are added up as integers, on their own device. AlexNet's 61 million take 0.13 s of
-a processor's core, a quarter of what blake2b takes for their bytes.
+Every bit of the weights counts: they are summed as integers on their own device. AlexNet's 61 million weights take
+0.13 s of one CPU core, a quarter of the time that blake2b takes for their bytes.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from imagenet_fast.sync.engine import Engine
 _CHUNK = 2**20
 _ODD = 0x5851F42D4C957F2D
 _Fact = TypeVar("_Fact")
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
 
 @dataclass(frozen=True)
 class _Described:
-    """A parameter, as ranks have to have it alike."""
+    """The properties of a parameter that must be the same on every rank."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,7 +43,15 @@ class _Described:
 
 
 def compare_models(named: Mapping[str, nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """Raise ValueError where the parameters of one rank of ``group`` are not those of the others. All must call it."""
+    """Check that all ranks of ``group`` have the same parameters. All of them must call it.
+
+    Args:
+        named: The parameters by name. Order, shape, dtype, device type, strides, ``requires_grad`` and values count.
+        group: The ranks to compare; None: all.
+
+    Raises:
+        ValueError: The parameters of one rank differ from those of the first.
+    """
     if _is_alone(group):
         return
     digests = _digests(list(named.values()))
@@ -52,7 +60,16 @@ def compare_models(named: Mapping[str, nn.Parameter], group: dist.ProcessGroup |
 
 
 def compare_engines(settings: BaseModel | Engine, steps_per_epoch: int, group: dist.ProcessGroup | None) -> None:
-    """Raise ValueError where one rank of ``group`` takes another engine than the others. All must call it."""
+    """Check that all ranks of ``group`` use the same engine and settings. All of them must call it.
+
+    Args:
+        settings: A ``[sync]`` table, or an engine.
+        steps_per_epoch: Compared as well.
+        group: The ranks to compare; None: all.
+
+    Raises:
+        ValueError: The engine or a setting of one rank differs from that of the first.
+    """
     if _is_alone(group):
         return
     if isinstance(settings, Engine):
@@ -64,7 +81,7 @@ def compare_engines(settings: BaseModel | Engine, steps_per_epoch: int, group: d
 
 
 def _is_alone(group: dist.ProcessGroup | None) -> bool:
-    """Whether there is no other rank that would answer; to fake ones nothing is ever sent."""
+    """Return whether there is no other rank to compare with; the ``fake`` backend sends nothing."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return True
     return "fake" in str(dist.get_backend(group))
@@ -75,6 +92,7 @@ def _compare(
     differ: Callable[[_Fact | None, _Fact | None, int, int, int], str],
     group: dist.ProcessGroup | None,
 ) -> None:
+    """Raise the same ValueError on every rank if ``facts`` differ; ``differ`` describes the first difference."""
     ranks = dist.get_process_group_ranks(group)
     digests: list[str] = [""] * len(ranks)
     own = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
@@ -137,14 +155,14 @@ def _engine_difference(
 
 
 def _described(name: str, param: nn.Parameter, digest: int) -> _Described:
-    strides = [step for size, step in zip(param.shape, param.stride(), strict=True) if size > 1]  # others tell nothing
+    strides = [step for size, step in zip(param.shape, param.stride(), strict=True) if size > 1]  # others mean nothing
     return _Described(
         name, tuple(param.shape), str(param.dtype), param.device.type, param.requires_grad, tuple(strides), digest
     )
 
 
 def _told(value: object) -> str:
-    """The same on every rank: no addresses."""
+    """Return a text that is the same on every rank: without memory addresses."""
     if callable(value):
         return str(getattr(value, "__qualname__", type(value).__qualname__))
     if isinstance(value, str | int | float | tuple | list | torch.dtype | None):
@@ -154,10 +172,10 @@ def _told(value: object) -> str:
 
 @torch.no_grad()
 def _digests(tensors: Sequence[Tensor]) -> list[int]:
-    """Numbers that follow from the bytes of each tensor in their logical order. Asks each device once."""
+    """Return a digest of each tensor's bytes in logical order; 0 if its bytes are unknown. One sync per device."""
     by_device: dict[torch.device, list[int]] = {}
     for number, tensor in enumerate(tensors):
-        if not tensor.is_meta and type(tensor.detach()) is Tensor:  # of others nobody knows the bytes
+        if not tensor.is_meta and type(tensor.detach()) is Tensor:  # the bytes of other tensors are not known
             by_device.setdefault(tensor.device, []).append(number)
     digests = [0] * len(tensors)
     for device, numbers in by_device.items():
@@ -169,8 +187,10 @@ def _digests(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _weighted(tensor: Tensor, factors: Tensor) -> Tensor:
-    """The sum of all elements, as integers, each times a factor of its place, modulo 2^64: no order of additions
-    changes it, and no change of one element leaves it as it was."""
+    """Return the sum of all elements as integers, each times the factor of its position, modulo 2^64.
+
+    The order of additions does not change it, and every change of a single element does.
+    """
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     whole = real.detach().reshape(-1).view(_INTEGERS[real.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -180,7 +200,7 @@ def _weighted(tensor: Tensor, factors: Tensor) -> Tensor:
 
 
 def _factors(device: torch.device, places: int) -> Tensor:
-    """Odd, and without any pattern."""
+    """Return odd factors without any pattern, one for each position."""
     mixed = torch.arange(1, min(2 * places, _CHUNK) + 1, device=device) * -0x61C8864680B583EB
     for shift in (32, 29):
         mixed = (mixed ^ (mixed >> shift)) * _ODD

@@ -1,8 +1,8 @@
-"""Bring a model up to date before somebody reads it from outside, copies it or pickles it.
+"""Bring a model up to date before code outside its forward reads, copies or pickles it.
 
-A deferring engine leaves updates pending between a step and the next forward. Whoever calls ``parameters()``,
+A deferring engine leaves updates pending between a step and the next forward. Code that calls ``parameters()``,
 ``train()``, ``eval()`` or ``to()`` in between, or copies or pickles the model, must not see old weights. Copies and
-pickles are free of our hooks.
+pickles have none of our hooks.
 """
 
 from __future__ import annotations
@@ -16,36 +16,40 @@ from torch import nn
 
 
 class Hook:
-    """A hook of this model, which a copy or a pickle of the model does without."""
+    """A hook that copies and pickles of the model do not get."""
 
     def __init__(self, call: Callable[..., None]) -> None:
+        """Wrap the function ``call``."""
         self._call = call
 
     def __call__(self, *arguments: Any) -> None:
+        """Call the function, and return None."""
         self._call(*arguments)
 
     def __deepcopy__(self, memo: object) -> Callable[..., None]:
+        """Return a function that does nothing."""
         return _no_hook
 
     def __reduce__(self) -> Any:
+        """Return what unpickles as a function that does nothing."""
         return _left_out, ()
 
 
 def settle_before_access(module: nn.Module, settle: Callable[[], None], inside: Callable[[], bool]) -> None:
-    """Call ``settle`` before anybody reads, converts, copies or pickles ``module``.
+    """Call ``settle`` before ``module`` is read, converted, copied or pickled.
 
     Args:
         module: Its own methods are replaced on the instance. Children need a call of their own.
-        settle: Carries out what is pending.
-        inside: Whether this thread is in the model's forward: layers are brought up to date one by one there, and
-            ``parameters()`` (which many models call to learn their dtype) changes nothing.
+        settle: Applies the pending updates.
+        inside: Returns whether this thread is in the model's forward. There layers are updated one by one, and
+            ``parameters()`` (which many models call to learn their dtype) applies nothing.
     """
     known = _settling(module)
     (known or _Settling(module)).settles.append((settle, inside))
 
 
 def remove_copy_hook(module: nn.Module, settle: Callable[[], None]) -> None:
-    """Undo :func:`settle_before_access`."""
+    """Undo ``settle_before_access``."""
     known = _settling(module)
     assert known is not None
     known.settles = [pair for pair in known.settles if pair[0] != settle]
@@ -54,9 +58,9 @@ def remove_copy_hook(module: nn.Module, settle: Callable[[], None]) -> None:
 
 
 class _Settling:
-    """Replaces the methods of one module; those that somebody else had set on it are called, and put back.
+    """The replaced methods of one module; methods that were set on the instance before are called, and restored.
 
-    ``eval`` calls ``train``; ``to``, ``half`` and ``cuda`` call ``_apply``; pickle asks for ``__getstate__``.
+    ``eval`` calls ``train``; ``to``, ``half`` and ``cuda`` call ``_apply``; pickle calls ``__getstate__``.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -132,7 +136,7 @@ def _settling(module: nn.Module) -> _Settling | None:
 
 
 def _no_hook(*_: object) -> None:
-    """In the place of a hook."""
+    """Do nothing, in place of a hook."""
 
 
 def _left_out() -> Callable[..., None]:

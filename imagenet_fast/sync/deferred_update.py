@@ -1,9 +1,8 @@
-"""Updates that wait for the next forward: a layer is brought up to date just before it is read.
+"""Updates that wait for the next forward: each layer is updated just before it is read.
 
-With an engine that defers, gradients still travel when the optimiser would step. The update is therefore kept, with
-the learning rate it was made for, and carried out layer by layer as the next forward arrives there. After
-hybrid all-reduce (Kim et al., KIPS Trans. 10(7), 2021, doi 10.3745/KTCCS.2021.10.7.191); the result is bit for bit that
-of updating at once.
+With an engine that defers, gradients are still in flight when the optimiser would step. So the update is kept, with the
+learning rate it was made for, and applied layer by layer as the next forward gets there. After hybrid all-reduce (Kim
+et al., KIPS Trans. 10(7), 2021, doi 10.3745/KTCCS.2021.10.7.191). The result is bit for bit that of updating at once.
 """
 
 from __future__ import annotations
@@ -23,21 +22,26 @@ from imagenet_fast.sync.param_slot import ParamSlot
 from imagenet_fast.sync.trace_guard import outside_of_traces, settle_before_trace
 
 Update = Callable[..., object]
-"""Applies the gradients of the parameters it is given, a list, and needs no others to do so. From an engine that leaves
-some elements behind it also takes which :class:`Elements <imagenet_fast.sync.engine>` it may touch."""
+"""A function that applies the gradients of the parameters in a list, and needs no others to do so.
+
+From an engine that sends only some elements it also gets the ``Elements`` that it may update (see ``sync.engine``).
+"""
 
 
 class DeferredUpdate:
-    """The pending updates of ``model``, and hooks that carry each out in time.
+    """The pending updates of ``model``, and the hooks that apply each in time.
 
-    In training, a layer is updated just before the forward of a module that reads it; the first forwards show which
-    modules do (:class:`FirstUseTracker <imagenet_fast.sync.first_use>`). A parameter that no module reads is updated
-    at once. Our hooks go before a module's others, which may read its parameters (as those of ``nn.utils.prune`` do). Whoever
-    reads a parameter before any forward gets an error from autograd, which finds it changed.
+    In training, a layer is updated just before the forward of a module that reads it. The first forwards show which
+    modules do (``FirstUseTracker``). A parameter that no module reads is updated at once. Our hooks run before a
+    module's other hooks, which may read its parameters (as those of ``nn.utils.prune`` do). Code that reads a parameter
+    before any forward gets an error from autograd, which sees that the parameter has changed.
 
-    Everything is settled where that cannot be relied on: before a forward in evaluation or without gradients, before
-    that of a module which the first forwards did not call, and before somebody reads, converts, saves, loads,
-    copies or pickles the model from outside (:func:`settle_before_access`).
+    All updates are applied where this cannot be relied on:
+
+    - before a forward in evaluation or without gradients;
+    - before the forward of a module that the first forwards did not call;
+    - before code outside the forward reads, converts, saves, loads, copies or pickles the model
+      (``settle_before_access``).
     """
 
     def __init__(
@@ -47,6 +51,14 @@ class DeferredUpdate:
         spans: Sequence[ParamSlot],
         used: Callable[[Sequence[ParamSlot]], list[nn.Parameter]],
     ) -> None:
+        """Hook every module of ``model``.
+
+        Args:
+            model: The model whose forward reads the parameters.
+            engine: The engine that sends the gradients.
+            spans: The pool's slots.
+            used: Puts the gradients of slots into ``p.grad``, and returns the parameters to be updated.
+        """
         self.engine = engine
         self._used = used
         self._pending: dict[ParamSlot, None] = {}
@@ -67,7 +79,7 @@ class DeferredUpdate:
             settle_before_access(module, self.settle, self._is_inside)
 
     def close(self) -> None:
-        """Leave the model to others. Settles first."""
+        """Apply all pending updates, and remove the hooks."""
         try:
             self.settle()
         finally:
@@ -78,16 +90,16 @@ class DeferredUpdate:
                 remove_copy_hook(module, self.settle)
 
     def lay_out(self, spans: Sequence[ParamSlot]) -> None:
-        """The pool's spans, of which none waits."""
+        """Take the pool's new slots. No update may be pending."""
         assert not self._pending
         self._spans = list(spans)
         self._read_by: dict[nn.Module, list[ParamSlot]] | None = None
         self._unread: list[ParamSlot] = []
 
     def update(self, apply: Update, at_once: bool) -> None:
-        """Put ``apply`` off for every parameter that a forward hook will reach, unless it is to be ``at_once``."""
+        """Defer ``apply`` for every parameter that a forward hook will reach; with ``at_once``, defer nothing."""
         with self._lock:
-            if self._read_by is None and self._readers.called:  # else there has been no forward yet to learn from
+            if self._read_by is None and self._readers.called:  # else there was no forward to learn from yet
                 self._readers.close()
                 self._called = set(self._readers.called)
                 by_param = {span.param: span for span in self._spans}
@@ -96,7 +108,7 @@ class DeferredUpdate:
                 read = {span for spans in self._read_by.values() for span in spans}
                 self._unread = [span for span in self._spans if span not in read]
             if at_once or len(self._pending) < len(self._spans) - len(self._unread):
-                self._bring_up_to_date(list(self._pending))  # a forward has read some since the update before
+                self._bring_up_to_date(list(self._pending))  # a forward has read some since the last update
             now = self._spans if at_once or self._read_by is None else self._unread
             if not self._pending and not at_once:
                 self._updates = []
@@ -108,17 +120,17 @@ class DeferredUpdate:
             if now:
                 self._apply([apply], now)
             for span in self._pending:
-                span.param.grad = None  # still on its way, and not to be zeroed where it lies
+                span.param.grad = None  # still in flight, so zero_grad must not zero it in place
 
     def settle(self) -> None:
-        """Carry out every update that is still put off."""
+        """Apply every pending update."""
         if not self._pending:
             return
         with self._lock, outside_of_traces():
             self._bring_up_to_date(list(self._pending))
 
     def waits(self, span: ParamSlot) -> bool:
-        """Whether the update of ``span`` is still put off."""
+        """Return whether the update of ``span`` is pending."""
         return span in self._pending
 
     def _before_forward(self, module: nn.Module, inputs: object) -> None:
@@ -141,11 +153,11 @@ class DeferredUpdate:
             self._thread.inside = False
 
     def _is_inside(self) -> bool:
-        """Whether this thread is in a training forward of the whole model."""
+        """Return whether this thread is in a training forward of the whole model."""
         return getattr(self._thread, "inside", False)
 
     def _bring_up_to_date(self, spans: list[ParamSlot]) -> None:
-        """Carry out what is put off for ``spans``; their gradients are used up."""
+        """Apply the pending updates of ``spans``, and set their ``p.grad`` to None."""
         late = [span for span in spans if span in self._pending]
         if not late:
             return
@@ -158,8 +170,10 @@ class DeferredUpdate:
             span.param.grad = None
 
     def _came_along(self, arrived: Sequence[ParamSlot]) -> list[ParamSlot]:
-        """Neighbours of ``arrived`` that came with the same messages, and are pending no longer: one update of many
-        parameters costs little more than one of a few."""
+        """Return pending neighbours of ``arrived`` whose messages have been received, and mark them as not pending.
+
+        One update of many parameters costs little more than one of a few.
+        """
         others: list[ParamSlot] = []
         for span in arrived:
             for step in (1, -1):
@@ -174,7 +188,7 @@ class DeferredUpdate:
         return others
 
     def _apply(self, updates: Sequence[Update], spans: Sequence[ParamSlot]) -> None:
-        """Wherever we are called: the forward may run under autocast, or in inference mode."""
+        """Apply ``updates`` outside of autocast and inference mode, in either of which the forward may run."""
         device = spans[0].param.device.type
         infers = torch.is_inference_mode_enabled()
         casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
@@ -186,4 +200,4 @@ class DeferredUpdate:
             params = self._used(spans)
             for apply in updates:
                 apply(params)
-        increment_version(params)  # fused optimisers don't, and then autograd could not tell a stale read
+        increment_version(params)  # fused optimisers do not, and autograd would miss a stale read

@@ -1,4 +1,4 @@
-"""The seam: what an engine is, and what it reports of a step."""
+"""The engine interface: what an engine declares, the methods that the pool calls, and a step's statistics."""
 
 from __future__ import annotations
 
@@ -21,200 +21,237 @@ from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.param_slot import ParamSlot
 
 Bucket = Sequence[ParamSlot]
-"""Neighbouring spans that travel together."""
+"""Neighbouring slots of the pool that are sent together."""
 
 Elements = dict[nn.Parameter, list[slice]]
-"""Of parameters, which elements, in the order they lie in memory."""
+"""The selected elements of each parameter, as slices in memory order."""
 
 
 def alike(span: ParamSlot) -> None:
-    """All spans are of one kind."""
+    """Return the same kind for every slot, so that any neighbours may share a bucket."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What travels together and how, when it leaves, and when it is awaited. A scheduler does the rest."""
+    """The declaration of an engine: which gradients form a bucket, how and when it is sent, and when it is awaited.
+
+    ``Scheduler`` carries it out.
+    """
 
     wire: torch.dtype
+    """The dtype in which gradients are sent."""
     awaits: Literal["each", "backward", "read"]
-    """``each``: after backward, one message after the other. ``backward``: messages leave during backward and are
-    waited for at its end. ``read``: a layer is waited for just before the next forward reads it."""
+    """The point at which messages are waited for.
+
+    - ``each``: messages are sent after backward, and each is waited for before the next is sent.
+    - ``backward``: messages are sent during backward and waited for at its end.
+    - ``read``: a layer's messages are waited for just before the next forward reads the layer.
+    """
     fuse: float | None = None
-    """Bytes on the wire from which on a run leaves; None: the best by the cost model, once steps have been watched."""
+    """Bytes on the wire at which a bucket is full; None: the cost model chooses, once steps have been timed."""
     first: float = 1.0
-    """The first run leaves at this share of it."""
+    """The share of ``fuse`` at which the first bucket is full."""
     together: Callable[[ParamSlot], Hashable] = alike
-    """Only neighbours of one kind travel together."""
+    """The kind of a slot. Only neighbours of one kind share a bucket."""
     collective: Collective | Callable[[Bucket, NetworkProbe], Collective] | None = None
-    """How, or what decides it for a run; None: the usual one."""
+    """The collective, or a function that chooses one for a bucket; None: ``usual_collective``."""
     servers: int = 1
-    """Of a parameter server."""
+    """The number of servers over which a parameter server is sharded."""
     planned: bool = False
-    """Whether messages leave by a plan, the most urgent first, once steps have been watched; else at once."""
+    """Whether messages are launched by a plan, most urgent first, once steps have been timed; else at once."""
     bf16_steps: int = 0
-    """The first so many steps travel in bf16, where the wire is one of codes."""
+    """The number of first steps that are sent in bf16 where ``wire`` is an 8-bit dtype."""
     halves: bool = False
-    """Whether the second half of an all-reduce leaves by itself, later; of a compressor's rounds, those after the
-    first."""
+    """Whether the second half of an all-reduce is a message of its own, launched later.
+
+    With a compressor, the second half is all of its rounds after the first.
+    """
     compressor: Compressor | None = None
-    """What makes of a run what travels instead; None: its gradients as they are, cut into pieces."""
+    """The compressor whose output is sent for a bucket; None: the gradients as they are, cut into pieces."""
 
     @property
     def learns(self) -> bool:
-        """Whether it needs to watch some steps and the network."""
+        """Whether the engine needs some timed steps and a measured network."""
         return self.planned or self.fuse is None
 
 
 class Stopwatch:
-    """Seconds spent inside ``with stopwatch(label):`` blocks, in the time of the device that has to wait."""
+    """A stopwatch for ``with stopwatch(label):`` blocks, on the clock of the device that waits."""
 
     def __init__(self, device: torch.device) -> None:
+        """Create a stopwatch that has timed no block."""
         self._device = device
         self.blocks: list[tuple[str, Timestamp, Timestamp]] = []
-        """What was waited for, from when to when."""
+        """The label, begin and end of each block."""
 
     @contextmanager
     def __call__(self, label: str) -> Iterator[None]:
+        """Time the block that runs inside the context."""
         begun = record_timestamp(self._device)
         try:
-            with here.waiting() if self._device.type == "cpu" else nullcontext():  # a GPU's host goes on
+            with here.waiting() if self._device.type == "cpu" else nullcontext():  # with a GPU the host does not wait
                 yield
         finally:
             self.blocks.append((label, begun, record_timestamp(self._device)))
 
     def seconds(self) -> float:
-        """The total so far. Waits for the GPU to pass the last block."""
+        """Return the total so far. Wait for the GPU to pass the last block."""
         return sum(seconds_between(begin, end) for _, begin, end in self.blocks)
 
 
 @dataclass
 class SyncStats:
-    """What one step's synchronisation cost this rank."""
+    """The cost of one step's synchronisation on this rank."""
 
     exposed: Stopwatch | None
-    """Time the step stood still for communication; None where it cannot be told."""
+    """The time the step waited for communication; None where it cannot be measured."""
     transfers: list[tuple[str, AllReduceHandle]] = field(default_factory=list)
-    """What was sent, by the layers it was for. A deferring engine counts it in the step that waits for it."""
+    """The messages sent, each with the name of its layers.
+
+    A deferring engine counts a message in the step that waits for it.
+    """
     decision: tuple[Prediction, ...] = ()
-    """In the step after which ``auto`` has chosen: what it chose from."""
+    """The predictions that ``auto`` chose from, in the step after which it chose; else empty."""
 
     def add(self, label: str, transfer: AllReduceHandle) -> None:
-        """Count a transfer that has ended."""
+        """Count a completed message."""
         self.transfers.append((label, transfer))
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes this rank put on the wire, by the arithmetic of the operations that it called."""
+        """Bytes that this rank sent, computed from the operations that it called."""
         return sum(part.sent_bytes for _, transfer in self.transfers for part in transfer.traffic)
 
     @property
     def received_bytes(self) -> int:
+        """Bytes that this rank received, computed from the operations that it called."""
         return sum(part.received_bytes for _, transfer in self.transfers for part in transfer.traffic)
 
     @property
     def launches(self) -> int:
-        """Messages sent."""
+        """The number of messages sent."""
         return len(self.transfers)
 
 
 class SyncEngine(Protocol):
-    """What the pool asks of an engine at work. After :meth:`finish` every span that is not deferred holds the same
-    values on every rank; a deferred one does after :meth:`wait`. An exact engine's values are the mean over ranks.
+    """The methods that the pool calls on an engine. Engines derive from this class and override what differs.
 
-    Engines derive from this class and write what differs.
+    After ``finish`` every slot that is not deferred holds the same values on every rank. A deferred slot does so after
+    ``wait``. The values of an exact engine are the mean over ranks.
     """
 
     defers: bool = False
-    """Whether gradients may still be on their way after ``finish``, until ``wait``."""
+    """Whether gradients may still be in flight after ``finish``, until ``wait``."""
 
     leaves_behind: bool = False
-    """Whether a step may send some elements of a parameter and not the others: see :meth:`elements`."""
+    """Whether a step may send only some elements of a parameter: see ``elements``."""
 
     @property
     def has_residual(self) -> bool:
-        """Whether it adds to a step's gradients what earlier steps have left behind."""
+        """Whether the engine adds a residual of earlier steps to a step's gradients."""
         return self.leaves_behind
 
     elected: str = ""
-    """By what name ``auto`` has chosen it, if it has."""
+    """The name under which ``auto`` chose this engine; empty if it did not."""
 
     candidates: Collection[str] = ()
-    """What an engine that chooses may :meth:`elect`, by name."""
+    """The names that ``elect`` accepts, for an engine that chooses another."""
 
     state_keys: frozenset[str] = frozenset()
-    """What it has to find in a state, unless that is empty."""
+    """The keys that a state must have, unless the state is empty."""
 
     needs_state: bool = False
-    """Whether it cannot go on from an empty one."""
+    """Whether the engine refuses to resume from an empty state."""
 
     def lay_out(self) -> None:
-        """The pool's spans have new places: nothing is under way."""
+        """Adapt to new places of the pool's slots. Nothing is in flight when it is called."""
         return
 
     def begin(self) -> None:
-        """Before the first gradient of a step comes into the pool, and before that is laid out anew."""
+        """Prepare for changes to the pool: before the first gradient of a step, and before a new layout."""
         return
 
     def start_step(self) -> None:
-        """After :meth:`begin`: the first gradient comes."""
+        """Prepare for the first gradient of a step. Called after ``begin``."""
         return
 
     def scale_residual(self, ratio: Tensor) -> None:
-        """Multiply what earlier steps have left behind, for gradients come at another loss scale now. Nothing is under
-        way. ``ratio``: fp32 [], on the device."""
+        """Multiply the residual by ``ratio``, because the loss scale has changed. Nothing is in flight.
+
+        Args:
+            ratio: An fp32 scalar tensor on the device.
+        """
         return
 
     def take(self, place: Tensor, gradient: Tensor | None) -> None:
-        """Bring a gradient of backward into its place in the pool; None: backward did not reach it."""
+        """Copy a gradient of backward into its place in the pool.
+
+        Args:
+            place: The view of the pool to write to.
+            gradient: The gradient; None where backward did not reach the parameter.
+        """
         if gradient is None:
             place.zero_()
         else:
             place.copy_(gradient)
 
     def spoil(self, span: ParamSlot, gradient: Tensor) -> None:
-        """What this step is to send of a span becomes NaN, for backward has failed."""
+        """Overwrite with NaN what this step will send of ``span``, because the step is dropped.
+
+        Args:
+            span: The slot, not yet pushed in this step.
+            gradient: The slot's view of the pool.
+        """
         gradient.fill_(math.nan)
 
     def push(self, span: ParamSlot) -> None:
-        """In backward: this span's local gradient is final. Called in pool order, once a step. Before it changes or
-        sends what lies there, it calls ``pool.measure()``."""
+        """Accept the final local gradient of ``span``. Called in pool order, once a step for each slot.
+
+        The engine must call ``pool.measure()`` before it changes or sends the gradient.
+        """
 
     def finish(self, drop: bool = False) -> SyncStats:
-        """End of backward: agree on all that may not be deferred, and report the step.
+        """End a step's backward: synchronise everything that is not deferred, and return the step's statistics.
 
-        ``drop``: nobody will apply it, so the residual is to be what it was before; afterwards nothing is under way.
+        Args:
+            drop: The step will not be applied on any rank: restore the residual of before the step, and leave nothing
+                in flight.
         """
         ...
 
     def wait(self, span: ParamSlot) -> None:
-        """Before this span's parameters are read again: make sure they are up to date."""
+        """Wait until the gradient of ``span`` is synchronised. Called before its parameter is read again."""
         return
 
     def has_arrived(self, span: ParamSlot) -> bool:
-        """Whether :meth:`wait` has nothing left to wait for, where that is known without asking a device."""
+        """Return whether ``wait`` would return at once, as far as is known without a device synchronisation."""
         return False
 
     def elements(self) -> Elements | None:
-        """What of the parameters the last step has synchronised and may be updated; None: everything."""
+        """Return the elements that the last step synchronised and that may be updated; None means all."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """What must survive a restart, such as residuals and plans; nothing is under way afterwards."""
+        """Return what must survive a restart, such as residuals and plans. Nothing is in flight afterwards."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`'s value: bit for bit, if that is of as many ranks."""
+        """Continue from a value of ``state_dict``: bit for bit, if that was saved with the same number of ranks.
+
+        Raises:
+            ValueError: The state is not empty, and this engine keeps none.
+        """
         if state:
             raise ValueError(f"this engine keeps no state, got {', '.join(sorted(state))}; attach the one that kept it")
 
     def elect(self, name: str) -> None:
-        """Of an engine that chooses: hand the pool to the candidate ``name``, which has been chosen before."""
+        """Hand the pool to the candidate ``name``, which an earlier run chose. Only for engines with candidates."""
         raise AssertionError(f"this engine has no candidates, such as {name}")
 
     def close(self) -> None:
-        """Its work is over."""
+        """Release the engine's resources between steps."""
         return
 
     def drop(self) -> None:
-        """Its work is over in the middle of a step: wait for no message, for other ranks may never send theirs."""
+        """Release the engine in the middle of a step. Wait for no message: other ranks may never send theirs."""
         return

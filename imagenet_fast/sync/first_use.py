@@ -1,4 +1,4 @@
-"""Which modules read which parameters, seen while the first forwards run."""
+"""The modules that read each parameter, observed while the first forwards run."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from imagenet_fast.sync.copy_hooks import Hook
 
 
 class FirstUseTracker:
-    """Watches the forwards of ``model`` and its modules until it is closed.
+    """An observer of the forwards of ``model`` and its modules, until it is closed.
 
-    A parameter is mostly read by the module that owns it; but ``nn.MultiheadAttention`` reads its ``out_proj``, and
-    anybody's forward may read a weight before it calls the layer. So every function of torch that a forward calls is
-    asked for its arguments. What torch does not tell of, as compiled code, counts as read by the owner, or by its
-    nearest ancestor that is called where the owner is not.
+    A parameter is mostly read by the module that owns it. But ``nn.MultiheadAttention`` reads its ``out_proj``, and any
+    forward may read a weight before it calls the layer. So the arguments of every torch function that a forward calls
+    are inspected. A read that torch does not show, as in compiled code, counts as one by the owner. If the owner is not
+    called, it counts as one by the nearest ancestor that is.
     """
 
     def __init__(self, model: nn.Module, params: Iterable[nn.Parameter]) -> None:
+        """Hook every module of ``model``; only reads of ``params`` are recorded."""
         self._model = model
         self._params = set(params)
         self._reads: dict[nn.Parameter, dict[nn.Module, None]] = {}
@@ -40,12 +41,12 @@ class FirstUseTracker:
         return self._called
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop observing."""
         for hook in self._hooks:
             hook.remove()
 
     def by_module(self) -> dict[nn.Module, dict[nn.Parameter, None]]:
-        """The parameters that must be up to date before a module's forward; those that nobody reads are left out."""
+        """Return the parameters that must be up to date before each module's forward, without those never read."""
         readers: dict[nn.Module, dict[nn.Parameter, None]] = {}
 
         def visit(owner: nn.Module, reader: nn.Module | None) -> None:
@@ -86,7 +87,7 @@ class FirstUseTracker:
 
 
 class _Reading(TorchFunctionMode):
-    """Tells ``note`` of every tensor that a function of torch is called with."""
+    """A mode that calls ``note`` with every tensor passed to a torch function."""
 
     def __init__(self, note: Callable[[Tensor], None]) -> None:
         super().__init__()

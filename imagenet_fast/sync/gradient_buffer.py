@@ -1,4 +1,4 @@
-"""One flat buffer with a place for every gradient, laid out in the order of a pool."""
+"""One flat buffer that holds every gradient of a pool."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from torch import Tensor, nn
 from imagenet_fast.sync.param_slot import USED, ParamSlot, move
 from imagenet_fast.sync.pending_grad import PendingGrad
 
-_LINE = 16  # elements: spans start on 64-byte lines in fp32, so vectorised kernels keep their fast path
+_LINE = 16  # elements: slots start on 64-byte lines in fp32, which keeps the fast path of vectorised kernels
 
 
 class GradientBuffer:
-    """Where the gradients of some parameters lie, and how ``p.grad`` looks at them.
-
-    Args:
-        spans: In their first order; their places are given here.
-        line: Elements; spans begin and end on multiples of it.
-
-    Raises ValueError for parameters that one buffer cannot hold.
-    """
+    """A flat buffer of gradients, and the views of it that ``p.grad`` holds."""
 
     def __init__(self, spans: Sequence[ParamSlot], line: int) -> None:
+        """Create a buffer of zeros.
+
+        Args:
+            spans: The slots in their initial order. Their ``index``, ``start`` and ``stop`` are ignored.
+            line: In elements; slots begin and end on multiples of it.
+
+        Raises:
+            ValueError: The parameters differ in dtype or device, or are complex or of another dtype that is not a
+                floating-point one.
+        """
         kinds = {(span.param.dtype, span.param.device) for span in spans}
         if len(kinds) > 1:
             raise ValueError(f"parameters of one pool share a dtype and a device, found {sorted(map(str, kinds))}")
@@ -36,15 +39,15 @@ class GradientBuffer:
                 "make parameters of torch.view_as_real's kind, and take torch.view_as_complex of them in forward"
             )
         self.values = torch.zeros(0, dtype=self._dtype, device=self._device)
-        """All of it, 1-D."""
+        """The whole buffer, 1-D."""
         self.line = math.lcm(_LINE, line)
         self.multiple = 1
-        """Elements, of which its length is a multiple."""
+        """The number of elements of which the buffer's length is a multiple."""
         self.spans: list[ParamSlot] = []
         self.lay_out(spans)
 
     def lay_out(self, order: Sequence[ParamSlot]) -> None:
-        """Give every span its place in this order. Values move with it."""
+        """Give every slot its place in this order, and move the values along."""
         old, before = self.values, self.spans
         self.spans = []
         offset = 0
@@ -62,14 +65,17 @@ class GradientBuffer:
         self._flags = torch.tensor([span.flag for span in self.spans], device=self._device)
 
     def exchange(self, values: Tensor) -> Tensor:
-        """Take other values of the same layout. Returns those of before."""
+        """Replace the buffer by another of the same layout, and return the old one."""
         before, self.values = self.values, values
         self._make_views()
         return before
 
     def has_moved(self) -> bool:
-        """Whether a parameter has other strides than when this was laid out. Raises RuntimeError where it has another
-        dtype, device or shape."""
+        """Return whether any parameter's strides have changed since the buffer was laid out.
+
+        Raises:
+            RuntimeError: A parameter's dtype, device or shape has changed.
+        """
         moved = False
         for span, view, strides in zip(self.spans, self.views, self._strides, strict=True):
             param = span.param
@@ -83,14 +89,17 @@ class GradientBuffer:
         return moved
 
     def gradient(self, span: ParamSlot) -> Tensor:
-        """What lies at a span, with the strides that its parameter has now: a fused update would mix them up."""
+        """Return the gradient at ``span``, with the strides that the parameter has now.
+
+        A copy is made where the strides have changed: a fused optimiser would mix up the elements.
+        """
         view = self.views[span.index]
         if span.param.stride() != self._strides[span.index]:
             view = torch.empty_like(span.param).copy_(view)
         return view
 
     def mark_used(self, but: Iterable[ParamSlot]) -> None:
-        """Fill the flags of all spans ``but`` some."""
+        """Set the flags of all slots except ``but`` to ``USED``."""
         left_out = set(but)
         flags = self._flags
         if left_out:
@@ -104,11 +113,11 @@ class GradientBuffer:
             known = [self.values.as_strided(s.param.size(), _dense_strides(s.param), s.start) for s in self.spans]
             self._known_views[self.values.data_ptr()] = known
         self.views = known
-        """The gradients by span, with their parameters' strides."""
+        """The gradients in the order of ``spans``, with their parameters' strides."""
         self.pending: list[PendingGrad] = [view.as_subclass(PendingGrad) for view in known]
-        """What stands for them on their way."""
+        """The placeholders for ``views`` while gradients are in flight."""
 
 
 def _dense_strides(param: nn.Parameter) -> tuple[int, ...]:
-    """Its own strides; where it does not fill its memory, or overlaps itself, those that a copy would have."""
+    """Return the parameter's strides; if it has gaps or overlaps in memory, those that a copy would have."""
     return torch.empty_like(param, device="meta").stride()

@@ -1,7 +1,7 @@
-"""Every gradient of a model in one flat buffer, in the order backward produces them.
+"""Every gradient of a model in one flat buffer, in the order in which backward produces them.
 
-The buffer is what engines send: any run of neighbouring gradients is one contiguous slice of it, so fusing
-tensors into one message (GradientFlow's lazy all-reduce, arXiv 1902.06855) costs no copy.
+Engines send from this buffer. Neighbouring gradients are one contiguous slice of it, so fusing them into one message
+(GradientFlow's lazy all-reduce, arXiv 1902.06855) costs no copy.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ from imagenet_fast.sync.topology import Topology
 
 
 class GradientPool:
-    """One flat buffer holding the gradient of every trainable parameter of ``model``, last layer first.
+    """One flat buffer that holds the gradient of every trainable parameter of a model, last layer first.
 
-    During backward a hook moves each finished gradient into its place, which is a view with the parameter's own strides
-    (channels_last survives). Autograd hands over a fresh tensor and we copy it, rather than letting autograd accumulate
-    into the view: that costs two passes over memory instead of the four of a memset and an in-place add. Later
-    micro-steps of one step do add in place.
+    During backward a hook copies each finished gradient into its place, a view with the parameter's own strides (so
+    channels_last is kept). Autograd produces a fresh tensor that is copied, rather than accumulating into the view.
+    That costs two passes over memory instead of four for a memset and an in-place add. Later micro-steps of one step do
+    add in place.
 
-    What ``p.grad`` holds: under :meth:`no_sync` this rank's own sum, as ever; between the last backward and
-    :meth:`finish` or :meth:`step` a :class:`PendingGrad`, which nobody may use; after ``finish`` the mean over ranks,
-    which the user may change; None where no rank has used the parameter. None is honoured: such a parameter is not
-    updated. Gradients that come after a step and before the next :meth:`zero_grad` are this rank's own again.
+    ``p.grad`` holds:
 
-    Gradients are averaged over the ranks of ``group``, by default all. Of a model whose parameters need several pools,
-    each is given its named parameters, and the ``model`` whose forward reads them. Which ranks share a node is found by
-    :class:`Topology` unless ``ranks_per_node`` says it, or a ``topology`` says all of that. All parameters must share
-    one dtype and device.
+    - Under ``no_sync``: this rank's own sum, as usual.
+    - Between the last backward and ``finish`` or ``step``: a ``PendingGrad``, which must not be used.
+    - After ``finish``: the mean over ranks, which the user may change, or None where no rank has used the parameter.
+      A parameter whose gradient is None is not updated.
+    - After a step, until the next ``zero_grad``: this rank's own gradient again, if a backward runs.
 
-    Spans reach the engine strictly in pool order, the same on every rank, although hooks fire in an order of their own.
-    It is the reverse of the order of registration in the first step, and from the second on the order in which the
-    first rank's backward produced them. Behind each gradient lies one element (``Span.flag``) that says whether a rank
-    has used the parameter: one that nobody used is left alone by the update, as DDP does.
+    Hooks fire in an order of their own, but slots are pushed to the engine strictly in pool order. Pool order is the
+    same on every rank. In the first step it is the reverse of the order of registration. From the second step on, it is
+    the order in which the first rank's backward produced the gradients.
+
+    Behind each gradient is one element (``ParamSlot.flag``) that is nonzero if any rank has used the parameter. The
+    update skips a parameter that no rank has used, as DDP does.
     """
 
     def __init__(
@@ -74,8 +74,25 @@ class GradientPool:
         ranks_per_node: int | None = None,
         topology: Topology | None = None,
     ) -> None:
+        """Create a pool and register its hooks. Every rank must call it.
+
+        Args:
+            parameters: The model; or, where a model's parameters need several pools, the named parameters of this pool.
+                All that are trainable must share one dtype and device.
+            group: The ranks to average over; None: all.
+            model: The model whose forward reads the parameters, where ``parameters`` are named parameters.
+            ranks_per_node: The number of ranks on each node; None: ``Topology`` finds which ranks share a node.
+            topology: The ranks and nodes, instead of ``group`` and ``ranks_per_node``.
+
+        Raises:
+            ValueError: No parameter is trainable; ranks have different parameters or values; two parameters have the
+                same name; a parameter is in another pool; dtypes or devices differ or cannot be pooled; or
+                ``ranks_per_node`` does not divide the number of ranks.
+            TypeError: The parameters have no names.
+        """
         model, named = named_parameters(parameters, model)
-        compare_models(named, topology.group if topology else group)  # before what only one rank may refuse
+        # Compare before any check that may fail on one rank only: the other ranks would hang.
+        compare_models(named, topology.group if topology else group)
         trainable = {name: p for name, p in named.items() if p.requires_grad}
         if not trainable:
             raise ValueError("the model has no trainable parameter")
@@ -89,13 +106,13 @@ class GradientPool:
         self._places = GradientBuffer(spans, self.topology.line)
         self._guard: float | None = None
         self._lock = threading.RLock()  # autograd may run several threads
-        self._ready = [False] * len(spans)  # by span: whether its gradient may leave
-        self._front = 0  # spans before this one have been handed to the engine
+        self._ready = [False] * len(spans)  # by slot: whether its gradient may be sent
+        self._front = 0  # slots before this index have been pushed to the engine
         self._unreached: dict[
             ParamSlot, None
-        ] = {}  # by this rank, in the last step whose gradients are here or pending
-        self._measured = 0  # spans before this one have been looked at
-        self._largest: list[Tensor] = []  # magnitudes in this step
+        ] = {}  # those this rank's backward did not reach, in the last step whose gradients are here or pending
+        self._measured = 0  # slots before this index have been measured
+        self._largest: list[Tensor] = []  # the largest magnitudes found in this step
         self._engine: SyncEngine | None = None
         self._deferral: DeferredUpdate | None = None
         register(self, trainable)
@@ -108,39 +125,45 @@ class GradientPool:
         self._zeroed = False  # whether zero_grad has begun this step
         self._open = False  # whether the engine has begun this step
         self._forwarded = False  # whether a training forward has run since zero_grad
-        self._stats: SyncStats | None = None  # of the step whose gradients are here, after its last backward
-        self._came_late = False  # whether gradients have come since
-        self._means_here = False  # whether they are all in p.grad, as the user may have changed them
-        self._updated = False  # whether they have been applied, or will be
-        self._stepped: list[Optimizer] = []  # in this step
+        self._stats: SyncStats | None = None  # set after a step's last backward, until the next step starts
+        self._came_late = False  # whether backward has produced gradients since then
+        self._means_here = False  # whether p.grad holds the means, which the user may have changed
+        self._updated = False  # whether this step's gradients have been applied, or will be
+        self._stepped: list[Optimizer] = []  # optimizers that have stepped in this step
         self._reached = False  # whether this step's last backward has reached any parameter
-        self._cancelled: set[ParamSlot] = set()  # those whose p.grad was set to None on their way
-        self._nulled: set[ParamSlot] = set()  # those whose p.grad was zeroed on its way
-        self._flag_behind: set[ParamSlot] = set()  # those whose flag is not yet that of a gradient of this step
-        self._last_ended = False  # whether nothing of the step before is pending any more
-        self._end_awaited = False  # whether autograd will tell of the end of this backward
+        self._cancelled: set[ParamSlot] = set()  # slots whose p.grad was set to None while in flight
+        self._nulled: set[ParamSlot] = set()  # slots whose p.grad was zeroed while in flight
+        self._flag_behind: set[ParamSlot] = set()  # slots whose flag is not yet marked for this step's gradient
+        self._last_ended = False  # whether nothing of the previous step is pending any more
+        self._end_awaited = False  # whether a callback at the end of this backward is queued
         self._residual_scale = ResidualScale(device)
         self.found_inf: Tensor | None = None
-        """With :meth:`guard`: 1 where a gradient of the last step, on any rank, was not finite or too large for the
-        wire, else 0."""
+        """1 if a gradient of the last step was not finite or too large for the wire on any rank, else 0.
+
+        None without ``guard``.
+        """
 
     @property
     def buffer(self) -> Tensor:
-        """All gradients, 1-D."""
+        """The buffer of all gradients, 1-D."""
         return self._places.values
 
     @property
     def spans(self) -> list[ParamSlot]:
-        """The gradients' places, in the order in which they leave."""
+        """The slots of the gradients, in the order in which they are pushed."""
         return self._places.spans
 
     @property
     def line(self) -> int:
-        """Elements: spans begin and end on multiples of it."""
+        """The number of elements of which the bounds of slots are multiples."""
         return self._places.line
 
     def attach(self, engine: SyncEngine) -> None:
-        """Send the spans of every later backward to ``engine``, instead of to any before."""
+        """Push the gradients of every later backward to ``engine``, and close the engine attached before.
+
+        Raises:
+            ValueError: The engine defers updates, and the pool has no model.
+        """
         if engine.defers and self.model is None:
             raise ValueError("an engine that defers updates needs to see the forward; give the pool model=...")
         if self._engine is not None:
@@ -152,23 +175,28 @@ class GradientPool:
             self._deferral = DeferredUpdate(self.model, engine, self.spans, self.used)
 
     def guard(self, largest: float) -> None:
-        """From now on look at every gradient before it is sent: see :attr:`found_inf`. One above ``largest`` counts as
-        infinite. Costs a pass over the gradients and a tiny all-reduce a step."""
+        """Check every later gradient before it is sent, and report in ``found_inf``.
+
+        Costs one pass over the gradients and a tiny all-reduce a step.
+
+        Args:
+            largest: A gradient with a larger magnitude counts as infinite.
+        """
         self._guard = largest
 
     def measure(self) -> None:
-        """For an engine, before gradients that it was pushed leave: look at them, if they are to be guarded."""
+        """Check the gradients pushed so far, if ``guard`` was called. Engines call it before they send them."""
         if self._guard is not None and self._measured < self._front:
             since = self.buffer[self.spans[self._measured].start : self.spans[self._front - 1].stop]
             self._largest.append(torch.linalg.vector_norm(since, math.inf))
             self._measured = self._front
 
     def zero_grad(self) -> None:
-        """Start a step: forget the gradients of the last one. Touches no memory.
+        """Start a step: forget the gradients of the last one, without writing to memory.
 
-        A step in which a forward or a backward has run, and that was not finished, is dropped: after an exception, or
-        because the user thought better of it. All ranks drop it together. What has left is waited for; nothing of that
-        step may be applied on another rank, so what had not left is sent as NaN.
+        An unfinished step in which a forward or a backward has run is dropped. That is so after an exception, or where
+        the user abandons the step. All ranks drop it together. What has been sent is waited for. What has not been
+        sent is sent as NaN, so that no other rank can apply the step.
         """
         with self._lock:
             engine = self._engine
@@ -183,7 +211,7 @@ class GradientPool:
             elif self._deferral is not None and engine is not None:
                 for span in self.spans:
                     if not self._deferral.waits(span):
-                        engine.wait(span)  # it may be on its way, where a step has not been applied
+                        engine.wait(span)  # it may be in flight, if the step was not applied
             self._start()
             self._zeroed = True
         for span in self.spans:
@@ -191,7 +219,7 @@ class GradientPool:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate locally: a backward inside hands nothing to the engine (as DDP's ``no_sync``)."""
+        """Accumulate gradients locally: a backward inside the context pushes nothing, as with DDP's ``no_sync``."""
         before, self._sync = self._sync, False
         try:
             yield
@@ -201,16 +229,23 @@ class GradientPool:
     def finish(self) -> SyncStats:
         """Wait until every ``p.grad`` is the mean over all ranks, or None where no rank has used the parameter.
 
-        Gradients may be read, clipped, unscaled and replaced then, before :meth:`step` or the optimizer's own. A
-        deferring engine has nothing left to hide its messages behind: leave this out where nothing is done here.
-        Called again in a step it does nothing.
+        Afterwards gradients may be read, clipped, unscaled and replaced, before ``step`` or the optimizer's own step.
+        Do not call it where none of this is needed: a deferring engine can then no longer overlap its messages with the
+        next forward. A second call in a step does nothing.
+
+        Returns:
+            The cost of the step's synchronisation on this rank.
+
+        Raises:
+            RuntimeError: A gradient was replaced while it was sent, or between two calls in one step; or the model's
+                parameters are no longer those of the pool.
         """
         stats = self.end_backward()
         assert self._engine is not None
         if self._means_here:
             self._check_means()
         elif not (self._updated and self._engine.leaves_behind):
-            self.settle()  # for another optimizer's step, after one by pool.step
+            self.settle()  # another optimizer may step after one that pool.step deferred
             for span in self.spans:
                 self._engine.wait(span)
             self.used(self.spans)
@@ -218,24 +253,31 @@ class GradientPool:
         return stats
 
     def end_backward(self) -> SyncStats:
-        """End the step's last backward: agree on every gradient that may not be deferred.
+        """End the step's last backward: synchronise every gradient that is not deferred.
 
-        For loops that call :meth:`update`, which knows what is still on its way; all others call :meth:`finish` or
-        :meth:`step`. Parameters that backward did not reach take part with a gradient of zero, so an unused layer
-        neither stalls the frontier nor makes ranks disagree. Called again in a step it does nothing.
+        For loops that call ``update``, which handles gradients still in flight. All others call ``finish`` or ``step``.
+        Parameters that backward did not reach are sent with a gradient of zero. So an unused layer neither delays the
+        others nor makes ranks disagree. A second call in a step does nothing.
+
+        Returns:
+            The cost of the step's synchronisation on this rank.
+
+        Raises:
+            RuntimeError: A gradient was replaced while it was sent, or the model's parameters are no longer those of
+                the pool.
         """
         assert self._engine is not None, "attach an engine before the first step"
         if self._stats is not None and not self._came_late:
             return self._stats
         in_time = self._stats is None
         with self._lock:
-            if not in_time:  # without zero_grad: nothing has left, and nothing overlaps
+            if not in_time:  # no zero_grad since the last step: nothing has been sent, and nothing overlaps
                 self._start()
             self._end_last_step()
             self._watch.check(self.spans, self._places.span_of)
             self._begin()
             engine = self._engine
-            self._reached = any(self._ready)  # then all of p.grad has been hidden, and None is the user's
+            self._reached = any(self._ready)  # then every p.grad was a placeholder, and None was set by the user
             for span in self.spans:
                 self._take_last(engine, span)
             self._ready = [True] * len(self.spans)
@@ -252,12 +294,15 @@ class GradientPool:
         return self._stats
 
     def update(self, apply: Update, at_once: bool = False) -> None:
-        """Have ``apply`` update the parameters it is given: all of them now, or each before it is read again.
+        """Have ``apply`` update the parameters: all of them now, or each before it is read again if the engine defers.
 
-        ``apply`` captures what belongs to this step, above all the learning rate. Several updates of a step are
-        carried out in their order. One that needs all gradients ``at_once`` has an engine that defers wait for them.
-        While a parameter's update is put off, ``p.grad`` is None. After :meth:`finish` all are updated now, from what
-        ``p.grad`` holds.
+        While a parameter's update is deferred, its ``p.grad`` is None. After ``finish`` all parameters are updated now,
+        from what ``p.grad`` holds. Several updates of one step are carried out in the order of the calls.
+
+        Args:
+            apply: Updates the parameters it is given. It must capture what belongs to this step, above all the learning
+                rate.
+            at_once: Whether ``apply`` needs all gradients in one call. A deferring engine then waits for them here.
         """
         assert self._engine is not None
         self._updated = True
@@ -270,26 +315,30 @@ class GradientPool:
         else:
             limited(self.used(self.spans))
             self._means_here = True
-        if self._engine.leaves_behind:  # what comes after the step must not be added to what is left behind
+        if self._engine.leaves_behind:  # a later backward must not add its gradients to the residual
             for span in self.spans:
                 span.param.grad = None
 
     def step(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None = None) -> SyncStats:
-        """End the step: :meth:`end_backward`, unless :meth:`finish` was called, and ``optimizer.step()``.
+        """End the step: call ``end_backward``, unless ``finish`` was called, and then ``optimizer.step()``.
 
-        Under an engine that defers, each layer is updated just before it is read again, with the hyper-parameters of
-        this moment: an ``lr_scheduler`` may step at once. ``optimizer.state_dict()`` carries out what is put off
-        first. An optimiser that needs all gradients at once (:func:`needs_all`) waits for them here. Parameters of the
-        optimiser that are in another pool are left alone.
+        With a deferring engine, each layer is updated just before it is read again. The hyper-parameters are those of
+        this call, so an ``lr_scheduler`` may step right after it. ``optimizer.state_dict()`` first carries out deferred
+        updates. For an optimizer that needs all gradients at once (see ``needs_all``), the gradients are waited for
+        here. Parameters of the optimizer that are in another pool are not updated.
 
         Args:
-            optimizer: Of torch, or one like them.
-            scaler: Unscales, skips a step that overflowed on any rank, and is updated: do not call its ``step`` and
-                ``update`` as well. Nothing is deferred then.
+            optimizer: An optimizer of torch, or one with the same interface.
+            scaler: Unscales gradients, skips a step that overflowed on any rank, and is updated: do not call its
+                ``step`` and ``update`` as well. Nothing is deferred then.
+
+        Returns:
+            The cost of the step's synchronisation on this rank.
 
         Raises:
             ValueError: The optimizer's step requires a closure; it has none of this pool's parameters, or one with a
-                gradient that is in no pool; or the engine leaves a part of the gradients behind.
+                gradient that is in no pool; or the engine sends only a part of the gradients.
+            RuntimeError: The same optimizer has stepped already, with no backward since; or as for ``end_backward``.
         """
         assert self._engine is not None, "attach an engine before the first step"
         if self._engine.leaves_behind:
@@ -315,7 +364,7 @@ class GradientPool:
             self._residual_scale.change(scaler.get_scale() / scale)
             return stats
         if not self._updated:
-            self.settle()  # before it is copied what an optimiser counts in its groups
+            self.settle()  # deferred updates may change counters in the optimizer's groups, which are copied next
         apply = snapshot_step(optimizer)
         stats = self.end_backward()
         self._stepped.append(optimizer)
@@ -324,21 +373,26 @@ class GradientPool:
         return stats
 
     def set_loss_scale(self, scale: Tensor) -> None:
-        """Read ``scale``, fp32 [] on the device, in every later step: the loss is multiplied by it. What an engine has
-        left behind of earlier gradients is brought to the same scale."""
+        """Read the loss scale from ``scale`` in every later step, and rescale the engine's residual to match.
+
+        Args:
+            scale: An fp32 scalar tensor on the device, by which the caller multiplies the loss.
+        """
         self._residual_scale.follow(scale)
 
     def settle(self) -> None:
-        """Carry out every update that an engine has put off. Forwards and ``state_dict`` of the model do it unasked;
-        whoever reads parameters in another way calls this first."""
+        """Carry out every deferred update.
+
+        The model's forward and ``state_dict`` do this by themselves. Call it before parameters are read in another way.
+        """
         if self._deferral is not None:
             self._deferral.settle()
 
     def used(self, spans: Sequence[ParamSlot]) -> list[nn.Parameter]:
-        """Put the gradients of ``spans`` into ``p.grad``, and return the parameters that are to be updated.
+        """Put the gradients of ``spans`` into ``p.grad``, and return the parameters to update.
 
-        Those that no rank has used, and those whose ``p.grad`` the user set to None on its way, have None instead. Asks
-        the device about those that this rank has not used.
+        ``p.grad`` is None instead where no rank has used the parameter, or where the user set it to None while it was
+        in flight. Costs a device synchronisation for each parameter that this rank has not used.
         """
         for span in spans:
             if span in self._nulled:
@@ -351,7 +405,14 @@ class GradientPool:
         return [span.param for span in spans if span not in left_out]
 
     def watch(self, layers: bool) -> LayerTimer:
-        """A timetable of the next steps."""
+        """Return a timer of the next steps.
+
+        Args:
+            layers: Whether to record when each layer is called, too.
+
+        Raises:
+            ValueError: The pool has no model.
+        """
         if self.model is None:
             raise ValueError(
                 "an engine that plans needs to see the forward; give the pool model=..., or the engine a fixed number "
@@ -360,19 +421,22 @@ class GradientPool:
         return LayerTimer(self.model, self.spans, self.topology, layers)
 
     def lengthen(self, multiple: int) -> None:
-        """Make the buffer's length a multiple of so many elements. For an engine, before it begins."""
+        """Pad the buffer's length to a multiple of ``multiple`` elements. Engines call it before their first step."""
         self._places.multiple = multiple
         self._lay_out(self.spans)
 
     def align(self, elements: int) -> None:
-        """Have spans begin and end on multiples of so many elements. For an engine, before it begins."""
+        """Have slots begin and end on multiples of ``elements``. Engines call it before their first step."""
         if self.line % elements:
             self._places.line = math.lcm(self.line, elements)
             self._lay_out(self.spans)
 
     def order(self, names: Collection[str]) -> None:
-        """Lay the pool out in this order of its parameters, and learn no other; nothing happens where ``names`` are
-        those of another model. The engine has to do so too."""
+        """Lay the pool out in the order of ``names``, and keep this order. The caller must lay out the engine, too.
+
+        Args:
+            names: The names of the pool's parameters. Nothing happens where they are those of another model.
+        """
         by_name = {span.name: span for span in self.spans}
         if by_name.keys() != set(names):
             return
@@ -380,15 +444,16 @@ class GradientPool:
         self._lay_out([by_name[name] for name in names])
 
     def state_dict(self) -> dict[str, Any]:
-        """What later steps depend on besides parameters and optimiser; between steps, by every rank. Settles first.
+        """Return what later steps depend on besides the parameters and the optimizer. Carry out deferred updates first.
 
-        It differs between ranks."""
+        Every rank must call it between steps, and keep its own result: they differ between ranks.
+        """
         assert self._engine is not None
         self.settle()
         with self._lock:
             if self._order.better is not None:
                 self._learn_order(self._order.better)
-            self._engine.begin()  # it may be about to hand the pool to another
+            self._engine.begin()  # `auto` may have to hand the pool to the engine it chose
             order = [span.name for span in self.spans] if self._order.is_known else None
             return {
                 "order": order, "elected": self._engine.elected, "engine": self._engine.state_dict(),
@@ -396,9 +461,11 @@ class GradientPool:
             }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`'s value, which may be of another number of ranks.
+        """Continue from a value of ``state_dict``, which may be of another number of ranks.
 
-        Raises ValueError for a state that the engine cannot go on from."""
+        Raises:
+            ValueError: The engine cannot resume from this state.
+        """
         assert self._engine is not None
         refuse_state(state)
         if state["elected"] not in ("", self._engine.elected):
@@ -412,14 +479,15 @@ class GradientPool:
         self._residual_scale.load(state.get("loss_scale"))
 
     def exchange_buffer(self, buffer: Tensor) -> Tensor:
-        """Work in another buffer of the same layout. For an engine, before a step. Returns that of before."""
+        """Replace the buffer by another of the same layout, and return the old one. Engines call it before a step."""
         return self._places.exchange(buffer)
 
     def close(self) -> None:
-        """End the engine, its threads and its process groups, and leave the model to others. Settles first.
+        """Carry out deferred updates, close the engine with its threads and process groups, and remove all hooks.
 
-        In the middle of a step it waits for no other rank, which may have left the step earlier. Called while an
-        exception is on its way, as in ``finally``, it raises none of its own.
+        In the middle of a step it does not wait for other ranks, which may have left the step earlier. While another
+        exception is being handled, as in ``finally``, it raises none of its own: a failure is added to that exception
+        as a note.
         """
         users = sys.exc_info()[1]
         for hook in self._hooks:
@@ -440,7 +508,7 @@ class GradientPool:
             users.add_note(f"closing the pool failed as well: {error}")
 
     def _lay_out(self, order: Sequence[ParamSlot]) -> None:
-        """Give the parameter of every span its place. Values in the buffer move with it. Settles first."""
+        """Lay the buffer out in ``order``, moving its values along. Carry out deferred updates first."""
         self.settle()
         self._places.lay_out(order)
         self._unreached = {}
@@ -455,8 +523,10 @@ class GradientPool:
             self._forwarded = True
 
     def _on_gradient(self, param: nn.Parameter) -> None:
-        """The hook. Has autograd call :meth:`_hide_rest` at the end of this backward, as DDP does; it will not after an
-        exception."""
+        """Handle a gradient that backward has produced. Registered as a hook on every parameter.
+
+        Queue ``_hide_rest`` for the end of this backward, as DDP does. Autograd does not call it after an exception.
+        """
         with self._lock:
             self._collect(param)
             if self._sync and not self._end_awaited and self._stats is None and self._engine is not None:
@@ -464,7 +534,7 @@ class GradientPool:
                 self._end_awaited = True
 
     def _collect(self, param: nn.Parameter) -> None:
-        """``param`` has its gradient."""
+        """Copy the gradient of ``param`` into the pool, and push every slot that is due."""
         with self._lock:
             span = self._places.span_of[param]
             if self._deferral is not None and self._deferral.waits(span):
@@ -472,7 +542,7 @@ class GradientPool:
                     f"{span.name} was read before its update: not by the forward of its own module or of one above, as "
                     "in the first step; call pool.settle() before such a forward"
                 )
-            if self._stats is not None:  # the step is over, and this gradient stays where autograd has put it
+            if self._stats is not None:  # the step is over, so this gradient stays where autograd has put it
                 self._came_late = True
                 return
             if self._ready[span.index]:
@@ -484,7 +554,8 @@ class GradientPool:
             refuse_gradient(span.name, param.grad)
             if self._engine is None:
                 self._take(None, span)
-            elif self._sync or not self._engine.leaves_behind:  # which adds gradients to others, once a step
+            # An engine that leaves elements behind adds to its residual, so it takes a gradient only once a step.
+            elif self._sync or not self._engine.leaves_behind:
                 self._begin()
                 self._take(self._engine, span)
             if self._sync and self._engine is not None:
@@ -494,8 +565,10 @@ class GradientPool:
                 self._advance(self._engine)
 
     def _hide_rest(self) -> None:
-        """At the end of backward: parameters that it did not reach take part with what they have, or with a gradient
-        of zero. If another backward of this step reaches them, autograd adds to it."""
+        """Take in the parameters that this backward did not reach, with the gradient they have or with zero.
+
+        Called at the end of backward. If another backward of this step reaches them, autograd adds to that gradient.
+        """
         with self._lock:
             self._end_awaited = False
             if self._engine is None or self._stats is not None:
@@ -507,14 +580,14 @@ class GradientPool:
                     self._hide(span)
 
     def _end_last_step(self) -> None:
-        """Carry out the updates that this step's forward did not reach: their gradients lie where new ones come."""
+        """Carry out the updates that this step's forward did not reach: new gradients would overwrite theirs."""
         self.settle()
         if not self._last_ended:
             self._unreached, self._cancelled, self._nulled = {}, set(), set()
             self._last_ended = True
 
     def _take_rest(self, engine: SyncEngine, span: ParamSlot) -> None:
-        """Of a parameter that the last backward has not reached."""
+        """Take in the gradient of a parameter that the last backward has not reached; zero if there is none."""
         if span.param.grad is not None:
             self._take(engine, span)
         elif span not in self._unreached:
@@ -528,7 +601,7 @@ class GradientPool:
         span.param.grad = pending
 
     def _take(self, engine: SyncEngine | None, span: ParamSlot) -> None:
-        """Bring ``p.grad`` into its place, unless autograd has added it up there."""
+        """Copy ``p.grad`` into its place, unless autograd has accumulated it there."""
         gradient, view = span.param.grad, self._places.views[span.index]
         assert gradient is not None
         if gradient is not view and gradient is not self._places.pending[span.index]:
@@ -542,7 +615,11 @@ class GradientPool:
             self.buffer[span.flag] = USED
 
     def _take_last(self, engine: SyncEngine, span: ParamSlot) -> None:
-        """At the end of backward: what has not left, and what the user has made of it."""
+        """Take in a gradient that has not been pushed by the end of backward, and note changes that the user made.
+
+        Raises:
+            RuntimeError: The user replaced the gradient while it was in flight.
+        """
         gradient, pending, ready = span.param.grad, self._places.pending[span.index], self._ready[span.index]
         if pending.zeroed:
             self._nulled.add(span)
@@ -557,7 +634,7 @@ class GradientPool:
             )
 
     def _check_means(self) -> None:
-        """Raise where gradients may be those of another step, which nobody would average."""
+        """Raise RuntimeError if a gradient was replaced since ``finish``: it would not be averaged."""
         for span, view in zip(self.spans, self._places.views, strict=True):
             if span.param.grad is not None and span.param.grad is not view:
                 raise RuntimeError(
@@ -566,7 +643,7 @@ class GradientPool:
                 )
 
     def _start(self) -> None:
-        """Nothing has come of this step yet."""
+        """Reset the state of a step, and adopt a better pool order if one was learned."""
         self._stepped = []
         self._stats = None
         self._open = self._zeroed = self._forwarded = self._came_late = self._means_here = self._updated = False
@@ -579,30 +656,31 @@ class GradientPool:
             self._learn_order(self.spans)
 
     def _begin(self) -> None:
-        """Before the first gradient of a step."""
+        """Prepare the engine and the flags before the first gradient of a step."""
         if self._open or self._engine is None:
             return
         if self._engine.leaves_behind or self._residual_scale.applies_to(self._engine):
             self.settle()
             for span in self.spans:
                 self._engine.wait(span)
-        self._engine.begin()  # it may hand the pool to another
+        self._engine.begin()  # `auto` may hand the pool to another engine, which replaces self._engine
         self._residual_scale.apply(self._engine)
         self._engine.start_step()
         self._flag_behind = {span for span in self.spans if self._deferral is not None and self._deferral.waits(span)}
-        self._places.mark_used(but=self._flag_behind)  # their update has yet to look, or they are still on their way
+        # The flags of deferred slots are left out: their update still has to read them, or they are still in flight.
+        self._places.mark_used(but=self._flag_behind)
         self._open = True
 
     def _advance(self, engine: SyncEngine) -> None:
-        """Move the frontier past every leading span that is ready, handing each to the engine."""
+        """Push to the engine every slot that is ready and has no unready slot before it."""
         while self._front < len(self.spans) and self._ready[self._front]:
             span = self.spans[self._front]
             self._front += 1
             engine.push(span)
 
     def _drop(self) -> None:
-        """Bring an unfinished step to its end, so that no rank waits for this one, and drop it."""
-        self.settle()  # what the forward did not reach
+        """Complete an unfinished step, so that no rank waits for this one, and drop it."""
+        self.settle()  # updates that the forward did not reach
         self._begin()
         engine = self._engine
         assert engine is not None
@@ -610,7 +688,7 @@ class GradientPool:
             engine.spoil(span, self._places.views[span.index])
         self._ready = [True] * len(self.spans)
         self._advance(engine)
-        self._largest.append(self.buffer.new_full((), math.inf))  # also where everything had left by then
+        self._largest.append(self.buffer.new_full((), math.inf))  # also if everything had been sent by then
         self._any_overflow()
         self._front = self._measured = 0
         engine.finish(drop=True)
@@ -619,6 +697,7 @@ class GradientPool:
         self._order.agree(self.spans, self.topology, whole=False)
 
     def _any_overflow(self) -> Tensor | None:
+        """Return 1 if any rank found an unusable gradient in this step, else 0; None without ``guard``."""
         if self._guard is None:
             self._largest = []
             return None
@@ -633,7 +712,7 @@ class GradientPool:
         assert self._engine is not None
         self._order.better = None
         self.settle()
-        self._engine.begin()  # it may have sent what lies in the pool, and knows it by its place
+        self._engine.begin()  # it may still have to clear what it has sent, which it knows by its place in the pool
         self._lay_out(order)
         self._engine.lay_out()
 

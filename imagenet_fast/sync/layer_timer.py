@@ -1,4 +1,4 @@
-"""When layers are read in forward and have their gradients in backward, learned from a few steps."""
+"""A timer of when forward reads each layer and backward has each gradient ready, over a few steps."""
 
 from __future__ import annotations
 
@@ -18,20 +18,28 @@ _WARM_STEPS, _TIMED_STEPS = 2, 3
 
 
 class LayerTimer:
-    """Watches ``model`` until it has seen enough steps: call it at every push and at the end of every backward.
+    """A timer that records a model's steps until it has seen enough of them.
 
-    ``layers``: also when each layer is called. Hooks that take the time break compiled blocks, so without need
-    nothing but the whole model is watched.
+    Call ``push`` at every push of a slot, and ``finish`` at the end of every backward.
     """
 
     def __init__(self, model: nn.Module, spans: Iterable[ParamSlot], topology: Topology, layers: bool) -> None:
+        """Register timing hooks on ``model``.
+
+        Args:
+            model: The model to time.
+            spans: The slots in pool order.
+            topology: The ranks to average over.
+            layers: Whether to record when each layer is called, too. The hooks for this break compiled blocks; without
+                them only the whole model is timed.
+        """
         self._spans = list(spans)
         self._device = topology.device
         self._topology = topology
         self.layers = layers
         self._steps = 0
         self._called: dict[nn.Module, Timestamp] = {}
-        self._turned: Timestamp | None = None  # from forward to backward
+        self._turned: Timestamp | None = None  # the end of the last forward
         self._pushed: list[Timestamp] = []
         self._rows: list[list[float]] = []
         owners = dict.fromkeys([model, *(span.module for span in self._spans if layers and span.module is not None)])
@@ -41,16 +49,16 @@ class LayerTimer:
 
     @property
     def complete(self) -> bool:
-        """Whether enough steps have been seen, the same on every rank."""
+        """Whether enough steps have been recorded, the same on every rank."""
         return self._steps == _WARM_STEPS + _TIMED_STEPS
 
     def push(self) -> None:
-        """The next span in pool order is ready."""
+        """Record that the gradient of the next slot in pool order is ready."""
         if not self.complete:
             self._pushed.append(record_timestamp(self._device))
 
     def finish(self) -> None:
-        """Backward is over."""
+        """Record the end of backward, and with it of a step. The first steps only warm up."""
         if self.complete:
             return
         end = record_timestamp(self._device)
@@ -69,7 +77,10 @@ class LayerTimer:
         self._pushed.clear()
 
     def timing(self) -> Timing:
-        """The median of what this rank saw, averaged over the ranks. Every rank must call it, once it is complete."""
+        """Return the median over this rank's steps, averaged over the ranks, and remove the hooks.
+
+        Every rank must call it, once the timer is complete.
+        """
         self.close()
         rows = torch.tensor(self._rows, dtype=torch.float64, device=self._device)
         mean = rows.median(0).values
@@ -82,14 +93,14 @@ class LayerTimer:
         )
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
     def _call(self, module: nn.Module, inputs: object) -> None:
         if torch.compiler.is_exporting():
             return
-        if module is self._model:  # of several micro-steps the last one counts
+        if module is self._model:  # of several micro-steps, time the last one
             self._called.clear()
         self._called.setdefault(module, record_timestamp(self._device))
 

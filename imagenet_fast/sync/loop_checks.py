@@ -1,4 +1,4 @@
-"""What a pool is given that it cannot use, and the sentence that says what to give it instead."""
+"""Checks of what a training loop gives to a pool, with error messages that say what to give instead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ from imagenet_fast.sync.engine import SyncEngine
 def named_parameters(
     parameters: nn.Module | Iterable[tuple[str, nn.Parameter]], model: nn.Module | None
 ) -> tuple[nn.Module | None, dict[str, nn.Parameter]]:
-    """The model that is called, without torch.compile's wrapper, and the parameters by name."""
+    """Return the model without torch.compile's wrapper, and the parameters by name.
+
+    Args:
+        parameters: A model, or its named parameters as pairs or as a dict.
+        model: The model whose forward reads named parameters; None: not known.
+
+    Raises:
+        TypeError: The parameters have no names.
+        ValueError: Two parameters have the same name.
+    """
     if isinstance(parameters, nn.Module):
         model = _uncompiled(parameters)
         return model, dict(model.named_parameters())
@@ -34,7 +43,7 @@ def named_parameters(
 
 
 def refuse_gradient(name: str, gradient: Tensor) -> None:
-    """Raise RuntimeError for a gradient that no buffer can hold."""
+    """Raise RuntimeError if a pool cannot hold the gradient: it is sparse or part of a graph."""
     if gradient.layout is not torch.strided:
         raise RuntimeError(
             f"the gradient of {name} is sparse, and a pool holds dense ones; take sparse=False for its nn.Embedding"
@@ -48,13 +57,13 @@ def refuse_gradient(name: str, gradient: Tensor) -> None:
 
 
 def refuse_state(state: object) -> None:
-    """Raise ValueError for what is not of a pool's ``state_dict``."""
+    """Raise ValueError if ``state`` is not a value of a pool's ``state_dict``."""
     if not isinstance(state, dict) or not {"order", "elected", "engine"} <= state.keys():
         raise ValueError("this is no state of a pool; give it what pool.state_dict() was on this rank")
 
 
 def refuse_choice(engine: SyncEngine, elected: str) -> None:
-    """Raise ValueError where ``engine`` can neither hand the pool to the candidate ``elected`` nor is that itself."""
+    """Raise ValueError if ``engine`` cannot hand the pool to the candidate ``elected``."""
     if elected in engine.candidates:
         return
     if engine.candidates:
@@ -73,7 +82,7 @@ def refuse_choice(engine: SyncEngine, elected: str) -> None:
 
 
 def refuse_engine_state(engine: SyncEngine, state: dict[str, Any]) -> None:
-    """Raise ValueError where ``engine`` cannot go on from ``state``, which was another's."""
+    """Raise ValueError if ``engine`` cannot resume from ``state``, because it is another engine's."""
     if not engine.state_keys <= state.keys() and (state or engine.needs_state):
         raise ValueError(
             f"this state is of another engine than {type(engine).__name__.lower()}; attach that engine, with the same "
@@ -82,6 +91,6 @@ def refuse_engine_state(engine: SyncEngine, state: dict[str, Any]) -> None:
 
 
 def _uncompiled(model: nn.Module) -> nn.Module:
-    """What torch.compile has wrapped; the wrapper's parameters are its own, by other names."""
+    """Return the module inside torch.compile's wrapper, which names the parameters differently."""
     inner = getattr(model, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else model

@@ -1,4 +1,4 @@
-"""What the network costs, measured: the same on every rank."""
+"""Measurements of the network and of quantisation. All ranks use the results of the first rank."""
 
 from __future__ import annotations
 
@@ -20,26 +20,37 @@ from imagenet_fast.sync.topology import Topology
 
 _TINY = 2**13  # bytes
 _SHORT_AND_LONG = {"cpu": (2**20, 2**22), "cuda": (2**24, 2**27)}
-"""Bytes, by device: of the difference between two, what a link can burst drops out."""
+"""Two message sizes in bytes, by device. The difference of their times cancels what a link can burst."""
 _REPEATS = 4
-_MANY = 8  # messages at once, whose latencies overlap
+_MANY = 8  # messages launched at once, so that their latencies overlap
 
 
 class NetworkProbe:
-    """The link of each collective and the cost of each codec, measured when first asked for: every rank must ask alike,
-    with nothing else under way. ``stated`` and ``codecs`` are taken instead where there is nothing to measure."""
+    """The link of each collective and the cost of each 8-bit codec, measured when first requested.
+
+    Every rank must make the same requests in the same order, with nothing else in flight.
+    """
 
     def __init__(
         self, topology: Topology, wire: torch.dtype, stated: LinkModel | None = None,
         codecs: Mapping[torch.dtype, CodecCost] | None = None,
     ) -> None:  # fmt: skip
+        """Create a probe that has measured nothing.
+
+        Args:
+            topology: The ranks to measure between.
+            wire: The dtype in which values are sent.
+            stated: The link of every collective, instead of a measurement.
+            codecs: The cost of 8-bit wire dtypes, instead of measurements.
+        """
         self._topology = topology
-        self._wire = PLAIN if is_coded(wire) else wire  # what codes cost is not the network's
+        self._wire = PLAIN if is_coded(wire) else wire  # the cost of quantisation is not the network's
         self._stated = stated
         self._links: dict[Collective, LinkModel] = {}
         self._codecs = dict(codecs or {})
 
     def link(self, collective: Collective) -> LinkModel:
+        """Return the link of ``collective``, measured at the first call; with one rank, a link without cost."""
         if self._stated is not None:
             return self._stated
         if self._topology.size == 1:
@@ -49,7 +60,7 @@ class NetworkProbe:
         return self._links[collective]
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been measured so far."""
+        """Return the measurements so far."""
         links = {collective: astuple(link) for collective, link in self._links.items()}
         return {
             "links": links,
@@ -57,26 +68,33 @@ class NetworkProbe:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take :meth:`state_dict`'s value for measured."""
+        """Use a value of ``state_dict`` as this probe's measurements."""
         self._links = {collective: LinkModel(*figures) for collective, figures in state["links"].items()}
         self._codecs = {getattr(torch, wire): CodecCost(*figures) for wire, figures in state["codecs"].items()}
 
     def seconds(self, collective: Collective, message: float) -> float:
-        """Of a message of so many bytes, with nothing else on the wire."""
+        """Return the seconds of an all-reduce of ``message`` bytes, with nothing else on the wire."""
         return self.link(collective).seconds(message * cost_of(collective, self._topology))
 
     def codec(self, wire: torch.dtype) -> CodecCost:
+        """Return the cost of quantising to ``wire``, measured at the first call; zero where nothing is to be measured.
+
+        That is so for one rank, for dtypes of more than 8 bits, and with ``stated`` for dtypes not in ``codecs``.
+        """
         if wire not in self._codecs and is_coded(wire) and self._stated is None and self._topology.size > 1:
             self._codecs[wire] = measure_codec(wire, self._topology)
         return self._codecs.get(wire, NO_CODEC)
 
 
 def measure_link(collective: Collective, wire: torch.dtype, topology: Topology) -> LinkModel:
-    """Time three sizes of ``collective``, in pieces as they travel, and several short messages at once, the fastest of
-    four; the first rank's result, so that all ranks decide alike. Its bytes are a ring's: see :func:`cost_of`.
+    """Measure the latency, the seconds per byte and the cost per call of ``collective``.
 
-    Every rank must call it, with nothing else under way. The values have the wire's dtype already: casts of fresh
-    memory cost the processor up to a third of the time and say nothing of the network.
+    Time messages of three sizes, cut into the pieces that are really sent, and several tiny messages at once. The
+    fastest of four repeats counts. Every rank returns the first rank's result, so that all make the same decisions.
+    Bytes are those of a ring: see ``cost_of``.
+
+    Every rank must call it, with nothing else in flight. The values already have the wire dtype: casts of fresh memory
+    take up to a third of the time on a CPU, and are not a property of the network.
     """
     piece, (short, long) = piece_bytes(topology), _SHORT_AND_LONG[topology.device.type]
     latency_s, many_s, short_s, long_s = (
@@ -89,8 +107,12 @@ def measure_link(collective: Collective, wire: torch.dtype, topology: Topology) 
 
 
 def measure_codec(wire: torch.dtype, topology: Topology) -> CodecCost:
-    """Time what a rank does for the codes of several pieces, by now out of its caches as gradients are, the fastest of
-    four; the first rank's result. Every rank must call it: those of a machine share its memory, so all work at once."""
+    """Measure the seconds per byte on the wire of encoding and decoding 8-bit codes.
+
+    Time several pieces, so that values are no longer in the caches, as with gradients. The fastest of four repeats
+    counts, and every rank returns the first rank's result. Every rank must call it: ranks of a node share its memory
+    bandwidth, so all are timed at once.
+    """
     elements = piece_elements(wire, topology)
     pieces = [torch.randn(elements, device=topology.device) for _ in range(_MANY)]
     packings = [Packer(all_coded(elements), topology.size, wire, topology.device) for _ in pieces]
@@ -105,8 +127,8 @@ def measure_codec(wire: torch.dtype, topology: Topology) -> CodecCost:
 
     def read(values: Tensor, packing: Packer, message: Tensor) -> None:
         scales, codes, _ = packing.parts(message)
-        decode(scales, codes).sum(0)  # where parts are added up
-        packing.coded.copy_(decode(scales, codes))  # where means arrive
+        decode(scales, codes).sum(0)  # for the phase in which parts are summed
+        packing.coded.copy_(decode(scales, codes))  # for the phase in which means are received
         packing.land(values)
 
     def seconds(work: Callable[[Tensor, Packer, Tensor], None]) -> float:
@@ -122,6 +144,7 @@ def measure_codec(wire: torch.dtype, topology: Topology) -> CodecCost:
 
 
 def _of_first_rank(figures: list[float], topology: Topology) -> list[float]:
+    """Return the first rank's ``figures`` on every rank."""
     agreed = torch.tensor(figures, dtype=torch.float64, device=topology.device)
     if topology.size > 1:
         dist.broadcast(agreed, src=topology.ranks[0], group=topology.group)
@@ -130,13 +153,15 @@ def _of_first_rank(figures: list[float], topology: Topology) -> list[float]:
 
 
 def _pieces(size: int, piece: int) -> list[int]:
-    """Bytes of each."""
+    """Return the bytes of each piece of ``size`` bytes cut into pieces of at most ``piece``."""
     return [min(piece, size - start) for start in range(0, size, piece)]
 
 
 def _seconds(sizes: Sequence[int], wire: torch.dtype, collective: Collective, topology: Topology) -> float:
-    """Of messages of so many bytes, begun at once, on the clock of the device: a GPU's host takes longer to launch than
-    its links to send."""
+    """Return the seconds of all-reduces of ``sizes`` bytes, launched at once, on the device's clock.
+
+    A GPU's host takes longer to launch a message than its links take to send it.
+    """
     values = [torch.zeros(topology.padded(size // wire.itemsize), dtype=wire, device=topology.device) for size in sizes]
     phases = [
         all_reduce(message, wire, collective, topology, lane=lane_of(number, topology.device))

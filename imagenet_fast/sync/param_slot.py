@@ -56,7 +56,7 @@ def move(values: Tensor, spans: Sequence[ParamSlot], into: Tensor, others: Seque
 
 
 Places = dict[str, tuple[int, int]]
-"""By parameter name, in pool order: the indices of the gradient's first element and of its flag."""
+"""The indices of a gradient's first element and of its flag, by parameter name, in pool order."""
 
 
 def places_of(spans: Sequence[ParamSlot]) -> Places:

@@ -26,8 +26,8 @@ _ZEROING = frozenset({Tensor.zero_, Tensor.requires_grad_, torch._foreach_zero_}
 class PendingGrad(Tensor):
     """A placeholder for a gradient between backward and ``pool.finish()``.
 
-    Any use except of its metadata (shape, dtype, ...) raises RuntimeError. Zeroing sets ``zeroed``; the pool then zeroes
-    the gradient once it has been received.
+    Any use except of its metadata (shape, dtype, ...) raises RuntimeError. Zeroing only sets ``zeroed``; the pool
+    zeroes the gradient once it has been received.
 
     With DDP, ``p.grad`` holds means at this time. Here messages may still be in flight: a read would give neither the
     local gradient nor the mean, and a write might reach some ranks and not others.

@@ -1,8 +1,8 @@
-"""A torch optimiser's step, carried out later and layer by layer as it would have been at once.
+"""A torch optimiser's step, applied later and layer by layer with the same result as at once.
 
-A deferring engine brings a layer up to date just before it is read again. By then a schedule may have moved on, so the
-hyper-parameters are copied when the step is taken; and the optimiser is shown the parameters that are due and no
-others. Those of torch keep their state by parameter: the result is that of one ``optimizer.step()``, to the bit.
+A deferring engine updates a layer just before it is read again. By then a schedule may have changed the
+hyper-parameters, so they are copied when the step is taken. The optimiser sees only the parameters that are due.
+torch's optimisers keep their state per parameter, so the result is that of one ``optimizer.step()``, to the bit.
 """
 
 from __future__ import annotations
@@ -22,20 +22,27 @@ _ONE_BY_ONE: frozenset[type[Optimizer]] = frozenset({
     optim.SGD, optim.ASGD, optim.RMSprop, optim.Rprop, optim.Muon, optim.Adagrad, optim.Adadelta, optim.Adafactor,
     optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam,
 })  # fmt: skip
-"""They update each parameter from its own gradient and state."""
+"""Optimisers that update each parameter from its own gradient and state."""
 
 _Settings = dict[str, Any]
-"""Of a group, by name, without its parameters."""
+"""A parameter group's settings by name, without its parameters."""
 
 
 def snapshot_step(optimizer: Optimizer) -> Callable[[list[nn.Parameter]], None]:
-    """``optimizer.step()`` with the hyper-parameters of this moment, for :meth:`GradientPool.update`.
+    """Return ``optimizer.step()`` with the hyper-parameters of this moment, for ``GradientPool.update``.
 
-    What is returned updates the parameters it is given, in any order and any number of calls, and leaves all others
-    alone. A schedule may move on at once: for ``lr_scheduler`` the step has been taken.
+    The schedule may be advanced at once: for ``lr_scheduler`` the step has been taken.
 
-    Where :func:`needs_all`, it wants all of them in one call, before the schedule moves on, and is ``optimizer.step()``
-    itself; given a part of them it raises RuntimeError. Raises ValueError where ``step`` cannot do without a closure.
+    Args:
+        optimizer: The optimiser.
+
+    Returns:
+        A function that updates the parameters in the list passed to it, in any order and over any number of calls, and
+        leaves all others alone. If ``needs_all``, it is ``optimizer.step()`` itself: it needs all parameters in one
+        call, before the schedule changes. It then raises RuntimeError if it gets only some of them.
+
+    Raises:
+        ValueError: The optimiser's ``step`` requires a closure.
     """
     kind = type(optimizer)
     if kind not in _ONE_BY_ONE and _requires_closure(kind):
@@ -51,11 +58,14 @@ def snapshot_step(optimizer: Optimizer) -> Callable[[list[nn.Parameter]], None]:
 
 
 def needs_all(optimizer: Optimizer) -> bool:
-    """Whether every parameter must be due at once.
+    """Return whether all parameters of ``optimizer`` must be updated at once.
 
-    So it is for an optimiser that torch does not have, which may look across parameters (as LAMB does for a global
-    norm), unless its attribute ``one_by_one`` says that it does not; for one whose ``step`` somebody has replaced; and
-    for one with step hooks, which run once a step and look at all of it.
+    They must in three cases:
+
+    - torch does not have the optimiser, and its attribute ``one_by_one`` is not set: it may use several parameters
+      together, as LAMB does for a global norm;
+    - its ``step`` was replaced;
+    - it has step hooks, which run once per step and see all of it.
     """
     hooks = (
         optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks,
@@ -66,8 +76,10 @@ def needs_all(optimizer: Optimizer) -> bool:
 
 
 def settle_before_state(optimizer: Optimizer, settle: Callable[[], None]) -> None:
-    """Call ``settle`` before ``optimizer.state_dict()``, ``load_state_dict()``, and before it is copied or pickled.
-    Asked again, changes nothing."""
+    """Call ``settle`` before the optimiser is copied or pickled, and before its state is saved or loaded.
+
+    ``state_dict()`` and ``load_state_dict()`` get hooks. A second call changes nothing.
+    """
     hook = _Settle(settle)
     if hook not in optimizer._optimizer_state_dict_pre_hooks.values():
         optimizer.register_state_dict_pre_hook(hook, prepend=True)
@@ -82,7 +94,7 @@ def _settled_state(optimizer: Optimizer, settle: Callable[[], None]) -> Any:
 
 @dataclass(frozen=True)
 class _Settle:
-    """A hook that is known again by its ``settle``."""
+    """A hook that is equal to another with the same ``settle``."""
 
     settle: Callable[[], None]
 
@@ -91,11 +103,11 @@ class _Settle:
 
 
 class _Parts:
-    """A step of ``optimizer`` in parts, each with the hyper-parameters of the moment at which this is made.
+    """A step of ``optimizer`` in parts, each with the hyper-parameters of when this was created.
 
-    An optimiser that torch does not have may count in its groups, or in a number of its own. Every part starts from the
-    same counts, and what a step makes of them is kept once: what the first part does that comes to a group. What
-    somebody else, as a schedule, has changed since stays as it is.
+    An optimiser that torch does not have may count in its groups, or in numeric attributes of its own. Every part
+    starts from the same counts. What a step makes of them is kept once: for each group, the result of the first part.
+    What other code, such as a schedule, has changed since then is not overwritten.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -120,7 +132,7 @@ class _Parts:
             self._step([{**self._settings[number], "params": some} for number, some in due.items()])
             return
         groups = self._optimizer.param_groups
-        if not self._begun:  # a step shows every group, also one of which no parameter is due
+        if not self._begun:  # a step sees every group, also one without a due parameter
             for number in range(len(self._settings)):
                 due.setdefault(number, [param for param in groups[number]["params"] if param.grad is None])
         since = _numbers(self._optimizer)
@@ -142,8 +154,8 @@ class _Parts:
         self._optimizer.param_groups = groups
         kind = type(self._optimizer)
         try:
-            # torch's wrapper of `step` names it in profiles, which is kept, and runs hooks: there were none when this
-            # step was taken, and those registered since are not for it.
+            # torch's wrapper of `step` names it in profiles, which we keep, and runs hooks, which we skip: there were
+            # none when this step was taken, and those registered since are not for it.
             with torch.profiler.record_function(f"Optimizer.step#{kind.__name__}.step"):
                 inspect.unwrap(kind.step, stop=lambda step: not hasattr(step, "hooked"))(self._optimizer)
         finally:
@@ -151,7 +163,7 @@ class _Parts:
 
 
 def _keep(before: _Settings, made: _Settings, kept: dict[str, Any]) -> None:
-    """Of the values ``made`` from those ``before``, put what is new into ``kept``, unless that has changed since."""
+    """Copy new values from ``made`` to ``kept``, except those that have changed in ``kept`` since ``before``."""
     for key, value in made.items():
         if key != "params" and not _same(value, before.get(key)) and _same(kept.get(key), before.get(key)):
             kept[key] = value
@@ -166,7 +178,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _numbers(optimizer: Optimizer) -> _Settings:
-    """The attributes that a custom ``step`` may count in."""
+    """Return the attributes that a custom ``step`` may count in."""
     return {
         name: value for name, value in vars(optimizer).items() if type(value) in (int, float) and name[0] != "_"
     }  # fmt: skip
@@ -189,7 +201,7 @@ def _requires_closure(kind: type[Optimizer]) -> bool:
 
 
 def _is_replaced(optimizer: Optimizer) -> bool:
-    """Whether ``step`` was set on the optimiser itself by anybody but an ``lr_scheduler``."""
+    """Return whether ``step`` was set on the optimiser itself by anything but an ``lr_scheduler``."""
     own = vars(optimizer).get("step")
     return own is not None and getattr(own, "__wrapped__", None) is not type(optimizer).step
 
@@ -199,7 +211,7 @@ def _copies(group: Mapping[str, Any]) -> _Settings:
 
 
 def _copied(value: Any) -> Any:
-    """A hyper-parameter that nobody changes: a rate, or betas, may be tensors that a schedule fills."""
+    """Return a copy of a hyper-parameter: a learning rate, or betas, may be tensors that a schedule fills."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value

@@ -1,4 +1,4 @@
-"""Several pools of one model, as one synchroniser: each averages its parameters over ranks of its own."""
+"""Several pools of one model as one synchroniser. Each pool averages its parameters over ranks of its own."""
 
 from __future__ import annotations
 
@@ -15,24 +15,29 @@ from imagenet_fast.sync.gradient_pool import GradientPool
 
 
 class Pools:
-    """What a training loop calls, it asks of all ``pools``; of decisions, those of the last are reported.
+    """A synchroniser that forwards every call to several pools, in their order.
 
-    Ranks call it alike, so their collectives come in one order: that of the pools. ``largest`` takes the largest of a
-    value's, in place, over all the ranks that train parts of the same model; ``spent`` tells what else they have sent
-    each other since it was asked last.
+    All ranks must make the same calls, so that their collectives run in the same order.
     """
 
     def __init__(
         self, pools: Sequence[GradientPool], largest: Callable[[Tensor], Tensor], spent: Callable[[], SyncStats]
     ) -> None:
+        """Combine ``pools``.
+
+        Args:
+            pools: The pools, at least one. If ``auto`` chooses an engine, the decision of the last pool is reported.
+            largest: Takes the maximum of a tensor, in place, over all ranks that train parts of the same model.
+            spent: Returns the cost of the other traffic between these ranks since its last call.
+        """
         self._pools = pools
         self._largest = largest
         self._spent = spent
         self.found_inf: Tensor | None = None
-        """With :meth:`guard`: 1 where a gradient of the last step, on any rank, cannot be used, else 0."""
+        """1 if a gradient of the last step cannot be used on any rank, else 0; None without ``guard``."""
 
     def guard(self, largest: float) -> None:
-        """See :meth:`GradientPool.guard`."""
+        """Check every later gradient, as ``GradientPool.guard`` does."""
         for pool in self._pools:
             pool.guard(largest)
 
@@ -43,19 +48,19 @@ class Pools:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate locally."""
+        """Accumulate gradients locally inside the context."""
         with ExitStack() as stack:
             for pool in self._pools:
                 stack.enter_context(pool.no_sync())
             yield
 
     def set_loss_scale(self, scale: Tensor) -> None:
-        """See :meth:`GradientPool.set_loss_scale`."""
+        """Read the loss scale from ``scale``, as ``GradientPool.set_loss_scale`` does."""
         for pool in self._pools:
             pool.set_loss_scale(scale)
 
     def end_backward(self) -> SyncStats:
-        """End the step's last backward."""
+        """End the step's last backward, and return the cost of all pools and of the other traffic."""
         stats = [self._spent(), *(pool.end_backward() for pool in self._pools)]
         found = [pool.found_inf for pool in self._pools if pool.found_inf is not None]
         self.found_inf = self._largest(torch.stack(found).amax(0)) if found else None
@@ -64,30 +69,35 @@ class Pools:
         return SyncStats(exposed, [transfer for one in stats for transfer in one.transfers], stats[-1].decision)
 
     def update(self, apply: Update) -> None:
-        """See :meth:`GradientPool.update`; ``apply`` is called for each pool.
+        """Have ``apply`` update the parameters of each pool, as ``GradientPool.update`` does.
 
-        It may ask other ranks for norms: also an engine that defers comes to each layer in the order of forward, the
-        same on all ranks.
+        ``apply`` may reduce norms over other ranks: even a deferring engine updates layers in the order of forward,
+        which is the same on all ranks.
         """
         for pool in self._pools:
             pool.update(apply)
 
     def settle(self) -> None:
-        """Carry out every update that an engine has put off."""
+        """Carry out every deferred update."""
         for pool in self._pools:
             pool.settle()
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """See :meth:`GradientPool.state_dict`, of each pool."""
+        """Return the state of each pool, as ``GradientPool.state_dict`` does."""
         return [pool.state_dict() for pool in self._pools]
 
     def load_state_dict(self, state: list[dict[str, Any]] | dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`'s value, or from one of all parameters, of which each pool takes its own."""
+        """Continue from a value of ``state_dict``, or from one pool's state for all pools.
+
+        Args:
+            state: A list with the state of each pool; or the state of a single pool that had all parameters, of which
+                each pool takes its own.
+        """
         states = state if isinstance(state, list) else [state] * len(self._pools)
         for pool, own in zip(self._pools, states, strict=True):
             pool.load_state_dict(own)
 
     def close(self) -> None:
-        """End the engines."""
+        """Close all pools."""
         for pool in self._pools:
             pool.close()

@@ -1,4 +1,7 @@
-"""Which parameters are in a pool: one that trains and is in none would part from rank to rank in silence."""
+"""A record of which parameters are in a pool.
+
+A parameter that is trained but is in no pool would silently diverge between ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from imagenet_fast.sync.param_slot import ParamSlot
 
 _POOL_OF: Any = WeakIdKeyDictionary()
-"""By parameter, a weak reference to its pool."""
+"""A weak reference to the pool of each parameter."""
 
 
 def register(pool: object, named: Mapping[str, nn.Parameter]) -> None:
-    """Note that parameters are in ``pool``. Raises ValueError, and notes none, where one is in another pool."""
+    """Record that the parameters are in ``pool``.
+
+    Raises:
+        ValueError: A parameter is in another open pool. Nothing is recorded then.
+    """
     for name, param in named.items():
         if is_pooled(param):
             raise ValueError(f"{name} is in another gradient pool; close() that one before this one is made")
@@ -26,7 +33,7 @@ def register(pool: object, named: Mapping[str, nn.Parameter]) -> None:
 
 
 def forget(pool: object, params: Iterable[nn.Parameter]) -> None:
-    """Note that ``pool`` is closed."""
+    """Record that ``params`` are no longer in ``pool``. Entries of other pools stay."""
     for param in params:
         known = _POOL_OF.get(param)
         if known is not None and known() is pool:
@@ -34,14 +41,21 @@ def forget(pool: object, params: Iterable[nn.Parameter]) -> None:
 
 
 def is_pooled(param: nn.Parameter) -> bool:
-    """Whether a parameter is in an open pool."""
+    """Return whether a parameter is in an open pool."""
     known = _POOL_OF.get(param)
     return known is not None and known() is not None
 
 
 def check_optimizer(optimizer: Optimizer, in_pool: Mapping[nn.Parameter, ParamSlot]) -> None:
-    """Raise ValueError where ``optimizer`` updates nothing of this pool, or a parameter with a gradient that is in no
-    pool."""
+    """Check that ``optimizer`` updates parameters of this pool, and none that is in no pool.
+
+    Args:
+        optimizer: The optimizer whose parameter groups are checked.
+        in_pool: The slots of this pool by parameter.
+
+    Raises:
+        ValueError: The optimizer has no parameter of this pool, or one with a gradient that is in no pool.
+    """
     kind = type(optimizer).__name__
     any_here = False
     for number, group in enumerate(optimizer.param_groups):
@@ -63,15 +77,24 @@ def check_optimizer(optimizer: Optimizer, in_pool: Mapping[nn.Parameter, ParamSl
 
 
 class ModelWatch:
-    """Find parameters that joined or left ``model`` after its pool was made."""
+    """A check for parameters that were added to a model or removed from it after its pool was made."""
 
     def __init__(self, model: nn.Module | None) -> None:
+        """Record the modules of ``model``; None: check no modules."""
         self._modules = () if model is None else tuple(model.named_modules())
         self._known = {module for _, module in self._modules}
 
     def check(self, spans: Sequence[ParamSlot], in_pool: Mapping[nn.Parameter, ParamSlot]) -> None:
-        """Raise RuntimeError where a module of the model has another parameter now than the one in the pool, or one
-        with a gradient that is in no pool. Costs a look at every parameter."""
+        """Check that the model's parameters are still those of the pool. Costs a loop over all parameters.
+
+        Args:
+            spans: The slots of the pool.
+            in_pool: The same slots by parameter.
+
+        Raises:
+            RuntimeError: A module has another parameter than the one in the pool, or one with a gradient that is in no
+                pool.
+        """
         for span in spans:
             if span.module is not None and span.module._parameters.get(span.name.rpartition(".")[2]) is not span.param:
                 self._check_replaced(span)
@@ -83,8 +106,9 @@ class ModelWatch:
                         _check_members(inner, new, in_pool)
 
     def _check_replaced(self, span: ParamSlot) -> None:
+        """Raise RuntimeError if the module no longer has the parameter of ``span``, under any name."""
         assert span.module is not None
-        if all(param is not span.param for param in span.module._parameters.values()):  # else it has another name there
+        if all(param is not span.param for param in span.module._parameters.values()):  # else it only has another name
             raise RuntimeError(
                 f"{span.name} is no longer the parameter that this gradient pool was made with, as after "
                 "load_state_dict(assign=True) or a parametrization; make the pool and the optimizer after that"

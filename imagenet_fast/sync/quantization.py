@@ -1,9 +1,9 @@
-"""Values as 8-bit codes with a scale a block, and what the codes leave behind for later steps.
+"""8-bit codes with one scale per block, and the residual that they leave for later steps.
 
-Error feedback: what a code misses of a value stays with the rank that made the code, and is added to the value of the
-next step, so nothing is lost (Seide et al., Interspeech 2014; Karimireddy et al., arXiv 1901.09847; in both halves of
-an all-reduce as in 1-bit Adam, arXiv 2102.02888). Scales are bf16 numbers: times a code of 8 bits they are exact in
-fp32, so what is left behind is exact too.
+Error feedback: the error of a code stays with the rank that made the code and is added to the next step's value, so
+nothing is lost (Seide et al., Interspeech 2014; Karimireddy et al., arXiv 1901.09847; in both halves of an all-reduce
+as in 1-bit Adam, arXiv 2102.02888). Scales are bf16 numbers. Their product with an 8-bit code is exact in fp32, so the
+residual is exact too.
 """
 
 from __future__ import annotations
@@ -17,23 +17,29 @@ from torch import Tensor
 from imagenet_fast.sync.param_slot import ParamSlot, move
 
 BLOCK = 512
-"""Values with a common scale. Blocks lie on the pool's grid, so which gradients travel together changes no bit."""
+"""Values with a common scale. Blocks lie on the pool's grid, so fusing other gradients changes no bit."""
 
 PLAIN = torch.bfloat16
-"""What values without codes travel as: inside a node, and in blocks of norms, of biases and of spans' ends."""
+"""Dtype in which values without codes are sent: those inside a node, and blocks of norms, biases and slots' ends."""
 
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 def is_coded(wire: torch.dtype) -> bool:
-    """Whether values travel as codes."""
+    """Return whether values are sent as codes."""
     return wire in _LARGEST
 
 
 def encode(values: Tensor, scales: Tensor, codes: Tensor, feedback: Feedback | None = None) -> None:
-    """Write the codes of fp32 ``values`` (..., blocks, BLOCK), a bf16 scale a block, and what they miss.
+    """Write the codes of ``values``, a scale per block, and the error of the codes.
 
-    A block that is not finite becomes one that is not, and leaves behind what it had left before.
+    A block that is not finite is encoded as one that is not finite, and its residual stays what it was before.
+
+    Args:
+        values: fp32, (..., blocks, BLOCK).
+        scales: Output, bf16, (..., blocks).
+        codes: Output, int8 or float8_e4m3fn, (..., blocks, BLOCK).
+        feedback: Where the error is written; None: it is lost.
     """
     scales.copy_(values.abs().amax(-1) / _LARGEST[codes.dtype])  # on a CPU vector_norm takes 20 times as long
     exact = scales.float().unsqueeze(-1)
@@ -53,59 +59,70 @@ def encode(values: Tensor, scales: Tensor, codes: Tensor, feedback: Feedback | N
 
 
 def decode(scales: Tensor, codes: Tensor) -> Tensor:
-    """The fp32 values (..., blocks, BLOCK) of codes."""
+    """Return the fp32 values, (..., blocks, BLOCK), of ``codes`` with ``scales``."""
     return codes.float().mul_(scales.float().unsqueeze(-1))
 
 
 @dataclass(frozen=True)
 class Feedback:
-    """The error feedback of some rows, in one step."""
+    """The error feedback of some rows in one step."""
 
     added: Tensor
-    """What codes had left behind before."""
+    """The residual of earlier steps, which is added to the values."""
     missed: Tensor
-    """What they leave behind now. It lies apart, for the step may be dropped."""
+    """The residual after this step. It is a separate tensor, because the step may be dropped."""
 
     def __getitem__(self, rows: int | slice) -> Feedback:
+        """Return the feedback of some rows."""
         return Feedback(self.added[rows], self.missed[rows])
 
     def unflatten(self, dim: int, sizes: tuple[int, ...]) -> Feedback:
+        """Return the feedback with both tensors unflattened, as views."""
         return Feedback(self.added.unflatten(dim, sizes), self.missed.unflatten(dim, sizes))
 
     def select(self, dim: int, index: int) -> Feedback:
+        """Return the feedback with one index of a dimension selected in both tensors, as views."""
         return Feedback(self.added.select(dim, index), self.missed.select(dim, index))
 
 
 class FeedbackRows:
-    """What the codes of some rows leave behind: twice, for a step that is dropped must leave no trace."""
+    """The residual of some rows, kept twice: a step that is dropped must leave no trace."""
 
     def __init__(self, rows: Tensor) -> None:
+        """Start with the residual ``rows``."""
         self.rows = rows
-        """After the last step that was not dropped."""
+        """The residual after the last step that was not dropped."""
         self._spare = torch.zeros_like(rows)
         self._stepped = False
 
     def step(self) -> Feedback:
-        """Begin a step."""
+        """Begin a step, and return its feedback."""
         added, missed = self.rows, self._spare
         self.rows, self._spare = missed, added
         self._stepped = True
         return Feedback(added, missed)
 
     def drop(self) -> None:
-        """Forget the last step."""
+        """Undo the last step."""
         if self._stepped:
             self.rows, self._spare = self._spare, self.rows
             self._stepped = False
 
 
 class ErrorFeedback:
-    """What the codes of a pool's gradients have left behind: fp32, by the pool's elements, on this rank.
+    """The residual of a pool's coded gradients on this rank: fp32, laid out as the pool.
 
-    Messages hold it in pieces, which only their codes change. ``left`` is what there was before those messages.
+    Messages hold it in pieces, which only their own codes change.
     """
 
     def __init__(self, spans: Sequence[ParamSlot], device: torch.device, left: Tensor | None = None) -> None:
+        """Find the kind of every block, and keep ``left`` for the messages to take.
+
+        Args:
+            spans: The pool's slots.
+            device: Device of the residual.
+            left: The residual from before there were these messages; None: zero.
+        """
         self._spans = spans
         blocks = spans[-1].stop // BLOCK
         self._kinds = torch.zeros(2, blocks, dtype=torch.bool)
@@ -120,20 +137,25 @@ class ErrorFeedback:
         self._pieces: list[tuple[Tensor, FeedbackRows, Tensor, int]] = []
 
     def blocks(self, part: slice) -> BlockMap:
-        """Those of a part of the pool."""
+        """Return the block map of a part of the pool."""
         own = slice(part.start // BLOCK, part.stop // BLOCK)
         return BlockMap(self._kinds[:, own], self._numbers[:, own], own.start, self)
 
     def share(self, ranks: int, add_up: Callable[[Tensor], object]) -> None:
-        """So many ranks, over which ``add_up`` sums a tensor, have rows in common from now on."""
+        """Declare that ``ranks`` ranks have rows in common from now on; ``add_up`` sums a tensor over these ranks."""
         if self._left is not None and ranks not in self._shared:
             left = self._left.clone()
             add_up(left)
             self._shared[ranks] = left / ranks
 
     def take(self, blocks: Tensor, real: Tensor, sharing: int) -> FeedbackRows:
-        """Rows of what ``blocks`` of the pool have left behind, from now on theirs who asks; those that are not at
-        ``real`` places are repetitions. Of rows that ``sharing`` ranks have in common, in the units of their mean."""
+        """Hand over the residual of ``blocks`` to the caller, as rows.
+
+        Args:
+            blocks: Numbers of the blocks in the pool, with repetitions.
+            real: Places in ``blocks`` that are not repetitions.
+            sharing: Number of ranks that have the rows in common. The rows are in the units of these ranks' mean.
+        """
         rows = torch.zeros(len(blocks), BLOCK, device=self._device)
         if self._left is not None:
             left = self._left if sharing == 1 else self._shared[sharing]
@@ -143,29 +165,29 @@ class ErrorFeedback:
         return feedback
 
     def arranged(self) -> None:
-        """All messages have taken what is theirs."""
+        """Forget the initial residual, because all messages have taken theirs."""
         self._left = None
         self._shared.clear()
 
     def gathered(self) -> Tensor:
-        """All that is left behind on this rank, by the pool's elements. Nothing may be under way."""
+        """Return this rank's whole residual, 1-D, laid out as the pool. Nothing may be in flight."""
         left = torch.zeros(self._kinds.shape[1], BLOCK, device=self._device)
         for blocks, feedback, real, sharing in self._pieces:
             left.index_copy_(0, blocks[real], feedback.rows[real] * sharing)
         return left.view(-1)
 
     def drop(self) -> None:
-        """Forget the last step. Nothing may be under way."""
+        """Undo the last step. Nothing may be in flight."""
         for _, feedback, _, _ in self._pieces:
             feedback.drop()
 
     def scale(self, ratio: Tensor) -> None:
-        """Multiply everything. Nothing may be under way."""
+        """Multiply the residual by ``ratio``. Nothing may be in flight."""
         for _, feedback, _, _ in self._pieces:
             feedback.rows.mul_(ratio)
 
     def moved(self, spans: Sequence[ParamSlot]) -> Tensor:
-        """The same, where the parameters have the places of other ``spans``."""
+        """Return the residual laid out as other ``spans`` of the same parameters."""
         left = self.gathered()
         moved = left.new_zeros(spans[-1].stop)
         move(left, self._spans, moved, spans)
@@ -174,19 +196,22 @@ class ErrorFeedback:
 
 @dataclass(frozen=True)
 class BlockMap:
-    """Of a message, by block."""
+    """The kinds and numbers of a message's blocks."""
 
     kinds: Tensor
-    """Whether it travels as codes, and whether plain; neither: it has no values."""
+    """Whether a block is sent as codes (row 0), and whether plain (row 1); neither if it has no values."""
     numbers: Tensor
-    """Its number among those of its kind in the whole pool, by which its owner is found: so all own equally many."""
+    """The block's number among those of its kind in the whole pool, by row as ``kinds``.
+
+    It decides the block's owner, so all ranks own equally many.
+    """
     first: int
-    """The place of the first in the pool."""
+    """The first block's number in the pool."""
     residual: ErrorFeedback | None
-    """None: nothing is kept of what codes miss."""
+    """The residual that keeps the error of the codes; None: the error is lost."""
 
     def part(self, number: int, parts: int) -> BlockMap:
-        """One of equally many ``parts``."""
+        """Return part ``number`` of ``parts`` equal ones."""
         size, rest = divmod(self.kinds.shape[1], parts)
         assert not rest, "a message must be cut between blocks"
         own = slice(number * size, (number + 1) * size)
@@ -194,27 +219,36 @@ class BlockMap:
 
 
 def all_coded(elements: int) -> BlockMap:
-    """Blocks of a message that lies in no pool."""
+    """Return the blocks of a message that lies in no pool: all have codes, and no residual is kept."""
     kinds = torch.tensor([[True], [False]]).repeat(1, elements // BLOCK)
     return BlockMap(kinds, _numbered(kinds), 0, None)
 
 
 class Packer:
-    """A message's blocks in rows, by owner, and those rows on the wire.
+    """A message's blocks as rows, by owner, and their form on the wire.
 
-    A block's owner follows from the pool alone. Every owner has equally many rows, so those of some are
-    repetitions, which nobody reads.
+    A block's owner follows from the pool alone. Every owner has equally many rows, so some of them are repetitions,
+    which no rank reads.
     """
 
     def __init__(
         self, blocks: BlockMap, owners: int, wire: torch.dtype, device: torch.device, sharing: int = 1
     ) -> None:
+        """Assign the blocks to owners, and take their residual.
+
+        Args:
+            blocks: The message's blocks.
+            owners: Number of owners.
+            wire: Dtype of the codes.
+            device: Device of the rows.
+            sharing: Number of ranks that have the residual in common.
+        """
         self._wire, self._device = wire, device
         coded, coded_rows = _by_owner(blocks.kinds[0], blocks.numbers[0], owners)
         plain, plain_rows = _by_owner(blocks.kinds[1], blocks.numbers[1], owners)
         self._codes, self._plains = coded.shape[1], plain.shape[1]
         self.width = self._codes * (2 + BLOCK) + self._plains * 2 * BLOCK
-        """Bytes on the wire, of an owner's rows."""
+        """Bytes on the wire of one owner's rows."""
         self._chosen = torch.cat([coded.flatten(), plain.flatten()]).to(device)
         back = torch.full_like(blocks.numbers[0], len(self._chosen))  # the last row has no values
         back[coded.flatten()[coded_rows]] = coded_rows
@@ -224,18 +258,18 @@ class Packer:
         self.coded = self._rows[: coded.numel()].view(owners, -1, BLOCK)
         self.plain = self._rows[coded.numel() : -1].view(owners, -1, BLOCK)
         self.feedback: Feedback | None = None
-        """Of the step under way, as ``coded``."""
+        """Feedback of the step in progress, in the shape of ``coded``; None without a residual."""
         self._left: FeedbackRows | None = None
         if blocks.residual is not None:
             own = (coded.flatten() + blocks.first).to(device)
             self._left = blocks.residual.take(own, coded_rows.to(device), sharing)
 
     def keep_feedback(self) -> None:
-        """Keep what codes miss, of values that lie in no pool."""
+        """Keep the error of the codes, for values that lie in no pool."""
         self._left = FeedbackRows(torch.zeros(self.coded.numel() // BLOCK, BLOCK, device=self._device))
 
     def load(self, values: Tensor) -> None:
-        """Bring ``values`` into the rows, and to those with codes add what earlier ones left behind."""
+        """Copy ``values`` into the rows, and add the residual to the rows with codes."""
         blocks = values.view(-1, BLOCK)
         if values.dtype == torch.float32:
             torch.index_select(blocks, 0, self._chosen, out=self._rows[:-1])
@@ -247,18 +281,18 @@ class Packer:
             self.coded += self.feedback.added
 
     def land(self, values: Tensor) -> None:
-        """Bring the rows into ``values``."""
+        """Copy the rows into ``values``."""
         if values.dtype == torch.float32:
             torch.index_select(self._rows, 0, self._back, out=values.view(-1, BLOCK))
         else:
             values.view(-1, BLOCK).copy_(self._rows[self._back])
 
     def message(self, *owners: int) -> Tensor:
-        """Room for the rows of so many owners on the wire."""
+        """Return an empty uint8 tensor of shape (*owners, width), for that many owners' rows on the wire."""
         return torch.empty(*owners, self.width, dtype=torch.uint8, device=self._device)
 
     def parts(self, message: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of such a room, as views: scales, codes, plain values."""
+        """Return views of a message: its scales, codes and plain values."""
         codes = self._codes * BLOCK
         scales, coded, plain = message.split([2 * self._codes, codes, 2 * self._plains * BLOCK], -1)
         return (
@@ -272,7 +306,7 @@ def _numbered(kinds: Tensor) -> Tensor:
 
 
 def _by_owner(chosen: Tensor, numbers: Tensor, owners: int) -> tuple[Tensor, Tensor]:
-    """The places of the chosen blocks, a row an owner, filled up by repetitions; and which of these are none."""
+    """Return the chosen blocks, a row per owner filled up with repetitions, and the flat places of the others."""
     places = chosen.nonzero().flatten()
     owner = numbers[places] % owners
     counts = torch.bincount(owner, minlength=owners)

@@ -1,4 +1,4 @@
-"""What synchronisers kept on some ranks, for others: as many or not, and whatever each of them trains."""
+"""Convert the synchroniser states of some ranks for others, of any number and any division of the model."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ from torch import Tensor
 from imagenet_fast.sync.param_slot import Places
 
 _KEPT = ("left", "residual", "velocity")
-"""By pool offset, of one rank."""
+"""Entries of one rank's state that are laid out by pool offset."""
 
 
 def reshard_sync_state(states: Iterable[Any], sharded: bool = False) -> dict[str, Any]:
-    """From the :meth:`state_dict` of every rank's synchroniser one that each of other ranks can continue from.
+    """Merge the synchroniser states of all ranks into one that each of a different set of ranks can resume from.
 
-    Each gets the mean of what ranks had left behind of a parameter, so the mean over ranks, of which these values will
-    be a part, gets all that it was to get. Shards of layers, which are the first pool of each rank where there are any
-    (``sharded``), are not put together: what was left of them is lost. So are plans and measurements, which were of
-    other ranks.
+    Each new rank gets, per parameter, the mean of the ranks' residuals. So the mean over the new ranks, to which these
+    values are added, gets all that it was to get. Plans and measurements are dropped, because they belong to other
+    ranks.
+
+    Args:
+        states: The ``state_dict`` of every rank's synchroniser; a list where a rank has several pools.
+        sharded: Whether each rank's first pool holds shards of layers. Shards are not put together, so their residual
+            is lost.
     """
     pools = [
         pool for state in states for pool in (state[sharded:] if isinstance(state, list) else [state]) if pool
@@ -39,7 +43,7 @@ def reshard_sync_state(states: Iterable[Any], sharded: bool = False) -> dict[str
 
 
 def _kept(engines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Means by parameter, one behind the other, and their places."""
+    """Return the means by parameter, concatenated, and their places."""
     found: dict[str, dict[str, list[Tensor]]] = {kind: {} for kind in _KEPT}
     for engine in engines:
         for kind in _KEPT:
@@ -60,7 +64,7 @@ def _kept(engines: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _memory(memories: list[dict[str, dict[str, Tensor]]]) -> dict[str, dict[str, Tensor]]:
-    """A compressor's: errors are of one rank, the rest all have alike."""
+    """Merge the compressors' memories: errors differ between ranks and are averaged, the rest is equal on all."""
     merged: dict[str, dict[str, Tensor]] = {}
     for name in dict.fromkeys(name for memory in memories for name in memory):
         own = [memory[name] for memory in memories if name in memory]

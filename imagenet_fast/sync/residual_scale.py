@@ -43,7 +43,7 @@ class ResidualScale:
             self._scale = self._follows.clone()
 
     def state(self) -> float | None:
-        """Return the residual's scale, or None where no loss scale has been followed."""
+        """Return the residual's loss scale, or None if none has been applied to it yet."""
         return None if self._scale is None else float(self._scale)
 
     def load(self, scale: float | None) -> None:

@@ -1,7 +1,7 @@
-"""What a step of an engine would take on a network: the cost model, given the engine's own messages.
+"""The step time of an engine on a network, predicted by the cost model from the engine's own messages.
 
-It reads the pool's spans and the sizes of its topology. No engine is built for it and no process group made, but for
-what a collective is measured with that nobody has asked of this network before.
+It reads the pool's slots and the sizes of its topology. No engine is built. No process group is made, except to measure
+a collective that was not measured on this network before.
 """
 
 from __future__ import annotations
@@ -26,11 +26,18 @@ from imagenet_fast.sync.topology import Topology
 def predict_best(
     engine: Engine, pool: GradientPool, wire: torch.dtype, timing: Timing, network: NetworkProbe, share: float = 1.0
 ) -> tuple[float, float]:
-    """The bytes on the wire from which on a run should leave, and the seconds of a step that sends ``share`` of the
-    values so.
+    """Return the best bucket size in bytes on the wire, and the predicted seconds of a step with it.
 
-    Of those within 1 % of the fastest a plan takes the smallest, since it profits from messages that it can move; else
-    it is the largest, since every launch costs a little that is not in the model.
+    Among sizes within 1 % of the fastest, a planned engine uses the smallest, since it profits from messages that it
+    can move. Other engines use the largest, since every launch has a small cost that is not in the model.
+
+    Args:
+        engine: The engine's declaration. If it has a bucket size of its own, only that is predicted.
+        pool: The pool whose gradients are sent.
+        wire: Dtype in which values are sent.
+        timing: The course of a step.
+        network: The costs of collectives and codecs.
+        share: Share of the values that the engine sends.
     """
     choices = thresholds(engine, pool) if engine.fuse is None else [engine.fuse]
     seconds = {fuse: predict(engine, pool, wire, fuse, timing, network, share) for fuse in choices}
@@ -43,7 +50,17 @@ def predict(
     engine: Engine, pool: GradientPool, wire: torch.dtype, fuse: float, timing: Timing, network: NetworkProbe,
     share: float = 1.0,
 ) -> float:  # fmt: skip
-    """Seconds of a step by the cost model, of an engine that sends ``share`` of the values."""
+    """Return the seconds of a step, predicted by the cost model.
+
+    Args:
+        engine: The engine's declaration.
+        pool: The pool whose gradients are sent.
+        wire: Dtype in which values are sent.
+        fuse: Bucket size in bytes on the wire.
+        timing: The course of a step.
+        network: The costs of collectives and codecs.
+        share: Share of the values that the engine sends.
+    """
     messages = build_chunks(engine, pool, wire, fuse / share, network)
     sendings = [
         SimMessage(
@@ -61,7 +78,10 @@ def predict(
 def releases_of(
     engine: Engine, messages: Sequence[BucketChunk], timing: Timing, network: NetworkProbe
 ) -> list[list[int]]:
-    """Which messages leave at which event, a push each and backward's end: by plan, or as soon as they can."""
+    """Return the numbers of the messages launched at each event: every push, then the end of backward.
+
+    A planned engine launches them by plan, any other as soon as it can.
+    """
     tasks, times = [message.task for message in messages], [*timing.ready, timing.backward_s]
     if not engine.planned:
         return as_ready(tasks, len(times))
@@ -70,19 +90,25 @@ def releases_of(
 
 
 def thresholds(engine: Engine, pool: GradientPool) -> list[float]:
-    """What is chosen from; a plan moves whole pieces, so nothing shorter is of use to it."""
+    """Return the bucket sizes to choose from, in bytes on the wire.
+
+    A plan moves whole pieces, so smaller sizes are of no use to it.
+    """
     piece = piece_bytes(pool.topology)
     return [size for size in THRESHOLDS if size >= piece] if engine.planned else THRESHOLDS
 
 
 def _by_run(messages: Sequence[BucketChunk]) -> list[list[BucketChunk]]:
-    """``each`` waits for all pieces of a run before the next leaves."""
+    """Group messages by bucket: ``each`` waits for all pieces of a bucket before it sends the next."""
     return [list(pieces) for _, pieces in groupby(messages, key=lambda message: message.run[0])]
 
 
 def _abreast(message: BucketChunk, topology: Topology) -> int:
-    """How many such messages are under way at a time in their lane, by phases: a stream carries one operation, gloo two
-    of a process group. A butterfly keeps its thread until it is done."""
+    """Return how many messages like this one can be in flight in their lane at a time.
+
+    Each phase adds to that: a stream runs one operation at a time, gloo two per process group. A butterfly keeps its
+    thread until it is done.
+    """
     if message.collective == "butterfly":
         return 1
     phases = 1 if message.half is not None or message.collective in ("native", "ring") else 2

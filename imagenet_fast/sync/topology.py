@@ -1,4 +1,4 @@
-"""Which ranks share a machine, and the channels between them."""
+"""The topology: which ranks share a node, and the channels between ranks."""
 
 from __future__ import annotations
 
@@ -19,27 +19,30 @@ from imagenet_fast.sync.comm_stream import CommStream
 
 @dataclass(frozen=True)
 class Grid:
-    """Ranks in rows of one length. A row is near together; a column joins the equal places of all rows."""
+    """Ranks in rows of equal length; a row is close together, a column joins the same place of all rows."""
 
     row: tuple[int, ...]
     """The ranks of this rank's row."""
     column: tuple[int, ...]
+    """The ranks of this rank's column."""
 
 
 class Topology:
-    """The ranks of ``group`` (None: all there are; without torch.distributed, one), by the machines they run on.
+    """The ranks of a process group, by node, and the channels between them.
 
-    A machine is ``ranks_per_node`` neighbouring ranks where that is given; else what torchrun says (``GROUP_RANK``, or
-    ``LOCAL_WORLD_SIZE``), or the host's name, all of which the ranks tell each other: every rank of the group must make
-    the same topologies in the same order. Raises ValueError where nodes of ``ranks_per_node`` do not come out even.
+    A node is ``ranks_per_node`` neighbouring ranks if that is given. Otherwise it follows from torchrun's
+    ``GROUP_RANK`` or ``LOCAL_WORLD_SIZE``, or from the host name, which the ranks exchange. So every rank of the group
+    must create the same topologies in the same order.
 
-    One that ``lends`` has its twins use its channels: for engines of which only one is at work at a time. Each process
-    group of gloo's has a thread that wakes a hundred times a second, so those of many idle engines disturb the one.
+    With ``lends``, the topologies that ``anew`` returns use the channels of this one. That is for engines of which only
+    one works at a time. Each gloo process group has a thread that wakes a hundred times a second, so the groups of many
+    idle engines disturb the one that works.
     """
 
     _made: ClassVar[int] = 2**30
     """The number of the next process group, far from any that torch counts."""
     _dropped: ClassVar[list[CommStream]] = []
+    """Channels that are no longer used, kept so that none is ended alone: see ``drop``."""
 
     def __init__(
         self,
@@ -48,6 +51,17 @@ class Topology:
         ranks_per_node: int | None = None,
         lends: bool = False,
     ) -> None:
+        """Find the node of every rank.
+
+        Args:
+            device: Device of the values to be sent.
+            group: Process group; None: all ranks, or a single rank without torch.distributed.
+            ranks_per_node: Ranks per node; None: found from the environment.
+            lends: Whether topologies made by ``anew`` share the channels.
+
+        Raises:
+            ValueError: The ranks are no whole number of nodes of ``ranks_per_node``.
+        """
         self.lends = lends
         self.device = device
         self.group = group
@@ -58,9 +72,9 @@ class Topology:
         if ranks_per_node is not None and self.size % ranks_per_node:
             raise ValueError(f"{self.size} ranks are no whole number of nodes of {ranks_per_node}; give another number")
         self.nodes = _nodes(self.ranks, group, ranks_per_node)
-        """The ranks of each node, nodes in the order of their first rank."""
+        """The ranks of each node; nodes are in the order of their first rank."""
         self.max_ctas: int | None = None
-        """Thread blocks that NCCL may take for an operation of a channel made from now on; None: as it likes."""
+        """Thread blocks that NCCL may use for an operation of a channel made from now on; None: as many as it likes."""
         self._channels: dict[tuple[tuple[int, ...], str], CommStream] = {}
 
     @property
@@ -70,22 +84,26 @@ class Topology:
 
     @property
     def per_node(self) -> int:
-        """Ranks of the largest node."""
+        """Number of ranks of the largest node."""
         return max(map(len, self.nodes))
 
     @property
     def is_one_computer(self) -> bool:
-        """Whether all ranks reach each other through its memory alone, without GPUs."""
+        """Whether all ranks are on CPUs of one node, and so reach each other through its memory alone."""
         return self.device.type == "cpu" and len(self.nodes) == 1
 
     @property
     def flat(self) -> Grid:
-        """Rows of a single rank, one column of all."""
+        """A grid with rows of a single rank and one column of all ranks."""
         return Grid((self.rank,), self.ranks)
 
     @property
     def by_node(self) -> Grid:
-        """A row a node. Raises ValueError where nodes have different numbers of ranks."""
+        """A grid with one row per node.
+
+        Raises:
+            ValueError: Nodes have different numbers of ranks.
+        """
         if not self.even:
             counts = ", ".join(str(len(node)) for node in self.nodes)
             raise ValueError(
@@ -98,35 +116,41 @@ class Topology:
 
     @property
     def square(self) -> Grid:
-        """The squarest grid there is; a prime number of ranks is one column."""
+        """The squarest grid of the ranks; for a prime number of ranks, one column."""
         width = next(w for w in range(math.isqrt(self.size), 0, -1) if self.size % w == 0)
         row, place = divmod(self.ranks.index(self.rank), width)
         return Grid(self.ranks[row * width : (row + 1) * width], self.ranks[place::width])
 
     @property
     def levels(self) -> Grid:
-        """A row a node where that makes a difference: several equal nodes of several ranks; else flat."""
+        """A row per node if there are several equal nodes of several ranks; else ``flat``."""
         return self.by_node if self.even and 1 < self.per_node < self.size else self.flat
 
     @property
     def line(self) -> int:
-        """A message of a multiple of so many elements can be cut evenly on every level."""
+        """The number that a message's length in elements must be a multiple of, to be cut evenly on every level."""
         return self.size
 
     def padded(self, elements: int) -> int:
-        """The length of a message that holds so many elements and can be cut evenly."""
+        """Return the length of a message that holds ``elements`` and can be cut evenly."""
         return -(-elements // self.line) * self.line
 
     def anew(self) -> Topology:
-        """The same ranks and nodes, with channels of its own unless this one lends them."""
+        """Return the same ranks and nodes, with channels of its own unless this topology lends its channels."""
         twin = copy.copy(self)
         if not self.lends:
             twin._channels = {}
         return twin
 
     def channel(self, ranks: tuple[int, ...], role: str) -> CommStream:
-        """The channel of ``ranks`` for one kind of phase: ``scatter``, ``gather``, ... It is made at the first call,
-        which every rank must make in the same order."""
+        """Return the channel of ``ranks`` for one kind of phase.
+
+        The channel is made at the first call, which every rank must make in the same order.
+
+        Args:
+            ranks: The ranks that it connects; empty for local work.
+            role: Kind of phase, such as ``scatter`` or ``gather``.
+        """
         key = (ranks, role)
         if key not in self._channels:
             with self._counted_apart() if len(ranks) > 1 else nullcontext():
@@ -134,7 +158,7 @@ class Topology:
         return self._channels[key]
 
     def close(self) -> None:
-        """End the process groups and threads, but for those lent. Nothing may be under way."""
+        """End the process groups and threads, unless they are lent. Nothing may be in flight."""
         if self.lends:
             return
         for channel in self._channels.values():
@@ -142,16 +166,21 @@ class Topology:
         self._channels.clear()
 
     def drop(self) -> None:
-        """Use these channels no longer, on which something is under way that may never end: their process groups end
-        with all others. None of a group is ended alone, for that waits too."""
+        """Stop using the channels, on which an operation may be in flight that never ends.
+
+        Their process groups end with all others. None is ended alone, because that would wait too.
+        """
         Topology._dropped.extend(self._channels.values())
         self._channels.clear()
 
     @contextmanager
     def _counted_apart(self) -> Iterator[None]:
-        """torch names a process group by its ranks and by how many its process has made, of which it has to be told the
-        same on all ranks; of sub-groups some ranks make more. So we count ours ourselves, and groups that others make
-        are named as if there were none of ours."""
+        """Number the process groups made inside with a counter of our own.
+
+        torch names a process group by its ranks and by how many groups its process has made. The name must be the same
+        on all ranks, but some ranks make more sub-groups than others. So we count our own groups. Groups made by
+        other code are named as if ours did not exist.
+        """
         world, device = dist.distributed_c10d._world, "cuda" if self.device.type == "cuda" else "cpu"
         number = torch.tensor(Topology._made, device=device)
         dist.all_reduce(number, dist.ReduceOp.MAX, group=self.group)

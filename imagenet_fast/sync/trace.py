@@ -1,4 +1,4 @@
-"""A timeline of steps for Perfetto (ui.perfetto.dev): what is computed, sent and waited for, by layer."""
+"""A timeline of steps for Perfetto (ui.perfetto.dev): computation, transfers and waits, by layer."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ TRACKS = ("compute", "wait", "wire")
 
 
 class Trace:
-    """Watches ``model``, to which a synchroniser has been attached before, from when it is made."""
+    """A recorder of the computation, transfers and waits of ``model``, from when it is created."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
+        """Start recording. A synchroniser must be attached to ``model`` already."""
         self._device = device
         self._begun = record_timestamp(device)
         self._events: list[tuple[str, str, Timestamp, Timestamp, dict[str, int]]] = []
         self._entered: dict[str, Timestamp] = {}
-        self._last = self._begun  # where the backward of the layer above ended
+        self._last = self._begun  # end of the backward of the layer above
         self._hooks = [model.register_forward_hook(self._turn)]
         for name, module in model.named_modules():
             params = [p for p in module.parameters(recurse=False) if p.requires_grad]
@@ -34,7 +35,7 @@ class Trace:
                 self._hooks += [p.register_post_accumulate_grad_hook(partial(self._graded, name)) for p in params]
 
     def add_step(self, stats: SyncStats) -> None:
-        """A step has ended."""
+        """Record the waits and transfers of a step that has ended."""
         if stats.exposed is not None:
             self._events += [
                 ("wait", f"wait for {label}", begin, end, {}) for label, begin, end in stats.exposed.blocks
@@ -46,20 +47,22 @@ class Trace:
                     self._events.append(("wire", label, part.begun, part.ended, counts))
 
     def write(self, path: Path) -> None:
-        """Stop watching, and write Chrome's trace event format, which Perfetto reads. Its time begins with the first
-        event, in microseconds."""
+        """Stop recording, and write Chrome's trace event format, which Perfetto reads.
+
+        Times are in microseconds from the first event.
+        """
         for hook in self._hooks:
             hook.remove()
         timed = [
             (1e6 * seconds_between(self._begun, begin), 1e6 * seconds_between(begin, end), track, name, counts)
             for track, name, begin, end, counts in self._events
         ]
-        earliest = min((start for start, *_ in timed), default=0.0)  # a transfer may have been under way before us
+        earliest = min((start for start, *_ in timed), default=0.0)  # a transfer may have begun before the trace
         events: list[dict[str, object]] = []
-        lanes: list[float] = []  # by row of the wire: when its last transfer ended
+        lanes: list[float] = []  # by row of the wire: end of its last transfer
         for start, lasted, track, name, counts in sorted(timed, key=itemgetter(0)):
             row = TRACKS.index(track)
-            if track == "wire":  # transfers overlap; each goes to the first row that is free
+            if track == "wire":  # transfers overlap; each is put in the first free row
                 free = next((n for n, busy in enumerate(lanes) if busy <= start), len(lanes))
                 lanes[free : free + 1] = [start + lasted]
                 row += free
@@ -87,9 +90,21 @@ class Trace:
 
 
 class TracedSteps:
-    """Traces ``count`` steps from step ``first`` on, when engines have made their plans, into the file ``path``."""
+    """A trace of ``count`` steps from step ``first`` on, written to the file ``path``.
+
+    By default it begins when engines have made their plans.
+    """
 
     def __init__(self, model: nn.Module, device: torch.device, path: Path, first: int = 10, count: int = 5) -> None:
+        """Prepare to trace ``model``.
+
+        Args:
+            model: The model, with a synchroniser attached.
+            device: Device that computes.
+            path: The file to write.
+            first: Number of steps before the trace begins.
+            count: Number of steps to trace.
+        """
         self._model = model
         self._device = device
         self._path = path
@@ -99,7 +114,7 @@ class TracedSteps:
         self._trace: Trace | None = None
 
     def end_step(self, stats: SyncStats) -> None:
-        """Call it after every step, once its gradients have been synchronised."""
+        """Count a step. Call it after every step, once its gradients are synchronised."""
         self._ended += 1
         if self._trace is not None:
             self._trace.add_step(stats)

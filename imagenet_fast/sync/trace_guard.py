@@ -1,7 +1,7 @@
-"""Forwards that are traced into a program, in which an update that is put off must not become a part.
+"""Guards that keep deferred updates out of traced and exported programs.
 
-Whoever exports or traces a model between steps calls its forward, and so our hooks. What these would then do is
-recorded, and every later call of the program would move the live weights.
+Exporting or tracing a model between steps calls its forward, and with it the hooks that carry out deferred updates.
+These updates would be recorded, and every later call of the program would change the live weights.
 """
 
 from __future__ import annotations
@@ -18,9 +18,16 @@ _REFUSED = "an update of this model is put off, which {} would make a part of it
 
 
 def settle_before_trace(settle: Callable[[], None], inputs: object) -> None:
-    """Call ``settle`` if the forward that begins with ``inputs`` is traced, so that nothing of it is recorded.
+    """Call ``settle`` if the forward that is about to begin is traced, so that no update is recorded.
 
-    Raises RuntimeError where that is not possible. For torch.compile nothing happens: it runs the hooks every time.
+    Do nothing for torch.compile, which runs the hooks at every call.
+
+    Args:
+        settle: Carries out the deferred updates, outside of the trace.
+        inputs: The inputs of the forward. Fake tensors among them are a sign of tracing.
+
+    Raises:
+        RuntimeError: The forward is traced by torch.export or captured in a CUDA graph: updates cannot be kept out.
     """
     if torch.compiler.is_dynamo_compiling():
         if torch.compiler.is_exporting():
@@ -33,7 +40,7 @@ def settle_before_trace(settle: Callable[[], None], inputs: object) -> None:
 
 @contextmanager
 def outside_of_traces() -> Iterator[None]:
-    """Nothing that happens inside becomes a part of a program that is being traced, by anything but dynamo."""
+    """Suspend tracing inside the context, except by dynamo, so that nothing in it is recorded."""
     if torch.compiler.is_dynamo_compiling() or not _is_traced():
         yield
         return
@@ -47,6 +54,7 @@ def outside_of_traces() -> Iterator[None]:
 
 
 def _is_traced() -> bool:
+    """Return whether torch.export, torch.jit.trace, make_fx or a fake-tensor mode is active."""
     return (
         torch.compiler.is_exporting()
         or torch._C._get_tracing_state() is not None

@@ -1,1 +1,1 @@
-"""The training loop and what it is made of."""
+"""Train a model: loop, step, optimisers, evaluation and training state."""

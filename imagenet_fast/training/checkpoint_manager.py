@@ -1,4 +1,4 @@
-"""When a training's state is saved, and when it is to stop: the same on all ranks."""
+"""Decide when to save the training state and when to stop, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -18,24 +18,34 @@ from imagenet_fast.recipe.resume_compat import digest
 from imagenet_fast.training.nonfinite_count import NonFiniteLoss
 from imagenet_fast.training.state import TrainState
 
-_LOOK_S = 1.0  # between two looks whether another rank was asked to stop
+_LOOK_S = 1.0  # seconds between two polls for another rank's request to stop
 _STOP = "stop"
-_AGAIN_S, _AGAIN_LATER_S = 60.0, 600.0  # from a checkpoint that failed to the next try: at first, and at most
+_AGAIN_S, _AGAIN_LATER_S = 60.0, 600.0  # first and longest delay in seconds from a failed checkpoint to the next try
 
 
 class CheckpointManager:
-    """Called after each step: it saves when the recipe says so, after evaluations, and before a stop; but nothing whose
-    numbers have gone wrong, unless the recipe's ``nonfinite_steps`` is 0. What cannot be saved does not end the
-    training: rank 0 warns, and all try again.
+    """Policy that decides after each step whether to save a checkpoint and whether to stop.
 
-    ``asked`` tells whether this rank has been asked to stop; ``images`` are those of an epoch. Without a ``writer``
-    nothing is saved. By ``store``, of which this is the only client, a rank tells the others between steps.
+    It saves when the recipe says so, after evaluations, and before a stop. It does not save a state with non-finite
+    values, unless the recipe's ``nonfinite_steps`` is 0. A failed save does not end the training: rank 0 warns, and all
+    ranks try again.
     """
 
     def __init__(
         self, job: Job, world: DistContext, writer: CheckpointWriter | None, images: int, asked: Callable[[], bool],
         store: Store | None = None,
     ) -> None:  # fmt: skip
+        """Create a manager for one run; a collective call, since it makes a process group.
+
+        Args:
+            job: The run and its recipe.
+            world: This rank and its process group.
+            writer: Writer of the checkpoints; None: nothing is saved.
+            images: Training images in one epoch, noted in each checkpoint.
+            asked: Returns whether this rank has been asked to stop.
+            store: Tells the other ranks between steps that this rank was asked to stop. The manager must be its only
+                client. None: they are not told between steps.
+        """
         self._job = job
         self._world = world
         self._writer = writer
@@ -44,7 +54,7 @@ class CheckpointManager:
         self._asked = asked
         self._vote = AsyncAnyReduce(world, wishes=2)
         self._saved_at = time.monotonic()
-        self._told = False  # the others, that the last one was written too long ago
+        self._told = False  # whether this rank has voted that a checkpoint is late
         self._store = None if store is None else PrefixStore("keeper", store)
         self._looked_at = 0.0
         self._told_to_stop = False
@@ -55,8 +65,10 @@ class CheckpointManager:
         self._pause_s = _AGAIN_S
 
     def asked(self) -> bool:
-        """Whether this rank has been asked to stop or, as it heard within the last second, another one. Between steps,
-        where ranks do not vote."""
+        """Return whether any rank has been asked to stop, for use between steps, where ranks do not vote.
+
+        The store is polled at most once a second, so a request to another rank is seen up to 1 s late.
+        """
         if self._asked():
             if self._store is not None and not self._told_to_stop:
                 self._told_to_stop = True
@@ -69,8 +81,18 @@ class CheckpointManager:
         return self._store.check([_STOP])
 
     def __call__(self, state: TrainState, evaluated: bool | None) -> bool:
-        """Whether all ranks are to stop; what there is has been saved then. They do where an evaluation was cut off,
-        so that ``evaluated`` is None. Raises NotFinite where it must not be saved, Fault where it cannot be."""
+        """Save a checkpoint if one is due, and return whether all ranks are to stop.
+
+        If they are to stop, the state has been saved before this returns, provided there is a writer.
+
+        Args:
+            state: The training state after the step.
+            evaluated: Whether the step was evaluated. None: the evaluation was cut off, so all ranks stop.
+
+        Raises:
+            NonFiniteLoss: The ranks are to stop, but the state is not finite and must not be saved.
+            JobAborted: The ranks are to stop, but the state could not be saved.
+        """
         policy = self._job.recipe.checkpoint
         is_late = self._is_late()
         stop, late = self._vote(self._asked(), is_late)
@@ -88,8 +110,17 @@ class CheckpointManager:
         return stop
 
     def finish(self, state: TrainState, evaluated: bool) -> str:
-        """There is no further step: wait for what is being saved, or try once more. Why it could not be, on every rank;
-        nothing where it is."""
+        """Wait for the checkpoint that is being written, and try once more if it fails.
+
+        Call it after the last step.
+
+        Args:
+            state: The training state after the last step.
+            evaluated: Whether its weights were evaluated.
+
+        Returns:
+            Why the state could not be saved, the same on every rank; empty if it was saved, or if there is no writer.
+        """
         if self._writer is None:
             return ""
         here.enter("checkpoint")
@@ -100,7 +131,7 @@ class CheckpointManager:
         return "" if self._unsaved is None else str(self._unsaved)
 
     def _await(self, writer: CheckpointWriter) -> None:
-        """The last checkpoint, if one is being written."""
+        """Wait for the checkpoint that is being written, if any, and note whether it failed."""
         if not self._is_saving:
             return
         self._is_saving = False
@@ -113,7 +144,7 @@ class CheckpointManager:
             self._unsaved, self._pause_s = None, _AGAIN_S
 
     def _hear(self, failure: Exception) -> None:
-        """On rank 0: say once of each failure that there was one, and put off the next try."""
+        """Warn once about each failure, on rank 0, and delay the next try."""
         if not self._world.is_main or failure is self._heard_of or not isinstance(failure, NotSaved):
             return
         self._heard_of = failure
@@ -122,37 +153,45 @@ class CheckpointManager:
         self._pause_s = min(2 * self._pause_s, _AGAIN_LATER_S)
 
     def is_sound(self, state: TrainState) -> bool:
-        """Whether ``state``, which is settled, may take the place of what was saved before. Every rank must ask."""
+        """Settle ``state`` and return whether it may replace earlier checkpoints: it is finite.
+
+        Always true if the recipe's ``nonfinite_steps`` is 0. Every rank must call it.
+        """
         here.enter("checkpoint")
         state.settle()
         return self._job.recipe.nonfinite_steps == 0 or state.is_sound()
 
     def set_aside(self, step: int) -> int | None:
-        """What was saved after ``step`` or later, if anything was before, is not gone on from. Returns the step of what
-        is, on rank 0; None where nothing was saved. Nothing will be any more, on any rank."""
+        """Rename the checkpoints of ``step`` or later, if an earlier one exists, so that no run resumes from them.
+
+        No rank may save anything afterwards.
+
+        Returns:
+            The step of the newest checkpoint left, on rank 0; None if there is none, and on other ranks.
+        """
         here.enter("checkpoint")
         return None if self._writer is None else self._writer.set_aside(step)
 
     @property
     def saved_step(self) -> int:
-        """Of the last checkpoint that is complete; 0 before the first."""
+        """Step of the last complete checkpoint; 0 before the first."""
         return 0 if self._writer is None else self._writer.written_step
 
     @property
     def saves(self) -> bool:
-        """Whether what there is when all ranks stop has been saved."""
+        """Whether the state is saved when all ranks stop."""
         return self._writer is not None
 
     def save_with(self, contents: Contents) -> None:
-        """Have every checkpoint say what is trained and judged on."""
+        """Store ``contents``, the description of the training and validation data, in every later checkpoint."""
         self._contents = contents
 
     def close(self) -> None:
-        """There will be no further step, on any rank."""
+        """Finish the pending vote; no rank may take a further step."""
         self._vote.close()
 
     def _is_late(self) -> bool:
-        """By rank 0's clock; while one is being written there is no hurry."""
+        """Return whether a checkpoint is due by rank 0's clock; false while one is being written."""
         minutes = self._job.recipe.checkpoint.every_minutes
         if not self._world.is_main or self._writer is None or self._writer.under_way or self._told:
             return False

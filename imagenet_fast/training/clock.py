@@ -1,9 +1,12 @@
-"""Time, defined before it is measured.
+"""Measure run time and training time.
 
-*Run time* starts when the data set is first touched and never stops. *Training time* starts with the first
-step and leaves out evaluations. *Time to accuracy* is the run time at the end of the first evaluation that
-meets the target, that evaluation included. Of a run that goes on after it was cut off both count on
-from the checkpoint: what lay between, and what was trained in vain, is in neither.
+- *Run time* starts when the data set is first touched and never stops.
+- *Training time* starts with the first step and leaves out evaluations.
+- *Time to accuracy* is the run time at the end of the first evaluation that meets the target, including that
+  evaluation.
+
+A resumed run continues both times from its checkpoint. Neither counts the gap between the two runs, nor the training
+after the checkpoint that was lost.
 """
 
 from __future__ import annotations
@@ -16,43 +19,50 @@ from dataclasses import dataclass
 
 @dataclass
 class Pause:
-    """How long a pause took, once it is over."""
+    """Length of a pause, set once the pause is over."""
 
     seconds: float = 0.0
 
 
 class Clock:
-    """Both times of a run, in seconds. It starts when it is made."""
+    """Run time and training time of a run, in seconds."""
 
     def __init__(self) -> None:
+        """Start the run time."""
         self._begun = time.perf_counter()
         self._training_begun: float | None = None
         self._paused = 0.0
         self._trained_before = 0.0
 
     def run_s(self) -> float:
+        """Return the run time so far, in seconds."""
         return time.perf_counter() - self._begun
 
     def train_s(self) -> float:
+        """Return the training time so far, in seconds."""
         if self._training_begun is None:
             return self._trained_before
         return self._trained_before + time.perf_counter() - self._training_begun - self._paused
 
     def begin_training(self) -> None:
-        """The first step starts now; of a run that goes on, the first step of this part of it."""
+        """Start the training time, at the first step of the run or of its resumed part."""
         self._training_begun = time.perf_counter()
 
     def state_dict(self) -> dict[str, float]:
+        """Return both times, for a checkpoint."""
         return {"run_s": self.run_s(), "train_s": self.train_s()}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from there: what has passed since this clock was made is run time, what lay between is none."""
+        """Continue from the times in ``state``.
+
+        The time since this clock was created counts as run time; the gap since ``state`` was saved does not.
+        """
         self._begun -= state["run_s"]
         self._trained_before = state["train_s"]
 
     @contextmanager
     def pause(self) -> Iterator[Pause]:
-        """What happens inside is run time, but not training time."""
+        """Leave out the time inside this context from the training time, not from the run time."""
         pause = Pause()
         begun = time.perf_counter()
         try:

@@ -1,4 +1,4 @@
-"""A moving average of a model's weights, each moved when its weight is updated."""
+"""Keep an exponential moving average of a model's weights, updated parameter by parameter."""
 
 from __future__ import annotations
 
@@ -11,34 +11,38 @@ from torch import Tensor, nn
 
 
 class ModelEma:
-    """A copy of ``model`` that follows it: a <- decay a + (1 - decay) w, once an update of w.
+    """Moving average of ``model``'s weights: a <- decay a + (1 - decay) w, once per update of w.
 
-    torch's ``AveragedModel`` (with ``get_ema_multi_avg_fn`` and ``use_buffers``) does it to a whole model; here any of
-    its parameters will do, so an engine may put updates off. As there, the first update copies.
+    torch's ``AveragedModel`` (with ``get_ema_multi_avg_fn`` and ``use_buffers``) updates a whole model. This class can
+    update any of its parameters, so an engine may defer some. As in torch, the first update copies.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
+        """Start the average from a copy of ``model``."""
         self.module = copy.deepcopy(model)
-        """The average, to be evaluated and saved."""
+        """The averaged model, to be evaluated and saved."""
         self._model = model
         self._decay = decay
         self._average_of = dict(zip(model.parameters(), self.module.parameters(), strict=True))
         self._begun: set[Tensor] = set()
 
     def update(self, params: Iterable[nn.Parameter]) -> None:
-        """Follow these parameters of the model, which have just been updated."""
+        """Update the average of ``params``, parameters of the model that have just been updated."""
         self._follow((self._average_of[param], param) for param in params)
 
     def update_buffers(self) -> None:
-        """Follow the model's buffers, at the end of a step. Whole numbers, such as counts of batches, are copied."""
+        """Update the average of the model's buffers, at the end of a step.
+
+        Integer buffers, such as batch counts, are copied.
+        """
         self._follow(zip(self.module.buffers(), self._model.buffers(), strict=True))
 
     def state_dict(self) -> list[str]:
-        """The names of those parameters and buffers that have been copied; :attr:`module` is saved as such."""
+        """Return the names of the parameters and buffers copied so far; the values are saved with ``module``."""
         return [name for name, tensor in _named(self.module) if tensor in self._begun]
 
     def load_state_dict(self, begun: Collection[str]) -> None:
-        """Continue from :meth:`state_dict`'s value, with a :attr:`module` that has been filled."""
+        """Continue from a value of ``state_dict``; ``module`` must have been filled before."""
         self._begun = {tensor for name, tensor in _named(self.module) if name in begun}
 
     @torch.no_grad()

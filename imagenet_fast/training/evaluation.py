@@ -1,4 +1,4 @@
-"""Exact accuracy: every validation image counts once, whatever the number of ranks."""
+"""Measure exact accuracy: every validation image counts once, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from imagenet_fast.distributed.reductions import all_reduce_sum
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Percent of ``images`` whose label is the first, or among the first five, of the model's guesses."""
+    """Top-1 and top-5 accuracy over ``images`` validation images, in percent.
+
+    The label is the first, or among the first five, of the model's guesses.
+    """
 
     top1: float
     top5: float
@@ -24,7 +27,7 @@ class Accuracy:
 
 
 class Stopped(Exception):
-    """An evaluation was cut off: the same on every rank."""
+    """An evaluation was cut off by a request to stop; raised on every rank."""
 
 
 def evaluate(
@@ -34,12 +37,21 @@ def evaluate(
     world: DistContext,
     asked: Callable[[], bool] = lambda: False,
 ) -> Accuracy:
-    """Classify this rank's shard and add up the counts of all ranks.
+    """Classify this rank's shard of the validation set and return the accuracy over all ranks.
 
-    Ranks may hold different numbers of batches, so nothing is communicated before the end. The images seen
-    must add up to the validation set. Leaves the model in the mode it was in.
+    Ranks may hold different numbers of batches, so they communicate only at the end. The model is left in the mode it
+    was in.
 
-    Raises Stopped, on every rank, where any of them was ``asked`` to stop, at which it looks before each batch.
+    Args:
+        model: The whole model.
+        dataset: Loader of this rank's validation images.
+        cast: Context in which the model runs.
+        world: This rank and its process group.
+        asked: Returns whether to stop; called before each batch.
+
+    Raises:
+        Stopped: On every rank, if ``asked`` returned true on any of them.
+        AssertionError: The images seen by all ranks do not add up to the validation set.
     """
     training = model.training
     model.eval()
@@ -52,7 +64,7 @@ def evaluate(
         for images, labels in batches:
             if stopped := asked():
                 break
-            here.enter("evaluation")  # again and again: it goes on
+            here.enter("evaluation")  # renewed with each batch: the heartbeat shows progress
             guesses = model(images).topk(min(5, dataset.classes), dim=1).indices == labels[:, None]
             correct1 += guesses[:, 0].sum()
             correct5 += guesses.sum()

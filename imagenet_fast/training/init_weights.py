@@ -1,4 +1,4 @@
-"""From which weights a run starts, or which an evaluation judges: read once, by rank 0."""
+"""Load the weights that a run starts from or an evaluation uses; only rank 0 reads them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,22 @@ from imagenet_fast.recipe.schema import Model
 def load_initial_weights(
     given: Path, model: Model, classes: int, world: DistContext, fresh_head: bool = False
 ) -> Weights | None:
-    """On rank 0 the weights that ``given`` stands for (see :func:`given_weights`), fit for ``model``.
+    """Read on rank 0 the weights that ``given`` names, and fit them to ``model``.
 
-    Elsewhere None: other ranks get theirs from rank 0 (:func:`build_initial_model`), and their nodes need no such file.
+    Other ranks get theirs from rank 0 (``build_initial_model``), so their nodes need no such file.
 
-    Raises UserError, the same on every rank, where rank 0 cannot read them or they do not fit.
+    Args:
+        given: Any form that ``given_weights`` accepts.
+        model: The recipe's model.
+        classes: Number of classes.
+        world: This rank and its process group.
+        fresh_head: Whether to leave out the weights of the last layer.
+
+    Returns:
+        The fitted weights on rank 0, None on other ranks.
+
+    Raises:
+        UserError: The same on every rank, if rank 0 cannot read the weights or they do not fit.
     """
     found, refusal = None, ""
     if world.is_main:
@@ -39,11 +50,16 @@ def load_initial_weights(
 
 
 def given_weights(given: Path) -> Weights:
-    """The weights that ``given`` stands for.
+    """Return the weights that ``given`` names.
 
-    A file; a run directory, which stands for its final weights; one of its checkpoints as ``RUN@best``, ``RUN@newest``
-    (or ``latest``), ``RUN@final``, ``RUN@step-1200``; or the directory of a checkpoint. Raises UserError where there
-    are none, with those that exist.
+    ``given`` is one of:
+    - a file of weights;
+    - the directory of a run, which stands for its final weights;
+    - a checkpoint of a run: ``RUN@best``, ``RUN@newest`` (or ``latest``), ``RUN@final``, ``RUN@step-1200``;
+    - the directory of a checkpoint.
+
+    Raises:
+        UserError: There are no such weights. The message lists those that exist.
     """
     folder, which = split_checkpoint(given)
     if which is not None and which != "final":
@@ -54,7 +70,16 @@ def given_weights(given: Path) -> Weights:
 
 
 def chosen_checkpoint(run: Path, which: str) -> Checkpoint:
-    """That which ``RUN@WHICH`` names. Raises UserError where there is none, with those that exist."""
+    """Return the checkpoint that ``RUN@WHICH`` names.
+
+    Args:
+        run: The directory of the run.
+        which: ``best``, ``newest``, ``latest``, ``step-N``, ``N``, or the name of the checkpoint's directory. Of
+            several checkpoints of one step, the newest is taken.
+
+    Raises:
+        UserError: There is no such checkpoint; the message lists those that exist. Or the directory cannot be read.
+    """
     root = run / "checkpoints"
     try:
         found, _ = survey(root)
@@ -70,14 +95,14 @@ def chosen_checkpoint(run: Path, which: str) -> Checkpoint:
             same = [
                 f for f, about in found.items() if f.name == which or (named.isdecimal() and about.step == int(named))
             ]
-            chosen = Checkpoint(same[0], found[same[0]]) if same else None  # the newest of them comes first
+            chosen = Checkpoint(same[0], found[same[0]]) if same else None  # the survey lists the newest first
     if chosen is None:
         raise UserError(f"{run} has no checkpoint '{which}'{_instead(run, found, which)}")
     return chosen
 
 
 def _instead(run: Path, found: dict[Path, Manifest], which: str) -> str:
-    """What to give in place of ``which``, to end a sentence."""
+    """Return the end of an error message: what to give in place of ``which``."""
     final = (run / FINAL_WEIGHTS).is_file()
     if not found:
         return "; it holds none" + (", but final weights: leave the @ out" if final else "; give another run")
@@ -89,8 +114,10 @@ def _instead(run: Path, found: dict[Path, Manifest], which: str) -> str:
 
 
 def _saved_weights(checkpoint: Checkpoint) -> Weights:
-    """What an evaluation at that moment would have judged: the moving average where there is one, with the mean of all
-    ranks' statistics."""
+    """Return the weights that an evaluation at the checkpoint's step would have used.
+
+    These are the moving average if there is one, with batch-norm statistics averaged over all ranks.
+    """
     folder = checkpoint.folder
     try:
         shared = checkpoint.shared()
@@ -108,7 +135,7 @@ def _saved_weights(checkpoint: Checkpoint) -> Weights:
 
 
 def _mean(values: list[Tensor]) -> Tensor:
-    """Of whole numbers, such as counts of batches, the largest. Equal ones stay what they are to the bit."""
+    """Return the mean, or the maximum of integers such as batch counts; equal tensors stay the same to the bit."""
     first, *others = values
     if all(torch.equal(first, other) for other in others):
         return first

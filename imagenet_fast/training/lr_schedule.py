@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step."""
+"""Compute the learning rate as a pure function of the step."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ from imagenet_fast.recipe import schema
 
 
 def learning_rate(schedule: schema.Schedule, peak: float, step: int, steps_per_epoch: int, epochs: int) -> float:
-    """The rate of optimiser step ``step``, counted from 0.
+    """Return the learning rate of optimiser step ``step``, counted from 0.
 
-    It rises linearly from ``start_lr`` over the warm-up, whose last step runs at ``peak``, then decays over
-    the remaining steps; the first of them is at the peak too.
+    It rises linearly from ``start_lr`` during warm-up, whose last step runs at ``peak``. Then it decays over the
+    remaining steps, the first of which also runs at ``peak``.
+
+    Args:
+        schedule: The recipe's schedule.
+        peak: Highest learning rate.
+        step: Optimiser step, from 0.
+        steps_per_epoch: Optimiser steps in one epoch.
+        epochs: Epochs of the whole run.
     """
     warmup = round(schedule.warmup_epochs * steps_per_epoch)
     if step < warmup:

@@ -1,4 +1,4 @@
-"""What happened between two log lines, kept on the device until a line is due."""
+"""Measure speed, losses and costs between two log lines; values stay on the device until a line is due."""
 
 from __future__ import annotations
 
@@ -29,25 +29,26 @@ class _Interval:
     lr: float
     steps: list[SyncStats]
     fetches: list[tuple[Timestamp, Timestamp]]
+    """Begin and end of each fetch of a batch."""
     at_start: int
-    """Of the fetches, those of the run's first step."""
+    """Number of ``fetches`` in the run's first step."""
     begun: Timestamp
     ended: Timestamp
     linked: float
-    """Bytes on the link."""
+    """Bytes sent on the link."""
     own: Tensor
-    """In host memory once ``ended`` is passed: the sum of losses, the streak, what there is of the loss scale."""
+    """Sum of losses, non-finite streak, and loss-scale state, in host memory once ``ended`` has passed."""
     ranks: tuple[Tensor, Timestamp] | None = None
-    """A row a rank, in host memory once the mark is passed."""
+    """One row per rank, in host memory once the timestamp has passed; None until gathered."""
 
 
 class Meter:
     """Averages over the steps since the last report.
 
-    On a GPU nobody waits for a report: an interval is closed by one, read by the next, which sends what it was to all
-    ranks, and recorded by the one after that, when both have long been passed. :meth:`flush` records what is left.
+    On a GPU, the host does not wait for a report. One report closes an interval. The next one reads it and sends its
+    values to all ranks. The one after that records it, when both have long completed. ``flush`` records what is left.
 
-    The run ends where ``streak`` has come to ``most`` steps on any rank; 0: it never does. What was waited for data is
+    The run ends when ``most`` losses in a row were not finite on any rank; 0: never. The time spent waiting for data is
     added to ``outcome``.
     """
 
@@ -60,6 +61,16 @@ class Meter:
         most: int,
         outcome: RunResult,
     ) -> None:
+        """Create a meter that starts with an empty interval.
+
+        Args:
+            world: This rank and its process group.
+            global_batch: Images in one step, over all ranks.
+            scale: Loss scale to report.
+            streak: Counter of consecutive non-finite losses.
+            most: Consecutive non-finite losses that end the run; 0: never.
+            outcome: Result of the run, to which the time spent waiting for data is added.
+        """
         self._world = world
         self._global_batch = global_batch
         self._scale = scale
@@ -67,9 +78,9 @@ class Meter:
         self._most = most
         self._outcome = outcome
         self._started = False
-        """Whether its first step is over, for which loaders start, kernels are chosen and blocks compiled."""
+        """Whether the first step is over, in which loaders start, kernels are chosen and blocks are compiled."""
         self._intervals: list[_Interval] = []
-        """Those that are not recorded yet, the oldest first."""
+        """Intervals not yet recorded, oldest first."""
         self.restart()
 
     def restart(self) -> None:
@@ -82,9 +93,11 @@ class Meter:
         self._begun = record_timestamp(self._world.device)
 
     def fetch(self, batches: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """The next batch. What passes on the device, from the end of its work until the batch is there, counts as
-        waiting for data: on a GPU that is also what is decoded, copied or normalised on its stream, but nothing where
-        the host is ahead of it."""
+        """Return the next batch, and count the time that the device waits for it.
+
+        The wait lasts from the end of the device's work until the batch is ready. On a GPU it includes decoding, copies
+        and normalisation on its stream, but is zero while the host is ahead of the device.
+        """
         here.enter("data")
         begun = record_timestamp(self._world.device)
         batch = next(batches)
@@ -92,7 +105,7 @@ class Meter:
         return batch
 
     def add_step(self, stats: SyncStats, loss: Tensor) -> None:
-        """What a step cost, and this rank's loss in it."""
+        """Add the costs of one step, and this rank's loss in it."""
         self._steps.append(stats)
         if not self._started:
             self._started, self._at_start = True, len(self._fetches)
@@ -100,9 +113,16 @@ class Meter:
         self._streak.add(loss)
 
     def report(self, record: MetricLogger, step: int, epoch: int, lr: float) -> None:
-        """Close the interval, and record it, or on a GPU an earlier one. Every rank must call it.
+        """Close the interval and record it; on a GPU, record an earlier one instead. Every rank must call it.
 
-        Raises NotFinite, on all ranks alike, where losses have not been finite for too long.
+        Args:
+            record: Logger of the run.
+            step: Steps taken so far.
+            epoch: Epoch of the last step, from 1.
+            lr: Learning rate of the last step.
+
+        Raises:
+            NonFiniteLoss: On all ranks alike, if losses have not been finite for too long.
         """
         if not self._steps:
             return
@@ -121,11 +141,14 @@ class Meter:
             for interval in self._intervals[:-1]:
                 self._advance(interval, record)
         self.restart()
-        self._link_begun = reached  # what an engine that defers is sending meanwhile is not lost
+        self._link_begun = reached  # count what a deferring engine sends between the intervals
 
     def flush(self, record: MetricLogger) -> None:
-        """Record every interval that was reported, waiting for the device. Every rank must call it. Raises as
-        :meth:`report` does."""
+        """Record every closed interval, waiting for the device. Every rank must call it.
+
+        Raises:
+            NonFiniteLoss: As ``report``.
+        """
         while self._intervals:
             self._advance(self._intervals[0], record)
 
@@ -138,7 +161,7 @@ class Meter:
             self._record(interval, *interval.ranks, record)
 
     def _told_to_all(self, interval: _Interval) -> list[float]:
-        """What others need to know. Waits for the end of the interval."""
+        """Return the values that other ranks need; waits for the end of the interval."""
         wait_for(interval.ended)
         waits = [seconds_between(begun, there) for begun, there in interval.fetches]
         counted, passed = waits[interval.at_start :], 0.0
@@ -149,8 +172,11 @@ class Meter:
         return [loss, sent, interval.linked, 0 < self._most <= streak, sum(waits), sum(counted), passed]
 
     def _record(self, interval: _Interval, rows: Tensor, there: Timestamp, record: MetricLogger) -> None:
-        """Losses and bytes are means over ranks; of waits those of the rank that waited longest count: where one is
-        late, all are. The run's share leaves out its first step, and begins with the second one's first batch."""
+        """Record the interval: losses and bytes as means over ranks, data waits as maxima over ranks.
+
+        If one rank waits for data, all do. The run's total leaves out its first step, and starts with the second step's
+        first batch.
+        """
         here.enter("record")
         wait_for(there)
         loss, sent, linked, spoilt = rows.sum(0)[:4].tolist()
@@ -184,12 +210,15 @@ class Meter:
             raise NonFiniteLoss
 
     def _link_bytes(self) -> float:
-        """NaN on GPUs, too, whose network cards may read their memory past the kernel."""
+        """Return the bytes sent on the link; NaN also on GPUs.
+
+        Their network cards may read GPU memory past the kernel, which then counts nothing.
+        """
         return link_bytes(self._world) if self._world.device.type == "cpu" else math.nan
 
 
 def _on_host(values: Tensor) -> Tensor:
-    """A copy that is there once the stream has come so far; nobody waits for it."""
+    """Return a host copy that is valid once the stream has reached it; the host does not wait."""
     if not values.is_cuda:
         return values
     return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)

@@ -1,4 +1,4 @@
-"""For how many steps in a row a loss has not been finite, counted on the device that computes it."""
+"""Count on the device for how many steps in a row a loss has not been finite."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from torch import Tensor
 
 
 class NonFiniteLoss(Exception):
-    """The numbers have gone wrong, and there is no use in going on. Raised on all ranks alike."""
+    """Losses or weights are not finite, so continuing is useless; raised on all ranks alike."""
 
 
 class NonFiniteCounter:
-    """Steps in a row, up to the last one, whose loss on this rank was infinite or no number."""
+    """Number of steps in a row, up to the last one, whose loss on this rank was infinite or NaN."""
 
     def __init__(self, device: torch.device) -> None:
+        """Start at 0, on ``device``."""
         self.steps = torch.zeros((), dtype=torch.int32, device=device)
-        """On the device."""
+        """The count, int32 [], on the device."""
 
     def add(self, loss: Tensor) -> None:
-        """The loss of one more step. Nothing is read back by the host."""
+        """Add the loss of one more step; the host reads nothing back."""
         self.steps.add_(1).mul_(loss - loss != 0)
 
     def __int__(self) -> int:
-        """Waits for the device."""
+        """Return the count; waits for the device."""
         return int(self.steps)

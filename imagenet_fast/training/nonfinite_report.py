@@ -1,4 +1,4 @@
-"""Which layer shows that numbers have gone wrong: found once a run has to end for it, and told in a sentence."""
+"""Find the first layer with non-finite values when a run has to end for them, and say so in one message."""
 
 from __future__ import annotations
 
@@ -16,24 +16,30 @@ from imagenet_fast.training.nonfinite_trace import is_finite, trace_nonfinite
 from imagenet_fast.training.train_step import TrainingStep
 
 Location = Literal["watched", "images", "weights", "layer", "loss", "elsewhere"]
-"""Where there is something that is not finite. Best is what was seen in the step itself; else it is, from what is read
-to what comes of it, in weights, in what a layer makes of finite values, in the loss of a finite output. ``elsewhere``:
-this rank's part of the network shows nothing."""
+"""Place of the first non-finite values.
+
+``watched`` is best: it was seen in the step itself. The others follow the data flow: the images read, the weights, what
+a layer makes of finite values, the loss of a finite output. ``elsewhere``: this rank's part of the network shows
+nothing.
+"""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What one rank has found."""
+    """Result of one rank's search."""
 
     streak: int
-    """Steps whose loss was not finite."""
+    """Consecutive steps whose loss was not finite."""
     place: Location
     what: str
-    """To be said of this rank."""
+    """Part of the error message about this rank."""
 
 
 def examine(take_step: TrainingStep) -> Diagnosis:
-    """This rank's finding, from its weights as they are and its last micro-batch once more. Every rank must ask."""
+    """Return this rank's diagnosis, from its current weights and its last micro-batch run once more.
+
+    Every rank must call it.
+    """
     state = take_step.state
     with trace_nonfinite(state.model) as watch:
         images, loss = take_step.repeat() or (None, None)
@@ -61,19 +67,19 @@ def examine(take_step: TrainingStep) -> Diagnosis:
 
 
 def explain(take_step: TrainingStep, keep: CheckpointManager, world: DistContext) -> str:
-    """Why the run ends: the same sentence on every rank, each of which must ask.
+    """Return the message that explains why the run ends, the same on every rank. Every rank must call it.
 
-    Nothing is saved any more, and what was saved when weights may have been spoilt already is set aside.
+    Nothing may be saved afterwards. Checkpoints from when the weights may already have been spoilt are set aside.
 
-    Of the ranks that have something to show the one speaks whose loss went wrong first; of a pipeline's stages, whose
-    ranks have one loss, the first.
+    The message is about the rank, among those that found something, whose loss was the first not to be finite. Ties, as
+    between the stages of a pipeline, which share one loss, go to the earlier ``Location``, then to the lower rank.
     """
     state = take_step.state
     findings: list[Diagnosis] = [Diagnosis(0, "elsewhere", "")] * world.size
     dist.all_gather_object(findings, examine(take_step))
     order = get_args(Location).index
     found = min(findings, key=lambda one: (one.place == "elsewhere", -one.streak, order(one.place)))
-    last_good = state.step - found.streak  # or the step whose update has spoilt the weights: its own loss was finite
+    last_good = state.step - found.streak  # or the step whose update spoilt the weights: its own loss was finite
     state.outcome.wrong_from = wrong_from = last_good + 1
     is_read = found.place == "images"
     saved = keep.set_aside(state.step + 1 if is_read else last_good)
@@ -89,12 +95,12 @@ def explain(take_step: TrainingStep, keep: CheckpointManager, world: DistContext
     kept = "no checkpoint had been written"
     if saved is not None:
         kept = f"--resume goes on from the checkpoint of step {saved}"
-        if found.place in ("weights", "elsewhere"):  # by now all layers show it
+        if found.place in ("weights", "elsewhere"):  # by now every layer is affected, so the first one is not known
             kept += f" and looks at every layer in step {wrong_from}"
     return broadcast_error(f"{sentence}: on rank {findings.index(found)} {found.what}; {remedy}; {kept}", world.device)
 
 
 def _tell(layer: nn.Module, names: Mapping[nn.Module, str]) -> str:
-    """By its name in the network, and its kind."""
+    """Return the layer's name in the network and its type."""
     name = names.get(layer)
     return f"{name} ({type(layer).__name__})" if name else f"{type(layer).__name__} itself"

@@ -1,4 +1,4 @@
-"""A forward, looked at module by module: which is the first to make of finite values others."""
+"""Trace a forward module by module to find the first that turns finite values into non-finite ones."""
 
 from __future__ import annotations
 
@@ -11,15 +11,22 @@ from torch import Tensor, nn
 
 
 class NonFiniteTracer:
-    """Follows forwards of ``model`` by hooks, and what modules are given and return: for all of it the host waits."""
+    """Hooks that check the inputs and outputs of every module in forwards of ``model``.
+
+    The host waits for the device at each check.
+    """
 
     def __init__(self, model: nn.Module) -> None:
+        """Register the hooks on all modules of ``model``."""
         self.called: dict[nn.Module, None] = {}
-        """Its modules, in the order in which they were called first."""
+        """Modules in the order of their first call."""
         self.first: nn.Module | None = None
-        """The first whose output is not finite though its input is; of those within one another the innermost."""
+        """First module whose output is not finite though its input is; None if not found.
+
+        Of nested modules, the innermost.
+        """
         self.arrived_so = False
-        """Whether what the model was given was not finite."""
+        """Whether the model's input was already not finite."""
         self._inside: list[nn.Module] = []
         self._hooks = []
         for module in model.modules():
@@ -27,6 +34,7 @@ class NonFiniteTracer:
             self._hooks.append(module.register_forward_hook(self._leave, with_kwargs=True))
 
     def close(self) -> None:
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -38,7 +46,7 @@ class NonFiniteTracer:
         self.called.setdefault(module)
         if not self._over and not is_finite((inputs, named)):
             if self._inside:
-                self.first = self._inside[-1]  # by what it did itself, between its children
+                self.first = self._inside[-1]  # its own code between its children made them
             else:
                 self.arrived_so = True
         self._inside.append(module)
@@ -51,7 +59,10 @@ class NonFiniteTracer:
 
 @contextmanager
 def trace_nonfinite(model: nn.Module) -> Iterator[NonFiniteTracer]:
-    """Looks at the forwards of ``model`` inside. Of compiled code it runs the source, so that hooks are called."""
+    """Trace the forwards of ``model`` inside this context.
+
+    Compiled code runs eagerly meanwhile, so that its hooks are called.
+    """
     watch = NonFiniteTracer(model)
     try:
         with torch.compiler.set_stance("force_eager"):
@@ -61,7 +72,10 @@ def trace_nonfinite(model: nn.Module) -> Iterator[NonFiniteTracer]:
 
 
 def is_finite(values: object) -> bool:
-    """Whether all floating-point tensors in nested lists, tuples and dicts are. Waits for the device."""
+    """Return whether all floating-point or complex tensors in nested lists, tuples and dicts are finite.
+
+    Waits for the device.
+    """
     match values:
         case Tensor():
             return not (values.is_floating_point() or values.is_complex()) or bool(values.isfinite().all())

@@ -1,4 +1,4 @@
-"""SGD and LARS over lists of tensors, updated together by torch's multi-tensor operations."""
+"""Update lists of tensors by SGD or LARS, with torch's multi-tensor operations."""
 
 from __future__ import annotations
 
@@ -14,32 +14,30 @@ from imagenet_fast.recipe import schema
 from imagenet_fast.sync.engine import Elements
 
 WholeNorms = Callable[[Sequence[nn.Parameter], Tensor], Tensor]
-"""Turns the norms [..., parameters] of what this rank holds of parameters into those of the whole ones. Ranks that hold
-parts of the same ones ask for them in the same order."""
+"""Function from the norms [..., parameters] of this rank's parts of parameters to the norms of the whole parameters.
+
+Ranks that hold parts of the same parameters call it in the same order.
+"""
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """What one update looks at: a tensor, or some of its elements."""
+    """A tensor, or some of its elements, as one update sees it."""
 
     weight: Tensor
     grad: Tensor
     velocity: Tensor
     owner: int
-    """Which of the updated tensors it belongs to."""
+    """Index of the updated tensor it belongs to."""
 
 
 class MomentumSGD:
-    """SGD with momentum: v <- mu v + g + wd w; w <- w - lr v, as ``torch.optim.SGD``.
+    """SGD with momentum, as ``torch.optim.SGD``: v <- mu v + g + wd w; w <- w - lr v.
 
-    The rate stays outside the momentum buffer, so a change of rate takes effect at once on what the buffer
-    holds (the momentum correction of Goyal et al., arXiv 1706.02677). ``plain`` parameters are not decayed. Raises
-    ValueError for a parameter that does not fill its memory.
-
-    ``corrected``: gradients come with their momentum in them (that of ``sparse``, of each rank), so only the decay has
-    it from here: v <- mu v + wd w; w <- w - lr (v + g). ``whole_norms``: where parameters are shards.
+    The learning rate is not part of the momentum buffer, so a change of rate applies at once to what the buffer holds
+    (the momentum correction of Goyal et al., arXiv 1706.02677).
     """
 
     def __init__(
@@ -52,8 +50,23 @@ class MomentumSGD:
         corrected: bool = False,
         whole_norms: WholeNorms | None = None,
     ) -> None:
+        """Start with momentum buffers of 0.
+
+        Args:
+            decayed: Parameters with weight decay.
+            plain: Parameters without weight decay.
+            momentum: mu.
+            nesterov: Whether to use Nesterov momentum.
+            weight_decay: wd.
+            corrected: Whether gradients already contain their momentum, as ``sparse`` applies it on each rank. Then
+                only the decay gets momentum here: v <- mu v + wd w; w <- w - lr (v + g).
+            whole_norms: Needed if parameters are shards; None: this rank holds whole parameters.
+
+        Raises:
+            ValueError: A parameter does not fill its memory.
+        """
         self.params = [*decayed, *plain]
-        """Everything it updates."""
+        """All parameters it updates."""
         if any(p.stride() != torch.empty_like(p, device="meta").stride() for p in self.params):
             raise ValueError(
                 "a parameter is a part of a larger tensor, or overlaps itself, and the fused update would write past "
@@ -75,9 +88,13 @@ class MomentumSGD:
         found_inf: Tensor | None = None,
         elements: Elements | None = None,
     ) -> None:
-        """Update ``params``, or everything, from ``p.grad``; where ``found_inf`` is 1, change nothing at all.
+        """Update ``params`` from their gradients.
 
-        With ``elements``, only those are updated: the others keep their weight and their momentum.
+        Args:
+            lr: Learning rate.
+            params: Parameters to update; None: all.
+            found_inf: If it is 1 on the device, nothing is changed. None: not checked.
+            elements: Only these elements are updated; the others keep their weight and momentum. None: all elements.
         """
         chosen = self.params if params is None else params
         decayed, plain = [p for p in chosen if p in self._decayed], [p for p in chosen if p not in self._decayed]
@@ -85,7 +102,7 @@ class MomentumSGD:
         self._descend(self._pieces(plain, elements), lr, 0.0, found_inf)
 
     def gradient_norm(self) -> Tensor:
-        """The L2 norm of all gradients together."""
+        """Return the L2 norm of all gradients together."""
         params = [p for p in self.params if p.grad is not None]
         norm: Tensor = torch.linalg.vector_norm(self._whole_norms(params, torch.stack(_each_norm(gradients(params)))))
         return norm
@@ -130,23 +147,24 @@ class MomentumSGD:
 
     @property
     def velocity(self) -> Mapping[nn.Parameter, Tensor]:
-        """The momentum of each parameter, laid out as it is: all the state there is."""
+        """Momentum buffer of each parameter, in the parameter's memory layout; it is the only state."""
         return self._velocity
 
 
 class LARS(MomentumSGD):
     """Layer-wise adaptive rate scaling (You et al., arXiv 1708.03888).
 
-    The rate stays outside the momentum buffer, as in :class:`MomentumSGD`. MLPerf's reference keeps it inside:
-    v <- mu v + lr step; w <- w - v. That is the same while the rate stands; once it changes, what the buffer holds
-    still goes at older rates. NVIDIA's submissions multiply mu by lr_t / lr_(t-1) for it, which gives ours.
+    The learning rate is not part of the momentum buffer, as in ``MomentumSGD``. MLPerf's reference has it there: v <-
+    mu v + lr step; w <- w - v. Both are equal while the rate is constant. After a change, the reference still applies
+    older rates to what its buffer holds. NVIDIA's submissions multiply mu by lr_t / lr_(t-1) to correct that, which
+    equals the form here.
 
-    Each decayed tensor's step is scaled by its trust ratio, eta |w| / (|g| + wd |w| + eps), or 1 where either
-    norm is zero; plain ones take SGD's step (:func:`split_parameters` says which are). With ``clip`` the layer's rate
-    is instead min(lr, (1 - mu) eta |w| / |g|): NVIDIA Caffe's LARC. Where only some elements were sent, the norms are
-    theirs.
+    Each decayed tensor's step is scaled by its trust ratio, eta |w| / (|g| + wd |w| + eps), or by 1 if either norm is
+    zero. Plain tensors take SGD's step (``split_parameters`` decides which they are). With ``clip`` the layer's rate is
+    min(lr, (1 - mu) eta |w| / |g|) instead, as in NVIDIA Caffe's LARC. If only some elements were sent, the norms are
+    over those elements.
 
-    Uses up the gradients it is given. Norms are taken in fp32 of whatever ``p.grad`` holds, so gradients must
+    The gradients passed in are overwritten. Norms are taken in fp32 of the values in ``p.grad``, so gradients must
     already be averaged and unscaled.
     """
 
@@ -154,6 +172,18 @@ class LARS(MomentumSGD):
         self, decayed: Sequence[nn.Parameter], plain: Sequence[nn.Parameter], momentum: float, weight_decay: float,
         trust_coefficient: float, epsilon: float, clip: bool, whole_norms: WholeNorms | None = None,
     ) -> None:  # fmt: skip
+        """Start with momentum buffers of 0.
+
+        Args:
+            decayed: Parameters with weight decay and a trust ratio.
+            plain: Parameters with neither.
+            momentum: mu.
+            weight_decay: wd.
+            trust_coefficient: eta.
+            epsilon: eps.
+            clip: Whether to clip the rate as LARC does.
+            whole_norms: Needed if parameters are shards; None: this rank holds whole parameters.
+        """
         super().__init__(decayed, plain, momentum, False, weight_decay, whole_norms=whole_norms)
         self._eta = trust_coefficient
         self._epsilon = epsilon
@@ -169,14 +199,14 @@ class LARS(MomentumSGD):
         norms = torch.stack([_norms(weights, owners, params), _norms(grads, owners, params)])
         weight_norms, grad_norms = self._whole_norms(params, norms)
         ratios = self._trust_ratios(weight_norms, grad_norms, lr).unbind()
-        if not pieces:  # but other ranks may have some, and have asked for norms
+        if not pieces:  # not before the norms: other ranks may have pieces and wait for this rank
             return
         torch._foreach_add_(grads, weights, alpha=self._weight_decay)
         torch._foreach_mul_(grads, [ratios[owner] for owner in owners])
         self._descend(pieces, lr, 0.0, found_inf)
 
     def _trust_ratios(self, weight: Tensor, grad: Tensor, lr: float) -> Tensor:
-        """The multiple of ``lr`` at which each tensor is stepped, from their norms, fp32 [tensors]."""
+        """Return the multiple of ``lr`` for each tensor's step, fp32 [tensors], from their norms."""
         if self._clip:
             ratio = ((1 - self._momentum) * self._eta * weight / (lr * grad)).clamp(max=1.0)
         else:
@@ -185,13 +215,13 @@ class LARS(MomentumSGD):
 
 
 def _norms(tensors: list[Tensor], owners: list[int], params: list[nn.Parameter]) -> Tensor:
-    """L2 norms [parameters], of all the tensors of one owner together."""
+    """Return L2 norms [parameters], each over all tensors of one owner."""
     norms = _each_norm(tensors)
     if owners == list(range(len(params))):
         return torch.stack(norms)
     sums = params[0].new_zeros(len(params))
     if norms:
-        numbers = torch.tensor(owners, pin_memory=sums.is_cuda)  # from pageable memory the copy would wait
+        numbers = torch.tensor(owners, pin_memory=sums.is_cuda)  # a copy from pageable memory would make the host wait
         sums.index_add_(0, numbers.to(sums.device, non_blocking=True), torch.stack(norms).square())
     return sums.sqrt()
 
@@ -201,20 +231,26 @@ def _each_norm(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _as_they_are(params: Sequence[nn.Parameter], norms: Tensor) -> Tensor:
-    """This rank holds whole parameters."""
+    """Return ``norms`` unchanged: this rank holds whole parameters."""
     return norms
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
-    """A dense tensor's elements as they lie in memory, whatever its strides."""
+    """Return a flat view of a dense tensor's elements in memory order, whatever its strides."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def build_optimizer(
     settings: schema.Optim, model: nn.Module, corrected: bool = False, whole_norms: WholeNorms | None = None
 ) -> MomentumSGD:
-    """The optimiser a recipe names, over the trainable parameters of ``model``. ``corrected`` and ``whole_norms``: see
-    MomentumSGD."""
+    """Build the optimiser that a recipe names, over the trainable parameters of ``model``.
+
+    Args:
+        settings: The recipe's optimiser table.
+        model: The model, or this rank's part of it.
+        corrected: See ``MomentumSGD``.
+        whole_norms: See ``MomentumSGD``.
+    """
     decayed, plain = split_parameters(model, settings)
     match settings:
         case schema.Sgd():
@@ -233,7 +269,7 @@ def build_optimizer(
 def split_parameters(model: nn.Module, settings: schema.Optim) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Split the trainable parameters into decayed and plain ones.
 
-    Everything in norm layers is plain. Biases are plain too, unless LARS scales them as it scales weights.
+    All parameters of norm layers are plain. Biases are plain too, unless LARS scales them as it scales weights.
     """
     scaled = isinstance(settings, schema.Lars) and settings.biases == "scaled"
     decayed: dict[nn.Parameter, None] = {}
@@ -247,8 +283,14 @@ def split_parameters(model: nn.Module, settings: schema.Optim) -> tuple[list[nn.
 
 
 def multiply_gradients(params: Sequence[nn.Parameter], factor: Tensor, elements: Elements | None = None) -> None:
-    """Multiply gradients by ``factor``, fp32 []. With ``elements`` only those: the others are no gradients of this step
-    but what an engine has yet to send."""
+    """Multiply gradients in place by ``factor``.
+
+    Args:
+        params: Parameters whose gradients are multiplied.
+        factor: fp32 [].
+        elements: Only these elements are multiplied; the others are not gradients of this step, but values that an
+            engine has yet to send. None: all elements.
+    """
     if elements is None:
         parts = gradients(params)
     else:
@@ -259,7 +301,11 @@ def multiply_gradients(params: Sequence[nn.Parameter], factor: Tensor, elements:
 
 
 def gradients(params: Sequence[Tensor]) -> list[Tensor]:
-    """Every parameter's gradient; a missing one is an error of the caller."""
+    """Return the gradient of every parameter.
+
+    Raises:
+        AssertionError: A gradient is missing, because the caller has not finished the synchronisation.
+    """
     grads = [p.grad for p in params]
     assert all(g is not None for g in grads), "a parameter has no gradient: finish the synchronisation first"
     return [g for g in grads if g is not None]

@@ -1,4 +1,4 @@
-"""Mixed precision: the autocast region and the loss scale."""
+"""Set up mixed precision: autocast, fp32 arithmetic and the loss scale."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from imagenet_fast.sync import wire_dtype
 
 
 def autocast(precision: schema.Precision, device: torch.device) -> torch.autocast:
-    """The context that forward and loss run in; weights and gradients stay fp32."""
+    """Return the context that forward and loss run in; weights and gradients stay fp32."""
     dtype = forward_dtype(precision)
     if dtype == torch.float32:
         return torch.autocast(device.type, enabled=False)
@@ -21,7 +21,7 @@ def autocast(precision: schema.Precision, device: torch.device) -> torch.autocas
 
 
 def forward_dtype(precision: schema.Precision) -> torch.dtype:
-    """In which layers compute, and images are given to the first of them."""
+    """Return the dtype in which layers compute and in which the first layer gets images."""
     match precision:
         case schema.Full() | schema.TensorFloat():
             return torch.float32
@@ -34,60 +34,79 @@ def forward_dtype(precision: schema.Precision) -> torch.dtype:
 
 
 def set_float32_math(precision: schema.Precision) -> None:
-    """How products of fp32 values are made in this process: in full for ``fp32``, else in TF32 where a GPU has it."""
+    """Set how this process multiplies fp32 values: in full for ``fp32``, else in TF32 where a GPU has it."""
     full = isinstance(precision, schema.Full)
     torch.set_float32_matmul_precision("highest" if full else "high")
     torch.backends.cudnn.allow_tf32 = not full
 
 
 class LossScaler:
-    """Keeps small fp16 gradients from vanishing: the loss is multiplied by it, the gradients divided.
+    """Loss scale that keeps small fp16 gradients from underflowing.
 
-    Whether a step can be used is found by the gradients' synchroniser, alike on all ranks and before any weight is
-    updated; nothing is read back by the host: the verdict stays on the device, where the optimiser consumes it. A
-    dynamic scale starts at 2^16, halves at a non-finite gradient and doubles after 2000 steps without one
-    (Micikevicius et al., arXiv 1710.03740). Other precisions have a scale of 1.
+    The loss is multiplied by the scale, and the gradients are divided by it. The ``GradientSync`` finds whether a step
+    is usable, alike on all ranks and before any weight is updated. The host reads nothing back: the result stays on the
+    device, where the optimiser uses it. A dynamic scale starts at 2^16, halves at a non-finite gradient and doubles
+    after 2000 steps without one (Micikevicius et al., arXiv 1710.03740). For other precisions the scale is 1.
     """
 
     def __init__(self, precision: schema.Precision, wire: Wire, device: torch.device) -> None:
+        """Start at the fixed scale of ``precision``, or at 2^16.
+
+        Args:
+            precision: The recipe's precision; only fp16 has a scale.
+            wire: Wire dtype of the gradients, which limits how large they can be.
+            device: Device of the scale.
+        """
         self._active = isinstance(precision, schema.Float16)
         fixed = precision.loss_scale if isinstance(precision, schema.Float16) else 1.0
         self.dynamic = not fixed
-        """Whether it changes from step to step."""
+        """Whether the scale changes from step to step."""
         self.scale = torch.full((), fixed or 2.0**16, device=device)
         self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
         self._skipped = torch.zeros((), dtype=torch.int32, device=device)
-        carried = wire_dtype(wire) if wire in ("fp32", "fp16") else torch.bfloat16  # codes have scales of that range
+        carried = wire_dtype(wire) if wire in ("fp32", "fp16") else torch.bfloat16  # codes have scales in bf16's range
         self.largest = torch.finfo(carried).max if self._active or wire == "fp16" else None
-        """The largest gradient that can be used; None: they need not be looked at."""
+        """Largest usable gradient; None if gradients need no check."""
 
     def state_dict(self) -> dict[str, Tensor]:
+        """Return the scale and its counters, on the device."""
         return {"scale": self.scale, "good_steps": self._good_steps, "skipped": self._skipped}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continue from :meth:`state_dict`'s value, the same on every rank."""
+        """Continue from a value of ``state_dict``, the same on every rank."""
         self.scale.copy_(state["scale"])
         self._good_steps.copy_(state["good_steps"])
-        self._skipped.copy_(state.get("skipped", torch.zeros_like(self._skipped)))  # not counted at first
+        self._skipped.copy_(state.get("skipped", torch.zeros_like(self._skipped)))  # missing in older checkpoints
 
     @property
     def state(self) -> tuple[Tensor, Tensor]:
-        """The scale, and how many steps of the run were skipped; on the device."""
+        """The scale, and the number of steps skipped in this run; both on the device."""
         return self.scale, self._skipped
 
     def told(self, scale: float, skipped: float) -> dict[str, float]:
-        """Of :attr:`state`, as the host has read it, what can be anything else than 1 and 0."""
+        """Return what to log of ``scale`` and ``skipped``, the values of ``state`` as read by the host.
+
+        Values that are always 1 and 0 are left out.
+        """
         if self.largest is None:
             return {}
         return {**({"loss_scale": scale} if self._active else {}), "skipped_steps": int(skipped)}
 
     def __call__(self, loss: Tensor) -> Tensor:
+        """Return ``loss`` multiplied by the scale."""
         return loss * self.scale if self._active else loss
 
     def end_step(self, found_inf: Tensor | None) -> Tensor | None:
-        """What this step's gradients are to be multiplied by, None for nothing; the next step's scale may be another.
+        """Return the factor for this step's gradients and update the scale for the next step.
 
-        ``found_inf`` is 1 on the device where the step cannot be used; None: gradients are not looked at.
+        Args:
+            found_inf: 1 on the device if the step is not usable. None: gradients are not checked.
+
+        Returns:
+            fp32 [] on the device, or None if gradients need no factor.
+
+        Raises:
+            AssertionError: The scale is dynamic and ``found_inf`` is None.
         """
         if found_inf is not None:
             self._skipped += found_inf.to(torch.int32)

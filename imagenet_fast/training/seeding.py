@@ -1,4 +1,4 @@
-"""Chance within the model, as of dropout: a function of (seed, step, rank)."""
+"""Seed the random numbers within the model, such as dropout, by (seed, step, rank)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from imagenet_fast.distributed.init import DistContext
 
 
 def seed_step(seed: int, step: int, world: DistContext) -> None:
-    """Begin a step's random numbers, of the CPU's generator and of the device's, where (seed, step, rank) say.
+    """Seed the generators of the CPU and of this rank's device by (seed, step, rank).
 
-    So a run that goes on at a step draws what one that never stopped would have. Compiled code and replayed CUDA graphs
-    take their numbers from the same generators. The CPU's uses 32 bits of a seed, a GPU's all 64.
+    A run resumed at a step so draws the same numbers as an uninterrupted one. Compiled code and replayed CUDA graphs
+    use the same generators. The CPU's generator uses 32 bits of a seed, a GPU's all 64.
     """
     number = int(bits("step", seed, step, of=world.rank)[0])
     torch.default_generator.manual_seed(number)

@@ -1,4 +1,4 @@
-"""All that a training is at one moment: what a checkpoint holds, and what a step changes."""
+"""Hold the training state: what a step changes and what a checkpoint contains."""
 
 from __future__ import annotations
 
@@ -25,64 +25,78 @@ from imagenet_fast.training.precision import LossScaler
 
 @dataclass
 class TrainState:
-    """What later steps depend on. Chance is no part of it: it follows from the step (`data/rng.py`,
-    `training/seeding.py`), as do the epoch and the images."""
+    """Everything that later steps depend on.
+
+    Random numbers are not part of it: they follow from the step (``data/rng.py``, ``training/seeding.py``), as do the
+    epoch and the images.
+    """
 
     model: nn.Module
-    """What this rank trains of it."""
+    """The part of the model that this rank trains."""
     division: ParallelModel | None
-    """Of a model that several ranks hold in parts."""
+    """Division of the model over ranks; None if each rank holds all of it."""
     average: ModelEma | None
-    """Follows the weights as they are updated, which an engine may put off: up to date after :meth:`settle`."""
+    """Moving average of the weights, or None.
+
+    It is updated with each weight, and engines may defer updates: it is up to date after ``settle``.
+    """
     optimizer: MomentumSGD
     sync: GradientSync
     scale: LossScaler
     clock: Clock
     outcome: RunResult
     streak: NonFiniteCounter
-    """Of losses that were not finite. It is in no checkpoint, as none is written meanwhile."""
+    """Number of consecutive losses that were not finite; in no checkpoint, as none is written while it is above 0."""
     step: int = 0
-    """How many have been taken."""
+    """Number of steps taken."""
     sent_bytes: int = 0
-    """That this rank has sent in them, for gradients and, of a divided model, for activations."""
+    """Bytes this rank has sent in these steps, for gradients and, if the model is divided, for activations."""
     unjudged: bool = False
-    """Whether the weights are those of a checkpoint that was not evaluated: a stop may have cut an evaluation off."""
+    """Whether the weights are of a checkpoint without an evaluation: a stop may have cut the evaluation off."""
 
     def settle(self) -> None:
-        """Bring every weight up to date, where the engine leaves that to the next forward."""
+        """Apply the weight updates that the engine has deferred to the next forward."""
         self.sync.settle()
 
     @property
     def judged(self) -> nn.Module:
-        """What is evaluated in the end: the moving average where there is one, else the model; this rank's part."""
+        """The model to evaluate, as far as this rank holds it: the moving average if there is one, else the model."""
         return self.model if self.average is None else self.average.module
 
     def level_statistics(self) -> None:
-        """Give :attr:`judged` the same batch-norm statistics on all ranks that hold the same layers."""
+        """Average the batch-norm statistics of ``judged`` over all ranks that hold the same layers."""
         average_batch_norms(self.judged, None if self.division is None else self.division.layout.stage)
 
     def statistics(self) -> dict[str, Tensor]:
-        """A copy of the buffers of :attr:`judged`, for :meth:`put_back`."""
+        """Return a copy of the buffers of ``judged``, for ``put_back``."""
         return {name: buffer.clone() for name, buffer in self.judged.named_buffers()}
 
     def put_back(self, statistics: Mapping[str, Tensor]) -> None:
-        """Undo what was done to the buffers of :attr:`judged` since."""
+        """Restore the buffers of ``judged`` from a value of ``statistics``."""
         _copy(statistics, dict(self.judged.named_buffers()))
 
     def whole(self) -> nn.Module:
-        """:attr:`judged`, once settled, even where each rank has a part. Every rank must ask for it."""
+        """Return all of ``judged``, even if the model is divided over ranks.
+
+        Call ``settle`` first. Every rank must call it.
+        """
         return self.judged if self.division is None else self.division.whole(self.judged)
 
     def is_sound(self) -> bool:
-        """Whether the last loss and all weights are finite on every rank, once settled. Every rank must ask, and waits
-        for its device."""
+        """Return whether the last loss and all weights are finite on every rank.
+
+        Call ``settle`` first. Every rank must call it; each waits for its device.
+        """
         weights = [param.detach() for param in self.model.parameters() if param.numel()]
         finite = torch.stack(torch._foreach_norm(weights, math.inf)).isfinite().all()
         (spoilt,) = all_reduce_sum(float(int(self.streak) > 0 or not finite), device=finite.device)
         return not spoilt
 
     def shared(self) -> dict[str, Any]:
-        """What all ranks hold alike, or together, by the whole model's names; once settled. Every rank must ask."""
+        """Return the state that ranks hold alike or in parts, under the whole model's names.
+
+        Call ``settle`` first. Every rank must call it.
+        """
         return {
             "model": self._whole(self.model),
             "average": None if self.average is None else self._whole(self.average.module),
@@ -94,7 +108,7 @@ class TrainState:
         }
 
     def own(self) -> dict[str, Any]:
-        """What is this rank's own: statistics of batch norms, and what its engine keeps. Settles."""
+        """Settle, and return the state of this rank alone: batch-norm statistics and the engine's state."""
         return {
             "sync": self.sync.state_dict(),
             "buffers": dict(self.model.named_buffers()),
@@ -105,8 +119,13 @@ class TrainState:
 
     @torch.no_grad()
     def load(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Continue from :meth:`shared`, and from this rank's :meth:`own` or, after another number of ranks or with
-        another layout, from what :func:`joined` makes of those of all."""
+        """Continue from a saved state.
+
+        Args:
+            shared: A value of ``shared``.
+            own: This rank's value of ``own``. With another number of ranks or another layout: what ``joined`` makes of
+                the values of all ranks.
+        """
         self._fill(self.model, shared["model"])
         if self.average is not None:
             self._fill(self.average.module, shared["average"])
@@ -134,19 +153,25 @@ class TrainState:
         return (trained if self.division is None else self.division.whole(trained)).state_dict()
 
     def _whole_velocity(self) -> dict[str, Tensor]:
-        """By the names of the parameters, zero for those that are not trained."""
+        """Return the momenta by parameter name; in a divided model, 0 for parameters that are not trained."""
         velocity = self.optimizer.velocity
         if self.division is None:
             return {name: velocity[param] for name, param in self.model.named_parameters() if param in velocity}
-        likeness = copy.deepcopy(self.model)  # a model of momenta is put together as one of weights is
+        likeness = copy.deepcopy(self.model)  # a model that holds momenta is gathered like one that holds weights
         for param, like in zip(self.model.parameters(), likeness.parameters(), strict=True):
             like.data = velocity.get(param, torch.zeros_like(param))
         return self._whole(likeness)
 
 
 def joined(parts: Iterable[Mapping[str, Any]], sharded: bool) -> dict[str, Any]:
-    """From the :meth:`TrainState.own` of every rank one that each rank of another number of them, or of another layout,
-    continues from: with mean statistics. ``sharded``: ranks had shards of layers."""
+    """Merge the ``TrainState.own`` of every rank into one, for each rank of another number of ranks or layout.
+
+    Batch-norm statistics are averaged.
+
+    Args:
+        parts: The value of every rank.
+        sharded: Whether ranks held shards of layers.
+    """
     own: dict[str, Any] = {"sync": [], "buffers": {}, "average": {}, "averaged": [], "sent_bytes": 0}
     for part in parts:
         own["sync"].append(part["sync"])
@@ -161,7 +186,7 @@ def joined(parts: Iterable[Mapping[str, Any]], sharded: bool) -> dict[str, Any]:
 
 
 def _mean(tensors: list[Tensor]) -> Tensor:
-    """Of whole numbers, such as counts of batches, the largest."""
+    """Return the mean, or the maximum of integers such as batch counts."""
     stacked = torch.stack(tensors)
     return stacked.mean(0) if stacked.is_floating_point() else stacked.amax(0)
 

@@ -1,4 +1,4 @@
-"""The training loop and nothing else."""
+"""Run the training loop."""
 
 from __future__ import annotations
 
@@ -28,9 +28,20 @@ def train(
     job: Job, dataset: Loaders, world: DistContext, take_step: TrainingStep, record: MetricLogger,
     keep: Callable[[TrainState, bool | None], bool], asked: Callable[[], bool] = lambda: False,
 ) -> None:  # fmt: skip
-    """Go on from the state of ``take_step`` until the target or the last epoch; its outcome is kept up to date all the
-    way. ``keep`` is told after every step whether it has been evaluated, and says whether to stop; None: the evaluation
-    was dropped, since some rank was ``asked`` to stop, and it is made first when the run goes on."""
+    """Train from the state of ``take_step`` until the target is reached or the last epoch ends.
+
+    The outcome in the state is kept up to date throughout.
+
+    Args:
+        job: The run and its recipe.
+        dataset: Loaders of the training and validation images.
+        world: This rank and its process group.
+        take_step: The training step with its state.
+        record: Logger of the run.
+        keep: Called after every step with whether it was evaluated; returns whether to stop. It gets None if the
+            evaluation was cut off because some rank was asked to stop; a resumed run then makes that evaluation first.
+        asked: Returns whether some rank has been asked to stop.
+    """
     recipe, batching, state, meter = job.recipe, job.batching, take_step.state, take_step.meter
     outcome, clock = state.outcome, state.clock
     steps_per_epoch = dataset.train_order.steps_per_epoch
@@ -43,7 +54,7 @@ def train(
     )  # fmt: skip
 
     def evaluated(epoch: int) -> bool | None:
-        """Evaluate after ``epoch``; None where that was cut off, and nothing has changed."""
+        """Evaluate after ``epoch`` and return True; return None if it was cut off and nothing has changed."""
         here.enter("evaluation")
         state.settle()
         before = state.statistics()
@@ -97,8 +108,14 @@ def train(
 
 
 def build_initial_model(recipe: Recipe, classes: int, world: DistContext, weights: Weights | None = None) -> nn.Module:
-    """The recipe's model on this rank's device, with the same weights everywhere: rank 0's ``weights`` (of
-    :func:`load_initial_weights`), or fresh ones."""
+    """Build the recipe's model on this rank's device, with rank 0's weights on every rank.
+
+    Args:
+        recipe: The recipe.
+        classes: Number of classes.
+        world: This rank and its process group.
+        weights: Result of ``load_initial_weights``; None on rank 0: fresh weights.
+    """
     torch.manual_seed(recipe.seed)
     model = build_model(recipe.model, classes)
     if weights is not None:

@@ -1,4 +1,4 @@
-"""One optimiser step: accumulate, synchronise, update."""
+"""Take one optimiser step: accumulate, synchronise, update."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from imagenet_fast.training.state import TrainState
 
 
 class TrainingStep:
-    """Calling it takes one step from the next global batch, at a given rate."""
+    """One step on the next global batch, at a given learning rate, each time it is called."""
 
     def __init__(
         self,
@@ -47,6 +47,17 @@ class TrainingStep:
         meter: Meter,
         trace: TracedSteps | None,
     ) -> None:
+        """Create a step that trains ``state``.
+
+        Args:
+            state: The training state.
+            backpropagate: Runs forward and backward on images and labels; returns their part of the step's mean loss.
+            cast: Context in which the model runs.
+            clip_norm: Largest L2 norm of all gradients; 0: not clipped.
+            accumulation: Batches per step that each rank reads.
+            meter: Measures the steps.
+            trace: Writes a timeline of a few steps; None: no timeline.
+        """
         self.state = state
         self.cast = cast
         self.meter = meter
@@ -57,16 +68,17 @@ class TrainingStep:
         self._trace = trace
         self._last: tuple[Tensor, Tensor] | None = None
         self.watched: int | None = None
-        """A step whose forwards are looked at layer by layer, for which the host waits."""
+        """Step whose forwards are checked layer by layer, for which the host waits; None: no step."""
         self.suspect: nn.Module | None = None
-        """The first of them, then, that has made of finite values others."""
+        """First layer that turned finite values into non-finite ones in the watched step; None if there was none."""
 
     def __call__(self, batches: Iterator[tuple[Tensor, Tensor]], lr: float) -> None:
+        """Train one step on the next batches of ``batches`` at the learning rate ``lr``."""
         state = self.state
         here.enter("data", state.step + 1)
         state.sync.zero_grad()
         self._statistics.begin()
-        self._last = None  # no more batches are held than are at work
+        self._last = None  # hold no more batches than are in use
         losses = []
         for left in reversed(range(self._accumulation)):
             images, labels = self.meter.fetch(batches)
@@ -92,7 +104,7 @@ class TrainingStep:
 
     @contextmanager
     def _looked_at(self) -> Iterator[None]:
-        """A forward of the step happens inside."""
+        """Check the forward inside this context layer by layer, if the step is watched."""
         if self.state.step + 1 != self.watched:
             yield
             return
@@ -102,8 +114,13 @@ class TrainingStep:
             self.suspect = watch.first
 
     def repeat(self) -> tuple[Tensor, Tensor] | None:
-        """Forward and backward of the last micro-batch once more, which changes no weight: its images and its loss,
-        if there was one. Every rank must ask."""
+        """Run forward and backward of the last micro-batch once more, which changes no weight.
+
+        Every rank must call it.
+
+        Returns:
+            The micro-batch's images and its loss; None if there was none yet.
+        """
         self.state.settle()
         if self._last is None:
             return None
@@ -113,8 +130,11 @@ class TrainingStep:
             return images, self._backpropagate(images, labels)
 
     def _clipped(self, factor: Tensor | None) -> Tensor:
-        """``factor``, or less where the gradients that it multiplies would be longer than is allowed; as torch's
-        ``clip_grad_norm_`` has it. Gradients of all layers are here: engines that defer are refused."""
+        """Return ``factor``, or less if the gradients it multiplies would exceed the allowed norm.
+
+        This is the rule of torch's ``clip_grad_norm_``. The gradients of all layers are present: recipes that clip
+        refuse engines that defer.
+        """
         factor = torch.ones_like(self.state.scale.scale) if factor is None else factor
         norm = self.state.optimizer.gradient_norm()
         if self.state.division is not None:
@@ -143,10 +163,19 @@ def build_step(
     clock: Clock | None = None,
     outcome: RunResult | None = None,
 ) -> TrainingStep:
-    """Give ``model`` the layout, engine, optimiser and precision that a recipe names; ``trace`` a few steps to a file.
+    """Build the training step of ``model`` with the layout, engine, optimiser and precision of a recipe.
 
-    Every rank holds the same model at first. With a layout it is left, in place, what is this rank's of it. ``clock``
-    and ``outcome`` are those of the run that the steps are of, if it is one.
+    Every rank must hold the same model at first. With a layout, the model is reduced in place to this rank's part.
+
+    Args:
+        recipe: The recipe.
+        batching: Split of the global batch over ranks.
+        model: The whole model, on this rank's device.
+        world: This rank and its process group.
+        steps_per_epoch: Optimiser steps in one epoch.
+        trace: File for a timeline of a few steps; None: no timeline.
+        clock: Clock of the run; None: the steps belong to no run.
+        outcome: Result of the run; None: the steps belong to no run.
     """
     set_float32_math(recipe.precision)
     parallel, cast, division = recipe.parallel, autocast(recipe.precision, world.device), None
@@ -190,7 +219,10 @@ def _backpropagation(
     recipe: Recipe, batching: Batching, forward: nn.Module, sync: GradientSync, cast: torch.autocast, scale: LossScaler,
     division: ParallelModel | None,
 ) -> Callable[[Tensor, Tensor], Tensor]:  # fmt: skip
-    """Forward and backward of what a rank reads at once: what it adds to the mean loss of a step."""
+    """Return the function that runs forward and backward on what a rank reads at once.
+
+    It returns what these images add to the mean loss of a step.
+    """
     mean = nn.CrossEntropyLoss(label_smoothing=recipe.label_smoothing)
 
     def criterion(logits: Tensor, labels: Tensor) -> Tensor:

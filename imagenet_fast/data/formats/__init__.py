@@ -1,1 +1,1 @@
-"""Images in files of many, and the index by which any of them is found at once."""
+"""Formats that store many images per file, and the index that finds any of them at once."""

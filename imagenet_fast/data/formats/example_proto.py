@@ -1,9 +1,10 @@
-"""TensorFlow's ``Example`` messages: where in a file the values of a feature lie.
+"""Find the values of features in TensorFlow's ``Example`` messages by file offset, and write such messages.
 
-Only what is looked for is read, by offset: a photograph is a hundred times as long as all that is said about it. The
-encoding is protobuf's (https://protobuf.dev/programming-guides/encoding/), the messages are those of TensorFlow's
-``example.proto`` and ``feature.proto``. Any bytes may be there: what is no message raises ValueError, and no length is
-believed that leads out of what contains it.
+Only what is wanted is read, by offset: an image is a hundred times as long as the rest of its message. The encoding is
+protobuf's (https://protobuf.dev/programming-guides/encoding/). The messages are those of TensorFlow's ``example.proto``
+and ``feature.proto``.
+
+The input may be any bytes. What is not a message raises ValueError, and so does a length that exceeds its container.
 """
 
 from __future__ import annotations
@@ -11,16 +12,28 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 Span = tuple[int, int]
-"""From which byte of the file to which."""
+"""Offsets in the file: the first byte, and the end (exclusive)."""
 
 Fetch = Callable[[int, int], bytes]
-"""Bytes of the file from one offset to another."""
+"""A function that returns the file's bytes from one offset to another."""
 
 _LONGEST_KEY = 256
 
 
 def find_features(fetch: Fetch, example: Span, wanted: Collection[str]) -> dict[str, list[Span | int]]:
-    """The values of those features that are ``wanted`` and there: where bytes lie, or integers. Raises ValueError."""
+    """Return the values of those ``wanted`` features that the Example has.
+
+    Args:
+        fetch: Returns the file's bytes from one offset to another.
+        example: The span of the Example in the file.
+        wanted: Names of features.
+
+    Returns:
+        A list of values by feature name: the span of each bytes value, or the integer itself.
+
+    Raises:
+        ValueError: The bytes are not an Example.
+    """
     found: dict[str, list[Span | int]] = {}
     for features in _messages(fetch, example, 1):
         for entry in _messages(fetch, features, 1):
@@ -33,7 +46,7 @@ def find_features(fetch: Fetch, example: Span, wanted: Collection[str]) -> dict[
 
 
 def write_example(features: Mapping[str, bytes | int]) -> bytes:
-    """An Example with one value a feature, in the order given."""
+    """Return an encoded Example with one value per feature, in the order given."""
     entries = b""
     for key, value in features.items():
         if isinstance(value, int):
@@ -45,7 +58,7 @@ def write_example(features: Mapping[str, bytes | int]) -> bytes:
 
 
 def _values(fetch: Fetch, feature: Span) -> Iterator[Span | int]:
-    """Of a Feature: those of a BytesList, its field 1, or of an Int64List, its field 3."""
+    """Yield the values of a Feature: from a BytesList (field 1) or an Int64List (field 3)."""
     for bytes_list in _messages(fetch, feature, 1):
         yield from _messages(fetch, bytes_list, 1)
     for int64_list in _messages(fetch, feature, 3):
@@ -53,14 +66,14 @@ def _values(fetch: Fetch, feature: Span) -> Iterator[Span | int]:
             match number, value:
                 case 1, int():
                     yield _signed(value)
-                case 1, (at, end):  # several in one
+                case 1, (at, end):  # several integers packed in one field
                     while at < end:
                         packed, at = _varint(fetch, at, end)
                         yield _signed(packed)
 
 
 def _messages(fetch: Fetch, around: Span, wanted: int) -> Iterator[Span]:
-    """The fields of a number that are bytes or messages."""
+    """Yield the spans of fields with the number ``wanted`` that hold bytes or messages."""
     for number, value in _fields(fetch, around):
         if number == wanted and not isinstance(value, int):
             yield value
@@ -89,7 +102,7 @@ def _fields(fetch: Fetch, message: Span) -> Iterator[tuple[int, Span | int]]:
 
 
 def _varint(fetch: Fetch, at: int, end: int) -> tuple[int, int]:
-    """A number, and where it ends: 7 bits a byte, the lowest first."""
+    """Return an integer and the offset of its end. It is stored as 7 bits per byte, the lowest first."""
     number = 0
     for place, byte in enumerate(fetch(at, min(at + 10, end))):
         number |= (byte & 0x7F) << 7 * place

@@ -1,4 +1,4 @@
-"""Where each image of a split lies: found out once, kept in a file, and believed as long as nothing has changed."""
+"""The index of where each image of a split lies: built once, stored in a file, and reused until the data changes."""
 
 from __future__ import annotations
 
@@ -23,30 +23,32 @@ from imagenet_fast.data.paths import cache_dir
 from imagenet_fast.errors import UserError
 
 _VERSION = 2
-_TICK_S = 0.02  # file systems' clocks move in steps of up to 10 ms
-_MANY = 100  # files or folders, of which a person is told that they are looked through
+_TICK_S = 0.02  # file systems' clocks advance in steps of up to 10 ms
+_MANY = 100  # files or folders; the user is told when this many are scanned
 
 Stamp = tuple[str, int, int, int]
-"""Of a file or a folder: its name, its size in bytes (of a folder 0), and when its content and when it itself was last
-changed, in ns. The former can be set to whatever one likes, and is by those who copy; the latter cannot."""
+"""The state of a file or folder: name, size in bytes (0 for a folder), mtime in ns and ctime in ns.
+
+Anyone can set the mtime to any value, and programs that copy do. The ctime cannot be set.
+"""
 
 Fingerprint = list[Stamp]
-"""What an index is of."""
+"""The stamps of all files or folders that an index describes."""
 
 
 @dataclass(frozen=True)
 class Index:
-    """A table with a row an image, and what holds for all of them."""
+    """A table with one row per image, and facts that hold for all images."""
 
     about: Mapping[str, Any]
-    """As JSON has it."""
+    """Facts that hold for all images, as JSON values."""
     columns: Mapping[str, NDArray[Any]]
-    """By name; all but those of bytes have [images] elements."""
+    """Columns by name. All except columns of bytes have [images] elements."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What an index is one of: the format of the images, and the columns with their dtypes."""
+    """A kind of index: the format of the images, and the columns with their dtypes."""
 
     name: str
     columns: Mapping[str, str]
@@ -55,10 +57,18 @@ class Kind:
 def load_or_build_index(
     root: Path, split: str, kind: Kind, stamp: Callable[[], Fingerprint], make: Callable[[], Index]
 ) -> Index:
-    """The index of a split under ``root``: the one that is kept if it is whole and of what is there now, or a new one.
+    """Return the index of a split under ``root``: the stored one if it is valid, else a new one.
 
-    It lies beside the data, or in the cache directory where that cannot be written. One process of all that ask makes
-    it and the others wait; where nothing can be kept each makes its own. Raises what ``stamp`` and ``make`` raise.
+    A stored index is valid if it is not damaged and describes the data as it is now. It is stored beside the data, or
+    in the cache directory if the data directory cannot be written. One of the processes that need it builds it, and the
+    others wait. If it cannot be stored anywhere, each process builds its own.
+
+    Args:
+        root: The data directory.
+        split: The name of the split.
+        kind: The format and the columns that the index must have.
+        stamp: Returns the stamps of the data as it is now. What it raises is passed on.
+        make: Builds a new index. What it raises is passed on.
     """
     stamps, places = stamp(), _places(root, split)
     reasons = []
@@ -72,7 +82,7 @@ def load_or_build_index(
             if partial is None:
                 continue
             found = _read(place, kind, stamps)
-            if isinstance(found, Index):  # another process was quicker
+            if isinstance(found, Index):  # another process has built it
                 return found
             if reasons:
                 _say(f"{reasons[0]}; it is made anew")
@@ -86,9 +96,18 @@ def load_or_build_index(
 
 
 def check_kept(root: Path, split: str, kind: Kind, fault: Callable[[Index], str]) -> None:
-    """Remove the index of a split under ``root`` that has a ``fault``: what is wrong with it, or nothing.
+    """Remove the stored index of a split under ``root`` if ``fault`` finds an error in it.
 
-    For faults that stamps do not show. Raises UserError where it cannot be removed.
+    This is for faults that stamps do not show.
+
+    Args:
+        root: The data directory.
+        split: The name of the split.
+        kind: The format and the columns that the index must have.
+        fault: Returns what is wrong with an index, or an empty string.
+
+    Raises:
+        UserError: The index cannot be removed.
     """
     for place in _places(root, split):
         found = _read(place, kind, None)
@@ -102,29 +121,31 @@ def check_kept(root: Path, split: str, kind: Kind, fault: Callable[[Index], str]
 
 
 def stamps_of(root: Path, files: Sequence[Path]) -> Fingerprint:
-    """Of ``files`` under ``root``."""
+    """Return the stamps of ``files``, named by their paths below ``root``."""
     return [stamp_of(str(file.relative_to(root)), file.stat()) for file in files]
 
 
 def stamp_of(name: str, stat: os.stat_result) -> Stamp:
-    """By what the system says of it."""
+    """Return the stamp of a file or folder from its ``stat`` result."""
     size = 0 if S_ISDIR(stat.st_mode) else stat.st_size
     return (name, size, stat.st_mtime_ns, stat.st_ctime_ns)
 
 
 def _places(root: Path, split: str) -> list[Path]:
     name = f".imagenet-fast-{split}.index"
-    with suppress(UserError):  # without a home there is no cache
+    with suppress(UserError):  # without a home directory there is no cache
         cached = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16] + name
         return [root / name, cache_dir() / "indexes" / cached]
     return [root / name]
 
 
 def _read(place: Path, kind: Kind, stamps: Fingerprint | None) -> Index | str:
-    """What is kept in ``place``, or why it is not believed; nothing where there is nothing. Without ``stamps`` it may
-    be of whatever was there once."""
+    """Return the index stored at ``place``, or why it is not valid; an empty string if there is none.
+
+    Without ``stamps`` the index may describe data that has changed since.
+    """
     try:
-        with np.load(place, allow_pickle=False) as file:  # a zip, which holds a sum of each part
+        with np.load(place, allow_pickle=False) as file:  # a zip file, which has a checksum per part
             about = json.loads(file["about"].tobytes())
             columns = {name: file[name] for name in kind.columns}
     except FileNotFoundError:
@@ -142,7 +163,10 @@ def _read(place: Path, kind: Kind, stamps: Fingerprint | None) -> Index | str:
 
 
 def _write(partial: BinaryIO, place: Path, kind: Kind, stamps: Fingerprint, index: Index) -> None:
-    """Into the file that this process has to itself, which then becomes ``place``. A full disk is not worth an end."""
+    """Write the index to ``partial``, which this process has locked, and rename it to ``place``.
+
+    An error such as a full disk is reported but does not end the run.
+    """
     about = json.dumps({**index.about, "version": _VERSION, "kind": kind.name, "stamps": stamps}).encode()
     try:
         partial.truncate(0)
@@ -157,16 +181,16 @@ def _write(partial: BinaryIO, place: Path, kind: Kind, stamps: Fingerprint, inde
 
 @contextmanager
 def _alone(place: Path) -> Iterator[BinaryIO | None]:
-    """The file that is to become ``place``, which no other process has meanwhile; None where there can be none.
+    """Yield the locked file that is to become ``place``, or None if it cannot be created or locked.
 
-    Whoever waits for it gets a lock on a file that has been moved away or removed, and looks again. Nothing stays
-    behind but of a process that was killed, and the next one takes that.
+    A process that waits gets its lock on a file that has been renamed or removed meanwhile, so it opens the path again.
+    Only a killed process leaves a file behind, and the next process reuses it.
     """
     path = place.with_name(f"{place.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = _take(path)
-    except OSError:  # a folder that is not ours, a file system without locks
+    except OSError:  # no write permission, or a file system without locks
         yield None
         return
     with file:
@@ -179,7 +203,7 @@ def _alone(place: Path) -> Iterator[BinaryIO | None]:
 
 
 def _take(path: Path) -> BinaryIO:
-    """Open and lock it. Raises OSError."""
+    """Open and lock ``path``, and wait while another process holds it. Raises OSError."""
     while True:
         file = open(path, "r+b", opener=_creating)  # noqa: SIM115  (whoever calls closes it)
         try:
@@ -207,7 +231,7 @@ def _is(file: BinaryIO, path: Path) -> bool:
 
 
 def _settled(stamp: Callable[[], Fingerprint]) -> Fingerprint:
-    """Stamps so old that whatever changes from now on gets another time."""
+    """Return stamps that are old enough for any later change to get another time."""
     stamps = stamp()
     newest = max((max(times) for _, _, *times in stamps), default=0) / 1e9
     if abs(time.time() - newest) < _TICK_S:
@@ -217,9 +241,9 @@ def _settled(stamp: Callable[[], Fingerprint]) -> Fingerprint:
 
 
 def moving() -> None:
-    """Say that this rank does not stand still, as one that lists a million files seems to.
+    """Report that this rank still makes progress, as listing a million files may seem to hang.
 
-    Whoever is no rank, and so has not imported what watches them, is not made to import torch for it.
+    A process that is not a rank has not imported the heartbeat module, and is not made to import torch for it.
     """
     watched = sys.modules.get("imagenet_fast.distributed.heartbeat")
     if watched is not None:

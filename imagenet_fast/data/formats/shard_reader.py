@@ -1,4 +1,4 @@
-"""Images that lie one after another in a few large files."""
+"""Images stored one after another in a few large files."""
 
 from __future__ import annotations
 
@@ -19,25 +19,36 @@ from imagenet_fast.data.image_source import digest_of
 from imagenet_fast.errors import UserError
 
 COLUMNS = {"shards": "<i4", "offsets": "<i8", "lengths": "<i8", "before": "<i8", "labels": "<i8"}
-"""Of every image: the number of its shard; where its bytes begin there and how many they are; how far before them its
-record begins, or its member's header; and its label as it is written."""
+"""Columns of a shard index, with their dtypes.
+
+For each image: the number of its shard; the offset and the length of its bytes there; how many bytes before them its
+record, or its member's header, begins; and its label as stored.
+"""
 
 CLASSES = "classes.txt"
-"""The names of the classes, a line each in the order of their labels, where shards have only numbers."""
+"""The file with the class names, one per line in the order of labels, for shards that only have numbers."""
 
 Row = tuple[int, int, int, int]
-"""Offset, length, before and label of one image."""
+"""Offset, length, ``before`` and label of one image, as in ``COLUMNS``."""
 
 Found = TypeVar("Found")
 
-_THREADS = 16  # that wait for a file server
-_GAP = 1 << 17  # bytes that are sooner read than skipped
+_THREADS = 16  # they wait for a file server
+_GAP = 1 << 17  # bytes; reading a gap of this size is faster than skipping it
 
 
 class Shards:
-    """One split. Many threads may read at once, from files that are opened when they are needed."""
+    """One split in shards. Many threads may read at once; shards are opened when needed."""
 
     def __init__(self, files: Sequence[Path], index: Index, labels: NDArray[np.int64], classes: list[str]) -> None:
+        """Create the split of the images that ``index`` lists in ``files``.
+
+        Args:
+            files: The shards, in the order of the shard numbers in ``index``.
+            index: The index, with all columns of ``COLUMNS``.
+            labels: [images], indices into ``classes``.
+            classes: The names of the classes.
+        """
         self.files = [str(file) for file in files]
         self.labels = labels
         self.classes = classes
@@ -47,30 +58,43 @@ class Shards:
         self._open = lru_cache(_descriptors(len(files)))(Descriptor)
 
     def __len__(self) -> int:
+        """Return the number of images."""
         return len(self._offsets)
 
     def name(self, index: int) -> str:
-        """What a person is told where image ``index`` is bad: its shard and its place there."""
+        """Return what messages call image ``index``: its shard and its offset there."""
         return f"{self.files[self._shards[index]]}: byte {self._offsets[index]}"
 
     def maybe_named(self, names: Collection[str]) -> Iterator[int]:
-        """Images that may have one of these names, by their shards: names of images have to be read."""
+        """Yield the images that may have one of these names: all images of the shards named there.
+
+        Comparing the images' own names would mean reading them from the shards.
+        """
         for number, file in enumerate(self.files):
             if any(name.startswith(f"{file}: ") for name in names):
                 yield from range(*np.searchsorted(self._shards, (number, number + 1)).tolist())
 
     def read(self, index: int) -> bytes:
-        """Image ``index``, still encoded. Raises UserError where its shard ends before it."""
+        """Return image ``index``, still encoded.
+
+        Raises:
+            UserError: The shard ends before the image does.
+        """
         return self.read_at(index, int(self._offsets[index]), int(self._lengths[index]))
 
     def digest(self) -> str:
-        """Of the places and labels of all images: reading their names would take long."""
+        """Return a digest of the shards' names, and of the places and labels of all images.
+
+        The images' own names are left out: reading them would take long.
+        """
         names = b"\0".join(os.fsencode(os.path.basename(file)) for file in self.files)  # noqa: PTH119
         return digest_of(names, self._shards, self._offsets, self._lengths, self.labels)
 
     def expect(self, indices: NDArray[np.int64]) -> None:
-        """Have the system begin to read these images, neighbours in one go, so that a file server is waited for once
-        and not for each."""
+        """Ask the system to start reading these images, close neighbours in one request.
+
+        A file server is then waited for once, not once per image. Does nothing without ``posix_fadvise``.
+        """
         if not hasattr(os, "posix_fadvise"):
             return
         ordered = indices[np.lexsort((self._offsets[indices], self._shards[indices]))]
@@ -81,7 +105,11 @@ class Shards:
                 os.posix_fadvise(descriptor.number, begin, end - begin, os.POSIX_FADV_WILLNEED)
 
     def read_at(self, index: int, offset: int, length: int) -> bytes:
-        """Bytes of the shard of image ``index``. Raises UserError where it ends before them."""
+        """Return ``length`` bytes at ``offset`` of the shard that holds image ``index``.
+
+        Raises:
+            UserError: The shard ends before these bytes do.
+        """
         content = self._open(self.files[self._shards[index]]).read(offset, length)
         if len(content) < length:
             raise UserError(f"{self.name(index)}: the shard ends before the image does; copy or make it again")
@@ -89,17 +117,19 @@ class Shards:
 
 
 class Descriptor:
-    """A file open for reading, until nobody refers to it: no thread's file is closed under its hands."""
+    """A file open for reading, closed once nothing refers to it: never while a thread reads it."""
 
     def __init__(self, path: str) -> None:
+        """Open the file at ``path``."""
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def __del__(self) -> None:
+        """Close the file."""
         if hasattr(self, "number"):
             os.close(self.number)
 
     def read(self, offset: int, length: int) -> bytes:
-        """Fewer bytes than ``length`` where the file ends."""
+        """Return ``length`` bytes at ``offset``, or fewer where the file ends."""
         content = os.pread(self.number, length, offset)
         while len(content) < length and (more := os.pread(self.number, length - len(content), offset + len(content))):
             content += more
@@ -107,7 +137,10 @@ class Descriptor:
 
 
 def look_through(files: Sequence[Path], look: Callable[[Path], list[Found]]) -> Iterator[list[Found]]:
-    """What ``look`` finds in each file, in order: in threads, as the disk is waited for more than is computed."""
+    """Yield the result of ``look`` for each file, in order.
+
+    It runs in threads, because waiting for the disk takes longer than computing.
+    """
     with ThreadPoolExecutor(_THREADS) as threads:
         try:
             for found in threads.map(look, files):
@@ -119,7 +152,7 @@ def look_through(files: Sequence[Path], look: Callable[[Path], list[Found]]) -> 
 
 
 def columns_of(rows: Sequence[Sequence[Row]]) -> dict[str, NDArray[Any]]:
-    """Of the images in each shard."""
+    """Return the columns of ``COLUMNS`` from the rows of each shard."""
     table = np.asarray([row for found in rows for row in found], dtype=np.int64).reshape(-1, 4)
     shards = np.repeat(np.arange(len(rows)), [len(found) for found in rows])
     columns = (shards, *table.T)
@@ -127,8 +160,11 @@ def columns_of(rows: Sequence[Sequence[Row]]) -> dict[str, NDArray[Any]]:
 
 
 def read_classes(root: Path) -> list[str] | None:
-    """The names in ``classes.txt``; None where there is none. Raises UserError where it names a class twice, or an
-    empty one."""
+    """Return the class names in ``classes.txt``, or None if there is no such file.
+
+    Raises:
+        UserError: A name is empty or occurs twice.
+    """
     path = root / CLASSES
     try:
         names = path.read_bytes().removesuffix(b"\n").split(b"\n")
@@ -141,7 +177,7 @@ def read_classes(root: Path) -> list[str] | None:
 
 
 def _together(places: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """From where to where to read, for those offsets and lengths, which rise."""
+    """Yield the ranges to read, as (begin, end), for (offset, length) pairs in rising order."""
     begin, end = next(places, (0, 0))
     end += begin
     for offset, length in places:
@@ -153,6 +189,6 @@ def _together(places: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 def _descriptors(files: int) -> int:
-    """How many to hold open, of those that this process may have."""
+    """Return how many shards to hold open: at most a quarter of the files that this process may open."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return files if allowed == resource.RLIM_INFINITY else max(1, min(files, allowed // 4))

@@ -1,7 +1,6 @@
-"""Shards made of images: the same bytes whenever they are made of the same, with the indexes that DALI's own readers
-ask for.
+"""Write images to shards, with the indexes that DALI's own readers need.
 
-Each shard is there whole or not at all.
+The same images always give the same bytes. Each shard is complete or absent.
 """
 
 from __future__ import annotations
@@ -21,21 +20,25 @@ from imagenet_fast.data.formats.tfrecord import HEAD, TAIL
 from imagenet_fast.data.formats.webdataset import IMAGES
 from imagenet_fast.errors import UserError
 
-_WHEN_S = 1_325_376_000  # 2012, as in ImageNet's archives: tars hold it, and are to be the same
+_WHEN_S = 1_325_376_000  # 2012, as in ImageNet's archives; tars store a time, and must always be the same
 _MAGIC = {b"\xff\xd8": "jpg", b"\x89PNG": "png", b"BM": "bmp", b"RIFF": "webp"}
 
 
 class Sample(NamedTuple):
-    """An image as it is stored, and where it comes from."""
+    """An image as it is stored, with its name in the source."""
 
     name: str
     encoded: bytes
     label: int
-    """An index into the names of the classes."""
+    """An index into the class names."""
 
 
 def shard_names(kind: Literal["webdataset", "tfrecord"], split: str, count: int) -> list[str]:
-    """``train-000000.tar`` and so on; or ``train-00000-of-01024`` and ``validation-``, as TensorFlow's scripts do."""
+    """Return the names of ``count`` shards of a split.
+
+    WebDataset shards are named ``train-000000.tar`` and so on. TFRecord shards are named ``train-00000-of-01024`` and
+    ``validation-...``, as TensorFlow's scripts do.
+    """
     match kind:
         case "webdataset":
             return [f"{split}-{shard:06}.tar" for shard in range(count)]
@@ -47,12 +50,16 @@ def shard_names(kind: Literal["webdataset", "tfrecord"], split: str, count: int)
 
 
 def dali_index(shard: Path) -> Path:
-    """Where the index for DALI's own readers is."""
+    """Return the path of the index that DALI's own readers need for ``shard``."""
     return shard.with_suffix(".idx") if shard.suffix == ".tar" else shard.with_name(f"{shard.name}.idx")
 
 
 def write_classes(folder: Path, classes: Sequence[str]) -> None:
-    """``classes.txt``. Raises UserError as :func:`check_classes` does."""
+    """Write the class names to ``classes.txt`` in ``folder``.
+
+    Raises:
+        UserError: As ``check_classes`` does.
+    """
     check_classes(folder, classes)
     folder.mkdir(parents=True, exist_ok=True)
     with _whole(folder / CLASSES) as file:
@@ -60,7 +67,7 @@ def write_classes(folder: Path, classes: Sequence[str]) -> None:
 
 
 def check_classes(folder: Path, classes: Sequence[str]) -> None:
-    """Raise UserError where a name has more than one line, or there are other names."""
+    """Raise UserError if a name does not fit on one line, or ``classes.txt`` has other names already."""
     if strange := [name for name in classes if not name or "\n" in name or name.endswith("\r")]:
         raise UserError(f"a class named {strange[0]!r} does not fit a line of {CLASSES}; rename its folder")
     path = folder / CLASSES
@@ -75,7 +82,12 @@ def _lines(classes: Sequence[str]) -> bytes:
 
 
 def write_tar(path: Path, samples: Iterable[tuple[int, Sample]]) -> None:
-    """One shard of WebDataset, and DALI's index as its ``wds2idx`` makes it. Numbers are the samples' keys."""
+    """Write one WebDataset shard, and DALI's index as its ``wds2idx`` does.
+
+    Args:
+        path: The shard.
+        samples: Each sample with its number, which becomes its key.
+    """
     lines: list[str] = []
     with _whole(path) as file, tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         for number, sample in samples:
@@ -90,7 +102,7 @@ def write_tar(path: Path, samples: Iterable[tuple[int, Sample]]) -> None:
 
 
 def write_records(path: Path, samples: Iterable[Sample], classes: Sequence[str]) -> None:
-    """One shard of TFRecords, and DALI's index as its ``tfrecord2idx`` makes it."""
+    """Write one TFRecord shard, and DALI's index as its ``tfrecord2idx`` does."""
     lines: list[str] = []
     with _whole(path) as file:
         for sample in samples:
@@ -110,7 +122,7 @@ def write_records(path: Path, samples: Iterable[Sample], classes: Sequence[str])
 
 
 def _extension(sample: Sample) -> str:
-    """By its first bytes, whatever it is named."""
+    """Return the extension by the image's first bytes, else by its name."""
     named = Path(sample.name).suffix[1:].lower()
     known = (extension for magic, extension in _MAGIC.items() if sample.encoded.startswith(magic))
     return next(known, named if named in IMAGES else "jpg")
@@ -123,7 +135,7 @@ def _write_lines(path: Path, lines: Sequence[str]) -> None:
 
 @contextmanager
 def _whole(path: Path) -> Iterator[BinaryIO]:
-    """A file that becomes ``path`` when the block ends well."""
+    """Yield a file that is renamed to ``path`` if the block ends without an error."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("wb") as file:

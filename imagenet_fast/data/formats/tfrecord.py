@@ -1,7 +1,7 @@
-"""TFRecord: files of records, each an Example with an image and a label, as TensorFlow's ImageNet scripts write them.
+"""TFRecord shards: each record is an Example with an image and a label, as TensorFlow's ImageNet scripts write it.
 
-A record is its length (uint64), the masked CRC-32C of that (uint32), the Example, and its masked CRC-32C (uint32), all
-little-endian (https://www.tensorflow.org/tutorials/load_data/tfrecord).
+A record is its length (uint64), the masked CRC-32C of the length (uint32), the Example, and the masked CRC-32C of the
+Example (uint32), all little-endian (https://www.tensorflow.org/tutorials/load_data/tfrecord).
 """
 
 from __future__ import annotations
@@ -26,29 +26,34 @@ KIND = Kind("tfrecord", {**COLUMNS, "synsets": "<i4"})
 
 HEAD, TAIL = struct.Struct("<QI"), struct.Struct("<I")
 
-_IMAGES = ("image/encoded", "image")  # of TensorFlow's scripts; of TensorFlow Datasets
+_IMAGES = ("image/encoded", "image")  # in TensorFlow's scripts; in TensorFlow Datasets
 _LABELS = ("image/class/label", "label")
 _SYNSET = "image/class/synset"
-_WINDOW = 512  # bytes that are read at once
+_WINDOW = 512  # bytes read at once
 _LARGEST = 1 << 31
 _AGAIN = "copy or make it again"
 
 
 class RecordShards(Shards):
-    """A record's sum is compared when it is read for the first time."""
+    """One split in TFRecord shards. A record's checksum is compared when it is first read."""
 
     def __init__(self, files: Sequence[Path], index: Index, labels: NDArray[np.int64], classes: list[str]) -> None:
+        """Create the split as ``Shards`` does, with no record checked yet."""
         super().__init__(files, index, labels, classes)
         self._sound = bytearray(len(self))
 
     def name(self, index: int) -> str:
-        """``shard: record n``, counted from 0, with its place."""
+        """Return the shard, the number of the record counted from 0, and its offset."""
         shard = self._shards[index]
         number = index - int(np.searchsorted(self._shards, shard))
         return f"{self.files[shard]}: record {number} at byte {self._record(index)}"
 
     def read(self, index: int) -> bytes:
-        """Image ``index``, still encoded. Raises UserError where its record is damaged."""
+        """Return image ``index``, still encoded.
+
+        Raises:
+            UserError: The record is damaged.
+        """
         if self._sound[index]:
             return super().read(index)
         begin, place = self._record(index), int(self._offsets[index])
@@ -68,11 +73,19 @@ class RecordShards(Shards):
 
 
 def open_tfrecord(root: Path, split: str, files: Sequence[Path], training: Sequence[Path]) -> Shards:
-    """The images in ``files``, with labels as those of the ``training`` files are to be read, if there are any.
+    """Open the images in ``files``, with labels numbered as in the ``training`` files if there are any.
 
-    Where all records name their synsets, labels are places among the classes, or the sorted synsets, as folders would
-    be numbered. Else they are what is written, less one where they run from 1 on. Raises UserError where a shard is
-    damaged, or its labels can be read in two ways or none.
+    If all records name their synsets, a label is the synset's position in ``classes.txt``, or else among the sorted
+    synsets, as folders would be numbered. Otherwise labels are the stored numbers, minus one where these start at 1.
+
+    Args:
+        root: The data directory.
+        split: The name of the split.
+        files: The shards of the split.
+        training: The shards of the training split; empty if there are none.
+
+    Raises:
+        UserError: A shard is damaged, or its labels can be read in two ways or none.
     """
     index = _open(root, split, files)
     deciding = _open(root, "train", training) if training and split != "train" else index
@@ -84,7 +97,7 @@ def open_tfrecord(root: Path, split: str, files: Sequence[Path], training: Seque
 
 
 def check_record_file(shard: Path) -> None:
-    """Raise UserError where it does not begin as records do."""
+    """Raise UserError if ``shard`` does not begin with a record."""
     with shard.open("rb") as file:
         head = file.read(HEAD.size)
     if head and (len(head) < HEAD.size or masked_crc32c(head[:8]) != HEAD.unpack(head)[1]):
@@ -96,7 +109,7 @@ def _open(root: Path, split: str, files: Sequence[Path]) -> Index:
 
 
 class Record(NamedTuple):
-    """What an index holds of one; ``synset`` is empty where the record does not say it."""
+    """One record's row in the index; ``synset`` is empty if the record names none."""
 
     row: Row
     synset: str
@@ -115,7 +128,7 @@ def _index(root: Path, split: str, files: Sequence[Path]) -> Index:
 
 
 def _look(shard: Path) -> list[Record]:
-    """The records of a shard, in their order."""
+    """Return the records of a shard, in their order."""
     found: list[Record] = []
     with shard.open("rb", buffering=0) as file:
         size, fetch = os.fstat(file.fileno()).st_size, _Window(file.fileno())
@@ -138,7 +151,7 @@ def _look(shard: Path) -> list[Record]:
 
 
 def _record(fetch: _Window, at: int, example: Span) -> Record:
-    """Raises ValueError with what is wrong, and the fix."""
+    """Return the record of one Example. Raises ValueError with what is wrong, and the fix."""
     try:
         features = find_features(fetch, example, (*_IMAGES, *_LABELS, _SYNSET))
     except ValueError as error:
@@ -173,16 +186,16 @@ class _Window:
 
 
 class _Numbering(NamedTuple):
-    """Which label is which class: by the number that is written, and by synset where all records have one."""
+    """The class of each label: by the stored number, and by synset if all records have one."""
 
     classes: list[str]
     by_number: dict[int, int]
     by_synset: dict[str, int]
     from_1: bool = False
-    """Whether the numbers have been found to run from 1 on."""
+    """Whether the stored numbers start at 1."""
 
     def labels(self, root: Path, split: str, index: Index) -> NDArray[np.int64]:
-        """Of all images. Raises UserError where there is one of no known class."""
+        """Return the labels of all images in ``index``. Raises UserError if one is of no known class."""
         named = bool(self.by_synset) and _all_named(index)
         written = index.columns["synsets" if named else "labels"]
         values, places = np.unique(written, return_inverse=True)
@@ -204,7 +217,10 @@ def _all_named(index: Index) -> bool:
 
 
 def _numbering(root: Path, index: Index) -> _Numbering:
-    """As the training split has it. Raises UserError where it is to be read in two ways, or in none."""
+    """Return the numbering by ``index``, that of the training split if there is one.
+
+    Raises UserError if the labels can be read in two ways, or in none.
+    """
     named = read_classes(root)
     written = index.columns["labels"]
     if _all_named(index):

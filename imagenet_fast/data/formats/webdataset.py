@@ -1,4 +1,4 @@
-"""WebDataset: tar files in which ``KEY.jpg`` is an image and ``KEY.cls`` its label, a number from 0 on."""
+"""WebDataset shards: tar files in which ``KEY.jpg`` is an image and ``KEY.cls`` its label, a number from 0 on."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from imagenet_fast.errors import UserError
 IMAGES = ("jpg", "jpeg", "png", "bmp", "webp")
 KIND = Kind("webdataset", COLUMNS)
 
-_DIGITS = 20  # more than a label has
+_DIGITS = 20  # more than any label has
 _BLOCK = 512
 _HINT = "a shard holds images and their labels as KEY.jpg and KEY.cls (of other archives make some: `data prepare`)"
 
 
 class TarShards(Shards):
-    """Members are named by their headers, which lie before the images."""
+    """One split in tar shards. Names of images are read from the tar headers before them."""
 
     def name(self, index: int) -> str:
-        """``shard.tar: member``."""
+        """Return ``shard.tar: member``, or the shard and offset if the header cannot be read."""
         file = self.files[self._shards[index]]
         try:
             with open(file, "rb") as shard:  # noqa: PTH123
@@ -44,10 +44,19 @@ class TarShards(Shards):
 
 
 def open_webdataset(root: Path, split: str, files: Sequence[Path], training: Sequence[Path] = ()) -> Shards:
-    """The images in ``files``. Classes have the names in ``classes.txt``, else numbers, up to the largest label that
-    the ``training`` files hold, or these where there are none.
+    """Open the images in ``files``.
 
-    Raises UserError where a shard is damaged, or a label is none or of no class.
+    The class names are those in ``classes.txt``. Without it they are numbers, up to the largest label in the
+    ``training`` files, or in ``files`` if there are no training files.
+
+    Args:
+        root: The data directory.
+        split: The name of the split.
+        files: The shards of the split.
+        training: The shards of the training split; empty if there are none.
+
+    Raises:
+        UserError: A shard is damaged, or a label is not a number or is of no class.
     """
     index = _open(root, split, files)
     labels = index.columns["labels"]
@@ -65,7 +74,7 @@ def open_webdataset(root: Path, split: str, files: Sequence[Path], training: Seq
 
 
 def check_tar(shard: Path) -> None:
-    """Raise UserError where it does not begin as a tar."""
+    """Raise UserError if ``shard`` does not begin as a tar file."""
     with shard.open("rb") as file:
         next(_members(shard, file), None)
 
@@ -82,7 +91,7 @@ def _index(root: Path, split: str, files: Sequence[Path]) -> Index:
 
 
 def _look(shard: Path) -> list[Row]:
-    """The images of a shard, in the order in which they lie there."""
+    """Return the images of a shard, in the order in which they are stored."""
     images: dict[str, tarfile.TarInfo] = {}
     labels: dict[str, int] = {}
     with shard.open("rb") as file:
@@ -95,7 +104,7 @@ def _look(shard: Path) -> list[Row]:
                     found, content = labels, _label(shard, file, member)
                 case _ if extension in IMAGES:
                     found, content = images, member
-                case _:  # what else WebDataset may keep beside an image
+                case _:  # WebDataset may store other files with an image
                     continue
             if key in found:
                 raise UserError(f"{shard}: {member.name} is the second of its key; give every sample its own")
@@ -111,7 +120,7 @@ def _look(shard: Path) -> list[Row]:
 
 
 def _members(shard: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
-    """Its files. Raises UserError where one lies there in another way, or the archive is not whole."""
+    """Yield the regular files of a tar. Raises UserError for links and the like, or if the tar is not whole."""
     end = 0
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:
@@ -133,7 +142,7 @@ def _members(shard: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
 
 
 def _key(name: str) -> tuple[str, str]:
-    """What the files of one sample share, and the rest, as WebDataset cuts: at the first dot of the base name."""
+    """Return a sample's key and extension, split at the first dot of the base name, as WebDataset does."""
     folder, slash, base = name.rpartition("/")
     stem, _, extension = base.partition(".")
     return folder + slash + stem, extension.lower() if stem else ""

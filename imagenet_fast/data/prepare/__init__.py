@@ -1,6 +1,6 @@
-"""``imagenet-fast data prepare``: from ImageNet as people have it to what loaders read.
+"""Prepare ImageNet, as it is downloaded, for the loaders: ``imagenet-fast data prepare``.
 
-A source is a list of classes, and a class lists files by where their bytes lie, whatever holds them (``located.py``).
-The result is made of pieces (``workshop.py``), in threads (``crew.py``): a class's folder (``class_folders.py``) or a
-shard (``sharding.py``). ``preparation.py`` leads from one to the other.
+A source is a list of classes. A class lists files by where their bytes lie, in an archive or not (``source_files.py``).
+The result is made of pieces (``staging_dir.py``), in threads (``worker_pool.py``). A piece is a class's folder
+(``folder_writer.py``) or a shard (``shard_layout.py``). ``prepare.py`` runs all steps.
 """

@@ -1,4 +1,4 @@
-"""Whether archives are those that image-net.org gives."""
+"""Check by md5 that archives are those from image-net.org."""
 
 from __future__ import annotations
 
@@ -21,10 +21,21 @@ _PIECE = 4 << 20  # bytes
 def check_archives(
     md5: Mapping[Path, str], memory: Path, pool: Executor, bars: Progress, stop: threading.Event
 ) -> None:
-    """Raise UserError where a file has not its md5, CancelledError once ``stop`` is set.
+    """Raise UserError if a file does not have its md5.
 
-    Files that were right before are not read again, unless their size or time has changed: that is kept in the folder
+    Files that passed before are not read again unless their size or mtime has changed. This is remembered in a file in
     ``memory``.
+
+    Args:
+        md5: The expected md5 of each file.
+        memory: The folder that remembers which files have passed.
+        pool: Runs one check per file.
+        bars: Shows the progress.
+        stop: Ends the check when it is set.
+
+    Raises:
+        UserError: A file has another md5.
+        CancelledError: ``stop`` is set.
     """
     known: dict[str, list[int]] = {}
     with suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""ImageNet's development kit: which classes there are, and of which each validation image is."""
+"""Read ImageNet's development kit: its classes, and the class of each validation image."""
 
 from __future__ import annotations
 
@@ -11,22 +11,27 @@ from imagenet_fast.errors import UserError
 
 _META = "ILSVRC2012_devkit_t12/data/meta.mat"
 _TRUTH = "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt"
-_MOST = 64 << 20  # bytes of either; they have less than one
+_MOST = 64 << 20  # bytes of either file; each has less than 1 MiB
 
 
 @dataclass(frozen=True)
 class Devkit:
+    """The classes and validation labels in the development kit."""
+
     wnids: frozenset[str]
-    """Of the classes."""
+    """The wnids of all classes."""
     validation: list[str]
-    """The wnid of validation image n at n - 1."""
+    """The wnid of each validation image: that of image n is at index n - 1."""
 
 
 def read_devkit(archive: Path) -> Devkit:
-    """From ``ILSVRC2012_devkit_t12.tar.gz``. Raises UserError where it is damaged, or contradicts itself.
+    """Read the development kit ``ILSVRC2012_devkit_t12.tar.gz``.
 
-    The kit has a number for every class, in an order of its own: it is by meta.mat alone that a number of the ground
-    truth becomes a wnid. Nodes of WordNet that have children are not classes of the challenge.
+    The kit numbers the classes in an order of its own. Only meta.mat maps a number in the ground truth to a wnid.
+    WordNet nodes that have children are not classes of the challenge.
+
+    Raises:
+        UserError: The archive is damaged, or contradicts itself.
     """
     wnid = _wnids(archive)
     truth = member(archive, _TRUTH, _MOST)
@@ -39,7 +44,7 @@ def read_devkit(archive: Path) -> Devkit:
 
 
 def _wnids(archive: Path) -> dict[int, str]:
-    """By the kit's numbers."""
+    """Return the wnids of the classes by the kit's numbers."""
     from scipy.io import loadmat
 
     content = member(archive, _META, _MOST)
@@ -50,5 +55,5 @@ def _wnids(archive: Path) -> dict[int, str]:
             for node in synsets
             if int(node["num_children"].item()) == 0
         }
-    except Exception as error:  # scipy's reader raises of every kind where a file is not as it should be
+    except Exception as error:  # scipy's reader raises exceptions of any type for a bad file
         raise UserError(f"{archive}: {_META} cannot be read ({error}); fetch it again") from None

@@ -1,4 +1,4 @@
-"""Whether a disk has room for what is to be written."""
+"""Check that a disk has room for what is to be written."""
 
 from __future__ import annotations
 
@@ -12,17 +12,27 @@ from imagenet_fast.data.prepare.source_files import SourceFile
 from imagenet_fast.data.prepare.staging_dir import Settings
 from imagenet_fast.errors import UserError
 
-_SPARE = 1.02  # a file's last block is half empty, and folders are files too
+_SPARE = 1.02  # a file's last block is half empty, and folders take space too
 _SAMPLE_SPARE = 1.1
 
 
 def check_space(
     out: Path, size: int, files: int, settings: Settings, sample: Callable[[], Iterable[SourceFile]]
 ) -> None:
-    """Raise UserError where so many ``files``, made of ``size`` bytes of images in all, would not fit into ``out``.
+    """Raise UserError if the result does not fit into ``out``.
 
-    Images that are to be shrunk are taken for as large as they were, and only if that does not fit, for as much
-    smaller as a ``sample`` of them becomes.
+    Images to be shrunk are first counted at their size in the source. Only if that does not fit is their new size
+    estimated from a ``sample``.
+
+    Args:
+        out: A directory on the disk to check.
+        size: Bytes of all images in the source.
+        files: Number of files to write.
+        settings: The settings of the result.
+        sample: Returns some of the images; called only to estimate how much they shrink.
+
+    Raises:
+        UserError: The disk has too few free bytes, or too few free inodes.
     """
     needed = _SPARE * size
     free = shutil.disk_usage(out).free
@@ -41,7 +51,7 @@ def check_space(
 
 
 def gigabytes(size: float) -> str:
-    """As people say it."""
+    """Return a size in bytes as text in GB, MB, kB (powers of 1000) or bytes."""
     for unit, of in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= of:
             return f"{size / of:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Images as files, in a folder a class."""
+"""Write images as files, in one folder per class."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _SAMPLED_CLASSES, _SAMPLED_IMAGES = 16, 4
 
 
 def folder_pieces(classes: Mapping[SourceClass, int], settings: Settings) -> list[Piece]:
-    """A piece a class, in their order; these come with their bytes in the source."""
+    """Return one piece per class, in the order of ``classes``, which maps each to its bytes in the source."""
     return [
         Piece(of.split, of.name, (of.name,), size, partial(_make, of, size, settings)) for of, size in classes.items()
     ]
 
 
 def sample_of_classes(classes: Sequence[SourceClass]) -> Iterator[SourceFile]:
-    """The first images of some of them, from all over."""
+    """Yield the first images of some of the classes, spread over all of them."""
     for of in classes[:: max(1, len(classes) // _SAMPLED_CLASSES)]:
         yield from islice((file for file in of.listed() if file.is_image), _SAMPLED_IMAGES)
 
 
 def _make(of: SourceClass, size: int, settings: Settings, place: Path, tell: Tell) -> Made:
-    """Write images in the order in which they lie in the source."""
+    """Write the images of a class, in the order in which they lie in the source."""
     images, left_out = of.sorted_out()
     folder = place / of.name
     folder.mkdir()

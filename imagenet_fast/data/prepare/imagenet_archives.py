@@ -1,4 +1,4 @@
-"""The three files that image-net.org gives: a tar of class tars, a flat tar of validation images, the devkit."""
+"""Read the three files of image-net.org: a tar of class tars, a flat tar of validation images, and the devkit."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ MD5 = {
     VAL: "29b22e2961454d5413ddabcf34fc5622",
     DEVKIT: "fa75699e90414af021442c21a62c3abf",
 }
-"""As image-net.org tells them, and torchvision."""
+"""The md5 of each file, as image-net.org and torchvision publish them."""
 
 
 def official_source(folder: Path) -> Source:
-    """What of the three files is in ``folder``, where a tar of images must be.
+    """Return the source made of those of the three files that are in ``folder``.
 
-    Only the names of class tars are read, not what these hold. Raises UserError where a file is damaged or missing, or
-    has a member that it should not have.
+    At least one of the two image tars must be there. Only the names of class tars are read, not their contents.
+
+    Raises:
+        UserError: A file is damaged or missing, or has a member that it should not have.
     """
     train, val, kit = (folder / name for name in MD5)
     devkit = read_devkit(kit) if kit.is_file() else None
@@ -62,7 +64,7 @@ def _listed(tar: Path, class_tar: Member) -> list[SourceFile]:
 
 
 def _validation(tar: Path, devkit: Devkit, others: list[str]) -> dict[str, list[SourceFile]]:
-    """By class; to ``others`` come the names of files that are no images."""
+    """Return validation images by class, and add the names of files that are not images to ``others``."""
     images: dict[str, list[SourceFile]] = defaultdict(list)
     for file in members(tar):
         if not file.is_image:
@@ -80,7 +82,7 @@ def _validation(tar: Path, devkit: Devkit, others: list[str]) -> dict[str, list[
 
 
 def flat_classes(images: dict[str, list[SourceFile]]) -> list[SourceClass]:
-    """Of validation images that lie in one place, by class."""
+    """Return the validation classes for ``images``, which maps class names to images that all lie in one place."""
     return [
         SourceClass("val", name, partial(list, files), sum(file.size for file in files))
         for name, files in images.items()

@@ -1,4 +1,4 @@
-"""Images made smaller once, so that they are read and decoded faster ever after."""
+"""Shrink images once, so that every later read and decode is faster."""
 
 from __future__ import annotations
 
@@ -10,19 +10,27 @@ from PIL import Image
 from imagenet_fast.data.prepare.source_files import SourceFile
 from imagenet_fast.data.prepare.staging_dir import Settings
 
-_LONGEST_EXIF = 65_533  # bytes that a JPEG has room for
+_LONGEST_EXIF = 65_533  # bytes that fit in a JPEG
 
 
 class Undecodable(Exception):
-    """What is wrong with an image."""
+    """An error for an image that cannot be decoded; the message says what is wrong."""
 
 
 def shrunk(content: bytes, side: int, quality: int) -> bytes:
-    """A JPEG of the image with the short side ``side``; ``content`` itself where that is no longer already.
+    """Return ``content`` as a JPEG with the short side ``side``, or unchanged if its short side is not longer.
 
-    Pixels are those that the loaders see: as stored, without the rotation that EXIF asks for, and RGB, but grey stays
-    grey. EXIF stays with it, so whoever heeds its orientation goes on to; a colour profile does, too, unless it was of
-    other colours. Raises Undecodable.
+    The pixels are those that the loaders see: as stored, without the rotation that EXIF asks for, and RGB, except that
+    grey stays grey. EXIF is kept if it fits in a JPEG, so programs that apply its orientation still do. A colour
+    profile is kept too, unless the colours were converted.
+
+    Args:
+        content: The encoded image.
+        side: The short side in pixels.
+        quality: The quality of the JPEG.
+
+    Raises:
+        Undecodable: The image cannot be decoded.
     """
     try:
         with Image.open(BytesIO(content)) as image:
@@ -34,7 +42,7 @@ def shrunk(content: bytes, side: int, quality: int) -> bytes:
             exif = image.info.get("exif", b"")
             scale = side / min(width, height)
             small = pixels.resize((round(width * scale), round(height * scale)), Image.Resampling.LANCZOS)
-    # Pillow's decoders raise of many kinds, EOFError, SyntaxError and struct.error among them
+    # Pillow's decoders raise many types, among them EOFError, SyntaxError and struct.error
     except Exception as error:
         raise Undecodable(str(error)) from None
     written = BytesIO()
@@ -43,7 +51,10 @@ def shrunk(content: bytes, side: int, quality: int) -> bytes:
 
 
 def stored(file: SourceFile, settings: Settings) -> tuple[bytes, bool]:
-    """What is kept of an image, and whether it cannot be decoded for shrinking: it is then kept as it is."""
+    """Return the bytes to keep of an image, and whether it could not be decoded for shrinking.
+
+    An image that cannot be decoded is kept unchanged.
+    """
     content = file.read()
     if settings.resize is None or settings.quality is None:
         return content, False
@@ -54,7 +65,7 @@ def stored(file: SourceFile, settings: Settings) -> tuple[bytes, bool]:
 
 
 def shrinking_ratio(sample: Iterable[SourceFile], settings: Settings) -> float:
-    """The bytes kept of these images to those they have; 1 where they have none."""
+    """Return the bytes kept of these images divided by their bytes in the source; 1 if these are 0."""
     before = after = 0
     for file in sample:
         before += file.size

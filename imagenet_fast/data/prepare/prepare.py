@@ -1,4 +1,4 @@
-"""A source made into folders or shards: in parallel, and resumable whenever it was stopped."""
+"""Turn a source into folders or shards: in parallel, and resumable whenever it was stopped."""
 
 from __future__ import annotations
 
@@ -30,32 +30,42 @@ from imagenet_fast.errors import UserError, warn
 
 CLASSES = 1000
 IMAGES = {"train": 1_281_167, "val": 50_000}
-"""Of ImageNet's challenge of 2012."""
+"""Number of images in each split. This and ``CLASSES`` are those of ImageNet's 2012 challenge."""
 
 _T = TypeVar("_T")
 _Sized = Mapping[SourceClass, int]
-"""Classes, and the bytes that their files take in the source."""
+"""Classes, with the bytes that their files take in the source."""
 
 
 @dataclass(frozen=True)
 class Prepared:
+    """The result of ``prepare``."""
+
     record: Record
     source: str
-    """What it was taken for."""
+    """The layout that the source was recognised as."""
     already: bool
-    """There was nothing to do."""
+    """Whether there was nothing to do."""
 
 
 def prepare(
     source: Path, out: Path, settings: Settings, *, subset: bool = False, md5: bool = True, workers: int | None = None
 ) -> Prepared:
-    """Fill ``out`` from ``source``, ``workers`` classes or shards at a time (by default one a core), and say what it
-    holds then.
+    """Fill ``out`` from ``source``, and return what it then holds.
 
-    No split is in its place before all of it is made. ``subset``: fewer classes or images than ImageNet has will do,
-    and other archives than its own; ``md5=False``: other archives will. Raises UserError where something is wrong with
-    the source, with ``out`` or with what is there already; what has been made by then, or by a KeyboardInterrupt, is
-    where the next call goes on.
+    No split is moved to its place before everything is made. If the call fails or is interrupted by KeyboardInterrupt,
+    what has been made is kept, and the next call resumes from there.
+
+    Args:
+        source: The directory that holds ImageNet.
+        out: The directory to fill.
+        settings: The format of the result, and how images are shrunk.
+        subset: Whether fewer classes or images than ImageNet has are accepted, and archives other than its own.
+        md5: Whether the archives must have the md5 of ImageNet's own.
+        workers: Number of classes or shards to make at a time; None for one per core.
+
+    Raises:
+        UserError: Something is wrong with the source, with ``out``, or with what is there already.
     """
     found = recognise(source)
     _check_outside(source, out)
@@ -99,13 +109,13 @@ def prepare(
 
 
 def _check_outside(source: Path, out: Path) -> None:
-    """Raise UserError where what is made would be a part of the source."""
+    """Raise UserError if the result would be part of the source."""
     if out.resolve().is_relative_to(source.resolve()):
         raise UserError(f"--out {out} lies in --source {source}; give a directory beside it")
 
 
 def _fill_folders(rest: _Sized, before: Record, crew: WorkerPool, counted: Callable[[Splits], None]) -> Record:
-    """Make the classes ``rest``, of splits that are not in their places; what there is then."""
+    """Make the classes ``rest``, of splits that are not in their places, and return the new record."""
     pieces = folder_pieces(rest, before.settings)
     kept = crew.kept(pieces)
     missing = [piece for piece in pieces if piece not in kept]
@@ -120,7 +130,10 @@ def _fill_folders(rest: _Sized, before: Record, crew: WorkerPool, counted: Calla
 
 
 def _fill_shards(rest: _Sized, before: Record, crew: WorkerPool, counted: Callable[[Splits], None]) -> Record:
-    """As :func:`_fill_folders`; which image comes into which shard is settled, and all are counted, before."""
+    """Make the shards of the classes ``rest``, and return the new record.
+
+    Which image goes into which shard is decided, and all images are counted, before the first shard is written.
+    """
     out, settings = crew.shop.out, before.settings
     names = _names(rest, before)
     check_classes(out, names)
@@ -144,7 +157,7 @@ def _fill_shards(rest: _Sized, before: Record, crew: WorkerPool, counted: Callab
 
 
 def _names(rest: _Sized, before: Record) -> list[str]:
-    """Of the classes by which labels are numbered: those that are trained on, if there are any."""
+    """Return the sorted class names that number the labels: those of the training split, if there are any."""
     for split in SPLITS:
         if names := before.splits.get(split, {}).keys() | {of.name for of in rest if of.split == split}:
             return sorted(names)
@@ -156,7 +169,7 @@ def _in_order(splits: dict[str, dict[str, _T]]) -> dict[str, dict[str, _T]]:
 
 
 def _look_through(out: Path, record: Record) -> None:
-    """As the first run would, so that none has to wait for the index; what it could not read is told now."""
+    """Open the splits as the first run would, so that no run has to wait for the index and errors show now."""
     if "train" in record.splits:
         open_training(out)
     if "val" in record.splits:
@@ -164,9 +177,9 @@ def _look_through(out: Path, record: Record) -> None:
 
 
 def _classes(found: Source, before: Record, source: Path, subset: bool) -> list[SourceClass]:
-    """Those of ``source`` that are to be in the result, training first, by name.
+    """Return the classes of ``source`` to prepare: training first, by name.
 
-    Raises UserError where there are not as many as there should be, or validation has one that training lacks.
+    Raises UserError if there are not as many as there should be, or validation has one that training lacks.
     """
     names = {split: {of.name for of in found.classes if of.split == split} for split in SPLITS}
     if not subset:
@@ -189,10 +202,10 @@ def _classes(found: Source, before: Record, source: Path, subset: bool) -> list[
 
 
 def _check_same(before: Record, shop: StagingDir, sized: _Sized, source: Path) -> None:
-    """Raise UserError where what is there was made from something else, or has been changed since."""
+    """Raise UserError if ``out`` was made from another source, or has been changed since."""
     now = {split: {of.name: size for of, size in sized.items() if of.split == split} for split in SPLITS}
     for split, classes in before.splits.items():
-        if not now[split]:  # a source of the other split
+        if not now[split]:  # the source has only the other split
             continue
         strangers = {name for name, made in classes.items() if now[split].get(name) != made.size}
         strangers |= now[split].keys() - classes.keys()
@@ -240,11 +253,11 @@ def _check_counts(splits: Splits, source: Path) -> None:
 
 
 def report(prepared: Prepared, out: Path) -> Iterator[str]:
-    """What a person should know of it, in lines."""
+    """Yield lines that tell the user what ``out`` holds and what was left out."""
     record = prepared.record
     yield f"{out} {'holds already' if prepared.already else 'now holds'}, from {prepared.source}:"
     for split, classes in record.splits.items():
-        shards = f", {len(record.files[split]) // 2} shards" if split in record.files else ""  # with an index each
+        shards = f", {len(record.files[split]) // 2} shards" if split in record.files else ""  # half are indexes
         images = sum(made.images for made in classes.values())
         yield f"  {split:<5}  {images} images in {len(classes)} classes{shards}"
     every = [(f"{split}/{name}", made) for split, classes in record.splits.items() for name, made in classes.items()]

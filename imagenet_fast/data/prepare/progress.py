@@ -1,4 +1,4 @@
-"""How far it has come, how fast it goes, and how long it will take."""
+"""Progress bars: how much is done, how fast, and how long the rest will take."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.text import Text
 
 
 def new_bars() -> Progress:
-    """Bars of bytes on stderr; for a task that counts ``images`` also of those."""
+    """Return bars on stderr that count bytes, and also images for a task with the field ``images``."""
     return Progress(
         TextColumn("{task.description}"), BarColumn(bar_width=16), DownloadColumn(), TransferSpeedColumn(), _Images(),
         TimeRemainingColumn(), console=Console(stderr=True),

@@ -1,10 +1,12 @@
-"""Images in shards. Which lie in which is settled before the first is written, so that any worker may write any shard
+"""Assign images to shards.
+
+It is decided which image goes into which shard before the first shard is written. So any worker may write any shard,
 and any shard may be written again.
 
-Training images lie in the order of a hash of their names: neighbours, which are read together, are then of many
-classes, also for readers that shuffle no more than a shard or two (ours draw each epoch from the whole set). Unlike a
-shuffle by a random generator it is the same with every version of every library, from any source. Validation images
-lie by class and name, as in folders.
+Training images are sorted by a hash of their names. Neighbours, which are read together, are then of many classes. This
+also helps readers that shuffle no more than a shard or two (ours draw each epoch from the whole set). Unlike a shuffle
+by a random generator, the order is the same with every version of every library, and from any source. Validation images
+are sorted by class and name, as in folders.
 """
 
 from __future__ import annotations
@@ -25,15 +27,15 @@ from imagenet_fast.data.prepare.staging_dir import SPLITS, Made, Piece, Settings
 from imagenet_fast.errors import UserError
 
 BYTES_AROUND = 2100
-"""That an image takes beside its own, at most: headers of its own and its label's, padding, lines of indexes."""
+"""Most bytes that an image takes besides its own: headers of the image and its label, padding, lines of indexes."""
 
 _SEED = b"imagenet-fast"
-_SAMPLE = 256  # images, which are shrunk to learn how many fit into a shard
-_MOST = 100_000  # shards, whose names sort as their numbers do
+_SAMPLE = 256  # images, shrunk to estimate how many fit into a shard
+_MOST = 100_000  # shards; up to this many, names sort as their numbers do
 
 
 class Placed(NamedTuple):
-    """An image, and its class."""
+    """An image and its label."""
 
     file: SourceFile
     label: int
@@ -41,19 +43,23 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class Listed:
-    """What a class has in the source."""
+    """The images of a class in the source, and the names of the files that are left out."""
 
     images: Sequence[SourceFile]
     left_out: tuple[str, ...]
 
 
 def list_class(of: SourceClass) -> Listed:
-    """Raises UserError where it has no images."""
+    """Return the files of a class.
+
+    Raises:
+        UserError: The class has no images, or cannot be listed.
+    """
     return Listed(*of.sorted_out())
 
 
 def in_shards(split: str, listed: Mapping[SourceClass, Listed], names: Sequence[str]) -> list[Placed]:
-    """All images of a split in the order in which shards hold them; labels are places among ``names``."""
+    """Return all images of a split in the order in which shards hold them; labels are indices into ``names``."""
     label = {name: number for number, name in enumerate(names)}
     images = [
         Placed(file, label[of.name]) for of, found in listed.items() if of.split == split for file in found.images
@@ -64,8 +70,18 @@ def in_shards(split: str, listed: Mapping[SourceClass, Listed], names: Sequence[
 
 
 def shard_pieces(placed: Mapping[str, Sequence[Placed]], names: Sequence[str], settings: Settings) -> list[Piece]:
-    """Shards of ``settings.shard_size`` bytes of images, up to the last; of images that are to be shrunk, about as
-    many, by a sample of each split. Raises UserError where that are too many shards."""
+    """Return one piece per shard, filled with images up to ``settings.shard_size`` bytes.
+
+    If images are to be shrunk, their new size is estimated from a sample of each split.
+
+    Args:
+        placed: The images of each split, in the order of ``in_shards``.
+        names: The class names, in the order of labels.
+        settings: The settings of the result; the format is not ``folder``.
+
+    Raises:
+        UserError: A split would have too many shards.
+    """
     assert settings.format != "folder"
     pieces = []
     for split in SPLITS:
@@ -82,14 +98,20 @@ def shard_pieces(placed: Mapping[str, Sequence[Placed]], names: Sequence[str], s
 
 
 def sample_of(images: Sequence[Placed]) -> Iterator[SourceFile]:
-    """Some of a training split, at random; of a validation split from all over it."""
+    """Yield images at even distances: random ones of a training split, and ones from all over a validation split."""
     return (image.file for image in islice(images, 0, None, max(1, len(images) // _SAMPLE)))
 
 
 def classes_made(
     listed: Mapping[SourceClass, Listed], sized: Mapping[SourceClass, int], shards: Mapping[Piece, Made]
 ) -> Splits:
-    """What became of each class, by split and name."""
+    """Return what was made of each class, by split and name.
+
+    Args:
+        listed: The images of each class, and what was left out.
+        sized: The bytes that each class takes in the source.
+        shards: The shards that were made, with the images that could not be decoded.
+    """
     odd: dict[tuple[str, str], list[str]] = {}
     for piece, made in shards.items():
         for path in made.undecodable:
@@ -109,7 +131,7 @@ def _hash(name: str, file: str) -> bytes:
 
 
 def _cut(images: Sequence[Placed], settings: Settings) -> Iterator[list[Placed]]:
-    """The images of each shard."""
+    """Yield the images of each shard."""
     most = settings.shard_size or 0
     ratio = 1.0 if settings.resize is None else shrinking_ratio(sample_of(images), settings)
 
@@ -129,7 +151,7 @@ def _cut(images: Sequence[Placed], settings: Settings) -> Iterator[list[Placed]]
 def _make(
     name: str, begin: int, images: Sequence[Placed], names: Sequence[str], settings: Settings, place: Path, tell: Tell
 ) -> Made:
-    """Write a shard, whose first image is number ``begin`` of the split."""
+    """Write one shard, whose first image is number ``begin`` of the split."""
     undecodable = []
 
     def samples() -> Iterator[Sample]:

@@ -1,4 +1,4 @@
-"""Images by where their bytes lie, in archives or in files of their own: all that a writer of any format asks for."""
+"""Files of a source by where their bytes lie, in archives or on their own: all that a writer of any format needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from imagenet_fast.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file of a source: ``size`` bytes of the file ``held_by`` from ``offset`` on."""
+    """A file of a source: ``size`` bytes of the file ``held_by``, from ``offset``."""
 
     name: str
     held_by: str
@@ -21,7 +21,11 @@ class SourceFile:
     size: int
 
     def read(self) -> bytes:
-        """Its bytes. Raises UserError where there are fewer, or they cannot be read."""
+        """Return the file's bytes.
+
+        Raises:
+            UserError: The bytes cannot be read, or there are fewer than ``size``.
+        """
         try:
             with open(self.held_by, "rb", buffering=0) as file:  # noqa: PTH123  (a million of them)
                 content = os.pread(file.fileno(), self.size, self.offset)
@@ -35,12 +39,12 @@ class SourceFile:
 
     @property
     def is_image(self) -> bool:
-        """By its name, as ImageFolder takes them."""
+        """Whether the name is that of an image, by the rule of ``ImageFolder``."""
         return is_image_name(self.name)
 
     @property
     def shown(self) -> str:
-        """Its name as text, whatever its bytes are."""
+        """The name as text, whatever its bytes are."""
         return shown(self.name)
 
 
@@ -51,20 +55,28 @@ class SourceClass:
     split: str
     name: str
     listed: Callable[[], list[SourceFile]]
-    """Its files, each name once; others than images may be among them. Raises UserError where a name is amiss."""
+    """Function that returns the class's files, each name once; some may not be images.
+
+    It raises UserError for a bad name.
+    """
     size: int | None = None
-    """Bytes that they take, or a little less; None where only listing them tells."""
+    """Bytes that the files take, or slightly fewer; None if the files must be listed to know."""
 
     @property
     def path(self) -> str:
+        """The class's path, ``split/name``."""
         return f"{self.split}/{self.name}"
 
     def measured(self) -> int:
+        """Return the bytes that the files take; they are listed if ``size`` is None."""
         return sum(file.size for file in self.listed()) if self.size is None else self.size
 
     def sorted_out(self) -> tuple[list[SourceFile], tuple[str, ...]]:
-        """Its images, and the names of files that are none. Raises UserError where there are no images, or it
-        cannot be listed."""
+        """Return the images of the class, and the sorted names of its other files.
+
+        Raises:
+            UserError: There are no images, or the class cannot be listed.
+        """
         try:
             files = self.listed()
         except OSError as error:
@@ -80,16 +92,16 @@ class SourceClass:
 
 @dataclass(frozen=True)
 class Source:
-    """ImageNet, or a part of it, as somebody has it."""
+    """ImageNet, or a part of it, as the user has it."""
 
     told: str
-    """What it was taken for."""
+    """The layout that it was recognised as."""
     classes: list[SourceClass]
     others: list[str] = field(default_factory=list)
     """Files that belong to no class and are left out."""
     md5: dict[Path, str] = field(default_factory=dict)
-    """What the archives must have, by which they are those that image-net.org gives."""
+    """The md5 that each archive must have to be the one from image-net.org."""
     apart: list[str] = field(default_factory=list)
-    """Images that lie in no class's own folder, and are left out."""
+    """Images that are not directly in a class's folder, and are left out."""
     hidden: list[str] = field(default_factory=list)
-    """Folders that are no classes, by their names."""
+    """Folders whose names are not those of classes."""

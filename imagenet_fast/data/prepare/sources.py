@@ -1,4 +1,4 @@
-"""What lies in a directory: ImageNet's tars, Kaggle's layout of it, or one folder a class."""
+"""Recognise what a directory holds: ImageNet's tars, Kaggle's layout of it, or one folder per class."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ _SOLUTION = "LOC_val_solution.csv"
 
 
 def recognise(folder: Path) -> Source:
-    """Raises UserError where it is none of them, or is damaged."""
+    """Return the source in ``folder``.
+
+    Raises:
+        UserError: The layout is not known, or the source is damaged.
+    """
     if not folder.is_dir():
         raise UserError(f"there is no directory {folder}; give the one that holds ImageNet with --source DIR")
     if any((folder / name).is_file() for name in (TRAIN, VAL)):
@@ -35,7 +39,7 @@ def recognise(folder: Path) -> Source:
 
 
 def _folders(root: Path) -> Source:
-    """With the validation images in one folder a class, or all in one, as Kaggle has them."""
+    """Return the source with validation images in one folder per class, or all in one folder, as Kaggle has them."""
     classes = _classes(root, "train")
     hidden = _hidden(root, "train")
     apart = _apart(root, "train", [of.name for of in classes])
@@ -64,12 +68,12 @@ def _classes(root: Path, split: str) -> list[SourceClass]:
 
 
 def _hidden(root: Path, split: str) -> list[str]:
-    """Folders of a split that are no classes, by their names."""
+    """Return the folders of a split whose names are not those of classes."""
     return [f"{split}/{shown(name)}" for name in look_into(root / split).hidden] if (root / split).is_dir() else []
 
 
 def _apart(root: Path, split: str, classes: list[str]) -> list[str]:
-    """Images beside the folders of classes, and inside these in others. Raises UserError where a class has no more."""
+    """Return images beside class folders and in subfolders of them. Raises UserError if a class has no others."""
     if not (root / split).is_dir():
         return []
     found = [f"{split}/{name}" for name in look_into(root / split).images]
@@ -83,7 +87,7 @@ def _apart(root: Path, split: str, classes: list[str]) -> list[str]:
 
 
 def _listed(folder: Path) -> list[SourceFile]:
-    """The files in ``folder``; of links, what they lead to. Raises UserError where that is nothing that can be read."""
+    """Return the files in ``folder``, with links followed. Raises UserError for what is neither file nor folder."""
     found = []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -95,13 +99,13 @@ def _listed(folder: Path) -> list[SourceFile]:
 
 
 def _flat(folder: Path) -> list[SourceFile]:
-    """The files in ``folder`` if there are images among them."""
+    """Return the files in ``folder`` if there are images among them, else nothing."""
     files = _listed(folder) if folder.is_dir() else []
     return files if any(file.is_image for file in files) else []
 
 
 def _solved(files: list[SourceFile], solution: Path) -> list[SourceClass]:
-    """By Kaggle's table of what is to be seen where: an ``ImageId``, and "wnid x y x y" for each box, of one class."""
+    """Group files by Kaggle's table: an ``ImageId``, and "wnid x y x y" for each box, all boxes of one class."""
     with solution.open(newline="", encoding="utf-8") as table:
         rows = csv.DictReader(table)
         if rows.fieldnames != ["ImageId", "PredictionString"]:

@@ -1,4 +1,4 @@
-"""The directory that is being filled: one process at a time, and every piece of it there whole or not at all."""
+"""The directory being filled: used by one process at a time, with every piece in it complete or absent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.base import Table
 
 RECORD = "prepared.json"
-"""Beside the splits: how they were made."""
+"""File beside the splits that records how they were made."""
 
 SPLITS = ("train", "val")
 
@@ -29,55 +29,56 @@ _T = TypeVar("_T", bound=Table)
 
 
 class Settings(Table):
-    """What decides the bytes of the result, beside the source's."""
+    """The settings that decide the bytes of the result, besides the source."""
 
     format: Format
     resize: PositiveInt | None
     quality: PositiveInt | None
     shard_size: PositiveInt | None = None
-    """Bytes; None for folders."""
+    """Bytes per shard; None for folders."""
 
     def __str__(self) -> str:
+        """Return the settings as command-line options."""
         shards = "" if self.shard_size is None else f" --shard-size {exact_size(self.shard_size)}"
         shrunk = "" if self.resize is None else f" --resize {self.resize} --quality {self.quality}"
         return f"--format {self.format}{shards}{shrunk}"
 
 
 class Made(Table):
-    """A class, or a shard, that has been made."""
+    """A class or a shard that has been made."""
 
     images: NonNegativeInt = Field(validation_alias=AliasChoices("images", "pictures"))
     size: NonNegativeInt
-    """Bytes of the source that it was made from, by which another source is known."""
+    """Bytes of the source that it was made from; another number shows that the source is another."""
     left_out: tuple[str, ...] = ()
-    """Names of files that are no images."""
+    """Names of files that are not images."""
     undecodable: tuple[str, ...] = ()
-    """Names of images that were to be shrunk and could not; they are copied as they are."""
+    """Names of images that could not be decoded for shrinking, and are copied unchanged."""
 
 
 Splits = dict[str, dict[str, Made]]
-"""Classes by split and name."""
+"""Finished classes by split and name."""
 
 Tell = Callable[[int], None]
-"""Told how many bytes of the source have been read; raises CancelledError where that is to end."""
+"""A callback that gets the bytes just read from the source, and raises CancelledError if the work is to stop."""
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A part of a split that is made at once: the folder of a class, or a shard with its index."""
+    """A part of a split that is made in one go: a class's folder, or a shard with its index."""
 
     split: str
     name: str
     files: tuple[str, ...]
-    """The files or folders that it consists of, in the folder of the split."""
+    """The files or folders of the piece, in the folder of the split."""
     size: int
-    """As :class:`Made` has it."""
+    """Bytes of the source that it is made from, as in ``Made``."""
     make: Callable[[Path, Tell], Made]
-    """Makes these in a folder that is there."""
+    """Function that makes these files in an existing folder."""
 
 
 class Noted(Table):
-    """A line of the journal: a piece that is made, and waits to be put in its place."""
+    """A line of the journal: a piece that is made but whose split is not in its place yet."""
 
     split: str
     name: str
@@ -86,33 +87,34 @@ class Noted(Table):
 
 
 class Record(Table):
-    """What a directory holds, by the classes in it."""
+    """What a directory holds, by class."""
 
     settings: Settings
     splits: Splits
     files: dict[str, dict[str, NonNegativeInt]] = Field(default_factory=dict)
-    """Of shards, by split: the bytes of each and of its index."""
+    """Bytes of each shard and of its index, by split and file name."""
     others: tuple[str, ...] = ()
-    """Files left out that belong to no class."""
+    """Files that belong to no class and were left out."""
     apart: tuple[str, ...] = ()
-    """Images left out that lie in no class's own folder."""
+    """Images that are not directly in a class's folder, and were left out."""
     hidden: tuple[str, ...] = ()
-    """Folders left out that are no classes, by their names."""
+    """Folders left out because their names are not those of classes."""
 
 
 @dataclass(frozen=True)
 class StagingDir:
-    """Inside ``out``, on the same file system: pieces that are made, and others in the making. It is gone at the end.
+    """A folder inside ``out``, on the same file system, for pieces that are made or in the making.
 
-    A piece is made in ``partial``, noted in a journal, and moved beside the others of its split, with the disk synced
-    in between: what is noted and has moved is whole, whenever this process was killed or the power failed; everything
-    else is made again.
+    It is removed at the end. A piece is made in ``partial``, noted in a journal, and then moved beside the others of
+    its split. The disk is synced between noting and moving. So a piece that is noted and moved is complete, even if
+    this process was killed or the power failed. Everything else is made again.
     """
 
     out: Path
 
     @property
     def folder(self) -> Path:
+        """The path of the folder."""
         return self.out / ".preparing"
 
     @property
@@ -128,12 +130,15 @@ class StagingDir:
         return self.folder / "settings.json"
 
     def landed(self, split: str) -> bool:
-        """Whether it is in its place, where loaders look for it."""
+        """Return whether the split is in its place, where loaders look for it."""
         return (self.out / split).exists()
 
     def open(self, settings: Settings) -> Record:
-        """The splits in their places. Raises UserError where they, or what has been begun, are by other settings, or
-        not made here."""
+        """Return the record of the splits that are in their places.
+
+        Raises:
+            UserError: These splits, or unfinished work, have other settings, or were not made here.
+        """
         finished = _read(self.out / RECORD, Record)
         begun = _read(self._settings, Settings) if self.noted() else None
         for before in (begun, None if finished is None else finished.settings):
@@ -151,27 +156,25 @@ class StagingDir:
         return finished.model_copy(update={"splits": splits, "files": files})
 
     def noted(self) -> list[Noted]:
-        """Pieces that are in the journal and have moved, and whose split is not in its place yet."""
+        """Return the pieces that are in the journal and were moved, but whose split is not in its place yet."""
         found = []
         with suppress(FileNotFoundError):
             for line in self._journal.read_text(errors="replace", encoding="utf-8").split("\n"):
                 try:
                     entry = Noted.model_validate_json(line)
-                except ValidationError:  # half a line, or its end; what comes after half of one is not to be trusted
+                except ValidationError:  # an incomplete line, or the end of the file; no line after it can be trusted
                     break
                 if all((self.folder / entry.split / file).exists() for file in entry.files):
                     found.append(entry)
         return found
 
     def begin(self, settings: Settings) -> None:
-        """Clear away what is half made."""
+        """Create the folder, and remove what is only partly made."""
         shutil.rmtree(self._partial, ignore_errors=True)
         self.folder.mkdir(exist_ok=True)
         atomic_write_text(self._settings, settings.model_dump_json())
         noted = self.noted()
-        atomic_write_text(
-            self._journal, "".join(map(_line, noted))
-        )  # without what it ended in, if that was half a line
+        atomic_write_text(self._journal, "".join(map(_line, noted)))  # drops an incomplete last line
         whole = {(entry.split, file) for entry in noted for file in entry.files}
         for split in SPLITS:
             (self._partial / split).mkdir(parents=True)
@@ -180,7 +183,11 @@ class StagingDir:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def make(self, piece: Piece, tell: Tell) -> Made:
-        """Where nobody looks for it yet. Raises UserError where that cannot be written to."""
+        """Make a piece in ``partial``.
+
+        Raises:
+            UserError: The folder cannot be written to.
+        """
         try:
             return piece.make(self._partial / piece.split, tell)
         except OSError as error:
@@ -189,7 +196,7 @@ class StagingDir:
             ) from None
 
     def keep(self, ready: Mapping[Piece, Made]) -> None:
-        """Pieces that are made: they need never be made again."""
+        """Note finished pieces in the journal and move them, so that they are never made again."""
         with self._journal.open("a", encoding="utf-8") as journal:
             for piece, made in ready.items():
                 journal.write(_line(Noted(split=piece.split, name=piece.name, files=piece.files, made=made)))
@@ -200,7 +207,7 @@ class StagingDir:
                 (self._partial / piece.split / file).rename(self.folder / piece.split / file)
 
     def sizes(self, pieces: Iterable[Piece]) -> dict[str, dict[str, int]]:
-        """Of the files of pieces that are kept, by split: their bytes."""
+        """Return the bytes of each file of pieces that are kept, by split and file name."""
         found: dict[str, dict[str, int]] = {}
         for piece in pieces:
             for file in piece.files:
@@ -208,7 +215,7 @@ class StagingDir:
         return found
 
     def land(self, record: Record) -> None:
-        """Put all splits in their places."""
+        """Write the record, and move all splits to their places."""
         sync_disk(self.folder)
         atomic_write_text(self.out / RECORD, record.model_dump_json(indent=1) + "\n")
         for split in record.splits:
@@ -217,7 +224,7 @@ class StagingDir:
         sync_disk(self.out)
 
     def close(self) -> None:
-        """There is nothing left to do."""
+        """Remove the folder, once there is nothing left to do."""
         shutil.rmtree(self.folder)
 
 
@@ -226,7 +233,7 @@ def _line(entry: Noted) -> str:
 
 
 def _read(path: Path, kind: type[_T]) -> _T | None:
-    """Raises UserError where it is damaged."""
+    """Return the table in ``path``, or None if there is no such file. Raises UserError if it is damaged."""
     try:
         return kind.model_validate_json(path.read_bytes())
     except FileNotFoundError:
@@ -239,9 +246,10 @@ def _read(path: Path, kind: type[_T]) -> _T | None:
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Make ``folder``, and keep it to this process.
+    """Create ``folder``, and lock it for this process.
 
-    Raises UserError where it cannot be made, or another process is filling it.
+    Raises:
+        UserError: The folder cannot be created, or another process is filling it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -253,7 +261,7 @@ def alone_in(folder: Path) -> Iterator[None]:
     except BlockingIOError:
         os.close(descriptor)
         raise UserError(f"{folder} is being prepared by another process; wait for it, or stop it") from None
-    except OSError:  # a file system without locks, or, as NFS, without those of directories
+    except OSError:  # a file system without locks, or, like NFS, without locks on directories
         pass
     try:
         yield
@@ -262,9 +270,12 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 def sync_disk(folder: Path) -> None:
-    """Have all that was written to the file system of ``folder`` survive a loss of power.
+    """Sync the file system of ``folder``, so that all that was written to it survives a loss of power.
 
-    One call for however many files: an fsync each, a million of them, would take longer than to write them.
+    This is one call for any number of files. A million fsyncs, one per file, would take longer than writing the files.
+
+    Raises:
+        OSError: The file system cannot be synced.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -1,4 +1,4 @@
-"""What a tar holds and where, without unpacking it; what could be written elsewhere than told is refused."""
+"""List what a tar holds and where, without unpacking it; reject members that could be written elsewhere than stated."""
 
 from __future__ import annotations
 
@@ -16,17 +16,22 @@ _BLOCK = tarfile.BLOCKSIZE
 
 @dataclass(frozen=True, slots=True)
 class Member(SourceFile):
-    """A plain file at the top of a tar, which is itself held by a file."""
+    """A regular file at the top level of a tar, which lies in a file itself."""
 
     header: int
-    """Offset of its header in that file."""
+    """Offset of the member's header in that file."""
 
 
 def members(tar: Path, within: Member | None = None) -> list[Member]:
-    """What the tar in the file ``tar`` holds, or the one that is a member of it. Only headers are read.
+    """Return the members of the tar in the file ``tar``. Only headers are read.
 
-    Raises UserError where it is no tar, breaks off or is damaged, and where a member is not a plain file at its top
-    (a link, a device, a folder, a path that leads elsewhere) or is there twice.
+    Args:
+        tar: The file.
+        within: A member of ``tar`` that is itself a tar, to list instead; None for ``tar`` itself.
+
+    Raises:
+        UserError: It is not a tar, is truncated or damaged, or has a member twice. Also if a member is not a regular
+            file at the top level (a link, a device, a folder, a path that leads elsewhere).
     """
     told = str(tar) if within is None else f"'{within.name}' in {tar}"
     try:
@@ -43,8 +48,16 @@ def members(tar: Path, within: Member | None = None) -> list[Member]:
 
 
 def member(tar: Path, name: str, most: int) -> bytes:
-    """The content of one file of a tar, packed or not, by its path there. Raises UserError where there is none, or one
-    of more than ``most`` bytes."""
+    """Return the content of one file of a tar, compressed or not.
+
+    Args:
+        tar: The tar.
+        name: The path of the file in the tar.
+        most: The most bytes that the file may have.
+
+    Raises:
+        UserError: There is no such file, it has more than ``most`` bytes, or the tar cannot be read.
+    """
     try:
         with tarfile.open(tar) as archive:
             found = archive.getmember(name)
@@ -79,7 +92,7 @@ def _members(stream: IO[bytes], tar: Path, told: str, begin: int) -> Iterator[Me
             seen.add(name)
             end = info.offset_data + -(-info.size // _BLOCK) * _BLOCK
             yield Member(name, str(tar), begin + info.offset_data, info.size, begin + info.offset)
-    # tarfile takes whatever is no header for the end.
+    # tarfile treats anything that is not a header as the end.
     stream.seek(end)
     rest = stream.read(_BLOCK)
     if rest.strip(b"\0") or len(rest) % _BLOCK:

@@ -1,4 +1,4 @@
-"""Threads that make pieces and say how far they are; what is made is kept at once."""
+"""Threads that make pieces and report progress; a finished piece is kept at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from imagenet_fast.errors import UserError
 
 @dataclass(frozen=True)
 class WorkerPool:
-    """Who makes pieces: in which workshop, of which source, in which threads, until ``stop`` is set."""
+    """Threads that make the pieces of ``source`` in the staging directory ``shop``, until ``stop`` is set."""
 
     shop: StagingDir
     source: Path
@@ -28,7 +28,11 @@ class WorkerPool:
     stop: threading.Event
 
     def kept(self, pieces: Sequence[Piece]) -> dict[Piece, Made]:
-        """Those that were made before. Raises UserError where others were."""
+        """Return the pieces that were made before.
+
+        Raises:
+            UserError: Other pieces were made before, from another source.
+        """
         known = {(piece.split, piece.name): piece for piece in pieces}
         kept = {}
         for entry in self.shop.noted():
@@ -42,7 +46,7 @@ class WorkerPool:
         return kept
 
     def list(self, classes: Mapping[SourceClass, int]) -> dict[SourceClass, Listed]:
-        """Their files; of tars, all headers are read for that."""
+        """Return the files of each class. For tars this reads all headers."""
         task = self.bars.add_task("listing", total=sum(classes.values()))
 
         def look(of: SourceClass) -> Listed:
@@ -54,13 +58,13 @@ class WorkerPool:
         return dict(zip(classes, self.pool.map(look, classes), strict=True))
 
     def _tell(self, task: TaskID, read: int) -> None:
-        """Move a bar. Raises CancelledError where all is to end."""
+        """Advance a progress bar. Raises CancelledError if all work is to stop."""
         if self.stop.is_set():
             raise CancelledError
         self.bars.advance(task, read)
 
     def make(self, pieces: Sequence[Piece], kept: Mapping[Piece, Made]) -> dict[Piece, Made]:
-        """What became of ``pieces``, in their order, of which some are ``kept``; the others are made now."""
+        """Make the ``pieces`` that are not ``kept``, and return the results of all pieces, in their order."""
         rest = [piece for piece in pieces if piece not in kept]
         tasks = {
             split: self.bars.add_task(split, total=size, images=0)

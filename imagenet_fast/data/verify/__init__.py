@@ -1,1 +1,1 @@
-"""``imagenet-fast data verify``: every file of a data set read and decoded, before a training run stumbles over one."""
+"""Read and decode every file of a data set before a training run fails on one: ``imagenet-fast data verify``."""

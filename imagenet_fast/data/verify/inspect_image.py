@@ -1,4 +1,4 @@
-"""What is in one file that calls itself an image."""
+"""Check one file that should be an image."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from imagenet_fast.data.decode import NO_IMAGE, ImageDecodeError, decode
 from imagenet_fast.data.image_names import SUFFIXES
 
 KINDS = ("empty", "AppleDouble", "no image", "truncated", "damaged", "unreadable")
-"""Of files that loaders cannot read."""
+"""Kinds of files that loaders cannot read."""
 
 NOTES = ("CMYK", "turned by EXIF", "named otherwise")
-"""Of images that need care, which the loaders take."""
+"""Kinds of images that need care, but that loaders accept."""
 
 _NAMED = {
     "JPEG": (".jpg", ".jpeg", ".jpe", ".jfif"),
@@ -30,7 +30,7 @@ _NAMED = {
     "AVIF": (".avif",),
     "PPM": (".ppm", ".pgm"),
 }
-"""What files of each format are called."""
+"""Usual suffixes of each format."""
 
 _MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"BM", b"RIFF")
 _APPLE_DOUBLE = b"\x00\x05\x16\x07"
@@ -38,19 +38,24 @@ _ORIENTATION = 0x0112
 
 
 class Look(NamedTuple):
+    """The result of checking one file."""
+
     kind: str
-    """One of KINDS, or nothing for an image."""
+    """One of ``KINDS``, or empty for a good image."""
     what: str
-    """In the decoder's words."""
+    """The decoder's error message."""
     notes: tuple[str, ...]
     width: int
     height: int
     digest: int
-    """64 bits of the content."""
+    """64-bit hash of the content."""
 
 
 def examine(name: str, content: bytes) -> Look:
-    """Decode all of the file ``name`` as loaders do, so that they agree; without a suffix it is told of no format."""
+    """Decode all of the file ``name`` as loaders do, so that both agree on what is bad.
+
+    The format is compared with the suffix only if ``name`` has an image suffix.
+    """
     digest = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
 
     def bad(kind: str, what: object = "") -> Look:
@@ -70,7 +75,7 @@ def examine(name: str, content: bytes) -> Look:
 
 
 def _notes(name: str, content: bytes) -> Iterator[str]:
-    """What its header tells; nothing of an image that only other decoders than PIL read."""
+    """Yield what the header shows; nothing for an image that PIL cannot read but other decoders can."""
     with suppress(Exception), Image.open(BytesIO(content)) as image:
         if image.mode == "CMYK":
             yield "CMYK"
@@ -84,5 +89,5 @@ def _notes(name: str, content: bytes) -> Iterator[str]:
 def _orientation(image: Image.Image) -> int:
     try:
         return int(image.getexif().get(_ORIENTATION, 1))
-    except Exception:  # EXIF is not read by loaders: whatever is wrong with it does not matter
+    except Exception:  # loaders do not read EXIF, so errors in it do not matter
         return 1

@@ -1,4 +1,4 @@
-"""Every image of a data directory decoded, in as many threads as there are cores."""
+"""Decode every image of a data directory, in as many threads as there are cores."""
 
 from __future__ import annotations
 
@@ -27,54 +27,57 @@ from imagenet_fast.data.verify.inspect_image import Look, examine
 from imagenet_fast.distributed.cpu_count import usable_cores
 from imagenet_fast.errors import UserError
 
-_CHUNK = 64  # files that a thread takes at once
+_CHUNK = 64  # files per task of a thread
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What was found; files are told by their paths below the data directory, and images in shards by these and
-    their places there."""
+    """The result of ``verify``.
+
+    Files are named by their paths below the data directory. Images in shards are named by the shard's path and their
+    place there.
+    """
 
     counts: dict[str, dict[str, int]]
-    """Good images of each split's classes."""
+    """Number of good images by split and class."""
     bad: dict[str, str]
-    """What is wrong with the files in quarantine."""
+    """The error of each quarantined file, by name."""
     kinds: dict[str, int]
-    """How many of them are of each kind."""
+    """Number of quarantined files by kind."""
     notes: dict[str, list[str]]
-    """Images that need care."""
+    """Images that need care, by kind of note."""
     duplicates: list[list[str]]
-    """Images of the same bytes."""
+    """Groups of images with the same bytes."""
     sizes: NDArray[np.int32]
-    """Of the good images: width, height [images, 2]."""
+    """Width and height of each good image in pixels: [images, 2]."""
 
     leaks: list[list[str]]
-    """Duplicates that are trained on and validated on."""
+    """Groups of duplicates that are in both the training and the validation split."""
     contradictions: list[list[str]]
-    """Duplicates of several classes."""
+    """Groups of duplicates that are in several classes."""
     passed_over: dict[str, list[str]]
-    """What lies in folders of classes or beside them and is no image that is trained on, by what it is."""
+    """Paths in or beside class folders that are not trained on as images, by what they are."""
     unlisted: str = ""
-    """Why the list of bad files could not be written, if it had to be."""
+    """The reason why the list of bad files could not be written, if it had to be; else empty."""
 
 
 @dataclass(frozen=True)
 class _Lot:
-    """What there is to look at of a split, by numbers from 0 on."""
+    """The files of one split, numbered from 0."""
 
     split: str
     classes: list[str]
     labels: NDArray[np.int64]
     """[files], indices into ``classes``."""
     name: Callable[[int], str]
-    """Below the data directory."""
+    """Function that returns a file's name below the data directory."""
     read: Callable[[int], bytes]
     passed_over: dict[str, list[str]] = field(default_factory=dict)
-    """As :class:`Verified` has it."""
+    """Paths that are not trained on, as in ``Verified``."""
 
 
 class _Lots:
-    """Several, numbered through."""
+    """Several splits, numbered consecutively."""
 
     def __init__(self, lots: Sequence[_Lot]) -> None:
         self.lots = lots
@@ -92,16 +95,23 @@ class _Lots:
         return lot.name(own)
 
     def class_of(self, index: int) -> tuple[str, str]:
-        """Its split and its class."""
+        """Return the split and the class of a file."""
         lot, own = self.at(index)
         return lot.split, lot.classes[lot.labels[own]]
 
 
 def verify(root: Path, workers: int | None = None, must_list: bool = True) -> Verified:
-    """Read all of ``root``, and leave the list of what cannot be decoded in it, by which `train` leaves those out.
+    """Decode all images under ``root``, and write the list of bad ones there, which `train` leaves out.
 
-    Raises UserError where there is nothing to read, a shard's index cannot be made, or the list cannot be written but
-    ``must_list`` be: with the same list in its place already it need not.
+    Args:
+        root: The data directory.
+        workers: Number of threads; None for one per core.
+        must_list: Whether it is an error if the list cannot be written. It need not be written if the same list is
+            there already.
+
+    Raises:
+        UserError: There is nothing to read, a shard's index cannot be built, or the list cannot be written although
+            ``must_list`` is set.
     """
     files = _Lots([lot for split in get_args(SplitName) if (lot := _lot(root, split)) is not None])
     if not len(files):
@@ -109,7 +119,7 @@ def verify(root: Path, workers: int | None = None, must_list: bool = True) -> Ve
             f"{root} holds no images in train/<class> or val/<class>, and no shards; give another with --data DIR"
         )
     if must_list and not (root / QUARANTINE).is_file():
-        _refuse(root, _tried(lambda: tempfile.TemporaryFile(dir=root).close()))  # before an hour has passed
+        _refuse(root, _tried(lambda: tempfile.TemporaryFile(dir=root).close()))  # now, not after an hour of decoding
     digests = np.zeros(len(files), np.uint64)
     sizes = np.zeros((len(files), 2), np.int32)
     good = np.ones(len(files), np.bool_)
@@ -144,7 +154,7 @@ def verify(root: Path, workers: int | None = None, must_list: bool = True) -> Ve
 
 
 def _tried(write: Callable[[], None]) -> str:
-    """Why it cannot be done; nothing where it has been."""
+    """Call ``write`` and return why it failed; an empty string if it succeeded."""
     try:
         write()
     except OSError as error:
@@ -153,7 +163,7 @@ def _tried(write: Callable[[], None]) -> str:
 
 
 def _refuse(root: Path, reason: str) -> None:
-    """Raise UserError where there is a reason why the list cannot be written."""
+    """Raise UserError if there is a ``reason`` why the list cannot be written."""
     if reason:
         raise UserError(
             f"{root / QUARANTINE} cannot be written ({reason}); make {root} writable, or give --json FILE, which does "
@@ -162,7 +172,7 @@ def _refuse(root: Path, reason: str) -> None:
 
 
 def _listed(root: Path) -> dict[str, str] | None:
-    """What is in the list that is there; None where it cannot be read."""
+    """Return the list that is there already, or None if it cannot be read."""
     try:
         return quarantined(root)
     except (UserError, OSError):
@@ -170,7 +180,7 @@ def _listed(root: Path) -> dict[str, str] | None:
 
 
 def _lot(root: Path, split: SplitName) -> _Lot | None:
-    """None where there is nothing of that split."""
+    """Return the files of a split, or None if it has none."""
     found = find_split(root, split)
     if found.format == "folder":
         return _folders(root, split)
@@ -180,7 +190,7 @@ def _lot(root: Path, split: SplitName) -> _Lot | None:
 
 
 def _folders(root: Path, split: str) -> _Lot | None:
-    """What loaders take for images, and what they do not."""
+    """Return the files of a split that loaders accept as images, and what they pass over."""
     if not (root / split).is_dir():
         return None
     with os.scandir(root / split) as entries:
@@ -209,7 +219,7 @@ def _folders(root: Path, split: str) -> _Lot | None:
 
 
 def _passed_over(files: _Lots) -> dict[str, list[str]]:
-    """Of all splits; what there is none of is left out."""
+    """Return what is passed over in all splits, without empty lists."""
     found: dict[str, list[str]] = {}
     for lot in files.lots:
         for what, paths in lot.passed_over.items():
@@ -218,7 +228,7 @@ def _passed_over(files: _Lots) -> dict[str, list[str]]:
 
 
 def _looks(files: _Lots, workers: int) -> Iterator[Look]:
-    """At each file, in their order."""
+    """Yield the result for each file, in order."""
     stop = threading.Event()
     bars = Progress(
         TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
@@ -234,7 +244,7 @@ def _looks(files: _Lots, workers: int) -> Iterator[Look]:
         return found
 
     with ThreadPoolExecutor(workers) as pool, bars, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="PIL")  # of images that are large, or have odd EXIF
+        warnings.filterwarnings("ignore", module="PIL")  # warnings about large images or odd EXIF
         task = bars.add_task("decoding", total=len(files), rate="")
         try:
             for looks in pool.map(look, range(0, len(files), _CHUNK)):
@@ -269,7 +279,7 @@ def _counts(files: _Lots, good: NDArray[np.bool_]) -> dict[str, dict[str, int]]:
 
 
 def _duplicates(digests: NDArray[np.uint64], good: NDArray[np.int64]) -> list[list[int]]:
-    """Groups of the same content among ``good``, each in order."""
+    """Return groups of the same content among the images ``good``, each in rising order."""
     order = good[np.argsort(digests[good], kind="stable")]
     same_as_next = digests[order][1:] == digests[order][:-1]
     groups: list[list[int]] = []
@@ -283,7 +293,7 @@ def _duplicates(digests: NDArray[np.uint64], good: NDArray[np.int64]) -> list[li
 
 
 def summary(found: Verified, root: Path) -> Iterator[str]:
-    """For a person, in lines that fit a screen and can be printed."""
+    """Yield lines for the user that fit a screen and can be printed."""
     return map(shown, _summary(found, root))
 
 
@@ -323,7 +333,7 @@ def _summary(found: Verified, root: Path) -> Iterator[str]:
 
 
 def as_json(found: Verified) -> dict[str, Any]:
-    """All of it but the sizes one by one."""
+    """Return the result as JSON values, without the single sizes, the counts by kind and ``unlisted``."""
     return {
         "classes": found.counts,
         "quarantine": found.bad,

@@ -1,4 +1,4 @@
-"""All-reduces over a flat tensor, as lists of phases: made once for a message, carried once a step."""
+"""All-reduces over a flat tensor, as lists of phases: built once per message, run once per step."""
 
 from __future__ import annotations
 
@@ -37,23 +37,33 @@ def all_reduce(
     values: Tensor, wire: torch.dtype, collective: Collective, topology: Topology, servers: int = 1, cut: bool = False,
     lane: str = "", blocks: BlockMap | None = None,
 ) -> list[CommOp]:  # fmt: skip
-    """The phases that average a 1-D tensor over all ranks, in place, its values travelling as ``wire``, or as they are
-    where that is no wider.
+    """Build the phases that average a 1-D tensor over all ranks, in place.
 
-    Its length is a multiple of :func:`line_of`. Every rank must make and carry the same lists in the same order. With
-    one rank nothing is sent and nothing is rounded. All ranks end with the same bits. Sums are made in fp32 and rounded
-    once a level, but for the backend's own all-reduce (``native``, and ``ring`` between nodes), which adds in the
-    wire's dtype. ``cut``: of phases of two halves wherever there is a choice. ``lane``: messages of different
-    lanes do not queue behind each other.
+    Every rank must build and launch the same lists in the same order. All ranks end with the same bits. Sums are made
+    in fp32 and rounded once per level. The exception is the backend's own all-reduce (``native``, and ``ring`` between
+    nodes), which adds in the wire dtype.
 
-    A wire of 8 bits is one of codes, between nodes; inside values travel in 16 bits. No backend adds codes up, so there
-    ``native`` and ``ring`` are ``pairwise``. ``blocks`` say which values have no codes, and where that is kept which
-    codes miss; without them all have, and it is lost.
+    With an 8-bit wire, values are sent as codes between nodes and as 16-bit values inside a node. No backend can add
+    codes, so ``native`` and ``ring`` then work as ``pairwise``.
 
-    ``hierarchical``: scattered inside the node, averaged between the equal places of the nodes, gathered inside, so a
-    node's link carries no more than a node's share (Mikami et al., arXiv 1811.05233, whose ``torus2d`` is the same on a
-    square; NCCL's blog on massively scaled training). ``ring`` and ``butterfly`` do that around theirs wherever nodes
-    have several ranks.
+    ``hierarchical`` reduce-scatters inside the node, averages between ranks of the same place in their nodes, and
+    gathers inside the node. So a node's link carries no more than one node's share (Mikami et al., arXiv 1811.05233,
+    whose ``torus2d`` does the same on a square; NCCL's blog on massively scaled training). ``ring`` and ``butterfly``
+    do so around their own algorithm where there are several equal nodes of several ranks each.
+
+    Args:
+        values: 1-D; its length is a multiple of ``line_of``.
+        wire: Dtype in which values are sent; values of a dtype that is no wider are sent as they are.
+        collective: The algorithm.
+        topology: The ranks to average over.
+        servers: Number of servers of a ``parameter_server``.
+        cut: Whether to use phases of two halves (scatter, gather) wherever there is a choice.
+        lane: Name of the lane; messages of different lanes do not queue behind each other.
+        blocks: Which blocks have no codes, and where the error of the codes is kept. None: all have codes, and the
+            error is lost.
+
+    Returns:
+        The phases. Empty with one rank or without values: nothing is sent and nothing is rounded.
     """
     if topology.size == 1 or not values.numel():
         return []
@@ -80,7 +90,7 @@ def all_reduce(
 
 @dataclass(frozen=True)
 class _Way:
-    """How a message travels."""
+    """The settings of one message's all-reduce."""
 
     wire: torch.dtype
     collective: Collective
@@ -89,14 +99,14 @@ class _Way:
     cut: bool
     lane: str
     blocks: BlockMap | None
-    """Of a wire of codes."""
+    """The message's blocks, for a wire of codes."""
 
     def channel(self, ranks: tuple[int, ...], role: str) -> CommStream:
         return self.topology.channel(ranks, self.lane + role)
 
 
 def _average(chain: OpSequence, values: Tensor, way: _Way, grid: Grid) -> None:
-    """Inside the rows, between them, inside again."""
+    """Add the phases: reduce inside the rows, average between the rows, gather inside the rows."""
     collective, coded = way.collective, is_coded(way.wire)
     wire = wire_for(values.dtype, PLAIN, way.topology) if coded else way.wire
     short = wire != values.dtype
@@ -106,7 +116,7 @@ def _average(chain: OpSequence, values: Tensor, way: _Way, grid: Grid) -> None:
     halving = collective == "butterfly" and not coded
     whole = collective == "hierarchical" and wire.itemsize >= 4 and not short and not way.cut
     backend_adds = not coded and (whole or collective in ("native", "ring"))
-    # A sum of 16-bit values that the backend or a butterfly makes could overflow, so they are divided before.
+    # A 16-bit sum made by the backend or by a butterfly could overflow, so values are divided first.
     early = ranks if wire.itemsize < 4 and (backend_adds or halving) else 1
     exact = torch.promote_types(values.dtype, torch.float32)
     if inside > 1:
@@ -171,7 +181,7 @@ def _between_coded(chain: OpSequence, shard: Tensor, way: _Way, grid: Grid) -> N
     halving = way.collective == "butterfly"
     channels = [way.channel(ranks, role) for role in (["butterfly"] if halving else ["scatter", "gather"])]
     if not blocks.kinds.any():
-        return  # nothing but what spans are filled up with
+        return  # only padding
     owners = list(range(len(core_of(len(ranks))) if halving else len(ranks)))
     if way.collective == "parameter_server":
         owners = server_places(len(ranks), way.servers)
@@ -185,13 +195,20 @@ def _between_coded(chain: OpSequence, shard: Tensor, way: _Way, grid: Grid) -> N
 
 
 def wire_for(dtype: torch.dtype, wire: torch.dtype, topology: Topology) -> torch.dtype:
-    """What values of ``dtype`` travel as: never wider than they are, and unrounded where they go nowhere."""
+    """Return the dtype in which values of ``dtype`` are sent.
+
+    It is never wider than ``dtype``, and with one rank it is ``dtype``, so that nothing is rounded.
+    """
     return wire if wire.itemsize < dtype.itemsize and topology.size > 1 else dtype
 
 
 def usual_collective(dtype: torch.dtype, wire: torch.dtype, topology: Topology) -> Collective:
-    """What to take where nobody has chosen: by levels where nodes have several ranks; between nodes 16-bit values
-    are added up in fp32. Inside one node, and for a wire of 32 bits, the backend's own."""
+    """Return the default collective for values of ``dtype``.
+
+    It is ``hierarchical`` for several equal nodes of several ranks each. Otherwise it is ``pairwise`` for codes, and
+    for 16-bit values between nodes, which are then added up in fp32. Inside one node, and for a 32-bit wire, it is
+    ``native``, the backend's own.
+    """
     if topology.levels != topology.flat:
         return "hierarchical"
     if is_coded(wire):
@@ -201,26 +218,32 @@ def usual_collective(dtype: torch.dtype, wire: torch.dtype, topology: Topology) 
 
 
 def piece_bytes(topology: Topology) -> int:
-    """A long message travels in pieces of this many bytes, so that one is added up while the next is under way; every
-    rank's share of a piece still outweighs a message's latency."""
+    """Return the bytes of one piece of a long message.
+
+    A long message is sent in pieces, so that one is added up while the next is on the wire. Pieces are long enough for
+    every rank's share of one to outweigh a message's latency.
+    """
     return max(2**24 if topology.device.type != "cpu" else 2**19, 2**16 * topology.size)
 
 
 def piece_elements(wire: torch.dtype, topology: Topology) -> int:
-    """The same in values of the wire's dtype, and to be cut evenly."""
+    """Return ``piece_bytes`` in elements of the wire dtype, rounded up so that a piece can be cut evenly."""
     line = line_of(wire, topology)
     return -(-(piece_bytes(topology) // wire.itemsize) // line) * line
 
 
 def line_of(wire: torch.dtype, topology: Topology) -> int:
-    """A message of a multiple of so many elements can be cut evenly on every level, and between blocks of codes."""
+    """Return the number that a message's length in elements must be a multiple of.
+
+    Then the message can be cut evenly on every level, and between blocks of codes.
+    """
     if not is_coded(wire):
         return topology.line
     return math.lcm(topology.line, BLOCK * math.lcm(len(topology.levels.row), len(topology.square.row)))
 
 
 def cost_of(collective: Collective, topology: Topology, servers: int = 1) -> float:
-    """How long a long message keeps the wire busy, in units of a ring's."""
+    """Return how long a long message keeps the wire busy, in units of a ring all-reduce."""
     match collective:
         case "butterfly":
             return butterfly_bytes(len(topology.levels.column))

@@ -1,9 +1,9 @@
-"""The butterfly: ranks exchange with partners at distances 1, 2, 4, ... and are done after log2 P steps.
+"""The butterfly all-reduce: ranks exchange with partners at distances 1, 2, 4, ..., in log2 P steps.
 
-Short messages are exchanged whole (recursive doubling: lg P steps, lg P times the values on the wire); long ones by
-halves and then by doubles (Rabenseifner: 2 lg P steps, a ring's bytes). The nearest partner comes first, so that the
-longest messages have the shortest way. Thakur et al., "Optimization of collective communication operations in MPICH",
-2005, from where also comes the fold for ranks beyond a power of two.
+Short messages are exchanged whole (recursive doubling: log2 P steps, log2 P times the values on the wire). Long
+messages are exchanged by halves and then by doubles (Rabenseifner: 2 log2 P steps, as many bytes as a ring). The
+nearest partner is first, so the longest messages have the shortest way. Source: Thakur et al., "Optimization of
+collective communication operations in MPICH", 2005, also for the fold of ranks beyond a power of two.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from torch import Tensor
 from imagenet_fast.sync.comm_stream import CommStream
 
 SHORT_BYTES = 65536
-"""Messages up to here are exchanged whole: fewer steps, more bytes."""
+"""Bytes on the wire up to which a message is exchanged whole: fewer steps, more bytes."""
 
 
 def butterfly(values: Tensor, wire: torch.dtype, channel: CommStream) -> None:
-    """Leave the sum over ``channel`` in ``values``, rounded to the wire dtype; added in the dtype of ``values``.
+    """Replace ``values`` by their sum over ``channel``, added in their dtype and rounded to the wire dtype.
 
     The order of additions does not depend on an element's place, so on an fp32 wire fusing tensors changes no bit.
     """
     core = core_of(channel.size)
-    folded = channel.place < 2 * (channel.size - len(core))  # of these, even ranks hand theirs to their odd neighbour
+    folded = channel.place < 2 * (channel.size - len(core))  # of these, even places send to their odd neighbour
     if folded and channel.place % 2 == 0:
         message = _landing(values, wire)
         channel.exchange([(channel.place + 1, values.to(wire))], [])
@@ -44,19 +44,19 @@ def butterfly(values: Tensor, wire: torch.dtype, channel: CommStream) -> None:
 
 
 def core_of(ranks: int) -> list[int]:
-    """The places of a power of two of ranks that are left once the surplus is folded into neighbours."""
+    """Return the places of the power-of-two ranks that remain once the surplus is folded into neighbours."""
     surplus = ranks - 2 ** (ranks.bit_length() - 1)
     return [*range(1, 2 * surplus, 2), *range(2 * surplus, ranks)]
 
 
 def butterfly_bytes(ranks: int) -> float:
-    """What the busiest rank sends of a long message, in units of what it would send in a ring: 1 for a power of two."""
+    """Return what the busiest rank sends of a long message, in units of a ring: 1 for a power of two."""
     core = len(core_of(ranks))
     return 1.0 if core == ranks else (1 + 2 * (core - 1) / core) / (2 * (ranks - 1) / ranks)
 
 
 def _double(values: Tensor, wire: torch.dtype, channel: CommStream, members: list[int]) -> None:
-    """Both partners add the same two rounded values, so all ranks hold the same bits at the end."""
+    """Exchange whole messages: partners add the same two rounded values, so all ranks end with the same bits."""
     place = members.index(channel.place)
     distance = 1
     while distance < len(members):
@@ -69,7 +69,7 @@ def _double(values: Tensor, wire: torch.dtype, channel: CommStream, members: lis
 
 def _halve_and_double(values: Tensor, wire: torch.dtype, channel: CommStream, members: list[int]) -> None:
     place = members.index(channel.place)
-    kept: list[tuple[int, Tensor, Tensor]] = []  # by step: the partner, the half kept and the half given away
+    kept: list[tuple[int, Tensor, Tensor]] = []  # per step: partner, half kept, half sent
     mine = values
     distance = 1
     while distance < len(members):
@@ -90,12 +90,12 @@ def _halve_and_double(values: Tensor, wire: torch.dtype, channel: CommStream, me
 
 
 def _room(values: Tensor, wire: torch.dtype) -> Tensor:
-    """Space for as many values, as they arrive."""
+    """Return an empty tensor like ``values`` in the wire dtype."""
     return torch.empty_like(values, dtype=wire)
 
 
 def _round_to(values: Tensor, wire: torch.dtype) -> Tensor:
-    """The values as they travel; ``values`` keeps what the others will receive."""
+    """Return ``values`` in the wire dtype, and round ``values`` to what the other ranks receive."""
     if wire == values.dtype:
         return values
     message = values.to(wire)
@@ -104,7 +104,7 @@ def _round_to(values: Tensor, wire: torch.dtype) -> Tensor:
 
 
 def _landing(values: Tensor, wire: torch.dtype) -> Tensor:
-    """Where values may arrive: in place unless they need a cast; :func:`_land` ends it."""
+    """Return where to receive values: in place, or in a wire tensor that ``_land`` casts afterwards."""
     return values if wire == values.dtype else _room(values, wire)
 
 

@@ -1,4 +1,4 @@
-"""What a collective is made of: phases, one after another, each on a channel of its own."""
+"""The parts of a collective: phases, run one after another, each on its own channel."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from imagenet_fast.sync.comm_stream import CommStats, CommStream, PendingOp
 
 @dataclass(frozen=True)
 class CommOp:
-    """A step of a collective: local work, then at most one operation over a channel."""
+    """A phase of a collective: local work, then at most one operation over a channel."""
 
     channel: CommStream
     start: Callable[[], Work | None]
     gathers: bool
-    """Whether it belongs to the second half, which hands out means that others have made: it may be put off."""
+    """Whether the phase belongs to the second half, which distributes finished means and may be delayed."""
 
 
 @dataclass(frozen=True)
 class AllReduceHandle:
-    """Phases under way: after ``wait`` their values are the same on every rank.
+    """The phases of a message in flight.
 
-    On a GPU ``wait`` makes the current stream wait, not the host.
+    After ``wait`` the values are the same on every rank. On a GPU ``wait`` makes the current stream wait, not the host.
     """
 
     wait: Callable[[], None]
     traffic: Sequence[CommStats] = ()
-    """Of each of its phases."""
+    """Statistics of each phase."""
     last: Sequence[PendingOp] = ()
-    """Its last phase, for others to come after."""
+    """The last phase, for other messages to wait for."""
 
 
 def carry(phases: Sequence[CommOp], after: Sequence[PendingOp] = ()) -> AllReduceHandle:
-    """Enter the phases of a message, one after another, the first once all of ``after`` are done."""
+    """Launch the phases of a message, one after another, the first once all of ``after`` are done."""
     traffic = [CommStats() for _ in phases]
     for phase, cost in zip(phases, traffic, strict=True):
         after = [phase.channel.enter(phase.start, after, cost)]
@@ -45,18 +45,19 @@ def carry(phases: Sequence[CommOp], after: Sequence[PendingOp] = ()) -> AllReduc
 
 
 class OpSequence:
-    """Phases in the making. Local work is done by the phase that follows it, on its thread or stream."""
+    """Phases being built; local work is done by the phase that follows it, on that phase's thread or stream."""
 
     def __init__(self) -> None:
+        """Create an empty list of phases."""
         self.phases: list[CommOp] = []
         self._before: list[Callable[[], object]] = []
 
     def locally(self, act: Callable[[], object]) -> None:
-        """Next, work without the wire."""
+        """Add local work."""
         self._before.append(act)
 
     def over(self, channel: CommStream, act: Callable[[], Work | None], gathers: bool = False) -> None:
-        """Next, an operation over ``channel``."""
+        """Add a phase over ``channel`` that does the local work added before, then ``act``."""
         before, self._before = self._before, []
 
         def start() -> Work | None:
@@ -67,22 +68,25 @@ class OpSequence:
         self.phases.append(CommOp(channel, start, gathers))
 
     def land(self, channel: CommStream) -> None:
-        """Last: what local work is left, over a channel without ranks."""
+        """Add the remaining local work, if any, as a last phase over ``channel``, which has no ranks."""
         if self._before:
             self.over(channel, _nothing, gathers=True)
 
 
 def lane_of(piece: int, device: torch.device) -> str:
-    """The lane of a long message's pieces. gloo carries two operations of a process group at a time, and both may be
-    waiting for a rank that is behind, so there pieces take two lanes in turn: 3 % of ``dear``'s step."""
+    """Return the lane of a long message's piece number ``piece``.
+
+    gloo runs two operations of a process group at a time, and both may be waiting for a rank that is behind. So on a
+    CPU pieces alternate between two lanes, which saves 3 % of ``dear``'s step.
+    """
     return "second " if piece % 2 and device.type == "cpu" else ""
 
 
 def mean_of(arrived: Tensor, ranks: int, divisor: int, own: Tensor) -> None:
-    """The sum of ``ranks`` parts over ``divisor``, added in fp32 at least and rounded once, into ``own``."""
+    """Write the sum of ``ranks`` parts over ``divisor`` into ``own``, added in at least fp32 and rounded once."""
     exact = torch.promote_types(arrived.dtype, torch.float32)
     torch.div(arrived.view(ranks, -1).sum(0, dtype=exact), divisor, out=own)
 
 
 def _nothing() -> None:
-    """Nothing to wait for."""
+    """Return at once: there is nothing to wait for."""

@@ -1,4 +1,4 @@
-"""The parameter server: everybody sends to the servers, which answer everybody. What the papers start from."""
+"""The parameter-server all-reduce, the papers' starting point: ranks send to servers, which answer all ranks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from imagenet_fast.sync.comm_stream import CommStream
 
 
 def parameter_server(chain: OpSequence, values: Tensor, push: CommStream, pull: CommStream, servers: int) -> None:
-    """Leave the mean over the channels' ranks in ``values``, a part of which each of ``servers`` ranks adds up in fp32.
+    """Average ``values`` over the channels' ranks, in place; each of ``servers`` ranks adds up a part in fp32.
 
-    The link of each carries P-1 parts in and P-1 parts out.
+    A server's link carries P-1 parts in and P-1 parts out. Ranks send to the servers over ``push``, and servers answer
+    over ``pull``.
     """
     ranks, servers = push.size, min(servers, push.size)
     parts = [0] * ranks
@@ -31,13 +32,13 @@ def parameter_server(chain: OpSequence, values: Tensor, push: CommStream, pull: 
 
 
 def server_places(ranks: int, servers: int) -> list[int]:
-    """Which of the ranks are servers: evenly among them."""
+    """Return the places of the servers, spread evenly among the ranks."""
     servers = min(servers, ranks)
     return [number * ranks // servers for number in range(servers)]
 
 
 def server_bytes(ranks: int, servers: int) -> float:
-    """What a server sends, its own parts and its answers, in units of what each rank would in a ring."""
+    """Return what a server sends, its own parts and its answers, in units of what each rank sends in a ring."""
     servers = min(servers, ranks)
     if ranks == 1:
         return 1.0

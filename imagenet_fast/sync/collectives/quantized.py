@@ -1,7 +1,7 @@
-"""All-reduces of codes: no backend adds them up, so whoever owns a block decodes, adds in fp32 and encodes the sum.
+"""All-reduces of codes: no backend adds codes, so a block's owner decodes, adds in fp32 and encodes the sum.
 
-Every rank encodes every value once, as a part that it sends or as the sum that it owns; what codes miss is in the units
-of the sum either way, so one residual does for both.
+Every rank encodes every value once, as a part that it sends or as a sum that it owns. Either way the error of the codes
+is in the units of the sum, so one residual serves both.
 """
 
 from __future__ import annotations
@@ -25,11 +25,22 @@ def coded_pairwise(
     owners: list[int],
     direct: bool,
 ) -> None:
-    """Leave the mean over the channels' ranks in ``values``: codes go straight to the ``owners`` of their blocks, by
-    place, and the codes of the means to all. ``direct``: see :meth:`CommStream.all_gather`."""
+    """Average ``values`` over the channels' ranks, in place, by sending codes straight to the owners of their blocks.
+
+    The owners send the codes of the means to all ranks.
+
+    Args:
+        chain: Where the phases are added.
+        values: The values to average.
+        packing: The message's blocks by owner.
+        push: Channel to the owners.
+        pull: Channel for the means.
+        owners: Places of the ranks that own blocks.
+        direct: See ``CommStream.all_gather``.
+    """
     ranks, everybody = push.size, len(owners) == push.size
     mine = owners.index(push.place) if push.place in owners else None
-    leaving, means = packing.message(len(owners)).zero_(), packing.message(len(owners))  # nothing is sent to oneself
+    leaving, means = packing.message(len(owners)).zero_(), packing.message(len(owners))  # a rank's own codes stay 0
     arrived = packing.message(0 if mine is None else ranks)
     parts = [packing.width if place in owners else 0 for place in range(ranks)]
     whole = [0 if mine is None else packing.width] * ranks
@@ -39,7 +50,7 @@ def coded_pairwise(
         scales, codes, plain = packing.parts(leaving)
         plain.copy_(packing.plain)
         turn = len(owners) if mine is None else mine
-        for others in (slice(0, turn), slice(turn + 1, None)):  # a rank's own part is added up as it is
+        for others in (slice(0, turn), slice(turn + 1, None)):  # a rank adds its own part uncoded
             if len(scales[others]):
                 feedback = None if packing.feedback is None else packing.feedback[others]
                 encode(packing.coded[others], scales[others], codes[others], feedback)
@@ -71,12 +82,12 @@ def coded_pairwise(
 
 
 def coded_butterfly(values: Tensor, packing: Packer, channel: CommStream) -> None:
-    """Leave the mean over ``channel`` in ``values``, by halves and then by doubles: see :func:`butterfly`.
+    """Average ``values`` over ``channel``, in place, by halves and then by doubles: see ``butterfly``.
 
-    A block's owner is the rank, of those of the largest power of two, that ends with its sum.
+    A block's owner is the rank that ends with its sum, one of the largest power of two of ranks.
     """
     core = core_of(channel.size)
-    folded = channel.place < 2 * (channel.size - len(core))  # of these, even ranks hand theirs to their odd neighbour
+    folded = channel.place < 2 * (channel.size - len(core))  # of these, even places send to their odd neighbour
     packing.load(values)
     means = packing.message(len(core))
     if folded and channel.place % 2 == 0:
@@ -99,13 +110,13 @@ def coded_butterfly(values: Tensor, packing: Packer, channel: CommStream) -> Non
 
 
 def _halve_and_double(packing: Packer, means: Tensor, channel: CommStream, members: list[int]) -> None:
-    """By owner, the lowest bit of its place first: those of the other bit go to the partner."""
+    """Split the blocks by owner, lowest bit of its place first; send those of the other bit to the partner."""
     place, bits = members.index(channel.place), len(members).bit_length() - 1
     cube = (2,) * bits
     coded, plain = packing.coded.unflatten(0, cube), packing.plain.unflatten(0, cube)
     feedback = None if packing.feedback is None else packing.feedback.unflatten(0, cube)
     known = means.unflatten(0, cube)
-    halves: list[tuple[int, Tensor, Tensor]] = []  # by step: the partner, the half to be known and the other
+    halves: list[tuple[int, Tensor, Tensor]] = []  # per step: partner, half of the means to send, half to receive
     for bit in range(bits):
         partner, last = members[place ^ 1 << bit], bits - bit - 1
         ours, theirs = place >> bit & 1, ~place >> bit & 1

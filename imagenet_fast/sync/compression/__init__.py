@@ -1,7 +1,8 @@
-"""Compressors: what travels instead of gradients. Any engine's messages can be compressed, whatever their timing.
+"""Compressors: what is sent instead of gradients, for the messages of any engine, whatever their timing.
 
-A compressor sees the spans of a message with their shapes, and gives rounds: local work that fills a dense tensor,
-which the engine's collective then averages over the ranks. When and by which wire they travel is no matter of its own.
+A compressor gets the slots of a message with their shapes and returns rounds. A round is local work that fills a dense
+tensor, which the engine's collective then averages over the ranks. The compressor decides neither when the tensor is
+sent nor by which wire dtype.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from imagenet_fast.sync.param_slot import ParamSlot
 from imagenet_fast.sync.topology import Topology
 
 Memory = dict[str, dict[str, Tensor]]
-"""What a compressor keeps from step to step: tensors by the name of their parameter, and by their own."""
+"""The tensors that a compressor keeps from step to step, by parameter name and then by their own name."""
 
 
 @dataclass(frozen=True)
@@ -25,34 +26,36 @@ class Round:
     """A tensor to be averaged over the ranks."""
 
     fill: Callable[[], object]
-    """Local work before it; it may read what the round before has averaged."""
+    """Local work before it, which may read what the round before has averaged."""
     values: Tensor
     """1-D; its length is a multiple of ``topology.line``."""
 
 
 @dataclass(frozen=True)
 class Compressed:
-    """What becomes of neighbouring spans of the pool: made once, done every step."""
+    """The compression of neighbouring slots of the pool: built once, run every step."""
 
     rounds: Sequence[Round]
     land: Callable[[], object]
     """Local work after the rounds, which leaves the same bits in the pool on every rank."""
     drop: Callable[[], object]
-    """Bring the memory back to what it was before the last step, all of which has been done."""
+    """Restores the memory of before the last step, all of which must be done."""
     scale: Callable[[Tensor], object]
-    """Multiply by a number what earlier steps have left behind. Nothing may be under way."""
+    """Multiplies the residual of earlier steps by a number. Nothing may be in flight."""
 
 
 class Compressor(Protocol):
-    """A part of an engine's declaration. It has no state but the memory that it is given."""
+    """A compressor, as a part of an engine's declaration. Its only state is the memory passed to it."""
 
     def travelling(self, span: ParamSlot) -> int:
-        """How many values travel for this span."""
+        """Return how many values are sent for this slot."""
         ...
 
     def rounds(self, spans: Sequence[ParamSlot], pool: Tensor, topology: Topology, memory: Memory) -> Compressed:
-        """What carries neighbouring spans of the pool. What is not in ``memory`` yet is put there, and kept there from
-        step to step."""
+        """Build the compression of neighbouring slots of the pool.
+
+        Tensors that ``memory`` lacks are created there, and kept there from step to step.
+        """
         ...
 
 
@@ -60,9 +63,10 @@ def phases_by_round(
     rounds: Sequence[Round], land: Callable[[], object], topology: Topology, lane: str,
     average: Callable[[Tensor, str], Sequence[CommOp]],
 ) -> list[list[CommOp]]:  # fmt: skip
-    """What carries them; ``average`` makes the phases of an all-reduce in a lane.
+    """Build the phases of each round; ``average`` builds those of an all-reduce in a lane.
 
-    Later rounds have lanes of their own, for a message's second round is not to hold up the first of those behind it.
+    Later rounds have their own lanes, so that a message's second round does not hold up the first round of those behind
+    it.
     """
     phases: list[list[CommOp]] = []
     for number, one in enumerate(rounds):

@@ -1,9 +1,10 @@
-"""PowerSGD: a matrix' gradient travels as two thin factors, and what they miss is added to the next one.
+"""PowerSGD: a matrix's gradient is sent as two thin factors, and their error is added to the next gradient.
 
-After Vogels, Karimireddy and Jaggi (arXiv 1905.13727). A rank's matrix M, [n, m], is its gradient plus its error.
-P = M Q is averaged over the ranks and its columns made orthonormal, Q = Mᵀ P is averaged, and all apply P Qᵀ, which is
-the mean of M projected on the span of P. Each keeps its error, M - P Qᵀ. Q is kept too, and comes nearer to the leading
-singular vectors from step to step.
+After Vogels, Karimireddy and Jaggi (arXiv 1905.13727).
+
+A rank's matrix M, [n, m], is its gradient plus its error. P = M Q is averaged over the ranks and its columns are made
+orthonormal. Then Q = Mᵀ P is averaged, and all ranks apply P Qᵀ, which is the mean of M projected on the span of P.
+Each rank keeps its error, M - P Qᵀ. Q is kept too, and approaches the leading singular vectors from step to step.
 """
 
 from __future__ import annotations
@@ -22,29 +23,36 @@ from imagenet_fast.sync.param_slot import ParamSlot
 from imagenet_fast.sync.topology import Topology
 
 _OLD = 1e-6
-"""How much of a direction of Q stays at least, so that one along which nothing has come is kept and not lost."""
+"""Least weight of the old Q in the new one, so that a direction without any gradient is kept and not lost."""
 
 
 @dataclass(frozen=True)
 class PowerSGD:
-    """Approximations of ``rank``. What that does not make smaller travels as it is, in the first round.
+    """A compressor that approximates gradients by matrices of rank ``rank``.
+
+    Parameters that this does not make smaller are sent uncompressed, in the first round.
 
     A parameter of several dimensions is the matrix that it is in memory: its outermost dimension by all others, which
-    is how the paper flattens convolutions. Where a value of a message's matrices is not finite on a rank, all their
-    gradients become NaN on every rank, and errors and Q stay what they were. The error of a parameter that no rank has
-    used stays too, and after a step that is dropped both are what they were before it.
+    is how the paper flattens convolutions. If a value of a message's matrices is not finite on a rank, all gradients of
+    these matrices become NaN on every rank, and errors and Q stay unchanged. The error of a parameter that no rank has
+    used stays unchanged too. After a dropped step both are what they were before it.
 
-    Factors are fp32 at least, and errors are. All ranks make P orthonormal from the same bits, by the same operations:
-    like torch's hook it takes processors of one kind for the ranks' weights to stay alike to the bit.
+    Factors and errors are at least fp32. All ranks make P orthonormal from the same bits by the same operations. As
+    with torch's hook, the ranks' weights stay equal to the bit only if their processors are of one kind.
     """
 
     rank: int
 
     def travelling(self, span: ParamSlot) -> int:
+        """Return how many values are sent for this slot: its factors and flag, or all of it if uncompressed."""
         rows, columns = matrix_shape(span.param)
         return self.rank * (rows + columns) + 1 if self._saves(span) else span.stop - span.start
 
     def rounds(self, spans: Sequence[ParamSlot], pool: Tensor, topology: Topology, memory: Memory) -> Compressed:
+        """Build the compression of neighbouring slots: a round for P and uncompressed values, then one for Q.
+
+        There is no second round if no slot is compressed. Missing errors and factors are created in ``memory``.
+        """
         compressed = [span for span in spans if self._saves(span)]
         message = _Message(
             [self._matrix(span, pool, memory) for span in compressed],
@@ -75,19 +83,22 @@ class PowerSGD:
 
 @dataclass(frozen=True)
 class _Matrix:
-    """What belongs to one parameter."""
+    """The tensors of one compressed parameter."""
 
     place: Tensor
-    """Of its gradient in the pool, [n, m]."""
+    """View of its gradient in the pool, [n, m]."""
     flag: Tensor
-    """In the pool: 0 where no rank has used it."""
+    """Element of the pool: 0 if no rank has used the parameter."""
     whole: Tensor
-    """M, where it is made: in its place, if that holds fp32."""
+    """M; the same tensor as ``place`` if the pool is at least fp32."""
     kept: dict[str, Tensor]
-    """``error``, and ``q``: Qᵀ, [rank, m], so that its products go along the rows of M. Its rows are orthonormal; the
-    paper's are not, but span the same, and 16 bits hold products with these."""
+    """``error``, and ``q``: Qᵀ, [rank, m], so that its products go along the rows of M.
+
+    Its rows are orthonormal. The paper's are not, but span the same space, and products with orthonormal rows fit in 16
+    bits.
+    """
     spare: dict[str, Tensor]
-    """Where a step writes what it keeps, and afterwards what was kept before: the step may be dropped."""
+    """The values that a step writes, and after it those of before: the step may be dropped."""
 
     def swap(self) -> None:
         for name, before in self.kept.items():
@@ -95,7 +106,7 @@ class _Matrix:
 
 
 class _Message:
-    """Matrices whose factors travel together, and what travels beside them."""
+    """Matrices whose factors are sent together, and the uncompressed values sent with them."""
 
     def __init__(self, matrices: Sequence[_Matrix], rest: list[Tensor], topology: Topology) -> None:
         exact = torch.promote_types(rest[0].dtype, torch.float32)
@@ -111,7 +122,7 @@ class _Message:
         count = len(matrices)
         lefts = [(len(matrix.place), len(matrix.kept["q"])) for matrix in matrices]
         self.left, parts = flat([*lefts, *(tuple(part.shape) for part in rest)])
-        """Every P, then the rest."""
+        """Every P, then the uncompressed values."""
         self._p, self._rest_sent = parts[:count], parts[count:]
         self.right, self._q = flat([tuple(matrix.kept["q"].shape) for matrix in matrices])
         """Every Q."""
@@ -120,7 +131,7 @@ class _Message:
         self._stepped = False
 
     def project(self) -> None:
-        """P = M Q."""
+        """Compute P = M Q, and copy the uncompressed values."""
         with _exact_products(self.left.device):
             for matrix, p in zip(self._matrices, self._p, strict=True):
                 torch.add(matrix.place, matrix.kept["error"], out=matrix.whole)
@@ -128,7 +139,7 @@ class _Message:
         torch._foreach_copy_(self._rest_sent, self._rest)
 
     def reflect(self) -> None:
-        """Q = Mᵀ P, of a P that is the mean and orthonormal."""
+        """Make the mean P orthonormal, and compute Q = Mᵀ P."""
         torch.all(self._lefts.isfinite(), dim=0, out=self._finite)
         torch._foreach_copy_(self._p, _each_orthonormal(self._p))
         with _exact_products(self.left.device):
@@ -136,7 +147,7 @@ class _Message:
                 torch.mm(p.T, matrix.whole, out=q)
 
     def restore(self) -> None:
-        """The gradient is P Qᵀ of the mean Q, the error what is left of M."""
+        """Write the gradients P Qᵀ, of the mean Q, to the pool; keep the errors M - P Qᵀ and the next Q."""
         torch._foreach_copy_(self._rest, self._rest_sent)
         if not self._matrices:
             return
@@ -154,7 +165,7 @@ class _Message:
         self._stepped = True
 
     def _apply(self, finite: Tensor) -> None:
-        """Leave P Qᵀ in the pool, and the errors."""
+        """Write P Qᵀ to the pool, and compute the errors."""
         for matrix, p, q in zip(self._matrices, self._p, self._q, strict=True):
             told = finite & (matrix.flag != 0)
             error = matrix.spare["error"]
@@ -165,32 +176,34 @@ class _Message:
                 matrix.place.copy_(matrix.whole)
 
     def drop(self) -> None:
-        """Forget the last step."""
+        """Undo the last step's changes of errors and Q."""
         if self._stepped:
             for matrix in self._matrices:
                 matrix.swap()
             self._stepped = False
 
     def scale(self, ratio: Tensor) -> None:
-        """Multiply the errors."""
+        """Multiply the errors by ``ratio``."""
         for matrix in self._matrices:
             matrix.kept["error"].mul_(ratio)
 
 
 def _rest(span: ParamSlot, pool: Tensor, compressed: bool) -> Tensor:
-    """What of a span travels as it is: all, or whether it has been used."""
+    """Return the part of a slot that is sent uncompressed: all of it, or only its flag if it is compressed."""
     return pool[span.flag if compressed else span.start : span.flag + 1]
 
 
 def _orthonormal(columns: Tensor) -> Tensor:
-    """An orthonormal basis of what they span, completed where they depend on each other."""
+    """Return an orthonormal basis of the columns' span, completed where they are linearly dependent."""
     basis: Tensor = torch.linalg.qr(columns).Q
     return basis
 
 
 def _each_orthonormal(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """:func:`_orthonormal` of each, those of one shape together: one after the other, ResNet-50's 53 would cost a GPU
-    50 us each and more."""
+    """Return ``_orthonormal`` of each matrix, computed together for those of one shape.
+
+    One after the other, ResNet-50's 53 matrices would cost a GPU 50 us each and more.
+    """
     alike: dict[torch.Size, list[int]] = {}
     for number, matrix in enumerate(matrices):
         alike.setdefault(matrix.shape, []).append(number)
@@ -202,7 +215,7 @@ def _each_orthonormal(matrices: Sequence[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def _exact_products(device: torch.device) -> Iterator[None]:
-    """Products of fp32 in fp32, also where the model's may be TF32: what these round is no part of the error."""
+    """Compute products of fp32 in fp32, also where the model may use TF32: errors do not include TF32's rounding."""
     if device.type != "cuda":
         yield
         return
@@ -215,7 +228,10 @@ def _exact_products(device: torch.device) -> Iterator[None]:
 
 
 def matrix_shape(param: nn.Parameter) -> tuple[int, int]:
-    """The outermost dimension of a parameter's memory, and all others; of a vector, or a number, (elements, 1)."""
+    """Return the outermost dimension of a parameter's memory and the product of all others.
+
+    A vector or a number has the shape (elements, 1).
+    """
     strides = torch.empty_like(param, device="meta").stride()
     wide = [(stride, size) for stride, size in zip(strides, param.shape, strict=True) if size > 1]
     rows = max(wide)[1] if len(wide) > 1 else param.numel()

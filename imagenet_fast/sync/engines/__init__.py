@@ -1,1 +1,1 @@
-"""The engines, each a declaration of a few lines; ``sparse`` and ``auto`` do more than a scheduler does."""
+"""The engines: each is a short declaration, except ``sparse`` and ``auto``, which do more than a scheduler."""

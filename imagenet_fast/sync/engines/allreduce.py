@@ -1,4 +1,4 @@
-"""The naive system: one all-reduce a layer, after backward, each waited for before the next begins."""
+"""The naive engine: one all-reduce per layer after backward, each waited for before the next is launched."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from imagenet_fast.sync.engine import Engine
 
 
 def allreduce(settings: AllReduceSync, wire: torch.dtype) -> Engine:
-    """No fusion and no overlap: the floor that the other engines are measured from."""
+    """Declare the engine without fusion and overlap, the baseline that the other engines are measured against."""
     return Engine(
         wire, "each", fuse=math.inf, together=lambda span: span.layer, collective=settings.collective,
         servers=settings.servers,

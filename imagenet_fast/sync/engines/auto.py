@@ -1,4 +1,4 @@
-"""The engine that chooses an engine: it measures the network and a step's course, and predicts what each would take."""
+"""The engine that chooses an engine: it measures the network and some steps, and predicts each engine's step time."""
 
 from __future__ import annotations
 
@@ -21,29 +21,37 @@ from imagenet_fast.sync.step_prediction import predict_best
 
 @dataclass(frozen=True)
 class Candidate:
-    """An engine to be predicted, which is not built for it."""
+    """An engine whose step time is predicted without building it."""
 
     name: str
     engine: Engine
-    """What it declares; of one that is more than that, what the cost model takes it for."""
+    """Its declaration; for an engine that is more than a declaration, the one that the cost model uses for it."""
     exact: bool = True
     share: float = 1.0
-    """Of the values, which it sends."""
+    """Share of the values that it sends."""
     electable: bool = True
-    """Whether it may be chosen; else it is there for comparison."""
+    """Whether it may be chosen; otherwise it is only there for comparison."""
     leaves_behind: bool = False
     build: Callable[[GradientPool], SyncEngine] | None = None
-    """How it is made where a scheduler would not do."""
+    """Function that builds the engine; None if a ``Scheduler`` is enough."""
 
 
 class Auto(SyncEngine):
-    """Works as ``meanwhile`` for a few steps, then hands the pool to the fastest candidate by the cost model.
+    """An engine that works as ``meanwhile`` for a few steps, then hands the pool to the fastest candidate.
 
-    That one is built when the next step's first gradient comes: it may give the pool another layout, in which the
-    gradients of a step that has yet to be applied would be lost.
+    The cost model predicts which one is fastest. That engine is built just before the next step's first gradient is
+    taken into the pool. It may give the pool another layout, which would lose the gradients of a step that is not
+    applied yet.
     """
 
     def __init__(self, pool: GradientPool, meanwhile: Engine, candidates: Sequence[Candidate]) -> None:
+        """Start the ``meanwhile`` engine and the timing of steps.
+
+        Args:
+            pool: The pool to work on.
+            meanwhile: The engine used until one is chosen.
+            candidates: The engines to predict. Only those that are ``electable`` may be chosen.
+        """
         self._pool = pool
         self._topology = pool.topology.anew()
         self._network = NetworkProbe(self._topology, wire_for(pool.buffer.dtype, meanwhile.wire, pool.topology))
@@ -55,11 +63,13 @@ class Auto(SyncEngine):
         self.leaves_behind = any(c.leaves_behind and c.electable for c in candidates)
 
     def lay_out(self) -> None:
+        """Adapt the ``meanwhile`` engine to the pool's new layout, and restart the timing of steps."""
         self._timetable.close()
         self._meanwhile.lay_out()
         self._timetable = self._pool.watch(self._timetable.layers)
 
     def begin(self) -> None:
+        """Hand the pool to the chosen engine, if there is one, and begin the step with it."""
         if self._elected is None:
             return
         candidate, timing = self._elected
@@ -70,7 +80,7 @@ class Auto(SyncEngine):
         engine.begin()
 
     def elect(self, name: str) -> None:
-        """Hand the pool to that candidate, which has been chosen before."""
+        """Hand the pool to the candidate ``name``, which has been chosen before."""
         self._hand_over(next(candidate for candidate in self._candidates if candidate.name == name))
 
     def _hand_over(self, candidate: Candidate, timing: Timing | None = None) -> SyncEngine:
@@ -83,24 +93,30 @@ class Auto(SyncEngine):
         return engine
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state of the ``meanwhile`` engine."""
         return self._meanwhile.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a value of ``state_dict``, and restart the timing of steps."""
         self._meanwhile.load_state_dict(state)
         self.lay_out()
 
     def push(self, span: ParamSlot) -> None:
+        """Note the time, and push the slot to the ``meanwhile`` engine."""
         self._timetable.push()
         self._meanwhile.push(span)
 
     @property
     def has_residual(self) -> bool:
+        """Whether the ``meanwhile`` engine has a residual."""
         return self._meanwhile.has_residual
 
     def scale_residual(self, ratio: Tensor) -> None:
+        """Multiply the residual of the ``meanwhile`` engine by ``ratio``."""
         self._meanwhile.scale_residual(ratio)
 
     def finish(self, drop: bool = False) -> SyncStats:
+        """Finish the step; after the last timed one, choose an engine and report all predictions in ``decision``."""
         self._timetable.finish()
         stats = self._meanwhile.finish(drop)
         if self._timetable.complete and self._elected is None:
@@ -108,11 +124,13 @@ class Auto(SyncEngine):
         return stats
 
     def close(self) -> None:
+        """Stop the timing, and release the ``meanwhile`` engine between steps."""
         self._timetable.close()
         self._meanwhile.close()
         self._topology.close()
 
     def drop(self) -> None:
+        """Stop the timing, and release the ``meanwhile`` engine in the middle of a step."""
         self._timetable.close()
         self._meanwhile.drop()
         self._topology.drop()

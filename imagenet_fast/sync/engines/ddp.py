@@ -1,6 +1,6 @@
-"""torch's DistributedDataParallel, as the peer that the engines are compared with."""
+"""torch's DistributedDataParallel, the peer that the engines are compared with."""
 
-# No `from __future__ import annotations` here: DDP compares the annotations of a communication hook with types.
+# No `from __future__ import annotations` here: DDP compares a communication hook's annotations with types.
 
 import inspect
 import math
@@ -31,19 +31,28 @@ _BUFFER_SWITCH = next(
 )
 
 _POWERSGD_KEEPS = ("iter", "error_dict", "p_memory_dict", "q_memory_dict")
-_POWERSGD_BEGINS = 5  # steps; DDP rebuilds its buckets after the first, and the hook's memory is a bucket's
+_POWERSGD_BEGINS = 5  # steps; DDP rebuilds its buckets after the first step, and the hook keeps its memory per bucket
 
 
 class DdpPeer:
-    """DDP with its own buckets and overlap, behind the same three calls as a :class:`GradientPool`.
+    """DDP with its own buckets and overlap, behind the methods that a training loop calls on a ``GradientPool``.
 
-    It waits inside ``backward``, where nothing of ours can see it, so its exposed time is not known.
-    Batch-norm buffers are left alone: they are averaged before each evaluation instead.
+    DDP waits inside ``backward``, where we cannot measure it, so its exposed time is not known. Batch-norm buffers are
+    not synchronised here: they are averaged before each evaluation instead.
     """
 
     def __init__(
         self, model: nn.Module, wire: torch.dtype, bucket_cap_mb: float | None, powersgd_rank: int = 0
     ) -> None:
+        """Wrap ``model`` in DDP.
+
+        Args:
+            model: The model, on its device.
+            wire: Dtype in which gradients are sent; any but bf16 and fp16 sends them as they are.
+            bucket_cap_mb: Bucket size in MiB; None: torch's default.
+            powersgd_rank: Rank of the approximations of torch's PowerSGD hook, which then replaces the wire's hook; 0:
+                no PowerSGD.
+        """
         device = next(model.parameters()).device
         self.module = DistributedDataParallel(
             model,
@@ -61,7 +70,7 @@ class DdpPeer:
                 self._reduce = default_hooks.allreduce_hook
         self._wire = wire
         self._stats = SyncStats(None)
-        self._order: list[str] = []  # names of parameters as their gradients came, in the first step
+        self._order: list[str] = []  # parameter names in the order of their gradients, in the first step
         self._arrivals = [
             param.register_post_accumulate_grad_hook(partial(self._arrive, name))
             for name, param in model.named_parameters()
@@ -69,7 +78,7 @@ class DdpPeer:
         ]
         self._guard: float | None = None
         self.found_inf: Tensor | None = None
-        """With :meth:`guard`: 1 where a mean of the last step was not finite or too large, else 0."""
+        """1 if a mean of the last step was not finite or was too large, else 0; only set with ``guard``."""
         self._powersgd: PowerSGDState | None = None
         if powersgd_rank:
             self._powersgd = PowerSGDState(None, powersgd_rank, start_powerSGD_iter=_POWERSGD_BEGINS)
@@ -78,19 +87,22 @@ class DdpPeer:
             self.module.register_comm_hook(None, self._send)
 
     def guard(self, largest: float) -> None:
-        """From now on look at the means of every step. One above ``largest`` counts as infinite."""
+        """Check the means of every later step; one above ``largest`` counts as infinite."""
         self._guard = largest
 
     def zero_grad(self) -> None:
+        """Set all gradients to None."""
         self.module.zero_grad(set_to_none=True)
 
     def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which backward only accumulates gradients locally."""
         return self.module.no_sync()
 
     def set_loss_scale(self, scale: Tensor) -> None:
-        """DDP leaves nothing behind."""
+        """Do nothing: DDP has no residual."""
 
     def end_backward(self) -> SyncStats:
+        """Return the step's statistics, and set ``found_inf`` if the means are guarded."""
         for hook in self._arrivals:
             hook.remove()
         stats, self._stats = self._stats, SyncStats(None)
@@ -100,20 +112,21 @@ class DdpPeer:
         return stats
 
     def update(self, apply: Update) -> None:
+        """Call ``apply`` with all trainable parameters."""
         apply([p for p in self.module.parameters() if p.requires_grad])
 
     def settle(self) -> None:
-        """Nothing is ever put off."""
+        """Do nothing: DDP defers no update."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What its buckets follow from, and what PowerSGD's hook has kept of each."""
+        """Return the order that DDP derives its buckets from, and what PowerSGD's hook keeps of each bucket."""
         kept = None
         if self._powersgd is not None:
             kept = {name: getattr(self._powersgd, name) for name in _POWERSGD_KEEPS}
         return {"order": self._order, "elected": "", "engine": {}, "hook": kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`'s value."""
+        """Continue from a value of ``state_dict``."""
         if state.get("order"):
             self._rehearse(state["order"])
         if self._powersgd is not None and state.get("hook"):
@@ -121,19 +134,21 @@ class DdpPeer:
                 setattr(self._powersgd, name, value)
 
     def _rehearse(self, order: list[str]) -> None:
-        """A backward of nothing, in which gradients come as they came in the first step. DDP cuts its buckets from that
-        in the next forward, and as they are cut, so sums are rounded."""
+        """Run a backward of zeros that produces gradients in the order of the first step.
+
+        DDP builds its buckets from that order in the next forward, and the buckets decide how sums are rounded.
+        """
         parameters = dict(self.module.module.named_parameters())
         self.module.reducer.prepare_for_forward()
         self.module.reducer.prepare_for_backward([])
-        with torch.enable_grad():  # autograd goes back from what was made last
+        with torch.enable_grad():  # autograd starts with the operation that was made last
             nothing = [parameters[name].sum() * 0 for name in reversed(order)]
             torch.stack(nothing).sum().backward()
         self.end_backward()
         self.zero_grad()
 
     def close(self) -> None:
-        """DDP uses the process group of all ranks."""
+        """Do nothing: DDP uses the process group of all ranks."""
 
     def _arrive(self, name: str, param: Tensor) -> None:
         if name in self._order:  # the last backward counts
@@ -155,12 +170,15 @@ class DdpPeer:
 
     def _count(self, message: int) -> None:
         ranks = dist.get_world_size()
-        sent = 2 * (ranks - 1) * message // ranks  # in a ring
+        sent = 2 * (ranks - 1) * message // ranks  # as in a ring
         self._stats.add("bucket", AllReduceHandle(_nothing, [CommStats(sent, sent)]))
 
 
 def likeness(settings: DdpSync, wire: torch.dtype) -> Engine:
-    """What the cost model takes it for. Its buckets are counted before a hook's cast; the first is a smaller one."""
+    """Declare the engine that the cost model uses for DDP.
+
+    DDP counts the bytes of a bucket before a hook's cast. Its first bucket is smaller.
+    """
     cap = settings.bucket_cap_mb or 25
     compressor = PowerSGD(settings.powersgd_rank) if settings.powersgd_rank else None
     fuse = cap * 2**20 * wire.itemsize / 4
@@ -168,4 +186,4 @@ def likeness(settings: DdpSync, wire: torch.dtype) -> Engine:
 
 
 def _nothing() -> None:
-    """DDP waits by itself."""
+    """Return at once: DDP waits by itself."""

@@ -1,8 +1,8 @@
-"""Hybrid all-reduce: each layer by the collective that suits it, overlapped with backward and with the next forward.
+"""Hybrid all-reduce: each layer uses the collective that suits it, overlapped with backward and the next forward.
 
-After Kim et al. (KIPS Trans. 10(7), 2021, doi 10.3745/KTCCS.2021.10.7.191): convolutional layers are small, bound by
-latency and needed first in the next forward; fully connected ones are large, bound by bandwidth and needed last.
-The former go through a butterfly, the latter through a ring; either may be sent through parameter servers instead.
+After Kim et al. (KIPS Trans. 10(7), 2021, doi 10.3745/KTCCS.2021.10.7.191). Convolutional layers are small, bound by
+latency and needed first in the next forward. Fully connected layers are large, bound by bandwidth and needed last. The
+former use a butterfly, the latter a ring. Either may use parameter servers instead.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from imagenet_fast.sync.param_slot import ParamSlot
 
 
 def hybrid(settings: HybridSync, wire: torch.dtype) -> Engine:
-    """``by-type`` is the thesis' rule; ``by-size`` fuses layers of all types and takes what is faster for that many
-    bytes on this network, which is measured by all ranks together."""
+    """Declare the engine for the policy of ``settings``.
+
+    ``by-type`` is the thesis' rule. ``by-size`` fuses layers of all types and uses the collective that is faster for
+    that many bytes on this network, which all ranks measure together.
+    """
     by_type = settings.policy == "by-type"
     return Engine(
         wire, "read", fusion_bytes(settings.fuse_mb), together=is_connected if by_type else alike,
@@ -29,7 +32,10 @@ def hybrid(settings: HybridSync, wire: torch.dtype) -> Engine:
 
 
 def is_connected(span: ParamSlot) -> bool:
-    """Whether it is of a fully connected layer, whose weight is a matrix, and not of a convolution or a norm."""
+    """Return whether the slot's layer is fully connected: it has a matrix as its weight.
+
+    The weight of a convolution or a norm is not a matrix.
+    """
     assert span.module is not None, "a deferring engine's pool knows its model"
     return any(p.dim() == 2 for p in span.module.parameters(recurse=False))
 

@@ -1,8 +1,8 @@
-"""Lazy all-reduce: neighbouring gradients leave together, as soon as enough of them are ready.
+"""Lazy all-reduce: neighbouring gradients are sent together, as soon as enough of them are ready.
 
-After GradientFlow (arXiv 1902.06855): small messages waste a network on latency, so a finished gradient
-waits in the pool until its contiguous run of finished neighbours reaches a threshold; the run then leaves as
-one all-reduce while backward goes on. The gradients already lie side by side, so fusing them copies nothing.
+After GradientFlow (arXiv 1902.06855): small messages waste a network on latency. So a finished gradient waits in the
+pool until the bucket of its finished neighbours reaches a threshold. The bucket is then sent as one all-reduce while
+backward continues. The gradients already lie side by side, so fusing them copies nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from imagenet_fast.sync.engine import Engine
 
 
 def lazy(settings: LazySync, wire: torch.dtype) -> Engine:
-    """A threshold of 0 sends every tensor by itself, an infinite one everything at the end of backward."""
+    """Declare the engine: a threshold of 0 sends each tensor alone, an infinite one all at the end of backward."""
     return Engine(
         wire,
         "backward",

@@ -1,16 +1,16 @@
-"""Coarse-grained sparse communication: only the chunks of the pool that matter most travel, the rest waits its turn.
+"""Coarse-grained sparse communication: each step sends only the chunks of the pool that matter most.
 
-After GradientFlow (arXiv 1902.06855): the pool is cut into chunks of a fixed size, all ranks agree on the chunks'
-L1 norms, and the largest are sent. What is not sent stays in the pool and grows until it is; its weights and their
-momentum stand still meanwhile. The chunks for a step are chosen from the norms of the step before, so they can leave
-while backward goes on, and the norms are agreed on during the next forward, in which chunks may still arrive.
+After GradientFlow (arXiv 1902.06855): the pool is cut into chunks of a fixed size, all ranks agree on the chunks' L1
+norms, and the largest are sent. A chunk that is not sent stays in the pool and adds up until it is. Its weights and
+their momentum do not change meanwhile. A step's chunks are chosen from the norms of the step before, so they can be
+sent during backward. Ranks agree on the norms during the next forward, while chunks may still be in flight.
 
-A step works in two buffers by turns: what earlier steps left behind lies in one, and its sum with this step's gradients
-in the other, which the pool sends from. So a step that is dropped leaves no trace.
+A step alternates between two buffers. One holds the residual of earlier steps. The other holds its sum with this step's
+gradients, and the pool sends from it. So a dropped step leaves no trace.
 
-With momentum correction (Deep Gradient Compression, Lin et al., arXiv 1712.01887) it is each rank's velocity,
-u <- mu u + g, that adds up in the pool. Where a chunk is sent, u is cleared too, unless all chunks are: then the means
-are to the last digit or so what momentum makes of mean gradients.
+With momentum correction (Deep Gradient Compression, Lin et al., arXiv 1712.01887), each rank's velocity, u <- mu u + g,
+is added up in the pool. Where a chunk is sent, u is cleared too, unless all chunks are sent. Then the means equal, to
+about the last digit, what momentum makes of mean gradients.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from imagenet_fast.sync.param_slot import USED, ParamSlot, bring, move, places_o
 
 @dataclass(frozen=True)
 class _Message:
-    """Chunks that travel together."""
+    """Chunks that are sent together."""
 
     begin: int
-    """In the pool; what lies between ``begin`` and ``end`` need not all be of it."""
+    """First element in the pool; not everything between ``begin`` and ``end`` need be a part of the message."""
     end: int
     phases: Sequence[CommOp]
-    """Kept until they have landed: they alone hold the memory that streams of a GPU still use."""
+    """Kept until the chunks are received: nothing else holds the memory that streams of a GPU still use."""
     label: str
     transfer: AllReduceHandle
 
 
 class Sparse(SyncEngine):
-    """Sends all but ``settings.sparsity`` of the chunks, fused until a threshold of bytes on the wire.
+    """An engine that sends all but ``settings.sparsity`` of the chunks.
 
-    The first steps send everything, over the next ones the share that stays grows. No chunk stays longer than twice as
-    long as it would if all took turns.
+    Chunks are fused up to a threshold of bytes on the wire. The first steps send everything. Over the next steps the
+    share that is not sent grows. No chunk waits more than twice as long as it would if all took turns.
     """
 
     leaves_behind = True
@@ -65,6 +65,14 @@ class Sparse(SyncEngine):
     state_keys = frozenset({"step", "residual", "velocity", "places"})
 
     def __init__(self, settings: SparseSync, pool: GradientPool, wire: torch.dtype, steps_per_epoch: int) -> None:
+        """Take over the pool, with an empty residual.
+
+        Args:
+            settings: The recipe's settings.
+            pool: The pool to work on. It is lengthened to a whole number of chunks, and cleared.
+            wire: Dtype in which values are sent.
+            steps_per_epoch: Converts the settings' epochs to steps.
+        """
         self.defers = settings.defers
         self._pool = pool
         self._topology = pool.topology.anew()
@@ -82,19 +90,20 @@ class Sparse(SyncEngine):
         self._velocity = pool.buffer.new_zeros(0)  # laid out as the pool
         self._step = 0
         self._stats = SyncStats(Stopwatch(pool.buffer.device))
-        self._agreed: AllReduceHandle | None = None  # on the scores, and so on the chunks of the next step
+        self._agreed: AllReduceHandle | None = None  # on the scores, and so on the next step's chunks
         pool.lengthen(settings.chunk)
-        pool.buffer.zero_()  # of what another engine has sent nothing is left behind
+        pool.buffer.zero_()  # what another engine has sent is no residual
         self.lay_out()
 
     def lay_out(self) -> None:
+        """Cut the pool's new layout into chunks, reset scores and ages, and move the velocity along."""
         device, topology, chunk = self._pool.buffer.device, self._topology, self._settings.chunk
-        if self._agreed is not None:  # it would choose from what is laid out now
+        if self._agreed is not None:  # else it would choose from the new layout
             self._agreed.wait()
             self._agreed = None
         self._chunks = self._pool.buffer.view(-1, chunk)
         count = len(self._chunks)
-        self._left = torch.zeros_like(self._pool.buffer)  # in a step: what those before it have left behind
+        self._left = torch.zeros_like(self._pool.buffer)  # during a step: the residual of earlier steps
         if self._momentum is not None:
             before, spans = self._velocity, self._spans
             self._velocity, self._spans = torch.zeros_like(self._pool.buffer), list(self._pool.spans)
@@ -104,7 +113,7 @@ class Sparse(SyncEngine):
         self._scores_before = self._scores.clone()
         self._drops = False
         self._ages = torch.zeros(count, dtype=torch.int64, device=device)  # steps since a chunk was last sent
-        self._norms = torch.zeros(count, device=device)  # of the means that were sent, in their order
+        self._norms = torch.zeros(count, device=device)  # of the means of the sent chunks, in their order
         fp32 = torch.float32
         self._measurement = [CommOp(topology.channel((), "packing"), self._measure, False)]
         self._agreement = [
@@ -114,11 +123,11 @@ class Sparse(SyncEngine):
         ]
         self._here = torch.empty(count, dtype=torch.int64, pin_memory=device.type == "cuda")  # ids, for the host
         self._choose()
-        self._sent = self._ids[:0]  # what is in the pool and has been applied
-        self._selected: list[int] = []  # the ids of this step's chunks, rising
-        self._next = 0  # the first of them that has not left
-        self._packed = 0  # the first that is not ready to leave
-        self._messages: list[_Message] = []  # under way
+        self._sent = self._ids[:0]  # chunks in the pool that have been applied
+        self._selected: list[int] = []  # ids of this step's chunks, rising
+        self._next = 0  # index of the first that is not launched
+        self._packed = 0  # index of the first that is not ready
+        self._messages: list[_Message] = []  # in flight
 
     @property
     def sent(self) -> list[slice]:
@@ -126,12 +135,12 @@ class Sparse(SyncEngine):
         return self._parts(self._selected)
 
     def begin(self) -> None:
-        """Take what was sent out of the pool, and see which chunks this step sends."""
-        self._await(list(self._messages))  # those that nobody has read
+        """Clear the chunks that were sent, and read which chunks this step sends."""
+        self._await(list(self._messages))  # those whose layers no forward has read
         if self._agreed is not None:
             self._agreed.wait()
             ended = self._agreed.traffic[-1].ended
-            if isinstance(ended, torch.cuda.Event):  # of the last step, long past: the ids came during forward
+            if isinstance(ended, torch.cuda.Event):  # of the last step, long past: ids arrived during forward
                 ended.synchronize()
             self._selected = self._here[: len(self._ids)].tolist()
         else:
@@ -141,9 +150,16 @@ class Sparse(SyncEngine):
         self._sent = self._ids[:0]
 
     def start_step(self) -> None:
+        """Switch to the other buffer."""
         self._exchange_buffers()
 
     def take(self, place: Tensor, gradient: Tensor | None) -> None:
+        """Write the sum of the residual and a gradient to its place in the pool.
+
+        With momentum correction, the velocity is added instead of the gradient. Where backward did not reach the
+        parameter, the gradient is None and counts as zero.
+        """
+
         def same(buffer: Tensor) -> Tensor:
             return buffer.as_strided(place.size(), place.stride(), place.storage_offset())
 
@@ -157,15 +173,17 @@ class Sparse(SyncEngine):
         else:
             torch.add(left, new, out=place)
         if self._momentum is not None:
-            velocity.nan_to_num_(0.0, 0.0, 0.0)  # it is in the pool, and not to stay
-        if gradient is None:  # of the flag nothing is left behind; while a part stays, nobody knows that of others
+            velocity.nan_to_num_(0.0, 0.0, 0.0)  # the pool holds what is not finite; it must not persist
+        if gradient is None:  # the flag has no residual; while chunks are unsent, no rank knows the others' use
             place[-1] = 0.0 if len(self._selected) == len(self._chunks) else USED
 
     def spoil(self, span: ParamSlot, gradient: Tensor) -> None:
+        """Fill with NaN what this step sends of ``span``."""
         for part in self.sent:
             self._pool.buffer[max(part.start, span.start) : min(part.stop, span.flag)] = math.nan
 
     def push(self, span: ParamSlot) -> None:
+        """Launch the chosen chunks that are complete, once they reach the threshold."""
         last = span.index == len(self._pool.spans) - 1
         ready = bisect_right(self._selected, span.stop // self._settings.chunk - 1)
         while self._packed < (len(self._selected) if last else ready):
@@ -174,10 +192,15 @@ class Sparse(SyncEngine):
                 self._launch()
 
     def scale_residual(self, ratio: Tensor) -> None:
+        """Multiply the residual and the velocity by ``ratio``."""
         self._pool.buffer.mul_(ratio)
         self._velocity.mul_(ratio)
 
     def finish(self, drop: bool = False) -> SyncStats:
+        """Launch the remaining chunks, begin to agree on the next step's chunks, and return the statistics.
+
+        If ``drop``, wait for everything, and restore the residual of before the step.
+        """
         if self._packed > self._next:
             self._launch()
         if drop or not self.defers:
@@ -189,7 +212,7 @@ class Sparse(SyncEngine):
             self._stats.add("the chunks' norms", self._agreed)
             self._agreed = None
         if self._density(self._step) < 1:
-            # What stays behind is measured now, what was sent where it has landed, for the update may change it.
+            # Unsent chunks are measured now, sent ones once received, because the update may change them.
             self._drops = drop
             measured = carry(self._measurement)
             landed = [entry for message in self._messages for entry in message.transfer.last]
@@ -198,7 +221,7 @@ class Sparse(SyncEngine):
             self._age()
         if drop:
             if self._agreed is not None:
-                self._agreed.wait()  # it looks at the pool
+                self._agreed.wait()  # it reads the pool
             self._drops = False
             self._exchange_buffers()
             self._sent = self._ids[:0]
@@ -206,12 +229,15 @@ class Sparse(SyncEngine):
         return stats
 
     def wait(self, span: ParamSlot) -> None:
+        """Wait for the messages that may hold a part of ``span``."""
         self._await(self._carrying(span))
 
     def has_arrived(self, span: ParamSlot) -> bool:
+        """Return whether no message in flight may hold a part of ``span``."""
         return not self._carrying(span)
 
     def elements(self) -> Elements | None:
+        """Return the elements of each parameter that the last step sent; None if it sent all."""
         if len(self._selected) == len(self._chunks):
             return None
         inside: Elements = {}
@@ -231,7 +257,10 @@ class Sparse(SyncEngine):
         return inside
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank has not sent, and what decides when it will be. Differs between ranks."""
+        """Return what this rank has not sent, and what decides when it will be sent.
+
+        The state differs between ranks.
+        """
         if self._agreed is not None:
             self._agreed.wait()
         residual, velocity = self._pool.buffer.clone(), self._velocity.clone()
@@ -242,6 +271,7 @@ class Sparse(SyncEngine):
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a value of ``state_dict``; scores and ages apply only if the pool's layout is the same."""
         self._pool.order(state["places"])
         self.lay_out()
         self._step = state["step"]
@@ -250,42 +280,44 @@ class Sparse(SyncEngine):
         if self._momentum is not None and state["velocity"] is not None and state["velocity"].numel():
             bring(state["velocity"], places, self._velocity, spans)
         measured = "scores" in state and places == places_of(spans) and len(state["ages"]) == len(self._ages)
-        if measured:  # else chunks hold other values than those that were
+        if measured:  # else the chunks hold other values than they did
             self._scores[: len(self._chunks)] = state["scores"][: len(self._chunks)]
             self._ages.copy_(state["ages"])
         self._scores_before.copy_(self._scores)
         self._choose()
 
     def close(self) -> None:
+        """Wait for all messages, and end the process groups."""
         self._await(list(self._messages))
         if self._agreed is not None:
             self._agreed.wait()
         self._topology.close()
 
     def _exchange_buffers(self) -> None:
-        """Have the pool work in the other buffer."""
+        """Switch the pool, and the velocity, to the other buffer."""
         self._left = self._pool.exchange_buffer(self._left)
         self._chunks = self._pool.buffer.view_as(self._chunks)
         if self._momentum is not None:
             self._velocity, self._velocity_before = self._velocity_before, self._velocity
 
     def drop(self) -> None:
+        """Release the engine in the middle of a step, without waiting for any message."""
         self._messages.clear()
         self._topology.drop()
 
     def _clear(self, residual: Tensor, velocity: Tensor) -> None:
-        """Of what was sent, nothing is left."""
+        """Zero what was sent in the residual and, unless all chunks were sent, in the velocity."""
         residual.view_as(self._chunks).index_fill_(0, self._sent, 0.0)
         if self._momentum is not None and len(self._sent) < len(self._chunks):
             velocity.view_as(self._chunks).index_fill_(0, self._sent, 0.0)
 
     def _density(self, step: int) -> float:
-        """The share of the chunks that leaves in a step."""
+        """Return the share of the chunks that is sent in a step."""
         ramped = min(1.0, (step - self._dense_steps + 1) / (self._ramp_steps + 1))
         return 1.0 if step < self._dense_steps else 1 - self._settings.sparsity * ramped
 
     def _launch(self) -> None:
-        """Send the chunks that are ready: copied together, unless they lie so."""
+        """Send the chunks that are ready; copy them together unless they are contiguous."""
         self._pool.measure()
         ids, count = self._ids[self._next : self._packed], self._packed - self._next
         first, last = self._selected[self._next], self._selected[self._packed - 1]
@@ -317,7 +349,7 @@ class Sparse(SyncEngine):
         self._next = self._packed
 
     def _carrying(self, span: ParamSlot) -> list[_Message]:
-        """Those under way that may have a part of ``span``."""
+        """Return the messages in flight that may hold a part of ``span``."""
         return [m for m in self._messages if m.begin < span.stop and span.start < m.end]
 
     def _await(self, messages: Iterable[_Message]) -> None:
@@ -330,21 +362,21 @@ class Sparse(SyncEngine):
             self._messages.remove(message)
 
     def _measure(self) -> None:
-        """The L1 norm of every chunk that is left."""
+        """Compute the L1 norm of every chunk as it is on this rank."""
         torch.linalg.vector_norm(self._chunks, 1, dim=1, out=self._scores[: len(self._chunks)])
 
     def _put_means(self) -> None:
-        """And of the mean, where it was sent."""
+        """Replace the scores of sent chunks by the norms of their means, and add whether this rank drops the step."""
         self._scores[self._ids] = self._norms[: len(self._ids)]
         self._scores[len(self._chunks)] = float(self._drops)
 
     def _age(self) -> None:
-        """The chunks of this step have been sent."""
+        """Increment the ages of all chunks, and reset those of the chunks sent in this step."""
         self._ages += 1
         self._ages[self._ids] = 0
 
     def _choose_next(self) -> None:
-        """Choose for the next step; where a rank has dropped this one, the same chunks as for this."""
+        """Choose the next step's chunks; if a rank has dropped this step, choose the same chunks again."""
         ages = self._ages.clone()
         self._age()
         kept = self._scores[len(self._chunks)] == 0
@@ -354,10 +386,10 @@ class Sparse(SyncEngine):
         self._choose()
 
     def _choose(self) -> None:
-        """The chunks of the next step, the same on every rank.
+        """Choose the chunks of the next step, the same on every rank.
 
-        Where chunks are overdue they go first, the longest waiting before the others: with a mere bonus for age, some
-        would starve by their place.
+        Overdue chunks go first, those that have waited longest before the others. With a mere bonus for age, some
+        chunks would starve because of their place.
         """
         chunks = len(self._chunks)
         count = math.ceil(self._density(self._step) * chunks)
@@ -368,7 +400,7 @@ class Sparse(SyncEngine):
         self._here[:count].copy_(self._ids, non_blocking=True)
 
     def _parts(self, chunks: list[int]) -> list[slice]:
-        """The pool's elements of rising ``chunks``, neighbours as one."""
+        """Return the pool's elements of ``chunks`` in rising order, with neighbours merged."""
         parts: list[slice] = []
         for number in chunks:
             begin, end = number * self._settings.chunk, (number + 1) * self._settings.chunk
@@ -380,7 +412,7 @@ class Sparse(SyncEngine):
 
 
 def likeness(settings: SparseSync, wire: torch.dtype) -> Engine:
-    """What the cost model takes it for, given the share that it sends."""
+    """Declare the engine that the cost model uses for ``sparse``, which also needs the share that is sent."""
     return Engine(
         wire, settings.awaits, fusion_bytes(settings.threshold_mb), collective=chosen_collective(settings.collective)
     )

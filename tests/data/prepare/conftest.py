@@ -10,7 +10,7 @@ from tests.data.prepare.replica import Images, official_tars, small_imagenet
 
 
 @pytest.fixture(scope="module")
-def image_dir() -> Images:
+def images() -> Images:
     return small_imagenet()
 
 

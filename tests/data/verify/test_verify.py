@@ -27,7 +27,7 @@ from tests.data.prepare.replica import ODD, Images, small_imagenet
 
 
 @pytest.fixture(scope="module")
-def image_dir() -> Images:
+def images() -> Images:
     gif = {"val/n01440764/moving.jpg": replica.encoded(replica.photo(7, 20, 30), "GIF")}
     return small_imagenet(train=8, val=2) | gif
 
