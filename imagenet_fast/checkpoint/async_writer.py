@@ -1,4 +1,4 @@
-"""Checkpoints written by a thread, while training goes on."""
+"""Write checkpoints in a thread while training continues."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ from imagenet_fast.checkpoint.store_coordination import Leaving, RankTimeout, St
 from imagenet_fast.distributed.rank_info import RankInfo
 from imagenet_fast.errors import UserError
 
-_PRIORITY = 10  # a tenth of another thread's share of a busy core
-_LEAVING_S = 5.0  # for the thread to see that it need not go on
+_PRIORITY = 10  # a niceness: the thread gets a tenth of another's share of a busy core
+_LEAVING_S = 5.0  # seconds for the thread to see that it is to stop
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run under ``root``, which all ranks see, maybe by different paths.
+    """Writer of a run's checkpoints, in a thread of each rank.
 
-    All ranks make one, once, with the store they met at, and call :meth:`save` and :meth:`wait` at the same steps. A
-    rank holds one copy of what it saves in host memory. Of the checkpoints there are, the newest, the best and ``keep``
-    others stay. A checkpoint fails where a rank takes longer by ``patience`` than rank 0 to write its part.
+    Each rank makes one, once, and calls ``save`` and ``wait`` at the same steps as the others. A rank holds one copy of
+    what it saves in host memory. The newest checkpoint, the best one and ``keep`` others are kept.
 
-    A second :meth:`save` waits for the first: to leave one out, ranks would have to agree on it. Who would rather do
-    that asks :attr:`under_way` on one rank, and tells the others together with whether a checkpoint is due.
+    A second ``save`` waits for the first: to skip it, ranks would have to agree. A caller that prefers to skip checks
+    ``under_way`` on one rank, and sends the result to the others along with whether a checkpoint is due.
     """
 
     def __init__(
@@ -46,6 +45,15 @@ class CheckpointWriter:
         keep: int = 1,
         patience: timedelta = timedelta(minutes=10),
     ) -> None:
+        """Remove what killed writes have left under ``root``, on rank 0.
+
+        Args:
+            root: Directory of the checkpoints, which all ranks see, maybe by different paths.
+            place: This rank.
+            store: Store at which the ranks met; None: one of this process alone.
+            keep: Checkpoints kept besides the newest and the best.
+            patience: A checkpoint fails if a rank takes this much longer than rank 0 to write its part.
+        """
         self._root = root
         self._place = place
         self._store = PrefixStore("checkpoint", (store or HashStore()).clone())
@@ -58,15 +66,25 @@ class CheckpointWriter:
         self._known: dict[Path, bool] = {}
         self._written: Path | None = None
         self.written_step = 0
-        """The step of the last complete checkpoint; 0 before the first."""
+        """Step of the last complete checkpoint; 0 before the first."""
         self._failure: Exception | None = None
         if place.is_main:
             tidied(lambda: sweep(root))
 
     def save(self, stamp: Stamp, shared: Tree, own: Tree = None) -> None:
-        """Copy the trees as they are now, and have them written: ``shared`` by rank 0, ``own`` by every rank.
+        """Copy the trees as they are now, and write them in the background.
 
-        None is no tree. First waits for the checkpoint before, and raises what :meth:`wait` raises.
+        It first waits for the previous checkpoint.
+
+        Args:
+            stamp: The step and the run.
+            shared: Tree that rank 0 writes; None: no tree.
+            own: Tree that this rank writes; None: no tree.
+
+        Raises:
+            NotSaved: As ``wait``, for the previous checkpoint.
+            UserError: As ``wait``, for the previous checkpoint.
+            TypeError: A tree holds what it cannot, as in ``flatten_tree``.
         """
         self.wait()
         trees = {SHARED: shared if self._place.is_main else None, part_name(self._place.rank): own}
@@ -82,19 +100,20 @@ class CheckpointWriter:
 
     @property
     def failure(self) -> Exception | None:
-        """Why the last checkpoint could not be written, before :meth:`wait` raises it."""
+        """Why the last checkpoint could not be written, before ``wait`` raises it; None if it did not fail."""
         return None if self.under_way else self._failure
 
     @property
     def under_way(self) -> bool:
-        """Whether :meth:`save` would wait."""
+        """Whether ``save`` would wait."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> Path | None:
-        """The last checkpoint, once it is complete; None before the first.
+        """Wait until the last checkpoint is complete and return its directory; None before the first.
 
-        Raises NotSaved, on all ranks alike, where it could not be written; those before it are as they were. Raises
-        UserError where rank 0 is gone.
+        Raises:
+            NotSaved: On all ranks alike, if it could not be written. Earlier checkpoints are as they were.
+            UserError: Rank 0, or its store, is gone.
         """
         if self._thread is not None:
             self._thread.join()
@@ -105,9 +124,14 @@ class CheckpointWriter:
         return self._written
 
     def set_aside(self, step: int) -> int | None:
-        """There will be no further :meth:`save`, and nobody is to go on from ``step`` or later, if there is a
-        checkpoint from before. The step of the newest that is left, on rank 0; None where there is none."""
-        with suppress(UserError):  # that the last one could not be written is the lesser evil
+        """Rename the checkpoints of ``step`` or later, if an earlier one exists, so that no run resumes from them.
+
+        No ``save`` may follow.
+
+        Returns:
+            Step of the newest checkpoint left, on rank 0; None if there is none, and on other ranks.
+        """
+        with suppress(UserError):  # a failed last checkpoint matters less here
             self.wait()
         left: list[int | None] = [None]
         if self._place.is_main:
@@ -115,19 +139,22 @@ class CheckpointWriter:
         return left[-1]
 
     def close(self) -> None:
-        """Give up what is under way. The thread must end before Python does: coming back from the store, it would
-        abort the process."""
+        """Give up the checkpoint that is being written, and wait for its thread, up to 5 s.
+
+        The thread must end before Python does: when the store call returns, it would abort the process.
+        """
         self._leaving.set()
         if self._thread is not None:
             self._thread.join(_LEAVING_S)
 
     def __enter__(self) -> CheckpointWriter:
+        """Return the writer."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        """Wait for the last checkpoint, unless after an error, when other ranks may never write theirs."""
+        """Wait for the last checkpoint, unless after an error: other ranks may then never write theirs."""
         try:
             if error is None:
                 self.wait()
@@ -135,8 +162,8 @@ class CheckpointWriter:
             self.close()
 
     def _write(self, number: int, stamp: Stamp, files: dict[str, Iterable[bytes | memoryview]]) -> None:
-        """In the thread."""
-        if sys.platform == "linux":  # where a thread has a priority of its own: training comes first
+        """Write the checkpoint, in the thread."""
+        if sys.platform == "linux":  # there, threads have priorities: training goes first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PRIORITY)
         letters = StoreCoordinator(PrefixStore(str(number), self._store), self._place.size, self._leaving)
         lost = f"the checkpoint of step {stamp.step} was given up"

@@ -1,4 +1,4 @@
-"""One checkpoint, written by all ranks: its directory, each rank's files, and the manifest once all are there."""
+"""Write one checkpoint from all ranks: its directory, each rank's files, and the manifest once all are there."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _REMEDIES = {
     errno.ENOENT: "have every node see that directory, and nobody remove it",
 }  # fmt: skip
 
-_FOR_RANK_0 = 5  # times the patience is it waited for: it writes what all share, and then waits for all others
-_CONFIRMED_S = 30.0  # in which a rank that lives has seen what became of the checkpoint
+_FOR_RANK_0 = 5  # how many times the patience others wait for it: it writes the shared file, then waits for all
+_CONFIRMED_S = 30.0  # seconds in which a rank that lives has read the result
 
 
 def write_checkpoint(
@@ -39,13 +39,25 @@ def write_checkpoint(
     patience_s: float,
     known: dict[Path, bool],
 ) -> Path:
-    """Write ``files``, this rank's, into a new checkpoint under ``root``, and return it when all ranks have.
+    """Write this rank's files into a new checkpoint, and return its directory when all ranks have written theirs.
 
-    Rank 0 then removes what need not stay. Raises NotSaved, on all ranks alike, where any of them could not write;
-    nothing is left then of what was to be this checkpoint, and on a full disk nothing beside the newest and the best
-    one. It is such a failure, too, if a rank is silent for
-    ``patience_s`` after rank 0 has written; where rank 0 itself is, Silence is raised. ``known``: which checkpoints
-    are whole, as far as this process has written or read them.
+    Rank 0 then removes checkpoints that are not kept. After a failure, nothing of the new checkpoint is left. If the
+    disk was full, only the newest and the best checkpoint are left.
+
+    Args:
+        root: Directory of the checkpoints.
+        place: This rank.
+        letters: Messages between the ranks about this checkpoint.
+        stamp: The step and the run.
+        files: Content of this rank's files, by name.
+        keep: Checkpoints kept besides the newest and the best.
+        patience_s: Seconds for which a rank may be silent after rank 0 has written.
+        known: Which checkpoints are whole, as far as this process has written or read them; updated.
+
+    Raises:
+        NotSaved: On all ranks alike, if one of them could not write, or was silent for ``patience_s``.
+        RankTimeout: Rank 0 is silent.
+        Leaving: This rank gives up the checkpoint.
     """
     if place.is_main:
         begun = _tried(place, lambda: new_folder(root, stamp.step).name)
@@ -73,7 +85,10 @@ def write_checkpoint(
 
 
 def _is_whole(known: dict[Path, bool], folder: Path, manifest: Manifest) -> bool:
-    """Reads it only once: it is the best one, and stays so for long."""
+    """Return whether a checkpoint is whole, which is the best one so far.
+
+    Its files are read only once, since it stays the best for long.
+    """
     if folder not in known:
         try:
             Checkpoint(folder, manifest).verify()
@@ -85,7 +100,7 @@ def _is_whole(known: dict[Path, bool], folder: Path, manifest: Manifest) -> bool
 
 
 def tidied(attempt: Callable[[], object]) -> None:
-    """What is of no use any more may stay if it must, but not in silence."""
+    """Run ``attempt``, which removes files that are no longer needed; if it fails, warn and go on."""
     try:
         attempt()
     except OSError as error:
@@ -95,7 +110,7 @@ def tidied(attempt: Callable[[], object]) -> None:
 def _conclude(
     root: Path, place: RankInfo, letters: StoreCoordinator, folder: Path, stamp: Stamp, patience_s: float
 ) -> RankReply:
-    """On rank 0: write the manifest once all parts are there; where they are not, remove what there is."""
+    """Write the manifest once all parts are there, on rank 0; if some are missing, remove the directory."""
     try:
         parts = letters.read([f"part/{rank}" for rank in range(place.size)], patience_s)
     except RankTimeout as silence:
@@ -114,7 +129,7 @@ def _conclude(
 
 
 def _refused(root: Path, failed: list[RankReply]) -> RankReply:
-    """What the ranks are told of those that failed."""
+    """Return the reply to all ranks about those that failed."""
     before: dict[Path, Manifest] = {}
     with suppress(OSError):
         before, _ = survey(root)
@@ -128,7 +143,7 @@ def _seal(root: Path, folder: Path, stamp: Stamp, parts: list[RankReply]) -> Non
     number = 1 + max((manifest.number for manifest in before.values()), default=0)
     files = {name: FileSum(**found) for part in parts for name, found in part.content.items()}
     Manifest(**dict(stamp), number=number, files=files).write(folder)
-    with suppress(OSError):  # the next one takes it away
+    with suppress(OSError):  # the next checkpoint removes the note
         first_is_there(root)
 
 
@@ -137,7 +152,7 @@ def _write_files(folder: Path, files: Mapping[str, Iterable[bytes | memoryview]]
 
 
 def _tried(place: RankInfo, attempt: Callable[[], Any]) -> RankReply:
-    """What came of it, for the others to read."""
+    """Return the result of ``attempt`` as a reply for the other ranks."""
     who = f"rank {place.rank} on {socket.gethostname()}: " if place.size > 1 else ""
     try:
         return RankReply(attempt())
@@ -146,5 +161,5 @@ def _tried(place: RankInfo, attempt: Callable[[], Any]) -> RankReply:
     except OSError as error:
         remedy = _REMEDIES.get(error.errno or 0, "see to that disk")
         return RankReply(failure=f"{who}{error.filename} cannot be written ({error.strerror})", remedy=remedy)
-    except Exception as error:  # else the others would wait for a rank that has stumbled over a defect of ours
+    except Exception as error:  # else a bug of ours would leave the other ranks waiting
         return RankReply(failure=f"{who}{type(error).__name__}: {error}", remedy="report this")

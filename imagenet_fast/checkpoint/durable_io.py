@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, also after the power has failed."""
+"""Write files that are whole or not there, also after a power failure."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from imagenet_fast.recipe.base import Table
 
 
 class FileSum(Table):
-    """What a file must be: its size in bytes, and its CRC-32 in hexadecimal.
+    """Expected size of a file in bytes, and its CRC-32 in hexadecimal.
 
-    CRC-32, as it takes a third of the time of blake2b, and any processor has it fast: the thread that computes it may
-    take that time from the decoding of images. It is there to find what disks do, not what people do.
+    CRC-32 takes a third of the time of blake2b, and every processor computes it fast. That matters because the thread
+    may take this time from image decoding. It is meant to find disk faults, not tampering.
     """
 
     size: NonNegativeInt
@@ -27,7 +27,7 @@ class FileSum(Table):
 
 
 def sum_of(chunks: Iterable[bytes | memoryview]) -> FileSum:
-    """Of the file that consists of them."""
+    """Return the size and checksum of the file that consists of ``chunks``."""
     size = crc = 0
     for chunk in chunks:
         size += len(chunk)
@@ -36,9 +36,13 @@ def sum_of(chunks: Iterable[bytes | memoryview]) -> FileSum:
 
 
 def write_durably(path: Path, chunks: Iterable[bytes | memoryview]) -> FileSum:
-    """Write ``path``: under another name, synced, moved there, the directory synced.
+    """Write ``path`` durably: under another name, synced, renamed, and the directory synced.
 
-    Raises OSError that names ``path``, or what ``chunks`` raises; there is then what was before, or all of the new.
+    Returns:
+        Size and checksum of the file.
+
+    Raises:
+        OSError: It names ``path``. An error of ``chunks`` is raised too. Either way, ``path`` is as before or complete.
     """
     partial = path.with_name(f".{path.name}")
     try:
@@ -52,7 +56,7 @@ def write_durably(path: Path, chunks: Iterable[bytes | memoryview]) -> FileSum:
         with suppress(OSError):
             partial.unlink()
         if isinstance(error, OSError):
-            error.filename = str(path)  # a write has none, and nobody knows the other name
+            error.filename = str(path)  # a write error has no file name, and the user does not know the other name
         raise
     return found
 
@@ -64,7 +68,11 @@ def _writing(file: BinaryIO, chunks: Iterable[bytes | memoryview]) -> Iterator[b
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in ``folder`` survive a loss of power, on file systems that can say so."""
+    """Sync the names in ``folder`` to disk, so that they survive a power failure, where the file system can.
+
+    Raises:
+        OSError: The directory cannot be synced; the error names it.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

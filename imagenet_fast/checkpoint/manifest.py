@@ -1,4 +1,4 @@
-"""What a checkpoint holds: of which moment of which training, in which files."""
+"""Describe a checkpoint: the step and run it is from, and its files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHARED = "shared.safetensors"
 
 
 def part_name(rank: int) -> str:
-    """The file of what is a rank's own."""
+    """Return the name of the file with what only ``rank`` holds."""
     return f"rank-{rank:05}.safetensors"
 
 
@@ -24,46 +24,63 @@ class CorruptCheckpoint(Exception):
     """A checkpoint is not whole; the message is the name of the file and what is wrong with it."""
 
     def __init__(self, path: Path, what: str) -> None:
+        """Report ``what`` is wrong with the file ``path``."""
         super().__init__(f"{path.name} {what}")
 
 
 class NotSaved(UserError):
-    """A checkpoint could not be written; those before it are as they were."""
+    """A checkpoint could not be written; earlier ones are as they were."""
 
     def __init__(self, failure: str, remedy: str, then: str, freed: bool = False) -> None:
+        """Combine the parts of the message.
+
+        Args:
+            failure: What failed.
+            remedy: What the user can do about it.
+            then: What to do after that, if the run ends.
+            freed: Whether rank 0 has removed old checkpoints since.
+        """
         super().__init__(f"{failure}; {remedy}, then {then}")
         self.in_short = f"{failure}; {remedy}"
-        """Without what is to be done if the run ends."""
+        """The message without what to do if the run ends."""
         self.freed = freed
         """Whether rank 0 has removed old checkpoints since, so that another try may have room."""
 
 
 class Stamp(Table):
-    """The moment of a training, and the training."""
+    """Step and run that a checkpoint is from."""
 
     step: NonNegativeInt
     epoch: NonNegativeInt
     world: PositiveInt
-    """How many ranks there were."""
+    """Number of ranks."""
     layout: dict[str, PositiveInt]
-    """Their number along each axis, such as data and tensor."""
+    """Number of ranks along each axis, such as data and tensor."""
     recipe: str
-    """A digest of what decides the result."""
+    """Digest of the settings that decide the result."""
     top1: float | None = None
-    """Percent, where the weights have been evaluated."""
+    """Top-1 accuracy in percent; None if the weights were not evaluated."""
 
 
 class Manifest(Stamp):
+    """Content of a checkpoint's ``manifest.json``."""
+
     format: Literal[1] = 1
     number: PositiveInt
-    """The how many-eth checkpoint of its run. A run that went back writes later ones at earlier steps, and the clock
-    may be set back, so this alone says which is the newest."""
+    """Number of this checkpoint in its run, from 1; only this tells which one is the newest.
+
+    A run that went back writes later checkpoints at earlier steps, and the clock may be set back.
+    """
     files: dict[Annotated[str, Field(pattern=r"^[a-z0-9-]+\.safetensors$")], FileSum]
     crc32: str = ""
-    """Of all else that is here."""
+    """CRC-32 of all other fields."""
 
     def write(self, folder: Path) -> None:
-        """Make ``folder`` a checkpoint. Raises OSError."""
+        """Write the manifest, which makes ``folder`` a checkpoint.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
         sealed = self.model_copy(update={"crc32": self._sum()})
         write_durably(folder / MANIFEST, [sealed.model_dump_json(indent=2).encode() + b"\n"])
 
@@ -72,7 +89,12 @@ class Manifest(Stamp):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises Damaged; FileNotFoundError where ``folder`` is no checkpoint, or not yet."""
+    """Read the manifest of the checkpoint in ``folder``.
+
+    Raises:
+        CorruptCheckpoint: The manifest is unreadable or invalid, or disagrees with its own checksum.
+        FileNotFoundError: ``folder`` is no checkpoint, or not a complete one.
+    """
     path = folder / MANIFEST
     try:
         if path.exists() and not path.is_file():

@@ -1,4 +1,4 @@
-"""Checkpoints found again, and read: whole ones only."""
+"""Find and read checkpoints; only whole ones count."""
 
 from __future__ import annotations
 
@@ -21,30 +21,53 @@ _CHUNK_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One directory and what its manifest says."""
+    """One checkpoint: its directory and manifest."""
 
     folder: Path
     manifest: Manifest
 
     def shared(self, device: torch.device = _CPU) -> Tree:
-        """What all ranks hold alike; None where nothing was saved. ``device`` takes what lay on an accelerator.
+        """Return what all ranks hold alike; None if nothing was saved.
 
-        Raises UserError where the file is not what the manifest says, as does :meth:`part`.
+        Args:
+            device: Device for tensors that were on an accelerator.
+
+        Raises:
+            UserError: The file disagrees with the manifest, or cannot be read.
         """
         return self._read(SHARED, device)
 
     def part(self, rank: int, device: torch.device = _CPU) -> Tree:
-        """What was ``rank``'s own, of the ranks there were; None where it saved nothing."""
+        """Return what only ``rank`` held, of the ranks there were; None if it saved nothing.
+
+        Args:
+            rank: Rank in the run that saved the checkpoint.
+            device: Device for tensors that were on an accelerator.
+
+        Raises:
+            UserError: The file disagrees with the manifest, or cannot be read.
+        """
         return self._read(part_name(rank), device)
 
     def parts(self, device: torch.device = _CPU) -> Iterator[tuple[int, Tree]]:
-        """Every rank that had something of its own, and what: one at a time, for they may be many."""
+        """Yield every rank that saved a part, and the part; one at a time, since they may be many.
+
+        Args:
+            device: Device for tensors that were on an accelerator.
+
+        Raises:
+            UserError: A file disagrees with the manifest, or cannot be read.
+        """
         for rank in range(self.manifest.world):
             if part_name(rank) in self.manifest.files:
                 yield rank, self.part(rank, device)
 
     def verify(self) -> None:
-        """Raises Damaged where a file is not what the manifest says."""
+        """Check every file against the manifest.
+
+        Raises:
+            CorruptCheckpoint: A file differs, or cannot be read.
+        """
         for name, expected in self.manifest.files.items():
             path = self.folder / name
             try:
@@ -68,7 +91,11 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """That in ``folder``. Raises UserError where there is none, or its manifest is damaged."""
+    """Return the checkpoint in ``folder``.
+
+    Raises:
+        UserError: There is none, or its manifest is damaged.
+    """
     try:
         return Checkpoint(folder, read_manifest(folder))
     except FileNotFoundError:
@@ -78,17 +105,26 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def newest(root: Path) -> Checkpoint | None:
-    """The last checkpoint under ``root`` that is whole; None if there has never been one.
+    """Return the newest checkpoint under ``root`` that is whole; None if there has never been one.
 
-    All its files are read for that, so one rank looks and tells the others. Damaged ones are named on stderr. Raises
-    UserError where there is no other, or ``root`` cannot be read.
+    All its files are read to check it, so only one rank should do this and tell the others. Damaged checkpoints are
+    reported on stderr.
+
+    Raises:
+        UserError: All checkpoints are damaged, or ``root`` cannot be read.
     """
     found, damaged = _survey(root)
     return _first_whole(root, found, found, damaged)
 
 
 def best(root: Path) -> Checkpoint | None:
-    """That with the highest top-1 of those that are whole; None if none was evaluated. As :func:`newest` otherwise."""
+    """Return the whole checkpoint with the highest top-1; None if none was evaluated.
+
+    Otherwise as ``newest``.
+
+    Raises:
+        UserError: As ``newest``.
+    """
     found, damaged = _survey(root)
     return _first_whole(root, by_merit(found), found, damaged)
 
@@ -127,7 +163,7 @@ def _read_chunks(path: Path) -> Iterator[bytes]:
 
 
 def _check_size(path: Path, expected: int) -> None:
-    """Before it is read: a pipe or a device may have no end. Raises OSError too."""
+    """Raise CorruptCheckpoint, or OSError, before reading: a pipe or device may have no end."""
     if path.exists() and not path.is_file():
         raise CorruptCheckpoint(path, "is no file")
     if (found := path.stat().st_size) != expected:

@@ -1,4 +1,4 @@
-"""The checkpoints of a run beside one another: which are there, room for another, which go."""
+"""Manage the checkpoints of a run together: list them, make room for another, and remove old ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ _NONE_YET = ".none-yet"
 
 
 def _folders(root: Path) -> list[Path]:
-    """What may be a checkpoint, or have been meant for one. A link is somebody's own. Raises OSError."""
+    """Return the directories that may be checkpoints or were meant to be; links belong to the user.
+
+    Raises:
+        OSError: ``root`` cannot be listed.
+    """
     try:
         named = [path for path in root.iterdir() if path.name.startswith("step-")]
     except FileNotFoundError:
@@ -23,8 +27,11 @@ def _folders(root: Path) -> list[Path]:
 
 
 def survey(root: Path) -> tuple[dict[Path, Manifest], dict[Path, CorruptCheckpoint]]:
-    """What the manifests say, from the newest checkpoint to the oldest; and those that cannot be read. Raises OSError
-    where one cannot even look, which is not to be taken for an empty directory."""
+    """Return the manifests from the newest checkpoint to the oldest, and the checkpoints that cannot be read.
+
+    Raises:
+        OSError: ``root`` cannot be listed, which must not pass for an empty directory.
+    """
     found, damaged = {}, {}
     for folder in _folders(root):
         try:
@@ -37,14 +44,18 @@ def survey(root: Path) -> tuple[dict[Path, Manifest], dict[Path, CorruptCheckpoi
 
 
 def by_merit(found: dict[Path, Manifest]) -> list[Path]:
-    """Those that were evaluated, from the highest top-1 to the lowest; among equal ones in the order given."""
+    """Return the evaluated checkpoints from the highest top-1 to the lowest; equal ones keep their order."""
     judged = {folder: manifest.top1 for folder, manifest in found.items() if manifest.top1 is not None}
     return sorted(judged, key=lambda folder: -judged[folder])
 
 
 def new_folder(root: Path, step: int) -> Path:
-    """An empty directory for a checkpoint of ``step``, of which there may be one already. Raises OSError."""
-    root.mkdir(exist_ok=True)  # not what it is in: a run whose directory was removed does not make it anew
+    """Make an empty directory for a checkpoint of ``step``, even if one for that step exists.
+
+    Raises:
+        OSError: The directory cannot be made or synced.
+    """
+    root.mkdir(exist_ok=True)  # not its parent: a run whose directory was removed does not make it again
     for number in count(1):
         folder = root / (f"step-{step:08}" if number == 1 else f"step-{step:08}-{number}")
         try:
@@ -58,26 +69,47 @@ def new_folder(root: Path, step: int) -> Path:
 
 
 def expect_first(root: Path) -> None:
-    """Note in ``root`` that no checkpoint of its run is complete. Raises OSError."""
+    """Note in ``root`` that no checkpoint of its run is complete.
+
+    Raises:
+        OSError: The note cannot be written.
+    """
     (root / _NONE_YET).touch()
 
 
 def first_is_there(root: Path) -> None:
-    """Take that note away. Raises OSError."""
+    """Remove the note of ``expect_first``.
+
+    Raises:
+        OSError: The note cannot be removed.
+    """
     (root / _NONE_YET).unlink(missing_ok=True)
 
 
 def had_none(root: Path) -> bool:
-    """Tell whether ``root`` still has the note of :func:`expect_first`: no checkpoint was ever complete there. Without
-    the note and without checkpoints, some may have been lost."""
+    """Return whether ``root`` still has the note of ``expect_first``: no checkpoint was ever complete there.
+
+    Without the note and without checkpoints, some may have been lost.
+    """
     return (root / _NONE_YET).exists()
 
 
 def retain(root: Path, keep: int, is_whole: Callable[[Path, Manifest], bool]) -> list[Path]:
-    """Remove all but the newest checkpoint, the best one that is whole, and of the others the ``keep`` newest. Returns
-    what was removed. Raises OSError.
+    """Remove old checkpoints: keep the newest, the best one that is whole, and of the others the ``keep`` newest.
 
-    What has a damaged manifest stays, for whoever looks why, as does what would be the best and is damaged otherwise.
+    A checkpoint with a damaged manifest stays, so that its cause can be found. One that would be the best but is
+    damaged otherwise stays too.
+
+    Args:
+        root: Directory of the checkpoints.
+        keep: Checkpoints kept besides the newest and the best.
+        is_whole: Returns whether a checkpoint is whole.
+
+    Returns:
+        The directories that were removed.
+
+    Raises:
+        OSError: ``root`` cannot be listed, or a checkpoint cannot be removed.
     """
     found, _ = survey(root)
     kept = [*found][:1]
@@ -93,8 +125,14 @@ def retain(root: Path, keep: int, is_whole: Callable[[Path, Manifest], bool]) ->
 
 
 def set_aside(root: Path, step: int) -> int | None:
-    """Have those of ``step`` and later under another name, where nobody goes on from them, if any is of an earlier
-    step. The step of the newest that is left; None: there is none. Raises OSError."""
+    """Rename the checkpoints of ``step`` or later, if an earlier one exists, so that no run resumes from them.
+
+    Returns:
+        The step of the newest checkpoint left; None if there is none.
+
+    Raises:
+        OSError: ``root`` cannot be listed, or a checkpoint cannot be renamed.
+    """
     found, _ = survey(root)
     if any(manifest.step < step for manifest in found.values()):
         for folder in [folder for folder, manifest in found.items() if manifest.step >= step]:
@@ -108,14 +146,22 @@ def set_aside(root: Path, step: int) -> int | None:
 
 
 def sweep(root: Path) -> None:
-    """Remove what killed writes and removals have left. Nobody may be writing. Raises OSError."""
+    """Remove what killed writes and removals have left; no rank may be writing.
+
+    Raises:
+        OSError: ``root`` cannot be listed, or a directory cannot be removed.
+    """
     for folder in _folders(root):
         if not (folder / MANIFEST).exists():
             shutil.rmtree(folder)
 
 
 def remove(folder: Path) -> None:
-    """First it is no checkpoint any more, then it is gone: killed in between, it is taken for none. Raises OSError."""
+    """Remove a checkpoint: first its manifest, so that a directory left by a kill counts as none.
+
+    Raises:
+        OSError: Some of it cannot be removed.
+    """
     (folder / MANIFEST).unlink(missing_ok=True)
     sync_folder(folder)
     shutil.rmtree(folder)

@@ -1,11 +1,11 @@
-"""Trees of dicts, lists, tuples, tensors and plain values, taken apart into JSON and tensors, and put together again.
+"""Convert trees of dicts, lists, tuples, tensors and plain values to JSON and tensors, and back.
 
-The same bits come back: integers of any size, floats with the payload of a NaN, strings and bytes, keys that are no
-strings, the order of keys. Tensors come back with their strides, so in their memory format; where two places hold the
-same tensor they do so again. A tensor that does not fill its memory, such as a slice or an expanded one, comes back
-dense, in the same order of dimensions. Subclasses of dict come back as dicts, parameters as tensors.
+The same bits are restored: integers of any size, floats with the payload of a NaN, strings and bytes, keys that are not
+strings, and the order of keys. Tensors are restored with their strides, so with their memory format. If one tensor is
+in two places, it is one tensor again. A tensor that does not fill its memory, such as a slice or an expanded one, is
+restored dense, in the same order of dimensions. Subclasses of dict become dicts, parameters become tensors.
 
-In JSON what it does not know is an object with one key: ``$tensor``, ``$float``, ``$bytes``, ``$tuple``, ``$dict``.
+What JSON does not have is an object with one key: ``$tensor``, ``$float``, ``$bytes``, ``$tuple``, ``$dict``.
 """
 
 from __future__ import annotations
@@ -20,22 +20,27 @@ import torch
 from torch import Tensor
 
 Tree: TypeAlias = Any
-"""None, bool, int, float, str, bytes, Tensor, and lists, tuples and dicts of trees; a dict's keys are anything but
-tensors, lists and dicts."""
+"""None, bool, int, float, str, bytes, Tensor, and lists, tuples and dicts of trees.
+
+Keys of dicts are anything but tensors, lists and dicts.
+"""
 
 
 class TensorEntry(NamedTuple):
-    """A tensor, and the strides with which it fills a piece of memory without gap or overlap: its own, if it does so,
-    else those in the same order."""
+    """A tensor, and the strides with which it fills memory without gap or overlap.
+
+    These are its own strides if it does so, else strides in the same order.
+    """
 
     tensor: Tensor
     strides: tuple[int, ...]
 
 
 def flatten_tree(tree: Tree) -> tuple[Any, dict[str, TensorEntry]]:
-    """The tree's outline, for JSON, and its tensors by the names that the outline has for them.
+    """Return the outline of ``tree``, for JSON, and its tensors under the names that the outline gives them.
 
-    Raises TypeError, with the path, for what has no place in a tree.
+    Raises:
+        TypeError: A value cannot be in a tree; the message has its path.
     """
     leaves: dict[str, TensorEntry] = {}
     names: dict[Any, str] = {}
@@ -84,7 +89,7 @@ def flatten_tree(tree: Tree) -> tuple[Any, dict[str, TensorEntry]]:
 
 
 def _unused(path: str, taken: Container[str]) -> str:
-    """A name that any reader of UTF-8 takes, and no other tensor has."""
+    """Return a name that any reader of UTF-8 accepts, and that no other tensor has."""
     path = path.encode(errors="replace").decode()
     name, number = path, 1
     while name in taken or name in ("", "__metadata__"):
@@ -94,10 +99,18 @@ def _unused(path: str, taken: Container[str]) -> str:
 
 
 def unflatten_tree(outline: Any, flat: dict[str, Tensor], device: torch.device) -> Tree:
-    """The tree of which :func:`flatten_tree` made ``outline``; ``flat`` has its tensors as they lay in memory.
+    """Return the tree that ``flatten_tree`` made ``outline`` of.
 
-    ``device`` takes the tensors that lay on an accelerator; the others stay on the CPU. Raises ValueError, KeyError,
-    TypeError or RuntimeError where the outline is none, or names what ``flat`` does not have.
+    Args:
+        outline: Outline of the tree.
+        flat: Its tensors by name, as they lay in memory.
+        device: Device for tensors that were on an accelerator; the others stay on the CPU.
+
+    Raises:
+        ValueError: The outline is none, or names what ``flat`` does not have. The same holds for the others below.
+        KeyError: As ValueError.
+        TypeError: As ValueError.
+        RuntimeError: As ValueError.
     """
     tensors: dict[str, Tensor] = {}
 

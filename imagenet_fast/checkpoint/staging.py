@@ -1,13 +1,13 @@
-"""A tree as it is at one moment, copied to host memory in the order in which safetensors has it in a file.
+"""Copy a tree as it is at one moment to host memory, laid out as in a safetensors file.
 
-The buffer is reused from one checkpoint to the next, and pinned where tensors lie on a GPU. Their copies are queued on
-the current stream, and the host waits for none of them: what the stream does afterwards may change the tensors at
-once, and it must have waited for what others did to them before. A stream for the copies alone would gain nothing: the
-current one had to wait for it before the next forward, which changes the statistics of batch norms.
+The buffer is reused from one checkpoint to the next, and pinned if tensors are on a GPU. Their copies are queued on the
+current stream, and the host waits for none of them. Later work of the stream may change the tensors at once, but the
+stream must already have waited for earlier work of other streams on them. A stream for the copies alone would gain
+nothing: the current stream would have to wait for it before the next forward, which changes batch-norm statistics.
 
-https://github.com/huggingface/safetensors#format: eight bytes with the length of the header, the header in JSON, and
-the tensors without a gap. The library's own writer is not used: before version 0.8 it keeps Python to itself while it
-writes, so that training would wait; and it neither syncs nor gives the number of an error or a checksum.
+Format (https://github.com/huggingface/safetensors#format): eight bytes with the length of the header, the header in
+JSON, and the tensors without a gap. The library's own writer is not used. Before version 0.8 it holds the GIL while it
+writes, so training would wait. It also neither syncs nor gives the error number or a checksum.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ _CODES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
     torch.bool: "BOOL",
 }  # fmt: skip
-"""As every version of the format has them. Tensors of other dtypes are there as bytes."""
+"""Names of dtypes that every version of the format has; tensors of other dtypes are stored as bytes."""
 
 _CHUNK_BYTES = 4 << 20
 
 
 class StagingBuffer:
-    """Copies of one tree after another, of which it holds the last."""
+    """Host copy of one tree after another, of which it holds the last."""
 
     def __init__(self) -> None:
+        """Create an empty buffer."""
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._bytes = 0
         self._outline: Any = None
@@ -44,16 +45,20 @@ class StagingBuffer:
         self._copied: dict[torch.device, torch.cuda.Event] = {}
 
     def take(self, tree: Tree) -> None:
-        """Copy ``tree``; nobody may still read the copy before. Raises TypeError as :func:`flatten_tree` does."""
+        """Copy ``tree``; no thread may still read the previous copy.
+
+        Raises:
+            TypeError: As ``flatten_tree``.
+        """
         self._outline, leaves = flatten_tree(tree)
         self._entries = {}
         self._bytes = sum(leaf.tensor.nbytes for leaf in leaves.values())
         gpus = {leaf.tensor.device for leaf in leaves.values() if leaf.tensor.is_cuda}
         if len(self._buffer) < self._bytes or (gpus and not self._buffer.is_pinned()):
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # first let go of the one before
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # free the previous buffer first
             self._buffer = torch.empty(self._bytes, dtype=torch.uint8, pin_memory=bool(gpus))
         start = 0
-        # By the size of their elements, so that each begins at a multiple of it.
+        # Largest elements first, so that each tensor begins at a multiple of its element size.
         for name, leaf in sorted(leaves.items(), key=lambda item: (-item[1].tensor.element_size(), item[0])):
             stop = start + leaf.tensor.nbytes
             place = self._buffer[start:stop].view(leaf.tensor.dtype).as_strided(leaf.tensor.shape, leaf.strides)
@@ -65,9 +70,9 @@ class StagingBuffer:
         }
 
     def chunks(self) -> Iterator[bytes | memoryview]:
-        """The file, piece by piece, once the copy is there."""
+        """Yield the file piece by piece, once the copy is complete."""
         for gpu, event in self._copied.items():
-            with torch.cuda.device(gpu):  # else the writer's thread makes a context of 500 MB on GPU 0
+            with torch.cuda.device(gpu):  # else the writer's thread would make a context of 500 MB on GPU 0
                 event.synchronize()
         header = json.dumps({"__metadata__": {"tree": json.dumps(self._outline)}, **self._entries}).encode()
         header += b" " * (-len(header) % 8)
@@ -78,7 +83,7 @@ class StagingBuffer:
 
 
 def _entry(leaf: TensorEntry) -> dict[str, Any]:
-    """What the format says of a tensor: its shape as it lies in memory, where channels may come last."""
+    """Return a tensor's entry in the header: its dtype, and its shape in memory order, where channels may be last."""
     tensor, strides = leaf
     if tensor.dtype not in _CODES:
         return {"dtype": "U8", "shape": [tensor.nbytes]}
@@ -87,11 +92,19 @@ def _entry(leaf: TensorEntry) -> dict[str, Any]:
 
 
 def read_tree(data: bytes, device: torch.device) -> Tree:
-    """The tree in a file's bytes; ``device`` takes what lay on an accelerator. Raises ValueError if there is none."""
+    """Read the tree in the bytes of a file.
+
+    Args:
+        data: The whole file.
+        device: Device for tensors that were on an accelerator.
+
+    Raises:
+        ValueError: The file holds no tree.
+    """
     try:
         flat = load(data)
         (length,) = struct.unpack_from("<Q", data)
         outline = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["tree"])
         return unflatten_tree(outline, flat, device)
-    except Exception as error:  # whatever is in the file: it fails in the library, in the outline or in torch
+    except Exception as error:  # a damaged file may fail in the library, in the outline or in torch
         raise ValueError(f"holds no tree ({type(error).__name__}: {error})") from error

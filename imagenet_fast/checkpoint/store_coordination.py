@@ -1,8 +1,8 @@
-"""What ranks write to one another about a checkpoint: letters in the store they met at.
+"""Exchange messages between ranks about a checkpoint, through the store they met at.
 
-A thread of each rank writes and looks for them with a client of its own, so training neither waits for it nor shares
-its connection. A gloo group could carry them, but has a socket to every other rank; a gather on the training thread
-would have to be tried at every step, and the last checkpoint would not be complete until there was another one.
+A thread of each rank writes and reads them with a client of its own, so training neither waits for it nor shares its
+connection. A gloo group could send them, but has a socket to every other rank. A gather on the training thread would be
+needed at every step, and the last checkpoint would not be complete until the next one.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-_FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 0.25  # between two looks: at first, and when it takes long
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 0.25  # seconds between two polls: at first, and when it takes long
 _READ = "read"
 
 
 @dataclass(frozen=True)
 class RankReply:
-    """Carry what a rank tells the others: its ``content``; or its ``failure``, the ``remedy`` for it and,
-    as ``content``, what to do after that."""
+    """Report of a rank to the others: its ``content``, or its ``failure`` and the ``remedy``.
+
+    With a failure, ``content`` is what to do after the remedy.
+    """
 
     content: Any = None
     failure: str = ""
@@ -31,44 +33,59 @@ class RankReply:
 
 
 class Leaving(Exception):
-    """This rank gives up the checkpoint, as its training has ended otherwise."""
+    """This rank gives up the checkpoint, because its training has ended otherwise."""
 
 
 class RankTimeout(Exception):
-    """Nobody wrote these letters in time."""
+    """Messages were not written in time."""
 
     def __init__(self, missing: Sequence[str]) -> None:
+        """Name the ``missing`` keys."""
         super().__init__(f"no letter {', '.join(missing)}")
         self.missing = missing
 
 
 class StoreCoordinator:
-    """About one checkpoint, among ``ranks`` ranks. It looks for letters until ``leaving`` is set."""
+    """Messages about one checkpoint, among ``ranks`` ranks; reads stop when ``leaving`` is set."""
 
     def __init__(self, store: Store, ranks: int, leaving: threading.Event) -> None:
+        """Use ``store`` for one checkpoint alone."""
         self._store = store
         self._ranks = ranks
         self._leaving = leaving
         self._keys = [_READ]
 
     def write(self, key: str, letter: RankReply) -> None:
+        """Write ``letter`` under ``key``."""
         self._keys.append(key)
         self._store.set(key, json.dumps(asdict(letter)))
 
     def read(self, keys: Sequence[str], patience_s: float) -> list[RankReply]:
-        """These letters, once all are there. Raises Silence, Leaving, or DistError where the store is gone."""
+        """Wait for the messages under ``keys`` and return them.
+
+        Args:
+            keys: Keys that other ranks write.
+            patience_s: Longest wait, in seconds.
+
+        Raises:
+            RankTimeout: Some are not there in time.
+            Leaving: ``leaving`` was set meanwhile.
+            DistError: The store is gone.
+        """
         self._keys += keys
         if not self._await(lambda: self._store.check([*keys]), patience_s):
             raise RankTimeout([key for key in keys if not self._store.check([key])])
         return [RankReply(**json.loads(self._store.get(key))) for key in keys]
 
     def confirm(self) -> None:
-        """This rank has read all that there is for it."""
+        """Tell rank 0 that this rank has read all messages for it."""
         self._store.add(_READ, 1)
 
     def clear(self, patience_s: float) -> None:
-        """Wait until all ranks have confirmed, as the store may end with this process, and take the letters away; where
-        one rank does not, leave them."""
+        """Wait until all ranks have confirmed, and delete the messages; leave them if one does not in time.
+
+        It waits because the store may end with this process.
+        """
         if self._await(lambda: self._store.add(_READ, 0) == self._ranks, patience_s):
             for key in dict.fromkeys(self._keys):
                 self._store.delete_key(key)

@@ -36,9 +36,9 @@ def own_cores(place: RankInfo, store: Store) -> int:
     A core is divided among the ranks that may use it. If srun or NUMA binding has given each rank cores of its own, the
     rank gets all of them. A cgroup's limit is divided evenly among the ranks of the node.
     """
-    store.set(f"cores/{place.rank}", json.dumps(sorted(os.sched_getaffinity(0))))
-    first = place.rank - place.local_rank
-    allowed = [set(json.loads(store.get(f"cores/{rank}"))) for rank in range(first, first + place.local_size)]
+    node = os.environ.get("GROUP_RANK", str(place.rank // place.local_size))  # srun may deal ranks out in turn
+    store.set(f"cores/{node}/{place.local_rank}", json.dumps(sorted(os.sched_getaffinity(0))))
+    allowed = [set(json.loads(store.get(f"cores/{node}/{other}"))) for other in range(place.local_size)]
     share = shares(allowed)[place.local_rank]
     return max(1, min([share, *(math.ceil(quota) // place.local_size for quota in _quotas(Path("/")))]))
 

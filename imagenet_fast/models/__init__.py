@@ -54,7 +54,7 @@ def compile_blocks(model: nn.Module) -> None:
 
     A model compiled as a whole yields every gradient only at the end of backward, which leaves nothing to overlap
     (pytorch issue 109774). Sizes are compiled as constants. By default torch does so only until it meets a second size.
-    It treats all blocks as one function, which is called with images of many sizes.
+    It treats all blocks as one function, which is called with images of always different sizes.
     """
     if isinstance(model, ResNet):
         model.compile_stem(dynamic=False)

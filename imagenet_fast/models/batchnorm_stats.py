@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 
 class StepStatistics:
-    """Running statistics of ``model`` over steps of ``micro_steps`` each; with one micro-step it does nothing.
+    """Running statistics of ``model`` over steps of several micro-steps.
 
-    Every micro-step starts from the statistics at the beginning of the step, and the results are averaged.
+    Every micro-step starts from the statistics at the beginning of the step, and the results are averaged. With
+    ``micro_steps`` of 1 it does nothing.
     """
 
     def __init__(self, model: nn.Module, micro_steps: int) -> None:

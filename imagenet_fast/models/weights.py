@@ -32,7 +32,10 @@ _LFS = b"version https://git-lfs"
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 _LONGEST_HEADER = 2**32
 _ENTRIES = ("state_dict_ema", "model_ema", "state_dict", "model")
-"""Entries of other programs' checkpoints that hold weights. The moving average is first: it is what they report."""
+"""Entries of other programs' checkpoints that hold weights.
+
+A moving average is first: it is what they report.
+"""
 _LISTED = 3  # number of misfitting weights that a message lists
 _MODELS: tuple[schema.Model, ...] = (
     schema.AlexNet(kind="alexnet"),
@@ -152,7 +155,7 @@ def fit(weights: Weights, model: schema.Model, classes: int, fresh_head: bool = 
 
 
 def fill(network: nn.Module, fitting: Weights) -> None:
-    """Load the result of ``fit`` into ``network``. What ``fit`` left out stays as it is."""
+    """Load the result of ``fit`` into ``network``; what ``fit`` left out stays as it is."""
     network.load_state_dict(fitting.tensors, strict=False)
 
 
@@ -259,7 +262,7 @@ def _differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
 
 
 def _misfit(weights: Weights, model: schema.Model, classes: int, wrong: Mapping[str, str]) -> str:
-    """Return the message that says why weights do not fit, as short as possible."""
+    """Return the message why weights do not fit, as short as possible."""
     source, wanted = weights.source, _name(model)
     match recognise(weights):
         case (known, theirs) if _name(known) == wanted:

@@ -61,7 +61,7 @@ class Pipeline:
             criterion: Loss as a mean over images.
             sync: Averages the part's gradients with those of its replicas. They are sent during the last micro-batch's
                 backward, unless the caller is in ``no_sync``. None: there are no replicas.
-            cast: Context in which forward and ``criterion`` run; None: fp32.
+            cast: Context in which forward and ``criterion`` run; None: none.
             observe: Makes a context for each pass; None: not observed.
             activations: Counts the activations sent; None: not counted.
 
@@ -127,7 +127,9 @@ class Pipeline:
 
 
 def joined(part: LocalStages, outline: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
-    """Return the whole network that the ranks of a pipeline hold, a copy on each rank. Every rank must call it.
+    """Return the whole network that the ranks of a pipeline hold, a copy on each rank.
+
+    Every rank must call it.
 
     Args:
         part: The stages of this rank.

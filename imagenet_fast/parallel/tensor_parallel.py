@@ -1,14 +1,14 @@
-"""Tensor parallelism of AlexNet's two large layers, which hold nine tenths of its weights.
+"""Shard AlexNet's two large layers, which hold nine tenths of its weights, over ranks.
 
-"One weird trick" (Krizhevsky, arXiv 1404.5997): convolutions are data-parallel, and the ranks of a tensor group, each
-with images of its own, compute fully connected layers together for the images of all. The first such layer is cut
-by outputs and the second by inputs (as in Megatron-LM, arXiv 1909.08053), so nothing travels between them; what comes
-out of the second is summed up, and goes back to the rank whose images it is of. The last layer is data-parallel
-again. So two activations of every image travel, forth and back, in place of the gradients of the large layers.
+"One weird trick" (Krizhevsky, arXiv 1404.5997): convolutions are data-parallel. The ranks of a tensor group, each with
+images of its own, compute the fully connected layers together for the images of all. The first of these layers is cut
+by outputs and the second by inputs (as in Megatron-LM, arXiv 1909.08053), so nothing is sent between them. The outputs
+of the second are summed, and each is sent to the rank that holds its image. The last layer is data-parallel again. So
+two activations per image are sent, in forward and in backward, in place of the gradients of the large layers.
 
 A rank's loss is the mean over its own images, and a pool takes the plain mean of its ranks' gradients. A shard's
-gradient is of the losses of all G ranks of its group, so it is divided by G, where gradients enter the sharded layers;
-where they leave these, for features of one rank's images, they are multiplied by G again.
+gradient is of the losses of all G ranks of its group. So gradients are divided by G where they enter the sharded
+layers, and multiplied by G where they leave these, for features of one rank's images.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ from imagenet_fast.sync.comm_stream import all_gather_single
 
 
 class TensorGroup:
-    """The ranks that hold the shards of a model's layers, and what they tell each other.
+    """Ranks that hold the shards of a model's layers, and the collectives between them.
 
-    They must do so in one order, with as many images each. What ``activations`` cost is counted and timed.
+    All ranks must call these in the same order, with the same number of images. ``activations`` counts and times them.
     """
 
     def __init__(self, group: dist.ProcessGroup, activations: ActivationTraffic) -> None:
+        """Use ``group`` for collectives, and count their traffic in ``activations``."""
         self.size = dist.get_world_size(group)
         self.place = dist.get_rank(group)
         self._group = group
         self._activations = activations
 
     def __deepcopy__(self, memo: object) -> TensorGroup:
-        """Copies of a model belong to the same ranks."""
+        """Return this object: copies of a model belong to the same ranks."""
         return self
 
     def gather(self, own: Tensor) -> Tensor:
-        """From [images, units] of each rank [G images, units], by rank."""
+        """Return the [images, units] of each rank as [G images, units], in the order of ranks."""
         own = own.contiguous()
         whole = own.new_empty(self.size * len(own), *own.shape[1:])
         with self._activations.waited_for((self.size - 1) * own.nbytes):
@@ -51,9 +52,9 @@ class TensorGroup:
         return whole
 
     def scatter(self, parts: Tensor) -> Tensor:
-        """From [G images, units] of each rank their sum, of which each rank has its own images' [images, units].
+        """Sum the [G images, units] of all ranks, and return the part [images, units] of this rank's images.
 
-        Added in fp32 at least and rounded once. gloo's own reduce-scatter would send twice as much.
+        It is summed in fp32 at least and rounded once. gloo's reduce-scatter would send twice as much.
         """
         parts = parts.contiguous()
         arrived = torch.empty_like(parts)
@@ -63,24 +64,25 @@ class TensorGroup:
         return arrived.view(self.size, -1, *parts.shape[1:]).sum(0, dtype=exact).to(parts.dtype)
 
     def shard(self, whole: Tensor, dim: int) -> nn.Parameter:
-        """This rank's part of a parameter that all of them hold, cut along ``dim``."""
+        """Return this rank's part of a parameter that all ranks hold, cut along ``dim``."""
         part = whole.detach().chunk(self.size, dim)[self.place]
         return nn.Parameter(part.clone(memory_format=torch.contiguous_format), whole.requires_grad)
 
     def whole(self, shard: Tensor, dim: int) -> nn.Parameter:
-        """What :meth:`shard` has cut, by now perhaps trained; on every rank."""
+        """Gather the parts that ``shard`` cut, trained since or not, on every rank."""
         parts = [torch.empty_like(shard) for _ in range(self.size)]
         dist.all_gather(parts, shard.detach(), self._group)
         return nn.Parameter(torch.cat(parts, dim), shard.requires_grad)
 
 
 class Shard(nn.Linear):
-    """This rank's part of a fully connected layer, for the images of the group."""
+    """This rank's part of a fully connected layer, for the images of the whole group."""
 
     dim: int
-    """The axis of the weight along which the layer is cut: of outputs, and then the bias is cut too, or of inputs."""
+    """Axis of the weight along which the layer is cut: 0 for outputs, with the bias, or 1 for inputs."""
 
     def __init__(self, layer: nn.Linear, group: TensorGroup) -> None:
+        """Keep this rank's part of ``layer``, cut along ``dim``."""
         super().__init__(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
         self.group = group
         for name, param in layer.named_parameters():
@@ -88,11 +90,11 @@ class Shard(nn.Linear):
         self.out_features, self.in_features = self.weight.shape
 
     def cuts(self, param: Tensor) -> bool:
-        """Whether ranks have parts of it; if not, all have the same."""
+        """Return whether ranks hold parts of ``param``; if not, all hold the same."""
         return param.dim() > self.dim
 
     def whole(self) -> nn.Linear:
-        """The layer, on every rank."""
+        """Gather the layer, on every rank."""
         layer = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
         for name, param in self.named_parameters():
             setattr(layer, name, self.group.whole(param, self.dim) if self.cuts(param) else param)
@@ -106,28 +108,32 @@ class ColumnParallel(Shard):
     dim = 0
 
     def forward(self, features: Tensor) -> Tensor:
+        """Gather the features of all ranks and compute this rank's outputs for them."""
         device = features.device.type
-        if torch.is_autocast_enabled(device):  # it would be multiplied in that dtype; so it travels in it
+        if torch.is_autocast_enabled(device):  # sent in the dtype in which it is multiplied
             features = features.to(torch.get_autocast_dtype(device))
         return super().forward(_Gather.apply(features, self.group))
 
 
 class RowParallel(Shard):
-    """A layer of which each rank has some inputs: [G images, in / G] to [images, out]."""
+    """Some inputs of a layer: [G images, in / G] to [images, out]."""
 
     dim = 1
 
     def forward(self, units: Tensor) -> Tensor:
+        """Compute this rank's summand for the images of all ranks; return the sum for its own images."""
         own: Tensor = _Scatter.apply(F.linear(units, self.weight), self.group)
         return own if self.bias is None else own + self.bias.to(own.dtype)
 
 
 def shard(model: nn.Module, group: TensorGroup) -> None:
-    """Leave of an AlexNet's first two fully connected layers only this rank's shard, in place, under the same names.
+    """Replace an AlexNet's first two fully connected layers by this rank's shards, in place, under the same names.
 
-    All ranks hold the same model at first. Dropout before these layers drops features of a rank's own images, between
-    them units of its own shard: as ever, if the ranks' random numbers differ. Raises ValueError where ``model`` has no
-    such layers, or they do not divide over the ranks.
+    All ranks hold the same model at first. Dropout before these layers drops features of a rank's own images; dropout
+    between them drops units of its own shard. This acts as usual if the ranks' random numbers differ.
+
+    Raises:
+        ValueError: ``model`` has no such layers, or their units do not divide over the ranks.
     """
     layers = getattr(model, "classifier", nn.Module())
     connected = [(name, layer) for name, layer in layers.named_children() if isinstance(layer, nn.Linear)]
@@ -141,9 +147,10 @@ def shard(model: nn.Module, group: TensorGroup) -> None:
 
 
 def gathered(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` whose layers are whole, as it was before :func:`shard`; a model without shards itself.
+    """Return a copy of ``model`` whose layers are whole, as before ``shard``.
 
-    Every rank of the group must ask for it. Weights must be up to date (:meth:`GradientSync.settle`).
+    A model without shards is returned itself. Every rank of the group must call it. Weights must be up to date
+    (``GradientSync.settle``).
     """
     if not any(isinstance(module, Shard) for module in model.modules()):
         return model
@@ -155,7 +162,12 @@ def gathered(model: nn.Module) -> nn.Module:
 
 
 def sharded(model: nn.Module, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of tensors by a whole model's names what ``model``, of :func:`shard`, has of them; the others as they are."""
+    """Return the tensors of ``whole``, with those that ``shard`` cut reduced to this rank's part.
+
+    Args:
+        model: A model after ``shard``.
+        whole: Tensors by the names of the whole model.
+    """
     own = dict(whole)
     for name, _, layer in shards_of(model):
         if name in own:
@@ -164,14 +176,14 @@ def sharded(model: nn.Module, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def shards_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Shard]]:
-    """Each parameter of which this rank holds one shard, with its name and layer, in the order of layers."""
+    """Yield the name, parameter and layer of each parameter that this rank holds as one shard, in layer order."""
     for name, layer in model.named_modules():
         if isinstance(layer, Shard):
             yield from ((f"{name}.{own}", param, layer) for own, param in layer.named_parameters() if layer.cuts(param))
 
 
 class _Gather(torch.autograd.Function):
-    """Into the sharded layers; gradients come out."""
+    """Gather features for the sharded layers; in backward, sum and scatter their gradients."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: TensorGroup) -> Tensor:
@@ -184,7 +196,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
-    """Out of the sharded layers; gradients go in."""
+    """Sum and scatter the sharded layers' outputs; in backward, gather their gradients."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: TensorGroup) -> Tensor:

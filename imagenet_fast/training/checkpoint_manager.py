@@ -26,7 +26,7 @@ _AGAIN_S, _AGAIN_LATER_S = 60.0, 600.0  # first and longest delay in seconds fro
 class CheckpointManager:
     """Policy that decides after each step whether to save a checkpoint and whether to stop.
 
-    It saves when the recipe says so, after evaluations, and before a stop. It does not save a state with non-finite
+    It saves when the recipe asks for it, after evaluations, and before a stop. It does not save a state with non-finite
     values, unless the recipe's ``nonfinite_steps`` is 0. A failed save does not end the training: rank 0 warns, and all
     ranks try again.
     """

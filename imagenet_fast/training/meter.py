@@ -113,7 +113,9 @@ class Meter:
         self._streak.add(loss)
 
     def report(self, record: MetricLogger, step: int, epoch: int, lr: float) -> None:
-        """Close the interval and record it; on a GPU, record an earlier one instead. Every rank must call it.
+        """Close the interval and record it; on a GPU, record an earlier one instead.
+
+        Every rank must call it.
 
         Args:
             record: Logger of the run.
@@ -144,7 +146,9 @@ class Meter:
         self._link_begun = reached  # count what a deferring engine sends between the intervals
 
     def flush(self, record: MetricLogger) -> None:
-        """Record every closed interval, waiting for the device. Every rank must call it.
+        """Record every closed interval, waiting for the device.
+
+        Every rank must call it.
 
         Raises:
             NonFiniteLoss: As ``report``.

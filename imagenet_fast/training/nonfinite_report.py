@@ -67,9 +67,10 @@ def examine(take_step: TrainingStep) -> Diagnosis:
 
 
 def explain(take_step: TrainingStep, keep: CheckpointManager, world: DistContext) -> str:
-    """Return the message that explains why the run ends, the same on every rank. Every rank must call it.
+    """Return the message that explains why the run ends, the same on every rank.
 
-    Nothing may be saved afterwards. Checkpoints from when the weights may already have been spoilt are set aside.
+    Every rank must call it. Nothing may be saved afterwards. Checkpoints from when the weights may already have been
+    spoilt are set aside.
 
     The message is about the rank, among those that found something, whose loss was the first not to be finite. Ties, as
     between the stages of a pipeline, which share one loss, go to the earlier ``Location``, then to the lower rank.

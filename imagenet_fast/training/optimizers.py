@@ -36,8 +36,8 @@ class _Piece:
 class MomentumSGD:
     """SGD with momentum, as ``torch.optim.SGD``: v <- mu v + g + wd w; w <- w - lr v.
 
-    The learning rate is not part of the momentum buffer, so a change of rate applies at once to what the buffer holds
-    (the momentum correction of Goyal et al., arXiv 1706.02677).
+    The learning rate is not part of the momentum buffer, so a change of rate applies at once to what the buffer holds.
+    This is the momentum correction of Goyal et al. (arXiv 1706.02677).
     """
 
     def __init__(

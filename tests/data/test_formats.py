@@ -247,7 +247,7 @@ def records_of(path: Path, *examples: bytes) -> Path:
 
 def example(label: int, synset: str = "", **changes: bytes | int) -> bytes:
     named = {"image/class/synset": synset.encode()} if synset else {}
-    return write_example({"image/encoded": b"image", "image/class/label": label, **named, **changes})
+    return write_example({"image/encoded": b"a photo", "image/class/label": label, **named, **changes})
 
 
 @pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
@@ -364,9 +364,9 @@ def test_a_bad_record_is_told_with_its_place(make: Callable[[Path], None], sente
 
 def test_a_record_whose_bytes_have_changed_is_told_when_it_is_read(tmp_path: Path):
     shard = records_of(tmp_path / "train-00000-of-00001", example(0), example(1), example(2))
-    _put(shard, shard.read_bytes().rindex(b"image"), b"P")
+    _put(shard, shard.read_bytes().rindex(b"a photo"), b"P")
     train = open_training(tmp_path)
-    assert train.read(1) == train.read(1) == b"image"
+    assert train.read(1) == train.read(1) == b"a photo"
     for _ in range(2):
         with pytest.raises(UserError, match="train-00000-of-00001: record 2 at byte 152 is damaged: its bytes are not"):
             train.read(2)

@@ -64,14 +64,14 @@ def test_names_are_judged_by_one_rule():
     assert not any(map(is_class_name, NO_CLASSES))
 
 
-def test_training_verify_and_prepare_take_the_same_images_and_classes(image_dir: Path, tmp_path: Path):
-    assert there(image_dir) == EXPECTED
-    assert scan_training(image_dir).classes == sorted(CLASSES)
-    check_folders(image_dir)
-    found = verify(image_dir)
+def test_training_verify_and_prepare_take_the_same_images_and_classes(source: Path, tmp_path: Path):
+    assert there(source) == EXPECTED
+    assert scan_training(source).classes == sorted(CLASSES)
+    check_folders(source)
+    found = verify(source)
     assert found.counts == {split: dict.fromkeys(CLASSES, len(IMAGES)) for split in ("train", "val")}
     assert not found.bad
-    prepared = prepare(image_dir, tmp_path / "out", WHOLE, subset=True)
+    prepared = prepare(source, tmp_path / "out", WHOLE, subset=True)
     assert there(tmp_path / "out") == EXPECTED
     assert [sorted(classes) for classes in prepared.record.splits.values()] == [sorted(CLASSES)] * 2
 
@@ -127,15 +127,15 @@ def test_prepare_counts_images_in_nested_folders_and_beside_classes(tmp_path: Pa
     }  # fmt: skip
 
 
-def test_prepare_names_folders_that_are_no_classes(image_dir: Path, tmp_path: Path):
-    prepared = prepare(image_dir, tmp_path / "out", WHOLE, subset=True)
+def test_prepare_names_folders_that_are_no_classes(source: Path, tmp_path: Path):
+    prepared = prepare(source, tmp_path / "out", WHOLE, subset=True)
     assert set(prepared.record.hidden) == {f"{split}/{name}" for split in ("train", "val") for name in NO_CLASSES}
     (line,) = (line for line in report(prepared, tmp_path / "out") if "no classes" in line)
     assert line.startswith("left out, as hidden folders and those of systems are no classes: train/$RECYCLE.BIN, ")
 
 
-def test_prepare_counts_files_that_are_no_images(image_dir: Path, tmp_path: Path):
-    prepared = prepare(image_dir, tmp_path / "out", WHOLE, subset=True)
+def test_prepare_counts_files_that_are_no_images(source: Path, tmp_path: Path):
+    prepared = prepare(source, tmp_path / "out", WHOLE, subset=True)
     (line,) = (line for line in report(prepared, tmp_path / "out") if "no images" in line)
     assert f" and {2 * len(CLASSES) * len(NO_IMAGES) - 3} more" in line
     assert "photo.heic" in prepared.record.splits["train"]["cat"].left_out
@@ -203,13 +203,13 @@ def test_prepare_does_not_write_into_its_source(tmp_path: Path, out: str):
     assert sorted(root.rglob("*")) == before
 
 
-def test_a_second_call_is_not_troubled_by_what_systems_leave(image_dir: Path, tmp_path: Path):
+def test_a_second_call_is_not_troubled_by_what_systems_leave(source: Path, tmp_path: Path):
     out = tmp_path / "out"
-    prepare(image_dir, out, WHOLE, subset=True)
+    prepare(source, out, WHOLE, subset=True)
     for folder in (out, out / "train", out / "train/cat", out / "val/cat"):
         put(folder, ".DS_Store", "Thumbs.db", "._1.jpg")
         put(folder / "@eaDir", "1.jpg")
-    assert prepare(image_dir, out, WHOLE, subset=True).already
+    assert prepare(source, out, WHOLE, subset=True).already
     (out / "train/cat/1.jpg").unlink()
     with pytest.raises(UserError, match="train/cat has not the 15 images any more"):
-        prepare(image_dir, out, WHOLE, subset=True)
+        prepare(source, out, WHOLE, subset=True)
