@@ -22,7 +22,7 @@ def main() -> None:
     missing = [package for package in NEEDED if version_of(package) is None]
     say("date", datetime.now().astimezone().isoformat(timespec="seconds"))
     say("commit", told("git", "log", "-1", "--format=%h %cs"))
-    say("machine", platform.platform())
+    say("node", platform.platform())
     say("python", platform.python_version())
     for package in ("torch", "torchvision", "triton", "nvidia-dali-cuda130"):
         say(package, version_of(package) or "is not there")

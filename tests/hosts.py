@@ -1,4 +1,4 @@
-"""Machines of one's own: each in a network namespace, with a host name and an /etc/hosts as Debian writes it."""
+"""Nodes of one's own: each in a network namespace, with a host name and an /etc/hosts as Debian writes it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Call = tuple[int, Callable[..., Any], tuple[Any, ...]]
 
 
 class Hosts:
-    """Machines named node0, node1, ... Each finds its own name at 127.0.1.1 and the others' at their addresses."""
+    """Nodes named node0, node1, ... Each finds its own name at 127.0.1.1 and the others' at their addresses."""
 
     def __init__(self, network: list[Host], folder: Path) -> None:
         self._network = network
@@ -95,7 +95,7 @@ def _command(said: Sequence[Path], arguments: Sequence[str]) -> None:
 
 @contextmanager
 def hosts(count: int, rate: str = "1gbit") -> Iterator[Hosts]:
-    """``count`` machines on a network of their own. Needs root."""
+    """``count`` nodes on a network of their own. Needs root."""
     with shaped_network(count, parse_rate(rate)) as network, tempfile.TemporaryDirectory() as folder:
         yield Hosts(network, Path(folder))
 

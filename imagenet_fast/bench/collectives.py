@@ -312,7 +312,7 @@ def _title(row: AllReduceTime) -> str:
     ranks = f"{row.hosts * row.ranks_per_host} ranks"
     if row.rate is not None:
         ranks = f"{row.hosts} hosts" + (f" of {row.ranks_per_host} ranks" if row.ranks_per_host > 1 else "")
-    link = row.rate or ("GPUs of one machine" if row.backend == "nccl" else "loopback")
+    link = row.rate or ("GPUs of one node" if row.backend == "nccl" else "loopback")
     return f"all-reduces by message size: {ranks}, {link}, {row.dtype}"
 
 

@@ -167,7 +167,7 @@ def compare(
             codes[run] = 1  # the exit code if it is interrupted
             print(f"\n{run.label} ({number} of {len(runs)})", flush=True)
             arguments = [sys.executable, "-m", "imagenet_fast", *run.arguments(name, data, folder)]
-            codes[run] = _on_this_machine(arguments, ranks) if network is None else _on_hosts(arguments, network)
+            codes[run] = _on_this_node(arguments, ranks) if network is None else _on_hosts(arguments, network)
             if codes[run] == 2 and not any(code in _DONE for code in codes.values()):
                 raise SystemExit(2)
     return [Ended(_past(jobs[run], run.label), code) for run, code in codes.items()]
@@ -182,7 +182,7 @@ def _past(job: Job, label: str) -> PastRun:
     return replace(past, name=label, outcome=past.outcome or RunResult.beginning(job))  # no steps, failed
 
 
-def _on_this_machine(arguments: list[str], ranks: int) -> int:
+def _on_this_node(arguments: list[str], ranks: int) -> int:
     """Run the command with all ranks on this node, and return its exit code."""
     return _wait([partial(_start, [*arguments, "--nproc", str(ranks)])])
 

@@ -1,4 +1,4 @@
-"""Record a model's layer profile from real training steps on this machine."""
+"""Record a model's layer profile from real training steps on this node."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import typer
 from imagenet_fast.cli.options import JsonOption, PngOption, in_a_directory
 from imagenet_fast.errors import UserError
 
-bench_app = typer.Typer(help="Measure what this machine can do.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure what this node can do.", no_args_is_help=True)
 
 
 @bench_app.command("step")
@@ -66,7 +66,7 @@ def bench_sync(
         ),
     ] = "alexnet",
     hosts: Annotated[
-        int, typer.Option(min=1, help="Each on a link of its own where --rate is given; else all are this machine.")
+        int, typer.Option(min=1, help="Each on a link of its own where --rate is given; else all are this node.")
     ] = 4,
     ranks_per_host: Annotated[
         int, typer.Option(min=1, help="Ranks on each host, with its loopback interface between them.")
@@ -175,7 +175,7 @@ def bench_collectives(
         typer.Option(metavar="A,B", help="native (the backend's own), ring, ..., mpi. Default: all that can be."),
     ] = None,
     hosts: Annotated[
-        int, typer.Option(min=1, help="Each on a link of its own where --rate is given; else all are this machine.")
+        int, typer.Option(min=1, help="Each on a link of its own where --rate is given; else all are this node.")
     ] = 4,
     ranks_per_host: Annotated[int, typer.Option(min=1, help="Ranks on each host.")] = 1,
     rate: Annotated[
@@ -200,7 +200,7 @@ def bench_collectives(
 
 @bench_app.command("pipeline")
 def bench_pipeline(
-    stages: Annotated[int, typer.Option(min=2, help="Ranks of this machine, each with a stage of the model.")] = 4,
+    stages: Annotated[int, typer.Option(min=2, help="Ranks of this node, each with a stage of the model.")] = 4,
     micro_batches: Annotated[str, typer.Option(metavar="N,M", help="Of one batch.")] = "1,2,4,8,16",
     schedules: Annotated[
         str, typer.Option(metavar="A,B", help="Of gpipe, 1f1b (no fewer micro-batches than stages) and interleaved.")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 launch_app = typer.Typer(help="Print a job for a cluster that saves, and goes on.", no_args_is_help=True)
 
-_Nodes = Annotated[int, typer.Option("--nodes", metavar="N", parser=whole_nodes, help="Machines.")]
+_Nodes = Annotated[int, typer.Option("--nodes", metavar="N", parser=whole_nodes, help="Number of nodes.")]
 _RanksEach = Annotated[
     int | None, typer.Option("--nproc", min=1, help="Ranks a node, each on a GPU. Default: all that the recipe is for.")
 ]

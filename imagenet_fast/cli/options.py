@@ -49,7 +49,7 @@ WeightsRecipeOption = Annotated[
     str | None, typer.Option("--recipe", metavar="NAME|PATH", help="What the weights are for. Default: the run's.")
 ]
 NprocOption = Annotated[
-    int | None, typer.Option("--nproc", min=1, help="Ranks on this machine. Default: one a GPU, else 2.")
+    int | None, typer.Option("--nproc", min=1, help="Ranks on this node. Default: one a GPU, else 2.")
 ]
 NodesOption = Annotated[
     int | None,
@@ -57,7 +57,7 @@ NodesOption = Annotated[
         "--nodes",
         metavar="N",
         parser=whole_nodes,
-        help="Machines; run the same command on each. Default: 1, or all of srun's.",
+        help="Number of nodes; run the same command on each. Default: 1, or all of srun's.",
     ),
 ]
 ElasticNodesOption = Annotated[
@@ -65,7 +65,7 @@ ElasticNodesOption = Annotated[
     typer.Option(
         "--nodes",
         metavar="N|MIN:MAX",
-        help="Machines; run the same command on each. A range: they may leave and join. Default: 1, or all of srun's.",
+        help="Number of nodes; run the same command on each. A range: they may leave and join. Default: 1, or all of srun's.",
     ),
 ]
 EndpointOption = Annotated[

@@ -132,7 +132,7 @@ class DaliLoader:
     def _refuse_other_than_images(self, error: str) -> None:
         """Raise UserError if DALI failed for a reason other than a bad image: no memory, or no usable GPU."""
         if re.search(r"out of memory|bad_alloc", error, re.IGNORECASE):
-            where = "the GPU" if self._device.type == "cuda" else "the machine"
+            where = "the GPU" if self._device.type == "cuda" else "the node"
             raise UserError(
                 f"DALI found no memory left on {where} ({error.splitlines()[0]}); take a smaller data.prefetch "
                 f"({self._data.prefetch} now) or fewer images a batch, or --set data.loader=folder"

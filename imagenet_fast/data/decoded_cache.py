@@ -158,8 +158,8 @@ def open_cache(root: Path, split: str, images: ImageSource, side: int) -> Cache:
             raise UserError(f"{folder} {fault} and cannot be written; give another data.cache")
         if writable and (fault or not current):
             if not _is_alone(folder):
-                fault = fault or "is of before this machine started"
-                raise UserError(f"{folder} {fault}, and another run, or machine, uses it; give another data.cache")
+                fault = fault or "is of before this node started"
+                raise UserError(f"{folder} {fault}, and another run, or node, uses it; give another data.cache")
             if fault:
                 needed = _check_room(folder, images, side)
                 if found is not None:

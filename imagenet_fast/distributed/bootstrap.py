@@ -143,7 +143,7 @@ def _open_store(place: RankInfo, patience: timedelta, deadline: float) -> Store:
     except dist.DistError as error:
         reason = _first_line(error)
         if holds and not is_here(master.host):
-            reason = f"{master.host} is no address of the machine that has rank 0"
+            reason = f"{master.host} is no address of the node that has rank 0"
         raise UserError(
             f"rank {place.rank} cannot use {master} ({reason}); choose another MASTER_ADDR and MASTER_PORT, or "
             "--rdzv-endpoint HOST:PORT"

@@ -120,14 +120,14 @@ def _graphics(driver: _Driver) -> Iterator[CheckResult]:
     """
     available, count = torch.cuda.is_available(), torch.cuda.device_count()
     if driver.trouble:
-        fix = "reinstall or update the driver; after an update, restart the machine"
+        fix = "reinstall or update the driver; after an update, restart the node"
         yield CheckResult("nvidia-smi", "warn" if available else "fail", driver.trouble, fix)
     named = f"driver {driver.version or 'unknown'}"
     if available and count:
         for number in range(count):
             yield _card(number, named)
     elif available:
-        fix = "look at CUDA_VISIBLE_DEVICES, or restart the machine"
+        fix = "look at CUDA_VISIBLE_DEVICES, or restart the node"
         yield CheckResult("GPU", "fail", f"CUDA starts, but torch finds no GPU ({named})", fix)
     elif driver.version is not None and torch.version.cuda is None:
         fix = "`pip install torch torchvision` without an index of CPU builds"

@@ -98,7 +98,7 @@ def local_ranks(asked: int | None) -> int:
 
     gpus = torch.cuda.device_count()
     if asked is not None and gpus and asked > gpus:
-        raise UserError(f"--nproc {asked} is more than this machine's {gpus} GPU(s); use at most {gpus}")
+        raise UserError(f"--nproc {asked} is more than this node's {gpus} GPU(s); use at most {gpus}")
     return asked or gpus or 2
 
 

@@ -24,7 +24,7 @@ from imagenet_fast.sync.param_slot import ParamSlot, bring, label_of, places_of
 from imagenet_fast.sync.quantization import PLAIN, BlockMap, ErrorFeedback, is_coded
 from imagenet_fast.sync.step_prediction import predict_best, releases_of, thresholds
 
-_ON_ONE_COMPUTER = 2.0**22
+_ON_ONE_NODE = 2.0**22
 """The bucket size in bytes where all ranks are on one node and have no GPUs.
 
 Measuring would gain little there. Also, a backend's rounding depends on how messages are cut, so measured sizes would
@@ -58,8 +58,8 @@ class Scheduler(SyncEngine):
         self._step = 0
         self._memory: Memory = {}  # what the compressor keeps from step to step
         self._pool = pool
-        if engine.fuse is None and pool.topology.is_one_computer:
-            engine = replace(engine, fuse=_ON_ONE_COMPUTER)
+        if engine.fuse is None and pool.topology.is_one_node:
+            engine = replace(engine, fuse=_ON_ONE_NODE)
         self._declared = engine
         self._topology = pool.topology.anew()
         self._wire = wire_for(pool.buffer.dtype, engine.wire, self._topology)

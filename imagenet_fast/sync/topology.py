@@ -88,7 +88,7 @@ class Topology:
         return max(map(len, self.nodes))
 
     @property
-    def is_one_computer(self) -> bool:
+    def is_one_node(self) -> bool:
         """Whether all ranks are on CPUs of one node, and so reach each other through its memory alone."""
         return self.device.type == "cpu" and len(self.nodes) == 1
 

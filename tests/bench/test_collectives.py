@@ -1,4 +1,4 @@
-"""All-reduces by message size: gloo's own, ours and MPI's, over a shaped network and between ranks of one machine."""
+"""All-reduces by message size: gloo's own, ours and MPI's, over a shaped network and between ranks of one node."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_mpi_that_does_not_start_says_why(root: None, with_mpi: None, monkeypatc
 
 
 def test_who_inhabits_a_host_sees_its_interfaces_alone(root: None):
-    """As UCX must, on a machine that calls its own by other names."""
+    """As UCX must, on a node that calls its own by other names."""
 
     def interfaces() -> set[str]:
         return {path.name for path in Path("/sys/class/net").iterdir()}

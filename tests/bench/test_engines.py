@@ -29,7 +29,7 @@ from tests.e2e.command import in_process, wait_for
 
 
 def namespaces(*places: str) -> set[str]:
-    """The network namespaces that some process of this machine is in, or holds open."""
+    """The network namespaces that some process of this node is in, or holds open."""
     found = set()
     for link in chain(*(Path("/proc").glob(place) for place in places or ("[0-9]*/ns/net", "[0-9]*/fd/*"))):
         try:

@@ -367,7 +367,7 @@ def test_when_the_machine_went_down_only_what_was_synced_is_believed(
     for index in range(10, 25):
         cache.pixels(index)
     monkeypatch.setattr(caches, "_boot", lambda: "another")
-    with pytest.raises(UserError, match="is of before this machine started, and another run, or machine, uses it"):
+    with pytest.raises(UserError, match="is of before this node started, and another run, or node, uses it"):
         open_cache(tmp_path, "train", split, SIDE)
     del cache
     back = opened_after_the_end(tmp_path, split)

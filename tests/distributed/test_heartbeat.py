@@ -206,7 +206,7 @@ def test_a_rank_that_another_has_ended_is_ended_soon_after_if_it_does_not_by_its
 
 
 class Deaf:
-    """A store whose machine is gone."""
+    """A store whose node is gone."""
 
     def __getattr__(self, request: str) -> Callable[..., None]:
         def ask(*arguments: object) -> None:

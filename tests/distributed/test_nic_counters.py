@@ -28,7 +28,7 @@ def test_what_is_sent_by_an_interface_is_counted():
     ("interface", "place", "told"),
     [
         ("lo", RankInfo(0, 4, 0, 2), True),
-        ("lo", RankInfo(1, 2, 1, 2), False),  # a single machine: gloo's interface carries nothing to others
+        ("lo", RankInfo(1, 2, 1, 2), False),  # a single node: gloo's interface carries nothing to others
         ("nosuch0", RankInfo(0, 4, 0, 2), False),
         ("lo,eth0", RankInfo(0, 4, 0, 2), False),
         (None, RankInfo(0, 4, 0, 2), False),

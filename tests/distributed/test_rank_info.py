@@ -67,7 +67,7 @@ def test_processors_taken_away_by_affinity_do_not_count():
 
 
 def machine(root: Path, membership: str, **files: str) -> Path:
-    """A file system of a machine of 64 processors, with cgroups."""
+    """A file system of a node of 64 processors, with cgroups."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/self/cgroup").write_text(membership)
     for name, text in files.items():

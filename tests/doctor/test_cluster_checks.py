@@ -24,7 +24,7 @@ def _measure() -> None:
     assert [(note.about, note.state) for note in notes] == [("torch", "ok"), ("all-reduce", "ok")]
     assert "Gbit/s" in notes[-1].said
 
-    # As if each were a machine of its own, of one name: they are told apart all the same.
+    # As if each were a node of its own, of one name: they are told apart all the same.
     apart = DistContext(rank, 2, 0, 1, torch.device("cpu"))
     notes = gather_results([CheckResult("torch", "ok", f"2.1{rank}")], apart, "same")
     assert [(n.about, n.host) for n in notes[:2]] == [("torch", "same"), ("torch", "same (1)")]

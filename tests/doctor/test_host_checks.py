@@ -1,4 +1,4 @@
-"""A machine looked at by itself."""
+"""A node looked at by itself."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_driver_without_a_torch_for_it_fails(
 
 
 def fake_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch, mode: int = 0o755) -> None:
-    """An nvidia-smi, the only program there is, on a machine on which torch sees no GPU."""
+    """An nvidia-smi, the only program there is, on a node on which torch sees no GPU."""
     folder.mkdir(exist_ok=True)
     (folder / "nvidia-smi").write_text(script)
     (folder / "nvidia-smi").chmod(mode)

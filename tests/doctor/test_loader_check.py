@@ -1,4 +1,4 @@
-"""Loaders tried on a machine."""
+"""Loaders tried on a node."""
 
 from __future__ import annotations
 

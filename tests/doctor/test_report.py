@@ -1,4 +1,4 @@
-"""Findings of several machines, and how they are shown."""
+"""Findings of several nodes, and how they are shown."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_what_has_finished_is_shown_though_one_run_fails_and_another_is_interrup
 
 def compared(monkeypatch: pytest.MonkeyPatch, folder: Path, codes: dict[str, int]) -> list[Ended]:
     """Runs that end with these exit codes and record nothing."""
-    monkeypatch.setattr(compare, "_on_this_machine", lambda arguments, ranks: codes[Path(arguments[-1]).name])
+    monkeypatch.setattr(compare, "_on_this_node", lambda arguments, ranks: codes[Path(arguments[-1]).name])
     runs = compare.contestants("smoke", 2, list(codes), [], [])
     return compare.compare("smoke", runs, data=None, ranks=2, rate=None, folder=folder)
 

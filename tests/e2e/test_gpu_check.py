@@ -1,4 +1,4 @@
-"""The check of one GPU, as a machine without one can prove it: every section's command runs, as small as it goes."""
+"""The check of one GPU, as a node without one can prove it: every section's command runs, as small as it goes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_dry_run_writes_every_section_and_none_fails(tmp_path: Path):
     assert list(codes) == SECTIONS
     assert {name for name, code in codes.items() if code != "0"} == {*GPU_ONLY, *STEPS[1:]}
     assert "Traceback" not in report
-    assert "there is no GPU on this machine" in report
+    assert "there is no GPU on this node" in report
     for row in (r"^torch +\d", "^ours, lazy ", "^lars, clip ", "^synthetic ", "^dali "):
         assert re.search(row, report, re.MULTILINE), row
 

@@ -1,4 +1,4 @@
-"""Nodes that leave and join while they train: launchers of one rank each, all on this machine."""
+"""Nodes that leave and join while they train: launchers of one rank each, all on this node."""
 
 from __future__ import annotations
 

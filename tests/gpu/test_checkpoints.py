@@ -14,7 +14,7 @@ from tests.checkpoint.trees import ALONE, hostile, same, stamp
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU on this machine"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU on this node"),
 ]
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")

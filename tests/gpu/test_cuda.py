@@ -30,7 +30,7 @@ from tests.conftest import tables
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU on this machine"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU on this node"),
 ]
 
 

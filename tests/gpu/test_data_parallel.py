@@ -16,7 +16,7 @@ GPUS = torch.cuda.device_count()
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(GPUS < 2, reason="there are no two GPUs on this machine"),
+    pytest.mark.skipif(GPUS < 2, reason="there are no two GPUs on this node"),
 ]
 
 

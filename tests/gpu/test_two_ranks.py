@@ -15,7 +15,7 @@ from tests.sync import test_contract as contract
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU on this machine"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU on this node"),
     pytest.mark.usefixtures("two_ranks"),
 ]
 

@@ -20,7 +20,7 @@ from tests.spawning import run
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU on this machine"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU on this node"),
 ]
 
 WORK = 10**8

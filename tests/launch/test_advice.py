@@ -29,7 +29,7 @@ def ended(status: str, wait_pct: float | None) -> RunResult:
     return replace(RunResult("failed", "test", "lazy", 2, 16), status=status, data_wait_pct=wait_pct)
 
 
-def test_a_run_that_waited_is_told_what_may_help_on_this_machine(job: Job):
+def test_a_run_that_waited_is_told_what_may_help_on_this_node(job: Job):
     first, *settings = _advice(job, ended("finished", 5.2), WORLD)
     assert first.startswith("Waited for data 5 % of training: a rank reads with dali")
     assert settings[0].startswith("  --set data.loader=folder")

@@ -1,4 +1,4 @@
-"""Jobs for clusters: read by those who read them there, and run as far as that goes on one machine."""
+"""Jobs for clusters: read by those who read them there, and run as far as that goes on one node."""
 
 from __future__ import annotations
 

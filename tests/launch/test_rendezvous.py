@@ -1,4 +1,4 @@
-"""Several nodes: README's command on each, on machines whose names lead to the loopback interface."""
+"""Several nodes: README's command on each, on nodes whose names lead to the loopback interface."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_whoever_has_the_endpoint_is_the_first(network: Hosts):
     early = network.call([(0, number, ("node1:29402", 2, 20.0)), (1, number, ("node1:29402", 2, 20.0, 0.7))])
     assert early == [1, 0]
     again = network.call([(0, named, ("127.0.0.1:29403", 2, 20.0))] * 2)
-    assert sorted(place for place, _ in again) == [0, 1], "on one machine the first to come"
+    assert sorted(place for place, _ in again) == [0, 1], "on one node the first to come"
     assert {name for _, name in met}.isdisjoint(name for _, name in again), "torchrun takes it for the run's id"
 
 
@@ -174,7 +174,7 @@ def test_ranks_find_the_interface_that_leads_to_the_others_by_themselves(network
     agreed = {"recipe": "a"}
     assert network.call([(n, introduced, (RankInfo(n, 3, 0, 1), agreed, 29410)) for n in range(3)]) == ["eth0"] * 3
     here = network.call([(0, introduced, (RankInfo(n, 2, n, 2), agreed, 29411)) for n in range(2)])
-    assert here == [None, None], "on one machine there is nothing to settle"
+    assert here == [None, None], "on one node there is nothing to settle"
 
 
 def test_ranks_that_were_told_different_things_refuse_each_other_with_the_keys(network: Hosts):
@@ -210,7 +210,7 @@ def test_ranks_that_do_not_come_are_named(network: Hosts):
 @pytest.mark.long
 def test_a_master_that_is_not_rank_0s_machine_is_named(network: Hosts):
     (sentence,) = said(network.call([(1, introduced, (RankInfo(0, 2, 0, 1), {}, 29415, 1.0))], timeout_s=30))
-    assert "node0 is no address of the machine that has rank 0" in sentence
+    assert "node0 is no address of the node that has rank 0" in sentence
 
 
 def joined(place: RankInfo, port: int, interface: str) -> None:

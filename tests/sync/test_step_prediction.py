@@ -44,7 +44,7 @@ USUAL: tuple[Sync, ...] = (*OURS[:4], DearSync(), SparseSync(), DdpSync(wire="bf
 
 
 class Hosts(Topology):
-    """Machines of one rank each, of which none is there."""
+    """Nodes of one rank each, of which none is there."""
 
     def __init__(self, count: int) -> None:
         super().__init__(torch.device("cpu"))
