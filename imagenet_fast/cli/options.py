@@ -65,7 +65,7 @@ ElasticNodesOption = Annotated[
     typer.Option(
         "--nodes",
         metavar="N|MIN:MAX",
-        help="Number of nodes; run the same command on each. A range: they may leave and join. Default: 1, or all of srun's.",
+        help="Number of nodes; run this on each. A range: they may leave and join. Default: 1, or all of srun's.",
     ),
 ]
 EndpointOption = Annotated[
