@@ -13,11 +13,11 @@ SLOW_TO_SPEAK = """\
 import os, time
 if os.environ.get("RANK") == "0":
     import imagenet_fast.errors as errors
-    at_once = errors.refuse
-    def refuse(*said):
+    at_once = errors.exit_with_error
+    def speak_late(*said):
         time.sleep(20)
         at_once(*said)
-    errors.refuse = refuse
+    errors.exit_with_error = speak_late
 """
 
 
