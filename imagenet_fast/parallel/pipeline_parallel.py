@@ -99,10 +99,10 @@ class Pipeline:
         Raises:
             UserError: The batch is not of the size that the network was cut for.
         """
-        source = self._micro_batches * len(self._part.images)
-        if len(images) != source or len(labels) != source:
+        expected = self._micro_batches * len(self._part.images)
+        if len(images) != expected or len(labels) != expected:
             raise UserError(
-                f"a batch of {len(images)} images is not the {images} of {self._micro_batches} equal micro-batches "
+                f"a batch of {len(images)} images is not the {expected} of {self._micro_batches} equal micro-batches "
                 "that the pipeline's ranks have agreed on; give it full batches"
             )
         self._scale = scale
