@@ -33,7 +33,7 @@ def seconds_between(begin: Timestamp, end: Timestamp) -> float:
     if isinstance(begin, torch.cuda.Event):
         assert isinstance(end, torch.cuda.Event)
         for moment in (begin, end):  # they may be of two streams, and either may be the later one
-            wait_for(moment)
+            moment.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
     assert not isinstance(end, torch.cuda.Event)
     return end - begin

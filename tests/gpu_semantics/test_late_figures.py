@@ -20,7 +20,7 @@ from tests.gpu_semantics import pretended_gpu
 from tests.gpu_semantics.pretended_gpu import CUDA, PretendedGpu
 from tests.spawning import run
 
-MAY_WAIT = frozenset({"Event.synchronize in wait_for"})
+MAY_WAIT = frozenset({"Event.synchronize in wait_for", "Event.synchronize in seconds_between"})
 """Of an earlier interval, which :class:`Aged` sees to."""
 
 
