@@ -97,20 +97,22 @@ bench() { # NAME LIMIT ARGUMENTS...
     section "$1" "$2" "$python" -m imagenet_fast bench "${@:3}"
 }
 
+gpu_only() { # HOW NAME LIMIT ARGUMENTS..., where HOW is section, tests or bench
+    if [ -n "$dry" ]; then
+        omitted "$2" "it is a GPU's"
+    else
+        "$@"
+    fi
+}
+
 # The limits add up to 8 minutes.
 section "environment" 20 "$python" scripts/gpu_environment.py
 tests "tests on one GPU" 75 tests/gpu --ignore=tests/gpu/test_two_ranks.py --ignore=tests/gpu/test_reused_memory.py
 tests "two NCCL ranks on one GPU" 45 -vv tests/gpu/test_two_ranks.py tests/gpu/test_reused_memory.py
-gpu_only() { # NAME LIMIT COMMAND...
-    if [ -n "$dry" ]; then
-        omitted "$1" "it is a GPU's"
-    else
-        section "$@"
-    fi
-}
-two=("$python" -m pytest -p no:cacheprovider -rs -vv)
-gpu_only "the same without the caching allocator" 15 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "${two[@]}" tests/gpu/test_reused_memory.py
-gpu_only "two NCCL ranks by torch's older backend" 45 env TORCH_DIST_USE_NCCL2=0 "${two[@]}" tests/gpu/test_two_ranks.py tests/gpu/test_reused_memory.py
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 gpu_only tests "the same without the caching allocator" 15 -vv \
+    tests/gpu/test_reused_memory.py
+TORCH_DIST_USE_NCCL2=0 gpu_only tests "two NCCL ranks by torch's older backend" 45 -vv \
+    tests/gpu/test_two_ranks.py tests/gpu/test_reused_memory.py
 rounds=(--rounds $((long ? 60 : 15)) --steps 2)
 for compile in '' --compile; do
     for model in resnet50 alexnet; do
@@ -143,7 +145,7 @@ if [ -n "$dry" ]; then
     size=(--model resnet18 --sync 'lazy,dear' --image-size 32 --batch 2)
 fi
 bench "host and GPU time of each engine" 30 step "${size[@]}" "${rounds[@]}"
-gpu_only "a step as one CUDA graph" 20 "$python" scripts/graphed_step.py
+gpu_only section "a step as one CUDA graph" 20 "$python" scripts/graphed_step.py
 bench "kernels of an optimiser's step" 20 kernels --model resnet50
 if [ -n "$dry" ]; then
     bench "loaders" 35 data --rounds 1 --loaders synthetic,dali --image-size 32 --batch 2 --workers 1 --seconds 0.1
