@@ -16,7 +16,7 @@ from pathlib import Path
 
 from imagenet_fast.bench.netns import Host, end_with_parent, enter, parse_rate, shaped_network
 from imagenet_fast.bench.parallel_layouts import NamedLayout, laid_out, refuse_axes
-from imagenet_fast.distributed.cpu_count import usable_cores
+from imagenet_fast.distributed.cpu_count import cores_per_rank
 from imagenet_fast.distributed.rank_info import RankInfo
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.launch.job_setup import check_writable, plan_job
@@ -193,7 +193,7 @@ def _on_hosts(arguments: list[str], network: list[Host]) -> int:
     for rank, host in enumerate(network):
         place = RankInfo(rank, len(network), 0, 1).variables(node=rank)
         meeting = {"MASTER_ADDR": network[0].address, "MASTER_PORT": str(_PORT)}
-        threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // len(network)))}
+        threads = {"OMP_NUM_THREADS": str(cores_per_rank(len(network)))}
         environment = threads | dict(os.environ) | place | meeting
         starts.append(partial(_start, arguments, environment, partial(_move_to, host)))
     return _wait(starts)

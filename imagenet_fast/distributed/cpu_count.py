@@ -30,6 +30,11 @@ def usable_cores(root: Path = Path("/")) -> int:
     return max(1, min(counts))
 
 
+def cores_per_rank(ranks: int) -> int:
+    """Return how many of the usable processors each of ``ranks`` gets if they share them evenly, at least 1."""
+    return max(1, usable_cores() // ranks)
+
+
 def own_cores(place: RankInfo, store: Store) -> int:
     """Return how many of its node's processors are for this rank. All ranks of the node must call this.
 

@@ -13,7 +13,7 @@ from imagenet_fast.data.format_detection import open_training
 from imagenet_fast.data.image_source import ImageSource
 from imagenet_fast.data.sample_images import make_photos
 from imagenet_fast.data.throughput import OwnLoader, fastest, measure, training_batches
-from imagenet_fast.distributed.cpu_count import usable_cores
+from imagenet_fast.distributed.cpu_count import cores_per_rank
 from imagenet_fast.distributed.init import prepare_device
 from imagenet_fast.doctor.report import CheckResult
 from imagenet_fast.errors import UserError
@@ -36,7 +36,7 @@ def try_loaders(data: Path | None, ranks: int, seconds: float = 1.0) -> list[Che
     Returns:
         One result, or none if ``data`` cannot be read at all.
     """
-    threads = max(1, usable_cores() // ranks)
+    threads = cores_per_rank(ranks)
     device, _ = prepare_device(0)
     loaders: list[OwnLoader] = ["folder", "dali"]
     there = [loader for loader in loaders if loader == "folder" or dali_loader.is_installed()]

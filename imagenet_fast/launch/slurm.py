@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Mapping, MutableMapping
 
-from imagenet_fast.distributed.cpu_count import usable_cores
+from imagenet_fast.distributed.cpu_count import cores_per_rank
 from imagenet_fast.distributed.rank_info import TORCHRUN, RankInfo
 
 _FIRST_PORT, _PORTS = 20_000, 10_000
@@ -32,7 +32,7 @@ def adopt_step(environment: MutableMapping[str, str]) -> None:
     environment.update(RankInfo(rank, size, local_rank, here).variables(node))
     environment.setdefault("MASTER_ADDR", _first_host(environment["SLURM_STEP_NODELIST"]))
     environment.setdefault("MASTER_PORT", str(_port(environment)))
-    cores = int(environment.get("SLURM_CPUS_PER_TASK") or max(1, usable_cores() // here))
+    cores = int(environment.get("SLURM_CPUS_PER_TASK") or cores_per_rank(here))
     environment.setdefault("OMP_NUM_THREADS", str(cores))
 
 

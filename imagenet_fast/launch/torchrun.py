@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from imagenet_fast.distributed.cpu_count import usable_cores
+from imagenet_fast.distributed.cpu_count import cores_per_rank
 from imagenet_fast.distributed.network_interfaces import Endpoint, route_to
 from imagenet_fast.errors import JobAborted, refusal_in
 from imagenet_fast.launch.rendezvous import LaunchConfig, RendezvousInfo, meet
@@ -65,7 +65,7 @@ def _run_ranks(
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # torchrun's own report of a failure, which ours replaces
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // nodes.ranks_each)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(cores_per_rank(nodes.ranks_each)))
     endpoint = nodes.endpoint
     where = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=127.0.0.1"]
     count = str(nodes.count)
