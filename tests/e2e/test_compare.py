@@ -93,15 +93,21 @@ def tiny_alexnet(folder: Path) -> Path:
 @pytest.mark.long
 def test_what_has_finished_is_shown_though_one_run_fails_and_another_is_interrupted(tmp_path: Path):
     out = tmp_path / "my runs"
-    (out / "allreduce" / ".job.json").mkdir(parents=True)  # so it fails before its ranks begin
     process = subprocess.Popen(
         [*COMMAND, "compare", "--recipe", "smoke", "--hosts", "2", "--sync", "allreduce,lazy,ring,dear",
          "--set", "data.train_images=64", "--set", "epochs=4", "--set", "log_every=1", "--set", "target_top1=0.999",
          "--set", "first_eval=4", "--out", str(out)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment(),
     )  # fmt: skip
-    ring_trains = out / "ring" / "events.jsonl"
-    wait_for(lambda: ring_trains.exists() and len(events_of(out / "ring", "train")) > 1, timeout_s=240)
+
+    def trains(run: str) -> bool:
+        return (out / run / "events.jsonl").exists() and len(events_of(out / run, "train")) > 1
+
+    wait_for(lambda: trains("allreduce"), timeout_s=120)
+    (train,) = psutil.Process(process.pid).children()
+    for rank in train.children():
+        rank.kill()
+    wait_for(lambda: trains("ring"), timeout_s=240)
     started = psutil.Process(process.pid).children(recursive=True)
     assert len(started) >= 2
     os.killpg(process.pid, signal.SIGINT)
@@ -110,7 +116,7 @@ def test_what_has_finished_is_shown_though_one_run_fails_and_another_is_interrup
     assert not any(child.is_running() for child in started)
     table, _, rest = printed[printed.rindex("run  ") :].partition("allreduce ended")
     allreduce, lazy, ring = (line.split() for line in table.splitlines()[1:])
-    assert allreduce == ["allreduce", "failed", *"––––––"]
+    assert allreduce[:2] == ["allreduce", "failed"]
     assert lazy[:3] == ["lazy", "reached", f"{outcome_of(out / 'lazy')['top1']:.2f}"]
     assert ring[:2] == ["ring", "preempted"], "it was saved"
     assert f" with exit code 1; what there is of it lies in {out / 'allreduce'}\n" in rest
@@ -120,7 +126,7 @@ def test_what_has_finished_is_shown_though_one_run_fails_and_another_is_interrup
     assert f"tensorboard --logdir '{out}'\n" in rest
     assert (out / "compare.png").stat().st_size > 10_000
     assert errors.count("warning: target_top1 is 0.999 %; did you mean 99.9?\n") == 1, "once, not once a run"
-    assert errors.count("Traceback") <= 1, "that of the run that fails"
+    assert "Traceback" not in errors
 
 
 def compared(monkeypatch: pytest.MonkeyPatch, folder: Path, codes: dict[str, int]) -> list[Ended]:
