@@ -54,7 +54,8 @@ _SPARE = 1.02
 def pixels_of(images: ImageSource, order: Order, data: ImageData) -> Callable[[int], Pixels]:
     """Return a function from an image's index to its pixels, which uses the cache if the recipe has one.
 
-    The function raises ImageDecodeError if the image cannot be decoded, and OSError if it cannot be read.
+    The function raises ImageDecodeError if the image cannot be decoded, OSError if it cannot be read, and UserError if
+    its shard is damaged.
 
     Raises:
         UserError: If the cache cannot be used.
@@ -98,6 +99,7 @@ class Cache:
         Raises:
             ImageDecodeError: If the image cannot be decoded.
             OSError: If the image cannot be read.
+            UserError: If the shard that holds the image is damaged.
         """
         pixels = self._kept.read(index)
         if pixels is None:
@@ -288,9 +290,9 @@ def _check_room(folder: Path, images: ImageSource, side: int) -> int:
 
 
 def some_sizes(images: ImageSource, count: int) -> Iterator[tuple[int, int]]:
-    """Yield (height, width) of ``count`` images spread over the split, without those that PIL cannot open."""
+    """Yield (height, width) of ``count`` images spread over the split, without those that cannot be read or opened."""
     for index in np.unique(np.linspace(0, len(images) - 1, count).astype(int)).tolist():
-        with suppress(*PIL_REFUSES), Image.open(BytesIO(images.read(index))) as image:
+        with suppress(UserError, *PIL_REFUSES), Image.open(BytesIO(images.read(index))) as image:
             yield image.height, image.width
 
 

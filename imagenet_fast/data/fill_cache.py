@@ -56,6 +56,8 @@ def fill(cache: Cache, threads: int) -> Iterator[int]:
                 cache.pixels(index)
             except (ImageDecodeError, OSError) as error:
                 warn(f"{cache.images.name(index)} cannot be decoded ({error}): it is left out")
+            except UserError as error:  # from a damaged shard; its message says where
+                warn(f"{error}; the image is left out")
             yield
 
     missing = cache.missing

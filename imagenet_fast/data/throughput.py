@@ -81,7 +81,9 @@ def fastest(rates: Mapping[str, float | None]) -> str:
         return ""
     (most, first), *others = ordered
     said = [f"fastest here: {first}", *(f"{most / rate:.2f} x {loader}" for rate, loader in others)]
-    return ", ".join([*said, *(f"{loader} is not installed" for loader, rate in own.items() if not rate)])
+    missing = (f"{loader} is not installed" for loader, rate in own.items() if rate is None)
+    stalled = (f"{loader} gave no image" for loader, rate in own.items() if rate == 0)
+    return ", ".join([*said, *missing, *stalled])
 
 
 def _settle(device: torch.device) -> None:

@@ -102,8 +102,10 @@ class MomentumSGD:
         self._descend(self._pieces(plain, elements), lr, 0.0, found_inf)
 
     def gradient_norm(self) -> Tensor:
-        """Return the L2 norm of all gradients together."""
+        """Return the L2 norm of all gradients together; 0 if there are none."""
         params = [p for p in self.params if p.grad is not None]
+        if not params:
+            return torch.zeros((), device=self.params[0].device)
         norm: Tensor = torch.linalg.vector_norm(self._whole_norms(params, torch.stack(_each_norm(gradients(params)))))
         return norm
 

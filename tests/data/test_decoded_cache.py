@@ -27,7 +27,7 @@ from imagenet_fast.data import decoded_cache as caches
 from imagenet_fast.data.decode import ImageDecodeError, decode
 from imagenet_fast.data.decoded_cache import Cache, open_cache
 from imagenet_fast.data.fill_cache import fill, fill_caches
-from imagenet_fast.data.format_detection import Format
+from imagenet_fast.data.format_detection import Format, open_training
 from imagenet_fast.data.imagefolder import ImageFolder, scan_training, scan_validation
 from imagenet_fast.data.loaders import build_loaders, open_loader
 from imagenet_fast.data.prepare.prepare import prepare
@@ -483,3 +483,15 @@ def test_the_command_fills_both_splits_for_runs_to_come(
     train = open_loader(settings, scan_training(image_dir), TrainSampler(40, Batching(1, 8, 1), 0, 1), 1, CPU, 1)
     val = open_loader(settings, scan_validation(image_dir), EvalSampler(7, 8, 1, 0), 2, CPU, 1)
     assert [len(next(iter(loader))[0]) for loader in (train, val)] == [8, 7]
+
+
+def test_what_a_damaged_shard_held_is_left_out_of_the_cache(image_dir: Path, tmp_path: Path, capfd):
+    settings = Settings(format="webdataset", resize=None, quality=None, shard_size=30_000)
+    prepare(image_dir, tmp_path / "shards", settings, subset=True)
+    images = open_training(tmp_path / "shards")
+    shard = min((tmp_path / "shards" / "train").glob("*.tar"))
+    os.truncate(shard, shard.stat().st_size // 2)
+    cache = open_cache(tmp_path / "cache", "train", images, SIDE)
+    assert sum(fill(cache, 2)) == len(images)
+    left_out = capfd.readouterr().err.count("the shard ends before the image does")
+    assert 0 < left_out == len(cache.missing) < len(images)

@@ -16,6 +16,7 @@ from imagenet_fast.recipe.schema import Float16, Full, Precision, Sgd
 from imagenet_fast.recipe.sync_config import Wire
 from imagenet_fast.sync import DearSync, EngineSettings, HybridSync, LazySync, SparseSync
 from imagenet_fast.sync.engine import Elements
+from imagenet_fast.sync.engines.ddp import DdpPeer
 from imagenet_fast.training.optimizers import MomentumSGD, build_optimizer, gradients
 from imagenet_fast.training.precision import LossScaler
 from tests.spawning import run
@@ -183,6 +184,20 @@ class Norms(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += func is torch.ops.aten.linalg_vector_norm.default
         return func(*args, **(kwargs or {}))
+
+
+def test_ddp_with_a_guard_takes_a_step_without_gradients():
+    """As where every parameter that is trained is in a branch that was not run."""
+    assert run(2, _ddp_without_gradients) == [0.0, 0.0]
+
+
+def _ddp_without_gradients() -> float:
+    peer = DdpPeer(Given(), torch.float32, None)
+    peer.guard(LARGEST)
+    peer.zero_grad()
+    peer.end_backward()
+    assert peer.found_inf is not None
+    return peer.found_inf.item()
 
 
 @pytest.mark.parametrize(

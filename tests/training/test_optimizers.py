@@ -248,6 +248,10 @@ def test_the_norm_of_all_gradients_is_torchs_also_where_some_parameters_have_non
     torch.testing.assert_close(optimizer.gradient_norm(), nn.utils.clip_grad_norm_(optimizer.params, 1e9))
 
 
+def test_the_norm_of_no_gradient_is_zero():
+    assert build("sgd").gradient_norm().item() == 0.0
+
+
 def test_norms_of_shards_are_those_of_the_whole():
     """Here each rank holds half of the second weight, all of its elements alike."""
     halves: list[list[int]] = []

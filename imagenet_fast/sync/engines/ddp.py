@@ -54,6 +54,7 @@ class DdpPeer:
                 no PowerSGD.
         """
         device = next(model.parameters()).device
+        self._nothing = torch.zeros((), device=device)
         self.module = DistributedDataParallel(
             model,
             device_ids=[device] if device.type == "cuda" else None,
@@ -108,7 +109,8 @@ class DdpPeer:
         stats, self._stats = self._stats, SyncStats(None)
         if self._guard is not None:
             means = [p.grad for p in self.module.parameters() if p.grad is not None]
-            self.found_inf = (~(torch.stack(torch._foreach_norm(means, math.inf)).max() <= self._guard)).float()
+            norms = torch._foreach_norm(means, math.inf) if means else [self._nothing]
+            self.found_inf = (~(torch.stack(norms).max() <= self._guard)).float()
         return stats
 
     def update(self, apply: Update) -> None:
