@@ -23,9 +23,9 @@ from imagenet_fast.launch.job_setup import check_writable, plan_job
 from imagenet_fast.launch.signals import GRACE_S, interrupt_on_signals
 from imagenet_fast.metrics.report import PastRun, read_run
 from imagenet_fast.metrics.run_result import RunResult, read_outcome
-from imagenet_fast.recipe.doubts import lint
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import engine_names, find_recipe, load_recipe
+from imagenet_fast.recipe.validation import lint
 
 _PORT = 29400  # rendezvous port; in a private network no other process listens
 _DONE = (0, 3)  # exit codes of a run that completed training

@@ -31,8 +31,8 @@ from imagenet_fast.sync.bucket_scheduler import Scheduler
 from imagenet_fast.sync.bucketing import build_chunks
 from imagenet_fast.sync.collectives import wire_for
 from imagenet_fast.sync.comm_stream import Call, CommStream
-from imagenet_fast.sync.engines.sparse import Sparse
 from imagenet_fast.sync.network_benchmark import NetworkProbe
+from imagenet_fast.sync.sparse import Sparse
 from imagenet_fast.sync.step_prediction import predict_best
 from imagenet_fast.sync.topology import Topology
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.recipe.axes import check_axes
 from imagenet_fast.recipe.load import load_recipe
 from imagenet_fast.recipe.pipeline_schedules import misfit
 from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.recipe.validation import check_axes
 
 MICRO_BATCHES = 4
 """Minimum number of micro-batches of a pipeline, unless the recipe or an override sets their number."""

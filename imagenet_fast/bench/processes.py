@@ -12,7 +12,7 @@ import torch
 from torch.multiprocessing.spawn import start_processes
 
 from imagenet_fast.distributed.forkserver import end_with_starter, start_fork_server
-from imagenet_fast.distributed.garbage import freeze_gc
+from imagenet_fast.distributed.init import freeze_gc
 
 
 def in_processes(count: int, module: str, function: Callable[..., Any], *arguments: Any) -> list[Any]:

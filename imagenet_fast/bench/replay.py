@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from imagenet_fast.cost_model.layer_profile import Profile
-from imagenet_fast.cost_model.timing import Timing
+from imagenet_fast.cost_model.layer_profile import Profile, Timing
 from imagenet_fast.sync import GradientPool, ParamSlot
 
 Gradients = list[list[Tensor]]

@@ -179,7 +179,7 @@ def train(
     from imagenet_fast.distributed.rank_info import rank_info_from_env
     from imagenet_fast.launch.job_setup import plan_job, recipe_to_train, run_to_resume
     from imagenet_fast.launch.slurm import adopt_step
-    from imagenet_fast.recipe.doubts import lint
+    from imagenet_fast.recipe.validation import lint
 
     run = run_to_resume(resume, out) if resume is not None else None
     overrides = [*overrides, *written_out({"seed": seed, "data.on_bad_image": on_bad_image})]
@@ -314,7 +314,7 @@ def list_recipes(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         from rich.console import Console
 
-        from imagenet_fast.metrics.recipe_table import recipe_table
+        from imagenet_fast.metrics.tables import recipe_table
 
         Console().print(recipe_table())
 

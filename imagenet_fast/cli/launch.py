@@ -148,7 +148,7 @@ def _settle(
 ) -> ClusterJob:
     """Plan the job, and print a warning for each doubtful recipe value."""
     from imagenet_fast.launch.cluster_job import plan_cluster_job
-    from imagenet_fast.recipe.doubts import lint
+    from imagenet_fast.recipe.validation import lint
 
     job = plan_cluster_job(recipe, sync, overrides, nodes, nproc, scale_batch)
     for doubt in lint(job.recipe):

@@ -10,7 +10,6 @@ from itertools import accumulate
 from pathlib import Path
 from random import Random
 
-from imagenet_fast.cost_model.timing import Timing
 from imagenet_fast.errors import UserError
 
 SHIPPED = Path(__file__).parent / "profiles"
@@ -168,3 +167,20 @@ def save_profile(profile: Profile, path: Path) -> None:
     head = json.dumps({"model": profile.model, "source": profile.source}, indent=2).removesuffix("\n}")
     layers = ",\n".join(f"    {json.dumps(asdict(layer))}" for layer in profile.layers)
     path.write_text(f'{head},\n  "layers": [\n{layers}\n  ]\n}}\n', encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The course of a step by slot, in pool order; seconds, the same on every rank."""
+
+    needed: tuple[float, ...]
+    """Time from the beginning of forward until a slot's layer is called."""
+    forward_s: float
+    ready: tuple[float, ...]
+    """Time from the beginning of backward until a slot is pushed."""
+    backward_s: float
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of forward and backward."""
+        return self.forward_s + self.backward_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, assert_never
 
-from imagenet_fast.cost_model.timing import Timing
+from imagenet_fast.cost_model.layer_profile import Timing
 
 
 def step_lower_bound(

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from imagenet_fast.cost_model.layer_profile import Timing
 from imagenet_fast.cost_model.link_model import NO_CODEC, CodecCost, LinkModel
 from imagenet_fast.cost_model.priority_schedule import Task
-from imagenet_fast.cost_model.timing import Timing
 
 THRESHOLDS = [*(2.0**power for power in range(16, 27)), math.inf]
 """Bucket sizes in bytes: 64 KiB to 64 MiB, and infinity for everything at once."""

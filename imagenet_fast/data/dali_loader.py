@@ -22,8 +22,7 @@ from imagenet_fast.data.decode import EncodedImage, ImageDecodeError, decode, en
 from imagenet_fast.data.image_source import ImageSource
 from imagenet_fast.data.prefetch import Job, prefetched
 from imagenet_fast.data.resize import middle_of, scaled_size
-from imagenet_fast.data.resolution import Resolution, resolution
-from imagenet_fast.data.sampler import BatchIndices, Order, TrainSampler
+from imagenet_fast.data.sampler import BatchIndices, Order, Resolution, TrainSampler, resolution
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.recipe.data_config import ImageData
 

@@ -15,12 +15,11 @@ from imagenet_fast.data.augmentation import augmentation_of
 from imagenet_fast.data.bad_image_policy import NO_CLASS, BadImagePolicy
 from imagenet_fast.data.decode import Pixels
 from imagenet_fast.data.decoded_cache import pixels_of
-from imagenet_fast.data.huge_pages import fresh
 from imagenet_fast.data.image_source import ImageSource
+from imagenet_fast.data.normalize import fresh
 from imagenet_fast.data.prefetch import Job, prefetched
 from imagenet_fast.data.resize import middle_of, resized, scaled_size
-from imagenet_fast.data.resolution import Resolution, resolution
-from imagenet_fast.data.sampler import BatchIndices, Order
+from imagenet_fast.data.sampler import BatchIndices, Order, Resolution, resolution
 from imagenet_fast.recipe.data_config import ImageData
 
 

@@ -11,8 +11,7 @@ from contextlib import suppress
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from imagenet_fast.distributed.heartbeat import describe_lost, published
-from imagenet_fast.distributed.presence import absent, present
+from imagenet_fast.distributed.heartbeat import absent, describe_lost, present, published
 from imagenet_fast.errors import JobAborted, UserError
 
 LOOK_S = 0.5  # between two looks for a roll call or its result

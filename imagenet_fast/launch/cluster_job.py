@@ -11,11 +11,11 @@ from pathlib import Path
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.stdio import print_file
-from imagenet_fast.recipe.axes import check_axes
 from imagenet_fast.recipe.batching import explain, scale_recipe, split_batch
 from imagenet_fast.recipe.data_config import SyntheticData
 from imagenet_fast.recipe.load import find_recipe, load_recipe, recipe_folder
 from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.recipe.validation import check_axes
 
 _UNITS_S = (1, 60, 3600, 86_400)  # of the parts of a time limit, from the last
 

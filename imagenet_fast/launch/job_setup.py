@@ -14,13 +14,13 @@ from imagenet_fast.data.paths import locate
 from imagenet_fast.data.quarantine import QUARANTINE, quarantined
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.report import run_of
-from imagenet_fast.recipe.axes import check_axes
 from imagenet_fast.recipe.batching import Batching, check_norms, check_splits, explain, scale_recipe, split_batch
 from imagenet_fast.recipe.data_config import Data, SyntheticData
 from imagenet_fast.recipe.evaluating import Evaluation
 from imagenet_fast.recipe.job import Job, read_job
 from imagenet_fast.recipe.load import find_recipe, load_recipe
 from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.recipe.validation import check_axes
 
 
 def plan_job(

@@ -41,7 +41,7 @@ from imagenet_fast.recipe.job import Job
 from imagenet_fast.training.checkpoint_manager import CheckpointManager
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.init_weights import load_initial_weights
-from imagenet_fast.training.nonfinite_count import NonFiniteLoss
+from imagenet_fast.training.nonfinite import NonFiniteLoss
 from imagenet_fast.training.nonfinite_report import explain
 from imagenet_fast.training.precision import forward_dtype
 from imagenet_fast.training.state import TrainState

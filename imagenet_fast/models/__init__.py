@@ -12,8 +12,7 @@ from torch._dynamo import config
 from torchvision.models import alexnet as torchvision_alexnet
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
-from imagenet_fast.models.alexnet import AlexNetBN
-from imagenet_fast.models.half import CompilableSequential
+from imagenet_fast.models.alexnet import AlexNetBN, CompilableSequential
 from imagenet_fast.models.resnet import ResNet
 from imagenet_fast.recipe import schema
 

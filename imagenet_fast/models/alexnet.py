@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from imagenet_fast.models.half import CompilableSequential
-
 
 class AlexNetBN(nn.Module):
     """AlexNet with batch norm, from images [N, 3, H, W] to logits [N, classes]; 227 x 227 in the papers."""
@@ -56,3 +54,16 @@ class AlexNetBN(nn.Module):
 
 def _norm(channels: int) -> nn.BatchNorm2d:
     return nn.BatchNorm2d(channels, eps=1e-4, momentum=0.1, affine=False)
+
+
+class CompilableSequential(nn.Sequential):
+    """Sequential layers that ``torch.compile`` can compile.
+
+    torch 2.11 compiles no forward that is defined in torch.nn, so this class defines its own.
+    """
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Apply the layers one after the other."""
+        for layer in self:
+            values = layer(values)
+        return values

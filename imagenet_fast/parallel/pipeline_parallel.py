@@ -25,7 +25,7 @@ from imagenet_fast.models.stages import LocalStages
 from imagenet_fast.recipe.pipeline_schedules import chunks_of, misfit
 from imagenet_fast.sync import GradientSync
 from imagenet_fast.sync.activation_traffic import ActivationTraffic
-from imagenet_fast.sync.engines.ddp import DdpPeer
+from imagenet_fast.sync.ddp import DdpPeer
 
 Pass = Literal["forward", "backward"]
 Observe = Callable[[Pass, int], AbstractContextManager[object]]

@@ -39,17 +39,18 @@ from imagenet_fast.recipe.sync_config import (
     Wire,
     chosen_collective,
 )
+from imagenet_fast.sync import ddp, sparse
+from imagenet_fast.sync.auto import Auto, Candidate
 from imagenet_fast.sync.bucket_scheduler import Scheduler
 from imagenet_fast.sync.compression.powersgd import PowerSGD
 from imagenet_fast.sync.consistency import compare_engines
+from imagenet_fast.sync.ddp import DdpPeer
 from imagenet_fast.sync.deferred_update import Update
 from imagenet_fast.sync.engine import Engine, SyncEngine, SyncStats
-from imagenet_fast.sync.engines import allreduce, ddp, dear, hybrid, lazy, ring, sparse
-from imagenet_fast.sync.engines.auto import Auto, Candidate
-from imagenet_fast.sync.engines.ddp import DdpPeer
-from imagenet_fast.sync.engines.sparse import Sparse
+from imagenet_fast.sync.engines import allreduce, dear, hybrid, lazy, ring
 from imagenet_fast.sync.gradient_pool import GradientPool
 from imagenet_fast.sync.param_slot import ParamSlot
+from imagenet_fast.sync.sparse import Sparse
 from imagenet_fast.sync.topology import Topology
 
 __all__ = [
@@ -210,15 +211,15 @@ def _declare(
     wire = wire_dtype(settings.wire)
     match settings:
         case AllReduceSync():
-            return allreduce.allreduce(settings, wire)
+            return allreduce(settings, wire)
         case RingSync():
-            return ring.ring(settings, wire)
+            return ring(settings, wire)
         case LazySync():
-            return lazy.lazy(settings, wire)
+            return lazy(settings, wire)
         case HybridSync():
-            return hybrid.hybrid(settings, wire)
+            return hybrid(settings, wire)
         case DearSync():
-            return dear.dear(settings, wire)
+            return dear(settings, wire)
         case SparseSync():
             return sparse.likeness(settings, wire)
         case PowerSgdSync():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imagenet_fast.cost_model.timing import Timing
+from imagenet_fast.cost_model.layer_profile import Timing
 from imagenet_fast.recipe.sync_config import Collective
 from imagenet_fast.sync.bucketing import HIGH_PRIORITY, BucketChunk, build_chunks
 from imagenet_fast.sync.collectives import AllReduceHandle, CommOp, all_reduce, carry, line_of, wire_for

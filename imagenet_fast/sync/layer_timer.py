@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from imagenet_fast.cost_model.timing import Timing
+from imagenet_fast.cost_model.layer_profile import Timing
 from imagenet_fast.sync.copy_hooks import Hook
 from imagenet_fast.sync.device_timer import Timestamp, record_timestamp, seconds_between
 from imagenet_fast.sync.param_slot import ParamSlot

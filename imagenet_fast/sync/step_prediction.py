@@ -12,9 +12,9 @@ from itertools import groupby
 
 import torch
 
+from imagenet_fast.cost_model.layer_profile import Timing
 from imagenet_fast.cost_model.priority_schedule import as_ready, plan_release_order
 from imagenet_fast.cost_model.step_simulator import THRESHOLDS, SimMessage, simulated_step_s
-from imagenet_fast.cost_model.timing import Timing
 from imagenet_fast.sync.bucketing import HIGH_PRIORITY, BucketChunk, build_chunks
 from imagenet_fast.sync.collectives import piece_bytes
 from imagenet_fast.sync.engine import Engine

@@ -15,7 +15,7 @@ from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.errors import JobAborted, warn
 from imagenet_fast.recipe.job import Job, recipe_tables
 from imagenet_fast.recipe.resume_compat import digest
-from imagenet_fast.training.nonfinite_count import NonFiniteLoss
+from imagenet_fast.training.nonfinite import NonFiniteLoss
 from imagenet_fast.training.state import TrainState
 
 _LOOK_S = 1.0  # seconds between two polls for another rank's request to stop

@@ -16,7 +16,7 @@ from imagenet_fast.distributed.reductions import gather_rows
 from imagenet_fast.metrics import MetricLogger, RunResult
 from imagenet_fast.sync import SyncStats
 from imagenet_fast.sync.device_timer import Timestamp, record_timestamp, seconds_between, wait_for
-from imagenet_fast.training.nonfinite_count import NonFiniteCounter, NonFiniteLoss
+from imagenet_fast.training.nonfinite import NonFiniteCounter, NonFiniteLoss
 from imagenet_fast.training.precision import LossScaler
 
 

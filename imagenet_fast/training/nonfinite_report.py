@@ -12,7 +12,7 @@ from torch import nn
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import broadcast_error
 from imagenet_fast.training.checkpoint_manager import CheckpointManager
-from imagenet_fast.training.nonfinite_trace import is_finite, trace_nonfinite
+from imagenet_fast.training.nonfinite import is_finite, trace_nonfinite
 from imagenet_fast.training.train_step import TrainingStep
 
 Location = Literal["watched", "images", "weights", "layer", "loss", "elsewhere"]

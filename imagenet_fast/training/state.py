@@ -18,7 +18,7 @@ from imagenet_fast.sync import GradientSync
 from imagenet_fast.sync.reshard_state import reshard_sync_state
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.ema import ModelEma
-from imagenet_fast.training.nonfinite_count import NonFiniteCounter
+from imagenet_fast.training.nonfinite import NonFiniteCounter
 from imagenet_fast.training.optimizers import MomentumSGD
 from imagenet_fast.training.precision import LossScaler
 

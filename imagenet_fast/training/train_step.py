@@ -27,8 +27,7 @@ from imagenet_fast.sync.trace import TracedSteps
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.ema import ModelEma
 from imagenet_fast.training.meter import Meter
-from imagenet_fast.training.nonfinite_count import NonFiniteCounter
-from imagenet_fast.training.nonfinite_trace import trace_nonfinite
+from imagenet_fast.training.nonfinite import NonFiniteCounter, trace_nonfinite
 from imagenet_fast.training.optimizers import build_optimizer, multiply_gradients
 from imagenet_fast.training.precision import LossScaler, autocast, forward_dtype, set_float32_math
 from imagenet_fast.training.state import TrainState

@@ -7,9 +7,8 @@ from random import Random
 
 import pytest
 
-from imagenet_fast.cost_model.layer_profile import load_profile, random_profile
+from imagenet_fast.cost_model.layer_profile import Timing, load_profile, random_profile
 from imagenet_fast.cost_model.lower_bound import step_lower_bound
-from imagenet_fast.cost_model.timing import Timing
 
 QUARTER = Timing(needed=(0.2, 0.1, 0.0), forward_s=0.25, ready=(0.25, 0.5, 0.75), backward_s=0.75)
 """Three layers in a second of compute, the last in forward first in the pool."""

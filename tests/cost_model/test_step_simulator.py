@@ -8,12 +8,11 @@ from typing import Literal
 
 import pytest
 
-from imagenet_fast.cost_model.layer_profile import random_profile
+from imagenet_fast.cost_model.layer_profile import Timing, random_profile
 from imagenet_fast.cost_model.link_model import CodecCost, LinkModel
 from imagenet_fast.cost_model.lower_bound import step_lower_bound
 from imagenet_fast.cost_model.priority_schedule import Task, as_ready, plan_release_order
 from imagenet_fast.cost_model.step_simulator import SimMessage, simulated_step_s
-from imagenet_fast.cost_model.timing import Timing
 from tests.cost_model.five import MESSAGES, TIMING
 
 END = len(MESSAGES)

@@ -10,8 +10,7 @@ import torch
 
 from imagenet_fast.data.augmentation import augmentation_of
 from imagenet_fast.data.loaders import Loaders, build_loaders
-from imagenet_fast.data.resolution import resolution
-from imagenet_fast.data.sampler import EvalSampler, TrainSampler
+from imagenet_fast.data.sampler import EvalSampler, TrainSampler, resolution
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import ImageData

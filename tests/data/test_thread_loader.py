@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from imagenet_fast.data.resolution import Resolution
+from imagenet_fast.data.sampler import Resolution
 from imagenet_fast.data.thread_loader import central_crop, resized
 
 

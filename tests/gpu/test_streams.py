@@ -8,7 +8,7 @@ from torch import Tensor
 
 from imagenet_fast.recipe.schema import Sgd
 from imagenet_fast.sync import SparseSync
-from imagenet_fast.sync.engines.sparse import Sparse
+from imagenet_fast.sync.sparse import Sparse
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.sync.loops import pooled
 from tests.sync.test_overflow import Given, integers, weights

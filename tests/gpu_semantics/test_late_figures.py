@@ -14,7 +14,7 @@ from imagenet_fast.metrics import Event, MetricLogger, RunResult
 from imagenet_fast.recipe.schema import Float16
 from imagenet_fast.sync import SyncStats
 from imagenet_fast.training.meter import Meter
-from imagenet_fast.training.nonfinite_count import NonFiniteCounter, NonFiniteLoss
+from imagenet_fast.training.nonfinite import NonFiniteCounter, NonFiniteLoss
 from imagenet_fast.training.precision import LossScaler
 from tests.gpu_semantics import pretended_gpu
 from tests.gpu_semantics.pretended_gpu import CUDA, PretendedGpu

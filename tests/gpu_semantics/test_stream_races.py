@@ -32,8 +32,8 @@ from imagenet_fast.sync import (
     attach,
     build_engine,
     network_benchmark,
+    sparse,
 )
-from imagenet_fast.sync.engines import sparse
 from imagenet_fast.sync.topology import Topology
 from imagenet_fast.training.optimizers import LARS, build_optimizer
 from tests.gpu_semantics.pretended_gpu import CPU, CUDA, OnGpu, PretendedGpu

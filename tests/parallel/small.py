@@ -15,7 +15,7 @@ from torchvision.models import AlexNet
 from imagenet_fast.distributed.device_mesh import build_mesh
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.metrics import Event, MetricLogger
-from imagenet_fast.models.half import CompilableSequential
+from imagenet_fast.models.alexnet import CompilableSequential
 from imagenet_fast.recipe import schema
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.load import parse_recipe

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.recipe.axes import check_axes
 from imagenet_fast.recipe.batching import explain, split_batch
 from imagenet_fast.recipe.load import parse_recipe, to_toml
 from imagenet_fast.recipe.schema import Parallel, Recipe
+from imagenet_fast.recipe.validation import check_axes
 from tests.conftest import tables
 
 Laid = Callable[..., Recipe]

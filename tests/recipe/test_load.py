@@ -12,7 +12,6 @@ import pytest
 from imagenet_fast.cli.options import written_out
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.data_config import ImageData
-from imagenet_fast.recipe.doubts import lint
 from imagenet_fast.recipe.load import (
     find_recipe,
     load_recipe,
@@ -24,6 +23,7 @@ from imagenet_fast.recipe.load import (
 )
 from imagenet_fast.recipe.schema import Checkpointing, Recipe, Sgd
 from imagenet_fast.recipe.sync_config import AllReduceSync, DdpSync, LazySync, SparseSync
+from imagenet_fast.recipe.validation import lint
 from tests.conftest import tables
 
 SHIPPED = [

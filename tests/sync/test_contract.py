@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from imagenet_fast.bench.engines import bench_sync
 from imagenet_fast.cost_model import layer_profile
+from imagenet_fast.cost_model.layer_profile import Timing
 from imagenet_fast.cost_model.link_model import LinkModel
-from imagenet_fast.cost_model.timing import Timing
 from imagenet_fast.recipe.sync_config import Cast, Collective, Fusion, Wire
 from imagenet_fast.sync import (
     AllReduceSync,

@@ -10,7 +10,7 @@ import torch
 
 from imagenet_fast.sync import SparseSync
 from imagenet_fast.sync.comm_stream import CommStats
-from imagenet_fast.sync.engines.sparse import Sparse
+from imagenet_fast.sync.sparse import Sparse
 from tests.sync.loops import Layers, loss_of, pooled
 
 

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from imagenet_fast.recipe.schema import Float16, Full, Precision, Sgd
 from imagenet_fast.recipe.sync_config import Wire
 from imagenet_fast.sync import DearSync, EngineSettings, HybridSync, LazySync, SparseSync
+from imagenet_fast.sync.ddp import DdpPeer
 from imagenet_fast.sync.engine import Elements
-from imagenet_fast.sync.engines.ddp import DdpPeer
 from imagenet_fast.training.optimizers import MomentumSGD, build_optimizer, gradients
 from imagenet_fast.training.precision import LossScaler
 from tests.spawning import run

@@ -25,13 +25,13 @@ from imagenet_fast.sync import (
     build_engine,
     declare,
 )
+from imagenet_fast.sync.auto import Auto, Candidate
 from imagenet_fast.sync.bucket_scheduler import Scheduler
 from imagenet_fast.sync.bucketing import build_chunks
 from imagenet_fast.sync.collectives import piece_bytes
 from imagenet_fast.sync.engine import Elements
-from imagenet_fast.sync.engines.auto import Auto, Candidate
-from imagenet_fast.sync.engines.sparse import Sparse
 from imagenet_fast.sync.network_benchmark import NetworkProbe
+from imagenet_fast.sync.sparse import Sparse
 from imagenet_fast.sync.topology import Topology
 from imagenet_fast.training.optimizers import MomentumSGD, build_optimizer
 from tests.spawning import run

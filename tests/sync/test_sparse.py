@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from imagenet_fast.recipe.schema import Sgd
 from imagenet_fast.sync import GradientPool, LazySync, SparseSync, build_engine
 from imagenet_fast.sync.engine import Elements
-from imagenet_fast.sync.engines.sparse import Sparse
+from imagenet_fast.sync.sparse import Sparse
 from imagenet_fast.training.optimizers import MomentumSGD, build_optimizer
 from tests.spawning import run
 from tests.sync.loops import Layers, loss_of

@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 
 from imagenet_fast.bench.replay import gradients_of, replay, timing_of, with_moves
-from imagenet_fast.cost_model.layer_profile import Layer, Profile, load_profile, random_profile
+from imagenet_fast.cost_model.layer_profile import Layer, Profile, Timing, load_profile, random_profile
 from imagenet_fast.cost_model.link_model import CodecCost, LinkModel
 from imagenet_fast.cost_model.lower_bound import step_lower_bound
 from imagenet_fast.cost_model.step_simulator import THRESHOLDS
-from imagenet_fast.cost_model.timing import Timing
 from imagenet_fast.recipe.sync_config import DdpSync, Sync
 from imagenet_fast.sync import (
     AllReduceSync,

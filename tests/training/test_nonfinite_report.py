@@ -21,7 +21,7 @@ from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.schema import Parallel
 from imagenet_fast.training.checkpoint_manager import CheckpointManager
-from imagenet_fast.training.nonfinite_count import NonFiniteCounter, NonFiniteLoss
+from imagenet_fast.training.nonfinite import NonFiniteCounter, NonFiniteLoss
 from imagenet_fast.training.nonfinite_report import explain
 from imagenet_fast.training.train_step import TrainingStep, build_step
 from tests.conftest import tables

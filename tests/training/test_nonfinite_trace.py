@@ -11,7 +11,7 @@ from torchvision.models.resnet import BasicBlock
 
 from imagenet_fast.models.resnet import ResNet
 from imagenet_fast.recipe import schema
-from imagenet_fast.training.nonfinite_trace import is_finite, trace_nonfinite
+from imagenet_fast.training.nonfinite import is_finite, trace_nonfinite
 from tests.models.narrow import narrow_model
 
 SMALL = {

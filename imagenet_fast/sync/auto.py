@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from imagenet_fast.cost_model.layer_profile import Timing
 from imagenet_fast.cost_model.step_simulator import Prediction
-from imagenet_fast.cost_model.timing import Timing
 from imagenet_fast.sync.bucket_scheduler import Scheduler
 from imagenet_fast.sync.collectives import wire_for
 from imagenet_fast.sync.engine import Engine, SyncEngine, SyncStats

@@ -1,4 +1,4 @@
-"""Check and choose how ranks divide over a recipe's axes of parallelism."""
+"""Check what no single key of a recipe tells: how ranks divide over its axes, and values that look like mistakes."""
 
 from __future__ import annotations
 
@@ -44,3 +44,11 @@ def _nearest(recipe: Recipe, ranks: int) -> list[str]:
     ]
     even.sort(key=lambda layout: sum(abs(size - asked[axis]) for axis, size in layout.items()))
     return [" ".join(f"--set parallel.{axis}={size}" for axis, size in layout.items()) for layout in even[:2]]
+
+
+def lint(recipe: Recipe) -> list[str]:
+    """Return one sentence for each value that is allowed, but looks like a mistake."""
+    target = recipe.target_top1
+    if target is not None and target < 1:
+        return [f"target_top1 is {target:g} %; did you mean {100 * target:g}?"]
+    return []

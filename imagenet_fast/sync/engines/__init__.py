@@ -1,1 +1,0 @@
-"""The engines: each is a short declaration, except ``sparse`` and ``auto``, which do more than a scheduler."""
