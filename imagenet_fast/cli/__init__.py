@@ -42,7 +42,6 @@ from imagenet_fast.errors import JobAborted, UserError, exit_with_error, warn
 from imagenet_fast.launch.signals import stopping_early
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.e2e.command import imagenet_fast
+from tests.e2e.command import environment, imagenet_fast
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,6 +24,19 @@ def test_help_needs_neither_torch_nor_pydantic():
     assert not modules & {"torch", "pydantic", "numpy", "rich.live"}
     for command in ("train", "eval", "export", "recipes", "report", "bench", "data", "launch"):
         assert command in imported.stdout
+
+
+def test_completion_names_commands_and_options():
+    def completed(*words: str) -> list[str]:
+        asked = {"_IMAGENET_FAST_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(("imagenet-fast", *words))}
+        command = Path(sys.executable).with_name("imagenet-fast")  # a shell completes it by this name
+        return subprocess.run(
+            [command], capture_output=True, text=True, check=True, env=environment(**asked, COMP_CWORD=str(len(words)))
+        ).stdout.split()
+
+    assert completed("be") == ["bench"]
+    assert completed("bench", "st") == ["step"]
+    assert completed("train", "--rec") == ["--recipe"]
 
 
 def test_recipes_are_listed_and_shown():
