@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
@@ -28,11 +29,15 @@ class TensorBoard:
             folder: The run directory.
             recipe: The recipe, shown as hyper-parameters.
             resumed: The step from which the run resumes; later values are no longer shown. None: the run begins.
+
+        Raises:
+            OSError: No file can be created in ``tb/``.
         """
         purge = None if resumed is None else resumed + 1
         if resumed is not None:
             _date_back(folder / "tb")
         self._folder = folder / "tb"
+        _check_writable(self._folder)
         self._open(purge)
         # SummaryWriter.add_hparams would create a second run, so its three summaries are added here.
         flat = dict(_flatten(recipe.model_dump(exclude_none=True)))
@@ -92,6 +97,20 @@ class _UnlessFull:
                 action()
         except OSError:
             self.is_full = True
+
+
+def _check_writable(folder: Path) -> None:
+    """Create ``folder`` and a file in it; TensorBoard would do so in a thread, which ends with a traceback.
+
+    Raises:
+        OSError: It failed; its file name is the folder's.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(folder)) from None
 
 
 def _date_back(folder: Path) -> None:

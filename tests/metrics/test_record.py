@@ -249,6 +249,13 @@ def test_a_diverged_run_is_recorded_in_strict_json_and_drawn_with_a_gap(tmp_path
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_tensorboard_directory_that_takes_no_file_is_an_error_that_names_it(tmp_path: Path):
+    (tmp_path / "tb").symlink_to("/proc")  # where nobody can create a file, root neither
+    with pytest.raises(OSError, match="No such file") as error:
+        TensorBoard(tmp_path, RECIPE)
+    assert error.value.filename == str(tmp_path / "tb")
+
+
 def test_tensorboard_shows_one_run_with_scalars_and_hyperparameters(tmp_path: Path):
     pretend_run(MetricLogger(Clock().run_s, [TensorBoard(tmp_path, RECIPE)]), outcome())
     runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
