@@ -28,7 +28,7 @@ from imagenet_fast.bench.replay import Gradients, gradients_of, replay, timing_o
 from imagenet_fast.cost_model.layer_profile import Profile
 from imagenet_fast.cost_model.lower_bound import step_lower_bound
 from imagenet_fast.cost_model.step_simulator import Prediction
-from imagenet_fast.distributed.init import freeze_gc
+from imagenet_fast.distributed.forkserver import freeze_gc
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.sync_config import Awaits, Cast, DdpSync, Sync, Wire
 from imagenet_fast.sync import Engine, GradientPool, SyncStats, attach, declare, wire_dtype

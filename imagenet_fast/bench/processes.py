@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import start_processes
 
-from imagenet_fast.distributed.forkserver import end_with_starter, start_fork_server
-from imagenet_fast.distributed.init import freeze_gc
+from imagenet_fast.distributed.forkserver import end_with_starter, freeze_gc, start_fork_server
 
 
 def in_processes(count: int, module: str, function: Callable[..., Any], *arguments: Any) -> list[Any]:

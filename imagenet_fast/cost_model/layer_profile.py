@@ -1,4 +1,4 @@
-"""Layer profiles: each layer's compute time and gradient size, in one JSON file per model."""
+"""Layer profiles, each layer's compute time and gradient size in one JSON file per model; and the times of a step."""
 
 from __future__ import annotations
 

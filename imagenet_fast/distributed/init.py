@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -121,13 +120,3 @@ def _reason() -> str:
     except (RuntimeError, AssertionError) as error:
         return str(error).partition("\n")[0].partition(". ")[0]
     return "it does not say why"
-
-
-def freeze_gc() -> None:
-    """Exclude all objects that are alive now from future garbage collections.
-
-    torch and a model are about half a million objects; a collection of all of them takes 0.1 to 0.4 s. Each rank would
-    run it in a different step, in which all others wait. Objects created later are still collected, in little time.
-    """
-    gc.collect()
-    gc.freeze()

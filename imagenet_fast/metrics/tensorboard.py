@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import TemporaryFile
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
@@ -107,8 +107,7 @@ def _check_writable(folder: Path) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=folder):
-            pass
+        TemporaryFile(dir=folder).close()
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(folder)) from None
 

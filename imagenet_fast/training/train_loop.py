@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from imagenet_fast.data.loaders import Loaders
+from imagenet_fast.distributed.forkserver import freeze_gc
 from imagenet_fast.distributed.heartbeat import here
-from imagenet_fast.distributed.init import DistContext, freeze_gc
+from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import broadcast_model
 from imagenet_fast.metrics import MetricLogger
 from imagenet_fast.models import build_model

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch  # noqa: F401  (most of what lives in a rank)
 
-from imagenet_fast.distributed.init import freeze_gc
+from imagenet_fast.distributed.forkserver import freeze_gc
 
 
 class _Cycle:

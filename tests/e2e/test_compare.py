@@ -116,7 +116,8 @@ def test_what_has_finished_is_shown_though_one_run_fails_and_another_is_interrup
     assert not any(child.is_running() for child in started)
     table, _, rest = printed[printed.rindex("run  ") :].partition("allreduce ended")
     allreduce, lazy, ring = (line.split() for line in table.splitlines()[1:])
-    assert allreduce[:2] == ["allreduce", "failed"]
+    steps = str(len(events_of(out / "allreduce", "train")))
+    assert [*allreduce[:3], *allreduce[4:6]] == ["allreduce", "failed", "–", "–", steps], "no top-1, no target"
     assert lazy[:3] == ["lazy", "reached", f"{outcome_of(out / 'lazy')['top1']:.2f}"]
     assert ring[:2] == ["ring", "preempted"], "it was saved"
     assert f" with exit code 1; what there is of it lies in {out / 'allreduce'}\n" in rest
