@@ -16,12 +16,10 @@ from imagenet_fast.cost_model.layer_profile import Profile
 from imagenet_fast.distributed.device_mesh import ProcessGroups, build_mesh
 from imagenet_fast.models.stages import LocalStages, split_model
 from imagenet_fast.parallel.pipeline_parallel import joined
+from imagenet_fast.parallel.pool_group import ActivationTraffic, Pools
 from imagenet_fast.parallel.tensor_parallel import TensorGroup, gathered, shard, sharded, shards_of
-from imagenet_fast.recipe.pipeline_schedules import chunks_of
-from imagenet_fast.recipe.schema import Parallel
+from imagenet_fast.recipe.parallel_config import Parallel, chunks_of
 from imagenet_fast.sync import DdpSync, Engine, EngineSettings, GradientPool, GradientSync, build_engine
-from imagenet_fast.sync.activation_traffic import ActivationTraffic
-from imagenet_fast.sync.pool_group import Pools
 
 
 @dataclass(frozen=True)

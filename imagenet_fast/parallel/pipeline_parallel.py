@@ -22,9 +22,9 @@ from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.errors import UserError
 from imagenet_fast.models.batchnorm_stats import PipelinedStatistics
 from imagenet_fast.models.stages import LocalStages
-from imagenet_fast.recipe.pipeline_schedules import chunks_of, misfit
+from imagenet_fast.parallel.pool_group import ActivationTraffic
+from imagenet_fast.recipe.parallel_config import chunks_of, misfit
 from imagenet_fast.sync import GradientSync
-from imagenet_fast.sync.activation_traffic import ActivationTraffic
 from imagenet_fast.sync.ddp import DdpPeer
 
 Pass = Literal["forward", "backward"]

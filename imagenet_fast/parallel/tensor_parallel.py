@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from imagenet_fast.sync.activation_traffic import ActivationTraffic
+from imagenet_fast.parallel.pool_group import ActivationTraffic
 from imagenet_fast.sync.comm_stream import all_gather_single
 
 

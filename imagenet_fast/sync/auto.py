@@ -10,8 +10,8 @@ from torch import Tensor
 
 from imagenet_fast.cost_model.layer_profile import Timing
 from imagenet_fast.cost_model.step_simulator import Prediction
+from imagenet_fast.sync.all_reduce import wire_for
 from imagenet_fast.sync.bucket_scheduler import Scheduler
-from imagenet_fast.sync.collectives import wire_for
 from imagenet_fast.sync.engine import Engine, SyncEngine, SyncStats
 from imagenet_fast.sync.gradient_pool import GradientPool
 from imagenet_fast.sync.network_benchmark import NetworkProbe
@@ -31,7 +31,7 @@ class Candidate:
     """Share of the values that it sends."""
     electable: bool = True
     """Whether it may be chosen; otherwise it is only there for comparison."""
-    leaves_behind: bool = False
+    sends_part: bool = False
     build: Callable[[GradientPool], SyncEngine] | None = None
     """Function that builds the engine; None if a ``Scheduler`` is enough."""
 
@@ -60,12 +60,12 @@ class Auto(SyncEngine):
         self._meanwhile = Scheduler(meanwhile, pool)
         self._timetable = pool.watch(layers=any(c.engine.awaits == "read" and c.electable for c in candidates))
         self._elected: tuple[Candidate, Timing] | None = None
-        self.leaves_behind = any(c.leaves_behind and c.electable for c in candidates)
+        self.sends_part = any(c.sends_part and c.electable for c in candidates)
 
-    def lay_out(self) -> None:
+    def rebuild_buckets(self) -> None:
         """Adapt the ``meanwhile`` engine to the pool's new layout, and restart the timing of steps."""
         self._timetable.close()
-        self._meanwhile.lay_out()
+        self._meanwhile.rebuild_buckets()
         self._timetable = self._pool.watch(self._timetable.layers)
 
     def begin(self) -> None:
@@ -79,7 +79,7 @@ class Auto(SyncEngine):
             engine.load_state_dict(left | {"learnt": None})
         engine.begin()
 
-    def elect(self, name: str) -> None:
+    def select(self, name: str) -> None:
         """Hand the pool to the candidate ``name``, which has been chosen before."""
         self._hand_over(next(candidate for candidate in self._candidates if candidate.name == name))
 
@@ -88,7 +88,7 @@ class Auto(SyncEngine):
             engine = candidate.build(self._pool)
         else:
             engine = Scheduler(candidate.engine, self._pool, self._network, timing)
-        engine.elected = candidate.name
+        engine.selected = candidate.name
         self._pool.attach(engine)
         return engine
 
@@ -99,12 +99,12 @@ class Auto(SyncEngine):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a value of ``state_dict``, and restart the timing of steps."""
         self._meanwhile.load_state_dict(state)
-        self.lay_out()
+        self.rebuild_buckets()
 
-    def push(self, span: ParamSlot) -> None:
+    def gradient_ready(self, span: ParamSlot) -> None:
         """Note the time, and push the slot to the ``meanwhile`` engine."""
-        self._timetable.push()
-        self._meanwhile.push(span)
+        self._timetable.gradient_ready()
+        self._meanwhile.gradient_ready(span)
 
     @property
     def has_residual(self) -> bool:

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from imagenet_fast.cost_model.layer_profile import Timing
-from imagenet_fast.recipe.sync_config import Collective
+from imagenet_fast.recipe.engine_table import Collective
+from imagenet_fast.sync.all_reduce import all_reduce, line_of, wire_for
 from imagenet_fast.sync.bucketing import HIGH_PRIORITY, BucketChunk, build_chunks
-from imagenet_fast.sync.collectives import AllReduceHandle, CommOp, all_reduce, carry, line_of, wire_for
+from imagenet_fast.sync.comm_ops import AllReduceHandle, CommOp, carry
 from imagenet_fast.sync.comm_stream import PendingOp
-from imagenet_fast.sync.compression import Compressed, Memory, phases_by_round
+from imagenet_fast.sync.compressor import Compressed, Memory, phases_by_round
 from imagenet_fast.sync.engine import Engine, Stopwatch, SyncEngine, SyncStats
 from imagenet_fast.sync.gradient_pool import GradientPool
 from imagenet_fast.sync.layer_timer import LayerTimer
@@ -58,8 +59,8 @@ class Scheduler(SyncEngine):
         self._step = 0
         self._memory: Memory = {}  # what the compressor keeps from step to step
         self._pool = pool
-        if engine.fuse is None and pool.topology.is_one_node:
-            engine = replace(engine, fuse=_ON_ONE_NODE)
+        if engine.bucket_bytes is None and pool.topology.is_one_node:
+            engine = replace(engine, bucket_bytes=_ON_ONE_NODE)
         self._declared = engine
         self._topology = pool.topology.anew()
         self._wire = wire_for(pool.buffer.dtype, engine.wire, self._topology)
@@ -74,15 +75,15 @@ class Scheduler(SyncEngine):
         self._travelling: dict[int, AllReduceHandle] = {}  # in flight, by index of the message
         self._releases: list[list[int]] = []  # messages to launch at each event: each push, then backward's end
         self._stats = SyncStats(Stopwatch(pool.buffer.device))
-        self.lay_out()
+        self.rebuild_buckets()
 
-    def lay_out(self) -> None:
+    def rebuild_buckets(self) -> None:
         """Rebuild all messages, and plan them or begin to time steps. Nothing may be in flight."""
         self._watch_no_longer()
         self._plain = self._step < self._plain_steps
         self._engine = replace(self._declared, compressor=None) if self._plain else self._declared
-        if self._engine.fuse is not None:
-            self._arrange(self._engine.fuse)
+        if self._engine.bucket_bytes is not None:
+            self._arrange(self._engine.bucket_bytes)
         elif self._timing is None:
             self._arrange(thresholds(self._engine, self._pool)[0])
         if self._timing is not None:
@@ -90,10 +91,10 @@ class Scheduler(SyncEngine):
         elif self._engine.learns:
             self._timetable = self._pool.watch(layers=self.defers)
 
-    def push(self, span: ParamSlot) -> None:
+    def gradient_ready(self, span: ParamSlot) -> None:
         """Launch the messages that are due once the gradient of ``span`` is final."""
         if self._timetable is not None:
-            self._timetable.push()
+            self._timetable.gradient_ready()
         self._release(span.index)
 
     def scale_residual(self, ratio: Tensor) -> None:
@@ -127,7 +128,7 @@ class Scheduler(SyncEngine):
         self._step += 1
         if self._step == self._plain_steps:
             self._await(list(self._travelling))
-            self.lay_out()
+            self.rebuild_buckets()
         stats, self._stats = self._stats, SyncStats(Stopwatch(self._pool.buffer.device))
         return stats
 
@@ -147,7 +148,7 @@ class Scheduler(SyncEngine):
         Args:
             timing: The timing of a step, the same on every rank.
         """
-        if self._engine.fuse is None:
+        if self._engine.bucket_bytes is None:
             self._arrange(predict_best(self._engine, self._pool, self._wire, timing, self._network)[0])
         self._releases = releases_of(self._engine, self._messages, timing, self._network)
 
@@ -181,7 +182,7 @@ class Scheduler(SyncEngine):
         if learnt := state["learnt"]:
             self._timing = Timing(**learnt["timing"])
             self._network.load_state_dict(learnt["network"])
-        self.lay_out()
+        self.rebuild_buckets()
 
     @property
     def has_residual(self) -> bool:
@@ -254,12 +255,14 @@ class Scheduler(SyncEngine):
         engine, pool, topology = self._engine, self._pool, self._topology
 
         def average(values: Tensor, lane: str) -> list[CommOp]:
-            cut = engine.halves and engine.compressor is None
+            cut = engine.split_reduce_scatter and engine.compressor is None
             return all_reduce(values, wire, message.collective, topology, engine.servers, cut, lane, blocks)
 
         if engine.compressor is None:
             phases = average(pool.buffer[message.part], message.lane)
-            turn = next((n for n, phase in enumerate(phases) if phase.gathers and engine.halves), len(phases))
+            turn = next(
+                (n for n, phase in enumerate(phases) if phase.gathers and engine.split_reduce_scatter), len(phases)
+            )
         elif topology.size == 1:
             return [], []
         else:
@@ -267,7 +270,7 @@ class Scheduler(SyncEngine):
             self._compressed.append(compressed)
             first, *others = phases_by_round(compressed.rounds, compressed.land, topology, message.lane, average)
             phases = [*first, *chain.from_iterable(others)]
-            turn = len(first) if engine.halves else len(phases)
+            turn = len(first) if engine.split_reduce_scatter else len(phases)
         return phases[:turn], phases[turn:]
 
     def _release(self, event: int) -> None:
@@ -291,7 +294,7 @@ class Scheduler(SyncEngine):
             after = [] if urgent else [*gate]
             if message.task.after is not None:
                 after += self._travelling[message.task.after].last
-            if ended and self._engine.planned:
+            if ended and self._engine.prioritized:
                 others = [transfers for collective, transfers in before.items() if collective != message.collective]
                 after += [entry for transfers in others for transfer in transfers[-2:-1] for entry in transfer.last]
             transfer = self._travelling[number] = carry(self._phases[number], after)

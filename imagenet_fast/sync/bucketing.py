@@ -9,9 +9,9 @@ from itertools import pairwise
 import torch
 
 from imagenet_fast.cost_model.priority_schedule import Task
-from imagenet_fast.recipe.sync_config import Collective
-from imagenet_fast.sync.collectives import cost_of, piece_elements, usual_collective
-from imagenet_fast.sync.collectives.comm_ops import lane_of
+from imagenet_fast.recipe.engine_table import Collective
+from imagenet_fast.sync.all_reduce import cost_of, piece_elements, usual_collective
+from imagenet_fast.sync.comm_ops import lane_of
 from imagenet_fast.sync.engine import Bucket, Engine
 from imagenet_fast.sync.gradient_pool import GradientPool
 from imagenet_fast.sync.network_benchmark import NetworkProbe
@@ -59,13 +59,13 @@ def build_chunks(
         collective = _collective(engine, run, pool, wire, network)
         cost = cost_of(collective, pool.topology, engine.servers)
         for piece, (part, travelling) in enumerate(_parts(run, engine, elements)):
-            whose = [s for s in run if s.start < part.stop and part.start < s.stop] if engine.planned else run
+            whose = [s for s in run if s.start < part.stop and part.start < s.stop] if engine.prioritized else run
             closes = len(pool.spans) if engine.awaits == "each" else whose[-1].index
             needed = -whose[-1].index  # the next forward reads the pool's last layers first
-            urgent = engine.planned and whose[-1] is pool.spans[-1]
+            urgent = engine.prioritized and whose[-1] is pool.spans[-1]
             lane = HIGH_PRIORITY if urgent else lane_of(piece, pool.topology.device)
             size = cost * travelling * wire.itemsize
-            if not engine.halves:
+            if not engine.split_reduce_scatter:
                 messages.append(BucketChunk(whose, part, collective, None, lane, Task(closes, size, (0, needed))))
                 continue
             for half in (0, 1):
@@ -88,8 +88,8 @@ def _runs(spans: Iterable[ParamSlot], engine: Engine, fuse: float) -> list[Bucke
     runs: list[list[ParamSlot]] = []
     for span in spans:
         run = runs[-1] if runs else []
-        enough = fuse * (engine.first if len(runs) == 1 else 1)
-        if run and engine.together(span) == engine.together(run[0]) and run[-1].stop - run[0].start < enough:
+        enough = fuse * (engine.first_bucket_scale if len(runs) == 1 else 1)
+        if run and engine.group_key(span) == engine.group_key(run[0]) and run[-1].stop - run[0].start < enough:
             run.append(span)
         else:
             runs.append([span])
@@ -102,7 +102,7 @@ def _collective(
     match engine.collective:
         case None:
             usual = usual_collective(pool.buffer.dtype, wire, pool.topology)
-            return "pairwise" if usual == "native" and engine.halves else usual
+            return "pairwise" if usual == "native" and engine.split_reduce_scatter else usual
         case str():
             return engine.collective
         case _:

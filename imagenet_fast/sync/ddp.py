@@ -16,12 +16,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from imagenet_fast.recipe.sync_config import DdpSync
-from imagenet_fast.sync.collectives import AllReduceHandle
+from imagenet_fast.sync.comm_ops import AllReduceHandle
 from imagenet_fast.sync.comm_stream import CommStats
-from imagenet_fast.sync.compression.powersgd import PowerSGD
 from imagenet_fast.sync.deferred_update import Update
-from imagenet_fast.sync.engine import Engine, SyncStats
+from imagenet_fast.sync.engine import SyncStats
 
 # Renamed in torch 2.13.
 _BUFFER_SWITCH = next(
@@ -174,17 +172,6 @@ class DdpPeer:
         ranks = dist.get_world_size()
         sent = 2 * (ranks - 1) * message // ranks  # as in a ring
         self._stats.add("bucket", AllReduceHandle(_nothing, [CommStats(sent, sent)]))
-
-
-def likeness(settings: DdpSync, wire: torch.dtype) -> Engine:
-    """Declare the engine that the cost model uses for DDP.
-
-    DDP counts the bytes of a bucket before a hook's cast. Its first bucket is smaller.
-    """
-    cap = settings.bucket_cap_mb or 25
-    compressor = PowerSGD(settings.powersgd_rank) if settings.powersgd_rank else None
-    fuse = cap * 2**20 * wire.itemsize / 4
-    return Engine(wire, "backward", fuse, first=1 / cap, collective="native", compressor=compressor)
 
 
 def _nothing() -> None:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from imagenet_fast.cost_model.step_simulator import Prediction
 from imagenet_fast.distributed.heartbeat import here
-from imagenet_fast.recipe.sync_config import Collective
-from imagenet_fast.sync.collectives import AllReduceHandle
-from imagenet_fast.sync.compression import Compressor
+from imagenet_fast.recipe.engine_table import Collective
+from imagenet_fast.sync.comm_ops import AllReduceHandle
+from imagenet_fast.sync.compressor import Compressor
 from imagenet_fast.sync.device_timer import Timestamp, record_timestamp, seconds_between
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.param_slot import ParamSlot
@@ -47,21 +47,21 @@ class Engine:
     - ``backward``: messages are sent during backward and waited for at its end.
     - ``read``: a layer's messages are waited for just before the next forward reads the layer.
     """
-    fuse: float | None = None
+    bucket_bytes: float | None = None
     """Bytes on the wire at which a bucket is full; None: the cost model chooses, once steps have been timed."""
-    first: float = 1.0
-    """The share of ``fuse`` at which the first bucket is full."""
-    together: Callable[[ParamSlot], Hashable] = alike
+    first_bucket_scale: float = 1.0
+    """The share of ``bucket_bytes`` at which the first bucket is full."""
+    group_key: Callable[[ParamSlot], Hashable] = alike
     """The kind of a slot. Only neighbours of one kind share a bucket."""
     collective: Collective | Callable[[Bucket, NetworkProbe], Collective] | None = None
     """The collective, or a function that chooses one for a bucket; None: ``usual_collective``."""
     servers: int = 1
     """The number of servers over which a parameter server is sharded."""
-    planned: bool = False
+    prioritized: bool = False
     """Whether messages are launched by a plan, most urgent first, once steps have been timed; else at once."""
     bf16_steps: int = 0
     """The number of first steps that are sent in bf16 where ``wire`` is an 8-bit dtype."""
-    halves: bool = False
+    split_reduce_scatter: bool = False
     """Whether the second half of an all-reduce is a message of its own, launched later.
 
     With a compressor, the second half is all of its rounds after the first.
@@ -72,7 +72,7 @@ class Engine:
     @property
     def learns(self) -> bool:
         """Whether the engine needs some timed steps and a measured network."""
-        return self.planned or self.fuse is None
+        return self.prioritized or self.bucket_bytes is None
 
 
 class Stopwatch:
@@ -143,19 +143,19 @@ class SyncEngine(Protocol):
     defers: bool = False
     """Whether gradients may still be in flight after ``finish``, until ``wait``."""
 
-    leaves_behind: bool = False
-    """Whether a step may send only some elements of a parameter: see ``elements``."""
+    sends_part: bool = False
+    """Whether a step may send only some elements of a parameter: see ``sent_slices``."""
 
     @property
     def has_residual(self) -> bool:
         """Whether the engine adds a residual of earlier steps to a step's gradients."""
-        return self.leaves_behind
+        return self.sends_part
 
-    elected: str = ""
+    selected: str = ""
     """The name under which ``auto`` chose this engine; empty if it did not."""
 
     candidates: Collection[str] = ()
-    """The names that ``elect`` accepts, for an engine that chooses another."""
+    """The names that ``select`` accepts, for an engine that chooses another."""
 
     state_keys: frozenset[str] = frozenset()
     """The keys that a state must have, unless the state is empty."""
@@ -163,7 +163,7 @@ class SyncEngine(Protocol):
     needs_state: bool = False
     """Whether the engine refuses to resume from an empty state."""
 
-    def lay_out(self) -> None:
+    def rebuild_buckets(self) -> None:
         """Adapt to new places of the pool's slots. Nothing is in flight when it is called."""
         return
 
@@ -183,7 +183,7 @@ class SyncEngine(Protocol):
         """
         return
 
-    def take(self, place: Tensor, gradient: Tensor | None) -> None:
+    def store_gradient(self, place: Tensor, gradient: Tensor | None) -> None:
         """Copy a gradient of backward into its place in the pool.
 
         Args:
@@ -195,7 +195,7 @@ class SyncEngine(Protocol):
         else:
             place.copy_(gradient)
 
-    def spoil(self, span: ParamSlot, gradient: Tensor) -> None:
+    def poison(self, span: ParamSlot, gradient: Tensor) -> None:
         """Overwrite with NaN what this step will send of ``span``, because the step is dropped.
 
         Args:
@@ -204,7 +204,7 @@ class SyncEngine(Protocol):
         """
         gradient.fill_(math.nan)
 
-    def push(self, span: ParamSlot) -> None:
+    def gradient_ready(self, span: ParamSlot) -> None:
         """Accept the final local gradient of ``span``. Called in pool order, once a step for each slot.
 
         The engine must call ``pool.measure()`` before it changes or sends the gradient.
@@ -227,7 +227,7 @@ class SyncEngine(Protocol):
         """Return whether ``wait`` would return at once, as far as is known without a device synchronisation."""
         return False
 
-    def elements(self) -> Elements | None:
+    def sent_slices(self) -> Elements | None:
         """Return the elements that the last step synchronised and that may be updated; None means all."""
         return None
 
@@ -244,7 +244,7 @@ class SyncEngine(Protocol):
         if state:
             raise ValueError(f"this engine keeps no state, got {', '.join(sorted(state))}; attach the one that kept it")
 
-    def elect(self, name: str) -> None:
+    def select(self, name: str) -> None:
         """Hand the pool to the candidate ``name``, which an earlier run chose. Only for engines with candidates."""
         raise AssertionError(f"this engine has no candidates, such as {name}")
 
@@ -255,3 +255,46 @@ class SyncEngine(Protocol):
     def drop(self) -> None:
         """Release the engine in the middle of a step. Wait for no message: other ranks may never send theirs."""
         return
+
+
+class ResidualScale:
+    """The loss scale of a residual, adjusted to that of each step."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Start with a loss scale that does not change."""
+        self._device = device
+        self._follows: Tensor | None = None
+        self._scale: Tensor | None = None  # the residual's scale
+        self._ratio = 1.0  # the factor still to be applied to the residual
+
+    def follow(self, scale: Tensor) -> None:
+        """Read the loss scale from ``scale``, an fp32 scalar tensor on the device, in every later step."""
+        self._follows = scale
+
+    def change(self, ratio: float) -> None:
+        """Record that the loss scale of the next steps is ``ratio`` times as large."""
+        self._ratio *= ratio
+
+    def applies_to(self, engine: SyncEngine) -> bool:
+        """Return whether this step's loss scale may differ from that of the engine's residual."""
+        return engine.has_residual and (self._ratio != 1 or self._follows is not None)
+
+    def apply(self, engine: SyncEngine) -> None:
+        """Rescale the engine's residual to this step's loss scale."""
+        if not engine.has_residual:
+            return
+        if self._ratio != 1:
+            engine.scale_residual(torch.full((), self._ratio, device=self._device))
+            self._ratio = 1.0
+        if self._follows is not None:
+            if self._scale is not None:
+                engine.scale_residual(self._follows / self._scale)
+            self._scale = self._follows.clone()
+
+    def state(self) -> float | None:
+        """Return the residual's loss scale, or None if none has been applied to it yet."""
+        return None if self._scale is None else float(self._scale)
+
+    def load(self, scale: float | None) -> None:
+        """Continue from a value of ``state``."""
+        self._scale = None if scale is None else torch.full((), scale, device=self._device)

@@ -1,4 +1,6 @@
-"""Declare the engines that need no code of their own: allreduce, ring, lazy, dear and hybrid.
+"""Declare engines: what the settings of a recipe's ``[sync]`` table stand for.
+
+allreduce, ring, lazy, dear and hybrid need no code of their own.
 
 A declaration says what is sent together, when, and by which collective; ``bucket_scheduler`` carries it out.
 """
@@ -6,29 +8,33 @@ A declaration says what is sent together, when, and by which collective; ``bucke
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
+from typing import assert_never
 
 import torch
 
+from imagenet_fast.recipe.engine_table import CodingTable, Collective, Wire, chosen_collective, fusion_bytes
 from imagenet_fast.recipe.sync_config import (
     AllReduceSync,
-    Collective,
+    DdpSync,
     DearSync,
     HybridSync,
     LazySync,
+    PowerSgdSync,
     RingSync,
-    chosen_collective,
-    fusion_bytes,
+    SparseSync,
 )
 from imagenet_fast.sync.engine import Bucket, Engine, alike
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.param_slot import ParamSlot
+from imagenet_fast.sync.powersgd import PowerSGD
 
 
 def allreduce(settings: AllReduceSync, wire: torch.dtype) -> Engine:
     """Declare the naive engine, the baseline: one all-reduce per layer after backward, one after another."""
     return Engine(
-        wire, "each", fuse=math.inf, together=lambda span: span.layer, collective=settings.collective,
+        wire, "each", bucket_bytes=math.inf, group_key=lambda span: span.layer, collective=settings.collective,
         servers=settings.servers,
     )  # fmt: skip
 
@@ -67,7 +73,7 @@ def dear(settings: DearSync, wire: torch.dtype) -> Engine:
     2302.12445). Both together send an all-reduce's bytes. Scatters are sent before gathers, and gathers in the order in
     which the next forward needs them. Where scatters leave the wire idle, gathers begin before backward has ended.
     """
-    return Engine(wire, "read", fusion_bytes(settings.bucket_mb), planned=True, halves=True)
+    return Engine(wire, "read", fusion_bytes(settings.bucket_mb), prioritized=True, split_reduce_scatter=True)
 
 
 def hybrid(settings: HybridSync, wire: torch.dtype) -> Engine:
@@ -82,9 +88,9 @@ def hybrid(settings: HybridSync, wire: torch.dtype) -> Engine:
     """
     by_type = settings.policy == "by-type"
     return Engine(
-        wire, "read", fusion_bytes(settings.fuse_mb), together=is_connected if by_type else alike,
+        wire, "read", fusion_bytes(settings.fuse_mb), group_key=is_connected if by_type else alike,
         collective=partial(_suiting if by_type else _faster, settings, wire.itemsize), servers=settings.servers,
-        planned=True,
+        prioritized=True,
     )  # fmt: skip
 
 
@@ -104,3 +110,92 @@ def _suiting(settings: HybridSync, itemsize: int, run: Bucket, network: NetworkP
 def _faster(settings: HybridSync, itemsize: int, run: Bucket, network: NetworkProbe) -> Collective:
     message = (run[-1].stop - run[0].start) * itemsize
     return min((settings.small, settings.large), key=lambda name: network.seconds(name, message))
+
+
+def declare(
+    settings: AllReduceSync | RingSync | LazySync | HybridSync | DearSync | SparseSync | PowerSgdSync | DdpSync,
+) -> Engine:
+    """Return the ``Engine`` that the settings stand for.
+
+    ``Scheduler`` does not run sparse engines and DDP: for these, return the approximation that the cost model uses.
+    """
+    engine = _declare(settings)
+    return replace(engine, bf16_steps=settings.bf16_steps) if isinstance(settings, CodingTable) else engine
+
+
+def _declare(
+    settings: AllReduceSync | RingSync | LazySync | HybridSync | DearSync | SparseSync | PowerSgdSync | DdpSync,
+) -> Engine:
+    wire = wire_dtype(settings.wire)
+    match settings:
+        case AllReduceSync():
+            return allreduce(settings, wire)
+        case RingSync():
+            return ring(settings, wire)
+        case LazySync():
+            return lazy(settings, wire)
+        case HybridSync():
+            return hybrid(settings, wire)
+        case DearSync():
+            return dear(settings, wire)
+        case SparseSync():
+            return _sparse(settings, wire)
+        case PowerSgdSync():
+            return _compressed(declare(_timing_of(settings)), settings)
+        case DdpSync():
+            return _ddp(settings, wire)
+        case _:
+            assert_never(settings)
+
+
+def _sparse(settings: SparseSync, wire: torch.dtype) -> Engine:
+    """Declare the engine that the cost model uses for ``sparse``, which also needs the share that is sent."""
+    return Engine(
+        wire, settings.awaits, fusion_bytes(settings.threshold_mb), collective=chosen_collective(settings.collective)
+    )
+
+
+def _ddp(settings: DdpSync, wire: torch.dtype) -> Engine:
+    """Declare the engine that the cost model uses for DDP.
+
+    DDP counts the bytes of a bucket before a hook's cast. Its first bucket is smaller.
+    """
+    cap = settings.bucket_cap_mb or 25
+    compressor = PowerSGD(settings.powersgd_rank) if settings.powersgd_rank else None
+    fuse = cap * 2**20 * wire.itemsize / 4
+    return Engine(wire, "backward", fuse, first_bucket_scale=1 / cap, collective="native", compressor=compressor)
+
+
+def _timing_of(settings: PowerSgdSync) -> AllReduceSync | LazySync | HybridSync | DearSync:
+    """Return the settings of the engine whose messages PowerSGD compresses."""
+    match settings.timing:
+        case "allreduce":
+            return AllReduceSync(wire=settings.wire)
+        case "lazy":
+            return LazySync(wire=settings.wire, threshold_mb=settings.bucket_mb)
+        case "hybrid":
+            return HybridSync(wire=settings.wire, fuse_mb=settings.bucket_mb)
+        case "dear":
+            return DearSync(wire=settings.wire, bucket_mb=settings.bucket_mb)
+
+
+def _compressed(engine: Engine, settings: PowerSgdSync) -> Engine:
+    collective = chosen_collective(settings.collective) or engine.collective
+    return replace(engine, collective=collective, compressor=PowerSGD(settings.rank))
+
+
+def wire_dtype(wire: Wire) -> torch.dtype:
+    """Return the torch dtype of a wire dtype's name."""
+    match wire:
+        case "fp32":
+            return torch.float32
+        case "bf16":
+            return torch.bfloat16
+        case "fp16":
+            return torch.float16
+        case "int8":
+            return torch.int8
+        case "fp8":
+            return torch.float8_e4m3fn
+        case _:
+            assert_never(wire)

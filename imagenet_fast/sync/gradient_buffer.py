@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.sync.param_slot import USED, ParamSlot, move
-from imagenet_fast.sync.pending_grad import PendingGrad
+from imagenet_fast.sync.topology import Topology
 
 _LINE = 16  # elements: slots start on 64-byte lines in fp32, which keeps the fast path of vectorised kernels
 
@@ -121,3 +123,100 @@ class GradientBuffer:
 def _dense_strides(param: nn.Parameter) -> tuple[int, ...]:
     """Return the parameter's strides; if it has gaps or overlaps in memory, those that a copy would have."""
     return torch.empty_like(param, device="meta").stride()
+
+
+_METADATA = frozenset({
+    *(getattr(Tensor, name).__get__ for name in (
+        "shape", "dtype", "device", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "requires_grad", "grad_fn",
+        "is_leaf", "ndim", "grad", "nbytes", "itemsize",
+    )),
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.storage_offset, Tensor.data_ptr, Tensor.element_size,
+    Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.__len__, Tensor.nelement,
+})  # fmt: skip
+"""The functions that are allowed: they do not depend on values."""
+
+
+_ZEROING = frozenset({Tensor.zero_, Tensor.requires_grad_, torch._foreach_zero_})
+"""The functions that ``zero_grad(set_to_none=False)`` of an optimizer or a module calls."""
+
+
+class PendingGrad(Tensor):
+    """A placeholder for a gradient between backward and ``pool.finish()``.
+
+    Any use except of its metadata (shape, dtype, ...) raises RuntimeError. Zeroing only sets ``zeroed``; the pool
+    zeroes the gradient once it has been received.
+
+    With DDP, ``p.grad`` holds means at this time. Here messages may still be in flight: a read would give neither the
+    local gradient nor the mean, and a write might reach some ranks and not others.
+    """
+
+    zeroed = False
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Allow metadata, record zeroing, and raise RuntimeError for everything else."""
+        if func in _METADATA:
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        if func in _ZEROING:
+            if func is not Tensor.requires_grad_:
+                for grad in [args[0]] if isinstance(args[0], Tensor) else args[0]:
+                    grad.__dict__["zeroed"] = True
+            return args[0]
+        if func is Tensor.__repr__:
+            return "PendingGrad(on its way to the other ranks)"
+        raise RuntimeError(
+            "a gradient was used while it is on its way to the other ranks; call pool.finish() after backward, before "
+            "gradients are read, clipped, unscaled or applied"
+        )
+
+
+class ArrivalOrder:
+    """The order of gradients, learned in the first complete backward."""
+
+    def __init__(self) -> None:
+        """Begin to record, with no order known."""
+        self._came: list[ParamSlot] | None = []
+        self.better: list[ParamSlot] | None = None
+        """The learned order, if it differs from the current one; for the pool to adopt before the next step."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the order has been learned or fixed."""
+        return self._came is None
+
+    def fix(self) -> None:
+        """Keep the current order, and learn no other."""
+        self._came = self.better = None
+
+    def note(self, span: ParamSlot) -> None:
+        """Record that backward has produced the gradient of ``span``."""
+        if self._came is not None:
+            self._came.append(span)
+
+    def agree(self, spans: Sequence[ParamSlot], topology: Topology, whole: bool) -> None:
+        """Adopt the order that the first rank saw. Every rank must call it.
+
+        Gradients that backward did not produce are put last. Where the first rank's backward was not complete, nothing
+        is adopted and the next backward is recorded.
+
+        Args:
+            spans: The pool's slots in their current order.
+            topology: The ranks to agree with.
+            whole: Whether this rank's backward was complete.
+        """
+        if self._came is None:
+            return
+        came, self._came = self._came, []
+        seen = set(came)
+        order = [span.index for span in [*came, *(span for span in spans if span not in seen)]]
+        agreed = torch.tensor(order if whole else [-1] * len(order), device=topology.device)
+        if topology.size > 1:
+            dist.broadcast(agreed, topology.ranks[0], topology.group)
+        indices = agreed.tolist()
+        if indices[0] < 0:
+            return
+        self._came = None
+        if indices != list(range(len(indices))):
+            self.better = [spans[index] for index in indices]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from imagenet_fast.cost_model.layer_profile import Timing
-from imagenet_fast.sync.copy_hooks import Hook
+from imagenet_fast.sync.access_hooks import Hook
 from imagenet_fast.sync.device_timer import Timestamp, record_timestamp, seconds_between
 from imagenet_fast.sync.param_slot import ParamSlot
 from imagenet_fast.sync.topology import Topology
@@ -20,10 +20,12 @@ _WARM_STEPS, _TIMED_STEPS = 2, 3
 class LayerTimer:
     """A timer that records a model's steps until it has seen enough of them.
 
-    Call ``push`` at every push of a slot, and ``finish`` at the end of every backward.
+    Call ``gradient_ready`` at every gradient that is ready, and ``finish`` at the end of every backward.
     """
 
-    def __init__(self, model: nn.Module, spans: Iterable[ParamSlot], topology: Topology, layers: bool) -> None:
+    def __init__(
+        self, model: nn.Module, spans: Iterable[ParamSlot], topology: Topology, layers: bool, steps: int = _TIMED_STEPS
+    ) -> None:
         """Register timing hooks on ``model``.
 
         Args:
@@ -32,12 +34,14 @@ class LayerTimer:
             topology: The ranks to average over.
             layers: Whether to record when each layer is called, too. The hooks for this break compiled blocks; without
                 them only the whole model is timed.
+            steps: Number of recorded steps, after two that warm up.
         """
         self._spans = list(spans)
         self._device = topology.device
         self._topology = topology
         self.layers = layers
-        self._steps = 0
+        self._steps = -_WARM_STEPS
+        self._last = steps
         self._called: dict[nn.Module, Timestamp] = {}
         self._turned: Timestamp | None = None  # the end of the last forward
         self._pushed: list[Timestamp] = []
@@ -50,9 +54,9 @@ class LayerTimer:
     @property
     def complete(self) -> bool:
         """Whether enough steps have been recorded, the same on every rank."""
-        return self._steps == _WARM_STEPS + _TIMED_STEPS
+        return self._steps == self._last
 
-    def push(self) -> None:
+    def gradient_ready(self) -> None:
         """Record that the gradient of the next slot in pool order is ready."""
         if not self.complete:
             self._pushed.append(record_timestamp(self._device))
@@ -62,7 +66,7 @@ class LayerTimer:
         if self.complete:
             return
         end = record_timestamp(self._device)
-        if self._steps >= _WARM_STEPS:
+        if self._steps >= 0:
             first = self._pushed[0]
             begin, turn = self._called.get(self._model, first), self._turned or first
             moments = [
@@ -86,7 +90,13 @@ class LayerTimer:
         mean = rows.median(0).values
         if self._topology.size > 1:
             dist.all_reduce(mean, group=self._topology.group)
-        moments = (mean / self._topology.size).tolist()
+        return self._as_timing((mean / self._topology.size).tolist())
+
+    def recorded(self) -> list[Timing]:
+        """Return the recorded steps of this rank alone."""
+        return list(map(self._as_timing, self._rows))
+
+    def _as_timing(self, moments: list[float]) -> Timing:
         count = len(self._spans)
         return Timing(
             tuple(moments[:count]), moments[count], tuple(moments[count + 1 : 2 * count + 1]), moments[2 * count + 1]

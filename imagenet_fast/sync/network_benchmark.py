@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from imagenet_fast.cost_model.link_model import NO_CODEC, CodecCost, LinkModel
-from imagenet_fast.recipe.sync_config import Collective
-from imagenet_fast.sync.collectives import all_reduce, carry, cost_of, piece_bytes, piece_elements
-from imagenet_fast.sync.collectives.comm_ops import lane_of
+from imagenet_fast.cost_model.step_simulator import NO_CODEC, CodecCost, LinkModel
+from imagenet_fast.recipe.engine_table import Collective
+from imagenet_fast.sync.all_reduce import all_reduce, cost_of, piece_bytes, piece_elements
+from imagenet_fast.sync.comm_ops import carry, lane_of
 from imagenet_fast.sync.device_timer import record_timestamp, seconds_between
 from imagenet_fast.sync.quantization import PLAIN, Packer, all_coded, decode, encode, is_coded
 from imagenet_fast.sync.topology import Topology
@@ -106,6 +106,23 @@ def measure_link(collective: Collective, wire: torch.dtype, topology: Topology) 
     return LinkModel(*_of_first_rank([latency_s, s_per_byte / cost_of(collective, topology), call_s], topology))
 
 
+def all_reduces(messages: Sequence[Tensor], collective: Collective, topology: Topology) -> Callable[[], None]:
+    """Return a function that averages ``messages`` in their own dtype, launched at once as an engine would, and waits.
+
+    It can be called again; every rank must make and call it alike.
+    """
+    phases = [
+        all_reduce(message, message.dtype, collective, topology, lane=lane_of(number, topology.device))
+        for number, message in enumerate(messages)
+    ]
+
+    def once() -> None:
+        for transfer in [carry(of_one) for of_one in phases]:
+            transfer.wait()
+
+    return once
+
+
 def measure_codec(wire: torch.dtype, topology: Topology) -> CodecCost:
     """Measure the seconds per byte on the wire of encoding and decoding 8-bit codes.
 
@@ -163,12 +180,8 @@ def _seconds(sizes: Sequence[int], wire: torch.dtype, collective: Collective, to
     A GPU's host takes longer to launch a message than its links take to send it.
     """
     values = [torch.zeros(topology.padded(size // wire.itemsize), dtype=wire, device=topology.device) for size in sizes]
-    phases = [
-        all_reduce(message, wire, collective, topology, lane=lane_of(number, topology.device))
-        for number, message in enumerate(values)
-    ]
+    once = all_reduces(values, collective, topology)
     dist.barrier(topology.group)
     begun = record_timestamp(topology.device)
-    for transfer in [carry(of_one) for of_one in phases]:
-        transfer.wait()
+    once()
     return seconds_between(begun, record_timestamp(topology.device))

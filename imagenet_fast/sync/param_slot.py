@@ -40,6 +40,18 @@ class ParamSlot:
         return self.name.rpartition(".")[0]
 
 
+def slots_of(trainable: dict[str, nn.Parameter], model: nn.Module | None) -> list[ParamSlot]:
+    """Return a slot without a place for each parameter, the last one first.
+
+    Args:
+        trainable: The parameters by name, in the order of registration.
+        model: The model whose modules own them; None: not known.
+    """
+    modules = () if model is None else model.modules()
+    owners = {param: module for module in modules for param in module.parameters(recurse=False)}
+    return [ParamSlot(0, name, param, owners.get(param), 0, 0) for name, param in reversed(trainable.items())]
+
+
 def move(values: Tensor, spans: Sequence[ParamSlot], into: Tensor, others: Sequence[ParamSlot]) -> None:
     """Copy values, flags included, to the places that the same parameters have in another layout.
 

@@ -24,18 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imagenet_fast.recipe.sync_config import SparseSync, chosen_collective, fusion_bytes
+from imagenet_fast.recipe.engine_table import chosen_collective, fusion_bytes
+from imagenet_fast.recipe.sync_config import SparseSync
+from imagenet_fast.sync.all_reduce import all_reduce, piece_bytes, usual_collective, wire_for
 from imagenet_fast.sync.bucketing import HIGH_PRIORITY
-from imagenet_fast.sync.collectives import (
-    AllReduceHandle,
-    CommOp,
-    all_reduce,
-    carry,
-    piece_bytes,
-    usual_collective,
-    wire_for,
-)
-from imagenet_fast.sync.engine import Elements, Engine, Stopwatch, SyncEngine, SyncStats
+from imagenet_fast.sync.comm_ops import AllReduceHandle, CommOp, carry
+from imagenet_fast.sync.engine import Elements, Stopwatch, SyncEngine, SyncStats
 from imagenet_fast.sync.gradient_pool import GradientPool
 from imagenet_fast.sync.param_slot import USED, ParamSlot, bring, move, places_of
 
@@ -60,7 +54,7 @@ class Sparse(SyncEngine):
     share that is not sent grows. No chunk waits more than twice as long as it would if all took turns.
     """
 
-    leaves_behind = True
+    sends_part = True
     needs_state = True
     state_keys = frozenset({"step", "residual", "velocity", "places"})
 
@@ -93,9 +87,9 @@ class Sparse(SyncEngine):
         self._agreed: AllReduceHandle | None = None  # on the scores, and so on the next step's chunks
         pool.lengthen(settings.chunk)
         pool.buffer.zero_()  # what another engine has sent is no residual
-        self.lay_out()
+        self.rebuild_buckets()
 
-    def lay_out(self) -> None:
+    def rebuild_buckets(self) -> None:
         """Cut the pool's new layout into chunks, reset scores and ages, and move the velocity along."""
         device, topology, chunk = self._pool.buffer.device, self._topology, self._settings.chunk
         if self._agreed is not None:  # else it would choose from the new layout
@@ -131,8 +125,15 @@ class Sparse(SyncEngine):
 
     @property
     def sent(self) -> list[slice]:
-        """The parts of the pool that the last step sent, in order."""
-        return self._parts(self._selected)
+        """The parts of the pool that the last step sent, in order, with neighbours merged."""
+        parts: list[slice] = []
+        for number in self._selected:
+            begin, end = number * self._settings.chunk, (number + 1) * self._settings.chunk
+            if parts and parts[-1].stop == begin:
+                parts[-1] = slice(parts[-1].start, end)
+            else:
+                parts.append(slice(begin, end))
+        return parts
 
     def begin(self) -> None:
         """Clear the chunks that were sent, and read which chunks this step sends."""
@@ -150,10 +151,13 @@ class Sparse(SyncEngine):
         self._sent = self._ids[:0]
 
     def start_step(self) -> None:
-        """Switch to the other buffer."""
-        self._exchange_buffers()
+        """Switch the pool, and the velocity, to the other buffer."""
+        self._left = self._pool.exchange_buffer(self._left)
+        self._chunks = self._pool.buffer.view_as(self._chunks)
+        if self._momentum is not None:
+            self._velocity, self._velocity_before = self._velocity_before, self._velocity
 
-    def take(self, place: Tensor, gradient: Tensor | None) -> None:
+    def store_gradient(self, place: Tensor, gradient: Tensor | None) -> None:
         """Write the sum of the residual and a gradient to its place in the pool.
 
         With momentum correction, the velocity is added instead of the gradient. Where backward did not reach the
@@ -177,12 +181,12 @@ class Sparse(SyncEngine):
         if gradient is None:  # the flag has no residual; while chunks are unsent, no rank knows the others' use
             place[-1] = 0.0 if len(self._selected) == len(self._chunks) else USED
 
-    def spoil(self, span: ParamSlot, gradient: Tensor) -> None:
+    def poison(self, span: ParamSlot, gradient: Tensor) -> None:
         """Fill with NaN what this step sends of ``span``."""
         for part in self.sent:
             self._pool.buffer[max(part.start, span.start) : min(part.stop, span.flag)] = math.nan
 
-    def push(self, span: ParamSlot) -> None:
+    def gradient_ready(self, span: ParamSlot) -> None:
         """Launch the chosen chunks that are complete, once they reach the threshold."""
         last = span.index == len(self._pool.spans) - 1
         ready = bisect_right(self._selected, span.stop // self._settings.chunk - 1)
@@ -223,7 +227,7 @@ class Sparse(SyncEngine):
             if self._agreed is not None:
                 self._agreed.wait()  # it reads the pool
             self._drops = False
-            self._exchange_buffers()
+            self.start_step()  # back to the buffer of before
             self._sent = self._ids[:0]
         stats, self._stats = self._stats, SyncStats(Stopwatch(self._pool.buffer.device))
         return stats
@@ -236,7 +240,7 @@ class Sparse(SyncEngine):
         """Return whether no message in flight may hold a part of ``span``."""
         return not self._carrying(span)
 
-    def elements(self) -> Elements | None:
+    def sent_slices(self) -> Elements | None:
         """Return the elements of each parameter that the last step sent; None if it sent all."""
         if len(self._selected) == len(self._chunks):
             return None
@@ -273,7 +277,7 @@ class Sparse(SyncEngine):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a value of ``state_dict``; scores and ages apply only if the pool's layout is the same."""
         self._pool.order(state["places"])
-        self.lay_out()
+        self.rebuild_buckets()
         self._step = state["step"]
         spans, places = self._pool.spans, state["places"]
         bring(state["residual"], places, self._pool.buffer, spans)
@@ -292,13 +296,6 @@ class Sparse(SyncEngine):
         if self._agreed is not None:
             self._agreed.wait()
         self._topology.close()
-
-    def _exchange_buffers(self) -> None:
-        """Switch the pool, and the velocity, to the other buffer."""
-        self._left = self._pool.exchange_buffer(self._left)
-        self._chunks = self._pool.buffer.view_as(self._chunks)
-        if self._momentum is not None:
-            self._velocity, self._velocity_before = self._velocity_before, self._velocity
 
     def drop(self) -> None:
         """Release the engine in the middle of a step, without waiting for any message."""
@@ -398,21 +395,3 @@ class Sparse(SyncEngine):
         by_urgency = by_score[torch.sort(urgency[by_score], descending=True, stable=True).indices]
         self._ids = by_urgency[:count].sort().values
         self._here[:count].copy_(self._ids, non_blocking=True)
-
-    def _parts(self, chunks: list[int]) -> list[slice]:
-        """Return the pool's elements of ``chunks`` in rising order, with neighbours merged."""
-        parts: list[slice] = []
-        for number in chunks:
-            begin, end = number * self._settings.chunk, (number + 1) * self._settings.chunk
-            if parts and parts[-1].stop == begin:
-                parts[-1] = slice(parts[-1].start, end)
-            else:
-                parts.append(slice(begin, end))
-        return parts
-
-
-def likeness(settings: SparseSync, wire: torch.dtype) -> Engine:
-    """Declare the engine that the cost model uses for ``sparse``, which also needs the share that is sent."""
-    return Engine(
-        wire, settings.awaits, fusion_bytes(settings.threshold_mb), collective=chosen_collective(settings.collective)
-    )

@@ -15,8 +15,8 @@ import torch
 from imagenet_fast.cost_model.layer_profile import Timing
 from imagenet_fast.cost_model.priority_schedule import as_ready, plan_release_order
 from imagenet_fast.cost_model.step_simulator import THRESHOLDS, SimMessage, simulated_step_s
+from imagenet_fast.sync.all_reduce import piece_bytes
 from imagenet_fast.sync.bucketing import HIGH_PRIORITY, BucketChunk, build_chunks
-from imagenet_fast.sync.collectives import piece_bytes
 from imagenet_fast.sync.engine import Engine
 from imagenet_fast.sync.gradient_pool import GradientPool
 from imagenet_fast.sync.network_benchmark import NetworkProbe
@@ -39,10 +39,10 @@ def predict_best(
         network: The costs of collectives and codecs.
         share: Share of the values that the engine sends.
     """
-    choices = thresholds(engine, pool) if engine.fuse is None else [engine.fuse]
+    choices = thresholds(engine, pool) if engine.bucket_bytes is None else [engine.bucket_bytes]
     seconds = {fuse: predict(engine, pool, wire, fuse, timing, network, share) for fuse in choices}
     near = [fuse for fuse, step_s in seconds.items() if step_s <= 1.01 * min(seconds.values())]
-    best = min(near) if engine.planned else max(near)
+    best = min(near) if engine.prioritized else max(near)
     return best, seconds[best]
 
 
@@ -68,7 +68,7 @@ def predict(
             range(message.run[0].index, message.run[-1].index + 1),
             network.link(message.collective), network.codec(wire), message.lane == HIGH_PRIORITY, run,
             f"{message.lane}{message.collective} {message.half}", _abreast(message, pool.topology),
-            message.collective if engine.planned else "",
+            message.collective if engine.prioritized else "",
         )
         for run, pieces in enumerate(_by_run(messages)) for message in pieces
     ]  # fmt: skip
@@ -83,7 +83,7 @@ def releases_of(
     A planned engine launches them by plan, any other as soon as it can.
     """
     tasks, times = [message.task for message in messages], [*timing.ready, timing.backward_s]
-    if not engine.planned:
+    if not engine.prioritized:
         return as_ready(tasks, len(times))
     most = max(messages, key=lambda message: message.task.message).collective
     return plan_release_order(tasks, times, network.link(most).s_per_byte)
@@ -95,7 +95,7 @@ def thresholds(engine: Engine, pool: GradientPool) -> list[float]:
     A plan moves whole pieces, so smaller sizes are of no use to it.
     """
     piece = piece_bytes(pool.topology)
-    return [size for size in THRESHOLDS if size >= piece] if engine.planned else THRESHOLDS
+    return [size for size in THRESHOLDS if size >= piece] if engine.prioritized else THRESHOLDS
 
 
 def _by_run(messages: Sequence[BucketChunk]) -> list[list[BucketChunk]]:

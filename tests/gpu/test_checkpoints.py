@@ -44,7 +44,7 @@ def test_whatever_lies_on_a_gpu_comes_back_there_or_on_the_cpu(tmp_path: Path):
     assert same(open_checkpoint(folder).shared(), moved(on_gpu, CPU))
 
 
-def test_the_stream_may_change_what_was_saved_at_once_and_the_host_does_not_wait(tmp_path: Path):
+def test_saving_does_not_wait_for_the_stream(tmp_path: Path):
     weights = torch.zeros(1 << 26, device=GPU)
     with CheckpointWriter(tmp_path, ALONE, keep=9) as writer:
         for step in range(1, 4):

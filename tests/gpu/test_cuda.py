@@ -23,8 +23,7 @@ from imagenet_fast.recipe.data_config import ImageData
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.sync.device_timer import record_timestamp, seconds_between
 from imagenet_fast.training.init_weights import load_initial_weights
-from imagenet_fast.training.seeding import seed_step
-from imagenet_fast.training.train_loop import build_initial_model
+from imagenet_fast.training.train_loop import build_initial_model, seed_step
 from imagenet_fast.training.train_step import build_step
 from tests.conftest import tables
 

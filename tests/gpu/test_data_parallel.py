@@ -29,7 +29,7 @@ def test_data_parallel_is_timed_with_as_many_images_on_each_gpu():
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_gradients_are_those_of_one_gpu_and_every_gpu_computes_in_the_precision_asked_for(precision: str):
+def test_data_parallel_gradients_and_precision(precision: str):
     recipe = parse_recipe("test", tables(precision={"kind": precision}))
     set_float32_math(recipe.precision)
     torch.manual_seed(0)

@@ -42,7 +42,7 @@ EXACT: tuple[EngineSettings, ...] = (
 INEXACT: tuple[EngineSettings, ...] = (LazySync(wire="int8", threshold_mb=0), PowerSgdSync(wire="bf16", rank=1))
 
 
-def test_two_ranks_with_equal_gradients_train_as_one_does_while_memory_is_in_demand():
+def test_two_ranks_train_as_one_while_memory_is_reused():
     """A pool of one rank sends nothing. The gradients are integers, which 16 bits hold and whose mean is exact."""
     (alone,) = run(1, _each, EXACT, backend="nccl")
     ours, theirs = run(2, _each, (*EXACT, *INEXACT), backend="nccl")

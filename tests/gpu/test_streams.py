@@ -31,7 +31,7 @@ def sparsely_trained(device: torch.device) -> Tensor:
     settings = SparseSync(wire="fp32", sparsity=0.75, chunk=32, dense_epochs=0, ramp_epochs=0)
     pool = pooled(model, settings)
     optimizer = build_optimizer(Sgd(kind="sgd", lr=2.0**-7, momentum=0.5, weight_decay=0.0), model)
-    engine = pool._engine
+    engine = pool.reducer.engine
     assert isinstance(engine, Sparse)
     for step in range(10, 34):  # none of them overflows
         pool.zero_grad()

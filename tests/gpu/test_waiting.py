@@ -27,7 +27,7 @@ WORK = 10**8
 """Cycles of a GPU: some 50 ms."""
 
 
-def test_a_decoder_that_works_on_the_gpu_counts_and_a_host_that_is_slow_but_ahead_does_not():
+def test_waiting_counts_gpu_decoders_only():
     ((decoding, reading),) = run(1, _shares, backend="nccl")
     assert 30 < decoding < 60, "of two pieces of work as long one is decoding, of which the host sees nothing"
     assert reading < 10, "the host looks for images while the GPU is at work"

@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from imagenet_fast import sync
 from imagenet_fast.checkpoint import serialization
 from imagenet_fast.checkpoint.staging import StagingBuffer
+from imagenet_fast.recipe.engine_table import Cast, Wire
 from imagenet_fast.recipe.schema import Lars
-from imagenet_fast.recipe.sync_config import Cast, Wire
 from imagenet_fast.sync import (
     AllReduceSync,
     AutoSync,
@@ -31,6 +30,7 @@ from imagenet_fast.sync import (
     SparseSync,
     attach,
     build_engine,
+    factory,
     network_benchmark,
     sparse,
 )
@@ -217,7 +217,7 @@ def test_collectives_in_different_orders_are_found():
 
 def _unlike() -> dict[str, list[str]]:
     mine = LazySync(wire="fp32", threshold_mb=0 if dist.get_rank() else FUSED)
-    with patch.object(sync, "compare_engines", lambda *_: None):
+    with patch.object(factory, "compare_engines", lambda *_: None):
         return _found([mine])
 
 
@@ -243,7 +243,7 @@ def test_auto_considers_nccls_own_all_reduce_where_sums_are_of_16_bits():
         ("fp32", CUDA, False),
         ("bf16", CPU, False),
     ):
-        names = [candidate.name for candidate in sync._candidates(AutoSync(wire=wire), 1, device)]
+        names = [candidate.name for candidate in factory._candidates(AutoSync(wire=wire), 1, device)]
         assert ("lazy native" in names) is considered
     assert len(set(names)) == len(names)
 
@@ -263,7 +263,7 @@ def _limits() -> list[set[int | None]]:
     with unmeasured(), PretendedGpu() as gpu:
         pool = GradientPool(gpu.move(Model()))
         chooser = AutoSync(inexact=True, max_ctas=4)
-        build = next(c.build for c in sync._candidates(chooser, 1, CUDA) if c.build is not None)
+        build = next(c.build for c in factory._candidates(chooser, 1, CUDA) if c.build is not None)
         pool.attach(build(pool))
         found.append(set(gpu.group_limits))
         pool.close()

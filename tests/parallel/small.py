@@ -19,7 +19,7 @@ from imagenet_fast.models.alexnet import CompilableSequential
 from imagenet_fast.recipe import schema
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.load import parse_recipe
-from imagenet_fast.recipe.schema import Parallel
+from imagenet_fast.recipe.parallel_config import Parallel
 from imagenet_fast.training.train_step import build_step
 from tests.conftest import tables
 from tests.models.narrow import narrow_model

@@ -21,7 +21,7 @@ from imagenet_fast.models.batchnorm_stats import StepStatistics
 from imagenet_fast.models.stages import LocalStages, split_model
 from imagenet_fast.parallel.pipeline_parallel import Pass, Pipeline, joined
 from imagenet_fast.recipe import schema
-from imagenet_fast.recipe.pipeline_schedules import chunks_of, misfit
+from imagenet_fast.recipe.parallel_config import chunks_of, misfit
 from imagenet_fast.sync import (
     AllReduceSync,
     AutoSync,
@@ -206,7 +206,7 @@ def test_four_stages_follow_one_process_that_accumulates():
 
 
 @pytest.mark.full
-def test_pipelines_with_replicas_follow_one_process_under_every_kind_of_engine():
+def test_replicated_pipelines_follow_one_process():
     hybrid = HybridSync(wire="fp32", fuse_mb=0.001)
     cases = [
         # One process departs by 7e-6 from itself when it takes its micro-batches in another order; at 0.01 by far more.
@@ -237,14 +237,14 @@ class Noting(SyncEngine):
         self.passes.append((which, stage))
         yield
 
-    def push(self, span: ParamSlot) -> None:
+    def gradient_ready(self, span: ParamSlot) -> None:
         self.left.append(len(self.passes))
 
     def finish(self, drop: bool = False) -> SyncStats:
         return SyncStats(None)
 
 
-def test_gradients_leave_during_the_last_backward_and_not_at_all_within_no_sync():
+def test_pipeline_sends_in_the_last_backward_only():
     for passes, held, left in run(2, _noted):
         assert not held
         last = max(number for number, (which, _) in enumerate(passes, 1) if which == "backward")

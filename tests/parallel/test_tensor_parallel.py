@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from imagenet_fast.parallel.parallelize import ParallelModel, parallelize
 from imagenet_fast.parallel.tensor_parallel import ColumnParallel, RowParallel, gathered
-from imagenet_fast.recipe.schema import Lars, Parallel
+from imagenet_fast.recipe.parallel_config import Parallel
+from imagenet_fast.recipe.schema import Lars
 from imagenet_fast.sync import DdpSync, DearSync, HybridSync, LazySync
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.parallel.small import CLASSES, Tiny, images_of, small_model
@@ -52,7 +53,7 @@ def _gathered_again() -> None:
             torch.testing.assert_close(again(own[:1]), plain(own[:1]))
 
 
-def test_each_shard_drops_units_of_its_own_of_all_images_and_each_rank_features_of_its_own():
+def test_dropout_differs_between_shards_and_ranks():
     run(2, _dropped)
 
 

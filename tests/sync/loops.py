@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from imagenet_fast.cost_model.link_model import CodecCost, LinkModel
+from imagenet_fast.cost_model.step_simulator import CodecCost, LinkModel
 from imagenet_fast.sync import (
     AllReduceSync,
     DearSync,

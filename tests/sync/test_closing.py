@@ -21,7 +21,7 @@ class UsersError(Exception):
     pass
 
 
-def test_a_pool_is_closed_after_an_unfinished_step_without_waiting_for_ranks_that_left_it_earlier():
+def test_close_in_an_unfinished_step_waits_for_no_rank():
     assert run(2, _closed_in_finally) == [[["UsersError"] * 2] * len(ENGINES)] * 2
 
 
@@ -64,7 +64,7 @@ def _fails(settings: EngineSettings, fails: int, early: int) -> str:
     return "nothing"
 
 
-def test_what_fails_while_a_pool_is_closed_is_a_note_on_the_users_exception():
+def test_failing_close_is_a_note_on_the_users_exception():
     model = Layers()
     pool, optimizer = pooled(model, HYBRID), sgd(model)
 

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from imagenet_fast.distributed.failure_detection import PeerLost
-from imagenet_fast.recipe.sync_config import Collective
-from imagenet_fast.sync.collectives import AllReduceHandle, all_reduce, carry, usual_collective
-from imagenet_fast.sync.collectives.butterfly import SHORT_BYTES
+from imagenet_fast.recipe.engine_table import Collective
+from imagenet_fast.sync.all_reduce import all_reduce, usual_collective
+from imagenet_fast.sync.butterfly import SHORT_BYTES
+from imagenet_fast.sync.comm_ops import AllReduceHandle, carry
 from imagenet_fast.sync.topology import Topology
 from tests.spawning import run
 
@@ -169,7 +170,7 @@ def _fused_and_apart() -> None:
         assert torch.equal(fused, torch.cat(apart)), (collective, wire)
 
 
-def test_pairwise_rounds_once_and_hierarchical_twice_so_their_errors_do_not_grow_with_the_ranks():
+def test_rounding_errors_do_not_grow_with_ranks():
     """The error of a 16-bit mean in units of that of rounding every rank's values once, and their mean once."""
     two, eight = (run(world, _errors)[0] for world in (2, 8))
     for wire in ("torch.bfloat16", "torch.float16"):
@@ -264,7 +265,7 @@ def _long_gradients() -> None:
                 torch.testing.assert_close(tensor, everyone.mean(0), rtol=tolerance, atol=tolerance)
 
 
-def test_16_bit_values_are_never_added_in_16_bits_between_nodes_unless_somebody_asks_for_it():
+def test_16_bit_values_are_summed_in_fp32_between_nodes():
     run(4, _usual)
 
 
@@ -279,7 +280,7 @@ def _usual() -> None:
     assert usual_collective(fp32, fp32, one_node) == usual_collective(fp32, fp32, four_nodes) == "native"
 
 
-def test_engines_that_take_turns_may_share_their_channels_and_none_ends_them_for_the_others():
+def test_engines_that_take_turns_share_channels():
     run(2, _lending)
 
 
@@ -297,7 +298,7 @@ def _lending() -> None:
         assert torch.equal(tensor.double(), mean_of(300, 2, True))
 
 
-def test_levels_of_uneven_nodes_are_refused_in_words_and_all_else_works_there():
+def test_uneven_nodes_refuse_levels_only():
     run(3, _uneven_nodes)
 
 

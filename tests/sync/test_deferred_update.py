@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from imagenet_fast.cost_model.link_model import LinkModel
+from imagenet_fast.cost_model.step_simulator import LinkModel
 from imagenet_fast.recipe.schema import Lars, Optim, Sgd
 from imagenet_fast.sync import DearSync, GradientPool, HybridSync, build_engine
 from imagenet_fast.training.optimizers import build_optimizer
@@ -105,7 +105,7 @@ def test_what_came_together_is_updated_together(settings: HybridSync | DearSync)
     pool.close()
 
 
-def test_evaluating_and_saving_between_steps_see_and_change_the_same_weights():
+def test_eval_and_save_between_steps_see_new_weights():
     run(2, _evaluate_and_save)
 
 

@@ -89,7 +89,7 @@ def _quietly() -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def test_ranks_that_fail_before_and_after_their_first_gradient_stay_in_step():
+def test_ranks_that_fail_at_other_gradients_stay_in_step():
     run(2, _stay_in_step)
 
 

@@ -43,7 +43,7 @@ def failing(
     return state(model)
 
 
-def test_a_step_that_fails_on_every_rank_and_on_each_at_another_layer_leaves_no_trace():
+def test_failing_step_leaves_no_trace():
     run(2, _fails_everywhere)
 
 

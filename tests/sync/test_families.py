@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torchvision.models import VisionTransformer, mobilenet_v3_small
 from torchvision.models.swin_transformer import SwinTransformer
 
-from imagenet_fast.cost_model.link_model import LinkModel
+from imagenet_fast.cost_model.step_simulator import LinkModel
 from imagenet_fast.sync import (
     AllReduceSync,
     AutoSync,

@@ -21,7 +21,7 @@ class Listener(SyncEngine):
         self.buffer: Callable[[], torch.Tensor] = lambda: torch.empty(0)
         self.at_push: list[torch.Tensor] = []
 
-    def push(self, span: ParamSlot) -> None:
+    def gradient_ready(self, span: ParamSlot) -> None:
         self.pushed.append(span.name)
         self.at_push.append(self.buffer()[span.start : span.flag].clone())
 

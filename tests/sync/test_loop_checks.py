@@ -66,7 +66,7 @@ def test_two_parameters_of_one_name_are_refused():
 
 @pytest.mark.filterwarnings("ignore:.*create_graph=True.*:UserWarning")
 @pytest.mark.parametrize("settings", [LAZY, HYBRID, DENSE], ids=["lazy", "hybrid", "sparse"])
-def test_gradients_with_a_graph_and_sparse_ones_are_refused_and_training_goes_on(settings: EngineSettings):
+def test_create_graph_and_sparse_gradients_are_refused(settings: EngineSettings):
     def bent(penalised: bool) -> dict[str, torch.Tensor]:
         model = Layers()
         pool, optimizer = pooled(model, settings), sgd(model)

@@ -19,7 +19,7 @@ def test_chunks_on_their_way_are_kept_until_they_have_landed():
     pool = pooled(
         model, SparseSync(wire="fp32", sparsity=0.5, chunk=16, dense_epochs=0, ramp_epochs=0, timing="hybrid")
     )
-    engine = pool._engine
+    engine = pool.reducer.engine
     assert isinstance(engine, Sparse)
     for step in range(2):  # in the first there is no telling who reads what
         gate = threading.Event()

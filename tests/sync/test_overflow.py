@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from imagenet_fast.recipe.engine_table import Wire
 from imagenet_fast.recipe.schema import Float16, Full, Precision, Sgd
-from imagenet_fast.recipe.sync_config import Wire
 from imagenet_fast.sync import DearSync, EngineSettings, HybridSync, LazySync, SparseSync
 from imagenet_fast.sync.ddp import DdpPeer
 from imagenet_fast.sync.engine import Elements
@@ -136,7 +136,7 @@ def update(
     optimizer.step(SGD.lr, params, found_inf, elements)
 
 
-def test_an_overflow_that_sparse_has_not_sent_leaves_the_ranks_alike_and_they_train_on():
+def test_unsent_overflow_of_sparse_leaves_ranks_alike():
     """It is skipped while it is there, and it is the next to be sent."""
     (outcome, put_off), (outcome_too, _) = run(2, _overflowing_at_once_and_put_off)
     (skipped, steps), (skipped_too, steps_too) = outcome, outcome_too

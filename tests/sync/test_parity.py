@@ -120,7 +120,7 @@ def _short_wires() -> dict[str, list[float]]:
     return {repr(settings): trained(convnet(), settings, 20) for settings in engines}
 
 
-def test_powersgd_sends_less_after_its_dense_beginning_and_keeps_the_ranks_alike():
+def test_powersgd_after_dense_steps_sends_less():
     (sent, weights), (_, others) = run(2, _powersgd)
     assert sent[-1] < sent[0] / 5
     assert all(torch.equal(weights[name], others[name]) for name in weights)
@@ -201,7 +201,7 @@ def _integer_steps(wire: str) -> dict[str, torch.Tensor]:
     return results
 
 
-def test_the_pool_trains_a_small_transformer_with_an_optimiser_and_a_schedule_of_torch():
+def test_transformer_with_torch_optimizer_and_schedule():
     """The example in the README, as a library user would write it."""
     engines = (LazySync(), HybridSync(), PowerSgdSync(timing="dear"))
     for settings, first, second in zip(engines, *run(2, _transformers, engines), strict=True):

@@ -187,7 +187,7 @@ def test_parameters_of_others_are_left_alone():
     assert changed == [False, True, False, False, False, False]
 
 
-def test_a_group_may_be_added_between_steps_also_while_an_update_is_put_off():
+def test_add_param_group_while_an_update_is_deferred():
     params, others = parameters(), parameters()
     for chosen, parts in ((params, True), (others, False)):
         optimizer = optim.AdamW(chosen[:4], lr=0.1)
@@ -299,7 +299,7 @@ class Signs(Optimizer):
                     param.sub_(param.grad.sign() * group["lr"])
 
 
-def test_an_optimiser_that_torch_does_not_have_is_updated_at_once_unless_it_says_it_goes_one_by_one():
+def test_custom_optimizer_at_once_unless_one_by_one():
     params = parameters()
     before = params[0].detach().clone()
     optimizer = Signs(params)
@@ -315,7 +315,7 @@ def test_an_optimiser_that_torch_does_not_have_is_updated_at_once_unless_it_says
     assert torch.equal(params[0], before - 0.5 * params[0].grad.sign())
 
 
-def test_an_optimiser_whose_step_was_replaced_is_updated_at_once_by_what_replaced_it():
+def test_replaced_step_of_an_optimizer_is_called():
     params = parameters()
     optimizer = optim.SGD(params, lr=0.1)
     stepped: list[int] = []
@@ -406,7 +406,7 @@ class Counting(Signs):
                     param.sub_(param.grad.sign() * group["lr"] / (group["step"] + group["total"] + self.steps))
 
 
-def test_a_custom_optimiser_counts_each_step_once_however_many_parts_it_is_taken_in():
+def test_custom_optimizer_counts_each_step_once():
     params, others = parameters(), parameters()
     at_once_, parted = Counting(params), Counting(others)
     expected = at_once(at_once_, params, step_schedule)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from imagenet_fast.cost_model.link_model import NO_CODEC, LinkModel
+from imagenet_fast.cost_model.step_simulator import NO_CODEC, LinkModel
 from imagenet_fast.recipe.schema import Sgd
 from imagenet_fast.sync import (
     AllReduceSync,
@@ -25,10 +25,10 @@ from imagenet_fast.sync import (
     build_engine,
     declare,
 )
+from imagenet_fast.sync.all_reduce import piece_bytes
 from imagenet_fast.sync.auto import Auto, Candidate
 from imagenet_fast.sync.bucket_scheduler import Scheduler
 from imagenet_fast.sync.bucketing import build_chunks
-from imagenet_fast.sync.collectives import piece_bytes
 from imagenet_fast.sync.engine import Elements
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.sparse import Sparse
@@ -50,7 +50,7 @@ def test_messages_tile_the_pool_and_none_is_longer_than_a_piece():
         engine = declare(settings)
         for fuse in (0.0, 2.0**16, 2.0**19, math.inf):
             messages = build_chunks(engine, pool, engine.wire, fuse, network)
-            for half in (0, 1) if engine.halves else (None,):
+            for half in (0, 1) if engine.split_reduce_scatter else (None,):
                 parts = [message.part for message in messages if message.half == half]
                 assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
                 assert parts[-1].stop == len(pool.buffer)
@@ -107,7 +107,7 @@ def _decide() -> list[tuple[str, float, bool, bool]]:
     return decisions[0]
 
 
-def test_auto_elects_an_inexact_one_where_it_may_and_loses_no_gradient_at_the_change(two_ranks):
+def test_auto_may_choose_an_inexact_engine_and_loses_no_gradient(two_ranks):
     assert [elected for _, elected, _ in two_ranks] == [["sparse"], ["sparse"]]
 
 
@@ -150,8 +150,8 @@ def _elect() -> list[str]:
                 stats = pool.end_backward()
             pool.update(update)
             chosen += [prediction.engine for prediction in stats.decision if prediction.chosen]
-        assert isinstance(pool._engine, Sparse)
-        assert 0 < len(pool._engine.sent) < len(pool.buffer) // 32768
+        assert isinstance(pool.reducer.engine, Sparse)
+        assert 0 < len(pool.reducer.engine.sent) < len(pool.buffer) // 32768
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
         pool.close()
     assert torch.equal(*weights)
@@ -181,7 +181,7 @@ def _change_to_codes() -> None:
             mean = own.grad.clone()
             dist.all_reduce(mean)
             assert (old - 0.1 * mean / 2 - param.detach()).norm() <= 0.1 * (2e-2 * mean.norm() + 1e-6), step
-    assert isinstance(pool._engine, Scheduler)
+    assert isinstance(pool.reducer.engine, Scheduler)
     pool.close()
 
 
@@ -190,7 +190,7 @@ def test_auto_says_at_once_that_it_may_leave_elements_behind():
     for settings in (AutoSync(), AutoSync(inexact=True)):
         pool = GradientPool(nn.Linear(3, 2))
         pool.attach(engine := build_engine(settings, pool))
-        assert engine.leaves_behind == settings.inexact
+        assert engine.sends_part == settings.inexact
         pool.close()
 
 

@@ -11,10 +11,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from imagenet_fast.cost_model.link_model import LinkModel
-from imagenet_fast.sync import DdpSync, GradientPool, GradientSync, LazySync, PowerSgdSync, attach, build_engine
-from imagenet_fast.sync.compression import powersgd
-from imagenet_fast.sync.compression.powersgd import PowerSGD, matrix_shape
+from imagenet_fast.cost_model.step_simulator import LinkModel
+from imagenet_fast.sync import (
+    DdpSync,
+    GradientPool,
+    GradientSync,
+    LazySync,
+    PowerSgdSync,
+    attach,
+    build_engine,
+    powersgd,
+)
+from imagenet_fast.sync.powersgd import PowerSGD, matrix_shape
 from tests.spawning import run
 from tests.sync.loops import Layers, backward
 
@@ -83,8 +91,8 @@ def in_memory_order(values: Tensor) -> Tensor:
 
 def kept(pool: GradientPool, which: str) -> dict[int, Tensor]:
     """Errors, or Q, by layer."""
-    assert pool._engine is not None
-    memory = pool._engine.state_dict()["memory"]
+    assert pool.reducer.engine is not None
+    memory = pool.reducer.engine.state_dict()["memory"]
     return {int(name.split(".")[1]): own[which] for name, own in memory.items()}
 
 
@@ -123,7 +131,7 @@ def test_only_what_becomes_smaller_is_compressed():
     assert 30 < travelling["0.bias"] < 64
 
 
-def test_what_is_applied_and_what_is_kept_are_what_has_come_with_the_same_bits_everywhere_under_every_timing():
+def test_powersgd_error_feedback_bitwise():
     results = run(3, _conserves)
     for timings in results:
         for steps in timings.values():
@@ -220,7 +228,7 @@ def _quiet(rank: int) -> None:
         torch.testing.assert_close(result, gradient.view(-1), rtol=0, atol=1e-5)
 
 
-def test_a_value_that_is_not_finite_reaches_every_rank_and_poisons_nothing_that_is_kept():
+def test_nonfinite_reaches_every_rank_and_stays_out_of_the_residual():
     for one, other in zip(*run(2, _poisoned), strict=True):
         assert alike(one, other)
 
@@ -298,9 +306,9 @@ def _continues() -> None:
             pool, other_pool = pooled(model, chosen), pooled(other, chosen)
             for step in range(taken):
                 applied(pool, model, [None if g is None else g.float() for g in drawn(step, dist.get_rank())])
-            assert pool._engine is not None
-            assert other_pool._engine is not None
-            other_pool._engine.load_state_dict(pool._engine.state_dict())
+            assert pool.reducer.engine is not None
+            assert other_pool.reducer.engine is not None
+            other_pool.reducer.engine.load_state_dict(pool.reducer.engine.state_dict())
             for step in range(taken, taken + 4):
                 gradients = [None if g is None else g.float() for g in drawn(step, dist.get_rank())]
                 assert alike(applied(pool, model, gradients), applied(other_pool, other, gradients)), (timing, step)
@@ -308,7 +316,7 @@ def _continues() -> None:
             other_pool.close()
 
 
-def test_beside_ddps_hook_of_the_same_rank_it_learns_as_well_and_sends_as_little():
+def test_powersgd_beside_ddps_hook():
     (ours, ours_sent), (theirs, theirs_sent) = run(2, _beside_ddp)[0]
     assert ours[:5] == theirs[:5], "both begin with five steps as they are"
     assert ours[-1] < 0.5 * ours[5]
@@ -354,7 +362,7 @@ def test_products_on_a_gpu_are_fp32_whatever_the_model_takes():
         torch.set_float32_matmul_precision(before)
 
 
-def test_matrices_of_one_shape_are_made_orthonormal_together_to_the_same_bits():
+def test_batched_orthonormalisation_bitwise():
     matrices = [torch.randn(rows, 3) for rows in (8, 5, 8, 8, 5)]
     with patch.object(powersgd, "_orthonormal", wraps=powersgd._orthonormal) as counted:
         together = powersgd._each_orthonormal(matrices)

@@ -11,17 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from imagenet_fast.recipe.sync_config import Codes, CodingTable, Collective
-from imagenet_fast.sync import (
-    AutoSync,
-    DearSync,
-    GradientPool,
-    HybridSync,
-    LazySync,
-    SyncEngine,
-    build_engine,
-    wire_dtype,
-)
+from imagenet_fast.recipe.engine_table import Codes, CodingTable, Collective
+from imagenet_fast.sync import AutoSync, DearSync, GradientPool, HybridSync, LazySync, SyncEngine, build_engine
+from imagenet_fast.sync.engines import wire_dtype
 from imagenet_fast.sync.quantization import BLOCK, PLAIN, ErrorFeedback, Feedback, Packer, decode, encode
 from tests.spawning import run
 from tests.sync.loops import lending, unmeasured
@@ -121,8 +113,8 @@ class Steps:
 
     @property
     def engine(self) -> SyncEngine:
-        assert self.pool._engine is not None
-        return self.pool._engine
+        assert self.pool.reducer.engine is not None
+        return self.pool.reducer.engine
 
     @property
     def lost(self) -> float:

@@ -116,7 +116,7 @@ def _pool_of(build: Build) -> GradientPool:
     return GradientPool(build())
 
 
-def test_engines_that_differ_between_ranks_are_refused_before_they_wait_for_each_other():
+def test_other_engine_on_a_rank_is_refused():
     one, other = run(2, _different_engines)
     assert one == other
     expected = [

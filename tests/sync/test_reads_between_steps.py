@@ -140,14 +140,14 @@ def test_parameters_inside_forward_keep_updates_deferred(settings: EngineSetting
 
     class Asking(Layers):
         def forward(self, x: Tensor) -> Tensor:
-            pending.append(len(pool._deferral._pending) if pool._deferral else 0)
+            pending.append(len(pool.reducer.deferral._pending) if pool.reducer.deferral else 0)
             return super().forward(x.to(next(self.parameters()).dtype))
 
     pending: list[int] = []
     model = Asking()
     pool, optimizer = pooled(model, settings), sgd(model)
     settled: list[int] = []
-    model.layer4.register_forward_pre_hook(lambda *_: settled.append(len(pool._deferral._pending)))  # type: ignore[union-attr]
+    model.layer4.register_forward_pre_hook(lambda *_: settled.append(len(pool.reducer.deferral._pending)))  # type: ignore[union-attr]
     for step in range(8):  # five are watched, in which nothing is put off
         pool.zero_grad()
         loss_of(model, step).backward()
@@ -155,7 +155,7 @@ def test_parameters_inside_forward_keep_updates_deferred(settings: EngineSetting
     assert pending[-1] >= 9, "all but that of the parameter that forward asks for its dtype"
     assert settled[-1] == 0, "our hooks go before a module's others"
     middle: list[int] = []
-    model.layer2.register_forward_pre_hook(lambda *_: middle.append(len(pool._deferral._pending)))  # type: ignore[union-attr]
+    model.layer2.register_forward_pre_hook(lambda *_: middle.append(len(pool.reducer.deferral._pending)))  # type: ignore[union-attr]
     pool.zero_grad()
     loss_of(model, 8)
     assert 0 < middle[-1] < 10

@@ -68,7 +68,7 @@ def _conserves() -> None:
         pool.zero_grad()
         model(gradient).backward()
         pool.end_backward()
-        elements = engine.elements()
+        elements = engine.sent_slices()
         assert elements is not None
         for part in elements[model.weight]:
             assert model.weight.grad is not None
@@ -83,7 +83,7 @@ def _conserves() -> None:
     assert torch.equal(applied * world + residual, produced)
 
 
-def test_chunks_awaited_when_their_layer_is_read_are_those_awaited_at_once_to_the_bit():
+def test_deferred_chunks_equal_awaited_ones_bitwise():
     """With layers that some forwards leave out, whose update is still put off when the next gradients come."""
     run(2, _put_off)
 
@@ -245,7 +245,7 @@ def _momentum() -> None:
     for chosen in (LazySync(wire="fp32"), settings(sparsity=0.0, momentum_correction=True)):
         model = Layers((3, 0, 4, 1, 2))
         pool, _ = pooled(model, chosen)
-        optimizer = build_optimizer(SGD, model, chosen.brings_momentum)
+        optimizer = build_optimizer(SGD, model, chosen.velocity_momentum is not None)
         for step in range(12):
             pool.zero_grad()
             loss_of(model, step).backward()

@@ -93,7 +93,7 @@ class ReadEarly(nn.Module):
 
 
 @pytest.mark.parametrize("settings", DEFERRING, ids=["hybrid", "dear"])
-def test_a_weight_read_in_forward_before_its_own_layer_is_called_is_up_to_date(settings: EngineSettings):
+def test_weight_read_before_its_layer_is_up_to_date(settings: EngineSettings):
     assert same_as_at_once(settings, ReadEarly)
 
 
@@ -125,7 +125,7 @@ class Transposed(nn.Module):
 
 
 @pytest.mark.parametrize("settings", DEFERRING, ids=["hybrid", "dear"])
-def test_a_module_that_the_first_forwards_did_not_call_finds_all_weights_up_to_date(settings: EngineSettings):
+def test_module_not_called_at_first_is_up_to_date(settings: EngineSettings):
     assert same_as_at_once(settings, CalledLater)
 
 

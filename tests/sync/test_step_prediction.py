@@ -13,9 +13,7 @@ import torch.distributed as dist
 
 from imagenet_fast.bench.replay import gradients_of, replay, timing_of, with_moves
 from imagenet_fast.cost_model.layer_profile import Layer, Profile, Timing, load_profile, random_profile
-from imagenet_fast.cost_model.link_model import CodecCost, LinkModel
-from imagenet_fast.cost_model.lower_bound import step_lower_bound
-from imagenet_fast.cost_model.step_simulator import THRESHOLDS
+from imagenet_fast.cost_model.step_simulator import THRESHOLDS, CodecCost, LinkModel, step_lower_bound
 from imagenet_fast.recipe.sync_config import DdpSync, Sync
 from imagenet_fast.sync import (
     AllReduceSync,
@@ -28,7 +26,7 @@ from imagenet_fast.sync import (
     SparseSync,
     declare,
 )
-from imagenet_fast.sync.collectives import piece_bytes
+from imagenet_fast.sync.all_reduce import piece_bytes
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.step_prediction import predict, predict_best
 from imagenet_fast.sync.topology import Topology
@@ -101,10 +99,10 @@ def test_alexnets_engines_on_four_hosts():
 def test_every_step_of_the_ladder_on_four_hosts():
     half = torch.bfloat16
     steps: list[Sync | tuple[str, Engine]] = [
-        ("naive", Engine(torch.float32, "each", fuse=0, collective="native")),
-        ("ring", Engine(torch.float32, "each", fuse=0, collective="ring")),
-        ("16 bits", Engine(half, "each", fuse=0, collective="ring")),
-        ("overlap", Engine(half, "backward", fuse=0, collective="ring")),
+        ("naive", Engine(torch.float32, "each", bucket_bytes=0, collective="native")),
+        ("ring", Engine(torch.float32, "each", bucket_bytes=0, collective="ring")),
+        ("16 bits", Engine(half, "each", bucket_bytes=0, collective="ring")),
+        ("overlap", Engine(half, "backward", bucket_bytes=0, collective="ring")),
         LazySync(), SparseSync(), HybridSync(),
     ]  # fmt: skip
     rungs = predicted(ALEXNET, steps, ALEXNETS_LINK)
@@ -199,7 +197,7 @@ def test_no_engine_is_predicted_below_its_limit(hosts: int):
 )
 def test_the_best_threshold_is_never_worse_than_none_or_all(engine: Engine):
     pool, timing = pooled(ALEXNET, 4)
-    sizes = [size for size in THRESHOLDS if not engine.planned or size >= piece_bytes(pool.topology)]
+    sizes = [size for size in THRESHOLDS if not engine.prioritized or size >= piece_bytes(pool.topology)]
     for latency_s in (0.0, 1e-3, 0.1):
         for s_per_byte in (1e-9, 1e-7):
             network = NetworkProbe(pool.topology, torch.float32, LinkModel(latency_s, s_per_byte))
@@ -207,7 +205,7 @@ def test_the_best_threshold_is_never_worse_than_none_or_all(engine: Engine):
             best, step_s = predict_best(engine, pool, torch.float32, timing, network)
             assert best in sizes
             assert step_s <= 1.01 * min(steps)
-    if not engine.planned:
+    if not engine.prioritized:
         dear = NetworkProbe(pool.topology, torch.float32, LinkModel(1e-3, 1e-9, call_s=1.0))
         assert predict_best(engine, pool, torch.float32, timing, dear)[0] == math.inf
 
@@ -237,7 +235,7 @@ def test_a_prediction_needs_no_process_group():
     assert not pool.topology._channels
 
 
-def test_moving_gradients_into_a_pool_makes_backward_longer_and_puts_the_gradients_there():
+def test_pooling_gradients_prolongs_backward():
     run(1, _moves)
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from imagenet_fast.sync import HybridSync, LazySync, SyncStats, attach
-from imagenet_fast.sync.collectives import AllReduceHandle
+from imagenet_fast.sync.comm_ops import AllReduceHandle
 from imagenet_fast.sync.comm_stream import CommStats
 from imagenet_fast.sync.trace import Trace, TracedSteps
 from tests.spawning import run

@@ -80,9 +80,7 @@ WAYS = [exported, exported_around, jit_traced, fx_made, fx_traced, fake, of_fake
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("settings", DEFERRING, ids=["hybrid", "dear"])
-def test_a_model_that_is_traced_between_steps_is_up_to_date_and_its_program_changes_no_weight(
-    way: Callable[[nn.Module], Forward], settings: EngineSettings
-):
+def test_traced_between_steps_changes_no_weight(way: Callable[[nn.Module], Forward], settings: EngineSettings):
     expected, _, _ = after_steps(LAZY)
     model, pool, optimizer = after_steps(settings)
     program = way(model)
@@ -102,7 +100,7 @@ def test_a_layer_is_exported_alone_up_to_date():
     assert alike(state(model), state(expected))
 
 
-def test_capture_by_a_cuda_graph_is_refused_until_the_update_is_settled_and_strict_export_settles():
+def test_cuda_graph_refused_until_settled_and_export_settles():
     """A captured update cannot be kept out of the program."""
     model, pool, _ = after_steps(HYBRID)
     capturing = (

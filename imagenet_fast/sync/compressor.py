@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from imagenet_fast.sync.collectives import CommOp
+from imagenet_fast.sync.comm_ops import CommOp
 from imagenet_fast.sync.param_slot import ParamSlot
 from imagenet_fast.sync.topology import Topology
 

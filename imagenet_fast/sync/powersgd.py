@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from imagenet_fast.sync.compression import Compressed, Memory, Round
+from imagenet_fast.sync.compressor import Compressed, Memory, Round
 from imagenet_fast.sync.param_slot import ParamSlot
 from imagenet_fast.sync.topology import Topology
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from imagenet_fast.sync.collectives.butterfly import core_of
-from imagenet_fast.sync.collectives.comm_ops import OpSequence
+from imagenet_fast.sync.butterfly import core_of
+from imagenet_fast.sync.comm_ops import OpSequence
 from imagenet_fast.sync.comm_stream import CommStream
 from imagenet_fast.sync.quantization import Feedback, Packer, decode, encode
 

@@ -1,0 +1,393 @@
+"""The state machine of one step: from the gradients that backward produces to the engine that sends them.
+
+Backward's hooks fire in an order of their own. The reducer copies each gradient into the pool, and pushes slots to the
+engine strictly in pool order, which is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import warnings
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from imagenet_fast.sync.deferred_update import DeferredUpdate
+from imagenet_fast.sync.engine import ResidualScale, SyncEngine, SyncStats
+from imagenet_fast.sync.gradient_buffer import ArrivalOrder, GradientBuffer
+from imagenet_fast.sync.loop_checks import ModelWatch, refuse_gradient
+from imagenet_fast.sync.param_slot import USED, ParamSlot
+from imagenet_fast.sync.topology import Topology
+
+
+class Reducer:
+    """The gradients of one step after another, from backward to the engine. ``GradientPool`` is its interface.
+
+    Autograd produces a fresh tensor that is copied, rather than accumulating into the pool. That costs two passes over
+    memory instead of four for a memset and an in-place add. Later micro-steps of one step do add in place.
+    """
+
+    def __init__(self, places: GradientBuffer, topology: Topology, model: nn.Module | None) -> None:
+        """Start before the first step.
+
+        Args:
+            places: The buffer and its slots.
+            topology: The ranks to agree with on the order and on overflows.
+            model: The model whose parameters must stay those of ``places``; None: not known.
+        """
+        self.places = places
+        self.topology = topology
+        self.engine: SyncEngine | None = None
+        self.deferral: DeferredUpdate | None = None
+        self.order = ArrivalOrder()
+        self.residual_scale = ResidualScale(places.values.device)
+        self.largest: float | None = None
+        """The magnitude above which a gradient counts as infinite; None: gradients are not checked."""
+        self.found_inf: Tensor | None = None
+        """1 if a gradient of the last step could not be used on any rank, else 0; None if gradients are not checked."""
+        self.sync = True
+        """Whether a backward pushes its gradients, as outside of ``no_sync``."""
+        self.lock = threading.RLock()  # autograd may run several threads
+        self.stats: SyncStats | None = None
+        """The last step's cost, after its last backward and until the next step starts."""
+        self.came_late = False
+        """Whether backward has produced gradients since the step's last one."""
+        self.is_open = False
+        """Whether the engine has begun this step."""
+        self.means_here = False
+        """Whether ``p.grad`` holds the means, which the user may have changed."""
+        self.updated = False
+        """Whether this step's gradients have been applied, or will be."""
+        self.stepped: list[Optimizer] = []
+        """The optimizers that have stepped in this step."""
+        self._watch = ModelWatch(model)
+        self._ready = [False] * len(places.spans)  # by slot: whether its gradient may be sent
+        self._front = 0  # slots before this index have been pushed to the engine
+        self._measured = 0  # slots before this index have been measured
+        self._magnitudes: list[Tensor] = []  # the largest magnitudes found in this step
+        # Slots that this rank's backward did not reach, in the last step whose gradients are here or pending.
+        self._unreached: dict[ParamSlot, None] = {}
+        self._zeroed = False  # whether zero_grad has begun this step
+        self._forwarded = False  # whether a training forward has run since zero_grad
+        self._reached = False  # whether this step's last backward has reached any parameter
+        self._cancelled: set[ParamSlot] = set()  # slots whose p.grad was set to None while in flight
+        self._nulled: set[ParamSlot] = set()  # slots whose p.grad was zeroed while in flight
+        self._flag_behind: set[ParamSlot] = set()  # slots whose flag is not yet marked for this step's gradient
+        self._last_ended = False  # whether nothing of the previous step is pending any more
+        self._end_awaited = False  # whether a callback at the end of this backward is queued
+
+    @property
+    def spans(self) -> list[ParamSlot]:
+        """The slots of the gradients, in the order in which they are pushed."""
+        return self.places.spans
+
+    def zero_grad(self) -> None:
+        """Start a step, and drop an unfinished one, as ``GradientPool.zero_grad`` describes."""
+        with self.lock:
+            engine = self.engine
+            if engine is not None and self.stats is None and (self._forwarded or any(self._ready)):
+                if all(self._ready):
+                    warnings.warn(
+                        "pool.zero_grad() drops gradients that had all been sent: end each step with "
+                        "pool.step(optimizer) or pool.finish()",
+                        stacklevel=3,
+                    )
+                self._drop()
+            elif self.deferral is not None and engine is not None:
+                for span in self.spans:
+                    if not self.deferral.waits(span):
+                        engine.wait(span)  # it may be in flight, if the step was not applied
+            self._start()
+            self._zeroed = True
+        for span in self.spans:
+            span.param.grad = None
+
+    def before_forward(self, *_: object) -> None:
+        """Note that a training forward has run. Registered as a pre-forward hook on the model."""
+        if self._zeroed and self.stats is None and not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            self._forwarded = True
+
+    def on_gradient(self, param: nn.Parameter) -> None:
+        """Handle a gradient that backward has produced. Registered as a hook on every parameter.
+
+        Queue ``_hide_rest`` for the end of this backward, as DDP does. Autograd does not call it after an exception.
+        """
+        with self.lock:
+            self.collect(param)
+            if self.sync and not self._end_awaited and self.stats is None and self.engine is not None:
+                torch.autograd.Variable._execution_engine.queue_callback(self._hide_rest)
+                self._end_awaited = True
+
+    def collect(self, param: nn.Parameter) -> None:
+        """Copy the gradient of ``param`` into the pool, and push every slot that is due."""
+        with self.lock:
+            span = self.places.span_of[param]
+            if self.deferral is not None and self.deferral.waits(span):
+                raise RuntimeError(
+                    f"{span.name} was read before its update: not by the forward of its own module or of one above, as "
+                    "in the first step; call pool.settle() before such a forward"
+                )
+            if self.stats is not None:  # the step is over, so this gradient stays where autograd has put it
+                self.came_late = True
+                return
+            if self._ready[span.index]:
+                raise RuntimeError(
+                    f"a second backward reached {span.name} in one step, after its gradient had left; wrap every "
+                    "backward of a step but the last in pool.no_sync(), and begin each step with pool.zero_grad()"
+                )
+            assert param.grad is not None
+            refuse_gradient(span.name, param.grad)
+            if self.engine is None:
+                self._take(None, span)
+            # An engine that leaves elements behind adds to its residual, so it takes a gradient only once a step.
+            elif self.sync or not self.engine.sends_part:
+                self._begin()
+                self._take(self.engine, span)
+            if self.sync and self.engine is not None:
+                self._hide(span)
+                self._ready[span.index] = True
+                self.order.note(span)
+                self._advance(self.engine)
+
+    def end_backward(self) -> SyncStats:
+        """End the step's last backward, as ``GradientPool.end_backward`` describes."""
+        assert self.engine is not None, "attach an engine before the first step"
+        if self.stats is not None and not self.came_late:
+            return self.stats
+        in_time = self.stats is None
+        with self.lock:
+            if not in_time:  # no zero_grad since the last step: nothing has been sent, and nothing overlaps
+                self._start()
+            self._end_last_step()
+            self._watch.check(self.spans, self.places.span_of)
+            self._begin()
+            engine = self.engine
+            self._reached = any(self._ready)  # then every p.grad was a placeholder, and None was set by the user
+            for span in self.spans:
+                self._take_last(engine, span)
+            self._ready = [True] * len(self.spans)
+            self._advance(engine)
+            self.found_inf = self._any_overflow()
+            self._front = self._measured = 0
+            self.is_open = False
+            self.stats = engine.finish()
+            if in_time:
+                self.order.agree(self.spans, self.topology, whole=True)
+            if not engine.defers:
+                for span, view in zip(self.spans, self.places.views, strict=True):
+                    span.param.grad = None if span in self._cancelled else view
+        return self.stats
+
+    def check_step(self, optimizer: Optimizer) -> None:
+        """Check that ``optimizer`` may step now.
+
+        Raises:
+            ValueError: The engine sends only a part of the gradients.
+            RuntimeError: It has stepped already, with no backward since.
+        """
+        if self.engine is not None and self.engine.sends_part:
+            raise ValueError(
+                "the engine sends a part of the gradients, and optimisers of torch would apply the rest as well: "
+                "take another engine, or pool.update() and an optimiser that takes the elements it may touch"
+            )
+        if optimizer in self.stepped and not self.came_late:
+            raise RuntimeError(
+                f"pool.step() was called twice with the same {type(optimizer).__name__}, and no backward between; "
+                "begin each step with pool.zero_grad()"
+            )
+
+    def check_means(self) -> None:
+        """Raise RuntimeError if a gradient was replaced since ``finish``: it would not be averaged."""
+        for span, view in zip(self.spans, self.places.views, strict=True):
+            if span.param.grad is not None and span.param.grad is not view:
+                raise RuntimeError(
+                    f"the gradient of {span.name} was replaced since pool.finish(), and it is called again; begin each "
+                    "step with pool.zero_grad()"
+                )
+
+    def measure(self) -> None:
+        """Check the gradients pushed so far, if ``largest`` is set."""
+        if self.largest is not None and self._measured < self._front:
+            since = self.places.values[self.spans[self._measured].start : self.spans[self._front - 1].stop]
+            self._magnitudes.append(torch.linalg.vector_norm(since, math.inf))
+            self._measured = self._front
+
+    def used(self, spans: Sequence[ParamSlot]) -> list[nn.Parameter]:
+        """Put the gradients of ``spans`` into ``p.grad``, and return the parameters to update.
+
+        ``p.grad`` is None instead where no rank has used the parameter, or where the user set it to None while it was
+        in flight. Costs a device synchronisation for each parameter that this rank has not used.
+        """
+        for span in spans:
+            if span in self._nulled:
+                self.places.views[span.index].zero_()
+            span.param.grad = self.places.gradient(span)
+        left_out = {span for span in spans if span in self._unreached and not self.places.values[span.flag].item()}
+        left_out |= self._cancelled.intersection(spans)
+        for span in left_out:
+            span.param.grad = None
+        return [span.param for span in spans if span not in left_out]
+
+    def settle(self) -> None:
+        """Carry out every deferred update."""
+        if self.deferral is not None:
+            self.deferral.settle()
+
+    def lay_out(self, order: Sequence[ParamSlot]) -> None:
+        """Lay the buffer out in ``order``, moving its values along. Carry out deferred updates first."""
+        self.settle()
+        self.places.lay_out(order)
+        self._unreached = {}
+        self._ready = [False] * len(self.spans)
+        self._front = self._measured = 0
+        self._magnitudes = []
+        if self.deferral is not None:
+            self.deferral.lay_out(self.spans)
+
+    def learn_order(self, order: Sequence[ParamSlot]) -> None:
+        """Adopt ``order`` between steps, with the engine's messages."""
+        assert self.engine is not None
+        self.order.better = None
+        self.settle()
+        self.engine.begin()  # it may still have to clear what it has sent, which it knows by its place in the pool
+        self.lay_out(order)
+        self.engine.rebuild_buckets()
+
+    def _start(self) -> None:
+        """Reset the state of a step, and adopt a better pool order if one was learned."""
+        self.stepped = []
+        self.stats = None
+        self.is_open = self._zeroed = self._forwarded = self.came_late = self.means_here = self.updated = False
+        self._end_awaited = self._last_ended = False
+        self._ready = [False] * len(self.spans)
+        self._front = self._measured = 0
+        if self.order.better is not None:
+            self.learn_order(self.order.better)
+        if self.places.has_moved() and self.engine is not None:
+            self.learn_order(self.spans)
+
+    def _begin(self) -> None:
+        """Prepare the engine and the flags before the first gradient of a step."""
+        if self.is_open or self.engine is None:
+            return
+        if self.engine.sends_part or self.residual_scale.applies_to(self.engine):
+            self.settle()
+            for span in self.spans:
+                self.engine.wait(span)
+        self.engine.begin()  # `auto` may hand the pool to another engine, which replaces self.engine
+        self.residual_scale.apply(self.engine)
+        self.engine.start_step()
+        self._flag_behind = {span for span in self.spans if self.deferral is not None and self.deferral.waits(span)}
+        # The flags of deferred slots are left out: their update still has to read them, or they are still in flight.
+        self.places.mark_used(but=self._flag_behind)
+        self.is_open = True
+
+    def _take(self, engine: SyncEngine | None, span: ParamSlot) -> None:
+        """Copy ``p.grad`` into its place, unless autograd has accumulated it there."""
+        gradient, view = span.param.grad, self.places.views[span.index]
+        assert gradient is not None
+        if gradient is not view and gradient is not self.places.pending[span.index]:
+            if engine is not None:
+                engine.store_gradient(view, gradient)
+            else:
+                view.copy_(gradient)
+        span.param.grad = view
+        self._unreached.pop(span, None)
+        if span in self._flag_behind:
+            self.places.values[span.flag] = USED
+
+    def _take_rest(self, engine: SyncEngine, span: ParamSlot) -> None:
+        """Take in the gradient of a parameter that the last backward has not reached; zero if there is none."""
+        if span.param.grad is not None:
+            self._take(engine, span)
+        elif span not in self._unreached:
+            engine.store_gradient(self.places.values[span.start : span.flag + 1], None)
+            self._unreached[span] = None
+            self._flag_behind.add(span)
+
+    def _take_last(self, engine: SyncEngine, span: ParamSlot) -> None:
+        """Take in a gradient that has not been pushed by the end of backward, and note changes that the user made.
+
+        Raises:
+            RuntimeError: The user replaced the gradient while it was in flight.
+        """
+        gradient, pending, ready = span.param.grad, self.places.pending[span.index], self._ready[span.index]
+        if pending.zeroed:
+            self._nulled.add(span)
+        if gradient is None and (ready or self._reached):
+            self._cancelled.add(span)
+        if not ready and gradient is not pending:
+            self._take_rest(engine, span)
+        elif gradient is not pending and gradient is not None:
+            raise RuntimeError(
+                f"the gradient of {span.name} was replaced while it was on its way to the other ranks; call "
+                "pool.finish() after backward, before gradients are replaced"
+            )
+
+    def _hide(self, span: ParamSlot) -> None:
+        pending = self.places.pending[span.index]
+        pending.zeroed = False
+        span.param.grad = pending
+
+    def _hide_rest(self) -> None:
+        """Take in the parameters that this backward did not reach, with the gradient they have or with zero.
+
+        Called at the end of backward. If another backward of this step reaches them, autograd adds to that gradient.
+        """
+        with self.lock:
+            self._end_awaited = False
+            if self.engine is None or self.stats is not None:
+                return
+            self._end_last_step()
+            for span in self.spans:
+                if not self._ready[span.index] and span.param.grad is not self.places.pending[span.index]:
+                    self._take_rest(self.engine, span)
+                    self._hide(span)
+
+    def _advance(self, engine: SyncEngine) -> None:
+        """Push to the engine every slot that is ready and has no unready slot before it."""
+        while self._front < len(self.spans) and self._ready[self._front]:
+            span = self.spans[self._front]
+            self._front += 1
+            engine.gradient_ready(span)
+
+    def _end_last_step(self) -> None:
+        """Carry out the updates that this step's forward did not reach: new gradients would overwrite theirs."""
+        self.settle()
+        if not self._last_ended:
+            self._unreached, self._cancelled, self._nulled = {}, set(), set()
+            self._last_ended = True
+
+    def _any_overflow(self) -> Tensor | None:
+        """Return 1 if any rank found an unusable gradient in this step, else 0; None if gradients are not checked."""
+        if self.largest is None:
+            self._magnitudes = []
+            return None
+        self.measure()
+        largest, self._magnitudes = torch.stack(self._magnitudes).max(), []
+        overflow = (~(largest <= self.largest)).float()
+        if self.topology.size > 1:
+            dist.all_reduce(overflow, dist.ReduceOp.MAX, group=self.topology.group)
+        return overflow
+
+    def _drop(self) -> None:
+        """Complete an unfinished step, so that no rank waits for this one, and drop it."""
+        self.settle()  # updates that the forward did not reach
+        self._begin()
+        engine = self.engine
+        assert engine is not None
+        for span in self.spans[self._front :]:
+            engine.poison(span, self.places.views[span.index])
+        self._ready = [True] * len(self.spans)
+        self._advance(engine)
+        self._magnitudes.append(self.places.values.new_full((), math.inf))  # also if everything had been sent by then
+        self._any_overflow()
+        self._front = self._measured = 0
+        engine.finish(drop=True)
+        for span in self.spans:
+            engine.wait(span)
+        self.order.agree(self.spans, self.topology, whole=False)
