@@ -10,8 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from imagenet_fast.checkpoint.durable_io import FileSum, write_durably
-from imagenet_fast.checkpoint.manifest import CorruptCheckpoint, Manifest, NotSaved, Stamp
+from imagenet_fast.checkpoint.manifest import CorruptCheckpoint, FileSum, Manifest, NotSaved, Stamp, write_durably
 from imagenet_fast.checkpoint.reader import Checkpoint
 from imagenet_fast.checkpoint.retention import first_is_there, new_folder, remove, retain, survey
 from imagenet_fast.checkpoint.store_coordination import Leaving, RankReply, RankTimeout, StoreCoordinator

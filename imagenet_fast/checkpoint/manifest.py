@@ -1,13 +1,15 @@
-"""Describe a checkpoint: the step and run it is from, and its files."""
+"""Describe a checkpoint: the step and run it is from, and its files; write these, and their checksums."""
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, BinaryIO, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
-from imagenet_fast.checkpoint.durable_io import FileSum, sum_of, write_durably
+from imagenet_fast.atomic_io import atomic_path
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.base import Table
 
@@ -113,3 +115,46 @@ def read_manifest(folder: Path) -> Manifest:
     if manifest.crc32 != manifest._sum():
         raise CorruptCheckpoint(path, "disagrees with its own checksum")
     return manifest
+
+
+class FileSum(Table):
+    """Expected size of a file in bytes, and its CRC-32 in hexadecimal.
+
+    CRC-32 takes a third of the time of blake2b, and every processor computes it fast. That matters because the thread
+    may take this time from image decoding. It is meant to find disk faults, not tampering.
+    """
+
+    size: NonNegativeInt
+    crc32: str
+
+
+def sum_of(chunks: Iterable[bytes | memoryview]) -> FileSum:
+    """Return the size and checksum of the file that consists of ``chunks``."""
+    size = crc = 0
+    for chunk in chunks:
+        size += len(chunk)
+        crc = zlib.crc32(chunk, crc)
+    return FileSum(size=size, crc32=f"{crc:08x}")
+
+
+def write_durably(path: Path, chunks: Iterable[bytes | memoryview]) -> FileSum:
+    """Write ``path`` durably: under another name, synced, renamed, and the directory synced.
+
+    Returns:
+        Size and checksum of the file.
+
+    Raises:
+        OSError: It names ``path``. An error of ``chunks`` is raised too. Either way, ``path`` is as before or complete.
+    """
+    try:
+        with atomic_path(path, fsync=True) as partial, partial.open("wb") as file:
+            return sum_of(_writing(file, chunks))
+    except OSError as error:
+        error.filename = str(path)  # a write error has no file name, and the user does not know the other name
+        raise
+
+
+def _writing(file: BinaryIO, chunks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    for chunk in chunks:
+        file.write(chunk)
+        yield chunk

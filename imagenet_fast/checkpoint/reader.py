@@ -8,8 +8,15 @@ from pathlib import Path
 
 import torch
 
-from imagenet_fast.checkpoint.durable_io import FileSum, sum_of
-from imagenet_fast.checkpoint.manifest import SHARED, CorruptCheckpoint, Manifest, part_name, read_manifest
+from imagenet_fast.checkpoint.manifest import (
+    SHARED,
+    CorruptCheckpoint,
+    FileSum,
+    Manifest,
+    part_name,
+    read_manifest,
+    sum_of,
+)
 from imagenet_fast.checkpoint.retention import by_merit, survey
 from imagenet_fast.checkpoint.serialization import Tree
 from imagenet_fast.checkpoint.staging import read_tree

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
-from imagenet_fast.checkpoint.durable_io import sync_folder
+from imagenet_fast.atomic_io import sync_folder
 from imagenet_fast.checkpoint.manifest import MANIFEST, CorruptCheckpoint, Manifest, read_manifest
 
 _NONE_YET = ".none-yet"

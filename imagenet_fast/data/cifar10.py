@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from imagenet_fast.data.atomic_io import atomic_directory
+from imagenet_fast.atomic_io import atomic_directory
 from imagenet_fast.errors import UserError
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")

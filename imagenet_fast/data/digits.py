@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from imagenet_fast.data.atomic_io import atomic_directory
+from imagenet_fast.atomic_io import atomic_directory
 from imagenet_fast.errors import UserError
 
 SIZE = 64

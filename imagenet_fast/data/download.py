@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import Progress
-
 from imagenet_fast.data.cifar10 import IMAGES, fetch_cifar10
 from imagenet_fast.data.digits import make_digits
 from imagenet_fast.data.format_detection import check_folders
 from imagenet_fast.data.paths import cache_dir
+from imagenet_fast.data.progress import progress_bars
 from imagenet_fast.errors import UserError
 
 
@@ -32,7 +30,7 @@ def fetch_dataset(name: str, out: Path | None, archive: Path | None) -> Path:
         case "digits":
             make_digits(place)
         case "cifar10":
-            with Progress(console=Console(stderr=True)) as bar:
+            with progress_bars("images") as bar:
                 task = bar.add_task("cifar10", total=IMAGES)
                 fetch_cifar10(place, archive, lambda phase, done: bar.update(task, description=phase, completed=done))
         case _:

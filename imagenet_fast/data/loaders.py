@@ -21,7 +21,6 @@ from imagenet_fast.data.normalize import Normalizer
 from imagenet_fast.data.paths import cache_dir
 from imagenet_fast.data.sampler import EvalSampler, Order, TrainSampler
 from imagenet_fast.data.stall_advice import InputPipeline
-from imagenet_fast.data.synthetic import SyntheticLoader
 from imagenet_fast.data.thread_loader import FolderLoader
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
@@ -221,3 +220,26 @@ def supply_of(data: ImageData, root: Path, cores: int, device: torch.device) -> 
         short_side = fmean(sides) if sides else None
     gpu = device.type == "cuda"
     return InputPipeline(data, gpu, cores, dali_loader.is_installed(), short_side, root, cache_dir())
+
+
+_BANK = 256  # number of different images; image i is image i modulo this
+
+
+class SyntheticLoader:
+    """Endless batches in ``order``, in the form of the other loaders. Image i has label i mod classes."""
+
+    def __init__(self, order: Order, data: SyntheticData, device: torch.device, seed: int) -> None:
+        """Create the random images from ``seed``, and copy them to ``device``."""
+        generator = torch.Generator().manual_seed(seed)
+        shape = (_BANK, data.image_size, data.image_size, 3)
+        pixels = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+        self._images = pixels.to(device).permute(0, 3, 1, 2)
+        self._order = order
+        self._classes = data.classes
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield images uint8 [n, 3, S, S] in channels_last memory, and labels int64 [n]."""
+        device = self._images.device
+        for _, indices in self._order:
+            chosen = torch.from_numpy(indices).to(device, non_blocking=True)
+            yield self._images[chosen % _BANK], chosen % self._classes

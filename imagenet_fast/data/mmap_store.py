@@ -14,7 +14,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import uuid
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
@@ -23,6 +22,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from imagenet_fast.atomic_io import atomic_path
 from imagenet_fast.data.decode import Pixels
 
 Entries = NDArray[np.uint64]
@@ -110,15 +110,8 @@ class MmapImageStore:
         """
         entries = self.entries.copy()
         os.fsync(self._pixels.fileno())
-        partial = self._folder / f".{SYNCED}.{uuid.uuid4().hex}"
-        try:
-            with partial.open("wb") as file:
-                file.write(entries.tobytes())
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(self._folder / SYNCED)
-        finally:
-            partial.unlink(missing_ok=True)
+        with atomic_path(self._folder / SYNCED, fsync=True, shared=True) as partial:
+            partial.write_bytes(entries.tobytes())
 
     def _take(self, size: int) -> int:
         """Reserve ``size`` bytes of the file for the calling thread, and return where they begin."""

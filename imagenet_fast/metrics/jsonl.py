@@ -10,11 +10,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+from imagenet_fast.atomic_io import atomic_write_text
 from imagenet_fast.errors import UserError, warn
-from imagenet_fast.metrics.append_file import AppendedFile
 from imagenet_fast.metrics.event import Event
 from imagenet_fast.metrics.json_io import to_json
-from imagenet_fast.metrics.replace_file import replace_text
 
 
 class JsonLines:
@@ -47,7 +46,7 @@ def _take_back(folder: Path, step: int) -> None:
         return
     kept = [e for e in read_events(folder) if e["step"] <= step and e["event"] != "end"]
     kept = [e for e in kept if not (e["event"] == "epoch" and e["step"] == step)]  # the resumed run records it again
-    replace_text(folder / "events.jsonl", "".join(to_json(event) + "\n" for event in kept))
+    atomic_write_text(folder / "events.jsonl", "".join(to_json(event) + "\n" for event in kept), shared=True)
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
@@ -90,3 +89,41 @@ def _event(line: bytes) -> dict[str, Any] | None:
 def _refuse(constant: str) -> None:
     """Raise ValueError for NaN and infinities, which are not JSON."""
     raise ValueError(f"{constant} is no JSON")
+
+
+class AppendedFile:
+    """A file opened for appending, without buffering.
+
+    A line is in the file as soon as ``write`` returns. A line that could not be written is written before the next one,
+    so that no line is lost or torn while the process lives.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open ``path`` for appending."""
+        self._file = path.open("ab", buffering=0)
+        self._pending = b""
+
+    def write(self, text: str) -> None:
+        """Append ``text``, after any earlier text that could not be written.
+
+        Raises:
+            OSError: The text cannot be written now; it is kept for the next call.
+        """
+        self._pending += text.encode()
+        self._flush()
+
+    def close(self) -> None:
+        """Write what is left, and close the file.
+
+        Raises:
+            OSError: The rest cannot be written, and is lost.
+        """
+        try:
+            self._flush()
+        finally:
+            self._file.close()
+
+    def _flush(self) -> None:
+        """Write the pending bytes; a write may take only a part of them."""
+        while self._pending:
+            self._pending = self._pending[self._file.write(self._pending) :]

@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from imagenet_fast.metrics.append_file import AppendedFile
+from imagenet_fast.atomic_io import atomic_write_text
 from imagenet_fast.metrics.event import Event
 from imagenet_fast.metrics.json_io import to_json
-from imagenet_fast.metrics.replace_file import replace_text
+from imagenet_fast.metrics.jsonl import AppendedFile
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.schema import Lars, Polynomial, Recipe
 
@@ -70,7 +70,7 @@ class MLLog:
         lines = self._path.read_text(errors="replace", encoding="utf-8").splitlines(keepends=True)
         kept = [line for line in lines if line.endswith("\n") and _belongs(line, done, into > 0)]
         self._file.close()
-        replace_text(self._path, "".join(kept))
+        atomic_write_text(self._path, "".join(kept), shared=True)
         self._file = AppendedFile(self._path)
         self._epoch = done + 1 if into else None
         self._before_ms = max((_entry(line)["time_ms"] for line in kept), default=0)

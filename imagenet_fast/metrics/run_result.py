@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
+from imagenet_fast.atomic_io import atomic_write_text
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.json_io import to_json
-from imagenet_fast.metrics.replace_file import replace_text
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.schema import Recipe
@@ -152,7 +152,7 @@ class RunResult:
 
         Nodes may share ``folder``.
         """
-        replace_text(folder / "outcome.json", to_json(asdict(self), indent=2) + "\n")
+        atomic_write_text(folder / "outcome.json", to_json(asdict(self), indent=2) + "\n", shared=True)
 
 
 def read_outcome(folder: Path) -> RunResult | None:

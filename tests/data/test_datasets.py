@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from imagenet_fast.atomic_io import atomic_directory
 from imagenet_fast.data import cifar10
-from imagenet_fast.data.atomic_io import atomic_directory
 from imagenet_fast.data.imagefolder import scan
 from imagenet_fast.data.paths import locate
 from imagenet_fast.errors import UserError

@@ -22,11 +22,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from imagenet_fast.cli import main
+from imagenet_fast.cli.main import main
 from imagenet_fast.data import decoded_cache as caches
 from imagenet_fast.data.decode import ImageDecodeError, decode
-from imagenet_fast.data.decoded_cache import Cache, open_cache
-from imagenet_fast.data.fill_cache import fill, fill_caches
+from imagenet_fast.data.decoded_cache import Cache, fill, fill_caches, open_cache
 from imagenet_fast.data.format_detection import Format, open_training
 from imagenet_fast.data.imagefolder import ImageFolder, scan_training, scan_validation
 from imagenet_fast.data.loaders import build_loaders, open_loader
@@ -34,7 +33,7 @@ from imagenet_fast.data.prepare.prepare import prepare
 from imagenet_fast.data.prepare.staging_dir import Settings
 from imagenet_fast.data.resize import shrunk
 from imagenet_fast.data.sampler import EvalSampler, TrainSampler
-from imagenet_fast.data.verify.verify import verify
+from imagenet_fast.data.verify import verify
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import ImageData

@@ -19,7 +19,7 @@ from imagenet_fast.data.format_detection import Format
 from imagenet_fast.data.loaders import Loaders, build_loaders
 from imagenet_fast.data.prepare.prepare import prepare
 from imagenet_fast.data.prepare.staging_dir import Settings
-from imagenet_fast.data.verify.verify import verify
+from imagenet_fast.data.verify import verify
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.resume import ResumePoint
 from imagenet_fast.models import build_model

@@ -23,10 +23,9 @@ import torch
 
 from imagenet_fast.data.format_detection import check_folders, check_validation, open_training
 from imagenet_fast.data.format_detection import open_validation as open_validation_split
-from imagenet_fast.data.formats.crc32c import crc32c, masked_crc32c
 from imagenet_fast.data.formats.example_proto import find_features, write_example
 from imagenet_fast.data.formats.shard_writer import Sample, shard_names, write_classes, write_records, write_tar
-from imagenet_fast.data.formats.tfrecord import HEAD, TAIL
+from imagenet_fast.data.formats.tfrecord import HEAD, TAIL, masked_crc32c
 from imagenet_fast.data.image_source import ImageSource
 from imagenet_fast.data.loaders import build_loaders, open_validation
 from imagenet_fast.data.sampler import EvalSampler, TrainSampler
@@ -209,13 +208,9 @@ def test_tensorboards_reader_of_records_reads_ours(roots: dict[str, Path]):
     assert all(images.read(i) in record for i, record in enumerate(records))
 
 
-def test_crc32c_is_that_of_its_specification():
-    """RFC 3720, B.4, and TensorBoard's, byte by byte, around the ends of blocks."""
+def test_masked_crc32c_is_tensorflows():
     stub = importlib.import_module("tensorboard.compat.tensorflow_stub.pywrap_tensorflow")
-    assert crc32c(b"123456789") == 0xE3069283
-    assert crc32c(bytes(32)) == 0x8A9136AA
-    assert crc32c(b"") == 0
-    for length in (1, 3, 4, 5, 1023, 1024, 1025, 2048, 5000):
+    for length in (0, 1, 3, 5, 1023, 1024, 5000):
         content = random.Random(length).randbytes(length)
         assert masked_crc32c(content) == stub.masked_crc32c(content)
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from imagenet_fast.cli import app
+from imagenet_fast.cli.main import app
 from imagenet_fast.data.format_detection import find_split, open_training
 from imagenet_fast.data.image_names import SUFFIXES, is_class_name, is_image_name
 from imagenet_fast.data.imagefolder import check_folders, scan, scan_training
 from imagenet_fast.data.prepare.prepare import prepare, report
 from imagenet_fast.data.prepare.staging_dir import Settings
-from imagenet_fast.data.verify.verify import summary, verify
+from imagenet_fast.data.verify import summary, verify
 from imagenet_fast.errors import UserError
 from tests.data.encoded import BLOBS, JPEG, encoded
 

@@ -18,7 +18,7 @@ from imagenet_fast.data.decode import EncodedImage, decode
 from imagenet_fast.data.imagefolder import scan_training
 from imagenet_fast.data.loaders import Loaders, build_loaders, open_loader
 from imagenet_fast.data.sampler import TrainSampler
-from imagenet_fast.data.verify.verify import verify
+from imagenet_fast.data.verify import verify
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import ImageData, SyntheticData

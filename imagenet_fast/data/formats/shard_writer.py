@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple, assert_never
 
-from imagenet_fast.data.formats.crc32c import masked_crc32c
+from imagenet_fast.atomic_io import atomic_path
 from imagenet_fast.data.formats.example_proto import write_example
 from imagenet_fast.data.formats.shard_reader import CLASSES
-from imagenet_fast.data.formats.tfrecord import HEAD, TAIL
+from imagenet_fast.data.formats.tfrecord import HEAD, TAIL, masked_crc32c
 from imagenet_fast.data.formats.webdataset import IMAGES
 from imagenet_fast.errors import UserError
 
@@ -136,13 +136,7 @@ def _write_lines(path: Path, lines: Sequence[str]) -> None:
 @contextmanager
 def _whole(path: Path) -> Iterator[BinaryIO]:
     """Yield a file that is renamed to ``path`` if the block ends without an error."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
+    with atomic_path(path, fsync=True) as partial:
         with partial.open("wb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
         os.utime(partial, (_WHEN_S, _WHEN_S))
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

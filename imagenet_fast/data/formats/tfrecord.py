@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from imagenet_fast.data.formats.crc32c import masked_crc32c
 from imagenet_fast.data.formats.example_proto import Span, find_features
 from imagenet_fast.data.formats.index_cache import Index, Kind, load_or_build_index, stamps_of
 from imagenet_fast.data.formats.shard_reader import COLUMNS, Row, Shards, columns_of, look_through, read_classes
@@ -32,6 +32,13 @@ _SYNSET = "image/class/synset"
 _WINDOW = 512  # bytes read at once
 _LARGEST = 1 << 31
 _AGAIN = "copy or make it again"
+_MASK = 0xA282EAD8
+
+
+def masked_crc32c(content: bytes) -> int:
+    """Return the CRC-32C of ``content``, masked as TensorFlow does."""
+    crc: int = google_crc32c.value(content)
+    return ((crc >> 15 | crc << 17) + _MASK) & 0xFFFFFFFF
 
 
 class RecordShards(Shards):

@@ -16,15 +16,21 @@ from rich.console import Console
 from imagenet_fast.data.format_detection import open_training, open_validation
 from imagenet_fast.data.formats.shard_writer import check_classes, write_classes
 from imagenet_fast.data.image_names import look_into
-from imagenet_fast.data.prepare.checksums import check_archives
-from imagenet_fast.data.prepare.disk_space import check_space
-from imagenet_fast.data.prepare.folder_writer import folder_pieces, sample_of_classes
-from imagenet_fast.data.prepare.progress import new_bars
-from imagenet_fast.data.prepare.shard_layout import BYTES_AROUND, classes_made, in_shards, sample_of, shard_pieces
+from imagenet_fast.data.prepare.output_layout import (
+    BYTES_AROUND,
+    classes_made,
+    folder_pieces,
+    in_shards,
+    sample_of,
+    sample_of_classes,
+    shard_pieces,
+)
+from imagenet_fast.data.prepare.preflight import check_archives, check_space
 from imagenet_fast.data.prepare.source_files import Source, SourceClass
 from imagenet_fast.data.prepare.sources import recognise
 from imagenet_fast.data.prepare.staging_dir import RECORD, SPLITS, Record, Settings, Splits, StagingDir, alone_in
 from imagenet_fast.data.prepare.worker_pool import WorkerPool
+from imagenet_fast.data.progress import progress_bars
 from imagenet_fast.distributed.cpu_count import usable_cores
 from imagenet_fast.errors import UserError, warn
 
@@ -87,7 +93,7 @@ def prepare(
             if not rest and not shop.folder.exists():
                 return Prepared(before, found.told, already=True)
             shop.begin(settings)
-            with new_bars() as bars:
+            with progress_bars("bytes") as bars:
                 if rest and md5 and not subset:
                     check_archives(found.md5, shop.folder, pool, bars, stop)
                 fill = _fill_folders if settings.format == "folder" else _fill_shards

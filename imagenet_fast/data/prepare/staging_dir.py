@@ -14,8 +14,8 @@ from typing import TypeVar
 
 from pydantic import AliasChoices, Field, NonNegativeInt, PositiveInt, ValidationError
 
+from imagenet_fast.atomic_io import atomic_write_text
 from imagenet_fast.cost_model.units import exact_size
-from imagenet_fast.data.atomic_io import atomic_write_text
 from imagenet_fast.data.format_detection import Format
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.base import Table
@@ -172,9 +172,9 @@ class StagingDir:
         """Create the folder, and remove what is only partly made."""
         shutil.rmtree(self._partial, ignore_errors=True)
         self.folder.mkdir(exist_ok=True)
-        atomic_write_text(self._settings, settings.model_dump_json())
+        atomic_write_text(self._settings, settings.model_dump_json(), fsync=True)
         noted = self.noted()
-        atomic_write_text(self._journal, "".join(map(_line, noted)))  # drops an incomplete last line
+        atomic_write_text(self._journal, "".join(map(_line, noted)), fsync=True)  # drops an incomplete last line
         whole = {(entry.split, file) for entry in noted for file in entry.files}
         for split in SPLITS:
             (self._partial / split).mkdir(parents=True)
@@ -217,7 +217,7 @@ class StagingDir:
     def land(self, record: Record) -> None:
         """Write the record, and move all splits to their places."""
         sync_disk(self.folder)
-        atomic_write_text(self.out / RECORD, record.model_dump_json(indent=1) + "\n")
+        atomic_write_text(self.out / RECORD, record.model_dump_json(indent=1) + "\n", fsync=True)
         for split in record.splits:
             if not self.landed(split):
                 (self.folder / split).rename(self.out / split)

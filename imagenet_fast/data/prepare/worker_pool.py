@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.progress import Progress, TaskID
 
-from imagenet_fast.data.prepare.shard_layout import Listed, list_class
+from imagenet_fast.data.prepare.output_layout import Listed, list_class
 from imagenet_fast.data.prepare.source_files import SourceClass
 from imagenet_fast.data.prepare.staging_dir import SPLITS, Made, Piece, StagingDir
 from imagenet_fast.errors import UserError

@@ -22,11 +22,11 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from imagenet_fast.cli import app
+from imagenet_fast.cli.main import app
 from imagenet_fast.data.imagefolder import scan
-from imagenet_fast.data.prepare import checksums, disk_space, imagenet_archives
+from imagenet_fast.data.prepare import imagenet_archives, preflight
 from imagenet_fast.data.prepare import prepare as preparing
-from imagenet_fast.data.prepare.devkit import read_devkit
+from imagenet_fast.data.prepare.imagenet_archives import read_devkit
 from imagenet_fast.data.prepare.prepare import prepare
 from imagenet_fast.data.prepare.staging_dir import Settings, alone_in
 from imagenet_fast.errors import UserError
@@ -410,7 +410,7 @@ def test_archives_are_checked_by_md5_once(own_tars: Path, monkeypatch: pytest.Mo
     sums = {name: hashlib.md5((own_tars / name).read_bytes()).hexdigest() for name in imagenet_archives.MD5}
     monkeypatch.setattr(imagenet_archives, "MD5", sums)
     refused(own_tars, "has 34 images of train", subset=False)
-    monkeypatch.setattr(checksums, "_PIECE", None)  # nothing can be read by it
+    monkeypatch.setattr(preflight, "_PIECE", None)  # nothing can be read by it
     monkeypatch.setattr(preparing, "IMAGES", {"train": 34, "val": 12})
     prepare(own_tars, own_tars.parent / "out", WHOLE)
 
@@ -465,7 +465,7 @@ def test_one_process_at_a_time(own_tars: Path):
 def test_a_disk_that_is_too_small_is_told_before_anything_is_written(own_tars: Path, monkeypatch: pytest.MonkeyPatch):
     def disk(free: int) -> None:
         usage = shutil.disk_usage(own_tars)._replace(free=free)
-        monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda path: usage)
+        monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage)
 
     disk(100_000)
     refused(own_tars, r"need 59\d.\d kB, and the disk of .* has 100.0 kB free: 49\d.\d kB are missing; free them")

@@ -12,7 +12,7 @@ import pytest
 
 from imagenet_fast.data.format_detection import open_training, open_validation
 from imagenet_fast.data.image_source import ImageSource
-from imagenet_fast.data.prepare import disk_space, shard_layout
+from imagenet_fast.data.prepare import output_layout, preflight
 from imagenet_fast.data.prepare.prepare import prepare
 from imagenet_fast.data.prepare.staging_dir import Settings
 from imagenet_fast.errors import UserError
@@ -111,7 +111,7 @@ def test_images_larger_than_a_shard_have_one_each(tars: Path, out: Path, setting
 
 
 def test_too_many_shards_are_refused(tars: Path, out: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(shard_layout, "_MOST", 20)
+    monkeypatch.setattr(output_layout, "_MOST", 20)
     with pytest.raises(UserError, match=r"train would have \d+ shards; give a larger --shard-size"):
         prepare(tars, out, WEBDATASET.model_copy(update={"shard_size": 1}), subset=True)
 
@@ -194,7 +194,7 @@ def test_half_of_another_source_is_refused(tmp_path: Path, tars: Path, out: Path
         prepare(another, out, WEBDATASET, subset=True)
     with pytest.raises(UserError, match="was prepared with --format webdataset"):
         prepare(tars, out, TFRECORD, subset=True)
-    monkeypatch.setattr(shard_layout, "write_tar", stopped)  # nothing is made again
+    monkeypatch.setattr(output_layout, "write_tar", stopped)  # nothing is made again
     prepare(tars, out, WEBDATASET, subset=True)
 
 
@@ -204,7 +204,7 @@ def stopped(*arguments: Any) -> None:
 
 def test_a_disk_that_is_too_small_is_told(tars: Path, out: Path, monkeypatch: pytest.MonkeyPatch):
     usage = shutil.disk_usage(tars)._replace(free=100_000)
-    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage)
     refused_at = r"need \d+.\d kB, and the disk of .* has 100.0 kB free"
     with pytest.raises(UserError, match=refused_at):
         prepare(tars, out, WEBDATASET, subset=True)

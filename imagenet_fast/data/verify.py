@@ -15,15 +15,14 @@ from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from imagenet_fast.data.atomic_io import atomic_write_text
+from imagenet_fast.atomic_io import atomic_write_text
 from imagenet_fast.data.format_detection import SplitName, find_split, open_shards
 from imagenet_fast.data.image_names import is_class_name, look_into, shown
 from imagenet_fast.data.imagefolder import deeper_images
+from imagenet_fast.data.inspect_image import Look, examine
+from imagenet_fast.data.progress import progress_bars
 from imagenet_fast.data.quarantine import QUARANTINE, prefix_of, quarantine_text, quarantined
-from imagenet_fast.data.verify.inspect_image import Look, examine
 from imagenet_fast.distributed.cpu_count import usable_cores
 from imagenet_fast.errors import UserError
 
@@ -135,7 +134,7 @@ def verify(root: Path, workers: int | None = None, must_list: bool = True) -> Ve
             kinds[look.kind] += 1
         for note in look.notes:
             notes.setdefault(note, []).append(files.name(index))
-    unlisted = _tried(lambda: atomic_write_text(root / QUARANTINE, quarantine_text(bad)))
+    unlisted = _tried(lambda: atomic_write_text(root / QUARANTINE, quarantine_text(bad), fsync=True))
     if unlisted and _listed(root) == bad:
         unlisted = ""
     if must_list:
@@ -230,10 +229,6 @@ def _passed_over(files: _Lots) -> dict[str, list[str]]:
 def _looks(files: _Lots, workers: int) -> Iterator[Look]:
     """Yield the result for each file, in order."""
     stop = threading.Event()
-    bars = Progress(
-        TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"), TimeRemainingColumn(), console=Console(stderr=True),
-    )  # fmt: skip
 
     def look(begin: int) -> list[Look]:
         found = []
@@ -243,13 +238,12 @@ def _looks(files: _Lots, workers: int) -> Iterator[Look]:
             found.append(_look(*files.at(index)))
         return found
 
-    with ThreadPoolExecutor(workers) as pool, bars, warnings.catch_warnings():
+    with ThreadPoolExecutor(workers) as pool, progress_bars("images") as bars, warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="PIL")  # warnings about large images or odd EXIF
-        task = bars.add_task("decoding", total=len(files), rate="")
+        task = bars.add_task("decoding", total=len(files))
         try:
             for looks in pool.map(look, range(0, len(files), _CHUNK)):
                 bars.advance(task, len(looks))
-                bars.update(task, rate=f"{bars.tasks[0].completed / (bars.tasks[0].elapsed or 1):.0f} images/s")
                 yield from looks
         except BaseException:
             stop.set()

@@ -41,6 +41,9 @@ class Placed(NamedTuple):
     label: int
 
 
+_SAMPLED_CLASSES, _SAMPLED_IMAGES = 16, 4
+
+
 @dataclass(frozen=True)
 class Listed:
     """The images of a class in the source, and the names of the files that are left out."""
@@ -92,7 +95,7 @@ def shard_pieces(placed: Mapping[str, Sequence[Placed]], names: Sequence[str], s
         begins = accumulate((len(shard) for shard in shards), initial=0)
         for name, begin, shard in zip(shard_names(settings.format, split, len(shards)), begins, shards, strict=False):
             size = sum(image.file.size for image in shard)
-            make = partial(_make, name, begin, shard, names, settings)
+            make = partial(_make_shard, name, begin, shard, names, settings)
             pieces.append(Piece(split, name, (dali_index(Path(name)).name, name), size, make))
     return pieces
 
@@ -148,7 +151,7 @@ def _cut(images: Sequence[Placed], settings: Settings) -> Iterator[list[Placed]]
         yield [image for _, image in group]
 
 
-def _make(
+def _make_shard(
     name: str, begin: int, images: Sequence[Placed], names: Sequence[str], settings: Settings, place: Path, tell: Tell
 ) -> Made:
     """Write one shard, whose first image is number ``begin`` of the split."""
@@ -167,3 +170,33 @@ def _make(
         write_records(place / name, samples(), names)
     size = sum(image.file.size for image in images)
     return Made(images=len(images), size=size, undecodable=tuple(undecodable))
+
+
+def folder_pieces(classes: Mapping[SourceClass, int], settings: Settings) -> list[Piece]:
+    """Return one piece per class, in the order of ``classes``, which maps each to its bytes in the source."""
+    return [
+        Piece(of.split, of.name, (of.name,), size, partial(_copy_class, of, size, settings))
+        for of, size in classes.items()
+    ]
+
+
+def sample_of_classes(classes: Sequence[SourceClass]) -> Iterator[SourceFile]:
+    """Yield the first images of some of the classes, spread over all of them."""
+    for of in classes[:: max(1, len(classes) // _SAMPLED_CLASSES)]:
+        yield from islice((file for file in of.listed() if file.is_image), _SAMPLED_IMAGES)
+
+
+def _copy_class(of: SourceClass, size: int, settings: Settings, place: Path, tell: Tell) -> Made:
+    """Write the images of a class, in the order in which they lie in the source."""
+    images, left_out = of.sorted_out()
+    folder = place / of.name
+    folder.mkdir()
+    undecodable = []
+    for file in images:
+        content, is_undecodable = stored(file, settings)
+        undecodable += [file.shown] * is_undecodable
+        with (folder / file.name).open("xb") as target:
+            target.write(content)
+        tell(file.size)
+    tell(max(0, size - sum(file.size for file in images)))
+    return Made(images=len(images), size=size, left_out=left_out, undecodable=tuple(sorted(undecodable)))

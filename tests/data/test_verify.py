@@ -14,13 +14,13 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from imagenet_fast.cli import app
+from imagenet_fast.cli.main import app
+from imagenet_fast.data import verify as verification
 from imagenet_fast.data.format_detection import Format, open_training, open_validation
 from imagenet_fast.data.image_source import ImageSource
 from imagenet_fast.data.prepare.prepare import prepare
 from imagenet_fast.data.prepare.staging_dir import Settings
-from imagenet_fast.data.verify import verify as verification
-from imagenet_fast.data.verify.verify import summary, verify
+from imagenet_fast.data.verify import summary, verify
 from imagenet_fast.errors import UserError
 from tests.data.prepare import replica
 from tests.data.prepare.replica import ODD, Images, small_imagenet
