@@ -139,16 +139,21 @@ def parse_program(text: str | None) -> list[str]:
     return words
 
 
+def to_utf8(text: str) -> bytes:
+    """Return ``text`` encoded, or raise UserError if it is of bytes that are not UTF-8."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise UserError("a path or an option is not UTF-8, as the text of a job is; choose another") from None
+
+
 def hand_over(text: str, file: Path | None) -> None:
     """Print the text of a job, or write it to ``file``.
 
     Raises:
         UserError: If that is not possible; nothing is printed then.
     """
-    try:
-        encoded = text.encode()
-    except UnicodeEncodeError:
-        raise UserError("a path or an option is not UTF-8, as the text of a job is; choose another") from None
+    encoded = to_utf8(text)
     if file is None:
         print_file(encoded)
         return

@@ -20,10 +20,10 @@ import yaml
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from imagenet_fast.cli import app
+from imagenet_fast.cli.main import app
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.cluster_job import job_label, parse_time_limit
-from imagenet_fast.launch.yaml_text import Yaml, to_yaml
+from imagenet_fast.launch.kubernetes import to_yaml
 from imagenet_fast.recipe.load import find_recipe
 from tests.e2e.command import wait_for
 
@@ -332,7 +332,7 @@ def test_one_pod_meets_nobody_and_a_pod_without_gpus_asks_for_none():
      "2026-11-22", "1:30", "/", "x.", *NAMES],
 )  # fmt: skip
 def test_any_text_is_read_as_it_was_written(text: str):
-    document: dict[str, Yaml] = {"a": text, "b": {text: [text, {"c": text, "d": [[1, True], text]}]}}
+    document: dict[str, Any] = {"a": text, "b": {text: [text, {"c": text, "d": [[1, True], text]}]}}
     assert yaml.safe_load(to_yaml(document)) == document
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from imagenet_fast.cli import app
+from imagenet_fast.cli.main import app
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.job_setup import on_ranks, plan_job
 from imagenet_fast.launch.rendezvous import parse_nodes, resolve_nodes

@@ -1,25 +1,102 @@
-"""Pod that Kubernetes runs on a node: one container, whose launcher starts the node's ranks."""
+"""Manifests for Kubernetes: a JobSet, or a PyTorchJob, with one pod per node whose launcher starts the node's ranks.
+
+JobSet (jobset.x-k8s.io/v1alpha2) names a Job's pods in a headless service, ``JOBSET-REPLICATEDJOB-0-INDEX.JOBSET``. The
+launchers meet at the pod with index 0 (https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2). The Job's
+podFailurePolicy defines what an exit code means. It needs pods that do not restart their containers themselves
+(https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy).
+
+PyTorchJob (kubeflow.org/v1) is for clusters that still have the training operator, which is being retired. The operator
+gives every pod the name of the first (MASTER_ADDR), at which the launchers meet. In RANK and WORLD_SIZE it counts pods,
+where torchrun counts ranks; so both are unset
+(https://www.kubeflow.org/docs/components/trainer/legacy-v1/user-guides/pytorch/).
+"""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from typing import Any
+
+import yaml
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.launch.cluster_job import ClusterJob
-from imagenet_fast.launch.yaml_text import Yaml, to_yaml
+from imagenet_fast.launch.cluster_job import ClusterJob, to_utf8
+from imagenet_fast.metrics.run_result import STOPPED
 
 DATA, RUNS = "/data", "/runs"
 """Mount points of the volumes in a pod."""
 
-RESTARTS = 10
+_RESTARTS = 10
 """Restarts per node; Kubernetes counts those of all nodes together."""
 
 _RECIPES = "/recipes"
 _GRACE_S = 60  # between SIGTERM and SIGKILL; ranks save within checkpoint.grace_s, by default 50
 _PATIENCE_S = 900  # for launchers to wait for each other: Kubernetes delays restarts by up to 6 minutes
+
+_JOB = "workers"
+_CONTAINER = "trainer"
+_SHORT_OF_TARGET = 3  # exit code of a run that ended without reaching its target
+
+
+def jobset_text(pods: Pods) -> str:
+    """Return a manifest for ``kubectl apply``.
+
+    Stopped pods are created again, and resume from the run directory. Their number is not limited if they were evicted,
+    or stopped by a signal and saved. Failures are limited in number. A run that ended short of its target fails at
+    once, since it would only end the same way again.
+    """
+    nodes = pods.job.nodes
+    first = f"{pods.label}-{_JOB}-0-0.{pods.label}"
+    template = pods.template(_CONTAINER, [{"containerPort": pods.port}], first, restartPolicy="Never")
+    job: dict[str, Any] = {
+        "completionMode": "Indexed",
+        "completions": nodes,
+        "parallelism": nodes,
+        "backoffLimit": _RESTARTS * nodes,
+        **pods.deadline,
+        "podFailurePolicy": {
+            "rules": [
+                _on_exit_code(_SHORT_OF_TARGET, "FailJob"),
+                _on_exit_code(STOPPED, "Ignore"),
+                # JobSet's own schema has no default for the status.
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            ]
+        },
+        "template": template,
+    }
+    spec: dict[str, Any] = {
+        "network": {"enableDNSHostnames": True},
+        "replicatedJobs": [{"name": _JOB, "replicas": 1, "template": {"spec": job}}],
+    }
+    return pods.text("jobset.x-k8s.io/v1alpha2", "JobSet", spec)
+
+
+def _on_exit_code(code: int, action: str) -> Any:
+    """Return a rule for an exit code; "Ignore" creates the pod again without counting it."""
+    return {"action": action, "onExitCodes": {"containerName": _CONTAINER, "operator": "In", "values": [code]}}
+
+
+def pytorchjob_text(pods: Pods) -> str:
+    """Return a manifest for ``kubectl apply``.
+
+    A container that fails or is stopped is restarted in its pod, and an evicted pod is created again. Either way the
+    run resumes from the run directory. A run that ended short of its target (exit code 3) is restarted too, until no
+    restart is left: a PyTorchJob does not distinguish exit codes below 128.
+    """
+    ports: Any = [{"name": "pytorchjob-port", "containerPort": pods.port}]  # the name that the operator looks for
+    template = pods.template("pytorch", ports, "$(MASTER_ADDR)", before=("env", "-u", "RANK", "-u", "WORLD_SIZE"))
+    counts = {"Master": 1} | ({"Worker": pods.job.nodes - 1} if pods.job.nodes > 1 else {})
+    spec: dict[str, Any] = {
+        "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": _RESTARTS * pods.job.nodes, **pods.deadline},
+        "pytorchReplicaSpecs": {
+            kind: {"replicas": count, "restartPolicy": "OnFailure", "template": template}
+            for kind, count in counts.items()
+        },
+    }
+    return pods.text("kubeflow.org/v1", "PyTorchJob", spec)
 
 
 @dataclass(frozen=True)
@@ -55,8 +132,8 @@ class Pods:
             )
 
     def template(
-        self, container: str, ports: Yaml, first: str, before: Sequence[str] = (), **more: Yaml
-    ) -> dict[str, Yaml]:
+        self, container: str, ports: Any, first: str, before: Sequence[str] = (), **more: Any
+    ) -> dict[str, Any]:
         """Return the template of the pods.
 
         Args:
@@ -70,7 +147,7 @@ class Pods:
         recipe = job.path.stem if job.shipped else f"{_RECIPES}/{self._file}"
         words = job.train(recipe, self.data_claim and DATA, str(self._where), "--join-timeout", str(_PATIENCE_S))
         meeting = ["--nodes", str(job.nodes), "--rdzv-endpoint", f"{first}:{self.port}"] if job.nodes > 1 else []
-        volumes: dict[str, tuple[str, dict[str, Yaml]]] = {
+        volumes: dict[str, tuple[str, dict[str, Any]]] = {
             "shm": ("/dev/shm", {"emptyDir": {"medium": "Memory"}}),
             "runs": (RUNS, {"persistentVolumeClaim": {"claimName": self.run_claim}}),
         }
@@ -78,8 +155,8 @@ class Pods:
             volumes["data"] = DATA, {"persistentVolumeClaim": {"claimName": self.data_claim, "readOnly": True}}
         if not job.shipped:
             volumes["recipe"] = _RECIPES, {"configMap": {"name": f"{self.label}-recipe"}}
-        resources: dict[str, Yaml] = {"resources": {"limits": {"nvidia.com/gpu": job.ranks_each}}} if self.gpus else {}
-        one: Yaml = {
+        resources: dict[str, Any] = {"resources": {"limits": {"nvidia.com/gpu": job.ranks_each}}} if self.gpus else {}
+        one: Any = {
             "name": container,
             "image": self.image,
             "command": [*before, "imagenet-fast", *map(_literal, words), *meeting],
@@ -98,14 +175,14 @@ class Pods:
         }
 
     @property
-    def deadline(self) -> dict[str, Yaml]:
+    def deadline(self) -> dict[str, Any]:
         """Field of a job that ends it at its time limit; empty without a limit."""
         return {"activeDeadlineSeconds": self.time_limit_s} if self.time_limit_s is not None else {}
 
-    def text(self, api_version: str, kind: str, spec: dict[str, Yaml]) -> str:
+    def text(self, api_version: str, kind: str, spec: dict[str, Any]) -> str:
         """Return a manifest for ``kubectl apply``, after a ConfigMap with the recipe if the image lacks it."""
-        at: dict[str, Yaml] = {"namespace": self.namespace} if self.namespace is not None else {}
-        manifest: dict[str, Yaml] = {
+        at: dict[str, Any] = {"namespace": self.namespace} if self.namespace is not None else {}
+        manifest: dict[str, Any] = {
             "apiVersion": api_version,
             "kind": kind,
             "metadata": {"name": self.label, **at},
@@ -113,7 +190,7 @@ class Pods:
         }
         if self.job.shipped:
             return f"# {self.job.note}\n{to_yaml(manifest)}"
-        config: dict[str, Yaml] = {
+        config: dict[str, Any] = {
             "apiVersion": "v1",
             "kind": "ConfigMap",
             "metadata": {"name": f"{self.label}-recipe", **at},
@@ -145,3 +222,25 @@ def _check_names(label: str, image: str, others: dict[str, str | None]) -> None:
 def _literal(word: str) -> str:
     """Escape dollars, since Kubernetes expands ``$(NAME)`` and reads two dollars as one."""
     return word.replace("$", "$$")
+
+
+class _Dumper(yaml.SafeDumper):
+    """Write text of several lines as an indented block, and a value that occurs twice without an anchor."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        """Write lines as a block; escape what cannot be printed: YAML 1.1 reads U+0085 as the end of a line."""
+        to_utf8(text)
+        style = '"' if not text.replace("\n", "").isprintable() else "|" if "\n" in text else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
+
+def to_yaml(document: dict[str, Any]) -> str:
+    """Return one YAML document in block style, its keys in their order."""
+    text: str = yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=math.inf)
+    return text
