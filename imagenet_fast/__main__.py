@@ -1,5 +1,5 @@
 """Run ``python -m imagenet_fast`` as the command ``imagenet-fast``."""
 
-from imagenet_fast.cli import entry
+from imagenet_fast.cli.main import entry
 
 entry()

@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from imagenet_fast.cli import app
+from imagenet_fast.cli.main import app
 from imagenet_fast.recipe.load import recipe_names
 from imagenet_fast.recipe.schema import Recipe
 

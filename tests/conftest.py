@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from imagenet_fast.cli import main
+from imagenet_fast.cli.main import main
 from imagenet_fast.distributed.forkserver import start_fork_server
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.schema import Recipe

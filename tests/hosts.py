@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from imagenet_fast.bench.netns import Host, enter, parse_rate, shaped_network
-from imagenet_fast.cli import entry
+from imagenet_fast.cli.main import entry
 
 _CLONE_NEWNS, _CLONE_NEWUTS, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000000, 0x1000, 0x4000, 0x40000
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -20,25 +20,22 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import psutil
 import torch
 import torch.distributed as dist
-from rich.table import Table
 from torch import Tensor
 
 from imagenet_fast.bench import mpi
 from imagenet_fast.bench.hosts import TIMEOUT, on_gpus, run_on
-from imagenet_fast.bench.netns import parse_rate, shaped_network
-from imagenet_fast.bench.repetitions import time_repetitions
+from imagenet_fast.bench.netns import parse_rate, shaped_network, time_repetitions
 from imagenet_fast.cost_model.units import SIZE, UNITS, size_text
 from imagenet_fast.errors import UserError, warn
-from imagenet_fast.metrics.tables import compact_table, number
-from imagenet_fast.recipe.sync_config import Collective, Wire
-from imagenet_fast.sync import wire_dtype
-from imagenet_fast.sync.collectives import all_reduce, carry, piece_elements
-from imagenet_fast.sync.collectives.comm_ops import lane_of
+from imagenet_fast.recipe.engine_table import Collective, Wire
+from imagenet_fast.sync.all_reduce import piece_elements
+from imagenet_fast.sync.engines import wire_dtype
+from imagenet_fast.sync.network_benchmark import all_reduces
 from imagenet_fast.sync.topology import Topology
 
 Means = Collective | Literal["mpi"]
@@ -253,69 +250,6 @@ def _leaving(size: int, hosts: int) -> float:
     return 2 * (hosts - 1) / hosts * size
 
 
-def bandwidth_table(rows: Sequence[AllReduceTime]) -> Table:
-    """Build a table with one row per size and collective; bandwidths are in 10^6 bytes per second."""
-    several = len({row.dtype for row in rows}) > 1
-    table = compact_table(
-        ("size", "collective"),
-        ("ms", "spread", "alg MB/s", "bus MB/s", "of the link"),
-        (
-            (
-                size_text(row.bytes) if before is None or before.bytes != row.bytes else "",
-                f"{row.collective} {row.dtype}" if several and row.dtype != rows[0].dtype else row.collective,
-                f"{1e3 * row.latency_s:.4g}", f"±{500 * (row.latency_s_max - row.latency_s_min):.2g}",
-                f"{row.algorithm_bandwidth / 1e6:.4g}", f"{row.bus_bandwidth / 1e6:.4g}",
-                number(row.utilisation, ".1%"),
-            )
-            for before, row in zip([None, *rows], rows, strict=False)
-        ),
-    )  # fmt: skip
-    table.title = _title(rows[0])
-    return table
-
-
-def draw_bandwidth(rows: Sequence[AllReduceTime], figure: Any) -> None:
-    """Plot latency and link utilisation over message size.
-
-    If a row has no utilisation, plot bus bandwidth instead.
-    """
-    latency, use = figure.subplots(1, 2)
-    shared = all(row.utilisation is not None for row in rows)
-    sizes = sorted({row.bytes for row in rows})
-    for place, name in enumerate(dict.fromkeys(row.collective for row in rows)):
-        own = [row for row in rows if row.collective == name]
-        style = {"color": f"C{place}", "marker": "osD^vP*X"[place % 8], "markersize": 4, "linewidth": 1.4}
-        style |= {"linestyle": "--" if name == "mpi" else ":" if name == "native" else "-"}
-        label = {"mpi": "MPI", "native": f"{own[0].backend}'s own"}.get(name, name.replace("_", " "))
-        at = [row.bytes for row in own]
-        latency.plot(at, [1e3 * row.latency_s for row in own], label=label, **style)
-        use.plot(
-            at, [100 * (row.utilisation or 0) if shared else row.bus_bandwidth / 1e6 for row in own], **style
-        )  # fmt: skip
-    for axes in (latency, use):
-        axes.set_xscale("log", base=2)
-        ticks = sizes[:: -(-len(sizes) // 8)]
-        axes.set_xticks(ticks, [size_text(size) for size in ticks], rotation=45, ha="right")
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-        axes.set(xlabel="message")
-        axes.spines[["top", "right"]].set_visible(False)
-    latency.set_yscale("log")
-    latency.set(ylabel="milliseconds an all-reduce")
-    use.set(ylabel="% of the link's rate" if shared else "bus bandwidth, MB/s")
-    use.set_ylim(0, max(100.0, use.get_ylim()[1]) if shared else None)
-    figure.suptitle(_title(rows[0]), fontsize=9)
-    figure.legend(loc="outside lower center", ncols=4, frameon=False)
-
-
-def _title(row: AllReduceTime) -> str:
-    ranks = f"{row.hosts * row.ranks_per_host} ranks"
-    if row.rate is not None:
-        ranks = f"{row.hosts} hosts" + (f" of {row.ranks_per_host} ranks" if row.ranks_per_host > 1 else "")
-    link = row.rate or ("GPUs of one node" if row.backend == "nccl" else "loopback")
-    return f"all-reduces by message size: {ranks}, {link}, {row.dtype}"
-
-
 def measure(
     sizes: Sequence[int],
     means: Sequence[Means],
@@ -357,7 +291,7 @@ def measure(
             line.send((-(-part.nbytes // 4), times, checked))
             latency_s, kernel_bytes = line.recv()
         else:
-            once = _all_reduces(name, part, topology)
+            once = averaging(name, part, topology)
             if checked:
                 _check(once, part.fill_(1), topology.size if name == "native" else 1)
             part.zero_()  # repeated sums of zeros stay finite
@@ -383,20 +317,11 @@ def measure(
     return blocks
 
 
-def _all_reduces(collective: Collective, values: Tensor, topology: Topology) -> Callable[[], object]:
-    """Return a function that averages ``values`` in place; the backend's own all-reduce leaves the sum."""
+def averaging(collective: Collective, values: Tensor, topology: Topology) -> Callable[[], object]:
+    """Return a function that averages ``values`` in place, in pieces; the backend's own all-reduce leaves the sum."""
     if collective == "native":
         return partial(dist.all_reduce, values)
-    pieces = [
-        all_reduce(piece, values.dtype, collective, topology, lane=lane_of(number, topology.device))
-        for number, piece in enumerate(values.split(piece_elements(values.dtype, topology)))
-    ]
-
-    def once() -> None:
-        for transfer in [carry(phases) for phases in pieces]:
-            transfer.wait()
-
-    return once
+    return all_reduces(values.split(piece_elements(values.dtype, topology)), collective, topology)
 
 
 def _check(once: Callable[[], object], ones: Tensor, expected: int) -> None:

@@ -8,19 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import mode
-
-from rich.table import Table
 
 from imagenet_fast.bench.fake_step import CountedStep, fake_ranks
+from imagenet_fast.bench.hosts import in_processes
 from imagenet_fast.bench.netns import parse_rate
-from imagenet_fast.bench.processes import in_processes
-from imagenet_fast.bench.whole_numbers import whole_numbers
 from imagenet_fast.cost_model.layer_profile import Profile
-from imagenet_fast.cost_model.link_model import LinkModel
+from imagenet_fast.cost_model.step_simulator import LinkModel
+from imagenet_fast.cost_model.units import whole_numbers
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.tables import compact_table, number
-from imagenet_fast.recipe.sync_config import Collective, Sync, Wire
+from imagenet_fast.recipe.engine_table import Collective, Wire
+from imagenet_fast.recipe.sync_config import Sync
 from imagenet_fast.sync import EngineSettings
 from imagenet_fast.sync.comm_stream import Call
 
@@ -115,29 +112,6 @@ def stated_link(nodes: int, ranks_per_node: int, bits_per_s: float) -> LinkModel
     """
     hops_s = (ranks_per_node - 1) * _INSIDE_S + math.ceil(math.log2(nodes)) * _BETWEEN_S
     return LinkModel(_CALL_S + 2 * hops_s, 2 * (nodes - 1) / nodes * 8 / (_PAYLOAD * bits_per_s), _CALL_S)
-
-
-def count_table(counts: list[Count]) -> Table:
-    """Build a table with one row per engine and number of ranks.
-
-    ``sent`` is the number of messages, ``min B`` the smallest one's bytes, and ``ops`` the number of kernels.
-    """
-    main = mode(count.wire for count in counts)
-    table = compact_table(
-        ("engine", "by"),
-        ("ranks", "calls", "sent", "min B", "ops", "ms", "NIC MB", "x min"),
-        (
-            (
-                c.engine if c.wire == main else f"{c.engine} {c.wire}", c.collective, str(c.ranks), str(c.calls),
-                str(c.messages), number(c.smallest_message, "d"), str(c.kernels), f"{c.host_ms:.2f}",
-                f"{c.nic_bytes / 1e6:.1f}", f"{c.nic_bytes / c.least_nic_bytes:.3f}" if c.least_nic_bytes else "–",
-            )
-            for c in counts
-        ),
-    )  # fmt: skip
-    node = f"{counts[0].ranks_per_node} rank{'s' if counts[0].ranks_per_node > 1 else ''}"
-    table.title = f"{counts[0].model}, nodes of {node}, {main}: counted, without a network"
-    return table
 
 
 def _countable(settings: Sync) -> EngineSettings:

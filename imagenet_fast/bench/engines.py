@@ -22,17 +22,19 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from imagenet_fast.bench.collectives import averaging
 from imagenet_fast.bench.hosts import run_on
-from imagenet_fast.bench.netns import parse_rate, sent_bytes, shaped_network
+from imagenet_fast.bench.netns import parse_rate, sent_bytes, shaped_network, time_repetitions
 from imagenet_fast.bench.replay import Gradients, gradients_of, replay, timing_of, with_moves
 from imagenet_fast.cost_model.layer_profile import Profile
-from imagenet_fast.cost_model.lower_bound import step_lower_bound
-from imagenet_fast.cost_model.step_simulator import Prediction
+from imagenet_fast.cost_model.step_simulator import Prediction, step_lower_bound
 from imagenet_fast.distributed.forkserver import freeze_gc
 from imagenet_fast.errors import UserError
-from imagenet_fast.recipe.sync_config import Awaits, Cast, DdpSync, Sync, Wire
-from imagenet_fast.sync import Engine, GradientPool, SyncStats, attach, declare, wire_dtype
-from imagenet_fast.sync.collectives import CommOp, all_reduce, carry, piece_elements, wire_for
+from imagenet_fast.recipe.engine_table import Awaits, Cast, Wire
+from imagenet_fast.recipe.sync_config import DdpSync, Sync
+from imagenet_fast.sync import Engine, GradientPool, SyncStats, attach, declare
+from imagenet_fast.sync.all_reduce import wire_for
+from imagenet_fast.sync.engines import wire_dtype
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.quantization import PLAIN, is_coded
 from imagenet_fast.sync.step_prediction import predict_best
@@ -73,7 +75,7 @@ class EngineTime:
     does not know the nodes.
     """
     limit_s: float
-    """Lower bound for such an engine, whatever its order of sends (see ``imagenet_fast.cost_model.lower_bound``)."""
+    """Lower bound for such an engine, whatever its order of sends (see ``step_lower_bound``)."""
     sent_bytes: int
     """Bytes sent by all ranks of a node, by the engine's count; includes bytes sent inside the node."""
     kernel_bytes: int | None
@@ -318,21 +320,8 @@ def _raw_block(size: int, wire: torch.dtype, topology: Topology) -> _Block:
     """Time an all-reduce of ``size`` bytes with no other work: the fastest of three."""
     wire = PLAIN if is_coded(wire) else wire  # no backend can sum codes
     message = torch.zeros(topology.padded(size // wire.itemsize), dtype=wire)
-    pieces: list[list[CommOp]] = []
-    if topology.levels != topology.flat:
-        size = piece_elements(wire, topology)
-        pieces = [all_reduce(piece, wire, "hierarchical", topology) for piece in message.split(size)]
-    seconds = []
-    for _ in range(3):
-        dist.barrier()
-        begun = time.perf_counter()
-        if pieces:
-            for transfer in [carry(phases) for phases in pieces]:
-                transfer.wait()
-        else:
-            dist.all_reduce(message)
-        seconds.append(time.perf_counter() - begun)
-    return _Block(min(seconds))
+    once = averaging("native" if topology.levels == topology.flat else "hierarchical", message, topology)
+    return _Block(min(time_repetitions(once, 1, dist.barrier, warm_up=False)[0] for _ in range(3)))
 
 
 class _Loop:

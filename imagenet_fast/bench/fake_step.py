@@ -24,13 +24,15 @@ from torch.utils._pytree import tree_leaves
 
 from imagenet_fast.bench.replay import timing_of
 from imagenet_fast.cost_model.layer_profile import Layer, Profile
-from imagenet_fast.cost_model.link_model import LinkModel
-from imagenet_fast.recipe.sync_config import Collective, SparseSync
-from imagenet_fast.sync import EngineSettings, GradientPool, SyncEngine, declare, wire_dtype
+from imagenet_fast.cost_model.step_simulator import LinkModel
+from imagenet_fast.recipe.engine_table import Collective
+from imagenet_fast.recipe.sync_config import SparseSync
+from imagenet_fast.sync import EngineSettings, GradientPool, SyncEngine, declare
+from imagenet_fast.sync.all_reduce import wire_for
 from imagenet_fast.sync.bucket_scheduler import Scheduler
 from imagenet_fast.sync.bucketing import build_chunks
-from imagenet_fast.sync.collectives import wire_for
 from imagenet_fast.sync.comm_stream import Call, CommStream
+from imagenet_fast.sync.engines import wire_dtype
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.sparse import Sparse
 from imagenet_fast.sync.step_prediction import predict_best
@@ -138,7 +140,7 @@ class CountedStep:
     @property
     def averaged_bytes(self) -> int:
         """Wire bytes that the last step averaged: elements of parameters, without padding, and norms."""
-        elements, wire = self._engine.elements(), self._wire.itemsize
+        elements, wire = self._engine.sent_slices(), self._wire.itemsize
         if elements is None:
             sent = round(sum(self._travelling(p.shape) for p in self._model.parameters()))
         else:
@@ -151,7 +153,7 @@ class CountedStep:
         self._model(self._x)
         for span in self._pool.spans:
             span.param.grad = self._gradients[span.param]
-            self._pool._collect(span.param)
+            self._pool.reducer.collect(span.param)
         self._pool.end_backward()
         self._pool.update(lambda *_: None)
 

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import platform
-import time
-from collections import defaultdict
-from functools import partial
+from itertools import pairwise
 from statistics import median
 
 import torch
 from torch import nn
 
-from imagenet_fast.cost_model.layer_profile import Layer, Profile
+from imagenet_fast.cost_model.layer_profile import Layer, Profile, Timing
 from imagenet_fast.models import build_model
 from imagenet_fast.recipe.data_config import SyntheticData
 from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.sync.layer_timer import LayerTimer
+from imagenet_fast.sync.param_slot import ParamSlot, slots_of
+from imagenet_fast.sync.topology import Topology
 from imagenet_fast.training.precision import autocast, set_float32_math
 
 
 def record_profile(recipe: Recipe, device: torch.device, steps: int) -> Profile:
-    """Record median layer times over ``steps`` training steps on random images, after two warm-up steps.
+    """Record median layer times over ``steps`` training steps on random images, after three warm-up steps.
 
     A layer's forward lasts from its start to the start of the next layer with parameters. Its backward lasts from when
     the layer above has its gradients until it has its own. These are the times that matter to an engine.
@@ -38,85 +39,60 @@ def record_profile(recipe: Recipe, device: torch.device, steps: int) -> Profile:
     images = torch.randn(recipe.global_batch, 3, recipe.data.image_size, recipe.data.image_size, device=device)
     images = images.contiguous(memory_format=torch.channels_last)
     labels = torch.randint(recipe.data.classes, (recipe.global_batch,), device=device)
-    timeline = _Timeline(model, device)
     cast = autocast(recipe.precision, device)
-    for step in range(-2, steps):
+
+    def step() -> None:
         model.zero_grad()
-        timeline.begin()
         with cast:
             loss = nn.functional.cross_entropy(model(images), labels)
-        timeline.turn()
         loss.backward()
-        if step >= 0:
-            timeline.keep()
+
+    slots = slots_of({name: param for name, param in model.named_parameters() if param.requires_grad}, model)
+    arrived: dict[nn.Parameter, None] = {}  # an ordered set
+    hooks = [slot.param.register_post_accumulate_grad_hook(arrived.setdefault) for slot in slots]
+    step()
+    for hook in hooks:
+        hook.remove()
+    order = list(map(id, arrived))
+    slots.sort(key=lambda slot: order.index(id(slot.param)))
+    timer = LayerTimer(model, slots, Topology(device), layers=True, steps=steps)
+    for slot in slots:
+        slot.param.register_post_accumulate_grad_hook(lambda _: timer.gradient_ready())
+    while not timer.complete:
+        step()
+        timer.finish()
     what = f"{recipe.precision.kind}, batch {recipe.global_batch}, {recipe.data.image_size} px"
     processor = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
     where = f"{processor} ({platform.machine()}), torch {torch.__version__}"
     source = f"recorded by `imagenet-fast bench profile`: {what}, {where}"
-    return Profile(recipe.model.kind, source, timeline.layers())
+    return Profile(recipe.model.kind, source, _layers(model, slots, timer.recorded()))
 
 
-class _Timeline:
-    """A recorder of when layers start their forward and when they have their gradients."""
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._device = device
-        self._modules = {
-            name: module
-            for name, module in model.named_modules()
-            if any(p.requires_grad for p in module.parameters(recurse=False))
-        }
-        self._begun: dict[str, float] = {}
-        self._ready: dict[str, float] = {}
-        self._turned = 0.0
-        self._forward: dict[str, list[float]] = defaultdict(list)
-        self._backward: dict[str, list[float]] = defaultdict(list)
-        for name, module in self._modules.items():
-            module.register_forward_pre_hook(partial(self._note, self._begun, name))
-            for param in module.parameters(recurse=False):
-                param.register_post_accumulate_grad_hook(partial(self._note, self._ready, name))
-
-    def begin(self) -> None:
-        """Start a step."""
-        self._begun.clear()
-        self._ready.clear()
-        self._start = self._now()
-
-    def turn(self) -> None:
-        """Mark the start of backward."""
-        self._turned = self._now()
-
-    def keep(self) -> None:
-        """Keep the times of the step that has ended.
-
-        Time before the first layer counts as that layer's forward.
-        """
-        order = sorted(self._begun, key=self._begun.__getitem__)
-        begins = [self._start, *(self._begun[name] for name in order[1:])]
-        for name, begin, end in zip(order, begins, [*begins[1:], self._turned], strict=True):
-            self._forward[name].append(end - begin)
-        before = self._turned
-        for name in sorted(self._ready, key=self._ready.__getitem__):
-            self._backward[name].append(self._ready[name] - before)
-            before = self._ready[name]
-
-    def layers(self) -> tuple[Layer, ...]:
-        """Return the layers with their median times, in the order of the model's modules."""
-        return tuple(
-            Layer(
-                name,
-                type(module).__name__,
-                tuple(tuple(p.shape) for p in module.parameters(recurse=False)),
-                round(1e3 * median(self._forward[name]), 4),
-                round(1e3 * median(self._backward[name]), 4),
-            )
-            for name, module in self._modules.items()
+def _layers(model: nn.Module, slots: list[ParamSlot], steps: list[Timing]) -> tuple[Layer, ...]:
+    """Return the layers with their median times, in the order of the model's modules."""
+    times = [_layer_times(slots, timing) for timing in steps]
+    return tuple(
+        Layer(
+            name,
+            type(module).__name__,
+            tuple(tuple(p.shape) for p in module.parameters(recurse=False)),
+            *(round(1e3 * median(of_step[way][name] for of_step in times), 4) for way in range(2)),
         )
+        for name, module in model.named_modules()
+        if name in times[0][0]
+    )
 
-    def _note(self, moments: dict[str, float], name: str, *of_hook: object) -> None:
-        moments[name] = self._now()
 
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
+def _layer_times(slots: list[ParamSlot], timing: Timing) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the seconds of each layer's forward and backward in one step.
+
+    Time before the first layer counts as that layer's forward.
+    """
+    begun = {slot.layer: needed for slot, needed in zip(slots, timing.needed, strict=True)}
+    ready = {slot.layer: ready for slot, ready in zip(slots, timing.ready, strict=True)}  # its last parameter's
+    called, graded = sorted(begun, key=begun.__getitem__), sorted(ready, key=ready.__getitem__)
+    begins = [0.0, *(begun[name] for name in called[1:]), timing.forward_s]
+    forward_s = {name: end - begin for name, (begin, end) in zip(called, pairwise(begins), strict=True)}
+    ends = [0.0, *(ready[name] for name in graded)]
+    backward_s = {name: end - begin for name, (begin, end) in zip(graded, pairwise(ends), strict=True)}
+    return forward_s, backward_s

@@ -4,6 +4,13 @@ There are as many MPI ranks as gloo ranks. The settings are for MPICH with UCX, 
 default it connects ranks of one node by shared memory, which bypasses a shaped link. On a simulated network it is
 therefore configured so that no two ranks share a node, with a fixed interface. A trial all-reduce then checks that the
 link has carried the bytes.
+
+A rank is this module itself, so it imports no torch:
+
+    mpiexec -n RANKS python -m imagenet_fast.bench.mpi FOLDER RANKS_EACH [NAMESPACE ...]
+
+It listens on the socket FOLDER/RANK and serves one caller after another; all ranks must receive the same requests.
+Between requests it sleeps, because waiting inside MPI would keep a core busy.
 """
 
 from __future__ import annotations
@@ -16,13 +23,15 @@ import sys
 import sysconfig
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
+from typing import Any
 
-from imagenet_fast.bench.netns import INTERFACE, Host, end_with_parent
+from imagenet_fast.bench.netns import INTERFACE, Host, end_with_parent, inhabit, time_repetitions
 from imagenet_fast.errors import UserError
 
 INSTALL = "`pip install mpi4py mpich`"
@@ -58,7 +67,7 @@ def mpi_ranks(hosts: list[Host] | None, ranks_each: int) -> Iterator[Path]:
     mpiexec = _mpiexec()
     assert mpiexec is not None
     count = ranks_each * (1 if hosts is None else len(hosts))
-    module = [sys.executable, "-m", "imagenet_fast.bench.mpi_rank"]
+    module = [sys.executable, "-m", "imagenet_fast.bench.mpi"]
     with tempfile.TemporaryDirectory() as place, ExitStack() as kept:
         folder, said = Path(place), Path(place) / "said"
         process = subprocess.Popen(
@@ -142,3 +151,54 @@ def _last_words(said: Path) -> str:
     own, *_ = said.read_text(errors="replace", encoding="utf-8").partition("\n=====")
     lines = [line.strip() for line in own.splitlines() if line.strip() and "MPI_Abort" not in line]
     return f"with {lines[-1]!r}" if lines else "without a word"
+
+
+def serve(folder: Path, ranks_each: int, namespaces: list[str]) -> None:
+    """Serve requests until the process is ended.
+
+    Args:
+        folder: Directory of the sockets.
+        ranks_each: Ranks on each node.
+        namespaces: Paths of the nodes' network namespaces; empty means this node's own network.
+    """
+    end_with_parent()
+    rank = int(os.environ["PMI_RANK"])  # MPI reports the rank too late: it looks for interfaces when it starts
+    if namespaces:
+        inhabit(Host("", namespaces[rank // ranks_each]))
+    from mpi4py import MPI
+
+    try:
+        with Listener(str(folder / str(rank)), "AF_UNIX") as listener:
+            while True:
+                with listener.accept() as caller:
+                    _answer(caller, MPI, counted=bool(namespaces))
+    except BaseException:
+        traceback.print_exc()
+        MPI.COMM_WORLD.Abort(1)  # else the other ranks would wait for this one
+
+
+def _answer(caller: Connection, mpi: Any, counted: bool) -> None:
+    """Reply to each ``(elements, times, checked)`` with seconds and bytes on the node's link.
+
+    Return when the caller has disconnected.
+    """
+    import numpy as np
+
+    ranks = mpi.COMM_WORLD
+    while True:
+        try:
+            elements, times, checked = caller.recv()
+        except (EOFError, ConnectionError):
+            return
+        message = np.ones(elements, np.float32)
+        if checked:
+            ranks.Allreduce(mpi.IN_PLACE, message)
+            assert (message == ranks.size).all(), "MPI's sum is not that of the ranks"
+        message.fill(0)  # repeated sums of zeros stay finite
+        caller.send(
+            time_repetitions(lambda: ranks.Allreduce(mpi.IN_PLACE, message), times, ranks.Barrier, counted=counted)  # noqa: B023
+        )
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

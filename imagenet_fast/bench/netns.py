@@ -1,8 +1,10 @@
-"""Simulate a network: nodes in Linux network namespaces, joined by links of a given rate.
+"""Simulate a network: nodes in Linux network namespaces, joined by links of a given rate; and time what they send.
 
 Each node has one interface, ``eth0``, whose egress is shaped by a token bucket; all are connected to one bridge. The
 namespaces have no names: each exists only while a descriptor of this process, or a process inside, keeps it. So two
 networks cannot clash, and nothing is left behind however this process ends.
+
+This module does not import torch, so MPI ranks can use it too.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import re
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -102,6 +105,46 @@ def sent_bytes() -> int:
     sent = sent_by(INTERFACE)
     assert sent is not None, f"this host has no {INTERFACE}"
     return sent
+
+
+def time_repetitions(
+    once: Callable[[], object],
+    times: int,
+    barrier: Callable[[], object],
+    drain: Callable[[], object] | None = None,
+    counted: bool = False,
+    warm_up: bool = True,
+) -> tuple[float, float]:
+    """Time ``times`` calls of ``once`` between two clock readings, as nccl-tests does; every rank must call it alike.
+
+    Warm-up calls come first and are not timed: a fifth of ``times``, and at least one. They touch fresh memory, open
+    connections and empty a shaped link's token bucket, which lets through a quarter of a MiB at once.
+
+    Args:
+        once: Runs the collective.
+        times: Number of timed calls.
+        barrier: Waits for all ranks.
+        drain: Waits for work that ``once`` only queues, as on a GPU; None if it queues nothing.
+        counted: Whether to count the bytes on the node's link.
+        warm_up: Whether to make the warm-up calls.
+
+    Returns:
+        Seconds per call, and bytes per call that this node sent on its link (0 unless ``counted``).
+    """
+    drain = drain or (lambda: None)  # nothing is queued
+    for _ in range(max(1, times // 5) if warm_up else 0):
+        once()
+    drain()
+    barrier()
+    before = sent_bytes() if counted else 0
+    barrier()  # the node's ranks share the counter: none sends before all have read it
+    begun = time.perf_counter()
+    for _ in range(times):
+        once()
+    drain()
+    seconds = time.perf_counter() - begun
+    barrier()
+    return seconds / times, ((sent_bytes() if counted else 0) - before) / times
 
 
 def parse_rate(text: str) -> int:

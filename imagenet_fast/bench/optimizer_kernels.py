@@ -14,12 +14,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from imagenet_fast.distributed.init import prepare_device
-from imagenet_fast.metrics.tables import compact_table, number
 from imagenet_fast.models import build_model
 from imagenet_fast.recipe.schema import Lars, Optim, Recipe, Sgd
 from imagenet_fast.training.optimizers import build_optimizer
@@ -62,19 +60,6 @@ def count_kernels(recipe: Recipe, classes: int = 1000) -> list[StepKernels]:
     if recipe.channels_last:
         model = model.to(memory_format=torch.channels_last)
     return [_count(name, settings, model, device) for name, settings in OPTIMIZERS.items()]
-
-
-def kernel_table(rows: list[StepKernels]) -> Table:
-    """Build a table with one row per optimiser."""
-    return compact_table(
-        ("optimiser",),
-        ("tensors", "operators", "kernels", "copies", "us on the GPU"),
-        (
-            (r.optimizer, str(r.tensors), str(r.operators), number(r.kernels, "d"), number(r.copies, "d"),
-             number(r.device_s and 1e6 * r.device_s, ".0f"))
-            for r in rows
-        ),
-    )  # fmt: skip
 
 
 def _count(name: str, settings: Optim, model: nn.Module, device: torch.device) -> StepKernels:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.load import load_recipe
-from imagenet_fast.recipe.pipeline_schedules import misfit
+from imagenet_fast.recipe.parallel_config import misfit
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.validation import check_axes
 

@@ -8,34 +8,32 @@ itself.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import lcm
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.table import Table
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from imagenet_fast.bench.activation_memory import peak_activations
-from imagenet_fast.bench.engine_tables import COMPUTE_COLOUR, EXPOSED_COLOUR
 from imagenet_fast.bench.hosts import on_gpus, run_on
 from imagenet_fast.bench.layer_profiler import record_profile
 from imagenet_fast.bench.replay import Pace, Replayed
 from imagenet_fast.cost_model.layer_profile import Profile, shipped_profile
 from imagenet_fast.cost_model.linear_partition import linear_partition
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.tables import compact_table
 from imagenet_fast.models import build_model
 from imagenet_fast.models.split_points import segments_of
 from imagenet_fast.models.stages import recorded_times, split_model
 from imagenet_fast.parallel.pipeline_parallel import Pass, Pipeline
 from imagenet_fast.recipe.data_config import SyntheticData
-from imagenet_fast.recipe.pipeline_schedules import chunks_of, misfit
+from imagenet_fast.recipe.parallel_config import chunks_of, misfit
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.sync.device_timer import record_timestamp, seconds_between
 from imagenet_fast.training.precision import autocast, set_float32_math
@@ -148,68 +146,6 @@ def bench_pipeline(
     return [
         _row(recipe, stages, *run, of_ranks) for run, of_ranks in zip(runs, zip(*by_rank, strict=True), strict=True)
     ]
-
-
-def pipeline_table(rows: Sequence[PipelineTime]) -> Table:
-    """Build a table with one row per schedule and number of micro-batches."""
-    table = compact_table(
-        ("schedule",),
-        ("micro-batches", "bubble", "formula", "img/s", "kept a rank, MB"),
-        (
-            (
-                "" if before and before.schedule == row.schedule else row.schedule, str(row.micro_batches),
-                f"{row.bubble:.2f}", f"{row.expected_bubble:.2f}", f"{row.images_per_s:.0f}",
-                " ".join(f"{kept / 1e6:.0f}" for kept in row.activation_bytes),
-            )
-            for before, row in zip([None, *rows], rows, strict=False)
-        ),
-    )  # fmt: skip
-    table.title = _title(rows)
-    return table
-
-
-def draw_pipeline(rows: Sequence[PipelineTime], figure: Any) -> None:
-    """Draw the timeline of one step for each schedule.
-
-    It has one line per rank, with forward passes, backward passes and idle time.
-    """
-    schedules = dict.fromkeys(row.schedule for row in rows)
-    chosen = [_typical([row for row in rows if row.schedule == schedule]) for schedule in schedules]
-    panels = figure.subplots(len(chosen), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, row in zip(panels, chosen, strict=True):
-        ranks = range(row.stages)
-        axes.barh(ranks, [row.step_s] * row.stages, 0.8, color="#e8e8e8", label="idle")
-        for which, colour in (("forward", COMPUTE_COLOUR), ("backward", EXPOSED_COLOUR)):
-            for rank in ranks:
-                own = [busy for busy in row.timeline if busy.which == which and busy.stage % row.stages == rank]
-                shades = [(colour, 1.0 if busy.stage < row.stages else 0.6) for busy in own]  # later stages are paler
-                axes.broken_barh(
-                    [(busy.begin_s, busy.end_s - busy.begin_s) for busy in own], (rank - 0.4, 0.8),
-                    facecolors=shades, edgecolor="white", linewidth=0.5, label=None if rank else which,
-                )  # fmt: skip
-        axes.set_yticks(ranks, [_label(row, rank) for rank in ranks])
-        axes.invert_yaxis()
-        axes.spines[["top", "right"]].set_visible(False)
-        bubble = f"bubble {row.bubble:.2f}, by the formula {row.expected_bubble:.2f}"
-        axes.set_title(f"{row.schedule}, {row.micro_batches} micro-batches: {bubble}", fontsize=9, loc="left")
-    panels[-1].set(xlabel="seconds")
-    figure.suptitle(_title(rows), fontsize=9)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-
-
-def _title(rows: Sequence[PipelineTime]) -> str:
-    return f"{rows[0].model}, {rows[0].stages} ranks in a pipeline"
-
-
-def _typical(rows: Sequence[PipelineTime]) -> PipelineTime:
-    """Return the row with two micro-batches per rank, or the nearest."""
-    return min(rows, key=lambda row: abs(row.micro_batches - 2 * row.stages))
-
-
-def _label(row: PipelineTime, rank: int) -> str:
-    """Return the label of a rank: the numbers of its stages, from 1."""
-    own = sorted({busy.stage + 1 for busy in row.timeline if busy.stage % row.stages == rank})
-    return f"stage{'s' if len(own) > 1 else ''} {', '.join(map(str, own))}"
 
 
 def _profile_of(recipe: Recipe, device: torch.device) -> Profile:
@@ -331,3 +267,63 @@ def _seconds(step: Callable[[], None], device: torch.device) -> float:
     begun = record_timestamp(device)
     step()
     return seconds_between(begun, record_timestamp(device))
+
+
+def peak_activations(step: Callable[[], object], others: Iterable[Tensor], device: torch.device) -> int:
+    """Run ``step`` and return its peak memory in bytes.
+
+    On a GPU, this is the peak of all memory that ``step`` allocates. Elsewhere, it is the peak of the tensors that
+    autograd saves for backward; each storage counts once.
+
+    Args:
+        step: Forward and backward of one step.
+        others: Tensors that exist anyway, such as weights and the batch; their storages are not counted.
+        device: The device that ``step`` runs on.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    kept = _Kept({tensor.untyped_storage().data_ptr() for tensor in others})
+    with saved_tensors_hooks(kept.keep, kept.give_back):
+        step()
+    return kept.peak
+
+
+class _Saved:
+    """A tensor saved by autograd; it is released when autograd drops this object."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class _Kept:
+    """A counter of the bytes that autograd keeps, with their peak."""
+
+    def __init__(self, others: set[int]) -> None:
+        self._others = others
+        self._times: Counter[int] = Counter()  # storage address -> number of saved tensors
+        self._bytes = 0
+        self.peak = 0
+
+    def keep(self, tensor: Tensor) -> _Saved:
+        saved, storage = _Saved(tensor), tensor.untyped_storage()
+        place = storage.data_ptr()
+        if place not in self._others:
+            self._times[place] += 1
+            if self._times[place] == 1:
+                self._bytes += storage.nbytes()
+                self.peak = max(self.peak, self._bytes)
+            weakref.finalize(saved, self._release, place, storage.nbytes())
+        return saved
+
+    def give_back(self, saved: _Saved) -> Tensor:
+        return saved.tensor
+
+    def _release(self, place: int, size: int) -> None:
+        self._times[place] -= 1
+        if not self._times[place]:
+            self._bytes -= size

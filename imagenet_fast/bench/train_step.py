@@ -22,17 +22,15 @@ from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
-from rich.table import Table
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
 from imagenet_fast.bench.checkpoint_overhead import Saving, Stood
+from imagenet_fast.data.loaders import SyntheticLoader
 from imagenet_fast.data.normalize import Normalizer
 from imagenet_fast.data.sampler import TrainSampler
-from imagenet_fast.data.synthetic import SyntheticLoader
 from imagenet_fast.distributed.init import DistContext, prepare_device
 from imagenet_fast.metrics import MetricLogger
-from imagenet_fast.metrics.tables import compact_table, number
 from imagenet_fast.models import compile_blocks
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.data_config import SyntheticData
@@ -98,6 +96,11 @@ class StepTime:
     """Median time of that copy alone."""
     waited_s: float | None = None
     """Longest time that a checkpoint waited for the previous one; part of the time that it blocked the thread."""
+
+    @property
+    def unsaved_loop(self) -> str | None:
+        """Name of the same loop without checkpoints; None for a loop that saves none."""
+        return None if self.ratio_to_unsaved is None else self.loop.removesuffix(_SAVED)
 
 
 def step_recipe(model: str, image_size: int, batch: int, precision: str, compiled: bool, sync: str = "lazy") -> Recipe:
@@ -228,43 +231,6 @@ class _Cast(nn.Module):
         with autocast(self.precision, images.device):
             logits: Tensor = self.model(images)
         return logits
-
-
-def step_table(times: list[StepTime]) -> Table:
-    """Build a table with one row per loop."""
-    return compact_table(
-        ("loop",),
-        ("ms a step", "fastest", "slowest", "host's", "img/s", "vs plain", "warm-up"),
-        (
-            (t.loop, *(_milliseconds(s) for s in (t.step_s, t.step_s_min, t.step_s_max, t.host_s)),
-             f"{t.images_per_s:.0f}", f"{100 * (t.ratio_to_plain - 1):+.2f} %", f"{t.warmup_s:.1f} s")
-            for t in times
-        ),
-    )  # fmt: skip
-
-
-def checkpoint_table(times: list[StepTime]) -> Table:
-    """Build a table with one row per loop that saves checkpoints.
-
-    Columns are images per second without and with checkpoints, their cost as the median over rounds, the time for which
-    a checkpoint blocked the training thread, the part of it spent copying, and the longest wait for the previous
-    checkpoint.
-    """
-    unsaved = {t.loop + _SAVED: t.images_per_s for t in times}
-    return compact_table(
-        ("loop",),
-        ("img/s", "saving", "cost", "ms stood", "of it copy", "most waited"),
-        (
-            (t.loop.removesuffix(_SAVED), f"{unsaved[t.loop]:.1f}", f"{t.images_per_s:.1f}",
-             f"{100 * (1 - 1 / t.ratio_to_unsaved):.2f} %",
-             *(_milliseconds(s) for s in (t.stood_s, t.copied_s, t.waited_s)))
-            for t in times if t.ratio_to_unsaved is not None
-        ),
-    )  # fmt: skip
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return number(None if seconds is None else 1e3 * seconds, ".1f")
 
 
 def alone() -> DistContext:

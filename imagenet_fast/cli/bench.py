@@ -40,8 +40,9 @@ def bench_step(
     With --checkpoint-every it also measures what checkpoints cost; they are
     written to the directory for temporary files (TMPDIR).
     """
+    from imagenet_fast.bench.tables import checkpoint_table, step_table
     from imagenet_fast.bench.train_step import bench_step as measure
-    from imagenet_fast.bench.train_step import checkpoint_table, no_data_parallel, step_recipe, step_table
+    from imagenet_fast.bench.train_step import no_data_parallel, step_recipe
 
     if checkpoint_every is not None:
         _refuse_beside(context, ("steps",), "goes by --checkpoint-every, if that is given; leave one of them out")
@@ -124,7 +125,8 @@ def bench_sync(
     if compute is not None:
         profile = profile.lasting(compute)
     if count:
-        from imagenet_fast.bench.comm_volume import COUNTED, bench_count, count_table
+        from imagenet_fast.bench.comm_volume import COUNTED, bench_count
+        from imagenet_fast.bench.tables import count_table
 
         measuring = (
             "hosts", "ranks_per_host", "rate", "scale", "rounds", "steps", "png", "trace", "ladder", "batches"
@@ -135,6 +137,10 @@ def bench_sync(
         return
     from imagenet_fast.bench.engines import ENGINES
     from imagenet_fast.bench.engines import bench_sync as measure_all
+    from imagenet_fast.bench.figures import draw_batches, draw_ladder, draw_sync
+    from imagenet_fast.bench.presets import bench_batches, bench_ladder
+    from imagenet_fast.bench.tables import batch_table, ladder_table, sync_table
+    from imagenet_fast.cost_model.units import whole_numbers
 
     _refuse_beside(context, ("ranks", "ranks_per_node", "link"), "is for --count; add that, or give --hosts and --rate")
     measure = partial(
@@ -145,18 +151,11 @@ def bench_sync(
         reason = f"does not go with {asked}, which has engines of its own; leave one of them out"
         _refuse_beside(context, ("sync", "wire", "overrides", "trace", *own), reason)
     if ladder:
-        from imagenet_fast.bench.ladder import bench_ladder, draw_ladder, ladder_table
-
         _show_and_draw(partial(bench_ladder, profile, measure), ladder_table, draw_ladder, (9, 4), json_file, png)
     elif batches is not None:
-        from imagenet_fast.bench.batches import batch_table, bench_batches, draw_batches
-        from imagenet_fast.bench.whole_numbers import whole_numbers
-
         by_batch = partial(bench_batches, profile, whole_numbers("--batches", batches, "16,32,64,128"), measure)
         _show_and_draw(by_batch, batch_table, draw_batches, (7, 4), json_file, png)
     else:
-        from imagenet_fast.bench.engine_tables import draw_sync, sync_table
-
         engines = parse_engines(sync or ENGINES, wire, overrides)
         by_engine = partial(measure, profile, engines, traces=trace)
         _show_and_draw(by_engine, sync_table, draw_sync, (9, 0.4 * len(engines) + 2), json_file, png)
@@ -191,8 +190,9 @@ def bench_collectives(
     png: PngOption = None,
 ) -> None:
     """Time all-reduces by message size: latency, bandwidth and link use of gloo, NCCL, MPI and our own."""
-    from imagenet_fast.bench.collectives import bandwidth_table, draw_bandwidth
     from imagenet_fast.bench.collectives import bench_collectives as measure
+    from imagenet_fast.bench.figures import draw_bandwidth
+    from imagenet_fast.bench.tables import bandwidth_table
 
     times = partial(measure, sizes, collectives, hosts, ranks_per_host, rate, wire, device, rounds, seconds)
     _show_and_draw(times, bandwidth_table, draw_bandwidth, (11, 5), json_file, png)
@@ -227,10 +227,11 @@ def bench_pipeline(
     The bubble is shown beside the one that the formula gives. Memory is what
     each rank keeps for backward, and speed is images per second.
     """
+    from imagenet_fast.bench.figures import draw_pipeline
     from imagenet_fast.bench.pipeline import bench_pipeline as measure
-    from imagenet_fast.bench.pipeline import draw_pipeline, pipeline_table
+    from imagenet_fast.bench.tables import pipeline_table
     from imagenet_fast.bench.train_step import step_recipe
-    from imagenet_fast.bench.whole_numbers import whole_numbers
+    from imagenet_fast.cost_model.units import whole_numbers
 
     recipe = step_recipe(model, image_size, batch, precision, compiled=False)
     counts = whole_numbers("--micro-batches", micro_batches, "1,2,4,8,16")
@@ -282,7 +283,9 @@ def bench_data(
     png: PngOption = None,
 ) -> None:
     """Time the loaders on one rank, without training, beside torchvision's, bare DALI and decoding alone."""
-    from imagenet_fast.bench.dataloaders import bench_loading, draw_loading, loading_table, parse_loaders
+    from imagenet_fast.bench.dataloaders import bench_loading, parse_loaders
+    from imagenet_fast.bench.figures import draw_loading
+    from imagenet_fast.bench.tables import loading_table
     from imagenet_fast.distributed.cpu_count import usable_cores
 
     chosen = parse_loaders(loaders)
@@ -296,7 +299,8 @@ def bench_kernels(
     json_file: JsonOption = None,
 ) -> None:
     """Count the kernels of one optimiser step over a model's parameters."""
-    from imagenet_fast.bench.optimizer_kernels import count_kernels, kernel_table
+    from imagenet_fast.bench.optimizer_kernels import count_kernels
+    from imagenet_fast.bench.tables import kernel_table
     from imagenet_fast.bench.train_step import step_recipe
 
     _show(count_kernels(step_recipe(model, 224, 1, "fp32", compiled=False)), kernel_table, json_file)

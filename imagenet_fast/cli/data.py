@@ -137,8 +137,8 @@ def verify(
     Reported but kept are CMYK images, images that EXIF rotates, images under
     another format's name, and duplicates.
     """
-    from imagenet_fast.data.verify.verify import as_json, summary
-    from imagenet_fast.data.verify.verify import verify as examine_all
+    from imagenet_fast.data.verify import as_json, summary
+    from imagenet_fast.data.verify import verify as examine_all
 
     if png is not None:
         from imagenet_fast.metrics.plots import new_figure
@@ -173,7 +173,7 @@ def cache(
     Prints first how much space it will take. If the command is stopped or
     killed, or the disk is full, run it again to continue.
     """
-    from imagenet_fast.data.fill_cache import fill_caches
+    from imagenet_fast.data.decoded_cache import fill_caches
     from imagenet_fast.distributed.cpu_count import usable_cores
 
     fill_caches(data, out, side, threads or usable_cores())

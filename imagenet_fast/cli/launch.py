@@ -103,9 +103,7 @@ def k8s(
     the training operator (v1).
     """
     from imagenet_fast.launch.cluster_job import check_data, hand_over, job_label, parse_time_limit
-    from imagenet_fast.launch.jobset import jobset_text
-    from imagenet_fast.launch.pod_spec import Pods
-    from imagenet_fast.launch.pytorchjob import pytorchjob_text
+    from imagenet_fast.launch.kubernetes import Pods, jobset_text, pytorchjob_text
 
     job = _settle(recipe, sync, overrides, nodes, nproc, scale_batch)
     check_data(job.recipe, data_claim, "--data-claim")

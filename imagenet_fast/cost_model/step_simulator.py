@@ -1,4 +1,4 @@
-"""The cost model: the time of a step, from its course, its messages and the costs of the network.
+"""The cost model: the time of a step, from its course, its messages and the costs of the network; and the least time.
 
 Messages in flight share the wire evenly, as their connections do. A message's latency overlaps with other messages'
 bytes. The processor prepares one message after the other. After the models of MG-WFBP (Shi et al., INFOCOM 2019), with
@@ -12,10 +12,9 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, assert_never
 
 from imagenet_fast.cost_model.layer_profile import Timing
-from imagenet_fast.cost_model.link_model import NO_CODEC, CodecCost, LinkModel
 from imagenet_fast.cost_model.priority_schedule import Task
 
 THRESHOLDS = [*(2.0**power for power in range(16, 27)), math.inf]
@@ -23,6 +22,33 @@ THRESHOLDS = [*(2.0**power for power in range(16, 27)), math.inf]
 
 _CAME, _RELEASED, _BEGUN = range(3)
 """Kinds of events; at equal times, those that unblock others are handled first."""
+
+
+@dataclass(frozen=True)
+class LinkModel:
+    """A link on which an all-reduce of n bytes, alone on the wire, takes ``latency_s`` + n * ``s_per_byte`` seconds."""
+
+    latency_s: float
+    s_per_byte: float
+    call_s: float = 0.0
+    """Seconds that a message keeps the processor, however short. Latencies of messages overlap, these do not."""
+
+    def seconds(self, message: float) -> float:
+        """Return the seconds of a message of ``message`` bytes, alone on the wire."""
+        return self.latency_s + message * self.s_per_byte
+
+
+@dataclass(frozen=True)
+class CodecCost:
+    """The processor's time for the codes of a message, per byte on the wire."""
+
+    encode_s_per_byte: float = 0.0
+    decode_s_per_byte: float = 0.0
+    """Time for both decodings: where parts are added up, and where means are received."""
+
+
+NO_CODEC = CodecCost()
+"""The cost for values that are only cast: the link's costs include the cast."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +108,41 @@ def simulated_step_s(
         needed = min(timing.needed[span] for span in sending.spans) if awaits == "read" else 0.0
         late = max(late, moment - timing.backward_s - needed)
     return timing.compute_s + late
+
+
+def step_lower_bound(
+    timing: Timing, seconds: Sequence[float], awaits: Literal["each", "backward", "read"], share: float = 1.0
+) -> float:
+    """Return the seconds of the fastest possible step, whatever the engine: no order and no overlap can beat it.
+
+    Consider the gradients that are ready no earlier than ``a``, from the beginning of backward, and needed no later
+    than ``d``, from the beginning of the next forward. They must be sent between the two. With a step time ``T`` and a
+    forward time ``f``, that leaves ``T - f - a + d``. For gradients that may be divided at will, the largest of these
+    bounds is the least step time. With ``backward``, all gradients are needed by ``d = 0``. With ``each``, nothing is
+    sent before backward has ended.
+
+    Args:
+        timing: The course of the step.
+        seconds: Time for which each slot's gradients keep the wire busy; in total, one undisturbed all-reduce of all.
+        awaits: Where the engine waits for gradients.
+        share: Share of the values that the engine sends.
+    """
+    match awaits:
+        case "each":
+            return timing.compute_s + share * sum(seconds)
+        case "backward":
+            needed: Sequence[float] = [0.0] * len(seconds)
+        case "read":
+            needed = timing.needed
+        case _:
+            assert_never(awaits)
+    spans = list(zip(timing.ready, needed, seconds, strict=True))
+    bounds = (
+        timing.forward_s + a - d + share * sum(s for ready, need, s in spans if ready >= a and need <= d)
+        for a in timing.ready
+        for d in set(needed)
+    )
+    return max(timing.compute_s, *bounds)
 
 
 def _came(

@@ -1,8 +1,10 @@
-"""Numbers of bytes as text: K, M and G are powers of 1024, as in nccl-tests."""
+"""Numbers as text: lists of whole numbers, and bytes, where K, M and G are powers of 1024 as in nccl-tests."""
 
 from __future__ import annotations
 
 import re
+
+from imagenet_fast.errors import UserError
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -28,3 +30,22 @@ def exact_size(size: int) -> str:
     """Return a size as text that ``parse_size`` reads back, exact to the byte."""
     unit = next(unit for unit in ("G", "M", "K", "") if size % UNITS[unit] == 0)
     return f"{size // UNITS[unit]}{unit}B"
+
+
+def whole_numbers(option: str, text: str, example: str, *, zero: bool = False) -> list[int]:
+    """Parse a comma-separated list of whole numbers.
+
+    Args:
+        option: Name of the option, for the error message.
+        text: The list.
+        example: A valid list, for the error message.
+        zero: Whether 0 is allowed.
+
+    Raises:
+        UserError: ``text`` is no such list.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and (zero or int(part)) for part in parts):
+        above = "" if zero else " above 0"
+        raise UserError(f"{option} {text} is not a list of whole numbers{above}; write for example {example}")
+    return [int(part) for part in parts]

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from imagenet_fast.distributed.process_groups import new_group
-from imagenet_fast.recipe.schema import Parallel
+from imagenet_fast.recipe.parallel_config import Parallel
 
 
 @dataclass(frozen=True)

@@ -1,73 +1,7 @@
-"""Build the networks that a recipe's ``[model]`` table names.
-
-State dicts have torchvision's names where torchvision has the model.
-"""
+"""The networks that a recipe's ``[model]`` table names, their stages and their weights."""
 
 from __future__ import annotations
 
-from typing import assert_never
+from imagenet_fast.models.factory import build_model, compile_blocks
 
-from torch import nn
-from torch._dynamo import config
-from torchvision.models import alexnet as torchvision_alexnet
-from torchvision.models.resnet import BasicBlock, Bottleneck
-
-from imagenet_fast.models.alexnet import AlexNetBN, CompilableSequential
-from imagenet_fast.models.resnet import ResNet
-from imagenet_fast.recipe import schema
-
-_FORMS = 3
-"""Variants in which a block is compiled: training, evaluation, and the smaller last batch of an evaluation."""
-
-
-def build_model(model: schema.Model, classes: int) -> nn.Module:
-    """Build the model a recipe names, on the default device.
-
-    Fresh weights come from torch's global generator.
-
-    Args:
-        model: The recipe's model table.
-        classes: Number of classes.
-    """
-    network: nn.Module
-    match model:
-        case schema.AlexNet():
-            theirs = torchvision_alexnet(num_classes=classes, dropout=model.dropout)
-            theirs.features, theirs.classifier = (
-                CompilableSequential(*theirs.features),
-                CompilableSequential(*theirs.classifier),
-            )
-            network = theirs
-        case schema.AlexNetBN():
-            network = AlexNetBN(classes, model.dropout, model.pool5_norm)
-        case schema.ResNet():
-            block, blocks = (BasicBlock, [2, 2, 2, 2]) if model.kind == "resnet18" else (Bottleneck, [3, 4, 6, 3])
-            network = ResNet(block, blocks, num_classes=classes, zero_init_residual=model.zero_init_last_gamma)
-        case _:
-            assert_never(model)
-    return network
-
-
-def compile_blocks(model: nn.Module) -> None:
-    """Compile the blocks of ``model`` in place: a ResNet's stem and residual blocks, or AlexNet's two halves.
-
-    A model compiled as a whole yields every gradient only at the end of backward, which leaves nothing to overlap
-    (pytorch issue 109774). Sizes are compiled as constants. By default torch does so only until it meets a second size.
-    It treats all blocks as one function, which is called with images of always different sizes.
-    """
-    if isinstance(model, ResNet):
-        model.compile_stem(dynamic=False)
-    pieces = [m for m in model.modules() if isinstance(m, BasicBlock | Bottleneck | CompilableSequential)]
-    for piece in pieces:
-        piece.compile(dynamic=False)
-    _allow_compilations(_FORMS * len(pieces))
-
-
-def _allow_compilations(more: int) -> None:
-    """Raise torch's limit of compiled variants of one function (8), above which it runs the function uncompiled.
-
-    To torch all blocks, in every model of this process, are one function. A variant that fits several blocks is
-    compiled once, so fewer are compiled than are allowed.
-    """
-    config.recompile_limit += more
-    config.accumulated_recompile_limit += more
+__all__ = ["build_model", "compile_blocks"]

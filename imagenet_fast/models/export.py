@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 
+from imagenet_fast.atomic_io import atomic_path
 from imagenet_fast.errors import UserError
 
 ABOUT = "imagenet_fast.json"
@@ -38,12 +39,11 @@ def export_program(network: nn.Module, image_size: int, path: Path, about: Mappi
         UserError: The written file does not give the network's logits.
     """
     network.eval()
-    partial = path.with_name(f".{path.name}")
     example = torch.randn(2, 3, image_size, image_size)  # not 1, which torch would treat as a constant
     program = torch.export.export(network, (example,), dynamic_shapes=({0: Dim("batch")},))
     archive = BytesIO()  # not the file: torch aborts the process if its name is unusual or the disk is full
     torch.export.save(program, archive, extra_files={ABOUT: json.dumps(about, sort_keys=True)})
-    try:
+    with atomic_path(path) as partial:
         partial.write_bytes(archive.getbuffer())
         with partial.open("rb") as opened:
             written = torch.export.load(opened).module()
@@ -52,6 +52,3 @@ def export_program(network: nn.Module, image_size: int, path: Path, about: Mappi
                 ours, theirs = network(images), written(images)
             if not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4 * float(ours.abs().max())):
                 raise UserError(f"{path} would not give the model's results, so it is not kept; --format safetensors")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

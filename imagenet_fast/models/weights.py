@@ -22,6 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from imagenet_fast.atomic_io import atomic_path
 from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model
 from imagenet_fast.recipe import schema
@@ -92,13 +93,9 @@ def write_weights(tensors: Mapping[str, Tensor], path: Path, about: Mapping[str,
         about: Description of the weights, as by ``describe``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}")
     metadata = {_KEY: json.dumps(about, sort_keys=True)} if about else None
-    try:
+    with atomic_path(path) as partial:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, partial, metadata)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def describe(name: str, recipe: Recipe, class_names: Sequence[str]) -> dict[str, Any]:

@@ -1,13 +1,25 @@
-"""The base class of all recipe tables, and common number types."""
+"""The base class of all recipe tables, and the number types of their values."""
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 """A float in [0, 1)."""
+Percent = Annotated[float, Field(gt=0, le=100)]
+"""A percentage above 0 and at most 100."""
+
+
+def _infinity(value: object) -> object:
+    """Turn "Infinity" into a float: JSON has no infinity, so a job file stores that string."""
+    return math.inf if value == "Infinity" else value
+
+
+Bytes = Annotated[float, Field(ge=0, allow_inf_nan=True), BeforeValidator(_infinity)]
+"""MiB on the wire, at least 0; ``inf``: no limit."""
 
 
 class Table(BaseModel):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from imagenet_fast.atomic_io import atomic_write_text
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.schema import Recipe
 
@@ -72,9 +73,7 @@ class Job:
             "command": self.command,
             "elastic": self.elastic,
         }
-        partial = path.with_name(f".{path.name}")
-        partial.write_text(json.dumps(table, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        partial.replace(path)
+        atomic_write_text(path, json.dumps(table, indent=2, allow_nan=False) + "\n")
 
 
 def read_job(path: Path) -> Job:

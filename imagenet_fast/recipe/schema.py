@@ -9,13 +9,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from imagenet_fast.recipe.base import Fraction, Table
+from imagenet_fast.recipe.base import Fraction, Percent, Table
 from imagenet_fast.recipe.data_config import Data
-from imagenet_fast.recipe.pipeline_schedules import chunks_of, misfit
+from imagenet_fast.recipe.parallel_config import Parallel, chunks_of
 from imagenet_fast.recipe.sync_config import Sync
-
-Percent = Annotated[float, Field(gt=0, le=100)]
-"""A percentage above 0 and at most 100."""
 
 
 class AlexNet(Table):
@@ -184,63 +181,8 @@ class Cosine(Warmup):
 Schedule = Annotated[Polynomial | StepDecay | Cosine, Field(discriminator="kind")]
 
 
-class Parallel(Table):
-    """The axes of parallelism.
-
-    Ranks that ``tensor`` and ``pipeline`` do not use are for data parallelism.
-    """
-
-    tensor: PositiveInt = 1
-    """Ranks that share AlexNet's large fully connected layers, each with a shard; 1: off.
-
-    They exchange activations instead of those layers' gradients (Krizhevsky's "one weird trick", arXiv 1404.5997). That
-    is fewer bytes while those ranks together use fewer than 4096 images a step. But training waits for activations,
-    while gradients can be sent during computation.
-    """
-    pipeline: PositiveInt = 1
-    """Number of consecutive stages into which the model is split, each on ranks of its own; 1: off."""
-    micro_batches: PositiveInt = 1
-    """Micro-batches into which a pipeline splits the images it reads at once; at least 1.
-
-    With 1, only one stage works at a time.
-    """
-    schedule: str = "1f1b"
-    """Order of the forward and backward passes in a pipeline: gpipe, 1f1b or interleaved."""
-
-    @property
-    def ranks(self) -> int:
-        """Ranks that hold one copy of the model; data parallelism multiplies them."""
-        return self.tensor * self.pipeline
-
-    def layout(self, ranks: int) -> str:
-        """Return the name of the layout of ``ranks`` ranks: ``dp4``, ``tp4``, ``pp2dp2``."""
-        return "".join(f"{axis}{size}" for axis, size in self.axes(ranks).items() if size > 1) or "dp1"
-
-    def axes(self, ranks: int) -> dict[str, int]:
-        """Return the size of each axis for ``ranks`` ranks."""
-        return {"pp": self.pipeline, "dp": ranks // self.ranks, "tp": self.tensor}
-
-    @property
-    def as_written(self) -> str:
-        """The setting as a recipe writes it, for error messages."""
-        axes = [f"parallel.{axis} {getattr(self, axis)}" for axis in ("tensor", "pipeline") if getattr(self, axis) > 1]
-        return " x ".join(axes)
-
-    @model_validator(mode="after")
-    def _schedule_fits(self) -> Parallel:
-        """Check that the schedule and its micro-batches fit the pipeline."""
-        if self.pipeline == 1:
-            if self.micro_batches > 1:
-                raise ValueError(f"micro_batches {self.micro_batches} are those of a pipeline, and pipeline is 1")
-            if self.schedule != "1f1b":
-                raise ValueError(f"schedule '{self.schedule}' is that of a pipeline, and pipeline is 1")
-        elif (why := misfit(self.schedule, self.pipeline, self.micro_batches)) is not None:
-            raise ValueError(why)
-        return self
-
-
 class Checkpointing(Table):
-    """When to save the training state, in addition to each evaluation and the end of the run."""
+    """Times to save the training state, in addition to each evaluation and the end of the run."""
 
     every_steps: NonNegativeInt = 0
     """Steps between checkpoints; 0: none by step count."""
@@ -349,7 +291,7 @@ class Recipe(Table):
                 raise ValueError(f"data.{key} ({size}) is too small for {self.model.kind}, which needs {smallest}")
         self._check_sync()
         self._check_parallel()
-        sync = self.sync.warmed_up(self.schedule.warmup_epochs).moved_by(self.optim.momentum)
+        sync = self.sync.derived(self.schedule.warmup_epochs, self.optim.momentum)
         return self if sync is self.sync else self.model_copy(update={"sync": sync})
 
     def _check_sync(self) -> None:
@@ -369,7 +311,7 @@ class Recipe(Table):
                 raise ValueError(
                     f"{sync.as_written} waits for single layers, so it cannot do with compiled blocks (compile true)"
                 )
-        if sync.brings_momentum and (isinstance(self.optim, Lars) or self.optim.nesterov):
+        if sync.velocity_momentum is not None and (isinstance(self.optim, Lars) or self.optim.nesterov):
             which = "optim.kind 'lars'" if isinstance(self.optim, Lars) else "optim.nesterov true"
             raise ValueError(
                 f"sync.momentum_correction gathers plain SGD's momentum before gradients are averaged, and {which} "

@@ -1,170 +1,28 @@
-"""The gradient-sync engines a recipe can name: their settings, and the properties that other modules query.
-
-No other module needs to know which engine it is, except the ``match`` that builds it (``sync/__init__.py``).
-"""
+"""The gradient-sync engines a recipe can name, and their settings."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal, Self, get_args
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+
+from imagenet_fast.recipe.base import Bytes, Fraction
+from imagenet_fast.recipe.engine_table import (
+    Awaits,
+    Cast,
+    CodingTable,
+    Collective,
+    EngineTable,
+    Fusion,
+    KeepingTable,
+    Wire,
 )
-
-from imagenet_fast.recipe.base import Fraction, Table
-
-Cast = Literal["fp32", "bf16", "fp16"]
-"""Wire dtypes to which values are cast."""
-Codes = Literal["int8", "fp8"]
-"""Wire dtypes that are 8-bit codes."""
-Wire = Literal[Cast, Codes]
-"""The wire dtype: the dtype in which values are sent.
-
-``int8`` and ``fp8`` (e4m3) are codes with one scale per 512 values. Their rounding error is added to a later step's
-gradients. With them, norms and biases are sent in bf16, and so is everything sent inside a node.
-"""
-Collective = Literal["native", "ring", "butterfly", "pairwise", "hierarchical", "torus2d", "parameter_server"]
-"""All-reduce algorithm.
-
-``native`` is the backend's own. ``hierarchical`` works node by node, ``torus2d`` on a square of ranks.
-"""
-Awaits = Literal["each", "backward", "read"]
-"""The point at which a step waits for its transfers; see ``EngineTable.awaits``."""
-
-
-def _infinity(value: object) -> object:
-    """Turn "Infinity" into a float: JSON has no infinity, so a job file stores that string."""
-    return math.inf if value == "Infinity" else value
-
-
-Bytes = Annotated[float, Field(ge=0, allow_inf_nan=True), BeforeValidator(_infinity)]
-"""MiB on the wire, at least 0; ``inf``: no limit."""
-Fusion = Bytes | Literal["auto"]
-"""Size in MiB on the wire at which neighbouring gradients, fused into one bucket, are sent.
-
-0: each tensor by itself. ``inf``: no limit. ``auto``: the best size by the cost model for this network and model, both
-measured in the first steps; ``sparse`` has its own rule.
-"""
-
-
-def fusion_bytes(fusion: Fusion) -> float | None:
-    """Return the size in bytes, or None if it is to be chosen."""
-    return None if fusion == "auto" else fusion * 2**20
-
-
-def chosen_collective(collective: Collective | Literal["auto"]) -> Collective | None:
-    """Return the collective, or None for the default one."""
-    return None if collective == "auto" else collective
-
-
-class EngineTable(Table):
-    """The ``[sync]`` table of an engine.
-
-    The defaults here hold for every engine that does not override them.
-    """
-
-    kind: str
-    """Name of the engine."""
-    wire: Wire
-    """Wire dtype of the gradients."""
-
-    ours: ClassVar[bool] = True
-    """Whether the engine works on a gradient pool; torch's DDP, the baseline, does not."""
-    chooses: ClassVar[bool] = False
-    """Whether it predicts the step time of the other engines, and switches to the fastest."""
-
-    @property
-    def keeps(self) -> bool:
-        """Whether values that are not sent in a step are added up for later steps."""
-        return self.wire in get_args(Codes)
-
-    @property
-    def awaits(self) -> Awaits:
-        """The point at which a step waits for its transfers.
-
-        - ``each``: after each all-reduce, before the next.
-        - ``backward``: at the end of backward.
-        - ``read``: before the next forward reads a layer.
-        """
-        return "backward"
-
-    @property
-    def defers(self) -> bool:
-        """Whether a layer may be updated before the gradients of all other layers have arrived."""
-        return self.awaits == "read"
-
-    @property
-    def exact(self) -> bool:
-        """Whether every step's gradients are the mean over ranks, except for rounding to the wire dtype."""
-        return not self.keeps
-
-    @property
-    def brings_momentum(self) -> bool:
-        """Whether the averaged gradients already contain the optimiser's momentum."""
-        return False
-
-    @property
-    def learns(self) -> bool:
-        """Whether it measures a few steps before it plans the others."""
-        return False
-
-    @property
-    def share(self) -> float:
-        """Share of the values that it sends after its ramp."""
-        return 1.0
-
-    def travelling(self, shape: Sequence[int]) -> float:
-        """Return how many values it sends for a parameter of ``shape`` after its ramp."""
-        return self.share * math.prod(shape)
-
-    @property
-    def as_written(self) -> str:
-        """The setting as a recipe writes it, for error messages."""
-        return f"sync.kind '{self.kind}'"
-
-    def warmed_up(self, epochs: float) -> Self:
-        """Return the settings with unset ones derived from a learning-rate warm-up of ``epochs`` epochs."""
-        return self
-
-    def moved_by(self, momentum: float) -> Self:
-        """Return the settings with unset ones derived from the optimiser's momentum."""
-        return self
-
-
-class PoolTable(EngineTable):
-    """Settings of an engine that works on a gradient pool."""
-
-    max_ctas: PositiveInt | None = None
-    """Most thread blocks that NCCL may use per message; absent: NCCL decides.
-
-    Fewer leave more of a GPU to backward while gradients are sent.
-    """
-
-
-class CodingTable(PoolTable):
-    """Settings of an engine that can send gradients as 8-bit codes."""
-
-    bf16_steps: NonNegativeInt = 0
-    """First steps whose gradients are sent in bf16 if ``wire`` is int8 or fp8; 0: none."""
-
-    @property
-    def as_written(self) -> str:
-        """The setting as a recipe writes it, for error messages."""
-        return super().as_written + (f" in sync.wire '{self.wire}'" if self.wire in get_args(Codes) else "")
 
 
 class AllReduceSync(CodingTable):
     """One all-reduce per layer after backward: the naive baseline."""
-
-    awaits: ClassVar[Awaits] = "each"
 
     kind: Literal["allreduce"] = "allreduce"
     wire: Wire = "fp32"
@@ -184,7 +42,7 @@ class RingSync(CodingTable):
 
     @property
     def learns(self) -> bool:
-        """Whether it measures the first steps before it plans later ones: if ``bucket_mb`` is ``auto``."""
+        """Whether it measures a few steps before it plans the others: if ``bucket_mb`` is ``auto``."""
         return self.bucket_mb == "auto"
 
 
@@ -209,35 +67,8 @@ class LazySync(CodingTable):
 
     @property
     def learns(self) -> bool:
-        """Whether it measures the first steps before it plans later ones: if ``threshold_mb`` is ``auto``."""
+        """Whether it measures a few steps before it plans the others: if ``threshold_mb`` is ``auto``."""
         return self.threshold_mb == "auto"
-
-
-class KeepingTable(PoolTable):
-    """Settings of an engine that adds up over steps the values that it does not send.
-
-    It sends everything during ``dense_epochs``.
-    """
-
-    keeps: ClassVar[bool] = True
-    exact: ClassVar[bool] = False
-
-    timing: str
-    """The engine whose timing it uses."""
-    dense_epochs: NonNegativeFloat | None = None
-    """Epochs at the start in which everything is sent.
-
-    Unset: while the recipe's learning rate warms up; without a recipe, none.
-    """
-
-    @property
-    def as_written(self) -> str:
-        """The setting as a recipe writes it, for error messages."""
-        return super().as_written + (f" with sync.timing '{self.timing}'" if self.defers else "")
-
-    def warmed_up(self, epochs: float) -> Self:
-        """Return the settings with ``dense_epochs``, if unset, equal to the warm-up's ``epochs``."""
-        return self if self.dense_epochs is not None else self.model_copy(update={"dense_epochs": epochs})
 
 
 class SparseSync(KeepingTable):
@@ -246,6 +77,8 @@ class SparseSync(KeepingTable):
     Everything is sent during ``dense_epochs``. Over the next ``ramp_epochs`` the share that is not sent grows to
     ``sparsity``.
     """
+
+    learns: ClassVar[bool] = False
 
     kind: Literal["sparse"] = "sparse"
     wire: Cast = "bf16"
@@ -286,26 +119,17 @@ class SparseSync(KeepingTable):
         return self
 
     @property
-    def brings_momentum(self) -> bool:
-        """Whether the averaged gradients already contain the optimiser's momentum: with ``momentum_correction``."""
-        return self.momentum_correction
-
-    @property
     def velocity_momentum(self) -> float | None:
         """Momentum of the correction; None without correction."""
         if not self.momentum_correction:
             return None
         return 0.9 if self.momentum is None else self.momentum
 
-    def moved_by(self, momentum: float) -> Self:
-        """Return the settings with the correction's momentum, if unset, equal to the optimiser's."""
+    def derived(self, warmup_epochs: float, momentum: float | None = None) -> Self:
+        """Return the settings with the correction's momentum derived, too, if it is unset."""
         unset = self.momentum_correction and self.momentum is None
-        return self.model_copy(update={"momentum": momentum}) if unset else self
-
-    @property
-    def awaits(self) -> Awaits:
-        """The point at which a step waits for its chunks, by ``timing``."""
-        return "read" if self.timing == "hybrid" else "backward"
+        moved = self.model_copy(update={"momentum": momentum}) if unset else self
+        return super(SparseSync, moved).derived(warmup_epochs)
 
     @property
     def share(self) -> float:
@@ -335,22 +159,6 @@ class PowerSgdSync(KeepingTable):
     collective: Collective | Literal["auto"] = "auto"
     """All-reduce algorithm; ``auto``: that of the engine ``timing``."""
 
-    @property
-    def awaits(self) -> Awaits:
-        """The point at which a step waits for its transfers, by ``timing``."""
-        match self.timing:
-            case "allreduce":
-                return "each"
-            case "lazy":
-                return "backward"
-            case "hybrid" | "dear":
-                return "read"
-
-    @property
-    def learns(self) -> bool:
-        """Whether it measures the first steps before it plans later ones: under ``hybrid`` and ``dear``."""
-        return self.timing in ("hybrid", "dear")
-
     def travelling(self, shape: Sequence[int]) -> float:
         """Return how many values it sends for a parameter of ``shape``: its two factors, if fewer."""
         return _in_factors(shape, self.rank)
@@ -361,9 +169,6 @@ class HybridSync(CodingTable):
 
     ``policy`` = ``by-type`` suits AlexNet, ``by-size`` ResNet-50.
     """
-
-    awaits: ClassVar[Awaits] = "read"
-    learns: ClassVar[bool] = True
 
     kind: Literal["hybrid"] = "hybrid"
     wire: Wire = "bf16"
@@ -389,9 +194,6 @@ class HybridSync(CodingTable):
 class DearSync(CodingTable):
     """Reduce-scatter during backward, all-gather during the next forward (arXiv 2302.12445)."""
 
-    awaits: ClassVar[Awaits] = "read"
-    learns: ClassVar[bool] = True
-
     kind: Literal["dear"] = "dear"
     wire: Wire = "bf16"
     bucket_mb: Fusion = "auto"
@@ -405,7 +207,6 @@ class AutoSync(CodingTable):
     """
 
     chooses: ClassVar[bool] = True
-    learns: ClassVar[bool] = True
 
     kind: Literal["auto"] = "auto"
     wire: Wire = "bf16"
@@ -435,11 +236,10 @@ class AutoSync(CodingTable):
         allowed = [name for name in ("defer", "inexact") if getattr(self, name)]
         return super().as_written + (f" with {' and '.join(f'sync.{name}' for name in allowed)}" if allowed else "")
 
-    def warmed_up(self, epochs: float) -> Self:
-        """Return the settings with ``dense_epochs``, if unset but needed, equal to the warm-up's ``epochs``."""
-        if not self.inexact or self.dense_epochs is not None:
-            return self
-        return self.model_copy(update={"dense_epochs": epochs})
+    def derived(self, warmup_epochs: float, momentum: float | None = None) -> Self:
+        """Return the settings with ``dense_epochs``, if unset but needed, equal to the warm-up's epochs."""
+        unset = self.inexact and self.dense_epochs is None
+        return self.model_copy(update={"dense_epochs": warmup_epochs}) if unset else self
 
 
 class DdpSync(EngineTable):

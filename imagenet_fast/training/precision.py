@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from imagenet_fast.recipe import schema
-from imagenet_fast.recipe.sync_config import Wire
-from imagenet_fast.sync import wire_dtype
+from imagenet_fast.recipe.engine_table import Wire
+from imagenet_fast.sync.engines import wire_dtype
 
 
 def autocast(precision: schema.Precision, device: torch.device) -> torch.autocast:

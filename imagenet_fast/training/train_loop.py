@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from imagenet_fast.data.loaders import Loaders
+from imagenet_fast.data.rng import bits
 from imagenet_fast.distributed.forkserver import freeze_gc
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
@@ -19,7 +20,6 @@ from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.training.evaluation import Stopped, evaluate
 from imagenet_fast.training.lr_schedule import learning_rate
-from imagenet_fast.training.seeding import seed_step
 from imagenet_fast.training.state import TrainState
 from imagenet_fast.training.train_step import TrainingStep
 
@@ -125,3 +125,15 @@ def build_initial_model(recipe: Recipe, classes: int, world: DistContext, weight
         model = model.to(memory_format=torch.channels_last)
     broadcast_model(model)
     return model
+
+
+def seed_step(seed: int, step: int, world: DistContext) -> None:
+    """Seed the generators of the CPU and of this rank's device by (seed, step, rank), as dropout uses them.
+
+    A run resumed at a step so draws the same numbers as an uninterrupted one. Compiled code and replayed CUDA graphs
+    use the same generators. The CPU's generator uses 32 bits of a seed, a GPU's all 64.
+    """
+    number = int(bits("step", seed, step, of=world.rank)[0])
+    torch.default_generator.manual_seed(number)
+    if world.device.type == "cuda":
+        torch.cuda.default_generators[world.device.index].manual_seed(number)

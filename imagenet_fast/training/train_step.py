@@ -199,7 +199,7 @@ def build_step(
     if scale.largest is not None:
         sync.guard(scale.largest)
     whole_norms = None if division is None else division.whole_norms
-    optimizer = build_optimizer(recipe.optim, model, recipe.sync.brings_momentum, whole_norms)
+    optimizer = build_optimizer(recipe.optim, model, recipe.sync.velocity_momentum is not None, whole_norms)
     outcome = outcome or RunResult.of("", recipe, batching)
     streak = NonFiniteCounter(world.device)
     state = TrainState(model, division, average, optimizer, sync, scale, clock or Clock(), outcome, streak)

@@ -15,14 +15,10 @@ import psutil
 import pytest
 
 from imagenet_fast.bench import mpi
-from imagenet_fast.bench.collectives import (
-    bandwidth_table,
-    bench_collectives,
-    draw_bandwidth,
-    parse_collectives,
-    parse_sizes,
-)
+from imagenet_fast.bench.collectives import bench_collectives, parse_collectives, parse_sizes
+from imagenet_fast.bench.figures import draw_bandwidth
 from imagenet_fast.bench.netns import inhabit, parse_rate, shaped_network
+from imagenet_fast.bench.tables import bandwidth_table
 from imagenet_fast.cost_model.units import size_text
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.plots import new_figure
@@ -72,7 +68,7 @@ def test_there_is_a_row_a_size_and_collective_with_nccl_tests_figures(shaped: tu
     assert all(len(line) <= 80 for line in printed.splitlines()), printed
 
 
-def test_the_link_carries_what_must_leave_a_host_by_levels_and_no_less_by_mpi(shaped: tuple[list[dict[str, Any]], str]):
+def test_link_carries_least_bytes_when_hierarchical(shaped: tuple[list[dict[str, Any]], str]):
     native, levels, by_mpi = (row["kernel_bytes"] for row in shaped[0] if row["bytes"] == 2**20)
     assert levels == pytest.approx(2**20, rel=0.05)
     assert native > 1.4 * 2**20  # a ring of four, which knows no hosts
@@ -201,7 +197,7 @@ def test_an_end_by_force_leaves_no_rank_of_mpi(root: None, with_mpi: None):
     def ranks() -> list[psutil.Process]:
         below = psutil.Process(process.pid).children(recursive=True)
         living = [child for child in below if child.status() != psutil.STATUS_ZOMBIE]
-        return [rank for rank in living if rank.cmdline()[1:3] == ["-m", "imagenet_fast.bench.mpi_rank"]]
+        return [rank for rank in living if rank.cmdline()[1:3] == ["-m", "imagenet_fast.bench.mpi"]]
 
     def both_are_there() -> bool:
         try:

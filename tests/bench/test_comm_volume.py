@@ -10,8 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from imagenet_fast.bench.comm_volume import Count, bench_count, stated_link
-from imagenet_fast.cli import app
-from imagenet_fast.recipe.sync_config import Collective, LazySync, SparseSync, Sync
+from imagenet_fast.cli.main import app
+from imagenet_fast.recipe.engine_table import Collective
+from imagenet_fast.recipe.sync_config import LazySync, SparseSync, Sync
 from tests.bench.small import SMALL
 from tests.e2e.command import in_process
 
@@ -55,14 +56,14 @@ def test_there_is_a_row_an_engine_and_number_of_ranks_with_every_figure(rows: li
         assert row["smallest_message"] > 0
 
 
-def test_at_512_ranks_a_step_takes_few_calls_and_sends_hardly_more_than_it_must(rows: list[dict[str, float]]):
+def test_512_ranks_need_few_calls_and_bytes(rows: list[dict[str, float]]):
     for fewer, row in zip(rows[::2], rows[1::2], strict=True):
         assert row["calls"] <= (150 if row["engine"] in ("hybrid", "sparse") else 60)
         assert row["calls"] <= 2 * fewer["calls"]
         assert row["least_nic_bytes"] <= row["nic_bytes"] <= 1.05 * row["least_nic_bytes"]
 
 
-def test_an_all_reduce_by_levels_is_four_calls_and_sends_the_least_through_a_nic():
+def test_hierarchical_is_four_calls_with_least_nic_bytes():
     row = count(lazy("hierarchical"), 16, 4)
     assert (row.calls, row.messages, row.collective) == (4, 3 + 3 + 3 + 3, "hierarchical")
     assert row.least_nic_bytes == 2 * 3 / 4 * BYTES
@@ -94,7 +95,7 @@ def test_one_node_has_nothing_to_send_and_one_rank_calls_nobody():
     assert (rank.calls, rank.messages, rank.smallest_message) == (0, 0, None)
 
 
-def test_sparse_is_counted_past_its_ramp_with_the_packing_of_chunks_that_lie_apart():
+def test_sparse_is_counted_past_its_ramp():
     sparse = count(SparseSync(chunk=4096), 16, 4)
     chunks = math.ceil(SMALL.elements / 4096)
     norms = 2 * 3 / 4 * 4 * chunks
@@ -103,7 +104,7 @@ def test_sparse_is_counted_past_its_ramp_with_the_packing_of_chunks_that_lie_apa
     assert sparse.calls == 4 + 3  # the chunks as lazy does; the norms, in fp32, are added by the backend between nodes
 
 
-def test_the_stated_link_is_shared_by_a_nodes_ranks_and_its_latency_grows_with_the_logarithm():
+def test_stated_link_bandwidth_and_latency():
     assert stated_link(64, 8, 56e9).s_per_byte == pytest.approx(2 * 63 / 64 / (0.9 * 7e9))
     assert stated_link(1, 8, 56e9).s_per_byte == 0
     latencies = [stated_link(nodes, 8, 56e9).latency_s for nodes in (1, 8, 64)]

@@ -1,4 +1,4 @@
-"""What loaders give beside others: the figures are there, and say what they are of."""
+"""Loaders timed beside others: the figures are there, and say what they are of."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import get_args
 import pytest
 from PIL import Image
 
-from imagenet_fast.bench.dataloaders import Loader, bench_loading, loading_table, parse_loaders
-from imagenet_fast.cli import main
+from imagenet_fast.bench.dataloaders import Loader, bench_loading, parse_loaders
+from imagenet_fast.bench.tables import loading_table
+from imagenet_fast.cli.main import main
 from imagenet_fast.data.imagefolder import scan
-from imagenet_fast.data.sample_images import make_photos
+from imagenet_fast.data.throughput import make_photos
 
 
 def test_photos_are_made_of_the_usual_size_and_are_all_different(tmp_path: Path):

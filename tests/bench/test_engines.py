@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from imagenet_fast.bench.engine_tables import sync_table
 from imagenet_fast.bench.engines import bench_sync
 from imagenet_fast.bench.hosts import run_on
 from imagenet_fast.bench.netns import parse_rate, sent_bytes, shaped_network
-from imagenet_fast.cli import app
+from imagenet_fast.bench.tables import sync_table
+from imagenet_fast.cli.main import app
 from imagenet_fast.cost_model.layer_profile import save_profile
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.load import parse_engines
@@ -122,7 +122,7 @@ def test_bytes_of_hosts_of_several_ranks_are_a_hosts(root: None):
     assert 0.25 * row.sent_bytes < row.kernel_bytes < 0.75 * row.sent_bytes  # the rest stays within a host
 
 
-def test_more_ranks_than_there_is_memory_for_are_refused_and_fewer_than_one(refusal: Callable[..., str]):
+def test_too_many_or_no_ranks_are_refused(refusal: Callable[..., str]):
     said = refusal("bench", "sync", "--hosts", "1000", "--ranks-per-host", "1000")
     assert "--hosts 1000 with --ranks-per-host 1000 is 1000000 processes, which take more than" in said
     assert "ask for fewer" in said
@@ -157,7 +157,7 @@ def test_several_run_at_once_and_an_end_by_force_leaves_nothing(root: None, tmp_
     wait_for(lambda: namespaces() <= before, timeout_s=10)
 
 
-def test_a_file_that_could_not_be_written_is_refused_before_anything_is_measured(refusal: Callable[..., str]):
+def test_unwritable_output_file_is_refused_first(refusal: Callable[..., str]):
     for option in ("--json", "--png"):
         said = refusal("bench", "sync", option, "/nowhere/rows")
         assert f"{option} /nowhere/rows: there is no directory /nowhere" in said

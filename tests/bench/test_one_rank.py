@@ -1,4 +1,4 @@
-"""What a step and an optimiser cost on one rank: the figures are there, and say what they are of."""
+"""Steps and optimisers timed on one rank: the figures are there, and say what they are of."""
 
 from __future__ import annotations
 
@@ -13,14 +13,8 @@ import torch
 
 from imagenet_fast.bench.checkpoint_overhead import Saving
 from imagenet_fast.bench.optimizer_kernels import OPTIMIZERS, count_kernels
-from imagenet_fast.bench.train_step import (
-    bench_step,
-    checkpoint_table,
-    no_data_parallel,
-    over_gpus,
-    step_recipe,
-    step_table,
-)
+from imagenet_fast.bench.tables import checkpoint_table, step_table
+from imagenet_fast.bench.train_step import bench_step, no_data_parallel, over_gpus, step_recipe
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.recipe.schema import BFloat16
 
@@ -62,7 +56,7 @@ def test_a_rounds_first_step_is_saved_and_the_next_rounds_again(tmp_path: Path):
         assert in_rounds == 3 * ([True] + (every - 1) * [False])
 
 
-def test_data_parallel_is_skipped_in_words_where_it_would_be_the_plain_loop(monkeypatch: pytest.MonkeyPatch):
+def test_data_parallel_is_skipped_with_a_reason(monkeypatch: pytest.MonkeyPatch):
     recipes = {compiled: step_recipe("resnet18", 32, 2, "bf16", compiled) for compiled in (False, True)}
     told = {}
     for gpus in (0, 1, 2):

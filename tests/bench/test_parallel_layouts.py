@@ -11,7 +11,8 @@ from imagenet_fast.bench.parallel_layouts import NamedLayout, laid_out, parse_la
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.load import find_recipe, load_recipe
-from imagenet_fast.recipe.schema import Parallel, Recipe
+from imagenet_fast.recipe.parallel_config import Parallel
+from imagenet_fast.recipe.schema import Recipe
 
 ALEXNET, RESNET = find_recipe("alexnet-8gpu"), find_recipe("resnet50-8gpu")
 WRONG = (
@@ -68,7 +69,7 @@ def test_a_recipe_is_laid_out_as_named_whatever_layout_it_has_itself(tmp_path: P
     assert laid("pp4", path=staged).parallel == Parallel(pipeline=4, micro_batches=8, schedule="gpipe")
 
 
-def test_a_pipeline_that_is_told_no_number_cuts_its_images_evenly_into_four_or_as_many_as_stages():
+def test_default_number_of_micro_batches():
     for stages, data, schedule in product((2, 3, 4, 5, 8), (1, 2, 3), ("gpipe", "1f1b", "interleaved")):
         ranks = stages * data
         asked = (f"ranks={ranks}", f"global_batch={120 * ranks}", f"parallel.schedule={schedule}")

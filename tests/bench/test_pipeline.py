@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from imagenet_fast.bench.activation_memory import peak_activations
+from imagenet_fast.bench.pipeline import peak_activations
 from tests.e2e.command import in_process
 
 
@@ -28,7 +28,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, A
     return json.loads((folder / "rows.json").read_text()), printed
 
 
-def test_there_is_a_row_a_schedule_and_number_of_micro_batches_that_it_can_take(
+def test_rows_by_schedule_and_micro_batches(
     measured: tuple[list[dict[str, Any]], str],
 ):
     rows, printed = measured
@@ -45,7 +45,7 @@ def test_there_is_a_row_a_schedule_and_number_of_micro_batches_that_it_can_take(
     assert all(len(line) <= 80 for line in printed.splitlines()), printed
 
 
-def test_every_pass_of_every_micro_batch_is_in_the_timeline_and_a_rank_does_one_at_a_time(
+def test_timeline_has_every_pass_one_at_a_time(
     measured: tuple[list[dict[str, Any]], str],
 ):
     for row in measured[0]:

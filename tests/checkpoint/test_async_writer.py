@@ -206,7 +206,7 @@ def saved_beside_training(root: Path) -> int:
                 pool.zero_grad()
                 models[name](torch.randn(3, 40)).sum().backward()
                 pool.end_backward()
-            own = {name: pool._engine.state_dict() for name, pool in pools.items()}
+            own = {name: pool.reducer.engine.state_dict() for name, pool in pools.items()}
             writer.save(
                 stamp(step, world=size), {name: dict(model.state_dict()) for name, model in models.items()}, own
             )
@@ -219,8 +219,8 @@ def saved_beside_training(root: Path) -> int:
             found = open_checkpoint(folder)
             assert same(found.part(rank), own)
             for name, pool in pools.items():
-                pool._engine.load_state_dict(found.part(rank)[name])
-                assert same(pool._engine.state_dict(), own[name])
+                pool.reducer.engine.load_state_dict(found.part(rank)[name])
+                assert same(pool.reducer.engine.state_dict(), own[name])
             dist.barrier()
             keys.append(store.num_keys())
             dist.barrier()

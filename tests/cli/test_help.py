@@ -1,4 +1,4 @@
-"""What the command says of itself, at once."""
+"""Help, completion and the list of recipes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_help_needs_neither_torch_nor_pydantic():
         check=True,
     )
     modules = {line.rpartition("|")[2].strip() for line in imported.stderr.splitlines()}
-    assert "imagenet_fast.cli" in modules
+    assert "imagenet_fast.cli.main" in modules
     assert not modules & {"torch", "pydantic", "numpy", "rich.live"}
     for command in ("train", "eval", "export", "recipes", "report", "bench", "data", "launch"):
         assert command in imported.stdout

@@ -8,14 +8,14 @@ from random import Random
 import pytest
 
 from imagenet_fast.cost_model.layer_profile import Timing, load_profile, random_profile
-from imagenet_fast.cost_model.lower_bound import step_lower_bound
+from imagenet_fast.cost_model.step_simulator import step_lower_bound
 
 QUARTER = Timing(needed=(0.2, 0.1, 0.0), forward_s=0.25, ready=(0.25, 0.5, 0.75), backward_s=0.75)
 """Three layers in a second of compute, the last in forward first in the pool."""
 
 
 def in_time(timing: Timing, seconds: list[float], period: float) -> bool:
-    """Whether the wire, always carrying what is needed soonest of what is ready, keeps a period: no order does better.
+    """Return whether the wire keeps a period if it always carries what is needed soonest: no order does better.
 
     A step's gradients are all due before the next backward begins, so steps do not meet on the wire.
     """

@@ -1,4 +1,4 @@
-"""Which messages begin when: plans, and none."""
+"""The messages released at each event, with a plan and without."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from imagenet_fast.cost_model.priority_schedule import Task, as_ready, plan_rele
 from tests.cost_model.five import MESSAGES, TIMING
 
 
-def test_every_task_is_released_once_not_before_it_can_begin_nor_before_its_predecessor():
+def test_tasks_are_released_once_and_in_order():
     chance = random.Random(0)
     for _ in range(50):
         tasks: list[Task] = []

@@ -1,4 +1,4 @@
-"""What the cost model makes of messages, on networks and steps that are given."""
+"""Predicted step times for given messages, networks and steps."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from typing import Literal
 import pytest
 
 from imagenet_fast.cost_model.layer_profile import Timing, random_profile
-from imagenet_fast.cost_model.link_model import CodecCost, LinkModel
-from imagenet_fast.cost_model.lower_bound import step_lower_bound
 from imagenet_fast.cost_model.priority_schedule import Task, as_ready, plan_release_order
-from imagenet_fast.cost_model.step_simulator import SimMessage, simulated_step_s
+from imagenet_fast.cost_model.step_simulator import CodecCost, LinkModel, SimMessage, simulated_step_s, step_lower_bound
 from tests.cost_model.five import MESSAGES, TIMING
 
 END = len(MESSAGES)
@@ -54,7 +52,7 @@ def test_a_fused_step_hides_what_backward_covers_and_no_more():
     assert step_s(at_once, "backward") == pytest.approx(3.0 + 10.4)
 
 
-def test_one_after_the_other_each_costs_its_latency_but_pieces_of_one_share_theirs():
+def test_pieces_of_a_message_share_its_latency():
     for pieces in (1, 4):
         each = one_by_one(LinkModel(0.5, 1e-7), pieces, END)
         assert step_s(each, "each") == pytest.approx(3.0 + 5 * 0.5 + 10.4)
@@ -108,7 +106,7 @@ def test_of_a_queue_so_many_are_under_way_at_a_time():
     assert step_s(queued(1), "backward", SECOND) == pytest.approx(2.0 + 4 * (0.1 + 0.25))
 
 
-def test_what_is_under_way_shares_the_wire_so_what_is_needed_first_has_not_all_of_it():
+def test_messages_in_flight_share_the_wire():
     def late(abreast: int) -> float:
         sendings = [
             SimMessage(Task(2, 0.2e6, (0,)), spans, LinkModel(0.0, 1e-6), abreast=abreast)
@@ -135,7 +133,7 @@ def test_at_the_end_of_backward_kinds_take_turns():
     assert late("other") == pytest.approx(0.4), "the third of the first shares it with the first of the last"
 
 
-def test_codes_are_made_while_the_wire_is_busy_with_others_and_read_before_they_are_of_use():
+def test_codec_time_overlaps_with_the_wire():
     link = LinkModel(0.0, 1e-6)
 
     def coded(encode: float, decode: float) -> float:
@@ -151,7 +149,7 @@ def test_codes_are_made_while_the_wire_is_busy_with_others_and_read_before_they_
 
 @pytest.mark.parametrize("awaits", ["each", "backward", "read"])
 def test_nothing_is_predicted_below_the_limit(awaits: Literal["each", "backward", "read"]):
-    """Of random networks whose gradients travel in random pieces, whole and in halves, planned and not."""
+    """Try random networks whose gradients travel in random pieces, whole and in halves, planned and not."""
     for seed in range(60):
         chance, profile = Random(seed), random_profile(seed)
         timing, raw = profile.timing, chance.uniform(0.05, 3) * profile.compute_s

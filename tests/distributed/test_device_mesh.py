@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from imagenet_fast.distributed.device_mesh import build_mesh
 from imagenet_fast.distributed.process_groups import patience
-from imagenet_fast.recipe.schema import Parallel
+from imagenet_fast.recipe.parallel_config import Parallel
 from imagenet_fast.sync import AllReduceSync, attach
 from tests.spawning import run
 

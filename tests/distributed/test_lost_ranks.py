@@ -24,7 +24,7 @@ from imagenet_fast.distributed.watchdog import watching_ranks
 from imagenet_fast.models.stages import LocalStages
 from imagenet_fast.parallel.parallelize import parallelize
 from imagenet_fast.parallel.pipeline_parallel import Pipeline
-from imagenet_fast.recipe.schema import Parallel
+from imagenet_fast.recipe.parallel_config import Parallel
 from imagenet_fast.sync import DearSync, EngineSettings, HybridSync, LazySync, RingSync, SparseSync, attach
 from tests.parallel.small import Tiny
 

@@ -11,7 +11,7 @@ import pytest
 from typer.main import get_command
 
 from imagenet_fast import doctor
-from imagenet_fast.cli import app
+from imagenet_fast.cli.main import app
 from imagenet_fast.doctor import host_checks
 from imagenet_fast.doctor.loader_check import try_loaders
 from imagenet_fast.doctor.report import CheckResult

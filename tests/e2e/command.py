@@ -13,7 +13,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from imagenet_fast.cli import app
+from imagenet_fast.cli.main import app
 
 COMMAND = [sys.executable, "-m", "imagenet_fast"]
 
@@ -31,7 +31,7 @@ def imagenet_fast(*arguments: str, **more: str) -> subprocess.CompletedProcess[s
 
 
 def in_process(*arguments: str) -> str:
-    """What the CLI prints, in this process, which has imported torch already; it must exit with 0, and warn of
+    """Return the CLI's output, run in this process, which has imported torch already; it must exit with 0, and warn of
     nothing."""
     done = CliRunner(env={"COLUMNS": "80"}).invoke(app, arguments, catch_exceptions=False)
     assert done.exit_code == 0, done.output

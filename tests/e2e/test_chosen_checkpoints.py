@@ -49,7 +49,7 @@ def test_a_checkpoint_has_several_names(trained: Path, which: str):
     assert chosen_checkpoint(trained, which).folder == steps(trained)[-1]
 
 
-def test_statistics_of_a_checkpoint_between_evaluations_are_the_mean_of_the_ranks(trained: Path):
+def test_checkpoint_statistics_are_the_mean_of_the_ranks(trained: Path):
     checkpoint = open_checkpoint(trained / "checkpoints" / "step-00000002")
     first, second = (part["buffers"]["bn1.running_mean"] for _, part in checkpoint.parts())
     assert not torch.equal(first, second)

@@ -46,7 +46,7 @@ def test_engines_are_compared_over_a_network_of_ones_own(root: None, tmp_path: P
 
 
 @pytest.mark.full
-def test_layouts_are_compared_in_one_table_with_what_a_step_takes_and_sends(root: None, tmp_path: Path):
+def test_compare_layouts_in_one_table(root: None, tmp_path: Path):
     out = tmp_path / "runs"
     done = imagenet_fast(
         "compare", "--recipe", str(tiny_alexnet(tmp_path)), "--layout", "dp2,tp2", "--hosts", "2", "--rate", "2gbit",
@@ -91,7 +91,7 @@ def tiny_alexnet(folder: Path) -> Path:
 
 
 @pytest.mark.long
-def test_what_has_finished_is_shown_though_one_run_fails_and_another_is_interrupted(tmp_path: Path):
+def test_compare_shows_finished_runs_after_a_failure(tmp_path: Path):
     out = tmp_path / "my runs"
     process = subprocess.Popen(
         [*COMMAND, "compare", "--recipe", "smoke", "--hosts", "2", "--sync", "allreduce,lazy,ring,dear",
@@ -138,9 +138,7 @@ def compared(monkeypatch: pytest.MonkeyPatch, folder: Path, codes: dict[str, int
 
 
 @pytest.mark.usefixtures("own_signals")
-def test_what_ranks_find_wrong_with_the_usage_ends_it_all_unless_a_run_has_succeeded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_compare_ends_at_usage_errors_unless_a_run_succeeded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     with pytest.raises(SystemExit) as end:
         compared(monkeypatch, tmp_path, {"lazy": 2, "ring": 0})
     assert end.value.code == 2

@@ -71,7 +71,7 @@ def test_a_rank_that_is_killed_or_stopped_or_reads_for_ever_is_named(image_dir: 
 
 
 @pytest.mark.long
-def test_numbers_that_go_wrong_end_a_run_by_itself_and_it_goes_on_from_before(tmp_path: Path):
+def test_nonfinite_run_ends_and_resumes_from_before(tmp_path: Path):
     """In the second epoch the rate is 1e30 times what it was: step 9 leaves wild weights, and 10 has no loss."""
     run = tmp_path / "run"
     explodes = (

@@ -1,4 +1,4 @@
-"""What is installed works: the command and the Dockerfile's install step."""
+"""Installations: the command and the Dockerfile's install step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def instructions(name: str) -> list[str]:
-    """What the Dockerfile says in each instruction of that name."""
+    """Return the values of each instruction of that name in the Dockerfile."""
     return [step["value"] for step in DOCKERFILE.structure if step["instruction"] == name]
 
 
@@ -64,7 +64,7 @@ def command(image: Path) -> str:
 
 
 @pytest.mark.long
-def test_the_dockerfiles_install_step_pulls_no_torch_and_gives_a_working_command(image: Path):
+def test_dockerfile_install_step_pulls_no_torch(image: Path):
     installed = subprocess.run(
         [image / "env" / "bin" / "pip", "list"], capture_output=True, text=True, check=True
     ).stdout
@@ -108,9 +108,7 @@ SHORT = ("train", "--recipe", "smoke", "--set", "data.train_images=32", "--nproc
 
 
 @pytest.mark.long
-def test_a_user_whom_the_image_does_not_know_makes_data_and_trains_and_owns_what_is_left(
-    image: Path, command: str, tmp_path: Path
-):
+def test_unknown_user_trains_in_the_image(image: Path, command: str, tmp_path: Path):
     """Beside a torch from elsewhere, as in the image. Who may not become somebody else tries it as who they are."""
     somebody = 12345 if os.geteuid() == 0 else os.geteuid()
     become = as_user(somebody) if os.geteuid() == 0 else []
@@ -142,7 +140,7 @@ def test_the_image_is_finished_before_it_stops_being_root():
     assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", user), "numbers, which need no entry in the image's passwd"
 
 
-def test_the_documented_command_runs_the_image_as_the_caller_in_the_callers_directory():
+def test_documented_docker_command():
     shown = re.search(r"docker run(?:.*\\\n)*.*", "\n".join(instructions("COMMENT")))
     assert shown is not None
     documented = shlex.split(shown[0].replace("\\\n", ""))

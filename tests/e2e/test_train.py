@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torchvision.models import alexnet, resnet18
 
 from imagenet_fast.checkpoint import newest
-from imagenet_fast.cli import main
+from imagenet_fast.cli.main import main
 from imagenet_fast.data.loaders import build_loaders
 from imagenet_fast.distributed.network_interfaces import Endpoint
 from imagenet_fast.distributed.rank_info import TORCHRUN
@@ -100,9 +100,7 @@ def test_the_run_directory_is_complete(smoke_run: tuple[Path, str]):
     resnet18(num_classes=10).load_state_dict(weights)
 
 
-def test_under_torchrun_the_same_seed_gives_the_same_run_to_the_digit_and_short_of_the_target_it_exits_with_3(
-    smoke_run: tuple[Path, str], tmp_path: Path
-):
+def test_torchrun_is_reproducible_and_exits_with_3(smoke_run: tuple[Path, str], tmp_path: Path):
     run, again = smoke_run[0], tmp_path / "again"
     options = ("--set", "target_top1=99.9", "--out", str(again), "--seed", "5")
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--module", "--")
@@ -123,7 +121,7 @@ def test_under_torchrun_the_same_seed_gives_the_same_run_to_the_digit_and_short_
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_on_a_folder_of_images_with_fewer_ranks_than_the_recipes_its_own_launcher_keeps_the_exit_code(
+def test_launcher_with_fewer_ranks_keeps_the_exit_code(
     image_dir: Path, tmp_path: Path, launched: Callable[..., tuple[int, str, str]]
 ):
     run = tmp_path / "run"
@@ -148,7 +146,7 @@ def test_on_a_folder_of_images_with_fewer_ranks_than_the_recipes_its_own_launche
         ),
     ],
 )
-def test_with_a_layout_the_final_weights_are_whole_and_as_good_as_the_run_reported(
+def test_final_weights_of_a_divided_model_are_whole(
     layout: tuple[str, ...], said: str, tmp_path: Path, launched: Callable[..., tuple[int, str, str]]
 ):
     run = tmp_path / "run"
@@ -185,7 +183,7 @@ def test_the_smoke_recipe_runs_as_it_is_shipped(tmp_path: Path):
 
 
 @pytest.mark.long
-def test_ctrl_c_from_the_terminal_or_as_a_signal_to_the_launcher_saves_and_ends_every_rank(tmp_path: Path):
+def test_ctrl_c_saves_and_ends_every_rank(tmp_path: Path):
     runs = [tmp_path / "terminal", tmp_path / "launcher"]
     processes = [
         subprocess.Popen(
@@ -266,9 +264,7 @@ def test_bad_input_is_met_with_one_sentence_and_exit_code_2(
     assert not (tmp_path / "run").exists(), "the directory is still free for a second try"
 
 
-def test_what_only_the_ranks_can_see_is_met_with_one_sentence_too_after_one_on_what_is_hardly_meant(
-    tmp_path: Path, launched: Callable[..., tuple[int, str, str]]
-):
+def test_errors_of_ranks_are_one_sentence(tmp_path: Path, launched: Callable[..., tuple[int, str, str]]):
     wrong = ("--set", "data.train_images=8", "--set", "target_top1=0.85", "--nproc", "1")
     code, printed, errors = launched(*SMOKE, *wrong, "--out", str(tmp_path / "run"))
     assert code == 2, printed + errors
@@ -293,7 +289,7 @@ def test_of_the_ranks_of_a_torchrun_the_first_alone_warns(
     assert capsys.readouterr().err.count("warning: ") == warnings
 
 
-def test_a_layout_that_does_not_divide_the_ranks_is_refused_before_any_is_started(refusal: Callable[..., str]):
+def test_indivisible_layout_is_refused_before_any_rank_starts(refusal: Callable[..., str]):
     layout = ("model.kind=alexnet", "data.image_size=63", "parallel.tensor=2")
     options = [option for change in layout for option in ("--set", change)]
     assert "needs a multiple of 2 ranks, and there are 3; give" in refusal(*SMOKE, *options, "--nproc", "3")

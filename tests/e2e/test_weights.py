@@ -1,4 +1,4 @@
-"""What becomes of a run's weights: judged again, started from, and given to others."""
+"""The weights of a run: evaluated again, started from, and exported."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def _judged(ways: list[tuple[Path, str | None]], overrides: tuple[str, ...]) -> 
     ]
 
 
-def test_images_on_disk_are_judged_by_validation_alone_and_other_classes_are_doubted(image_dir: Path, tmp_path: Path):
-    """Where there is no training split the classes are those of validation."""
+def test_eval_needs_validation_images_alone(image_dir: Path, tmp_path: Path):
+    """Without a training split the classes are those of validation."""
     alone = tmp_path / "data"
     alone.mkdir()
     (alone / "val").symlink_to(image_dir / "val")
@@ -175,9 +175,7 @@ def _start(file: Path, folder: Path) -> list[str]:
     return [*said, "trained" if outcome.status == "finished" else outcome.status]
 
 
-def test_weights_that_do_not_fit_are_refused_by_rank_0_in_one_sentence_and_the_directory_is_free(
-    trained: Path, tmp_path: Path
-):
+def test_weights_that_do_not_fit_are_refused(trained: Path, tmp_path: Path):
     options = ("--recipe", "smoke", "--set", "data.classes=4", "--init-from", str(trained))
     refused = imagenet_fast("train", *options, "--out", str(tmp_path / "run"), OMP_NUM_THREADS="1")
     assert (refused.returncode, refused.stdout) == (2, "")
@@ -206,9 +204,7 @@ def test_an_exported_file_carries_what_is_known_and_nothing_is_overwritten(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again.safetensors", "w.safetensors"]
 
 
-def test_an_exported_program_gives_the_networks_results_for_any_number_of_images_and_is_not_taken_back(
-    trained: Path, tmp_path: Path, refusal: Callable[..., str]
-):
+def test_exported_program_gives_the_networks_results(trained: Path, tmp_path: Path, refusal: Callable[..., str]):
     out = tmp_path / "smoke.pt2"
     in_process("export", "--weights", str(trained), "--format", "pt2", "--out", str(out))
     _check_program(out, resnet18(num_classes=10), load_file(trained / FINAL_WEIGHTS), 32, "smoke")

@@ -23,7 +23,7 @@ from rich.table import Table
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 from typer.main import get_command
 
-from imagenet_fast.cli import app
+from imagenet_fast.cli.main import app
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics import Event, MetricLogger, RunResult, Status
 from imagenet_fast.metrics.console import ConsoleSink

@@ -103,7 +103,7 @@ def test_momenta_of_micro_batches_move_statistics_once_and_weigh_all_alike(micro
 
 
 @pytest.mark.parametrize("cut_off", ["in a forward", "after a forward"])
-def test_a_step_of_a_pipeline_that_was_cut_off_does_not_change_how_far_the_next_one_moves(cut_off: str):
+def test_interrupted_pipeline_step_leaves_statistics_alone(cut_off: str):
     norm = nn.BatchNorm1d(3)
     statistics = PipelinedStatistics([norm], 2)
     with (
@@ -123,7 +123,7 @@ def test_a_step_of_a_pipeline_that_was_cut_off_does_not_change_how_far_the_next_
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3])
-def test_a_pipeline_takes_the_mean_over_all_batches_where_a_norm_has_no_momentum(micro_batches: int):
+def test_pipeline_norm_without_momentum_takes_the_mean(micro_batches: int):
     """Each batch counts as one, whatever it is cut into."""
     norm = nn.BatchNorm1d(3, momentum=None).double()
     statistics = PipelinedStatistics([norm], micro_batches)

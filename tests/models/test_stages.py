@@ -63,7 +63,7 @@ def test_stages_together_are_the_model_whatever_the_number_of_cuts(name: str):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_no_stage_begins_with_an_operation_in_place_and_each_has_parameters(name: str):
+def test_stages_have_parameters_and_no_inplace_start(name: str):
     model, _ = built(name)
     for piece in segments_of(model):
         assert not getattr(next(iter(piece.values())), "inplace", False)
@@ -75,7 +75,7 @@ def test_recipes_know_how_many_pieces_there_are(name: str):
     assert MODELS[name][0].most_stages == len(segments_of(built(name)[0]))
 
 
-def test_names_of_pieces_are_those_of_torchvision_one_level_into_sequentials():
+def test_piece_names_are_torchvisions():
     model, _ = built("resnet18")
     assert [list(piece) for piece in segments_of(model)] == [
         ["conv1"], ["bn1", "relu", "maxpool"], *([f"layer{n}.{block}"] for n in (1, 2, 3) for block in (0, 1)),
@@ -87,7 +87,7 @@ def test_names_of_pieces_are_those_of_torchvision_one_level_into_sequentials():
     ]  # fmt: skip
 
 
-def test_trying_the_way_out_leaves_statistics_modes_and_random_numbers_alone():
+def test_split_model_has_no_side_effects():
     model, images = built("resnet18")
     model.get_submodule("layer1").eval()
     before, modes = copy.deepcopy(model.state_dict()), [m.training for m in model.modules()]
@@ -98,7 +98,7 @@ def test_trying_the_way_out_leaves_statistics_modes_and_random_numbers_alone():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_what_crosses_has_the_type_of_autocast_and_lies_as_the_model_has_it():
+def test_activations_between_stages_dtype_and_layout():
     for memory_format in (torch.contiguous_format, torch.channels_last):
         for cast, dtype in ((nullcontext(), torch.float32), (torch.autocast("cpu", torch.bfloat16), torch.bfloat16)):
             model, images = built("resnet18")
@@ -128,7 +128,7 @@ def _only(profile: Profile, part: LocalStages) -> Profile:
     return Profile(profile.model, profile.source, own)
 
 
-def test_without_a_profile_work_is_counted_so_early_stages_of_a_resnet_are_short():
+def test_split_without_a_profile_counts_work():
     model, images = built("resnet18")
     first, last = parts_of(model, images, 2)
     assert len(first.stages[0].layers) < len(last.stages[0].layers) + 6
@@ -165,7 +165,7 @@ def test_what_cannot_be_cut_is_refused_in_a_sentence():
         segments_of(model)
 
 
-def test_layers_without_parameters_stay_with_those_before_them_also_in_networks_of_ones_own():
+def test_layers_without_parameters_stay_with_the_one_before():
     relu = nn.ReLU(inplace=True)
     block = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))
     model = nn.Sequential(relu, nn.Linear(4, 4), relu, block, nn.Linear(4, 2))

@@ -37,7 +37,7 @@ def zeros(model: Model, classes: int) -> dict[str, Tensor]:
 
 
 def resnet18(**changes: Tensor | None) -> Weights:
-    """Of 10 classes, with some of its tensors replaced, or removed."""
+    """A network of 10 classes, with some of its tensors replaced, or removed."""
     return Weights("w.pth", {n: t for n, t in (zeros(RESNET18, 10) | changes).items() if t is not None})
 
 
@@ -65,7 +65,7 @@ def test_a_pth_is_read_however_people_wrap_it_and_whatever_it_is_called(content:
     assert all(torch.equal(found[name], tensor) for name, tensor in SMALL.items())
 
 
-def test_what_we_write_says_what_it_is_and_is_the_same_to_the_byte_each_time(tmp_path: Path):
+def test_written_weights_are_reproducible_to_the_byte(tmp_path: Path):
     recipe = parse_recipe("test", tables(data={"dataset": "digits", "loader": "dali", "image_size": 48, "resize": 56}))
     about = describe("demo", recipe, ["null", "eins"])
     files = [tmp_path / "runs" / "a.pth", tmp_path / "b.safetensors"]
@@ -198,7 +198,7 @@ def test_weights_are_recognised_and_those_of_each_model_fit_it(kind: str):
     assert fit(weights, model, 7).tensors.keys() == weights.tensors.keys()
 
 
-def test_torchvisions_weights_fill_our_network_also_from_before_counts_of_batches_and_in_half_precision():
+def test_torchvision_weights_load():
     theirs = torchvision.models.resnet18(num_classes=10)
     state = {n: t.half() if t.is_floating_point() else t for n, t in theirs.state_dict().items()}
     old = Weights("w.pth", {n: t for n, t in state.items() if not n.endswith("num_batches_tracked")})

@@ -52,7 +52,7 @@ def test_what_does_not_divide_is_told_with_its_neighbours(make_recipe: Callable[
         split_batch(make_recipe(global_batch=17), 2)
 
 
-def test_a_range_of_nodes_is_refused_with_those_that_split_it_and_a_batch_that_all_do(
+def test_node_range_that_does_not_split_is_refused(
     make_recipe: Callable[..., Recipe],
 ):
     check_splits(make_recipe(global_batch=48), range(1, 5), 2)

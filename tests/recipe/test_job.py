@@ -1,4 +1,4 @@
-"""What is handed to ranks comes back as it was."""
+"""A job that is handed to ranks comes back as it was."""
 
 from __future__ import annotations
 

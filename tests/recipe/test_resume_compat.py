@@ -1,4 +1,4 @@
-"""Which recipes a run may go on by."""
+"""The recipes that a run may resume with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.conftest import tables
 DATA = {"dataset": "digits", "loader": "folder", "image_size": 48, "resize": 56}
 
 
-def test_what_may_change_makes_no_difference_and_what_may_not_is_told_with_both_values():
+def test_differences_name_keys_that_may_not_change():
     begun = parse_recipe("test", tables(data=DATA, epochs=3))
     other = parse_recipe("test", tables(data=DATA | {"workers": 7, "flip": False}, epochs=9))
     assert differences(recipe_tables(begun), other) == ["data.flip (true, now false)"]

@@ -1,15 +1,15 @@
-"""What may be asked of an engine's settings by those who do not know which engine it is."""
+"""The properties of an engine's settings that other modules query."""
 
 from __future__ import annotations
 
 from typing import get_args
 
+from imagenet_fast.recipe.engine_table import EngineTable
 from imagenet_fast.recipe.sync_config import (
     AllReduceSync,
     AutoSync,
     DdpSync,
     DearSync,
-    EngineTable,
     HybridSync,
     LazySync,
     PowerSgdSync,
@@ -34,7 +34,7 @@ def test_every_engine_says_where_it_waits():
     }  # fmt: skip
 
 
-def test_an_engine_defers_that_waits_before_a_layer_is_read_and_auto_only_where_it_may():
+def test_engines_that_defer():
     assert kinds([engine for engine in ALL if engine.defers]) == ["hybrid", "dear", "auto"]
     assert [PowerSgdSync(timing=timing).awaits for timing in ("allreduce", "lazy", "hybrid", "dear")] == [
         "each", "backward", "read", "read",
@@ -43,7 +43,7 @@ def test_an_engine_defers_that_waits_before_a_layer_is_read_and_auto_only_where_
     assert (EAGER_AUTO.awaits, EAGER_AUTO.defers) == ("backward", False)
 
 
-def test_all_are_exact_but_sparse_and_powersgd_which_keep_what_they_do_not_send_and_compressed_ddp():
+def test_engines_that_are_not_exact():
     assert kinds([engine for engine in ALL if not engine.exact]) == ["sparse", "powersgd"]
     assert kinds([engine for engine in ALL if engine.keeps]) == ["sparse", "powersgd"]
     assert not DdpSync(powersgd_rank=1).exact
@@ -69,7 +69,7 @@ def test_all_send_everything_but_sparse_and_powersgd_of_matrices():
         assert [settings.travelling(shape) for shape in ((), (7,), (1, 9), (3, 9), (0, 4))] == [1, 7, 9, 24, 0]
 
 
-def test_what_is_not_sent_is_kept_by_compressors_and_by_what_auto_may_elect():
+def test_engines_that_keep_unsent_values():
     assert kinds([engine for engine in (*ALL, INEXACT_AUTO) if engine.keeps]) == ["sparse", "powersgd", "auto"]
 
 
@@ -78,13 +78,13 @@ def test_ddp_is_not_ours_and_auto_takes_anothers_place():
     assert kinds([engine for engine in ALL if engine.chooses]) == ["auto"]
 
 
-def test_a_warm_up_makes_what_keeps_dense_where_nothing_else_is_said_and_changes_no_other():
-    assert SparseSync().warmed_up(2.5) == SparseSync(dense_epochs=2.5)
-    assert PowerSgdSync().warmed_up(2.5) == PowerSgdSync(dense_epochs=2.5)
+def test_dense_epochs_are_derived_from_the_warmup():
+    assert SparseSync().derived(2.5) == SparseSync(dense_epochs=2.5)
+    assert PowerSgdSync().derived(2.5) == PowerSgdSync(dense_epochs=2.5)
     for engine in (*ALL, SparseSync(dense_epochs=0)):
         if engine not in (SparseSync(), PowerSgdSync()):
-            assert engine.warmed_up(2.5) is engine
-    assert INEXACT_AUTO.warmed_up(2.5) == AutoSync(inexact=True, dense_epochs=2.5)
+            assert engine.derived(2.5) is engine
+    assert INEXACT_AUTO.derived(2.5) == AutoSync(inexact=True, dense_epochs=2.5)
 
 
 def test_an_engine_is_told_apart_as_a_recipe_writes_it():
@@ -99,7 +99,7 @@ def test_what_is_asked_is_no_setting():
     """So that no recipe can say it, and no recipe written out in full does."""
     asked = {
         "awaits", "defers", "exact", "learns", "share", "ours", "keeps", "chooses", "as_written", "travelling",
-        "brings_momentum", "velocity_momentum",
+        "velocity_momentum",
     }  # fmt: skip
     for engine in ALL:
         assert not asked & set(engine.model_dump())

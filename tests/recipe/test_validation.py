@@ -10,7 +10,8 @@ import pytest
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import explain, split_batch
 from imagenet_fast.recipe.load import parse_recipe, to_toml
-from imagenet_fast.recipe.schema import Parallel, Recipe
+from imagenet_fast.recipe.parallel_config import Parallel
+from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.validation import check_axes
 from tests.conftest import tables
 
@@ -86,9 +87,7 @@ def test_data_parallelism_is_what_is_left_of_the_ranks(laid: Laid, parallel: dic
         ({"pipeline": 2, "micro_batches": 100}, 4, "give --set global_batch=200, or"),
     ],
 )  # fmt: skip
-def test_a_layout_that_does_not_come_out_even_gets_one_sentence_with_the_nearest_that_do(
-    laid: Laid, parallel: dict[str, Any], ranks: int, sentence: str
-):
+def test_uneven_layout_is_refused_with_the_nearest(laid: Laid, parallel: dict[str, Any], ranks: int, sentence: str):
     with pytest.raises(UserError) as error:
         check_axes(laid(**parallel), ranks)
     assert sentence in str(error.value)

@@ -69,7 +69,7 @@ def plain(model: nn.Module) -> Callable[[], object]:
 
 
 @pytest.mark.parametrize("sync", [{"kind": "lazy"}, {"kind": "ring"}, {"kind": "auto", "defer": False}])
-def test_engines_that_watch_the_first_steps_compile_no_more_than_a_plain_loop(sync: dict[str, Any]):
+def test_learning_engines_compile_no_more_than_a_plain_loop(sync: dict[str, Any]):
     def ours(model: nn.Module) -> Callable[[], object]:
         recipe = parse_recipe("test", tables(ranks=1, global_batch=4, compile=True, sync=sync))
         world = DistContext(0, 1, 0, 1, torch.device("cpu"))

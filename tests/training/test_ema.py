@@ -71,7 +71,7 @@ def test_it_is_torchs_to_the_bit_whatever_the_order_of_the_layers():
     assert average.module.head.weight is average.module.embedding.weight
 
 
-def test_under_an_engine_that_defers_it_waits_with_the_weights_and_is_what_it_would_be_at_once():
+def test_average_under_a_deferring_engine():
     run(2, _train_with_hybrid)
 
 

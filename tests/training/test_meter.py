@@ -1,4 +1,4 @@
-"""What a run waited for its images, by a clock that tells what was agreed with it."""
+"""The time that a run waited for its images, by a clock that tells what was agreed with it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Told:
             yield torch.empty(0), torch.empty(0)
 
 
-def test_the_rank_that_waits_longest_counts_and_a_first_step_and_evaluations_do_not():
+def test_slowest_rank_counts_without_first_step_and_evaluations():
     late, early = run(2, _train)
     assert late == early, "all know the same"
     assert late == [pytest.approx((50.0, 2.0)), pytest.approx((40.0, 4.0))]

@@ -19,7 +19,7 @@ from imagenet_fast.metrics import MetricLogger
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import parse_recipe
-from imagenet_fast.recipe.schema import Parallel
+from imagenet_fast.recipe.parallel_config import Parallel
 from imagenet_fast.training.checkpoint_manager import CheckpointManager
 from imagenet_fast.training.nonfinite import NonFiniteCounter, NonFiniteLoss
 from imagenet_fast.training.nonfinite_report import explain
@@ -42,7 +42,7 @@ GUARDED = {"kind": "hybrid", "wire": "fp16"}
 """With gradients that are looked at: a step that cannot be used changes no weight."""
 
 
-def test_a_streak_counts_losses_that_are_not_finite_and_ends_with_one_that_is():
+def test_streak_counts_nonfinite_losses():
     streak = NonFiniteCounter(CPU)
     seen = []
     for loss in (1.0, torch.nan, torch.inf, 0.0, 3e38, -torch.inf, torch.nan, torch.nan, -0.0):
@@ -109,7 +109,7 @@ def test_a_loss_that_is_not_finite_of_finite_logits_is_no_layers():
     assert "on rank 0 the loss is not finite, though the network's output is" in told
 
 
-def test_nothing_is_saved_while_numbers_are_wrong_and_what_was_spoilt_unseen_is_set_aside(tmp_path: Path):
+def test_nothing_is_saved_while_the_loss_is_not_finite(tmp_path: Path):
     """Hybrid and dear update a layer in the next forward. That of step 4 has weights that are wild, though finite."""
     for name, told in zip(("hybrid", "dear", "lazy"), run(2, _saving, tmp_path)[0], strict=True):
         assert told.endswith("; --resume goes on from the checkpoint of step 3 and looks at every layer in step 5")

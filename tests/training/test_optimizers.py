@@ -138,7 +138,7 @@ def test_lars_agrees_with_timm_on_random_problems(seed: int):
 
 
 @pytest.mark.parametrize("corrected", [True, False])
-def test_the_rate_stays_outside_the_momentum_which_mlperfs_reference_keeps_inside(corrected: bool):
+def test_learning_rate_is_outside_the_momentum(corrected: bool):
     """v <- mu v + lr step; w <- w - v: the same while the rate stands. Where it changes, only with the factor
     lr_t / lr_(t-1) on mu that NVIDIA's submissions have (Goyal's momentum correction)."""
     decayed, plain = problem()
@@ -241,7 +241,7 @@ def test_a_non_finite_step_changes_no_bit(kind: str):
         assert torch.equal(was, now)
 
 
-def test_the_norm_of_all_gradients_is_torchs_also_where_some_parameters_have_none():
+def test_gradient_norm_is_torchs():
     optimizer = build("sgd")
     for param, gradient in zip(optimizer.params[1:], gradients_of(1)[1:], strict=True):
         param.grad = gradient
@@ -295,7 +295,7 @@ def test_biases_and_norms_are_plain_by_module_and_frozen_ones_are_left_out():
     assert model[5].weight not in set(optimizer.params)
 
 
-def test_gradients_that_bring_their_momentum_are_stepped_as_those_that_get_it_here():
+def test_gradients_that_bring_their_momentum():
     ours, corrected = (MomentumSGD(*problem(), MU, False, WD, corrected) for corrected in (False, True))
     velocity = [torch.zeros(shape) for shape in SHAPES]
     for step in range(8):

@@ -47,7 +47,7 @@ def _phases() -> list[list[Phase]]:
 
 
 def _last_step(steps: int, **changes: Any) -> list[Phase]:
-    """Which phases the last of so many enters, each once in a row."""
+    """Return the phases that the last of so many enters, each once in a row."""
     rank = torch.distributed.get_rank()
     world = DistContext(rank, 2, rank, 2, torch.device("cpu"))
     recipe = parse_recipe("test", tables(global_batch=8, data__train_images=16, **changes))

@@ -100,7 +100,7 @@ def test_fp32_is_fp32_on_gpus_too_unless_tf32_is_asked_for():
 
 
 def _float32_math(kinds: list[str]) -> list[tuple[str, bool]]:
-    """Whether matrix products and convolutions may be made in TF32, once a step of each precision has been built."""
+    """Return whether products and convolutions may be made in TF32, once a step of each precision has been built."""
     world = DistContext(0, 1, 0, 1, CPU)
     seen = []
     for kind in kinds:

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.checkpoint.staging import StagingBuffer, read_tree
-from imagenet_fast.cost_model.link_model import LinkModel
+from imagenet_fast.cost_model.step_simulator import LinkModel
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.load import parse_recipe
-from imagenet_fast.recipe.schema import Parallel
+from imagenet_fast.recipe.parallel_config import Parallel
 from imagenet_fast.training.state import joined
 from imagenet_fast.training.train_step import TrainingStep, build_step
 from tests.conftest import tables
@@ -143,7 +143,7 @@ def _files(folder: Path) -> tuple[Any, list[Any]]:
 
 
 def _rest(sync: Any) -> dict[str, Tensor]:
-    """What has been left behind, by parameter."""
+    """Return the gradients left behind, by parameter."""
     found = {}
     for pool in sync if isinstance(sync, list) else [sync]:
         engine = pool["engine"]
@@ -157,8 +157,10 @@ def _trained(
     kind: str, steps: int, stops: list[int], parallel: Parallel = UNDIVIDED, lr: float = 0.05,
     link: LinkModel = LINK, **changes: Any,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """What there is after so many steps, on this rank, with a network like ``link``; at each of ``stops`` all is built
-    anew from what was saved."""
+    """Return this rank's state after so many steps, with a network like ``link``.
+
+    At each of ``stops`` all is built anew from what was saved.
+    """
     with unmeasured(link):
         return _trained_on_it(kind, steps, stops, parallel, lr, changes)
 
@@ -187,7 +189,7 @@ def _trained_on_it(
 def _preparation(
     kind: str, parallel: Parallel, changes: dict[str, Any]
 ) -> tuple[Callable[[], TrainingStep], Callable[[int], Iterator[tuple[Tensor, Tensor]]]]:
-    """What builds a step from fresh weights, and this rank's images of each."""
+    """Return a function that builds a step from fresh weights, and this rank's images of each."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     own = {"global_batch": 12, "micro_batch": 2, "ranks": 1, "model": {"kind": "resnet18"}, "data__image_size": 67}
     recipe = parse_recipe("test", tables(**(own | changes)))

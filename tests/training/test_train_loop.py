@@ -1,4 +1,4 @@
-"""The loop's options that no recipe of the other tests turns on."""
+"""The loop's options that no recipe of the other tests turns on, and the random numbers of a step."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import parse_recipe
+from imagenet_fast.training.train_loop import seed_step
 from tests.conftest import tables
 from tests.spawning import run
 from tests.training.jobs import train_job
+
+MICRO_STEPS = 3
 
 
 def test_the_moving_average_is_what_is_saved(tmp_path: Path):
@@ -38,3 +42,33 @@ def _train_with_and_without(folder: Path) -> None:
         job = Job("test", recipe, split_batch(recipe, 1), None, folder / name)
         outcome = train_job(job, world)
         assert (outcome.status, outcome.steps) == ("finished", epochs)
+
+
+def world(rank: int = 0) -> DistContext:
+    return DistContext(rank, 4, rank, 4, torch.device("cpu"))
+
+
+def masks(steps: range, seed: int = 1, rank: int = 0) -> list[Tensor]:
+    """Return the dropout masks of each micro-step of those steps."""
+    drop = nn.Dropout(0.5)
+    kept = []
+    for step in steps:
+        seed_step(seed, step, world(rank))
+        kept.append(torch.stack([drop(torch.ones(64, 64)) for _ in range(MICRO_STEPS)]))
+    return kept
+
+
+def test_resumed_run_draws_the_same_dropout_masks():
+    whole = masks(range(6))
+    torch.rand(17)  # whatever was drawn before
+    for one, other in zip(whole[3:], masks(range(3, 6)), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_steps_micro_steps_ranks_and_seeds_have_masks_of_their_own():
+    drawn = [*masks(range(3)), *masks(range(3), rank=1), *masks(range(3), seed=2)]
+    kept = (torch.cat(drawn) > 0).double().flatten(1)
+    assert len(kept) == 9 * MICRO_STEPS
+    torch.testing.assert_close(kept.mean(1), torch.full((len(kept),), 0.5, dtype=torch.float64), rtol=0, atol=0.04)
+    correlations = torch.corrcoef(kept) - torch.eye(len(kept))
+    assert correlations.abs().max() < 5 / 64

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from imagenet_fast.bench.batches import batch_table, bench_batches
 from imagenet_fast.bench.engines import bench_sync
+from imagenet_fast.bench.presets import bench_batches
+from imagenet_fast.bench.tables import batch_table
 from imagenet_fast.cost_model.layer_profile import save_profile
 from tests.bench.small import SMALL
 from tests.e2e.command import in_process

@@ -1,0 +1,292 @@
+"""Show the rows of each benchmark as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from operator import attrgetter
+from statistics import mode
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from imagenet_fast.cost_model.units import size_text
+from imagenet_fast.metrics.tables import NOTHING, compact_table, number
+
+if TYPE_CHECKING:
+    from imagenet_fast.bench.collectives import AllReduceTime
+    from imagenet_fast.bench.comm_volume import Count
+    from imagenet_fast.bench.dataloaders import LoadingRate
+    from imagenet_fast.bench.engines import EngineTime
+    from imagenet_fast.bench.optimizer_kernels import StepKernels
+    from imagenet_fast.bench.pipeline import PipelineTime
+    from imagenet_fast.bench.presets import BatchRow, Rung
+    from imagenet_fast.bench.train_step import StepTime
+
+Column = tuple[str, str, str] | tuple[str, str, str, float] | tuple[str, Callable[[Any], str]]
+"""A header; then a field's dotted name, its format, and a factor for its unit; or a function from a row to its cell."""
+
+
+def rows_table(rows: Sequence[Any], text: Sequence[Column], numbers: Sequence[Column], title: str = "") -> Table:
+    """Build a table of dataclass rows; None is shown as a dash."""
+
+    def cell(row: Any, shown: str | Callable[[Any], str], form: str = "", factor: float | None = None) -> str:
+        if callable(shown):
+            return shown(row)
+        value = attrgetter(shown)(row)
+        return number(value if value is None or factor is None else factor * value, form)
+
+    columns = [*text, *numbers]
+    table = compact_table(
+        [header for header, *_ in text],
+        [header for header, *_ in numbers],
+        ([cell(row, *column[1:]) for column in columns] for row in rows),
+    )
+    table.title = title or None
+    return table
+
+
+def without_repeats(rows: Sequence[Any], field: str) -> Callable[[Any], str]:
+    """Return a function from a row to the text of ``field``, empty where the row before has the same."""
+    again = {id(row) for before, row in pairwise(rows) if getattr(before, field) == getattr(row, field)}
+    return lambda row: "" if id(row) in again else str(getattr(row, field))
+
+
+def setting(time: EngineTime) -> str:
+    """Describe what was replayed and where, such as ``1/4 of alexnet, 4 hosts of 2 ranks, 250mbit``."""
+    model = f"1/{time.scale} of {time.model}" if time.scale > 1 else time.model
+    hosts = f"{time.hosts} host{'s' if time.hosts > 1 else ''}"
+    ranks = f" of {time.ranks_per_host} ranks" if time.ranks_per_host > 1 else ""
+    return f"{model}, {hosts}{ranks}, {'loopback' if time.rate is None else time.rate}"
+
+
+def common_wire(times: Sequence[EngineTime | Count]) -> str:
+    """Return the most frequent wire dtype."""
+    return mode(t.wire for t in times)
+
+
+def sync_title(times: Sequence[EngineTime]) -> str:
+    """Describe the setting, with the times of computation and of one raw all-reduce."""
+    main = next(t for t in times if t.wire == common_wire(times))
+    return f"{setting(main)}, {main.wire}: compute {main.compute_s:.3f} s, raw all-reduce {main.raw_s:.3f} s"
+
+
+def sync_table(times: Sequence[EngineTime]) -> Table:
+    """Build a table with one row per engine."""
+    wire = common_wire(times)
+    return rows_table(
+        times,
+        [("engine", lambda t: t.engine if t.wire == wire else f"{t.engine} {t.wire}")],
+        [
+            ("s a step", "step_s", ".3f"),
+            ("spread", lambda t: f"±{(t.step_s_max - t.step_s_min) / 2:.3f}"),
+            ("MB", "sent_bytes", ".1f", 1e-6),
+            ("kernel", "kernel_bytes", ".1f", 1e-6),
+            ("x DDP", "ratio_to_ddp", ".2f"),
+            ("x limit", "ratio_to_limit", ".3f"),
+            ("predicted", "predicted_s", ".3f"),
+        ],
+        sync_title(times),
+    )
+
+
+def ladder_title(rungs: Sequence[Rung]) -> str:
+    """Describe the setting of a ladder."""
+    return f"{setting(rungs[0].time)}: compute {rungs[0].time.compute_s:.3f} s"
+
+
+def ladder_table(rungs: Sequence[Rung]) -> Table:
+    """Build a table with one row per step."""
+    return rows_table(
+        rungs,
+        [("step", "step", "")],
+        [
+            ("s", "time.step_s", ".3f"),
+            ("gain", lambda rung: "" if rung.gain is None else f"{rung.gain:.2f}"),
+            ("in all", "in_all", ".2f"),
+            ("x limit", "time.ratio_to_limit", ".3f"),
+            ("predicted", "time.predicted_s", ".3f"),
+        ],
+        ladder_title(rungs),
+    )
+
+
+def batch_title(rows: Sequence[BatchRow]) -> str:
+    """Describe the setting of a comparison by batch size."""
+    return f"{setting(rows[0].hybrid)}, bf16"
+
+
+def batch_table(rows: Sequence[BatchRow]) -> Table:
+    """Build a table with one row per batch size.
+
+    ``+`` is exposed communication. Limit and prediction are hybrid's.
+    """
+    return rows_table(
+        rows,
+        [],
+        [
+            ("batch", "batch", "d"),
+            ("compute", "ddp.compute_s", ".3f"),
+            ("ddp", "ddp.step_s", ".3f"),
+            ("+", "ddp.exposed_s", ".3f"),
+            ("hybrid", "hybrid.step_s", ".3f"),
+            ("+", "hybrid.exposed_s", ".3f"),
+            ("gain", "gain", ".1%"),
+            ("x limit", "hybrid.ratio_to_limit", ".3f"),
+            ("predicted", "hybrid.predicted_s", ".3f"),
+        ],
+        batch_title(rows),
+    )
+
+
+def count_table(counts: Sequence[Count]) -> Table:
+    """Build a table with one row per engine and number of ranks.
+
+    ``sent`` is the number of messages, ``min B`` the smallest one's bytes, and ``ops`` the number of kernels.
+    """
+    main, each = common_wire(counts), counts[0].ranks_per_node
+    return rows_table(
+        counts,
+        [("engine", lambda c: c.engine if c.wire == main else f"{c.engine} {c.wire}"), ("by", "collective", "")],
+        [
+            ("ranks", "ranks", "d"),
+            ("calls", "calls", "d"),
+            ("sent", "messages", "d"),
+            ("min B", "smallest_message", "d"),
+            ("ops", "kernels", "d"),
+            ("ms", "host_ms", ".2f"),
+            ("NIC MB", "nic_bytes", ".1f", 1e-6),
+            ("x min", lambda c: f"{c.nic_bytes / c.least_nic_bytes:.3f}" if c.least_nic_bytes else NOTHING),
+        ],
+        f"{counts[0].model}, nodes of {each} rank{'s' if each > 1 else ''}, {main}: counted, without a network",
+    )
+
+
+def bandwidth_title(row: AllReduceTime) -> str:
+    """Describe the network and the dtype of all-reduces."""
+    ranks = f"{row.hosts * row.ranks_per_host} ranks"
+    if row.rate is not None:
+        ranks = f"{row.hosts} hosts" + (f" of {row.ranks_per_host} ranks" if row.ranks_per_host > 1 else "")
+    link = row.rate or ("GPUs of one node" if row.backend == "nccl" else "loopback")
+    return f"all-reduces by message size: {ranks}, {link}, {row.dtype}"
+
+
+def bandwidth_table(rows: Sequence[AllReduceTime]) -> Table:
+    """Build a table with one row per size and collective; bandwidths are in 10^6 bytes per second."""
+    size = without_repeats(rows, "bytes")
+    return rows_table(
+        rows,
+        [
+            ("size", lambda row: size_text(row.bytes) if size(row) else ""),
+            ("collective", lambda r: r.collective if r.dtype == rows[0].dtype else f"{r.collective} {r.dtype}"),
+        ],
+        [
+            ("ms", "latency_s", ".4g", 1e3),
+            ("spread", lambda row: f"±{500 * (row.latency_s_max - row.latency_s_min):.2g}"),
+            ("alg MB/s", "algorithm_bandwidth", ".4g", 1e-6),
+            ("bus MB/s", "bus_bandwidth", ".4g", 1e-6),
+            ("of the link", "utilisation", ".1%"),
+        ],
+        bandwidth_title(rows[0]),
+    )
+
+
+def pipeline_title(rows: Sequence[PipelineTime]) -> str:
+    """Name the model and the number of ranks."""
+    return f"{rows[0].model}, {rows[0].stages} ranks in a pipeline"
+
+
+def pipeline_table(rows: Sequence[PipelineTime]) -> Table:
+    """Build a table with one row per schedule and number of micro-batches."""
+    return rows_table(
+        rows,
+        [("schedule", without_repeats(rows, "schedule"))],
+        [
+            ("micro-batches", "micro_batches", "d"),
+            ("bubble", "bubble", ".2f"),
+            ("formula", "expected_bubble", ".2f"),
+            ("img/s", "images_per_s", ".0f"),
+            ("kept a rank, MB", lambda row: " ".join(f"{kept / 1e6:.0f}" for kept in row.activation_bytes)),
+        ],
+        pipeline_title(rows),
+    )
+
+
+def loading_title(rates: Sequence[LoadingRate]) -> str:
+    """Describe the images and what is made of them."""
+    first = rates[0]
+    return f"{first.images}; to {first.image_size} pixels, {first.batch} a batch, {first.workers} workers"
+
+
+def loading_table(rates: Sequence[LoadingRate]) -> Table:
+    """Build a table with one row per loader; the caption reports which of our loaders is fastest."""
+    from imagenet_fast.data.throughput import fastest  # and all loaders with it
+
+    table = rows_table(
+        rates,
+        [("loader", "loader", ""), ("", lambda rate: "" if rate.images_per_s else "is not installed")],
+        [
+            ("img/s", "images_per_s", ".0f"),
+            ("slowest", "slowest", ".0f"),
+            ("fastest", "fastest", ".0f"),
+            ("img/s a core", "images_per_core_s", ".0f"),
+        ],
+        loading_title(rates),
+    )
+    table.caption = fastest({rate.loader: rate.images_per_s for rate in rates}) or None
+    table.caption_justify = "left"
+    return table
+
+
+def step_table(times: Sequence[StepTime]) -> Table:
+    """Build a table with one row per loop."""
+    return rows_table(
+        times,
+        [("loop", "loop", "")],
+        [
+            ("ms a step", "step_s", ".1f", 1e3),
+            ("fastest", "step_s_min", ".1f", 1e3),
+            ("slowest", "step_s_max", ".1f", 1e3),
+            ("host's", "host_s", ".1f", 1e3),
+            ("img/s", "images_per_s", ".0f"),
+            ("vs plain", lambda t: f"{100 * (t.ratio_to_plain - 1):+.2f} %"),
+            ("warm-up", lambda t: f"{t.warmup_s:.1f} s"),
+        ],
+    )
+
+
+def checkpoint_table(times: Sequence[StepTime]) -> Table:
+    """Build a table with one row per loop that saves checkpoints.
+
+    Columns are images per second without and with checkpoints, their cost as the median over rounds, the time for which
+    a checkpoint blocked the training thread, the part of it spent copying, and the longest wait for the previous
+    checkpoint.
+    """
+    unsaved = {t.loop: t for t in times}
+    return rows_table(
+        [t for t in times if t.unsaved_loop is not None],
+        [("loop", "unsaved_loop", "")],
+        [
+            ("img/s", lambda t: f"{unsaved[t.unsaved_loop].images_per_s:.1f}"),
+            ("saving", "images_per_s", ".1f"),
+            ("cost", lambda t: f"{100 * (1 - 1 / t.ratio_to_unsaved):.2f} %"),
+            ("ms stood", "stood_s", ".1f", 1e3),
+            ("of it copy", "copied_s", ".1f", 1e3),
+            ("most waited", "waited_s", ".1f", 1e3),
+        ],
+    )
+
+
+def kernel_table(rows: Sequence[StepKernels]) -> Table:
+    """Build a table with one row per optimiser."""
+    return rows_table(
+        rows,
+        [("optimiser", "optimizer", "")],
+        [
+            ("tensors", "tensors", "d"),
+            ("operators", "operators", "d"),
+            ("kernels", "kernels", "d"),
+            ("copies", "copies", "d"),
+            ("us on the GPU", "device_s", ".0f", 1e6),
+        ],
+    )

@@ -1,0 +1,115 @@
+"""The commands that set runs side by side: `imagenet-fast compare` and `report`."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from imagenet_fast.cli.options import DataOption, PngOption, RecipeOption
+
+# Defaults of `compare`. Layouts use an engine that is exact and overlaps as much as it can.
+_ENGINES = "ddp,ring,lazy,hybrid,sparse"
+_ENGINE_OF_LAYOUTS = "hybrid"
+
+
+def compare(
+    recipe: RecipeOption,
+    sync: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B", help=f"Engines, one run each. Default: {_ENGINES}; with --layout: {_ENGINE_OF_LAYOUTS}."
+        ),
+    ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B",
+            help="A run for each of these layouts, too, as dp4,tp4,pp2dp2: N replicas, N shards (parallel.tensor) and "
+            "N stages (parallel.pipeline), which multiply to the ranks. A pipeline that is given no "
+            "parallel.micro_batches has 4, or the fewest above that are no fewer than its stages and divide the batch. "
+            "Default: the recipe's.",
+        ),
+    ] = None,
+    seeds: Annotated[
+        str | None, typer.Option(metavar="1,2", help="A run for each of these, too. Default: the recipe's seed.")
+    ] = None,
+    data: DataOption = None,
+    overrides: Annotated[
+        list[str],
+        typer.Option("--set", metavar="KEY=VALUE", help="As in train; ENGINE.KEY=VALUE for that engine alone."),
+    ] = [],  # noqa: B006
+    hosts: Annotated[int | None, typer.Option(min=1, help="Ranks. Default: one a GPU, else 2.")] = None,
+    rate: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Give each rank a host and a link of its own, as 250mbit.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Of all runs. Default: runs/<time>-<recipe>-compare.")
+    ] = None,
+) -> None:
+    """Train a recipe once per engine or layout, with the same seed, and compare time and steps to accuracy.
+
+    In the table s/step is the median over all steps but the first ten; each
+    step counts with its log interval's mean. MB/step is what a rank sends per
+    step for gradients and activations, counted by the program. With --rate,
+    link MB is what a rank puts on its host's link during training, counted by
+    the kernel. Both are means over the same steps and all ranks.
+
+    The curves are drawn to compare.png, and `tensorboard --logdir DIR` shows
+    every run. If a run fails, the others continue, and the exit code is 1.
+    """
+    from rich.console import Console
+
+    from imagenet_fast.bench.compare import compare as train_all
+    from imagenet_fast.bench.compare import contestants
+    from imagenet_fast.bench.parallel_layouts import parse_layouts
+    from imagenet_fast.cost_model.units import whole_numbers
+    from imagenet_fast.launch.job_setup import new_folder
+    from imagenet_fast.launch.rendezvous import local_ranks
+    from imagenet_fast.metrics.report import draw_curves, report_table
+
+    folder = out or new_folder(Path(recipe).stem, "compare")
+    seeded = [] if seeds is None else whole_numbers("--seeds", seeds, "1,2,3", zero=True)
+    ranks = local_ranks(hosts)
+    layouts = [] if layout is None else parse_layouts(layout, ranks)
+    usual = _ENGINE_OF_LAYOUTS if layouts else _ENGINES
+    engines = (usual if sync is None else sync).split(",")
+    runs = contestants(recipe, ranks, engines, seeded, overrides, layouts)
+    ended = train_all(recipe, runs, data=data, ranks=ranks, rate=rate, folder=folder)
+    past = [run.past for run in ended]
+    failed = [run for run in ended if run.failed]
+    print()
+    Console().print(report_table(past))
+    if layouts and len(engines) == 1:
+        print(f"every layout with the engine {engines[0]}")
+    for run in failed:
+        left = f"what there is of it lies in {run.past.folder}" if run.past.folder.exists() else "it left nothing"
+        print(f"{run.past.label} ended with exit code {run.exit_code}; {left}")
+    print(f"in TensorBoard: tensorboard --logdir {shlex.quote(str(folder))}")
+    png = folder / "compare.png"
+    folder.mkdir(parents=True, exist_ok=True)
+    draw_curves(past, png)
+    print(f"drawn to {png}")
+    if failed or len(ended) < len(runs):  # fewer runs ended: the command was interrupted
+        raise typer.Exit(1)
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
+    png: PngOption = None,
+) -> None:
+    """Compare past runs: print a table with time to accuracy, and draw their curves with --png."""
+    from rich.console import Console
+
+    from imagenet_fast.metrics.report import draw_curves, read_run, report_table
+
+    once: dict[Path, Path] = {}
+    for folder in runs:
+        once.setdefault(folder.resolve(), folder)
+    past = [read_run(folder) for folder in once.values()]
+    Console().print(report_table(past))
+    if png is not None:
+        draw_curves(past, png)
+        print(f"drawn to {png}")

@@ -1,0 +1,184 @@
+"""The command line: parse options, run a command, set the exit code.
+
+torch and pydantic are imported only by the commands that need them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from imagenet_fast import __version__
+from imagenet_fast.cli.bench import bench_app
+from imagenet_fast.cli.compare import compare, report
+from imagenet_fast.cli.data import data_app
+from imagenet_fast.cli.launch import launch_app
+from imagenet_fast.cli.options import (
+    DataOption,
+    EndpointOption,
+    JsonOption,
+    NodesOption,
+    NprocOption,
+    PatienceOption,
+    WeightsOption,
+    WeightsRecipeOption,
+    in_a_directory,
+)
+from imagenet_fast.cli.train import evaluate, train
+from imagenet_fast.errors import JobAborted, UserError, exit_with_error
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+recipes_app = typer.Typer(help="The shipped recipes.", invoke_without_command=True)
+app.add_typer(recipes_app, name="recipes")
+app.add_typer(data_app, name="data")
+app.add_typer(bench_app, name="bench")
+app.add_typer(launch_app, name="launch")
+
+
+def entry() -> None:
+    """Run the command line as the installed console script."""
+    from imagenet_fast.launch.fast_exit import leave
+    from imagenet_fast.launch.stdio import keep_printing, refuse_if_lost
+
+    keep_printing()
+    try:
+        main()
+    except SystemExit as end:
+        if not end.code and sys.argv[1:2] != ["train"]:  # the result of `train` is its run directory, not its output
+            refuse_if_lost()
+        leave(end)
+
+
+def main() -> None:
+    """Run the command line.
+
+    A UserError is printed as one sentence on stderr, with exit code 2.
+
+    Raises:
+        SystemExit: Always, with the exit code.
+    """
+    # Set before torch is imported: for hosts that have no name, or do not answer yet, its C++ code prints pages of
+    # stack frames. A launcher reports such errors itself; a rank keeps real errors of its backend.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR" if "RANK" in os.environ else "FATAL")
+    try:
+        app()
+    except UserError as error:
+        exit_with_error(str(error))
+    except JobAborted as fault:
+        exit_with_error(str(fault), code=1)
+    except (OSError, UnicodeDecodeError) as error:
+        if "RANK" in os.environ:  # on a rank the traceback is needed
+            raise
+        exit_with_error(f"{error}; check the path")
+
+
+def _print_version(asked: bool) -> None:
+    """Print the version and exit, if asked to."""
+    if asked:
+        print(f"imagenet-fast {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train ImageNet fast, with a swappable gradient-sync engine."""
+
+
+app.command()(train)
+app.command("eval")(evaluate)
+
+
+@app.command()
+def export(
+    weights: WeightsOption,
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", callback=in_a_directory, help="Ends as its format; must not exist yet.")
+    ],
+    recipe: WeightsRecipeOption = None,
+    kind: Annotated[
+        str, typer.Option("--format", metavar="safetensors|pt2", help="Weights; or a program of torch.export.")
+    ] = "safetensors",
+) -> None:
+    """Write weights to a file for use in other programs.
+
+    `safetensors` holds them under torchvision's names. `pt2` is the whole
+    network for evaluation, in fp32 and for any number of images;
+    torch.export.load runs it without this program. Both include the classes and
+    how to prepare images, as far as that is known.
+    """
+    from imagenet_fast.launch.export import export_weights
+
+    print(f"written to {export_weights(weights, recipe, kind, out)}")
+
+
+@app.command()
+def doctor(
+    data: DataOption = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where runs would lie.")] = Path("runs"),
+    nproc: NprocOption = None,
+    nodes: NodesOption = None,
+    rdzv_endpoint: EndpointOption = None,
+    join_timeout: PatienceOption = 300,
+    json_file: JsonOption = None,
+) -> None:
+    """Check for anything that would prevent training here, and say how to fix it.
+
+    Prints one line per check: ok, warn or fail. The exit code is 1 if any check
+    fails. With --nodes, run the command on each node: it checks all of them and
+    the network between them, and the first node prints the result.
+    """
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from imagenet_fast.doctor.report import findings_table
+    from imagenet_fast.launch.doctor import DoctorJob, launch_doctor
+    from imagenet_fast.launch.rendezvous import resolve_nodes
+    from imagenet_fast.metrics.json_io import to_json
+    from imagenet_fast.recipe.schema import Timeout
+
+    cluster = resolve_nodes(nproc, nodes, rdzv_endpoint, join_timeout)
+    found = launch_doctor(DoctorJob(data, out, Timeout()), cluster)
+    if found is None:
+        return
+    Console().print(findings_table(found))
+    if json_file is not None:
+        json_file.write_text(to_json([asdict(finding) for finding in found], indent=2) + "\n", encoding="utf-8")
+    if any(finding.state == "fail" for finding in found):
+        raise typer.Exit(1)
+
+
+app.command()(compare)
+app.command()(report)
+
+
+@recipes_app.callback()
+def list_recipes(context: typer.Context) -> None:
+    """List the shipped recipes."""
+    if context.invoked_subcommand is None:
+        from rich.console import Console
+
+        from imagenet_fast.metrics.tables import recipe_table
+
+        Console().print(recipe_table())
+
+
+@recipes_app.command("show")
+def show_recipe(name: Annotated[str, typer.Argument(metavar="NAME|PATH")]) -> None:
+    """Print one recipe."""
+    from imagenet_fast.launch.stdio import print_file
+    from imagenet_fast.recipe.load import find_recipe
+
+    print_file(find_recipe(name).read_bytes())

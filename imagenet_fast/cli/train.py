@@ -1,0 +1,165 @@
+"""The commands that run ranks on a recipe or on weights: `imagenet-fast train` and `eval`."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from imagenet_fast.cli.options import (
+    WEIGHTS,
+    DataOption,
+    ElasticNodesOption,
+    EndpointOption,
+    NodesOption,
+    NprocOption,
+    OnBadImageOption,
+    OptionalRecipeOption,
+    PatienceOption,
+    SetOption,
+    SyncOption,
+    WeightsOption,
+    WeightsRecipeOption,
+    in_a_directory,
+    written_out,
+)
+from imagenet_fast.errors import warn
+from imagenet_fast.launch.signals import stopping_early
+
+
+@stopping_early()
+def train(
+    recipe: OptionalRecipeOption = None,
+    data: DataOption = None,
+    overrides: SetOption = [],  # noqa: B006  (typer's way to say: an empty list)
+    sync: SyncOption = None,
+    nproc: NprocOption = None,
+    nodes: ElasticNodesOption = None,
+    rdzv_endpoint: EndpointOption = None,
+    join_timeout: PatienceOption = 300,
+    init_from: Annotated[
+        Path | None,
+        typer.Option(metavar=WEIGHTS, help="Start from these weights, as in eval, instead of fresh ones."),
+    ] = None,
+    fresh_head: Annotated[
+        bool, typer.Option("--fresh-head", help="With --init-from: start the last layer anew, as for other classes.")
+    ] = False,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|RUN",
+            help="Go on from that run's last checkpoint; auto: with the run in --out, or begin it.",
+        ),
+    ] = None,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="So often all ranks start again, and go on, where one was lost. Default: 0; 10 where nodes may leave.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Run directory. Default: runs/<time>-<recipe>-<sync>.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,
+    on_bad_image: OnBadImageOption = None,
+    scale_batch: Annotated[
+        bool,
+        typer.Option("--scale-batch", help="Shrink the batch to the ranks there are, and scale the learning rate."),
+    ] = False,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Write trace.json, a timeline of steps 11 to 15 for ui.perfetto.dev.")
+    ] = False,
+    silent: Annotated[
+        bool, typer.Option("--no-warnings", hidden=True, help="Whoever starts us has said already what is doubtful.")
+    ] = False,
+) -> None:
+    """Train a recipe to its target accuracy.
+
+    Ctrl-C, SIGTERM or SIGUSR1, sent to this command or to any rank, saves the
+    state and ends the run, within checkpoint.grace_s seconds. A second signal
+    ends it at once. The same command with --resume auto resumes the run. With
+    --nodes MIN:MAX only the node that gets the signal ends; the others
+    continue.
+
+    Exit codes:
+
+    - 0: target reached, or no target set
+    - 1: error or interrupted
+    - 2: wrong usage
+    - 3: trained to the end without reaching the target
+    - 4: stopped by a signal without loss
+    """
+    from imagenet_fast.distributed.rank_info import rank_info_from_env
+    from imagenet_fast.launch.job_setup import plan_job, recipe_to_train, run_to_resume
+    from imagenet_fast.launch.slurm import adopt_step
+    from imagenet_fast.recipe.validation import lint
+
+    run = run_to_resume(resume, out) if resume is not None else None
+    overrides = [*overrides, *written_out({"seed": seed, "data.on_bad_image": on_bad_image})]
+    name, written, data = recipe_to_train(recipe, run, sync, overrides, data)
+    plan = partial(
+        plan_job, name, written, data=data, folder=run or out, scale=scale_batch, trace=trace, init_from=init_from,
+        fresh_head=fresh_head, resume=run is not None,
+    )  # fmt: skip
+    adopt_step(os.environ)
+    place = rank_info_from_env()
+    if not silent and (place is None or place.is_main):
+        for doubt in lint(written):
+            warn(doubt)
+    if place is not None:  # started by the user's torchrun or srun: this process is a rank
+        from imagenet_fast.launch.worker import run_worker
+
+        job = plan(place.size)
+        raise typer.Exit(run_worker(job, place, join_timeout).exit_code)
+
+    from imagenet_fast.launch.launcher import launch
+    from imagenet_fast.launch.rendezvous import resolve_nodes
+
+    cluster = resolve_nodes(nproc, nodes, rdzv_endpoint, join_timeout, max_restarts)
+    raise typer.Exit(launch(plan(cluster.ranks, nodes=cluster.counts), cluster))
+
+
+def evaluate(
+    weights: WeightsOption,
+    data: DataOption = None,
+    recipe: WeightsRecipeOption = None,
+    overrides: SetOption = [],  # noqa: B006
+    on_bad_image: OnBadImageOption = None,
+    nproc: NprocOption = None,
+    nodes: NodesOption = None,
+    rdzv_endpoint: EndpointOption = None,
+    join_timeout: PatienceOption = 300,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", callback=in_a_directory, help="Write the result there too."),
+    ] = None,
+) -> None:
+    """Classify each validation image once with given weights, and print top-1 and top-5 accuracy.
+
+    A run directory provides its recipe, and its images if they have not been
+    moved.
+    """
+    from imagenet_fast.distributed.rank_info import rank_info_from_env
+    from imagenet_fast.launch.job_setup import plan_evaluation
+    from imagenet_fast.launch.slurm import adopt_step
+
+    overrides = [*overrides, *written_out({"data.on_bad_image": on_bad_image})]
+    plan = partial(plan_evaluation, weights, recipe, overrides, data=data, report=json_file)
+    adopt_step(os.environ)
+    place = rank_info_from_env()
+    if place is not None:  # started by the user's torchrun or srun: this process is a rank
+        from imagenet_fast.launch.evaluate import evaluate_as_rank
+
+        evaluate_as_rank(plan(place.size), place, join_timeout)
+        return
+
+    from imagenet_fast.launch.launcher import launch_evaluation
+    from imagenet_fast.launch.rendezvous import resolve_nodes
+
+    cluster = resolve_nodes(nproc, nodes, rdzv_endpoint, join_timeout)
+    raise typer.Exit(launch_evaluation(plan(cluster.ranks), cluster))

@@ -1,0 +1,163 @@
+"""The keys that engines' ``[sync]`` tables share, and the properties that other modules query.
+
+No other module needs to know which engine it is, except the ``match`` that builds it (``sync/__init__.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar, Literal, Self, get_args
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from imagenet_fast.recipe.base import Bytes, Table
+
+Cast = Literal["fp32", "bf16", "fp16"]
+"""Wire dtypes to which values are cast."""
+Codes = Literal["int8", "fp8"]
+"""Wire dtypes that are 8-bit codes."""
+Wire = Literal[Cast, Codes]
+"""The wire dtype: the dtype in which values are sent.
+
+``int8`` and ``fp8`` (e4m3) are codes with one scale per 512 values. Their rounding error is added to a later step's
+gradients. With them, norms and biases are sent in bf16, and so is everything sent inside a node.
+"""
+Collective = Literal["native", "ring", "butterfly", "pairwise", "hierarchical", "torus2d", "parameter_server"]
+"""All-reduce algorithm.
+
+``native`` is the backend's own. ``hierarchical`` works node by node, ``torus2d`` on a square of ranks.
+"""
+Awaits = Literal["each", "backward", "read"]
+"""The point at which a step waits for its transfers.
+
+- ``each``: after each all-reduce, before the next.
+- ``backward``: at the end of backward.
+- ``read``: before the next forward reads a layer.
+"""
+
+_AWAITS: dict[str, Awaits] = {"allreduce": "each", "hybrid": "read", "dear": "read"}  # others: "backward"
+Fusion = Bytes | Literal["auto"]
+"""Size in MiB on the wire at which neighbouring gradients, fused into one bucket, are sent.
+
+0: each tensor by itself. ``inf``: no limit. ``auto``: the best size by the cost model for this network and model, both
+measured in the first steps; ``sparse`` has its own rule.
+"""
+
+
+def fusion_bytes(fusion: Fusion) -> float | None:
+    """Return the size in bytes, or None if it is to be chosen."""
+    return None if fusion == "auto" else fusion * 2**20
+
+
+def chosen_collective(collective: Collective | Literal["auto"]) -> Collective | None:
+    """Return the collective, or None for the default one."""
+    return None if collective == "auto" else collective
+
+
+class EngineTable(Table):
+    """The ``[sync]`` table of an engine.
+
+    The defaults here hold for every engine that does not override them.
+    """
+
+    kind: str
+    """Name of the engine."""
+    wire: Wire
+    """Wire dtype of the gradients."""
+
+    ours: ClassVar[bool] = True
+    """Whether the engine works on a gradient pool; torch's DDP, the baseline, does not."""
+    chooses: ClassVar[bool] = False
+    """Whether it predicts the step time of the other engines, and switches to the fastest."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether values that are not sent in a step are added up for later steps."""
+        return self.wire in get_args(Codes)
+
+    @property
+    def awaits(self) -> Awaits:
+        """The point at which a step waits for its transfers: that of the engine ``timing``, if it has this key."""
+        return _AWAITS.get(getattr(self, "timing", self.kind), "backward")
+
+    @property
+    def defers(self) -> bool:
+        """Whether a layer may be updated before the gradients of all other layers have arrived."""
+        return self.awaits == "read"
+
+    @property
+    def exact(self) -> bool:
+        """Whether every step's gradients are the mean over ranks, except for rounding to the wire dtype."""
+        return not self.keeps
+
+    @property
+    def velocity_momentum(self) -> float | None:
+        """Momentum that the averaged gradients already contain, so that the optimiser adds none; None: none."""
+        return None
+
+    @property
+    def learns(self) -> bool:
+        """Whether it measures a few steps before it plans the others."""
+        return self.chooses or self.defers
+
+    @property
+    def share(self) -> float:
+        """Share of the values that it sends after its ramp."""
+        return 1.0
+
+    def travelling(self, shape: Sequence[int]) -> float:
+        """Return how many values it sends for a parameter of ``shape`` after its ramp."""
+        return self.share * math.prod(shape)
+
+    @property
+    def as_written(self) -> str:
+        """The setting as a recipe writes it, for error messages."""
+        return f"sync.kind '{self.kind}'" + (f" in sync.wire '{self.wire}'" if self.wire in get_args(Codes) else "")
+
+    def derived(self, warmup_epochs: float, momentum: float | None = None) -> Self:
+        """Return the settings with unset ones derived from the recipe's warm-up and its optimiser's ``momentum``."""
+        return self
+
+
+class PoolTable(EngineTable):
+    """Settings of an engine that works on a gradient pool."""
+
+    max_ctas: PositiveInt | None = None
+    """Most thread blocks that NCCL may use per message; absent: NCCL decides.
+
+    Fewer leave more of a GPU to backward while gradients are sent.
+    """
+
+
+class CodingTable(PoolTable):
+    """Settings of an engine that can send gradients as 8-bit codes."""
+
+    bf16_steps: NonNegativeInt = 0
+    """First steps whose gradients are sent in bf16 if ``wire`` is int8 or fp8; 0: none."""
+
+
+class KeepingTable(PoolTable):
+    """Settings of an engine that adds up over steps the values that it does not send.
+
+    It sends everything during ``dense_epochs``.
+    """
+
+    keeps: ClassVar[bool] = True
+
+    timing: str
+    """The engine whose timing it uses."""
+    dense_epochs: NonNegativeFloat | None = None
+    """Epochs at the start in which everything is sent.
+
+    Unset: while the recipe's learning rate warms up; without a recipe, none.
+    """
+
+    @property
+    def as_written(self) -> str:
+        """The setting as a recipe writes it, for error messages."""
+        return super().as_written + (f" with sync.timing '{self.timing}'" if self.defers else "")
+
+    def derived(self, warmup_epochs: float, momentum: float | None = None) -> Self:
+        """Return the settings with ``dense_epochs``, if unset, equal to the warm-up's epochs."""
+        return self if self.dense_epochs is not None else self.model_copy(update={"dense_epochs": warmup_epochs})
