@@ -144,9 +144,10 @@ def doctor(
     from rich.console import Console
 
     from imagenet_fast.doctor.report import findings_table
-    from imagenet_fast.launch.doctor import DoctorJob, launch_doctor
+    from imagenet_fast.launch.doctor import launch_doctor
     from imagenet_fast.launch.rendezvous import resolve_nodes
     from imagenet_fast.metrics.json_io import to_json
+    from imagenet_fast.recipe.job import DoctorJob
     from imagenet_fast.recipe.schema import Timeout
 
     cluster = resolve_nodes(nproc, nodes, rdzv_endpoint, join_timeout)

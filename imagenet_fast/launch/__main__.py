@@ -1,4 +1,4 @@
-"""Entry point of each rank under our launcher: ``python -m imagenet_fast.launch train|eval|doctor FILE SECONDS``.
+"""Entry point of each rank under our launcher: ``python -m imagenet_fast.launch FILE SECONDS``.
 
 The launcher has torchrun start it. It reads how a run ended from files next to the job file. So the exit code, which
 torchrun would flatten, only reports success or failure. The launcher also prints the user errors that ranks leave
@@ -28,16 +28,16 @@ Starting them again would end the same way.
 
 
 def main() -> None:
-    """Run the task in FILE, and wait at most SECONDS for the other ranks."""
+    """Do the job in FILE, which is named after its task, and wait at most SECONDS for the other ranks."""
     end_with_parent()
-    task, path, patience_s = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
+    path, patience_s = Path(sys.argv[1]), float(sys.argv[2])
     if (path.parent / _FINAL).exists():
         raise SystemExit(2)  # torchrun has restarted the ranks, which would end the same way
     leave_refusals_in(path.parent)
     try:
         place = rank_info_from_env()
         assert place is not None, "torchrun tells a rank its place"
-        match task:
+        match path.stem:
             case "eval":
                 well = _evaluate(path, place, patience_s)
             case "doctor":
@@ -49,7 +49,7 @@ def main() -> None:
             (path.parent / _FINAL).touch()
         exit_with_error(str(error))
     except JobAborted as fault:
-        if task != "train":  # the launcher reports on training
+        if path.stem != "train":  # the launcher reports on training
             exit_with_error(str(fault), code=1)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
@@ -68,9 +68,9 @@ def _have_met() -> bool:
 def _train(path: Path, place: RankInfo, patience_s: float) -> bool:
     from imagenet_fast.launch.job_setup import on_ranks
     from imagenet_fast.launch.worker import run_worker  # takes seconds, in which Ctrl-C may arrive
-    from imagenet_fast.recipe.job import read_job
+    from imagenet_fast.recipe.job import Job, read_job
 
-    job = read_job(path)
+    job = read_job(path, Job)
     if job.elastic:
         job = on_ranks(job, place.size)
     outcome = run_worker(job, place, patience_s, handover=path.parent)
@@ -81,17 +81,18 @@ def _train(path: Path, place: RankInfo, patience_s: float) -> bool:
 
 def _evaluate(path: Path, place: RankInfo, patience_s: float) -> bool:
     from imagenet_fast.launch.evaluate import evaluate_as_rank
-    from imagenet_fast.recipe.evaluating import read_evaluation
+    from imagenet_fast.recipe.job import Evaluation, read_job
 
-    evaluate_as_rank(read_evaluation(path), place, patience_s, left=path.parent)
+    evaluate_as_rank(read_job(path, Evaluation), place, patience_s, left=path.parent)
     refuse_if_lost()
     return True
 
 
 def _examine(path: Path, place: RankInfo, patience_s: float) -> bool:
-    from imagenet_fast.launch.doctor import examine_as_rank, read_examination
+    from imagenet_fast.launch.doctor import examine_as_rank
+    from imagenet_fast.recipe.job import DoctorJob, read_job
 
-    examine_as_rank(read_examination(path), place, patience_s, handover=path.parent)
+    examine_as_rank(read_job(path, DoctorJob), place, patience_s, handover=path.parent)
     return True
 
 

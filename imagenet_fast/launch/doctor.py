@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,37 +18,12 @@ from imagenet_fast.doctor.report import CheckResult
 from imagenet_fast.launch.rendezvous import LaunchConfig
 from imagenet_fast.launch.signals import end_on_signals, interrupt_on_signals
 from imagenet_fast.launch.torchrun import run_ranks
-from imagenet_fast.recipe.schema import Timeout
+from imagenet_fast.recipe.job import DoctorJob
 
 _FINDINGS = "findings.json"
 
 
-@dataclass(frozen=True)
-class DoctorJob:
-    """Job of the doctor: what to check."""
-
-    data: Path | None
-    out: Path
-    timeout: Timeout
-
-    def write(self, path: Path) -> None:
-        """Write the job as JSON."""
-        table = {
-            "data": str(self.data) if self.data is not None else None,
-            "out": str(self.out),
-            "timeout": self.timeout.model_dump(),
-        }
-        path.write_text(json.dumps(table) + "\n", encoding="utf-8")
-
-
-def read_examination(path: Path) -> DoctorJob:
-    """Read a job that ``DoctorJob.write`` wrote."""
-    table = json.loads(path.read_text(encoding="utf-8"))
-    data = Path(table["data"]) if table["data"] is not None else None
-    return DoctorJob(data, Path(table["out"]), Timeout(**table["timeout"]))
-
-
-def launch_doctor(examination: DoctorJob, nodes: LaunchConfig) -> list[CheckResult] | None:
+def launch_doctor(job: DoctorJob, nodes: LaunchConfig) -> list[CheckResult] | None:
     """Return the results of this node's ranks and those of the other ``nodes``; None on all nodes but the first.
 
     The first node reports. If ranks cannot train together, that is a result, too.
@@ -58,24 +33,22 @@ def launch_doctor(examination: DoctorJob, nodes: LaunchConfig) -> list[CheckResu
     """
     interrupt_on_signals()
     with tempfile.TemporaryDirectory(prefix="imagenet-fast-") as handover:
-        path = Path(handover) / "examination.json"
-        examination.write(path)
-        code, fate = run_ranks("doctor", path, nodes)
+        code, fate = run_ranks(job, Path(handover), nodes)
         found = Path(handover) / _FINDINGS
         if found.is_file():
             return [CheckResult(**finding) for finding in json.loads(found.read_text(encoding="utf-8"))]
     if not code:
         return None
-    own = examine(examination.data, examination.out, nodes.ranks_each, examination.timeout)
+    own = examine(job.data, job.out, nodes.ranks_each, job.timeout)
     said = "the ranks did not come together" if code == 2 else fate
     return [*own, CheckResult("ranks", "fail", said, "see what they said above")]
 
 
-def examine_as_rank(examination: DoctorJob, place: RankInfo, patience_s: float, handover: Path) -> None:
+def examine_as_rank(job: DoctorJob, place: RankInfo, patience_s: float, handover: Path) -> None:
     """Join the other ranks and run the checks; rank 0 writes the results of all ranks to ``handover``.
 
     Args:
-        examination: What to check.
+        job: What to check.
         place: This process's rank.
         patience_s: Seconds to wait for the other ranks.
         handover: The launcher's directory.
@@ -87,9 +60,9 @@ def examine_as_rank(examination: DoctorJob, place: RankInfo, patience_s: float, 
     end_on_signals()
     own: list[CheckResult] = []
     if place.is_local_main:
-        own = examine(examination.data, examination.out, place.local_size, examination.timeout)
-        own += try_loaders(examination.data, place.local_size)
-    with join(place, {}, timedelta(seconds=patience_s), examination.timeout, left=handover) as world:
+        own = examine(job.data, job.out, place.local_size, job.timeout)
+        own += try_loaders(job.data, place.local_size)
+    with join(place, {}, timedelta(seconds=patience_s), job.timeout, left=handover) as world:
         found = gather_results(own, world, socket.gethostname())
         if world.is_main:
             (handover / _FINDINGS).write_text(

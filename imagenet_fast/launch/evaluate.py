@@ -18,7 +18,7 @@ from imagenet_fast.launch.signals import end_on_signals
 from imagenet_fast.metrics.json_io import to_json
 from imagenet_fast.metrics.tables import compact_table
 from imagenet_fast.models import compile_blocks
-from imagenet_fast.recipe.evaluating import Evaluation
+from imagenet_fast.recipe.job import Evaluation
 from imagenet_fast.training.evaluation import evaluate
 from imagenet_fast.training.init_weights import load_initial_weights
 from imagenet_fast.training.precision import autocast, forward_dtype, set_float32_math

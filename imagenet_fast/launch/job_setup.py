@@ -16,8 +16,7 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.report import run_of
 from imagenet_fast.recipe.batching import Batching, check_norms, check_splits, explain, scale_recipe, split_batch
 from imagenet_fast.recipe.data_config import Data, SyntheticData
-from imagenet_fast.recipe.evaluating import Evaluation
-from imagenet_fast.recipe.job import Job, read_job
+from imagenet_fast.recipe.job import Evaluation, Job, read_job
 from imagenet_fast.recipe.load import find_recipe, load_recipe
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.validation import check_axes
@@ -195,7 +194,7 @@ def recipe_of(weights: Path, named: str | None, overrides: Sequence[str] = ()) -
     if not (run / "job.json").is_file():
         raise UserError(f"{weights} does not say by which recipe to use it, as a run directory does; add --recipe NAME")
     try:
-        job = read_job(run / "job.json")
+        job = read_job(run / "job.json", Job)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise UserError(f"{run / 'job.json'} is damaged or of another version; name a recipe with --recipe") from None
     recipe = load_recipe(run / "recipe.toml", overrides=overrides) if overrides else job.recipe

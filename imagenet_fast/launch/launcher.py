@@ -14,8 +14,7 @@ from imagenet_fast.launch.run_lock import hold
 from imagenet_fast.launch.signals import interrupt_on_signals
 from imagenet_fast.launch.torchrun import run_ranks
 from imagenet_fast.metrics.run_result import NOTHING_LOST, STOPPED, STOPPED_WORDS, RunResult, read_outcome
-from imagenet_fast.recipe.evaluating import Evaluation
-from imagenet_fast.recipe.job import Job
+from imagenet_fast.recipe.job import Evaluation, Job
 
 _KILLED = (
     f"{STOPPED_WORDS}, and its ranks were killed before they had saved; the same command with --resume auto goes on "
@@ -39,9 +38,8 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
     code, fate = 0, ""
     with tempfile.TemporaryDirectory(prefix="imagenet-fast-") as handover:
         here = Path(handover)
-        job.write(here / "job.json")
         try:
-            code, fate = run_ranks("train", here / "job.json", nodes, job.recipe.checkpoint.grace_s)
+            code, fate = run_ranks(job, here, nodes, job.recipe.checkpoint.grace_s)
         except KeyboardInterrupt:
             interrupted = True
         left = read_outcome(here)
@@ -83,10 +81,8 @@ def launch_evaluation(evaluation: Evaluation, nodes: LaunchConfig) -> int:
     """
     interrupt_on_signals()
     with tempfile.TemporaryDirectory(prefix="imagenet-fast-") as handover:
-        path = Path(handover) / "evaluation.json"
-        evaluation.write(path)
         try:
-            code, fate = run_ranks("eval", path, nodes)
+            code, fate = run_ranks(evaluation, Path(handover), nodes)
         except KeyboardInterrupt:
             return 1
     if code and code != 2:  # 2: the rank's error is already printed

@@ -8,12 +8,13 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Literal, assert_never
 
 from imagenet_fast.distributed.cpu_count import cores_per_rank
 from imagenet_fast.distributed.network_interfaces import Endpoint, route_to
 from imagenet_fast.errors import JobAborted, refusal_in
 from imagenet_fast.launch.rendezvous import LaunchConfig, RendezvousInfo, meet
+from imagenet_fast.recipe.job import AnyJob, DoctorJob, Evaluation, Job, write_job
 
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torchrun forwards them to the ranks
 _LAST_CALL_S = 10  # how long the minimum number of nodes waits for more
@@ -21,16 +22,14 @@ _SETTLING_S = 40  # on top of the grace time: other nodes' ranks end, and a lost
 _ENDING_S = 10  # on top of the grace time: after it, ranks are killed
 
 
-def run_ranks(
-    task: Literal["train", "eval", "doctor"], job: Path, nodes: LaunchConfig, grace_s: float = 20.0
-) -> tuple[int, str]:
-    """Run the job file ``job`` on this node's ranks, once the other nodes have arrived, until all ranks have ended.
+def run_ranks(job: AnyJob, handover: Path, nodes: LaunchConfig, grace_s: float = 20.0) -> tuple[int, str]:
+    """Run ``job`` on this node's ranks, once the other nodes have arrived, until all ranks have ended.
 
     If ranks report a user error, the first one's message is printed and returned with the exit code.
 
     Args:
-        task: What the ranks do.
-        job: Job file. Ranks leave their messages and positions in its directory.
+        job: What the ranks do.
+        handover: Directory for the job file. Ranks leave their messages and positions there.
         nodes: Nodes and ranks, and where they meet.
         grace_s: Seconds that ranks have to end after a signal.
 
@@ -43,17 +42,30 @@ def run_ranks(
         KeyboardInterrupt: If a signal stopped this process.
     """
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(grace_s) + _ENDING_S)
-    code, fate = _run_ranks(task, job, nodes, grace_s)
+    path = handover / f"{task_of(job)}.json"
+    write_job(job, path)
+    code, fate = _run_ranks(path, nodes, grace_s)
     if code:
-        fate, code = refusal_in(job.parent) or (fate, code)
+        fate, code = refusal_in(handover) or (fate, code)
     if code == 2:
         print(f"error: {fate}", file=sys.stderr)
     return code, fate
 
 
-def _run_ranks(
-    task: Literal["train", "eval", "doctor"], job: Path, nodes: LaunchConfig, grace_s: float
-) -> tuple[int, str]:
+def task_of(job: AnyJob) -> Literal["train", "eval", "doctor"]:
+    """Return the name of the task that ``job`` is, after which its file is named."""
+    match job:
+        case Job():
+            return "train"
+        case Evaluation():
+            return "eval"
+        case DoctorJob():
+            return "doctor"
+        case _:
+            assert_never(job)
+
+
+def _run_ranks(job: Path, nodes: LaunchConfig, grace_s: float) -> tuple[int, str]:
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -81,7 +93,7 @@ def _run_ranks(
     )
     if os.environ.get("TORCH_CPP_LOG_LEVEL") == "FATAL":  # set by our command line for launchers
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    torchrun.training_script_args = [task, str(job), str(nodes.patience_s)]
+    torchrun.training_script_args = [str(job), str(nodes.patience_s)]
     try:
         run(torchrun)
     except ChildFailedError as error:

@@ -18,7 +18,7 @@ from imagenet_fast.metrics.event import MetricLogger
 from imagenet_fast.metrics.json_io import to_json
 from imagenet_fast.metrics.jsonl import JsonLines
 from imagenet_fast.metrics.mllog import MLLog
-from imagenet_fast.recipe.job import Job
+from imagenet_fast.recipe.job import Job, write_job
 from imagenet_fast.recipe.load import to_toml
 
 
@@ -53,7 +53,7 @@ def _open_on_first(job: Job, world: DistContext, run_s: Callable[[], float], res
 
     job.folder.mkdir(parents=True, exist_ok=True)
     (job.folder / "outcome.json").unlink(missing_ok=True)
-    job.write(job.folder / "job.json")
+    write_job(job, job.folder / "job.json")
     (job.folder / "recipe.toml").write_text(to_toml(job.recipe), encoding="utf-8")
     (job.folder / "environment.json").write_text(to_json(environment(job, world), indent=2) + "\n", encoding="utf-8")
     return MetricLogger(

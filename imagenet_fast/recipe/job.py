@@ -1,6 +1,6 @@
-"""One training run: all settings that ranks need, fixed once.
+"""Jobs: what ranks are given to do, with every setting that they need, fixed once.
 
-The command line is parsed in one place, and every rank trains what is recorded here.
+The command line is parsed in one place. Every rank then does what the job says, which it reads from a JSON file.
 """
 
 from __future__ import annotations
@@ -8,16 +8,18 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
 
 from imagenet_fast.atomic_io import atomic_write_text
 from imagenet_fast.recipe.batching import Batching
-from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.recipe.schema import Recipe, Timeout
 
 
 @dataclass(frozen=True)
 class Job:
-    """The recipe that every rank trains, with the directories and options of one run."""
+    """A training run: the recipe, and the directories and options of the run."""
 
     name: str
     """The recipe's name."""
@@ -57,46 +59,71 @@ class Job:
             **goes_on,
         }
 
-    def write(self, path: Path) -> None:
-        """Write the job to ``path`` as JSON, atomically, so that a reader never sees half of it."""
-        table = {
-            "name": self.name,
-            "recipe": recipe_tables(self.recipe),
-            "batching": vars(self.batching),
-            "data": str(self.data) if self.data is not None else None,
-            "folder": str(self.folder),
-            "note": self.note,
-            "trace": self.trace,
-            "init_from": str(self.init_from) if self.init_from is not None else None,
-            "fresh_head": self.fresh_head,
-            "resume": self.resume,
-            "command": self.command,
-            "elastic": self.elastic,
-        }
-        atomic_write_text(path, json.dumps(table, indent=2, allow_nan=False) + "\n")
+
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluation of given weights.
+
+    Only the model, the images and the precision of the recipe are used.
+    """
+
+    name: str
+    """The recipe's name."""
+    recipe: Recipe
+    batching: Batching
+    weights: Path
+    """A weights file, a run directory, or one checkpoint of a run (RUN@WHICH). Rank 0 reads it."""
+    data: Path | None
+    """The image directory; None for synthetic images."""
+    report: Path | None = None
+    """The file to which rank 0 writes the result as JSON; None: no file."""
+
+    def agreed(self) -> dict[str, Any]:
+        """Return the settings that must be equal on all nodes.
+
+        Directories are left out: each node may keep data elsewhere.
+        """
+        ranks = {"all ranks": self.batching.ranks, "micro-batch": self.batching.micro_batch}
+        return {"recipe": self.name, **recipe_tables(self.recipe), **ranks, "--weights": self.weights.name}
 
 
-def read_job(path: Path) -> Job:
-    """Read what ``Job.write`` wrote.
+@dataclass(frozen=True)
+class DoctorJob:
+    """A check of the nodes that are to train."""
 
-    Files of earlier versions, which lack some of the fields, are accepted: missing fields have their defaults.
+    data: Path | None
+    """The image directory; None: no images are looked at."""
+    out: Path
+    """The directory of runs."""
+    timeout: Timeout
+
+
+AnyJob = Job | Evaluation | DoctorJob
+J = TypeVar("J", Job, Evaluation, DoctorJob)
+
+
+def write_job(job: AnyJob, path: Path) -> None:
+    """Write ``job`` to ``path`` as JSON, atomically, so that a reader never sees half of it."""
+    table = TypeAdapter(type(job)).dump_python(job, mode="json")
+    if not isinstance(job, DoctorJob):
+        table["recipe"] = recipe_tables(job.recipe)
+    atomic_write_text(path, json.dumps(table, indent=2, allow_nan=False) + "\n")
+
+
+def read_job(path: Path, kind: type[J]) -> J:
+    """Read a job of type ``kind`` that ``write_job`` wrote.
+
+    Fields that a file of an earlier version lacks have their defaults.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is damaged, or of another kind.
     """
     table = json.loads(path.read_text(encoding="utf-8"))
-    init_from = table.get("init_from")
-    return Job(
-        table["name"],
-        Recipe.model_validate_json(json.dumps(table["recipe"])),
-        Batching(**table["batching"]),
-        Path(table["data"]) if table["data"] is not None else None,
-        Path(table["folder"]),
-        table["note"],
-        table["trace"],
-        Path(init_from) if init_from is not None else None,
-        table.get("fresh_head", False),
-        table.get("resume", False),
-        tuple(table["command"]),
-        table.get("elastic", False),
-    )
+    if isinstance(table, dict) and "recipe" in table:
+        table["recipe"] = Recipe.model_validate_json(json.dumps(table["recipe"]))  # lists are tuples in JSON only
+    job: J = TypeAdapter(kind).validate_python(table)
+    return job
 
 
 def recipe_tables(recipe: Recipe) -> dict[str, Any]:

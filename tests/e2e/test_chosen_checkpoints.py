@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from imagenet_fast.checkpoint import CheckpointWriter, open_checkpoint
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.report import FINAL_WEIGHTS, split_checkpoint
-from imagenet_fast.recipe.job import read_job
+from imagenet_fast.recipe.job import Job, read_job
 from imagenet_fast.training.init_weights import chosen_checkpoint, given_weights
 from tests.checkpoint.trees import ALONE, saved, stamp
 from tests.e2e.command import events_of, imagenet_fast, in_process
@@ -109,7 +109,7 @@ def test_a_run_starts_from_a_checkpoint_and_records_which(trained: Path, tmp_pat
     words = ("train", "--recipe", "smoke", *settings, "--nproc", "1", "--init-from", f"{trained}@step-2")
     done = imagenet_fast(*words, "--out", str(tmp_path / "next"), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert read_job(tmp_path / "next" / "job.json").init_from == Path(f"{trained}@step-2")
+    assert read_job(tmp_path / "next" / "job.json", Job).init_from == Path(f"{trained}@step-2")
     final = load_file(tmp_path / "next" / FINAL_WEIGHTS)
     assert torch.equal(final["conv1.weight"], given_weights(Path(f"{trained}@step-2")).tensors["conv1.weight"])
 

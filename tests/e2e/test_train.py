@@ -28,7 +28,7 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.launch.rendezvous import meet
 from imagenet_fast.metrics import RunResult
 from imagenet_fast.recipe.batching import Batching
-from imagenet_fast.recipe.job import read_job
+from imagenet_fast.recipe.job import Job, read_job
 from imagenet_fast.training.precision import autocast
 from tests.e2e.command import COMMAND, environment, events_of, imagenet_fast, outcome_of, wait_for
 
@@ -162,7 +162,7 @@ def test_final_weights_of_a_divided_model_are_whole(
         convolutions, activations = 2_469_696 + 40_970, 4 * 2 * (9216 + 4096) * 4
         sent = 2 * convolutions + activations
         assert outcome_of(run)["sent_bytes_per_step"] == pytest.approx(sent, rel=0.01)
-    job = read_job(run / "job.json")
+    job = read_job(run / "job.json", Job)
     model = alexnet(num_classes=10)
     model.load_state_dict(load_file(run / "checkpoints" / "final.safetensors"))
     images = build_loaders(job.recipe.data, None, Batching(1, 8, 1), 0, 2, torch.device("cpu"), job.recipe.seed)

@@ -59,7 +59,7 @@ def test_what_a_run_started_from_is_on_its_record(started: tuple[Path, str]):
     note = f"; starts from {folder.parent / 'r.pth'} with a fresh last layer"
     assert note in printed
     assert note in events_of(folder, "run")[0]["note"]
-    job = read_job(folder / "job.json")
+    job = read_job(folder / "job.json", Job)
     assert (job.init_from, job.fresh_head) == (folder.parent / "r.pth", True)
 
 

@@ -8,8 +8,7 @@ import os
 from pathlib import Path
 
 from imagenet_fast.recipe.batching import Batching
-from imagenet_fast.recipe.evaluating import Evaluation, read_evaluation
-from imagenet_fast.recipe.job import Job, read_job
+from imagenet_fast.recipe.job import Evaluation, Job, read_job, write_job
 from imagenet_fast.recipe.load import parse_recipe
 from tests.conftest import tables
 
@@ -24,17 +23,17 @@ def test_a_job_is_read_back_as_it_was_written(tmp_path: Path):
             "test", RECIPE, Batching(3, 5, 2), STRANGE, tmp_path, "a note", True, init_from, fresh, fresh, ("a", "b"),
             fresh,
         )  # fmt: skip
-        job.write(tmp_path / "job.json")
-        assert read_job(tmp_path / "job.json") == job
+        write_job(job, tmp_path / "job.json")
+        assert read_job(tmp_path / "job.json", Job) == job
 
 
 def test_a_job_from_before_runs_could_start_from_weights_is_read_too(tmp_path: Path):
     job = Job("test", RECIPE, Batching(3, 5, 2), None, tmp_path)
-    job.write(tmp_path / "job.json")
+    write_job(job, tmp_path / "job.json")
     table = json.loads((tmp_path / "job.json").read_text())
     del table["init_from"], table["fresh_head"], table["resume"], table["elastic"]
     (tmp_path / "job.json").write_text(json.dumps(table))
-    assert read_job(tmp_path / "job.json") == job
+    assert read_job(tmp_path / "job.json", Job) == job
 
 
 def test_nodes_that_start_from_different_weights_disagree(tmp_path: Path):
@@ -49,5 +48,5 @@ def test_nodes_that_start_from_different_weights_disagree(tmp_path: Path):
 def test_an_evaluation_is_read_back_as_it_was_written(tmp_path: Path):
     for data, report in ((None, None), (STRANGE, STRANGE)):
         evaluation = Evaluation("test", RECIPE, Batching(3, 5, 1), STRANGE, data, report)
-        evaluation.write(tmp_path / "evaluation.json")
-        assert read_evaluation(tmp_path / "evaluation.json") == evaluation
+        write_job(evaluation, tmp_path / "evaluation.json")
+        assert read_job(tmp_path / "evaluation.json", Evaluation) == evaluation

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from imagenet_fast.launch.job_setup import recipe_to_train
 from imagenet_fast.recipe.batching import split_batch
-from imagenet_fast.recipe.job import Job, read_job, recipe_tables
+from imagenet_fast.recipe.job import Job, read_job, recipe_tables, write_job
 from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_recipe, to_toml
 from imagenet_fast.recipe.resume_compat import differences
 from imagenet_fast.recipe.schema import Lars
@@ -35,7 +35,7 @@ def test_a_run_from_before_biases_could_be_scaled_goes_on_with_plain_ones(tmp_pa
     """By its own recipe. The shipped one, which scales them now, is refused with the key."""
     overrides = ("ranks=8", "data={loader='synthetic', image_size=227, classes=10, train_images=8192, val_images=1}")
     shipped = load_recipe(find_recipe("alexnet-8gpu"), overrides=overrides)
-    Job("alexnet-8gpu", shipped, split_batch(shipped, 8), None, tmp_path).write(tmp_path / "job.json")
+    write_job(Job("alexnet-8gpu", shipped, split_batch(shipped, 8), None, tmp_path), tmp_path / "job.json")
     (tmp_path / "recipe.toml").write_text(to_toml(shipped))
     for path, line in (
         (tmp_path / "job.json", r',\s+"biases": "scaled"'),
@@ -44,7 +44,7 @@ def test_a_run_from_before_biases_could_be_scaled_goes_on_with_plain_ones(tmp_pa
         text, found = re.subn(line, "", path.read_text())
         assert found == 1
         path.write_text(text)
-    begun = read_job(tmp_path / "job.json").recipe
+    begun = read_job(tmp_path / "job.json", Job).recipe
     _, resumed, _ = recipe_to_train(None, tmp_path, None, (), None)
     for recipe in (begun, resumed):
         assert isinstance(recipe.optim, Lars)
