@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from imagenet_fast.distributed.nic_counters import sent_bytes as sent_by
+from imagenet_fast.distributed.network_interfaces import sent_bytes as sent_by
 from imagenet_fast.errors import UserError
 
 _CLONE_NEWNET = 0x40000000

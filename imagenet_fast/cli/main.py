@@ -45,8 +45,7 @@ app.add_typer(launch_app, name="launch")
 
 def entry() -> None:
     """Run the command line as the installed console script."""
-    from imagenet_fast.launch.fast_exit import leave
-    from imagenet_fast.launch.stdio import keep_printing, refuse_if_lost
+    from imagenet_fast.launch.stdio import keep_printing, leave, refuse_if_lost
 
     keep_printing()
     try:

@@ -17,8 +17,7 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
 from imagenet_fast.distributed.forkserver import end_with_parent
 from imagenet_fast.distributed.rank_info import RankInfo, rank_info_from_env
 from imagenet_fast.errors import JobAborted, UserError, exit_with_error, leave_refusals_in
-from imagenet_fast.launch.fast_exit import leave
-from imagenet_fast.launch.stdio import keep_printing, refuse_if_lost
+from imagenet_fast.launch.stdio import keep_printing, leave, refuse_if_lost
 
 _FINAL = "final"
 """File next to the job: the ranks reported a user error after they had met.

@@ -15,9 +15,9 @@ from imagenet_fast.doctor.cluster_checks import gather_results
 from imagenet_fast.doctor.host_checks import examine
 from imagenet_fast.doctor.loader_check import try_loaders
 from imagenet_fast.doctor.report import CheckResult
+from imagenet_fast.launch.launcher import run_ranks
 from imagenet_fast.launch.rendezvous import LaunchConfig
 from imagenet_fast.launch.signals import end_on_signals, interrupt_on_signals
-from imagenet_fast.launch.torchrun import run_ranks
 from imagenet_fast.recipe.job import DoctorJob
 
 _FINDINGS = "findings.json"

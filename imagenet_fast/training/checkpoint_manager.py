@@ -9,9 +9,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from imagenet_fast.checkpoint import CheckpointWriter, NotSaved, Stamp
 from imagenet_fast.data.fingerprint import Contents
-from imagenet_fast.distributed.async_any import AsyncAnyReduce
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
+from imagenet_fast.distributed.reductions import AsyncAnyReduce
 from imagenet_fast.errors import JobAborted, warn
 from imagenet_fast.recipe.job import Job, recipe_tables
 from imagenet_fast.recipe.resume_compat import digest

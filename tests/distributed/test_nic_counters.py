@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from imagenet_fast.distributed.nic_counters import link_bytes, sent_bytes
+from imagenet_fast.distributed.network_interfaces import link_bytes, sent_bytes
 from imagenet_fast.distributed.rank_info import RankInfo
 
 

@@ -14,7 +14,7 @@ from tests.faults.jobs import SMALL, Running, start, start_any, train
 
 pytestmark = pytest.mark.long
 
-LONG_EVALUATIONS = (*SMALL, "--set", "data.val_images=700", "--set", "sync.threshold_mb=4")
+LONG_EVALUATIONS = (*SMALL, "--set", "data.val_images=2100", "--set", "sync.threshold_mb=4")
 
 
 def log_of(running: Running) -> str:
@@ -51,10 +51,10 @@ def test_a_stop_in_an_evaluation_drops_it_and_the_run_ends_with_the_same_bits(tm
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_stop_at_the_start_says_that_nothing_is_lost_and_is_gone_on_from(number: signal.Signals, tmp_path: Path):
     choice = random.Random(number)
-    for attempt in range(4):
+    for attempt in range(2):
         running = start(tmp_path / "run")
         wait_for(lambda running=running: bool(running.ranks))
-        time.sleep(2 * attempt + choice.random())
+        time.sleep(4 * attempt + 3 * choice.random())
         before = running.step
         running.command.send_signal(number)
         code = running.ended(60)
