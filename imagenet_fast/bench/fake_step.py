@@ -81,8 +81,8 @@ class CountedStep:
         self._gradients = {p: torch.empty_like(p) for p in [*self._model.parameters(), *self._alone.parameters()]}
         self._x = torch.zeros(1)
         self._calls: list[Call] = []
-        self._pool = pool = GradientPool(self._model, ranks_per_node=ranks_per_node)
-        pool.topology = _Noting(ranks_per_node, self._calls if noting else None)
+        noted = _Noting(ranks_per_node, self._calls if noting else None)
+        self._pool = pool = GradientPool(self._model, topology=noted)
         pool.order([span.name for span in pool.spans])  # fixed: ranks without values can't agree on another order
         self._travelling = settings.travelling
         wire = wire_dtype(settings.wire)

@@ -47,17 +47,15 @@ def record_profile(recipe: Recipe, device: torch.device, steps: int) -> Profile:
             loss = nn.functional.cross_entropy(model(images), labels)
         loss.backward()
 
-    slots = slots_of({name: param for name, param in model.named_parameters() if param.requires_grad}, model)
-    arrived: dict[nn.Parameter, None] = {}  # an ordered set
-    hooks = [slot.param.register_post_accumulate_grad_hook(arrived.setdefault) for slot in slots]
+    slots = {slot.param: slot for slot in slots_of(dict(model.named_parameters()), model) if slot.param.requires_grad}
+    order: list[ParamSlot] = []  # in which backward reaches them
+    hooks = [p.register_post_accumulate_grad_hook(lambda param: order.append(slots[param])) for p in slots]
     step()
     for hook in hooks:
         hook.remove()
-    order = list(map(id, arrived))
-    slots.sort(key=lambda slot: order.index(id(slot.param)))
-    timer = LayerTimer(model, slots, Topology(device), layers=True, steps=steps)
-    for slot in slots:
-        slot.param.register_post_accumulate_grad_hook(lambda _: timer.gradient_ready())
+    timer = LayerTimer(model, order, Topology(device), layers=True, steps=steps)
+    for param in slots:
+        param.register_post_accumulate_grad_hook(lambda _: timer.gradient_ready())
     while not timer.complete:
         step()
         timer.finish()
@@ -65,7 +63,7 @@ def record_profile(recipe: Recipe, device: torch.device, steps: int) -> Profile:
     processor = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
     where = f"{processor} ({platform.machine()}), torch {torch.__version__}"
     source = f"recorded by `imagenet-fast bench profile`: {what}, {where}"
-    return Profile(recipe.model.kind, source, _layers(model, slots, timer.recorded()))
+    return Profile(recipe.model.kind, source, _layers(model, order, timer.recorded()))
 
 
 def _layers(model: nn.Module, slots: list[ParamSlot], steps: list[Timing]) -> tuple[Layer, ...]:

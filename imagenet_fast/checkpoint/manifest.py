@@ -22,6 +22,17 @@ def part_name(rank: int) -> str:
     return f"rank-{rank:05}.safetensors"
 
 
+class FileSum(Table):
+    """Expected size of a file in bytes, and its CRC-32 in hexadecimal.
+
+    CRC-32 takes a third of the time of blake2b, and every processor computes it fast. That matters because the thread
+    may take this time from image decoding. It is meant to find disk faults, not tampering.
+    """
+
+    size: NonNegativeInt
+    crc32: str
+
+
 class CorruptCheckpoint(Exception):
     """A checkpoint is not whole; the message is the name of the file and what is wrong with it."""
 
@@ -115,17 +126,6 @@ def read_manifest(folder: Path) -> Manifest:
     if manifest.crc32 != manifest._sum():
         raise CorruptCheckpoint(path, "disagrees with its own checksum")
     return manifest
-
-
-class FileSum(Table):
-    """Expected size of a file in bytes, and its CRC-32 in hexadecimal.
-
-    CRC-32 takes a third of the time of blake2b, and every processor computes it fast. That matters because the thread
-    may take this time from image decoding. It is meant to find disk faults, not tampering.
-    """
-
-    size: NonNegativeInt
-    crc32: str
 
 
 def sum_of(chunks: Iterable[bytes | memoryview]) -> FileSum:

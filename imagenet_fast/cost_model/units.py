@@ -26,6 +26,14 @@ def size_text(size: int) -> str:
     return f"{size} B"
 
 
+def gigabytes(size: float) -> str:
+    """Return a size in bytes as text in GB, MB, kB (powers of 1000) or bytes."""
+    for unit, of in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= of:
+            return f"{size / of:.1f} {unit}"
+    return f"{size:.0f} bytes"
+
+
 def exact_size(size: int) -> str:
     """Return a size as text that ``parse_size`` reads back, exact to the byte."""
     unit = next(unit for unit in ("G", "M", "K", "") if size % UNITS[unit] == 0)

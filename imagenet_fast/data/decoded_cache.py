@@ -24,6 +24,7 @@ import cv2
 import numpy as np
 from PIL import Image
 
+from imagenet_fast.cost_model.units import gigabytes
 from imagenet_fast.data.decode import PIL_REFUSES, ImageDecodeError, Pixels, decode
 from imagenet_fast.data.format_detection import open_training, open_validation
 from imagenet_fast.data.image_source import ImageSource
@@ -53,6 +54,8 @@ _COMPARED = 16
 """Number of cached images that are decoded again and compared when a cache is opened."""
 _SYNC_S = 60.0
 _SPARE = 1.02
+
+_AT_ONCE = 64  # images per job: to schedule each by itself would take as long as to decode it
 
 
 def pixels_of(images: ImageSource, order: Order, data: ImageData) -> Callable[[int], Pixels]:
@@ -286,10 +289,10 @@ def _check_room(folder: Path, images: ImageSource, side: int) -> int:
         fitting = next((less for less in range(side or 1024, 0, -16) if taken(less) <= free), 0)
         instead = f", which would do for a data.cache_side of {fitting}" if fitting else ""
         raise UserError(
-            f"{of}take about {_gigabytes(needed)} in {folder}, and its disk has {_gigabytes(free)} free{instead}; "
+            f"{of}take about {gigabytes(needed)} in {folder}, and its disk has {gigabytes(free)} free{instead}; "
             "free some, or give another data.cache"
         )
-    print(f"{of}will take about {_gigabytes(needed)} in {folder}; {_gigabytes(free)} are free", file=sys.stderr)
+    print(f"{of}will take about {gigabytes(needed)} in {folder}; {gigabytes(free)} are free", file=sys.stderr)
     return needed
 
 
@@ -308,20 +311,9 @@ def _settle(cache: Cache, bytes_expected: int) -> None:
         free, needed = shutil.disk_usage(cache.folder).free, bytes_expected * missing // images
         if needed > free and os.environ.get("LOCAL_RANK", "0") == "0":
             warn(
-                f"{cache.folder} lacks {missing} of {images} images, about {_gigabytes(needed)}, and its "
-                f"disk has {_gigabytes(free)} free; some will be decoded in every epoch"
+                f"{cache.folder} lacks {missing} of {images} images, about {gigabytes(needed)}, and its "
+                f"disk has {gigabytes(free)} free; some will be decoded in every epoch"
             )
-
-
-def _gigabytes(size: float) -> str:
-    """Format a number of bytes in GB, MB, kB or bytes."""
-    for unit, of in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= of:
-            return f"{size / of:.1f} {unit}"
-    return f"{size:.0f} bytes"
-
-
-_AT_ONCE = 64  # images per job: to schedule each by itself would take as long as to decode it
 
 
 def fill_caches(data: Path, out: Path, side: int, threads: int) -> None:

@@ -31,6 +31,8 @@ Batch = tuple[Tensor, Tensor]
 _LOOKED_AT = 50
 """Number of images whose sizes are read, to estimate the mean of all."""
 
+_BANK = 256  # number of different images of a synthetic loader; image i is image i modulo this
+
 
 class Loader(Protocol):
     """Endless batches on the device: images uint8 [n, 3, S, S] in channels_last memory, labels int64 [n]."""
@@ -220,9 +222,6 @@ def supply_of(data: ImageData, root: Path, cores: int, device: torch.device) -> 
         short_side = fmean(sides) if sides else None
     gpu = device.type == "cuda"
     return InputPipeline(data, gpu, cores, dali_loader.is_installed(), short_side, root, cache_dir())
-
-
-_BANK = 256  # number of different images; image i is image i modulo this
 
 
 class SyntheticLoader:

@@ -25,6 +25,12 @@ OwnLoader = Literal["folder", "dali"]
 _WARM_BATCHES = 6
 """Batches taken before the measurement: more than any loader has ready before the first is asked for."""
 
+_WIDTH, _HEIGHT = 500, 375
+_WIDEST = 560
+"""Largest width in pixels of a part cut from a photo, which is 640 wide."""
+
+_QUALITIES = (90, 96)
+
 
 def training_batches(
     loader: OwnLoader, images: ImageSource, image_size: int, batch: int, threads: int, device: torch.device
@@ -98,13 +104,6 @@ def _processor_s() -> float:
     """Return the CPU seconds used so far by this process and the processes it has started."""
     others = psutil.Process().children(recursive=True)
     return time.process_time() + sum(sum(process.cpu_times()[:2]) for process in others)
-
-
-_WIDTH, _HEIGHT = 500, 375
-_WIDEST = 560
-"""Largest width in pixels of a part cut from a photo, which is 640 wide."""
-
-_QUALITIES = (90, 96)
 
 
 def make_photos(root: Path, count: int) -> str:

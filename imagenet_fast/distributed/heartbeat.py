@@ -8,7 +8,6 @@ that was killed or stopped is known.
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -17,6 +16,7 @@ from typing import Literal
 
 from torch._C._distributed_c10d import Store
 
+from imagenet_fast.atomic_io import atomic_write_text
 from imagenet_fast.distributed.rank_info import ranges
 
 Phase = Literal["start", "data", "forward", "backward", "sync", "update", "record", "evaluation", "checkpoint"]
@@ -93,10 +93,8 @@ def publish(store: Store, rank: int, whereabouts: Heartbeat, folder: Path | None
     """Publish a position in ``store`` for other ranks, and in ``folder``, if given, for this node's launcher."""
     text = json.dumps(asdict(whereabouts))
     if folder is not None:
-        partial = folder / f".whereabouts.{uuid.uuid4().hex}.json"
         with suppress(OSError):  # the launcher has ended
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(_file(folder, rank))
+            atomic_write_text(_file(folder, rank), text, shared=True)
     store.set(f"whereabouts/{rank}", text)
 
 

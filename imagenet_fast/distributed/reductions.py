@@ -1,4 +1,4 @@
-"""Collectives for values that all ranks share: initial weights, batch-norm statistics, sums, rows, errors."""
+"""Collectives for values that all ranks share: initial weights, batch-norm statistics, sums, rows, errors, votes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
+
+_EVERY_S = 0.2  # between two votes, whatever a step takes
+_MOST_STEPS = 1000
 
 
 def broadcast_model(model: nn.Module) -> None:
@@ -78,10 +81,6 @@ def broadcast_error(refusal: str, device: torch.device) -> str:
 def _scatter(flat: Tensor, tensors: list[Tensor]) -> None:
     for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(piece.view(tensor.shape))
-
-
-_EVERY_S = 0.2  # between two votes, whatever a step takes
-_MOST_STEPS = 1000
 
 
 class AsyncAnyReduce:

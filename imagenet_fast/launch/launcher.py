@@ -1,4 +1,4 @@
-"""Launch a training run or an evaluation on ranks of this node and others, and report how it ended."""
+"""Launch a run or an evaluation by torchrun, on ranks of this node and others, and report how it ended."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ _KILLED = (
     f"{STOPPED_WORDS}, and its ranks were killed before they had saved; the same command with --resume auto goes on "
     "from the last checkpoint"
 )
+
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torchrun forwards them to the ranks
+_LAST_CALL_S = 10  # how long the minimum number of nodes waits for more
+_SETTLING_S = 40  # on top of the grace time: other nodes' ranks end, and a lost node is noticed
+_ENDING_S = 10  # on top of the grace time: after it, ranks are killed
 
 
 def launch(job: Job, nodes: LaunchConfig) -> int:
@@ -95,12 +100,6 @@ def launch_evaluation(evaluation: Evaluation, nodes: LaunchConfig) -> int:
     if code and code != 2:  # 2: the rank's error is already printed
         print(f"failed: {fate}")
     return code if code in (0, 2) else 1
-
-
-_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torchrun forwards them to the ranks
-_LAST_CALL_S = 10  # how long the minimum number of nodes waits for more
-_SETTLING_S = 40  # on top of the grace time: other nodes' ranks end, and a lost node is noticed
-_ENDING_S = 10  # on top of the grace time: after it, ranks are killed
 
 
 def run_ranks(job: AnyJob, handover: Path, nodes: LaunchConfig, grace_s: float = 20.0) -> tuple[int, str]:

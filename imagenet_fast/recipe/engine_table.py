@@ -1,6 +1,7 @@
 """The keys that engines' ``[sync]`` tables share, and the properties that other modules query.
 
-No other module needs to know which engine it is, except the ``match`` that builds it (``sync/__init__.py``).
+No other module needs to know which engine it is, except the ``match`` that declares it and
+the one that builds it (``sync/engines.py``, ``sync/factory.py``).
 """
 
 from __future__ import annotations
@@ -36,13 +37,14 @@ Awaits = Literal["each", "backward", "read"]
 - ``read``: before the next forward reads a layer.
 """
 
-_AWAITS: dict[str, Awaits] = {"allreduce": "each", "hybrid": "read", "dear": "read"}  # others: "backward"
 Fusion = Bytes | Literal["auto"]
 """Size in MiB on the wire at which neighbouring gradients, fused into one bucket, are sent.
 
 0: each tensor by itself. ``inf``: no limit. ``auto``: the best size by the cost model for this network and model, both
 measured in the first steps; ``sparse`` has its own rule.
 """
+
+_AWAITS: dict[str, Awaits] = {"allreduce": "each", "hybrid": "read", "dear": "read"}  # others: "backward"
 
 
 def fusion_bytes(fusion: Fusion) -> float | None:

@@ -21,6 +21,8 @@ from torch._subclasses import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
+_REFUSED = "an update of this model is put off, which {} would make a part of its program; call pool.settle() before"
+
 
 class Hook:
     """A hook that copies and pickles of the model do not get."""
@@ -148,9 +150,6 @@ def _no_hook(*_: object) -> None:
 
 def _left_out() -> Callable[..., None]:
     return _no_hook
-
-
-_REFUSED = "an update of this model is put off, which {} would make a part of its program; call pool.settle() before"
 
 
 def settle_before_trace(settle: Callable[[], None], inputs: object) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from imagenet_fast.sync.comm_ops import AllReduceHandle
+from imagenet_fast.sync.comm_ops import done
 from imagenet_fast.sync.comm_stream import CommStats
 from imagenet_fast.sync.deferred_update import Update
 from imagenet_fast.sync.engine import SyncStats
@@ -171,8 +171,4 @@ class DdpPeer:
     def _count(self, message: int) -> None:
         ranks = dist.get_world_size()
         sent = 2 * (ranks - 1) * message // ranks  # as in a ring
-        self._stats.add("bucket", AllReduceHandle(_nothing, [CommStats(sent, sent)]))
-
-
-def _nothing() -> None:
-    """Return at once: DDP waits by itself."""
+        self._stats.add("bucket", done(CommStats(sent, sent)))  # DDP waits by itself

@@ -30,6 +30,9 @@ from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.param_slot import ParamSlot
 from imagenet_fast.sync.powersgd import PowerSGD
 
+DeclaredSettings = AllReduceSync | RingSync | LazySync | HybridSync | DearSync | SparseSync | PowerSgdSync | DdpSync
+"""The settings of engines that a declaration describes, exactly or for the cost model."""
+
 
 def allreduce(settings: AllReduceSync, wire: torch.dtype) -> Engine:
     """Declare the naive engine, the baseline: one all-reduce per layer after backward, one after another."""
@@ -112,9 +115,7 @@ def _faster(settings: HybridSync, itemsize: int, run: Bucket, network: NetworkPr
     return min((settings.small, settings.large), key=lambda name: network.seconds(name, message))
 
 
-def declare(
-    settings: AllReduceSync | RingSync | LazySync | HybridSync | DearSync | SparseSync | PowerSgdSync | DdpSync,
-) -> Engine:
+def declare(settings: DeclaredSettings) -> Engine:
     """Return the ``Engine`` that the settings stand for.
 
     ``Scheduler`` does not run sparse engines and DDP: for these, return the approximation that the cost model uses.
@@ -123,9 +124,7 @@ def declare(
     return replace(engine, bf16_steps=settings.bf16_steps) if isinstance(settings, CodingTable) else engine
 
 
-def _declare(
-    settings: AllReduceSync | RingSync | LazySync | HybridSync | DearSync | SparseSync | PowerSgdSync | DdpSync,
-) -> Engine:
+def _declare(settings: DeclaredSettings) -> Engine:
     wire = wire_dtype(settings.wire)
     match settings:
         case AllReduceSync():

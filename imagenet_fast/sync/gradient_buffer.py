@@ -16,6 +16,20 @@ from imagenet_fast.sync.topology import Topology
 
 _LINE = 16  # elements: slots start on 64-byte lines in fp32, which keeps the fast path of vectorised kernels
 
+_METADATA = frozenset({
+    *(getattr(Tensor, name).__get__ for name in (
+        "shape", "dtype", "device", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "requires_grad", "grad_fn",
+        "is_leaf", "ndim", "grad", "nbytes", "itemsize",
+    )),
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.storage_offset, Tensor.data_ptr, Tensor.element_size,
+    Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.__len__, Tensor.nelement,
+})  # fmt: skip
+"""The functions that are allowed: they do not depend on values."""
+
+
+_ZEROING = frozenset({Tensor.zero_, Tensor.requires_grad_, torch._foreach_zero_})
+"""The functions that ``zero_grad(set_to_none=False)`` of an optimizer or a module calls."""
+
 
 class GradientBuffer:
     """A flat buffer of gradients, and the views of it that ``p.grad`` holds."""
@@ -123,21 +137,6 @@ class GradientBuffer:
 def _dense_strides(param: nn.Parameter) -> tuple[int, ...]:
     """Return the parameter's strides; if it has gaps or overlaps in memory, those that a copy would have."""
     return torch.empty_like(param, device="meta").stride()
-
-
-_METADATA = frozenset({
-    *(getattr(Tensor, name).__get__ for name in (
-        "shape", "dtype", "device", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "requires_grad", "grad_fn",
-        "is_leaf", "ndim", "grad", "nbytes", "itemsize",
-    )),
-    Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.storage_offset, Tensor.data_ptr, Tensor.element_size,
-    Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.__len__, Tensor.nelement,
-})  # fmt: skip
-"""The functions that are allowed: they do not depend on values."""
-
-
-_ZEROING = frozenset({Tensor.zero_, Tensor.requires_grad_, torch._foreach_zero_})
-"""The functions that ``zero_grad(set_to_none=False)`` of an optimizer or a module calls."""
 
 
 class PendingGrad(Tensor):

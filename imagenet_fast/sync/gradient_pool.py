@@ -86,8 +86,8 @@ class GradientPool:
         self.model = model
         device = next(iter(trainable.values())).device
         self.topology = topology or Topology(device, group, ranks_per_node)
-        self._places = GradientBuffer(slots_of(trainable, model), self.topology.line)
-        self.reducer = Reducer(self._places, self.topology, model)
+        places = GradientBuffer(slots_of(trainable, model), self.topology.line)
+        self.reducer = Reducer(places, self.topology, model)
         loop_checks.register(self.reducer, trainable)
         self._hooks = [p.register_post_accumulate_grad_hook(self.reducer.on_gradient) for p in trainable.values()]
         if model is not None:
@@ -101,17 +101,17 @@ class GradientPool:
     @property
     def buffer(self) -> Tensor:
         """The buffer of all gradients, 1-D."""
-        return self._places.values
+        return self.reducer.places.values
 
     @property
     def spans(self) -> list[ParamSlot]:
         """The slots of the gradients, in the order in which they are pushed."""
-        return self._places.spans
+        return self.reducer.places.spans
 
     @property
     def line(self) -> int:
         """The number of elements of which the bounds of slots are multiples."""
-        return self._places.line
+        return self.reducer.places.line
 
     def attach(self, engine: SyncEngine) -> None:
         """Push the gradients of every later backward to ``engine``, and close the engine attached before.
@@ -251,7 +251,7 @@ class GradientPool:
             RuntimeError: The same optimizer has stepped already, with no backward since; or as for ``end_backward``.
         """
         assert self.reducer.engine is not None, "attach an engine before the first step"
-        loop_checks.check_optimizer(optimizer, self._places.span_of)
+        loop_checks.check_optimizer(optimizer, self.reducer.places.span_of)
         self.reducer.check_step(optimizer)
         if scaler is not None:
             stats = self.end_backward()
@@ -306,13 +306,13 @@ class GradientPool:
 
     def lengthen(self, multiple: int) -> None:
         """Pad the buffer's length to a multiple of ``multiple`` elements. Engines call it before their first step."""
-        self._places.multiple = multiple
+        self.reducer.places.multiple = multiple
         self.reducer.lay_out(self.spans)
 
     def align(self, elements: int) -> None:
         """Have slots begin and end on multiples of ``elements``. Engines call it before their first step."""
         if self.line % elements:
-            self._places.line = math.lcm(self.line, elements)
+            self.reducer.places.line = math.lcm(self.line, elements)
             self.reducer.lay_out(self.spans)
 
     def order(self, names: Collection[str]) -> None:
@@ -364,7 +364,7 @@ class GradientPool:
 
     def exchange_buffer(self, buffer: Tensor) -> Tensor:
         """Replace the buffer by another of the same layout, and return the old one. Engines call it before a step."""
-        return self._places.exchange(buffer)
+        return self.reducer.places.exchange(buffer)
 
     def close(self) -> None:
         """Carry out deferred updates, close the engine with its threads and process groups, and remove all hooks.
@@ -376,7 +376,7 @@ class GradientPool:
         users = sys.exc_info()[1]
         for hook in self._hooks:
             hook.remove()
-        loop_checks.forget(self.reducer, self._places.span_of)
+        loop_checks.forget(self.reducer, self.reducer.places.span_of)
         deferral, self.reducer.deferral = self.reducer.deferral, None
         engine, self.reducer.engine = self.reducer.engine, None
         try:

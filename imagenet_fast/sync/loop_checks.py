@@ -18,6 +18,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from imagenet_fast.sync.engine import SyncEngine
 from imagenet_fast.sync.param_slot import ParamSlot
 
+_POOL_OF: Any = WeakIdKeyDictionary()
+"""A weak reference to the pool of each parameter."""
+
 
 def named_parameters(
     parameters: nn.Module | Iterable[tuple[str, nn.Parameter]], model: nn.Module | None
@@ -102,10 +105,6 @@ def _uncompiled(model: nn.Module) -> nn.Module:
     """Return the module inside torch.compile's wrapper, which names the parameters differently."""
     inner = getattr(model, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else model
-
-
-_POOL_OF: Any = WeakIdKeyDictionary()
-"""A weak reference to the pool of each parameter."""
 
 
 def register(pool: object, named: Mapping[str, nn.Parameter]) -> None:

@@ -25,6 +25,10 @@ MD5 = {
 }
 """The md5 of each file, as image-net.org and torchvision publish them."""
 
+_META = "ILSVRC2012_devkit_t12/data/meta.mat"
+_TRUTH = "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt"
+_MOST = 64 << 20  # bytes of either file; each has less than 1 MiB
+
 
 def official_source(folder: Path) -> Source:
     """Return the source made of those of the three files that are in ``folder``.
@@ -88,11 +92,6 @@ def flat_classes(images: dict[str, list[SourceFile]]) -> list[SourceClass]:
         SourceClass("val", name, partial(list, files), sum(file.size for file in files))
         for name, files in images.items()
     ]
-
-
-_META = "ILSVRC2012_devkit_t12/data/meta.mat"
-_TRUTH = "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt"
-_MOST = 64 << 20  # bytes of either file; each has less than 1 MiB
 
 
 @dataclass(frozen=True)

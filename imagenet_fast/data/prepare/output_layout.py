@@ -1,4 +1,4 @@
-"""Assign images to shards.
+"""Divide the output into pieces that workers write: shards of images, or folders by class.
 
 It is decided which image goes into which shard before the first shard is written. So any worker may write any shard,
 and any shard may be written again.

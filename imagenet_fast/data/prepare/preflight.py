@@ -15,6 +15,7 @@ from pathlib import Path
 from rich.progress import Progress
 
 from imagenet_fast.atomic_io import atomic_write_text
+from imagenet_fast.cost_model.units import gigabytes
 from imagenet_fast.data.prepare.jpeg_resize import shrinking_ratio
 from imagenet_fast.data.prepare.source_files import SourceFile
 from imagenet_fast.data.prepare.staging_dir import Settings
@@ -22,6 +23,8 @@ from imagenet_fast.errors import UserError
 
 _SPARE = 1.02  # a file's last block is half empty, and folders take space too
 _SAMPLE_SPARE = 1.1
+
+_PIECE = 4 << 20  # bytes
 
 
 def check_space(
@@ -56,17 +59,6 @@ def check_space(
     room = os.statvfs(out)
     if room.f_files > 0 and room.f_favail < files:
         raise UserError(f"the disk of {out} has room for {room.f_favail} more files only (`df -i`); give another --out")
-
-
-def gigabytes(size: float) -> str:
-    """Return a size in bytes as text in GB, MB, kB (powers of 1000) or bytes."""
-    for unit, of in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= of:
-            return f"{size / of:.1f} {unit}"
-    return f"{size:.0f} bytes"
-
-
-_PIECE = 4 << 20  # bytes
 
 
 def check_archives(
