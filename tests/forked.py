@@ -11,6 +11,6 @@ import imagenet_fast.bench.comm_volume
 import imagenet_fast.bench.engines
 import imagenet_fast.data.prepare.prepare
 import imagenet_fast.parallel.pipeline_parallel
-import imagenet_fast.training.train_loop
+import imagenet_fast.training.trainer
 import tests.conftest
 import tests.spawning

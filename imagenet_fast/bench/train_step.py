@@ -37,9 +37,9 @@ from imagenet_fast.recipe.data_config import SyntheticData
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.schema import Float16, Precision, Recipe, Sgd
 from imagenet_fast.training.clock import Clock
+from imagenet_fast.training.init_weights import build_initial_model
 from imagenet_fast.training.optimizers import split_parameters
 from imagenet_fast.training.precision import autocast, forward_dtype, set_float32_math
-from imagenet_fast.training.train_loop import build_initial_model
 from imagenet_fast.training.train_step import TrainingStep, build_step
 
 Batches = Iterator[tuple[Tensor, Tensor]]
@@ -311,7 +311,7 @@ def _plain(recipe: Recipe, world: DistContext, gpus: int = 1) -> Loop:
     model = build_initial_model(recipe, recipe.data.classes, world)
     if recipe.compile:
         compile_blocks(model)
-    decayed, plain = split_parameters(model, recipe.optim)
+    decayed, plain = split_parameters(model)
     groups = [{"params": decayed, "weight_decay": recipe.optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.SGD(
         groups, lr=recipe.optim.lr, momentum=recipe.optim.momentum, nesterov=recipe.optim.nesterov, fused=True

@@ -34,7 +34,7 @@ class DistContext(RankInfo):
 
 
 @contextmanager
-def join(
+def init_distributed(
     place: RankInfo, agreed: Mapping[str, Any], patience: timedelta, timeout: Timeout | None = None,
     end: Callable[[str], None] = lambda sentence: None, traces: Path | None = None, left: Path | None = None,
     numa_binding: bool = True,
@@ -105,9 +105,9 @@ def prepare_device(local_rank: int, traces: Path | None = None) -> tuple[torch.d
     device = torch.device("cuda", local_rank if gpus > 1 else 0)  # srun may show each of its tasks only one GPU
     torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True
-    # What we send through this group is on the GPU, barriers too (`join` binds the group to its device). Its gloo
-    # serves a calling program that sends from the CPU; if not lazy, it would hold a socket to every rank for each
-    # group. So only NCCL tests the connections at the start.
+    # What we send through this group is on the GPU, barriers too (`init_distributed` binds the group to its device).
+    # Its gloo serves a calling program that sends from the CPU; if not lazy, it would hold a socket to every rank for
+    # each group. So only NCCL tests the connections at the start.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     record_flights(traces)
     return device, "cpu:gloo,cuda:nccl"

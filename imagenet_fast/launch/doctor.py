@@ -9,7 +9,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
-from imagenet_fast.distributed.init import join
+from imagenet_fast.distributed.init import init_distributed
 from imagenet_fast.distributed.rank_info import RankInfo, set_group_rank
 from imagenet_fast.doctor.cluster_checks import gather_results
 from imagenet_fast.doctor.host_checks import examine
@@ -62,7 +62,7 @@ def examine_as_rank(job: DoctorJob, place: RankInfo, patience_s: float, handover
     if place.is_local_main:
         own = examine(job.data, job.out, place.local_size, job.timeout)
         own += try_loaders(job.data, place.local_size)
-    with join(place, {}, timedelta(seconds=patience_s), job.timeout, left=handover) as world:
+    with init_distributed(place, {}, timedelta(seconds=patience_s), job.timeout, left=handover) as world:
         found = gather_results(own, world, socket.gethostname())
         if world.is_main:
             (handover / _FINDINGS).write_text(

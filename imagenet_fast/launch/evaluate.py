@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from imagenet_fast.data.loaders import open_validation
-from imagenet_fast.distributed.init import DistContext, join
+from imagenet_fast.distributed.init import DistContext, init_distributed
 from imagenet_fast.distributed.rank_info import RankInfo, set_group_rank
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.launch.signals import end_on_signals
@@ -20,9 +20,8 @@ from imagenet_fast.metrics.tables import compact_table
 from imagenet_fast.models import compile_blocks
 from imagenet_fast.recipe.job import Evaluation
 from imagenet_fast.training.evaluation import evaluate
-from imagenet_fast.training.init_weights import load_initial_weights
+from imagenet_fast.training.init_weights import build_initial_model, load_initial_weights
 from imagenet_fast.training.precision import autocast, forward_dtype, set_float32_math
-from imagenet_fast.training.train_loop import build_initial_model
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def evaluate_as_rank(evaluation: Evaluation, place: RankInfo, patience_s: float,
     set_group_rank(place)
     end_on_signals()
     recipe, patience = evaluation.recipe, timedelta(seconds=patience_s)
-    with join(
+    with init_distributed(
         place, evaluation.agreed(), patience, recipe.timeout, left=left, numa_binding=recipe.numa_binding
     ) as world:
         verdict = judge(evaluation, world)

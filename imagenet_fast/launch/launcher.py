@@ -15,13 +15,13 @@ from typing import Literal, assert_never
 from imagenet_fast.distributed.cpu_count import cores_per_rank
 from imagenet_fast.distributed.network_interfaces import Endpoint, route_to
 from imagenet_fast.errors import JobAborted, UserError, refusal_in
-from imagenet_fast.launch.exit_status import OPENED, TOLD
-from imagenet_fast.launch.job_setup import check_writable
 from imagenet_fast.launch.rendezvous import LaunchConfig, RendezvousInfo, meet
-from imagenet_fast.launch.run_lock import hold
 from imagenet_fast.launch.signals import interrupt_on_signals
 from imagenet_fast.metrics.run_result import NOTHING_LOST, STOPPED, STOPPED_WORDS, RunResult, read_outcome
 from imagenet_fast.recipe.job import AnyJob, DoctorJob, Evaluation, Job, write_job
+from imagenet_fast.training.exit_status import OPENED, TOLD
+from imagenet_fast.training.job_setup import check_writable
+from imagenet_fast.training.run_lock import hold
 
 _KILLED = (
     f"{STOPPED_WORDS}, and its ranks were killed before they had saved; the same command with --resume auto goes on "

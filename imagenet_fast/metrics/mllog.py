@@ -133,7 +133,7 @@ class MLLog:
             "event_type": kind,
             "key": key,
             "value": value,
-            "metadata": {"file": "imagenet_fast/training/train_loop.py", "lineno": 0, **metadata},
+            "metadata": {"file": "imagenet_fast/training/trainer.py", "lineno": 0, **metadata},
         }
         self._file.write(f":::MLLOG {to_json(entry)}\n")
 

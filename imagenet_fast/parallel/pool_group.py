@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
 from imagenet_fast.sync.comm_ops import done
 from imagenet_fast.sync.comm_stream import CommStats
@@ -38,6 +39,7 @@ class Pools:
         self._pools = pools
         self._largest = largest
         self._spent = spent
+        self._stats: SyncStats | None = None  # the cost of this step, once its last backward has ended
         self.found_inf: Tensor | None = None
         """1 if a gradient of the last step cannot be used on any rank, else 0; None without ``guard``."""
 
@@ -48,6 +50,7 @@ class Pools:
 
     def zero_grad(self) -> None:
         """Start a step."""
+        self._stats = None
         for pool in self._pools:
             pool.zero_grad()
 
@@ -65,13 +68,19 @@ class Pools:
             pool.set_loss_scale(scale)
 
     def end_backward(self) -> SyncStats:
-        """End the step's last backward, and return the cost of all pools and of the other traffic."""
+        """End the step's last backward, and return the cost of all pools and of the other traffic.
+
+        A second call in a step does nothing.
+        """
+        if self._stats is not None:
+            return self._stats
         stats = [self._spent(), *(pool.end_backward() for pool in self._pools)]
         found = [pool.found_inf for pool in self._pools if pool.found_inf is not None]
         self.found_inf = self._largest(torch.stack(found).amax(0)) if found else None
         exposed = Stopwatch(self._pools[0].buffer.device)
         exposed.blocks = [block for one in stats if one.exposed is not None for block in one.exposed.blocks]
-        return SyncStats(exposed, [transfer for one in stats for transfer in one.transfers], stats[-1].decision)
+        self._stats = SyncStats(exposed, [transfer for one in stats for transfer in one.transfers], stats[-1].decision)
+        return self._stats
 
     def update(self, apply: Update) -> None:
         """Have ``apply`` update the parameters of each pool, as ``GradientPool.update`` does.
@@ -81,6 +90,13 @@ class Pools:
         """
         for pool in self._pools:
             pool.update(apply)
+
+    def step(self, optimizer: Optimizer) -> SyncStats:
+        """End the step in every pool, as ``GradientPool.step`` does; one optimizer has the parameters of all."""
+        stats = self.end_backward()
+        for pool in self._pools:
+            pool.step(optimizer)
+        return stats
 
     def settle(self) -> None:
         """Carry out every deferred update."""

@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer
 
 from imagenet_fast.sync.comm_ops import done
 from imagenet_fast.sync.comm_stream import CommStats
@@ -69,6 +70,7 @@ class DdpPeer:
                 self._reduce = default_hooks.allreduce_hook
         self._wire = wire
         self._stats = SyncStats(None)
+        self._ended: SyncStats | None = None  # the cost of this step, once its last backward has ended
         self._order: list[str] = []  # parameter names in the order of their gradients, in the first step
         self._arrivals = [
             param.register_post_accumulate_grad_hook(partial(self._arrive, name))
@@ -90,7 +92,8 @@ class DdpPeer:
         self._guard = largest
 
     def zero_grad(self) -> None:
-        """Set all gradients to None."""
+        """Start a step: set all gradients to None."""
+        self._ended = None
         self.module.zero_grad(set_to_none=True)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -101,19 +104,30 @@ class DdpPeer:
         """Do nothing: DDP has no residual."""
 
     def end_backward(self) -> SyncStats:
-        """Return the step's statistics, and set ``found_inf`` if the means are guarded."""
+        """Return the step's statistics, and set ``found_inf`` if the means are guarded.
+
+        A second call in a step does nothing.
+        """
+        if self._ended is not None:
+            return self._ended
         for hook in self._arrivals:
             hook.remove()
-        stats, self._stats = self._stats, SyncStats(None)
+        self._ended, self._stats = self._stats, SyncStats(None)
         if self._guard is not None:
             means = [p.grad for p in self.module.parameters() if p.grad is not None]
             norms = torch._foreach_norm(means, math.inf) if means else [self._nothing]
             self.found_inf = (~(torch.stack(norms).max() <= self._guard)).float()
-        return stats
+        return self._ended
 
     def update(self, apply: Update) -> None:
         """Call ``apply`` with all trainable parameters."""
         apply([p for p in self.module.parameters() if p.requires_grad])
+
+    def step(self, optimizer: Optimizer) -> SyncStats:
+        """End the step: ``end_backward``, unless it was called, and then ``optimizer.step()``."""
+        stats = self.end_backward()
+        optimizer.step()
+        return stats
 
     def settle(self) -> None:
         """Do nothing: DDP defers no update."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
 from imagenet_fast.recipe.engine_table import Codes, CodingTable, EngineTable, PoolTable, Wire
 from imagenet_fast.recipe.sync_config import (
@@ -70,6 +71,10 @@ class GradientSync(Protocol):
 
     def update(self, apply: Update) -> None:
         """Have ``apply`` update the parameters, now or before each is read again."""
+        ...
+
+    def step(self, optimizer: Optimizer) -> SyncStats:
+        """End the step: ``end_backward``, unless it was called, and the optimizer's step on all parameters here."""
         ...
 
     def settle(self) -> None:

@@ -88,6 +88,7 @@ class GradientPool:
         self.topology = topology or Topology(device, group, ranks_per_node)
         places = GradientBuffer(slots_of(trainable, model), self.topology.line)
         self.reducer = Reducer(places, self.topology, model)
+        self._due: list[nn.Parameter] = []  # what the last update that was not deferred has updated
         loop_checks.register(self.reducer, trainable)
         self._hooks = [p.register_post_accumulate_grad_hook(self.reducer.on_gradient) for p in trainable.values()]
         if model is not None:
@@ -215,15 +216,18 @@ class GradientPool:
             at_once: Whether ``apply`` needs all gradients in one call. A deferring engine then waits for them here.
         """
         assert self.reducer.engine is not None
-        self.reducer.updated = True
+        again, self.reducer.updated = self.reducer.updated, True
         elements = self.reducer.engine.sent_slices()
         limited = apply if elements is None else partial(_apply_to, apply, elements)
         if self.reducer.means_here:
-            limited([span.param for span in self.spans if span.param.grad is not None])
+            if not (again and self.reducer.engine.sends_part):  # else no p.grad is left, as below
+                self._due = [span.param for span in self.spans if span.param.grad is not None]
+            limited(self._due)
         elif self.reducer.engine.defers and self.reducer.deferral is not None:
             self.reducer.deferral.update(limited, at_once)
         else:
-            limited(self.reducer.used(self.spans))
+            self._due = self.reducer.used(self.spans)
+            limited(self._due)
             self.reducer.means_here = True
         if self.reducer.engine.sends_part:  # a later backward must not add its gradients to the residual
             for span in self.spans:
@@ -247,12 +251,13 @@ class GradientPool:
 
         Raises:
             ValueError: The optimizer's step requires a closure; it has none of this pool's parameters, or one with a
-                gradient that is in no pool; or the engine sends only a part of the gradients.
+                gradient that is in no pool; or the engine sends only a part of the gradients, and the optimizer is not
+                one of ``imagenet_fast.training.optimizers``.
             RuntimeError: The same optimizer has stepped already, with no backward since; or as for ``end_backward``.
         """
         assert self.reducer.engine is not None, "attach an engine before the first step"
         loop_checks.check_optimizer(optimizer, self.reducer.places.span_of)
-        self.reducer.check_step(optimizer)
+        self.reducer.check_step(optimizer, scaler is not None)
         if scaler is not None:
             stats = self.end_backward()
             if not self.reducer.means_here:

@@ -18,28 +18,35 @@ from torch import Tensor, nn, optim
 from torch.optim import optimizer as torch_hooks
 from torch.optim.optimizer import Optimizer
 
+from imagenet_fast.sync.engine import Elements
+
 _ONE_BY_ONE: frozenset[type[Optimizer]] = frozenset({
     optim.SGD, optim.ASGD, optim.RMSprop, optim.Rprop, optim.Muon, optim.Adagrad, optim.Adadelta, optim.Adafactor,
     optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam,
 })  # fmt: skip
 """Optimisers that update each parameter from its own gradient and state."""
 
+_AMP_INPUTS = ("grad_scale", "found_inf")
+"""What ``torch.amp.GradScaler`` sets as attributes of an optimiser for one step."""
+
 _Settings = dict[str, Any]
 """A parameter group's settings by name, without its parameters."""
 
 
-def snapshot_step(optimizer: Optimizer) -> Callable[[list[nn.Parameter]], None]:
+def snapshot_step(optimizer: Optimizer) -> Callable[..., None]:
     """Return ``optimizer.step()`` with the hyper-parameters of this moment, for ``GradientPool.update``.
 
-    The schedule may be advanced at once: for ``lr_scheduler`` the step has been taken.
+    The schedule may be advanced at once: for ``lr_scheduler`` the step has been taken. The attributes ``grad_scale``
+    and ``found_inf``, which ``torch.amp.GradScaler`` sets, are hyper-parameters too.
 
     Args:
         optimizer: The optimiser.
 
     Returns:
         A function that updates the parameters in the list passed to it, in any order and over any number of calls, and
-        leaves all others alone. If ``needs_all``, it is ``optimizer.step()`` itself: it needs all parameters in one
-        call, before the schedule changes. It then raises RuntimeError if it gets only some of them.
+        leaves all others alone. A second argument becomes the optimiser's attribute ``elements`` meanwhile: the slices
+        of each parameter that it may update. If ``needs_all``, it is ``optimizer.step()`` itself: it needs all
+        parameters in one call, before the schedule changes. It then raises RuntimeError if it gets only some of them.
 
     Raises:
         ValueError: The optimiser's ``step`` requires a closure.
@@ -117,19 +124,21 @@ class _Parts:
         for number, group in enumerate(optimizer.param_groups):
             self._settings.append(_copies(group))
             self._group_of |= dict.fromkeys(group["params"], number)
+        self._inputs = {name: vars(optimizer)[name] for name in _AMP_INPUTS if name in vars(optimizer)}
         self._counts = type(optimizer) not in _ONE_BY_ONE
         self._numbers = _numbers(optimizer) if self._counts else {}
         self._begun = False
 
-    def __call__(self, params: list[nn.Parameter]) -> None:
+    def __call__(self, params: list[nn.Parameter], elements: Elements | None = None) -> None:
         due: dict[int, list[nn.Parameter]] = {}
         for param in params:
             if param in self._group_of:
                 due.setdefault(self._group_of[param], []).append(param)
         if not due:
             return
+        inputs = self._inputs if elements is None else {**self._inputs, "elements": elements}
         if not self._counts:
-            self._step([{**self._settings[number], "params": some} for number, some in due.items()])
+            self._step([{**self._settings[number], "params": some} for number, some in due.items()], inputs)
             return
         groups = self._optimizer.param_groups
         if not self._begun:  # a step sees every group, also one without a due parameter
@@ -139,7 +148,7 @@ class _Parts:
         vars(self._optimizer).update(self._numbers)
         shown = [{**_copies(self._settings[number]), "params": some} for number, some in due.items()]
         try:
-            self._step(shown)
+            self._step(shown, inputs)
             made = _numbers(self._optimizer)
         finally:
             vars(self._optimizer).update(since)
@@ -149,17 +158,19 @@ class _Parts:
             for number, group in zip(due, shown, strict=True):
                 _keep(self._settings[number], group, groups[number])
 
-    def _step(self, groups: list[_Settings]) -> None:
-        before = self._optimizer.param_groups
-        self._optimizer.param_groups = groups
-        kind = type(self._optimizer)
+    def _step(self, groups: list[_Settings], inputs: Mapping[str, Any]) -> None:
+        own, kind = vars(self._optimizer), type(self._optimizer)
+        before = {name: own[name] for name in ("param_groups", *inputs) if name in own}
+        own.update(inputs, param_groups=groups)
         try:
             # torch's wrapper of `step` names it in profiles, which we keep, and runs hooks, which we skip: there were
             # none when this step was taken, and those registered since are not for it.
             with torch.profiler.record_function(f"Optimizer.step#{kind.__name__}.step"):
                 inspect.unwrap(kind.step, stop=lambda step: not hasattr(step, "hooked"))(self._optimizer)
         finally:
-            self._optimizer.param_groups = before
+            for name in inputs.keys() - before.keys():
+                del own[name]
+            own.update(before)
 
 
 def _keep(before: _Settings, made: _Settings, kept: dict[str, Any]) -> None:

@@ -182,17 +182,22 @@ class Reducer:
                     span.param.grad = None if span in self._cancelled else view
         return self.stats
 
-    def check_step(self, optimizer: Optimizer) -> None:
+    def check_step(self, optimizer: Optimizer, scaled: bool) -> None:
         """Check that ``optimizer`` may step now.
 
+        Args:
+            optimizer: The optimizer.
+            scaled: Whether a ``GradScaler`` steps it, which needs all gradients.
+
         Raises:
-            ValueError: The engine sends only a part of the gradients.
+            ValueError: The engine sends only a part of the gradients, and the optimizer would apply all.
             RuntimeError: It has stepped already, with no backward since.
         """
-        if self.engine is not None and self.engine.sends_part:
+        if self.engine is not None and self.engine.sends_part and (scaled or not hasattr(optimizer, "elements")):
             raise ValueError(
-                "the engine sends a part of the gradients, and optimisers of torch would apply the rest as well: "
-                "take another engine, or pool.update() and an optimiser that takes the elements it may touch"
+                "the engine sends a part of the gradients, and "
+                + ("a GradScaler" if scaled else "optimisers of torch")
+                + " would apply the rest as well: take another engine, or imagenet_fast's LARS or SGD without a scaler"
             )
         if optimizer in self.stepped and not self.came_late:
             raise RuntimeError(

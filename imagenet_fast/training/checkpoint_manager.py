@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from imagenet_fast.checkpoint import CheckpointWriter, NotSaved, Stamp
+from imagenet_fast.checkpoint import CheckpointWriter, NotSaved, Stamp, expect_first
 from imagenet_fast.data.fingerprint import Contents
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import AsyncAnyReduce
-from imagenet_fast.errors import JobAborted, warn
+from imagenet_fast.errors import JobAborted, UserError, warn
 from imagenet_fast.recipe.job import Job, recipe_tables
 from imagenet_fast.recipe.resume_compat import digest
 from imagenet_fast.training.nonfinite import NonFiniteLoss
+from imagenet_fast.training.resume import common_folder
+from imagenet_fast.training.run_lock import CHECKPOINTS
 from imagenet_fast.training.state import TrainState
 
 _LOOK_S = 1.0  # seconds between two polls for another rank's request to stop
@@ -216,3 +220,42 @@ class CheckpointManager:
         about = {"recipe": recipe_tables(recipe), "images": self._images, "saved_at": time.time()}
         about |= {} if self._contents is None else {"data": self._contents}
         writer.save(stamp, about | state.shared(), own)
+
+
+@contextmanager
+def open_checkpoints(
+    job: Job, world: DistContext, images: int, ask_first: Callable[[], Callable[[], bool]], is_new: bool
+) -> Iterator[CheckpointManager]:
+    """Build the run's checkpoint manager for the block.
+
+    Args:
+        job: The run and its recipe.
+        world: This rank and its process group.
+        images: Number of training images.
+        ask_first: Called before the block, from when on a signal asks this rank to stop. Returns a function that tells
+            whether one has.
+        is_new: Whether the run starts without a checkpoint.
+
+    Yields:
+        The checkpoint manager. It saves nothing if not every node sees the run directory.
+
+    Raises:
+        UserError: If the job is elastic, and not every node sees the run directory.
+    """
+    root = common_folder(job.folder / CHECKPOINTS, world, make=True)
+    if world.is_main and is_new and root is not None:
+        with suppress(OSError):  # a full disk is reported when there is something to save
+            expect_first(root)
+    if root is None and job.elastic:
+        raise UserError(
+            f"not every node sees {job.folder}, where all go on when one leaves; give an --out that all of them share"
+        )
+    if root is None and world.is_main:
+        warn(
+            f"no checkpoints are written, since not every node sees {job.folder}; give an --out that all of them share"
+        )
+    store = dist.distributed_c10d._get_default_store()
+    with nullcontext() if root is None else CheckpointWriter(root, world, store, job.recipe.checkpoint.keep) as writer:
+        manager = CheckpointManager(job, world, writer, images, ask_first(), store.clone())
+        yield manager
+        manager.close()

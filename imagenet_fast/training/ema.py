@@ -26,8 +26,11 @@ class ModelEma:
         self._average_of = dict(zip(model.parameters(), self.module.parameters(), strict=True))
         self._begun: set[Tensor] = set()
 
-    def update(self, params: Iterable[nn.Parameter]) -> None:
-        """Update the average of ``params``, parameters of the model that have just been updated."""
+    def update(self, params: Iterable[nn.Parameter], elements: object = None) -> None:
+        """Update the average of ``params``, parameters of the model that have just been updated.
+
+        All their elements are averaged, also where an engine has sent only some ``elements``.
+        """
         self._follow((self._average_of[param], param) for param in params)
 
     def update_buffers(self) -> None:

@@ -1,27 +1,48 @@
-"""Load the weights that a run starts from or an evaluation uses; only rank 0 reads them."""
+"""Build the initial model, and load the weights that a run starts from or an evaluation uses."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from imagenet_fast.checkpoint import Checkpoint, best, newest, open_checkpoint
 from imagenet_fast.checkpoint.manifest import Manifest
 from imagenet_fast.checkpoint.retention import survey
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.reductions import broadcast_error
+from imagenet_fast.distributed.reductions import broadcast_error, broadcast_model
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.report import FINAL_WEIGHTS, is_checkpoint, split_checkpoint, weights_file
-from imagenet_fast.models.weights import Weights, fit, read_weights
-from imagenet_fast.recipe.schema import Model
+from imagenet_fast.models import build_model
+from imagenet_fast.models.weights import Weights, fill, fit, read_weights
+from imagenet_fast.recipe.schema import Model, Recipe
+
+
+def build_initial_model(recipe: Recipe, classes: int, world: DistContext, weights: Weights | None = None) -> nn.Module:
+    """Build the recipe's model on this rank's device, with rank 0's weights on every rank.
+
+    Args:
+        recipe: The recipe.
+        classes: Number of classes.
+        world: This rank and its process group.
+        weights: Result of ``load_initial_weights``; None on rank 0: fresh weights.
+    """
+    torch.manual_seed(recipe.seed)
+    model = build_model(recipe.model, classes)
+    if weights is not None:
+        fill(model, weights)
+    model = model.to(world.device)
+    if recipe.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    broadcast_model(model)
+    return model
 
 
 def load_initial_weights(
     given: Path, model: Model, classes: int, world: DistContext, fresh_head: bool = False
 ) -> Weights | None:
-    """Read on rank 0 the weights that ``given`` names, and fit them to ``model``.
+    """Read the weights that ``given`` names, on rank 0 only, and fit them to ``model``.
 
     Other ranks get theirs from rank 0 (``build_initial_model``), so their nodes need no such file.
 

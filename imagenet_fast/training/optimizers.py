@@ -1,13 +1,14 @@
-"""Update lists of tensors by SGD or LARS, with torch's multi-tensor operations."""
+"""SGD and LARS as optimisers of torch, over lists of tensors at once, with torch's multi-tensor operations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Any, assert_never
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, ParamsT
 from torch.optim.sgd import sgd
 
 from imagenet_fast.recipe import schema
@@ -33,192 +34,211 @@ class _Piece:
     """Index of the updated tensor it belongs to."""
 
 
-class MomentumSGD:
+class SGD(Optimizer):
     """SGD with momentum, as ``torch.optim.SGD``: v <- mu v + g + wd w; w <- w - lr v.
 
     The learning rate is not part of the momentum buffer, so a change of rate applies at once to what the buffer holds.
-    This is the momentum correction of Goyal et al. (arXiv 1706.02677).
+    This is the momentum correction of Goyal et al. (arXiv 1706.02677). Unlike torch's, it can update some elements of a
+    parameter, and it allocates momentum buffers when it is made.
     """
 
+    one_by_one = True
+    """Each parameter's update needs its own gradient and state alone: see ``sync.per_param_step``."""
+    _step_supports_amp_scaling = True  # then GradScaler sets the next two, as for torch's fused optimisers
+    grad_scale: Tensor | None = None
+    """Gradients are divided by it in the next steps; None: by nothing."""
+    found_inf: Tensor | None = None
+    """If it is 1 on the device, the next steps change nothing; None: not checked."""
+    elements: Elements | None = None
+    """The next steps update only these elements; the others keep their weight and momentum. None: all elements."""
+
     def __init__(
-        self,
-        decayed: Sequence[nn.Parameter],
-        plain: Sequence[nn.Parameter],
-        momentum: float,
-        nesterov: bool,
-        weight_decay: float,
-        corrected: bool = False,
-        whole_norms: WholeNorms | None = None,
-    ) -> None:
-        """Start with momentum buffers of 0.
+        self, params: ParamsT, lr: float, momentum: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False,
+        *, corrected: bool = False,
+    ) -> None:  # fmt: skip
+        """Start with momentum buffers of 0. All settings can differ between parameter groups.
 
         Args:
-            decayed: Parameters with weight decay.
-            plain: Parameters without weight decay.
+            params: Parameters, or groups of them.
+            lr: Learning rate.
             momentum: mu.
-            nesterov: Whether to use Nesterov momentum.
             weight_decay: wd.
+            nesterov: Whether to use Nesterov momentum.
             corrected: Whether gradients already contain their momentum, as ``sparse`` applies it on each rank. Then
                 only the decay gets momentum here: v <- mu v + wd w; w <- w - lr (v + g).
-            whole_norms: Needed if parameters are shards; None: this rank holds whole parameters.
 
         Raises:
             ValueError: A parameter does not fill its memory.
         """
-        self.params = [*decayed, *plain]
-        """All parameters it updates."""
-        if any(p.stride() != torch.empty_like(p, device="meta").stride() for p in self.params):
-            raise ValueError(
-                "a parameter is a part of a larger tensor, or overlaps itself, and the fused update would write past "
-                "it: give the model one of its own, nn.Parameter(p.clone())"
-            )
-        self._decayed = set(decayed)
-        self._momentum = momentum
-        self._nesterov = nesterov
-        self._weight_decay = weight_decay
-        self._corrected = corrected
-        self._whole_norms = whole_norms or _as_they_are
-        self._velocity = {p: torch.zeros_like(p) for p in self.params}
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "momentum": momentum,
+                "weight_decay": weight_decay,
+                "nesterov": nesterov,
+                "corrected": corrected,
+            },
+        )
 
-    @torch.no_grad()
-    def step(
-        self,
-        lr: float,
-        params: Sequence[nn.Parameter] | None = None,
-        found_inf: Tensor | None = None,
-        elements: Elements | None = None,
-    ) -> None:
-        """Update ``params`` from their gradients.
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, with momentum buffers of 0.
 
-        Args:
-            lr: Learning rate.
-            params: Parameters to update; None: all.
-            found_inf: If it is 1 on the device, nothing is changed. None: not checked.
-            elements: Only these elements are updated; the others keep their weight and momentum. None: all elements.
+        Raises:
+            ValueError: A parameter does not fill its memory.
         """
-        chosen = self.params if params is None else params
-        decayed, plain = [p for p in chosen if p in self._decayed], [p for p in chosen if p not in self._decayed]
-        self._step_decayed(decayed, self._pieces(decayed, elements), lr, found_inf)
-        self._descend(self._pieces(plain, elements), lr, 0.0, found_inf)
-
-    def gradient_norm(self) -> Tensor:
-        """Return the L2 norm of all gradients together; 0 if there are none."""
-        params = [p for p in self.params if p.grad is not None]
-        if not params:
-            return torch.zeros((), device=self.params[0].device)
-        norm: Tensor = torch.linalg.vector_norm(self._whole_norms(params, torch.stack(_each_norm(gradients(params)))))
-        return norm
-
-    def _step_decayed(
-        self, params: list[nn.Parameter], pieces: list[_Piece], lr: float, found_inf: Tensor | None
-    ) -> None:
-        self._descend(pieces, lr, self._weight_decay, found_inf)
-
-    def _descend(self, pieces: list[_Piece], lr: float, weight_decay: float, found_inf: Tensor | None) -> None:
-        if not pieces:
-            return
-        weights, grads, velocities = zip(*((p.weight, p.grad, p.velocity) for p in pieces), strict=True)
-        momentum = self._momentum
-        if self._corrected:
-            if weight_decay:
-                self._sgd(
-                    weights, [torch.zeros_like(g) for g in grads], velocities, momentum, lr, weight_decay, found_inf
+        super().add_param_group(param_group)
+        for param in self.param_groups[-1]["params"]:
+            if param.stride() != torch.empty_like(param, device="meta").stride():
+                raise ValueError(
+                    "a parameter is a part of a larger tensor, or overlaps itself, and the fused update would write "
+                    "past it: give the model one of its own, nn.Parameter(p.clone())"
                 )
-            momentum = weight_decay = 0.0
-        self._sgd(weights, grads, velocities, momentum, lr, weight_decay, found_inf)
+            self.state[param]["momentum_buffer"] = torch.zeros_like(param)
 
-    def _sgd(
-        self, weights: Sequence[Tensor], grads: Sequence[Tensor], velocities: Sequence[Tensor], momentum: float,
-        lr: float, weight_decay: float, found_inf: Tensor | None,
-    ) -> None:  # fmt: skip
-        sgd(
-            list(weights), list(grads), list(velocities) if momentum else [None] * len(weights),
-            fused=True, grad_scale=None, found_inf=found_inf, weight_decay=weight_decay, momentum=momentum,
-            lr=lr, dampening=0.0, nesterov=self._nesterov, maximize=False,
-        )  # fmt: skip
-
-    def _pieces(self, params: Sequence[nn.Parameter], elements: Elements | None) -> list[_Piece]:
-        pieces = []
-        for owner, (param, grad) in enumerate(zip(params, gradients(params), strict=True)):
-            if elements is None:
-                pieces.append(_Piece(param, grad, self._velocity[param], owner))
-            else:
-                w, g, v = (_in_memory_order(t) for t in (param, grad, self._velocity[param]))
-                pieces += [_Piece(w[part], g[part], v[part], owner) for part in elements.get(param, ())]
-        return pieces
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The parameters of all groups."""
+        return [param for group in self.param_groups for param in group["params"]]
 
     @property
     def velocity(self) -> Mapping[nn.Parameter, Tensor]:
         """Momentum buffer of each parameter, in the parameter's memory layout; it is the only state."""
-        return self._velocity
+        return {param: self.state[param]["momentum_buffer"] for param in self.params}
 
-
-class LARS(MomentumSGD):
-    """Layer-wise adaptive rate scaling (You et al., arXiv 1708.03888).
-
-    The learning rate is not part of the momentum buffer, as in ``MomentumSGD``. MLPerf's reference has it there: v <-
-    mu v + lr step; w <- w - v. Both are equal while the rate is constant. After a change, the reference still applies
-    older rates to what its buffer holds. NVIDIA's submissions multiply mu by lr_t / lr_(t-1) to correct that, which
-    equals the form here.
-
-    Each decayed tensor's step is scaled by its trust ratio, eta |w| / (|g| + wd |w| + eps), or by 1 if either norm is
-    zero. Plain tensors take SGD's step (``split_parameters`` decides which they are). With ``clip`` the layer's rate is
-    min(lr, (1 - mu) eta |w| / |g|) instead, as in NVIDIA Caffe's LARC. If only some elements were sent, the norms are
-    over those elements.
-
-    The gradients passed in are overwritten. Norms are taken in fp32 of the values in ``p.grad``, so gradients must
-    already be averaged and unscaled.
-    """
-
-    def __init__(
-        self, decayed: Sequence[nn.Parameter], plain: Sequence[nn.Parameter], momentum: float, weight_decay: float,
-        trust_coefficient: float, epsilon: float, clip: bool, whole_norms: WholeNorms | None = None,
-    ) -> None:  # fmt: skip
-        """Start with momentum buffers of 0.
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient.
 
         Args:
-            decayed: Parameters with weight decay and a trust ratio.
-            plain: Parameters with neither.
+            closure: Runs forward and backward and returns the loss, as for optimisers of torch.
+
+        Returns:
+            What ``closure`` returns.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            if params:
+                pieces = self._pieces(params)
+                if self.grad_scale is not None and pieces:
+                    torch._foreach_mul_([piece.grad for piece in pieces], self.grad_scale.reciprocal())
+                self._update(group, params, pieces)
+        return loss
+
+    def _update(self, group: Mapping[str, Any], params: list[nn.Parameter], pieces: list[_Piece]) -> None:
+        self._descend(group, pieces, group["weight_decay"])
+
+    def _descend(self, group: Mapping[str, Any], pieces: list[_Piece], weight_decay: float) -> None:
+        if not pieces:
+            return
+        weights, grads, velocities = map(list, zip(*((p.weight, p.grad, p.velocity) for p in pieces), strict=True))
+        momentum = group["momentum"]
+        if group["corrected"]:
+            if weight_decay:
+                self._sgd(group, weights, [torch.zeros_like(g) for g in grads], velocities, momentum, weight_decay)
+            momentum = weight_decay = 0.0
+        self._sgd(group, weights, grads, velocities, momentum, weight_decay)
+
+    def _sgd(
+        self, group: Mapping[str, Any], weights: list[Tensor], grads: list[Tensor], velocities: list[Tensor],
+        momentum: float, weight_decay: float,
+    ) -> None:  # fmt: skip
+        sgd(
+            weights, grads, [v if momentum else None for v in velocities],
+            fused=True, grad_scale=None, found_inf=self.found_inf, weight_decay=weight_decay, momentum=momentum,
+            lr=group["lr"], dampening=0.0, nesterov=group["nesterov"], maximize=False,
+        )  # fmt: skip
+
+    def _pieces(self, params: Sequence[nn.Parameter]) -> list[_Piece]:
+        pieces = []
+        for owner, param in enumerate(params):
+            grad, velocity = param.grad, self.state[param]["momentum_buffer"]
+            assert grad is not None
+            if self.elements is None:
+                pieces.append(_Piece(param, grad, velocity, owner))
+            else:
+                w, g, v = (_in_memory_order(t) for t in (param, grad, velocity))
+                pieces += [_Piece(w[part], g[part], v[part], owner) for part in self.elements.get(param, ())]
+        return pieces
+
+
+class LARS(SGD):
+    """Layer-wise adaptive rate scaling (You et al., arXiv 1708.03888).
+
+    The learning rate is not part of the momentum buffer, as in ``SGD``. MLPerf's reference has it there: v <- mu v + lr
+    step; w <- w - v. Both are equal while the rate is constant. After a change, the reference still applies older rates
+    to what its buffer holds. NVIDIA's submissions multiply mu by lr_t / lr_(t-1) to correct that, which equals the form
+    here.
+
+    Each tensor's step is scaled by its trust ratio, eta |w| / (|g| + wd |w| + eps), or by 1 if either norm is zero.
+    With ``clip`` the layer's rate is min(lr, (1 - mu) eta |w| / |g|) instead, as in NVIDIA Caffe's LARC. Biases and the
+    parameters of norm layers mostly take SGD's step: ``param_groups`` gives them a group whose eta is 0. If only some
+    elements were sent, the norms are over those elements.
+
+    The gradients are overwritten. Norms are taken in fp32 of the values in ``p.grad``, so gradients must be averaged.
+    """
+
+    whole_norms: WholeNorms | None = None
+    """Needed if parameters are shards; None: this rank holds whole parameters."""
+
+    def __init__(
+        self, params: ParamsT, lr: float, momentum: float = 0.9, weight_decay: float = 0.0,
+        trust_coefficient: float = 0.001, eps: float = 0.0, clip: bool = False,
+    ) -> None:  # fmt: skip
+        """Start with momentum buffers of 0. All settings can differ between parameter groups.
+
+        Args:
+            params: Parameters, or groups of them as ``param_groups`` returns.
+            lr: Learning rate.
             momentum: mu.
             weight_decay: wd.
-            trust_coefficient: eta.
-            epsilon: eps.
+            trust_coefficient: eta; 0: the group takes SGD's step.
+            eps: Added to the denominator of the trust ratio.
             clip: Whether to clip the rate as LARC does.
-            whole_norms: Needed if parameters are shards; None: this rank holds whole parameters.
-        """
-        super().__init__(decayed, plain, momentum, False, weight_decay, whole_norms=whole_norms)
-        self._eta = trust_coefficient
-        self._epsilon = epsilon
-        self._clip = clip
 
-    def _step_decayed(
-        self, params: list[nn.Parameter], pieces: list[_Piece], lr: float, found_inf: Tensor | None
-    ) -> None:
-        if not params:
-            return
+        Raises:
+            ValueError: A parameter does not fill its memory.
+        """
+        Optimizer.__init__(
+            self,
+            params,
+            {
+                "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": False, "corrected": False,
+                "trust_coefficient": trust_coefficient, "eps": eps, "clip": clip,
+            },
+        )  # fmt: skip
+
+    def _update(self, group: Mapping[str, Any], params: list[nn.Parameter], pieces: list[_Piece]) -> None:
+        if not group["trust_coefficient"]:
+            return super()._update(group, params, pieces)
         weights, grads = [p.weight for p in pieces], [p.grad for p in pieces]
         owners = [p.owner for p in pieces]
         norms = torch.stack([_norms(weights, owners, params), _norms(grads, owners, params)])
-        weight_norms, grad_norms = self._whole_norms(params, norms)
-        ratios = self._trust_ratios(weight_norms, grad_norms, lr).unbind()
+        weight_norms, grad_norms = norms if self.whole_norms is None else self.whole_norms(params, norms)
+        ratios = self._trust_ratios(group, weight_norms, grad_norms).unbind()
         if not pieces:  # not before the norms: other ranks may have pieces and wait for this rank
-            return
-        torch._foreach_add_(grads, weights, alpha=self._weight_decay)
+            return None
+        torch._foreach_add_(grads, weights, alpha=group["weight_decay"])
         torch._foreach_mul_(grads, [ratios[owner] for owner in owners])
-        self._descend(pieces, lr, 0.0, found_inf)
+        return self._descend(group, pieces, 0.0)
 
-    def _trust_ratios(self, weight: Tensor, grad: Tensor, lr: float) -> Tensor:
-        """Return the multiple of ``lr`` for each tensor's step, fp32 [tensors], from their norms."""
-        if self._clip:
-            ratio = ((1 - self._momentum) * self._eta * weight / (lr * grad)).clamp(max=1.0)
+    def _trust_ratios(self, group: Mapping[str, Any], weight: Tensor, grad: Tensor) -> Tensor:
+        """Return the multiple of the rate for each tensor's step, fp32 [tensors], from their norms."""
+        eta = group["trust_coefficient"]
+        if group["clip"]:
+            ratio = ((1 - group["momentum"]) * eta * weight / (group["lr"] * grad)).clamp(max=1.0)
         else:
-            ratio = self._eta * weight / (grad + self._weight_decay * weight + self._epsilon)
+            ratio = eta * weight / (grad + group["weight_decay"] * weight + group["eps"])
         return torch.where((weight > 0) & (grad > 0), ratio, 1.0)
 
 
 def _norms(tensors: list[Tensor], owners: list[int], params: list[nn.Parameter]) -> Tensor:
     """Return L2 norms [parameters], each over all tensors of one owner."""
-    norms = _each_norm(tensors)
+    norms = list(torch._foreach_norm(tensors)) if tensors else []
     if owners == list(range(len(params))):
         return torch.stack(norms)
     sums = params[0].new_zeros(len(params))
@@ -228,15 +248,6 @@ def _norms(tensors: list[Tensor], owners: list[int], params: list[nn.Parameter])
     return sums.sqrt()
 
 
-def _each_norm(tensors: list[Tensor]) -> list[Tensor]:
-    return list(torch._foreach_norm(tensors)) if tensors else []
-
-
-def _as_they_are(params: Sequence[nn.Parameter], norms: Tensor) -> Tensor:
-    """Return ``norms`` unchanged: this rank holds whole parameters."""
-    return norms
-
-
 def _in_memory_order(tensor: Tensor) -> Tensor:
     """Return a flat view of a dense tensor's elements in memory order, whatever its strides."""
     return tensor.as_strided((tensor.numel(),), (1,))
@@ -244,70 +255,71 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
 
 def build_optimizer(
     settings: schema.Optim, model: nn.Module, corrected: bool = False, whole_norms: WholeNorms | None = None
-) -> MomentumSGD:
-    """Build the optimiser that a recipe names, over the trainable parameters of ``model``.
+) -> SGD:
+    """Build the optimiser that a recipe names, over the trainable parameters of ``model``, at its peak rate.
 
     Args:
         settings: The recipe's optimiser table.
         model: The model, or this rank's part of it.
-        corrected: See ``MomentumSGD``.
-        whole_norms: See ``MomentumSGD``.
+        corrected: See ``SGD``.
+        whole_norms: See ``LARS``.
     """
-    decayed, plain = split_parameters(model, settings)
     match settings:
         case schema.Sgd():
-            return MomentumSGD(
-                decayed, plain, settings.momentum, settings.nesterov, settings.weight_decay, corrected, whole_norms
-            )
-        case schema.Lars():
-            return LARS(
-                decayed, plain, settings.momentum, settings.weight_decay,
-                settings.trust_coefficient, settings.epsilon, settings.clip, whole_norms,
+            decayed, plain = split_parameters(model)
+            groups: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
+            return SGD(
+                groups,
+                settings.lr, settings.momentum, settings.weight_decay, settings.nesterov, corrected=corrected,
             )  # fmt: skip
+        case schema.Lars():
+            lars = LARS(
+                param_groups(model, scale_biases=settings.biases == "scaled"), settings.lr, settings.momentum,
+                settings.weight_decay, settings.trust_coefficient, settings.epsilon, settings.clip,
+            )  # fmt: skip
+            lars.whole_norms = whole_norms
+            return lars
         case _:
             assert_never(settings)
 
 
-def split_parameters(model: nn.Module, settings: schema.Optim) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+def param_groups(model: nn.Module, scale_biases: bool = False) -> list[dict[str, Any]]:
+    """Return parameter groups for ``LARS``: the second one has neither weight decay nor trust ratios.
+
+    Args:
+        model: The model whose trainable parameters are grouped.
+        scale_biases: See ``split_parameters``.
+    """
+    decayed, plain = split_parameters(model, scale_biases)
+    return [{"params": decayed}, {"params": plain, "weight_decay": 0.0, "trust_coefficient": 0.0}]
+
+
+def split_parameters(model: nn.Module, scale_biases: bool = False) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Split the trainable parameters into decayed and plain ones.
 
-    All parameters of norm layers are plain. Biases are plain too, unless LARS scales them as it scales weights.
+    All parameters of norm layers are plain. So are biases, unless ``scale_biases``.
     """
-    scaled = isinstance(settings, schema.Lars) and settings.biases == "scaled"
     decayed: dict[nn.Parameter, None] = {}
     plain: dict[nn.Parameter, None] = {}
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False):
             if param.requires_grad:
-                is_plain = isinstance(module, _NORMS) or (name == "bias" and not scaled)
+                is_plain = isinstance(module, _NORMS) or (name == "bias" and not scale_biases)
                 (plain if is_plain else decayed)[param] = None
     return list(decayed), list(plain)
 
 
-def multiply_gradients(params: Sequence[nn.Parameter], factor: Tensor, elements: Elements | None = None) -> None:
-    """Multiply gradients in place by ``factor``.
+def total_norm(params: Iterable[nn.Parameter], whole_norms: WholeNorms | None = None) -> Tensor:
+    """Return the L2 norm of all gradients of ``params`` together; 0 if there are none.
 
     Args:
-        params: Parameters whose gradients are multiplied.
-        factor: fp32 [].
-        elements: Only these elements are multiplied; the others are not gradients of this step, but values that an
-            engine has yet to send. None: all elements.
+        params: Parameters, at least one.
+        whole_norms: See ``LARS``.
     """
-    if elements is None:
-        parts = gradients(params)
-    else:
-        flat = {param: _in_memory_order(grad) for param, grad in zip(params, gradients(params), strict=True)}
-        parts = [flat[param][part] for param in params for part in elements.get(param, ())]
-    if parts:
-        torch._foreach_mul_(parts, factor)
-
-
-def gradients(params: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradient of every parameter.
-
-    Raises:
-        AssertionError: A gradient is missing, because the caller has not finished the synchronisation.
-    """
-    grads = [p.grad for p in params]
-    assert all(g is not None for g in grads), "a parameter has no gradient: finish the synchronisation first"
-    return [g for g in grads if g is not None]
+    params = list(params)
+    present = [param for param in params if param.grad is not None]
+    if not present:
+        return torch.zeros((), device=params[0].device)
+    norms = torch.stack(list(torch._foreach_norm([param.grad for param in present if param.grad is not None])))
+    norm: Tensor = torch.linalg.vector_norm(norms if whole_norms is None else whole_norms(present, norms))
+    return norm

@@ -97,13 +97,13 @@ class LossScaler:
         return loss * self.scale if self._active else loss
 
     def end_step(self, found_inf: Tensor | None) -> Tensor | None:
-        """Return the factor for this step's gradients and update the scale for the next step.
+        """Return the scale of this step's gradients, and update it for the next step.
 
         Args:
             found_inf: 1 on the device if the step is not usable. None: gradients are not checked.
 
         Returns:
-            fp32 [] on the device, or None if gradients need no factor.
+            What gradients are to be divided by: fp32 [] on the device, or None if they have no scale.
 
         Raises:
             AssertionError: The scale is dynamic and ``found_inf`` is None.
@@ -112,8 +112,8 @@ class LossScaler:
             self._skipped += found_inf.to(torch.int32)
         if not self._active:
             return None
-        factor = self.scale.reciprocal()
+        scale = self.scale.clone()
         if self.dynamic:
             assert found_inf is not None, "a dynamic scale needs to know of overflows"
             torch._amp_update_scale_(self.scale, self._good_steps, found_inf, 2.0, 0.5, 2000)
-        return factor
+        return scale

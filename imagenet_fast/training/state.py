@@ -19,7 +19,7 @@ from imagenet_fast.sync.reshard_state import reshard_sync_state
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.ema import ModelEma
 from imagenet_fast.training.nonfinite import NonFiniteCounter
-from imagenet_fast.training.optimizers import MomentumSGD
+from imagenet_fast.training.optimizers import SGD
 from imagenet_fast.training.precision import LossScaler
 
 
@@ -40,7 +40,7 @@ class TrainState:
 
     It is updated with each weight, and engines may defer updates: it is up to date after ``settle``.
     """
-    optimizer: MomentumSGD
+    optimizer: SGD
     sync: GradientSync
     scale: LossScaler
     clock: Clock
@@ -132,9 +132,10 @@ class TrainState:
             _copy(own["average"], dict(self.average.module.named_buffers()))
             self.average.load_state_dict(own["averaged"])
         parts = self._parts(shared["velocity"])
+        velocity = self.optimizer.velocity
         for name, param in self.model.named_parameters():
-            if param in self.optimizer.velocity:
-                self.optimizer.velocity[param].copy_(parts[name])
+            if param in velocity:
+                velocity[param].copy_(parts[name])
         self.scale.load_state_dict(shared["scale"])
         self.clock.load_state_dict(shared["clock"])
         self.outcome.go_on(shared["outcome"])

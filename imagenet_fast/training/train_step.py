@@ -22,13 +22,12 @@ from imagenet_fast.parallel.pipeline_parallel import Pipeline
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.sync import GradientSync, attach
-from imagenet_fast.sync.engine import Elements
 from imagenet_fast.sync.trace import TracedSteps
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.ema import ModelEma
 from imagenet_fast.training.meter import Meter
 from imagenet_fast.training.nonfinite import NonFiniteCounter, trace_nonfinite
-from imagenet_fast.training.optimizers import build_optimizer, multiply_gradients
+from imagenet_fast.training.optimizers import build_optimizer, total_norm
 from imagenet_fast.training.precision import LossScaler, autocast, forward_dtype, set_float32_math
 from imagenet_fast.training.state import TrainState
 
@@ -91,13 +90,7 @@ class TrainingStep:
         if self._trace is not None:
             self._trace.end_step(stats)
         here.enter("update")
-        found_inf = state.sync.found_inf
-        factor = state.scale.end_step(found_inf)
-        if self._clip_norm:
-            factor = self._clipped(factor)
-        state.sync.update(partial(self._update, lr, factor, found_inf))
-        if state.average is not None:
-            state.average.update_buffers()
+        self._update(lr)
         state.step += 1
         state.sent_bytes += stats.sent_bytes
 
@@ -128,28 +121,33 @@ class TrainingStep:
         with self.state.sync.no_sync():
             return images, self._backpropagate(images, labels)
 
-    def _clipped(self, factor: Tensor | None) -> Tensor:
-        """Return ``factor``, or less if the gradients it multiplies would exceed the allowed norm.
+    def _update(self, lr: float) -> None:
+        """Update weights and their moving average, now or, if the engine defers, layer by layer in the next forward."""
+        state, optimizer = self.state, self.state.optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.found_inf = state.sync.found_inf
+        optimizer.grad_scale = state.scale.end_step(optimizer.found_inf)
+        if self._clip_norm:
+            optimizer.grad_scale = self._clipping(optimizer.grad_scale)
+        state.sync.step(optimizer)
+        if state.average is not None:
+            state.sync.update(state.average.update)
+            state.average.update_buffers()
+
+    def _clipping(self, scale: Tensor | None) -> Tensor:
+        """Return ``scale``, or more if the gradients divided by it would exceed the allowed norm.
 
         This is the rule of torch's ``clip_grad_norm_``. The gradients of all layers are present: recipes that clip
         refuse engines that defer.
         """
-        factor = torch.ones_like(self.state.scale.scale) if factor is None else factor
-        norm = self.state.optimizer.gradient_norm()
-        if self.state.division is not None:
-            norm = self.state.division.length(norm)
-        longest = self._clip_norm / (factor * norm + 1e-6)
-        return factor * longest.clamp(max=1.0)
-
-    def _update(
-        self, lr: float, factor: Tensor | None, found_inf: Tensor | None, params: list[nn.Parameter],
-        elements: Elements | None = None,
-    ) -> None:  # fmt: skip
-        if factor is not None:
-            multiply_gradients(params, factor, elements)
-        self.state.optimizer.step(lr, params, found_inf, elements)
-        if self.state.average is not None:
-            self.state.average.update(params)
+        division = self.state.division
+        scale = torch.ones_like(self.state.scale.scale) if scale is None else scale
+        norm = total_norm(self.state.optimizer.params, None if division is None else division.whole_norms)
+        if division is not None:
+            norm = division.length(norm)
+        longest = self._clip_norm / (norm / scale + 1e-6)
+        return scale / longest.clamp(max=1.0)
 
 
 def build_step(

@@ -21,11 +21,11 @@ from imagenet_fast.data.prepare.prepare import prepare
 from imagenet_fast.data.prepare.staging_dir import Settings
 from imagenet_fast.data.verify import verify
 from imagenet_fast.errors import UserError
-from imagenet_fast.launch.resume import ResumePoint
 from imagenet_fast.models import build_model
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import ImageData
 from imagenet_fast.recipe.schema import ResNet
+from imagenet_fast.training.resume import ResumePoint
 from tests.data.encoded import BAD, JPEG
 from tests.e2e.command import imagenet_fast, outcome_of
 

@@ -16,8 +16,8 @@ from imagenet_fast.models import build_model
 from imagenet_fast.recipe.batching import Batching, split_batch
 from imagenet_fast.recipe.load import find_recipe, load_recipe, recipe_names
 from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.training.init_weights import build_initial_model
 from imagenet_fast.training.lr_schedule import learning_rate
-from imagenet_fast.training.train_loop import build_initial_model
 from imagenet_fast.training.train_step import build_step
 
 IMAGES = {"imagenet": 1_281_167, "cifar10": 50_000, "digits": 1_433}

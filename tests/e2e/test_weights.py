@@ -20,15 +20,14 @@ from torchvision.models import alexnet, resnet18
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.evaluate import EvalResult, judge
-from imagenet_fast.launch.job_setup import plan_evaluation
 from imagenet_fast.metrics.report import FINAL_WEIGHTS
 from imagenet_fast.models.export import ABOUT
 from imagenet_fast.models.weights import describe, write_weights
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job, read_job
 from imagenet_fast.recipe.load import load_recipe, parse_recipe
-from imagenet_fast.training.init_weights import load_initial_weights
-from imagenet_fast.training.train_loop import build_initial_model
+from imagenet_fast.training.init_weights import build_initial_model, load_initial_weights
+from imagenet_fast.training.job_setup import plan_evaluation
 from imagenet_fast.training.train_step import build_step
 from tests.conftest import tables
 from tests.e2e.command import events_of, imagenet_fast, in_process, outcome_of

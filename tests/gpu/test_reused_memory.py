@@ -69,7 +69,7 @@ def trained(settings: EngineSettings, device: str, steps: int) -> Tensor:
         scribble(device)
         pool.end_backward()
         scribble(device)
-        pool.update(lambda params, elements=None: optimizer.step(2.0**-7, params, None, elements))
+        pool.step(optimizer)
         scribble(device)
     pool.settle()
     result = weights(model).cpu()

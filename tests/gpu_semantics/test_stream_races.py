@@ -111,7 +111,8 @@ def faults(settings: EngineSettings, topology: Topology, gpu: PretendedGpu, step
             pool.zero_grad()
             model(images).square().sum().backward()
             pool.end_backward()
-            pool.update(lambda params, elements=None: optimizer.step(0.1, params, pool.found_inf, elements))
+            optimizer.found_inf = pool.found_inf
+            pool.step(optimizer)
         if step == 1:
             with patch.object(serialization, "Tensor", OnGpu):  # which takes no subclass of tensors
                 copy.take({"pool": pool.state_dict(), "model": dict(model.state_dict())})
@@ -203,8 +204,8 @@ def test_a_host_that_waits_inside_a_step_is_found():
 def _asking() -> dict[str, list[str]]:
     ratios = LARS._trust_ratios
 
-    def asking(self: LARS, weight: Tensor, grad: Tensor, lr: float) -> Tensor:
-        return ratios(self, weight, grad, lr if grad.isfinite().all() else 0.0)
+    def asking(self: LARS, group: dict[str, Any], weight: Tensor, grad: Tensor) -> Tensor:
+        return ratios(self, group if grad.isfinite().all() else {**group, "lr": 0.0}, weight, grad)
 
     with patch.object(LARS, "_trust_ratios", asking):
         return _found([LAZY])

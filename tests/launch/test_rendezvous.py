@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from imagenet_fast.distributed.bootstrap import rendezvous_ranks
-from imagenet_fast.distributed.init import join
+from imagenet_fast.distributed.init import init_distributed
 from imagenet_fast.distributed.network_interfaces import parse_endpoint
 from imagenet_fast.distributed.rank_info import RankInfo
 from imagenet_fast.errors import UserError
@@ -216,7 +216,7 @@ def test_a_master_that_is_not_rank_0s_machine_is_named(network: Hosts):
 def joined(place: RankInfo, port: int, interface: str) -> None:
     """A rank that joins by an interface of the user's."""
     os.environ |= {"MASTER_ADDR": "node0", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": interface}
-    with join(place, {}, timedelta(seconds=20)):
+    with init_distributed(place, {}, timedelta(seconds=20)):
         pass
 
 

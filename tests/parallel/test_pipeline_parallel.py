@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
@@ -113,7 +112,7 @@ class Trained:
 def accumulated(case: Case, replicas: int) -> Trained:
     """One process, a micro-batch after the other."""
     model = case.model()
-    optimizer, count = build_optimizer(SGD, model), replicas * case.micro_batches
+    optimizer, count = build_optimizer(SGD.model_copy(update={"lr": case.lr}), model), replicas * case.micro_batches
     statistics, losses, gradients = StepStatistics(model, count), [], dict[str, Tensor]()
     for step in range(case.steps):
         model.zero_grad()
@@ -125,7 +124,7 @@ def accumulated(case: Case, replicas: int) -> Trained:
                 loss.backward()
             losses[-1] += loss.item()
         gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        optimizer.step(case.lr)
+        optimizer.step()
     return Trained(losses, gradients, model.state_dict())
 
 
@@ -139,7 +138,7 @@ def _piped(case: Case, pp: dist.ProcessGroup, dp: dist.ProcessGroup) -> Trained:
     part = part_of(case, pp)
     pool = GradientPool(part, dp)
     pool.attach(build_engine(case.engine, pool))
-    optimizer = build_optimizer(SGD, part)
+    optimizer = build_optimizer(SGD.model_copy(update={"lr": case.lr}), part)
     pipeline = Pipeline(part, pp, case.schedule, case.micro_batches, F.cross_entropy, pool, case.autocast())
     losses, gradients = [], dict[str, Tensor]()
     for step in range(case.steps):
@@ -149,7 +148,7 @@ def _piped(case: Case, pp: dist.ProcessGroup, dp: dist.ProcessGroup) -> Trained:
         pool.end_backward()
         if not gradients and not case.engine.defers:
             gradients = {name: p.grad.clone() for name, p in part.named_parameters() if p.grad is not None}
-        pool.update(partial(optimizer.step, case.lr))
+        pool.step(optimizer)
         dist.all_reduce(loss, group=dp)
         losses.append(loss.item() / dp.size())
     state = joined(part, case.model().to("meta"), pp).state_dict()

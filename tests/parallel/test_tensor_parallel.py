@@ -141,7 +141,7 @@ def _overflow() -> None:
             pools = division.synchronised(settings)
             pools.guard(1e30)
             optimizer = build_optimizer(
-                Lars(kind="lars", lr=1.0, weight_decay=0.0), model, whole_norms=division.whole_norms
+                Lars(kind="lars", lr=0.1, weight_decay=0.0), model, whole_norms=division.whole_norms
             )
             spoilt = math.nan if dist.get_rank() == 1 else 1.0
             weights = gathered(model).state_dict()
@@ -154,7 +154,8 @@ def _overflow() -> None:
                 found = pools.found_inf
                 assert found is not None
                 assert found.item() == (step != 1)
-                pools.update(lambda params, o=optimizer, f=found: o.step(0.1, params, f))
+                optimizer.found_inf = found
+                pools.step(optimizer)
                 hook.remove()
                 pools.settle()
                 before, weights = weights, gathered(model).state_dict()

@@ -30,7 +30,7 @@ from imagenet_fast.sync import (
     SparseSync,
     build_engine,
 )
-from imagenet_fast.training.optimizers import MomentumSGD
+from imagenet_fast.training.optimizers import SGD
 from tests.sync.fuzz_models import Batch, Net, batch_of
 from tests.sync.fuzz_programs import (
     AutogradGrad,
@@ -178,7 +178,8 @@ class Pooled:
         self._family = next(family for family in (EXACT, INEXACT, SPARSE) if engine in family)
         self._open()
         # torch's optimisers do not know that a part of a gradient has come.
-        self._partly = MomentumSGD(self.params, [], 0.0, False, 0.01) if self.sparse else None
+        self._partly = SGD(self.params, 0.05, weight_decay=0.01) if self.sparse else None
+        self._stepped = False
 
     @property
     def sparse(self) -> bool:
@@ -192,6 +193,7 @@ class Pooled:
         self._pool.attach(build_engine(ENGINES[self._engine], self._pool))
 
     def zero_grad(self) -> None:
+        self._stepped = False
         self._pool.zero_grad()
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -201,10 +203,11 @@ class Pooled:
         self._pool.finish()
 
     def step(self, optimizer: optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
-        partly = self._partly
-        if partly is not None:
+        if self._partly is not None:  # in place of all of the loop's optimisers
             self._pool.finish()
-            self._pool.update(lambda params, elements=None: partly.step(0.05, params, None, elements))
+            if not self._stepped:
+                self._pool.step(self._partly)
+            self._stepped = True
         elif scaler is None:
             self._pool.step(optimizer)
         else:

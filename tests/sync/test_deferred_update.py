@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -16,6 +15,7 @@ from torch.nn import functional as F
 from imagenet_fast.cost_model.step_simulator import LinkModel
 from imagenet_fast.recipe.schema import Lars, Optim, Sgd
 from imagenet_fast.sync import DearSync, GradientPool, HybridSync, build_engine
+from imagenet_fast.sync.per_param_step import snapshot_step
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.spawning import run
 from tests.sync.loops import lending
@@ -55,8 +55,9 @@ def train(
         images, labels = batch(step)
         pool.zero_grad()
         F.cross_entropy(model(images), labels).backward()
-        pool.end_backward()
-        pool.update(partial(optimizer.step, optim.lr * (step + 1) / steps))
+        for group in optimizer.param_groups:
+            group["lr"] = optim.lr * (step + 1) / steps
+        pool.step(optimizer)
         after(pool, model)
     state = copy.deepcopy(model.state_dict())
     pool.close()
@@ -92,12 +93,13 @@ def test_what_came_together_is_updated_together(settings: HybridSync | DearSync)
 
     def update(params: list[nn.Parameter], elements: object = None) -> None:
         updates.append(len(params))
-        optimizer.step(0.1, params)
+        apply(params)
 
     for _ in range(8):
         updates.clear()
         pool.zero_grad()
         model(torch.ones(1, 1, 2, 2)).sum().backward()
+        apply = snapshot_step(optimizer)
         pool.end_backward()
         pool.update(update)
     assert sum(updates) == 40
@@ -167,8 +169,7 @@ def _read_by_others() -> None:
             tokens = torch.randint(0, 11, (4, 5), generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
             pool.zero_grad()
             F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
-            pool.end_backward()
-            pool.update(partial(optimizer.step, 0.1))
+            pool.step(optimizer)
             if settle:
                 pool.settle()
         results.append(copy.deepcopy(model.state_dict()))

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from imagenet_fast.recipe.schema import Sgd
 from imagenet_fast.sync import DearSync, EngineSettings, GradientPool, HybridSync, LazySync, PowerSgdSync, SparseSync
-from imagenet_fast.sync.engine import Elements
 from imagenet_fast.sync.reshard_state import reshard_sync_state
-from imagenet_fast.training.optimizers import build_optimizer, multiply_gradients
+from imagenet_fast.training.optimizers import build_optimizer
 from tests.spawning import run
 from tests.sync.loops import DEAR, HYBRID, LAZY, Layers, alike, backward, images, loss_of, pooled, sgd, state
 
@@ -46,8 +45,7 @@ def trained(settings: EngineSettings, drop: Drop | None = None) -> dict[str, Ten
         pool.zero_grad()
         model.fails = None
         loss_of(model, step).backward()
-        pool.end_backward()
-        pool.update(lambda params, elements=None: partly.step(0.02, params, None, elements))
+        pool.step(partly)
     pool.close()
     return state(model)
 
@@ -135,8 +133,9 @@ def _changed_scale() -> None:
             scale.fill_(value)
             pool.zero_grad()
             (value * loss_of(model, step)).backward()
-            pool.end_backward()
-            pool.update(lambda params, elements=None, lr=0.02 / value: partly.step(lr, params, None, elements))
+            for group in partly.param_groups:
+                group["lr"] = 0.02 / value
+            pool.step(partly)
         pool.close()
         return state(model)
 
@@ -215,16 +214,11 @@ def _unscales_what_was_sent() -> None:
         model = Layers()
         pool = pooled(model, KEEPING["sparse"])
         partly = build_optimizer(Sgd(kind="sgd", lr=0.02, momentum=0.0, weight_decay=0.0), model)
-
-        def apply(params: list[nn.Parameter], elements: Elements | None = None) -> None:
-            multiply_gradients(params, torch.tensor(1 / scale), elements)
-            partly.step(0.02, params, None, elements)
-
+        partly.grad_scale = torch.tensor(scale)
         for step in range(8):
             pool.zero_grad()
             (scale * loss_of(model, step)).backward()
-            pool.end_backward()
-            pool.update(apply)
+            pool.step(partly)
         pool.close()
         return state(model)
 

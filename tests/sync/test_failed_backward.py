@@ -95,8 +95,7 @@ def _sparse(settings: SparseSync) -> tuple[Tensor, Tensor]:
     for step in range(10):
         if not backward(model, pool, step, (3, 1)[dist.get_rank()] if step in (2, 4) else None):
             continue
-        pool.end_backward()
-        pool.update(lambda params, elements=None: optimizer.step(0.01, params, None, elements))
+        pool.step(optimizer)
         if step > 7:
             pool.settle()
         seen.append(torch.cat([p.detach().flatten() for p in model.parameters()]))

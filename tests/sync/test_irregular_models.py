@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 from imagenet_fast.sync import AutoSync, EngineSettings
-from imagenet_fast.training.optimizers import LARS, MomentumSGD
+from imagenet_fast.training import optimizers
 from tests.spawning import run
 from tests.sync.loops import (
     DEAR,
@@ -114,12 +114,12 @@ def adamw(model: nn.Module) -> Optimizer:
     return AdamW(model.parameters(), 0.01, weight_decay=0.1)
 
 
-def momentum_sgd(model: nn.Module) -> MomentumSGD:
-    return MomentumSGD(list(model.parameters()), [], 0.9, nesterov=False, weight_decay=0.1)
+def momentum_sgd(model: nn.Module) -> Optimizer:
+    return optimizers.SGD(model.parameters(), 0.1, 0.9, weight_decay=0.1)
 
 
-def lars(model: nn.Module) -> MomentumSGD:
-    return LARS(list(model.parameters()), [], 0.9, 0.1, trust_coefficient=0.01, epsilon=1e-9, clip=False)
+def lars(model: nn.Module) -> Optimizer:
+    return optimizers.LARS(model.parameters(), 0.1, 0.9, 0.1, trust_coefficient=0.01, eps=1e-9)
 
 
 def test_a_parameter_that_no_rank_uses_stands_still():
@@ -141,28 +141,21 @@ def _unused() -> None:
             assert alike(idly_trained(build(model), model, settings), expected), (build.__name__, settings)
 
 
-def idly_trained_by_ddp(optimizer: Optimizer | MomentumSGD, model: Idle) -> dict[str, Tensor]:
+def idly_trained_by_ddp(optimizer: Optimizer, model: Idle) -> dict[str, Tensor]:
     forward = DistributedDataParallel(model, find_unused_parameters=True)
     for step, works in enumerate(WORKS):
         model.zero_grad()
         forward(images(step), dist.get_rank() in works).square().sum().backward()
-        if isinstance(optimizer, MomentumSGD):
-            optimizer.step(0.1, [p for p in model.parameters() if p.grad is not None])
-        else:
-            optimizer.step()
+        optimizer.step()
     return state(model)
 
 
-def idly_trained(optimizer: Optimizer | MomentumSGD, model: Idle, settings: EngineSettings) -> dict[str, Tensor]:
+def idly_trained(optimizer: Optimizer, model: Idle, settings: EngineSettings) -> dict[str, Tensor]:
     pool = pooled(model, settings)
     for step, works in enumerate(WORKS):
         pool.zero_grad()
         model(images(step), dist.get_rank() in works).square().sum().backward()
-        if isinstance(optimizer, MomentumSGD):
-            pool.end_backward()
-            pool.update(lambda params, elements=None: optimizer.step(0.1, params))
-        else:
-            take_step(pool, optimizer, settings)
+        take_step(pool, optimizer, settings)
     pool.close()
     return state(model)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,8 +15,7 @@ from imagenet_fast.recipe.engine_table import Wire
 from imagenet_fast.recipe.schema import Float16, Full, Precision, Sgd
 from imagenet_fast.sync import DearSync, EngineSettings, HybridSync, LazySync, SparseSync
 from imagenet_fast.sync.ddp import DdpPeer
-from imagenet_fast.sync.engine import Elements
-from imagenet_fast.training.optimizers import MomentumSGD, build_optimizer, gradients
+from imagenet_fast.training.optimizers import build_optimizer
 from imagenet_fast.training.precision import LossScaler
 from tests.spawning import run
 from tests.sync.loops import pooled
@@ -71,10 +69,8 @@ def synchronous(precision: Precision, wire: Wire) -> Tensor:
         for param, *parts in zip(model.parameters(), *everyone, strict=True):
             param.grad = torch.stack(parts).mean(0)
         found_inf = torch.tensor(0.0 if fits else 1.0)
-        factor = scale.end_step(found_inf)
-        if factor is not None:
-            torch._foreach_mul_(gradients(list(model.parameters())), factor)
-        optimizer.step(SGD.lr, None, found_inf)
+        optimizer.found_inf, optimizer.grad_scale = found_inf, scale.end_step(found_inf)
+        optimizer.step()
     return weights(model)
 
 
@@ -121,19 +117,10 @@ def distributed(settings: EngineSettings, precision: Precision, wire: Wire) -> T
         pool.zero_grad()
         scale(model(integers(step, dist.get_rank()))).backward()
         pool.end_backward()
-        found_inf = pool.found_inf
-        pool.update(partial(update, optimizer, scale.end_step(found_inf), found_inf))
+        optimizer.found_inf, optimizer.grad_scale = pool.found_inf, scale.end_step(pool.found_inf)
+        pool.step(optimizer)
     pool.close()
     return weights(model)
-
-
-def update(
-    optimizer: MomentumSGD, factor: Tensor | None, found_inf: Tensor | None, params: list[nn.Parameter],
-    elements: Elements | None = None,
-) -> None:  # fmt: skip
-    if factor is not None:
-        torch._foreach_mul_(gradients(params), factor)
-    optimizer.step(SGD.lr, params, found_inf, elements)
 
 
 def test_unsent_overflow_of_sparse_leaves_ranks_alike():
@@ -166,7 +153,8 @@ def _overflowing_sparsely(settings: SparseSync) -> tuple[list[bool], list[Tensor
         model(integers(step, dist.get_rank())).backward()
         pool.end_backward()
         assert pool.found_inf is not None
-        pool.update(partial(update, optimizer, None, pool.found_inf))
+        optimizer.found_inf = pool.found_inf
+        pool.step(optimizer)
         skipped.append(bool(pool.found_inf))
         if step % 3 == 0 or step >= 20:
             pool.settle()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 
 import pytest
 import torch
@@ -64,8 +63,7 @@ def trained(model: nn.Module, settings: EngineSettings | DdpSync, steps: int) ->
         sync.zero_grad()
         loss = F.cross_entropy(forward(images), labels)
         loss.backward()
-        sync.end_backward()
-        sync.update(partial(optimizer.step, SGD.lr))
+        sync.step(optimizer)
         losses.append(loss.detach())
     sync.close()
     mean = torch.stack(losses)
@@ -136,8 +134,7 @@ def _powersgd() -> tuple[list[int], dict[str, torch.Tensor]]:
         images, labels = (t.chunk(2)[dist.get_rank()] for t in batch(step))
         sync.zero_grad()
         F.cross_entropy(forward(images), labels).backward()
-        sent.append(sync.end_backward().sent_bytes)
-        sync.update(partial(optimizer.step, SGD.lr))
+        sent.append(sync.step(optimizer).sent_bytes)
     sync.close()
     return sent, model.state_dict()
 
@@ -176,7 +173,7 @@ def test_with_integer_gradients_100_steps_agree_to_the_bit(world: int):
         everyone = [integers(rank, step, shapes, world) for rank in range(world)]
         for param, *parts in zip(model.parameters(), *everyone, strict=True):
             param.grad = sum(parts) / world
-        optimizer.step(SGD.lr)
+        optimizer.step()
     expected = torch.cat([p.detach().flatten() for p in model.parameters()])
     for name, weights in run(world, _integer_steps, "bf16" if world == 3 else "fp32")[0].items():
         assert torch.equal(weights, expected), name
@@ -194,8 +191,7 @@ def _integer_steps(wire: str) -> dict[str, torch.Tensor]:
             gradients = integers(dist.get_rank(), step, shapes, dist.get_world_size())
             sync.zero_grad()
             sum(layer(g) for layer, g in zip(model, gradients, strict=True)).backward()
-            sync.end_backward()
-            sync.update(partial(optimizer.step, SGD.lr))
+            sync.step(optimizer)
         sync.close()
         results[repr(settings)] = torch.cat([p.detach().flatten() for p in model.parameters()])
     return results

@@ -29,11 +29,10 @@ from imagenet_fast.sync.all_reduce import piece_bytes
 from imagenet_fast.sync.auto import Auto, Candidate
 from imagenet_fast.sync.bucket_scheduler import Scheduler
 from imagenet_fast.sync.bucketing import build_chunks
-from imagenet_fast.sync.engine import Elements
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.sparse import Sparse
 from imagenet_fast.sync.topology import Topology
-from imagenet_fast.training.optimizers import MomentumSGD, build_optimizer
+from imagenet_fast.training.optimizers import build_optimizer
 from tests.spawning import run
 
 
@@ -95,8 +94,7 @@ def _decide() -> list[tuple[str, float, bool, bool]]:
             images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
             sync.zero_grad()
             model(images).square().mean().backward()
-            stats = sync.end_backward()
-            sync.update(lambda params, optimizer=optimizer: optimizer.step(0.1, params))
+            stats = sync.step(optimizer)
             if stats.decision:
                 decisions.append([(p.engine, p.step_s, p.exact, p.chosen) for p in stats.decision])
         sync.settle()
@@ -134,12 +132,6 @@ def _elect() -> list[str]:
         pool = GradientPool(model)
         pool.attach(build_engine(settings, pool, steps_per_epoch=1))
         optimizer = build_optimizer(Sgd(kind="sgd", lr=0.1, weight_decay=0.0), model)
-
-        def update(
-            params: list[nn.Parameter], elements: Elements | None = None, optimizer: MomentumSGD = optimizer
-        ) -> None:
-            optimizer.step(0.1, params, elements=elements)
-
         for step in range(9):
             if step == 5 and isinstance(settings, LazySync):
                 pool.attach(build_engine(sparse, pool, steps_per_epoch=1))
@@ -148,7 +140,7 @@ def _elect() -> list[str]:
             model(images).square().mean().backward()
             with patch("imagenet_fast.sync.network_benchmark.measure_link", lambda *_: slow):
                 stats = pool.end_backward()
-            pool.update(update)
+            pool.step(optimizer)
             chosen += [prediction.engine for prediction in stats.decision if prediction.chosen]
         assert isinstance(pool.reducer.engine, Sparse)
         assert 0 < len(pool.reducer.engine.sent) < len(pool.buffer) // 32768

@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.optimizer import Optimizer
 
 from imagenet_fast.recipe.schema import Sgd
 from imagenet_fast.sync import GradientPool, LazySync, SparseSync, build_engine
-from imagenet_fast.sync.engine import Elements
 from imagenet_fast.sync.sparse import Sparse
-from imagenet_fast.training.optimizers import MomentumSGD, build_optimizer
+from imagenet_fast.training.optimizers import build_optimizer
 from tests.spawning import run
 from tests.sync.loops import Layers, loss_of
 
-SGD = Sgd(kind="sgd", lr=0.1, weight_decay=1e-3)
+SGD = Sgd(kind="sgd", lr=0.03, weight_decay=1e-3)
 CHUNK = 64
 
 
@@ -163,10 +163,7 @@ def _trained(chosen: SparseSync | LazySync, steps: int) -> dict[str, torch.Tenso
     return model.state_dict()
 
 
-def _train(model: nn.Module, pool: GradientPool, optimizer: MomentumSGD, steps: range) -> list[float]:
-    def update(params: list[nn.Parameter], elements: Elements | None = None) -> None:
-        optimizer.step(0.03, params, elements=elements)
-
+def _train(model: nn.Module, pool: GradientPool, optimizer: Optimizer, steps: range) -> list[float]:
     losses = []
     for step in steps:
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
@@ -174,8 +171,7 @@ def _train(model: nn.Module, pool: GradientPool, optimizer: MomentumSGD, steps: 
         pool.zero_grad()
         loss = F.cross_entropy(model(images), images[:, 0].flatten(1)[:, :10].argmax(1))
         loss.backward()
-        pool.end_backward()
-        pool.update(update)
+        pool.step(optimizer)
         losses.append(loss.item())
     return losses
 
@@ -201,7 +197,7 @@ def _continues_so(**changes: object) -> None:
     other_engine.load_state_dict(engine.state_dict())
     other_optimizer = build_optimizer(SGD, other)
     for mine, theirs in zip(other_optimizer.params, optimizer.params, strict=True):
-        other_optimizer._velocity[mine].copy_(optimizer._velocity[theirs])
+        other_optimizer.velocity[mine].copy_(optimizer.velocity[theirs])
     assert _train(model, pool, optimizer, range(7, 12)) == _train(other, other_pool, other_optimizer, range(7, 12))
 
 
@@ -245,12 +241,11 @@ def _momentum() -> None:
     for chosen in (LazySync(wire="fp32"), settings(sparsity=0.0, momentum_correction=True)):
         model = Layers((3, 0, 4, 1, 2))
         pool, _ = pooled(model, chosen)
-        optimizer = build_optimizer(SGD, model, chosen.velocity_momentum is not None)
+        optimizer = build_optimizer(SGD.model_copy(update={"lr": 0.01}), model, chosen.velocity_momentum is not None)
         for step in range(12):
             pool.zero_grad()
             loss_of(model, step).backward()
-            pool.end_backward()
-            pool.update(lambda params, elements=None, optimizer=optimizer: optimizer.step(0.01, params, None, elements))
+            pool.step(optimizer)
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     torch.testing.assert_close(*weights)
 

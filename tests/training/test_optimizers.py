@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -11,7 +11,8 @@ from timm.optim import Lars as TimmLars
 from torch import Tensor, nn
 
 from imagenet_fast.recipe.schema import Lars
-from imagenet_fast.training.optimizers import LARS, MomentumSGD, build_optimizer, split_parameters
+from imagenet_fast.sync.per_param_step import snapshot_step
+from imagenet_fast.training.optimizers import LARS, SGD, build_optimizer, split_parameters, total_norm
 
 SHAPES = [(16, 3, 3, 3), (10, 16), (10,), (16,)]
 MU, WD, ETA = 0.9, 5e-4, 0.001
@@ -24,6 +25,24 @@ def problem(seed: int = 0) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     return params[:2], params[2:]
 
 
+def sgd(nesterov: bool = False, corrected: bool = False) -> SGD:
+    decayed, plain = problem()
+    groups = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
+    return SGD(groups, 1.0, MU, WD, nesterov, corrected=corrected)
+
+
+def lars(seed: int = 0, **settings: Any) -> LARS:
+    decayed, plain = problem(seed)
+    groups = [{"params": decayed}, {"params": plain, "weight_decay": 0.0, "trust_coefficient": 0.0}]
+    return LARS(groups, 1.0, **({"momentum": MU, "weight_decay": WD, "trust_coefficient": ETA} | settings))
+
+
+def step_at(optimizer: SGD, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+
+
 def gradients_of(step: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(100 + step)
     return [torch.randn(shape, generator=generator) * 10.0 ** (step % 3 - 1) for shape in SHAPES]
@@ -33,11 +52,11 @@ def rate(step: int) -> float:
     return 0.5 + 0.25 * step
 
 
-def descend(optimizer: MomentumSGD, steps: int = 8) -> None:
+def descend(optimizer: SGD, steps: int = 8) -> None:
     for step in range(steps):
         for param, grad in zip(optimizer.params, gradients_of(step), strict=True):
             param.grad = grad.clone()
-        optimizer.step(rate(step))
+        step_at(optimizer, rate(step))
 
 
 def descend_with(theirs: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
@@ -91,7 +110,7 @@ def test_biases_follow_the_float64_reference_plain_and_scaled(biases: Literal["p
                 local, decay = local * float(ETA * w.norm() / (grad.norm() + WD * w.norm())), WD
             velocity[name] = MU * velocity[name] + local / rate(step) * (grad + decay * w)
             weights[name] = w - rate(step) * velocity[name]
-        optimizer.step(rate(step))
+        step_at(optimizer, rate(step))
     for name, param in model.named_parameters():
         torch.testing.assert_close(
             param.detach().double(), weights[name], rtol=2e-6, atol=1e-7 if name in scaled else 1e-5
@@ -100,7 +119,7 @@ def test_biases_follow_the_float64_reference_plain_and_scaled(biases: Literal["p
 
 @pytest.mark.parametrize(("clip", "epsilon"), [(False, 0.0), (False, 1e-2), (True, 0.0)])
 def test_lars_follows_the_float64_reference(clip: bool, epsilon: float):
-    optimizer = LARS(*problem(), momentum=MU, weight_decay=WD, trust_coefficient=ETA, epsilon=epsilon, clip=clip)
+    optimizer = lars(eps=epsilon, clip=clip)
     descend(optimizer)
     for param, expected in zip(optimizer.params, reference(True, clip, epsilon), strict=True):
         torch.testing.assert_close(param.detach().double(), expected, rtol=2e-6, atol=1e-5)
@@ -113,11 +132,11 @@ def test_sgd_follows_the_float64_reference_and_torch():
         lr=1.0, momentum=MU, nesterov=True,
     )  # fmt: skip
     descend_with(theirs, [*decayed, *plain])
-    nesterov = MomentumSGD(*problem(), momentum=MU, nesterov=True, weight_decay=WD)
+    nesterov = sgd(nesterov=True)
     descend(nesterov)
     for own, their in zip(nesterov.params, [*decayed, *plain], strict=True):
         torch.testing.assert_close(own, their.data, rtol=2e-6, atol=1e-5)
-    heavy_ball = MomentumSGD(*problem(), momentum=MU, nesterov=False, weight_decay=WD)
+    heavy_ball = sgd()
     descend(heavy_ball)
     for param, expected in zip(heavy_ball.params, reference(lars=False), strict=True):
         torch.testing.assert_close(param.detach().double(), expected, rtol=2e-6, atol=1e-5)
@@ -131,7 +150,7 @@ def test_lars_agrees_with_timm_on_random_problems(seed: int):
         lr=1.0, momentum=MU, trust_coeff=ETA, eps=0.0,
     )  # fmt: skip
     descend_with(theirs, [*decayed, *plain])
-    ours = LARS(*problem(seed), momentum=MU, weight_decay=WD, trust_coefficient=ETA, epsilon=0.0, clip=False)
+    ours = lars(seed)
     descend(ours)
     for own, their in zip(ours.params, [*decayed, *plain], strict=True):
         torch.testing.assert_close(own, their.data, rtol=5e-6, atol=1e-5)
@@ -162,18 +181,18 @@ def test_learning_rate_is_outside_the_momentum(corrected: bool):
 def test_without_decay_the_length_of_a_gradient_does_not_matter():
     steps = []
     for factor in (1.0, 1000.0):
-        optimizer = LARS(*problem(), momentum=0.0, weight_decay=0.0, trust_coefficient=ETA, epsilon=0.0, clip=False)
+        optimizer = lars(momentum=0.0, weight_decay=0.0)
         before = optimizer.params[0].detach().clone()
         for param, grad in zip(optimizer.params, gradients_of(1), strict=True):
             param.grad = grad * factor
-        optimizer.step(1.0)
+        optimizer.step()
         steps.append(optimizer.params[0].detach() - before)
     torch.testing.assert_close(steps[0], steps[1])
 
 
 @pytest.mark.parametrize("zero", ["weight", "gradient"])
 def test_a_zero_norm_means_a_trust_ratio_of_one(zero: str):
-    optimizer = LARS(*problem(), momentum=MU, weight_decay=WD, trust_coefficient=ETA, epsilon=0.0, clip=False)
+    optimizer = lars()
     for param, grad in zip(optimizer.params, gradients_of(1), strict=True):
         param.grad = grad.clone()
     first = optimizer.params[0]
@@ -181,7 +200,7 @@ def test_a_zero_norm_means_a_trust_ratio_of_one(zero: str):
     (first.data if zero == "weight" else first.grad).zero_()
     before = first.detach().clone()
     expected = before - (first.grad + WD * before)  # as plain SGD would
-    optimizer.step(1.0)
+    optimizer.step()
     torch.testing.assert_close(first.detach(), expected)
     assert all(p.isfinite().all() for p in optimizer.params)
 
@@ -194,8 +213,11 @@ def test_updating_layer_by_layer_changes_no_bit(kind: str):
         for step in range(3):
             for param, grad in zip(optimizer.params, gradients_of(step), strict=True):
                 param.grad = grad.clone()
-            for params in [[p] for p in reversed(optimizer.params)] if apart else [None]:
-                optimizer.step(0.1 + 0.1 * step, params)
+            for group in optimizer.param_groups:
+                group["lr"] = 0.1 + 0.1 * step
+            apply = snapshot_step(optimizer)
+            for params in [[p] for p in reversed(optimizer.params)] if apart else [optimizer.params]:
+                apply(params)
         results.append(torch.cat([p.detach().flatten() for p in optimizer.params]))
     assert torch.equal(*results)
 
@@ -209,8 +231,9 @@ def test_elements_that_were_not_sent_stand_still_with_their_momentum(kind: str):
         for one, other, grad in zip(optimizer.params, dense.params, gradients_of(step), strict=True):
             one.grad, other.grad = grad.clone(), grad.clone()
         before = channels.detach().clone()
-        dense.step(0.1)
-        optimizer.step(0.1, elements={p: parts if p is channels else [slice(0, p.numel())] for p in optimizer.params})
+        step_at(dense, 0.1)
+        optimizer.elements = {p: parts if p is channels else [slice(0, p.numel())] for p in optimizer.params}
+        step_at(optimizer, 0.1)
         moved = (channels.detach() != before).as_strided((channels.numel(),), (1,))
         assert moved[2:9].all()
         assert moved[20]
@@ -220,10 +243,10 @@ def test_elements_that_were_not_sent_stand_still_with_their_momentum(kind: str):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
-def build(kind: str) -> MomentumSGD:
+def build(kind: str) -> SGD:
     if kind == "sgd":
-        return MomentumSGD(*problem(), momentum=MU, nesterov=False, weight_decay=WD)
-    return LARS(*problem(), momentum=MU, weight_decay=WD, trust_coefficient=ETA, epsilon=0.0, clip=False)
+        return sgd()
+    return lars()
 
 
 @pytest.mark.parametrize("kind", ["sgd", "lars"])
@@ -234,7 +257,8 @@ def test_a_non_finite_step_changes_no_bit(kind: str):
     velocity = [v.clone() for v in optimizer.velocity.values()]
     for param in optimizer.params:
         param.grad = torch.full_like(param, torch.inf)
-    optimizer.step(1.0, found_inf=torch.ones(()))
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
     for was, param in zip(weights, optimizer.params, strict=True):
         assert torch.equal(was, param)
     for was, now in zip(velocity, optimizer.velocity.values(), strict=True):
@@ -245,11 +269,11 @@ def test_gradient_norm_is_torchs():
     optimizer = build("sgd")
     for param, gradient in zip(optimizer.params[1:], gradients_of(1)[1:], strict=True):
         param.grad = gradient
-    torch.testing.assert_close(optimizer.gradient_norm(), nn.utils.clip_grad_norm_(optimizer.params, 1e9))
+    torch.testing.assert_close(total_norm(optimizer.params), nn.utils.clip_grad_norm_(optimizer.params, 1e9))
 
 
 def test_the_norm_of_no_gradient_is_zero():
-    assert build("sgd").gradient_norm().item() == 0.0
+    assert total_norm(build("sgd").params).item() == 0.0
 
 
 def test_norms_of_shards_are_those_of_the_whole():
@@ -264,12 +288,13 @@ def test_norms_of_shards_are_those_of_the_whole():
     weights = []
     for rows, norms in ((10, None), (5, whole)):
         first, second = nn.Parameter(torch.full((4, 3), 2.0)), nn.Parameter(torch.full((rows, 16), 3.0))
-        optimizer = LARS([first, second], [], MU, WD, ETA, 0.0, False, norms)
+        optimizer = LARS([first, second], 10.0, MU, WD, ETA)
+        optimizer.whole_norms = norms
         for _ in range(2):
             for param in (first, second):
                 param.grad = torch.full_like(param, 0.1)
-            assert optimizer.gradient_norm().item() == pytest.approx((0.01 * (12 + 160)) ** 0.5)
-            optimizer.step(10.0)
+            assert total_norm(optimizer.params, norms).item() == pytest.approx((0.01 * (12 + 160)) ** 0.5)
+            optimizer.step()
         weights.append((first, second[:5]))
     assert halves == [[4, 5]] * 4
     torch.testing.assert_close(weights[0], weights[1])
@@ -278,8 +303,8 @@ def test_norms_of_shards_are_those_of_the_whole():
 @pytest.mark.parametrize("param", [torch.ones(4, 6).chunk(2, 1)[0], torch.ones(3, 1).expand(3, 5), torch.ones(9)[::2]])
 def test_a_parameter_that_does_not_fill_its_memory_is_refused(param: Tensor):
     with pytest.raises(ValueError, match=r"write past it: .*nn\.Parameter\(p\.clone\(\)\)"):
-        MomentumSGD([nn.Parameter(param)], [], MU, nesterov=False, weight_decay=WD)
-    MomentumSGD([nn.Parameter(param.clone()), nn.Parameter(torch.ones(3, 5).t())], [], MU, False, WD)
+        SGD([nn.Parameter(param)], 1.0, MU)
+    SGD([nn.Parameter(param.clone()), nn.Parameter(torch.ones(3, 5).t())], 1.0, MU)
 
 
 def test_biases_and_norms_are_plain_by_module_and_frozen_ones_are_left_out():
@@ -288,7 +313,7 @@ def test_biases_and_norms_are_plain_by_module_and_frozen_ones_are_left_out():
     )
     model[5].weight.requires_grad_(False)
     settings = Lars(kind="lars", lr=1.0, weight_decay=WD)
-    decayed, plain = split_parameters(model, settings)
+    decayed, plain = split_parameters(model)
     assert {id(p) for p in decayed} == {id(model[0].weight), id(model[2].weight)}
     assert len(plain) == 3 + 6
     optimizer = build_optimizer(settings, model)
@@ -296,17 +321,17 @@ def test_biases_and_norms_are_plain_by_module_and_frozen_ones_are_left_out():
 
 
 def test_gradients_that_bring_their_momentum():
-    ours, corrected = (MomentumSGD(*problem(), MU, False, WD, corrected) for corrected in (False, True))
+    ours, corrected = sgd(), sgd(corrected=True)
     velocity = [torch.zeros(shape) for shape in SHAPES]
     for step in range(8):
         velocity = [MU * v + g for v, g in zip(velocity, gradients_of(step), strict=True)]
         for optimizer, grads in ((ours, gradients_of(step)), (corrected, velocity)):
             for param, grad in zip(optimizer.params, grads, strict=True):
                 param.grad = grad.clone()
-            optimizer.step(rate(step))
+            step_at(optimizer, rate(step))
     for param, other in zip(ours.params, corrected.params, strict=True):
         torch.testing.assert_close(param, other)
-    overflow = torch.ones(())
     before = [param.detach().clone() for param in corrected.params]
-    corrected.step(1.0, found_inf=overflow)
+    corrected.found_inf = torch.ones(())
+    corrected.step()
     assert all(torch.equal(param, old) for param, old in zip(corrected.params, before, strict=True))

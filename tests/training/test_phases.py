@@ -12,7 +12,7 @@ from imagenet_fast.distributed.heartbeat import Phase, here
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.load import parse_recipe
-from imagenet_fast.training.train_loop import build_initial_model
+from imagenet_fast.training.init_weights import build_initial_model
 from imagenet_fast.training.train_step import build_step
 from tests.conftest import tables
 from tests.spawning import run

@@ -13,9 +13,9 @@ from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.schema import BFloat16, Float16
 from imagenet_fast.recipe.sync_config import LazySync
 from imagenet_fast.sync import attach
-from imagenet_fast.training.optimizers import MomentumSGD
+from imagenet_fast.training.init_weights import build_initial_model
+from imagenet_fast.training.optimizers import SGD
 from imagenet_fast.training.precision import LossScaler
-from imagenet_fast.training.train_loop import build_initial_model
 from imagenet_fast.training.train_step import build_step
 from tests.conftest import tables
 from tests.spawning import run
@@ -36,7 +36,7 @@ def _overflow_on_rank_1() -> tuple[float, float, bool, list[float], dict[str, fl
     model = nn.Linear(4, 1, bias=False)
     nn.init.ones_(model.weight)
     forward, sync = attach(model, LazySync(wire="fp16", threshold_mb=0))
-    optimizer = MomentumSGD(list(model.parameters()), [], momentum=0.0, nesterov=False, weight_decay=0.0)
+    optimizer = SGD(model.parameters(), lr=0.1)
     scale = LossScaler(Float16(kind="fp16"), "fp16", CPU)
     assert scale.largest == 65504
     sync.guard(scale.largest)
@@ -45,17 +45,11 @@ def _overflow_on_rank_1() -> tuple[float, float, bool, list[float], dict[str, fl
         sync.zero_grad()
         scale(forward(inputs).sum()).backward()
         sync.end_backward()
-        found = sync.found_inf
-        factor = scale.end_step(found)
+        optimizer.found_inf = found = sync.found_inf
+        optimizer.grad_scale = scale.end_step(found)
         assert found is not None
-        assert factor is not None
-
-        def update(params: list[nn.Parameter]) -> None:
-            for param in params:
-                param.grad.mul_(factor)
-            optimizer.step(0.1, params, found_inf=found)
-
-        sync.update(update)
+        assert optimizer.grad_scale is not None
+        sync.step(optimizer)
         return found
 
     skipped = step(torch.full((1, 4), 1e6 if dist.get_rank() == 1 else 0.5)).item()
@@ -70,10 +64,10 @@ def test_a_static_scale_stays_and_bf16_has_none():
     weight = nn.Parameter(torch.ones(3))
     fixed = LossScaler(Float16(kind="fp16", loss_scale=1000.0), "bf16", CPU)
     (fixed(weight.sum())).backward()
-    factor = fixed.end_step(torch.ones(()))
-    assert factor is not None
+    scale = fixed.end_step(torch.ones(()))
+    assert scale is not None
     assert weight.grad is not None
-    torch.testing.assert_close(weight.grad * factor, torch.ones(3))
+    torch.testing.assert_close(weight.grad / scale, torch.ones(3))
     assert fixed.scale == 1000
     assert fixed.told(*map(float, fixed.state)) == {"loss_scale": 1000, "skipped_steps": 1}
     assert fixed.largest == torch.finfo(torch.bfloat16).max

@@ -11,17 +11,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.checkpoint import CheckpointWriter
-from imagenet_fast.data.loaders import Batch, build_loaders
+from imagenet_fast.data.loaders import Batch
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.launch.resume import CHECKPOINTS, find_resumption
-from imagenet_fast.metrics import MetricLogger
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.training.checkpoint_manager import CheckpointManager
+from imagenet_fast.training.run_lock import CHECKPOINTS
 from imagenet_fast.training.state import TrainState
-from imagenet_fast.training.train_loop import train
-from imagenet_fast.training.train_step import build_step
+from imagenet_fast.training.trainer import Trainer
 from tests.conftest import tables
 from tests.spawning import run
 
@@ -56,6 +54,18 @@ def used(parts: list[tuple[Seen, ...]], steps: range) -> list[int]:
     return [image for ranks in parts for seen in ranks for step, images in seen if step in steps for image in images]
 
 
+class StopAfter:
+    """Saves once, after a step, and has all ranks stop there."""
+
+    def __init__(self, step: int, manager: CheckpointManager) -> None:
+        self.step, self.manager, self.asked = step, manager, lambda: False
+
+    def __call__(self, state: TrainState, evaluated: bool | None) -> bool:
+        if state.step == self.step:
+            self.manager(state, evaluated=True)
+        return state.step == self.step
+
+
 def trained(folder: Path, stop: int) -> tuple[Seen, dict[str, Tensor]]:
     """Begin in ``folder``, or go on with what is there, and save after ``stop`` steps; what this rank saw meanwhile."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -64,40 +74,32 @@ def trained(folder: Path, stop: int) -> tuple[Seen, dict[str, Tensor]]:
     recipe = parse_recipe("test", tables(epochs=EPOCHS, **changes))
     job = Job("test", recipe, split_batch(recipe, ranks), None, folder, resume=True)
     folder.mkdir(exist_ok=True)
-    resumption = find_resumption(job, world)
-    first = 0 if resumption is None else resumption.step
-    dataset = build_loaders(recipe.data, None, job.batching, rank, 1, world.device, recipe.seed, first)
+    trainer = Trainer(job, world)
+    trainer.open_data()
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(3), nn.Flatten(),
         nn.Linear(72, 10),
     )  # fmt: skip
-    take_step = build_step(recipe, job.batching, model, world, dataset.train_order.steps_per_epoch)
-    state = take_step.state
-    if resumption is not None:
-        resumption.load(state, world)
+    trainer.build(model)
+    state = trainer.state
     seen: Seen = []
     images = torch.randn(IMAGES, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
     def batches() -> Iterator[Batch]:
         """In the order that a loader is given."""
-        for _, numbers in dataset.train_order:
+        for _, numbers in trainer.data.train_order:
             if not seen or seen[-1][0] != state.step + 1:
                 seen.append((state.step + 1, []))
             seen[-1][1].extend(numbers.tolist())
             yield images[numbers], torch.from_numpy(numbers) % 10
 
+    trainer.data = replace(trainer.data, train=batches())
     store = dist.distributed_c10d._get_default_store()
     with CheckpointWriter(folder / CHECKPOINTS, world, store) as writer:
-        keeper = CheckpointManager(job, world, writer, IMAGES, lambda: False)
-
-        def keep(state: TrainState, evaluated: bool) -> bool:
-            if state.step == stop:
-                keeper(state, evaluated=True)
-            return state.step == stop
-
-        train(job, replace(dataset, train=batches()), world, take_step, MetricLogger(state.clock.run_s), keep)
-        keeper.close()
+        trainer.checkpoints = StopAfter(stop, CheckpointManager(job, world, writer, IMAGES, lambda: False))
+        trainer.train()
+        trainer.checkpoints.manager.close()
     state.settle()
     weights = {name: tensor.clone() for name, tensor in state.whole().state_dict().items()}
     state.sync.close()

@@ -19,13 +19,13 @@ from tensorboard.backend.event_processing.event_multiplexer import EventMultiple
 from imagenet_fast.checkpoint import CheckpointWriter
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.errors import UserError
-from imagenet_fast.launch.resume import find_resumption
-from imagenet_fast.launch.run_lock import claimed, hold, make_and_hold, move_record_aside
 from imagenet_fast.metrics.event import Event
 from imagenet_fast.metrics.tensorboard import TensorBoard
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job, recipe_tables
 from imagenet_fast.recipe.load import parse_recipe
+from imagenet_fast.training.resume import find_resumption
+from imagenet_fast.training.run_lock import claimed, hold, make_and_hold, move_record_aside
 from tests.checkpoint.trees import ALONE, stamp
 from tests.conftest import tables
 from tests.spawning import run

@@ -12,7 +12,7 @@ from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import parse_recipe
-from imagenet_fast.training.train_loop import seed_step
+from imagenet_fast.training.trainer import seed_step
 from tests.conftest import tables
 from tests.spawning import run
 from tests.training.jobs import train_job

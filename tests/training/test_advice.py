@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.launch.worker import _advice
 from imagenet_fast.metrics import RunResult
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.training.trainer import final_advice
 
 WORLD = DistContext(0, 2, 0, 2, torch.device("cpu"))
 
@@ -30,10 +30,10 @@ def ended(status: str, wait_pct: float | None) -> RunResult:
 
 
 def test_a_run_that_waited_is_told_what_may_help_on_this_node(job: Job):
-    first, *settings = _advice(job, ended("finished", 5.2), WORLD)
+    first, *settings = final_advice(job, ended("finished", 5.2), WORLD)
     assert first.startswith("Waited for data 5 % of training: a rank reads with dali")
     assert settings[0].startswith("  --set data.loader=folder")
-    assert _advice(job, ended("preempted", 80.0), WORLD)
+    assert final_advice(job, ended("preempted", 80.0), WORLD)
 
 
 @pytest.mark.parametrize(
@@ -42,13 +42,13 @@ def test_a_run_that_waited_is_told_what_may_help_on_this_node(job: Job):
     ids=["bearable", "unmeasured", "failed"],
 )
 def test_others_are_not(status: str, wait_pct: float | None, job: Job):
-    assert _advice(job, ended(status, wait_pct), WORLD) == []
+    assert final_advice(job, ended(status, wait_pct), WORLD) == []
 
 
 def test_nor_is_one_on_another_rank_or_without_images_or_whose_images_are_gone(
     job: Job, make_recipe: Callable[..., Recipe], tmp_path: Path
 ):
     starved = ended("finished", 80.0)
-    assert _advice(job, starved, replace(WORLD, rank=1, local_rank=1)) == []
-    assert _advice(replace(job, recipe=make_recipe(), data=None), starved, WORLD) == []
-    assert _advice(replace(job, data=tmp_path / "gone"), starved, WORLD) == []
+    assert final_advice(job, starved, replace(WORLD, rank=1, local_rank=1)) == []
+    assert final_advice(replace(job, recipe=make_recipe(), data=None), starved, WORLD) == []
+    assert final_advice(replace(job, data=tmp_path / "gone"), starved, WORLD) == []

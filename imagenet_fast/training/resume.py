@@ -19,12 +19,12 @@ from imagenet_fast.data.loaders import Loaders
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import all_reduce_sum, broadcast_error
 from imagenet_fast.errors import UserError, warn
-from imagenet_fast.launch.run_lock import CHECKPOINTS, check_replaceable, hold
 from imagenet_fast.metrics.run_result import read_outcome
 from imagenet_fast.models.weights import Weights, classes_of
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.resume_compat import differences
 from imagenet_fast.recipe.schema import Model
+from imagenet_fast.training.run_lock import CHECKPOINTS, check_replaceable, hold
 from imagenet_fast.training.state import TrainState, joined
 
 _PATIENCE_S = 5.0  # for another node's file to become visible over NFS

@@ -1,0 +1,382 @@
+"""Train a recipe from its first image to its final weights. Whoever is new to the program reads this file first.
+
+``Trainer.run`` is a run: claim its directory, open the data, build the model with its gradient engine and optimiser,
+take steps, evaluate, save checkpoints, and record how it ended. ``train_step.py`` has what happens inside one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import nn
+
+from imagenet_fast.data.loaders import Loaders, build_loaders, supply_of
+from imagenet_fast.data.rng import bits
+from imagenet_fast.data.stall_advice import advice
+from imagenet_fast.distributed.failure_detection import report_failure
+from imagenet_fast.distributed.forkserver import freeze_gc
+from imagenet_fast.distributed.heartbeat import here
+from imagenet_fast.distributed.init import DistContext
+from imagenet_fast.distributed.reductions import broadcast_error
+from imagenet_fast.errors import JobAborted, UserError
+from imagenet_fast.metrics import MetricLogger
+from imagenet_fast.metrics.report import FINAL_WEIGHTS
+from imagenet_fast.metrics.run_dir import open_run_dir
+from imagenet_fast.metrics.run_result import STOPPED_WORDS, RunResult
+from imagenet_fast.models.weights import Weights, describe, write_weights
+from imagenet_fast.recipe.data_config import ImageData
+from imagenet_fast.recipe.job import Job
+from imagenet_fast.training.checkpoint_manager import CheckpointManager, open_checkpoints
+from imagenet_fast.training.clock import Clock
+from imagenet_fast.training.evaluation import Accuracy, Stopped, evaluate
+from imagenet_fast.training.exit_status import Ending
+from imagenet_fast.training.init_weights import build_initial_model, load_initial_weights
+from imagenet_fast.training.lr_schedule import learning_rate
+from imagenet_fast.training.nonfinite import NonFiniteLoss
+from imagenet_fast.training.nonfinite_report import explain
+from imagenet_fast.training.optimizers import SGD
+from imagenet_fast.training.precision import forward_dtype
+from imagenet_fast.training.resume import ResumePoint, find_resumption
+from imagenet_fast.training.run_lock import claimed, move_record_aside
+from imagenet_fast.training.state import TrainState
+from imagenet_fast.training.train_step import TrainingStep, build_step
+
+
+class Trainer:
+    """One run of a recipe, on this rank; all ranks make the same calls.
+
+    ``run`` does everything. For single steps in code of one's own, call ``open_data`` and ``build``, then
+    ``train_step`` and ``evaluate``; nothing is written then.
+    """
+
+    data: Loaders
+    """Loaders of training and validation images; set by ``open_data``, as are the next three."""
+    weights: Weights | None
+    """Initial weights, on rank 0; None: fresh ones, or those of the checkpoint."""
+    resumed_from: ResumePoint | None
+    """Checkpoint from which the run resumes; None: it starts anew."""
+    clock: Clock
+    step: TrainingStep
+    """Forward, backward, synchronisation and update; set by ``build``, as is ``state``."""
+    state: TrainState
+    """Model, optimiser, gradient engine and all else that later steps depend on."""
+
+    def __init__(
+        self, job: Job, world: DistContext, ending: Ending | None = None,
+        ask_first: Callable[[], Callable[[], bool]] = lambda: lambda: False,
+    ) -> None:  # fmt: skip
+        """Prepare a run; ``run`` or ``open_data`` is the first to read or write a file.
+
+        Args:
+            job: The recipe, and the directories and options of the run.
+            world: This rank and its process group.
+            ending: Records how the run ends; None: only the run directory tells it.
+            ask_first: Called once the run can be saved, from when on a signal asks this rank to stop. Returns a
+                function that tells whether one has.
+        """
+        self.job = job
+        self.world = world
+        self.ending = ending or Ending(job, world, None)
+        self.outcome: RunResult = self.ending.outcome
+        self.metrics: MetricLogger = MetricLogger(lambda: self.clock.run_s())
+        self.checkpoints: CheckpointManager | None = None
+        self._ask_first = ask_first
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, or this rank's part of it."""
+        return self.state.model
+
+    @property
+    def optimizer(self) -> SGD:
+        """The optimiser."""
+        return self.state.optimizer
+
+    def run(self) -> RunResult:
+        """Train to the end of the recipe, to its target or to a stop, and write the run directory.
+
+        Returns:
+            The outcome, which is also in ``outcome.json``.
+
+        Raises:
+            UserError: The run cannot start: from this directory, these images, or the given weights or checkpoint.
+            JobAborted: It had to end early, for a reason that the message gives.
+            KeyboardInterrupt: A signal ended it.
+        """
+        with claimed(self.job, self.world):
+            self.open_data()
+            with self._recorded():
+                self.build()
+                if self.resumed_from is not None:
+                    self.metrics(
+                        "resume", self.state.step, gap_s=self.resumed_from.gap_s, moved=self.resumed_from.elsewhere
+                    )
+                with self._saving():
+                    unsaved = self._train_soundly()
+                here.enter("checkpoint")
+                if self.outcome.status in ("reached", "finished"):
+                    self._write_final_weights()
+                    if unsaved:
+                        raise JobAborted(f"trained to the end, but {unsaved}")
+            if self.outcome.status != "interrupted":
+                with here.waiting():
+                    # A rank that missed the target exits with a non-zero code. If it were the first to exit, torchrun
+                    # would stop the ranks that still write.
+                    dist.barrier()
+        return self.outcome
+
+    def open_data(self) -> None:
+        """Find the checkpoint to resume from, open the images, and read the weights to start from.
+
+        Raises:
+            UserError: On every rank, if one of them cannot be used.
+        """
+        job, world = self.job, self.world
+        self.resumed_from = found = find_resumption(job, world) if job.resume else None
+        self.clock = Clock()
+        self.data = build_loaders(
+            job.recipe.data, job.data, job.batching, world.rank, world.cores, world.device, job.recipe.seed,
+            0 if found is None else found.step, forward_dtype(job.recipe.precision),
+        )  # fmt: skip
+        self.weights = None
+        if found is not None:
+            found.check_contents(self.data, job.recipe.model)
+            found.check_images(self.data.train_order.images)
+            found.check_length(job.recipe.epochs, self.steps_per_epoch)
+        elif job.init_from is not None:
+            self.weights = load_initial_weights(
+                job.init_from, job.recipe.model, self.data.classes, world, job.fresh_head
+            )
+
+    def build(self, model: nn.Module | None = None) -> None:
+        """Build the model, its engine and its optimiser, and load the checkpoint. Call ``open_data`` first.
+
+        Args:
+            model: A model of one's own, the same on every rank, on its device; None: the recipe's.
+        """
+        job, world, found = self.job, self.world, self.resumed_from
+        if model is None:
+            model = build_initial_model(job.recipe, self.data.classes, world, self.weights)
+        trace = job.folder / "trace.json" if job.trace and world.is_main else None
+        self.step = build_step(
+            job.recipe, job.batching, model, world, self.steps_per_epoch, trace, self.clock, self.outcome
+        )
+        self.state = self.step.state
+        if found is not None:
+            found.load(self.state, world)
+            self.step.watched = found.wrong_from
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimiser steps in one epoch."""
+        return self.data.train_order.steps_per_epoch
+
+    def train(self) -> None:
+        """Train until the target is reached, the last epoch ends, or some rank was asked to stop."""
+        recipe, state, outcome = self.job.recipe, self.state, self.outcome
+        steps = recipe.epochs * self.steps_per_epoch
+        self.metrics(
+            "run", state.step, recipe=self.job.name, sync=recipe.sync.kind, world_size=self.world.size,
+            global_batch=self.job.batching.global_batch, layout=recipe.parallel.layout(self.world.size),
+            epochs=recipe.epochs, steps_per_epoch=self.steps_per_epoch, steps=steps, target_top1=recipe.target_top1,
+            train_images=self.data.train_order.images, val_images=self.data.val_order.images, note=self.job.note,
+        )  # fmt: skip
+        freeze_gc()
+        self.clock.begin_training()
+        self.step.meter.restart()
+        stop = cut_off = False
+        if state.unjudged and self._evaluation_is_due():
+            stop, cut_off = self._evaluate_and_save()
+        while state.step < steps and outcome.status != "reached" and not stop:
+            if state.step % self.steps_per_epoch == 0:
+                self.metrics("epoch", state.step, epoch=self.epoch)
+            self.train_step()
+            if self._evaluation_is_due():
+                stop, cut_off = self._evaluate_and_save()
+            else:
+                stop = self._save(evaluated=False)
+        self.step.meter.flush(self.metrics)
+        if outcome.status != "reached":
+            outcome.status = "finished" if state.step == steps and not cut_off else "preempted"
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next step, from 1."""
+        return self.state.step // self.steps_per_epoch + 1
+
+    def train_step(self) -> None:
+        """Take the next step: one global batch, at the learning rate of the recipe's schedule."""
+        recipe, state, epoch = self.job.recipe, self.state, self.epoch
+        self._lr = learning_rate(recipe.schedule, recipe.optim.lr, state.step, self.steps_per_epoch, recipe.epochs)
+        seed_step(recipe.seed, state.step, self.world)
+        self.step(self.data.train, self._lr)
+        if state.step % recipe.log_every == 0:
+            self.step.meter.report(self.metrics, state.step, epoch, self._lr)
+        self.outcome.advance(epoch, state.step, self.clock.train_s(), state.sent_bytes)
+
+    def evaluate(self) -> Accuracy | None:
+        """Measure and record the accuracy on all validation images, of the averaged weights if the recipe averages.
+
+        Returns:
+            The accuracy; None, with nothing changed, if it was cut off because some rank was asked to stop.
+        """
+        state, meter, epoch = self.state, self.step.meter, self.state.step // self.steps_per_epoch
+        if state.step > (self.resumed_from.step if self.resumed_from is not None else 0):
+            meter.report(self.metrics, state.step, epoch, self._lr)
+            meter.flush(self.metrics)
+            self.outcome.advance(epoch, state.step, self.clock.train_s(), state.sent_bytes)
+        here.enter("evaluation")
+        state.settle()
+        before = state.statistics()
+        with self.clock.pause() as evaluation:
+            freeze_gc()
+            state.level_statistics()
+            try:
+                asked = self.checkpoints.asked if self.checkpoints is not None else lambda: False
+                accuracy = evaluate(state.whole(), self.data, self.step.cast, self.world, asked)
+            except Stopped:
+                state.put_back(before)
+                return None
+        meter.restart()
+        self.outcome.judge(accuracy.top1, accuracy.top5, self.clock.run_s())
+        self.metrics(
+            "eval", state.step, epoch=epoch, top1=accuracy.top1, top5=accuracy.top5, images=accuracy.images,
+            eval_s=evaluation.seconds, train_s=self.clock.train_s(),
+        )  # fmt: skip
+        return accuracy
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the training state: what ranks share, and what is this rank's own. Every rank must call it."""
+        self.state.settle()
+        return {"shared": self.state.shared(), "own": self.state.own()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a value of ``state_dict`` of the same rank, in a run with as many ranks."""
+        self.state.load(state["shared"], state["own"])
+
+    def _evaluation_is_due(self) -> bool:
+        epochs, steps = divmod(self.state.step, self.steps_per_epoch)
+        return epochs > 0 and steps == 0 and self.job.recipe.evaluates_after(epochs)
+
+    def _evaluate_and_save(self) -> tuple[bool, bool]:
+        """Evaluate and save; return whether to stop, and whether a stop cut the evaluation off."""
+        cut_off = self.evaluate() is None
+        return self._save(evaluated=None if cut_off else True), cut_off
+
+    def _save(self, evaluated: bool | None) -> bool:
+        """Save a checkpoint if one is due, and return whether to stop. See ``CheckpointManager``."""
+        return self.checkpoints is not None and self.checkpoints(self.state, evaluated)
+
+    def _train_soundly(self) -> str:
+        """Train to the end or a stop; return why the end could not be saved, or an empty string.
+
+        The last step is checked for non-finite numbers here, as no step follows it.
+
+        Raises:
+            JobAborted: If numbers are no longer finite.
+        """
+        outcome, checkpoints = self.outcome, self.checkpoints
+        assert checkpoints is not None
+        try:
+            self.train()
+            if outcome.status in ("reached", "finished") and not checkpoints.is_sound(self.state):
+                raise NonFiniteLoss
+        except NonFiniteLoss:
+            raise JobAborted(explain(self.step, checkpoints, self.world)) from None
+        if outcome.status in ("reached", "finished"):
+            return checkpoints.finish(self.state, evaluated=True)
+        if outcome.status == "preempted":
+            outcome.message = f"{STOPPED_WORDS} after step {outcome.steps}, and "
+            if checkpoints.saves:
+                outcome.message += "saved; the same command with --resume auto goes on"
+            else:
+                outcome.status = "interrupted"
+                outcome.message += "not saved, as not every node sees the run; give an --out that all of them share"
+        return ""
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Save checkpoints in the block, in which a first signal only asks to stop."""
+        begun = self.outcome.steps
+        self.ending.saved_step = lambda: begun
+        images, is_new = self.data.train_order.images, self.resumed_from is None
+        with open_checkpoints(self.job, self.world, images, self._ask_first, is_new) as self.checkpoints:
+            checkpoints = self.checkpoints
+            checkpoints.save_with(self.data.contents)
+            self.ending.saved_step = lambda: max(begun, checkpoints.saved_step)
+            yield
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """Record the block in the run directory: what it logs, and how it ends."""
+        job, world, ending, outcome = self.job, self.world, self.ending, self.outcome
+        ending.begin_record()
+        if world.is_main and self.resumed_from is None:
+            move_record_aside(job.folder)
+        resumed = None if self.resumed_from is None else self.resumed_from.step
+        self.metrics = open_run_dir(job, world, self.clock.run_s, resumed)
+        try:
+            yield
+        except KeyboardInterrupt:
+            ending.stop()
+            raise
+        except Exception as error:
+            ending.fail(report_failure(error))
+            if outcome.status == "failed":
+                raise
+            raise KeyboardInterrupt from None  # a signal ended another rank
+        finally:
+            outcome.run_s = self.clock.run_s()
+            ending.leave()
+            # Report the first failure, not that its record failed too.
+            with suppress(UserError, OSError) if outcome.status == "failed" else nullcontext():
+                self.metrics("end", outcome.steps, **vars(outcome), advice=final_advice(self.job, outcome, self.world))
+                self.metrics.close()
+                ending.told()
+
+    def _write_final_weights(self) -> None:
+        """Write the final weights on rank 0. Raises JobAborted, on every rank, if they cannot be written."""
+        self.state.settle()
+        whole = self.state.whole()
+        failure = ""
+        if self.world.is_main:
+            about = describe(self.job.name, self.job.recipe, self.data.class_names)
+            path = self.job.folder / FINAL_WEIGHTS
+            try:
+                write_weights(whole.state_dict(), path, about)
+            except (OSError, SafetensorError) as error:
+                failure = (
+                    f"trained to the end, but {path} cannot be written ({error}); see to that disk, and the same "
+                    "command with --resume auto writes them"
+                )
+        if failure := broadcast_error(failure, self.world.device):
+            raise JobAborted(failure)
+
+
+def final_advice(job: Job, outcome: RunResult, world: DistContext) -> list[str]:
+    """Return rank 0's advice for a run that waited for its images, unless the run failed."""
+    data = job.recipe.data
+    if not world.is_main or outcome.status == "failed" or not outcome.is_starved:
+        return []
+    if not isinstance(data, ImageData) or job.data is None:
+        return []
+    with suppress(UserError, OSError):  # the images may be gone by now
+        return advice(outcome.data_wait_pct or 0.0, supply_of(data, job.data, world.cores, world.device))
+    return []
+
+
+def seed_step(seed: int, step: int, world: DistContext) -> None:
+    """Seed the generators of the CPU and of this rank's device by (seed, step, rank), as dropout uses them.
+
+    A run resumed at a step so draws the same numbers as an uninterrupted one. Compiled code and replayed CUDA graphs
+    use the same generators. The CPU's generator uses 32 bits of a seed, a GPU's all 64.
+    """
+    number = int(bits("step", seed, step, of=world.rank)[0])
+    torch.default_generator.manual_seed(number)
+    if world.device.type == "cuda":
+        torch.cuda.default_generators[world.device.index].manual_seed(number)
