@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from imagenet_fast.distributed.bootstrap import connecting, rendezvous_ranks
 from imagenet_fast.distributed.cpu_count import own_cores
 from imagenet_fast.distributed.flight_recorder import record_flights
 from imagenet_fast.distributed.numa import bind_to_numa_node
 from imagenet_fast.distributed.process_groups import SLACK_S
-from imagenet_fast.distributed.rank_info import RankInfo
+from imagenet_fast.distributed.rank_info import RankInfo, rank_info_from_env, set_group_rank
 from imagenet_fast.distributed.watchdog import watching_ranks
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.schema import Timeout
@@ -73,6 +74,29 @@ def init_distributed(
     with watching_ranks(timeout, end, left):
         yield DistContext(place.rank, place.size, place.local_rank, place.local_size, device, own_cores(place, store))
     dist.destroy_process_group()  # not after an error: it would wait for collectives that never end
+
+
+def current_world() -> DistContext:
+    """Return this process among all ranks, for code of one's own.
+
+    The process group is the one that exists. Else it is made: of the ranks that torchrun, srun or mpirun has started,
+    or of this process alone.
+    """
+    there = dist.is_initialized()
+    rank, size = (dist.get_rank(), dist.get_world_size()) if there else (0, 1)
+    place = rank_info_from_env() or RankInfo(rank, size, rank, size)
+    device, backend = prepare_device(place.local_rank)
+    if not there:
+        bound = device if device.type == "cuda" else None
+        if place.size > 1:
+            dist.init_process_group(backend, device_id=bound)
+        else:
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=bound)
+    set_group_rank(place)
+    store = dist.distributed_c10d._get_default_store()
+    return DistContext(
+        dist.get_rank(), dist.get_world_size(), place.local_rank, place.local_size, device, own_cores(place, store)
+    )
 
 
 def prepare_device(local_rank: int, traces: Path | None = None) -> tuple[torch.device, str]:

@@ -55,7 +55,7 @@ def run_worker(job: Job, place: RankInfo, patience_s: float, handover: Path | No
         with init_distributed(
             place, job.agreed(), patience, job.recipe.timeout, end, job.folder, handover, binding
         ) as world:
-            Trainer(job, world, ending, signals.ask_first).run()
+            Trainer(job, world, ending=ending, ask_first=signals.ask_first).run()
     except KeyboardInterrupt:
         if not ending.ended:  # during the start
             ending.stop()

@@ -91,11 +91,13 @@ def settle_before_state(optimizer: Optimizer, settle: Callable[[], None]) -> Non
     if hook not in optimizer._optimizer_state_dict_pre_hooks.values():
         optimizer.register_state_dict_pre_hook(hook, prepend=True)
         optimizer.register_load_state_dict_pre_hook(hook, prepend=True)
-        optimizer.__dict__["__getstate__"] = partial(_settled_state, optimizer, settle)
+        optimizer.__dict__["__getstate__"] = partial(_settled_state, optimizer)
 
 
-def _settled_state(optimizer: Optimizer, settle: Callable[[], None]) -> Any:
-    settle()
+def _settled_state(optimizer: Optimizer) -> Any:
+    for hook in optimizer._optimizer_state_dict_pre_hooks.values():  # one for each pool that has stepped it
+        if isinstance(hook, _Settle):
+            hook.settle()
     return type(optimizer).__getstate__(optimizer)
 
 

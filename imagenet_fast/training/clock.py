@@ -45,8 +45,9 @@ class Clock:
         return self._trained_before + time.perf_counter() - self._training_begun - self._paused
 
     def begin_training(self) -> None:
-        """Start the training time, at the first step of the run or of its resumed part."""
-        self._training_begun = time.perf_counter()
+        """Start the training time, at the first step of the run or of its resumed part; later calls do nothing."""
+        if self._training_begun is None:
+            self._training_begun = time.perf_counter()
 
     def state_dict(self) -> dict[str, float]:
         """Return both times, for a checkpoint."""

@@ -44,11 +44,11 @@ class SGD(Optimizer):
 
     one_by_one = True
     """Each parameter's update needs its own gradient and state alone: see ``sync.per_param_step``."""
-    _step_supports_amp_scaling = True  # then GradScaler sets the next two, as for torch's fused optimisers
-    grad_scale: Tensor | None = None
-    """Gradients are divided by it in the next steps; None: by nothing."""
-    found_inf: Tensor | None = None
-    """If it is 1 on the device, the next steps change nothing; None: not checked."""
+    _step_supports_amp_scaling = True  # then GradScaler sets the next two for a step, as for torch's fused optimisers
+    grad_scale: Tensor | None
+    """Gradients are divided by it in the next steps; None or missing: by nothing."""
+    found_inf: Tensor | None
+    """If it is 1 on the device, the next steps change nothing; None or missing: not checked."""
     elements: Elements | None = None
     """The next steps update only these elements; the others keep their weight and momentum. None: all elements."""
 
@@ -120,12 +120,13 @@ class SGD(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        grad_scale = getattr(self, "grad_scale", None)
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             if params:
                 pieces = self._pieces(params)
-                if self.grad_scale is not None and pieces:
-                    torch._foreach_mul_([piece.grad for piece in pieces], self.grad_scale.reciprocal())
+                if grad_scale is not None and pieces:
+                    torch._foreach_mul_([piece.grad for piece in pieces], grad_scale.reciprocal())
                 self._update(group, params, pieces)
         return loss
 
@@ -149,8 +150,8 @@ class SGD(Optimizer):
     ) -> None:  # fmt: skip
         sgd(
             weights, grads, [v if momentum else None for v in velocities],
-            fused=True, grad_scale=None, found_inf=self.found_inf, weight_decay=weight_decay, momentum=momentum,
-            lr=group["lr"], dampening=0.0, nesterov=group["nesterov"], maximize=False,
+            fused=True, grad_scale=None, found_inf=getattr(self, "found_inf", None), weight_decay=weight_decay,
+            momentum=momentum, lr=group["lr"], dampening=0.0, nesterov=group["nesterov"], maximize=False,
         )  # fmt: skip
 
     def _pieces(self, params: Sequence[nn.Parameter]) -> list[_Piece]:

@@ -6,8 +6,9 @@ take steps, evaluate, save checkpoints, and record how it ended. ``train_step.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from imagenet_fast.data.stall_advice import advice
 from imagenet_fast.distributed.failure_detection import report_failure
 from imagenet_fast.distributed.forkserver import freeze_gc
 from imagenet_fast.distributed.heartbeat import here
-from imagenet_fast.distributed.init import DistContext
+from imagenet_fast.distributed.init import DistContext, current_world
 from imagenet_fast.distributed.reductions import broadcast_error
 from imagenet_fast.errors import JobAborted, UserError
 from imagenet_fast.metrics import MetricLogger
@@ -31,11 +32,13 @@ from imagenet_fast.metrics.run_result import STOPPED_WORDS, RunResult
 from imagenet_fast.models.weights import Weights, describe, write_weights
 from imagenet_fast.recipe.data_config import ImageData
 from imagenet_fast.recipe.job import Job
+from imagenet_fast.recipe.load import find_recipe, load_recipe
 from imagenet_fast.training.checkpoint_manager import CheckpointManager, open_checkpoints
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.evaluation import Accuracy, Stopped, evaluate
 from imagenet_fast.training.exit_status import Ending
 from imagenet_fast.training.init_weights import build_initial_model, load_initial_weights
+from imagenet_fast.training.job_setup import new_folder, plan_job
 from imagenet_fast.training.lr_schedule import learning_rate
 from imagenet_fast.training.nonfinite import NonFiniteLoss
 from imagenet_fast.training.nonfinite_report import explain
@@ -67,21 +70,33 @@ class Trainer:
     """Model, optimiser, gradient engine and all else that later steps depend on."""
 
     def __init__(
-        self, job: Job, world: DistContext, ending: Ending | None = None,
+        self, job: Job | str, world: DistContext | None = None, *, data: Path | str | None = None,
+        out: Path | str | None = None, overrides: Sequence[str] = (), ending: Ending | None = None,
         ask_first: Callable[[], Callable[[], bool]] = lambda: lambda: False,
     ) -> None:  # fmt: skip
-        """Prepare a run; ``run`` or ``open_data`` is the first to read or write a file.
+        """Prepare a run; ``run`` or ``open_data`` is the first to read an image or to write a file.
 
         Args:
-            job: The recipe, and the directories and options of the run.
-            world: This rank and its process group.
+            job: The recipe, and the directories and options of the run. Or only the recipe's name or file, as ``train
+                --recipe`` takes it; then the next arguments count.
+            world: This rank and its process group; None: those that exist, or that torchrun's environment describes, or
+                this process alone.
+            data: Directory of the images; None: the default.
+            out: Run directory; None: a new one in ``runs``.
+            overrides: Changes of the recipe, as ``train --set`` takes them: "optim.lr=0.1".
             ending: Records how the run ends; None: only the run directory tells it.
             ask_first: Called once the run can be saved, from when on a signal asks this rank to stop. Returns a
                 function that tells whether one has.
         """
+        self.world = world or current_world()
+        if isinstance(job, str):
+            path, root = find_recipe(job), None if data is None else Path(data)
+            folder = [out or new_folder(path.stem, "trainer")]
+            dist.broadcast_object_list(folder, device=self.world.device)  # its name has the time
+            recipe = load_recipe(path, overrides=overrides)
+            job = plan_job(path.stem, recipe, self.world.size, data=root, folder=Path(folder[0]))
         self.job = job
-        self.world = world
-        self.ending = ending or Ending(job, world, None)
+        self.ending = ending or Ending(job, self.world, None)
         self.outcome: RunResult = self.ending.outcome
         self.metrics: MetricLogger = MetricLogger(lambda: self.clock.run_s())
         self.checkpoints: CheckpointManager | None = None
@@ -212,6 +227,7 @@ class Trainer:
     def train_step(self) -> None:
         """Take the next step: one global batch, at the learning rate of the recipe's schedule."""
         recipe, state, epoch = self.job.recipe, self.state, self.epoch
+        self.clock.begin_training()
         self._lr = learning_rate(recipe.schedule, recipe.optim.lr, state.step, self.steps_per_epoch, recipe.epochs)
         seed_step(recipe.seed, state.step, self.world)
         self.step(self.data.train, self._lr)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from examples.own_engine import by_pairs
 from imagenet_fast.bench.engines import bench_sync
 from imagenet_fast.cost_model import layer_profile
 from imagenet_fast.cost_model.layer_profile import Timing
@@ -34,7 +35,6 @@ from imagenet_fast.sync import (
     GradientSync,
     HybridSync,
     LazySync,
-    ParamSlot,
     PowerSgdSync,
     RingSync,
     SparseSync,
@@ -57,18 +57,6 @@ CODES: dict[str, float] = {"int8": 2e-2, "fp8": 0.1}  # of the largest gradient
 LINK = LinkModel(1e-4, 1e-8)
 STEPS = 2  # the first teaches the pool the order of its gradients
 LEARNT = 8  # five more for an engine that learns, and one for what it has learnt
-
-
-def pair_of(span: ParamSlot) -> int:
-    """Neighbouring layers by twos."""
-    return int(span.layer.rpartition(".")[2]) // 2
-
-
-def by_pairs(wire: torch.dtype) -> Engine:
-    """An engine of one's own: layers by twos, scattered during backward and gathered before the next forward."""
-    return Engine(
-        wire, "read", math.inf, group_key=pair_of, collective="pairwise", prioritized=True, split_reduce_scatter=True
-    )
 
 
 Policy = Literal["by-type", "by-size"]

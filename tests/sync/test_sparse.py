@@ -271,3 +271,40 @@ def _learns() -> tuple[list[float], int, int]:
     losses = _train(model, pool, build_optimizer(SGD, model), range(250))
     assert counts[0] > counts[12] > counts[-1], "it ramps"
     return losses, counts[0], counts[-1]
+
+
+def test_a_second_update_of_a_step_sees_what_the_first_has_updated():
+    """A moving average, which is no optimiser."""
+    run(2, _second_update)
+
+
+def _second_update() -> None:
+    for timing in ("lazy", "hybrid"):
+        model = network()
+        pool, _ = pooled(model, settings(sparsity=0.75, dense_epochs=0, ramp_epochs=0, timing=timing))
+        optimizer = build_optimizer(SGD, model)
+        averaged: list[set[nn.Parameter]] = []
+        for step in range(3):
+            pool.zero_grad()
+            model(torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            pool.step(optimizer)
+            averaged.append(set())
+            pool.update(lambda params, elements, seen=averaged[-1]: seen.update(params))
+            pool.settle()
+        assert averaged == [set(model.parameters())] * 3
+        pool.close()
+
+
+def test_scaler_and_torch_optimizers_are_refused_under_sparse():
+    run(1, _refused_optimizers)
+
+
+def _refused_optimizers() -> None:
+    model = network()
+    pool, _ = pooled(model, settings(sparsity=0.75))
+    pool.zero_grad()
+    model(torch.randn(4, 3, 8, 8)).square().mean().backward()
+    with pytest.raises(ValueError, match="optimisers of torch would apply the rest as well"):
+        pool.step(torch.optim.AdamW(model.parameters()))
+    with pytest.raises(ValueError, match="a GradScaler would apply the rest as well"):
+        pool.step(build_optimizer(SGD, model), torch.amp.GradScaler("cpu"))

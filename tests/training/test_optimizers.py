@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 from imagenet_fast.recipe.schema import Lars
 from imagenet_fast.sync.per_param_step import snapshot_step
-from imagenet_fast.training.optimizers import LARS, SGD, build_optimizer, split_parameters, total_norm
+from imagenet_fast.training.optimizers import LARS, SGD, build_optimizer, param_groups, split_parameters, total_norm
 
 SHAPES = [(16, 3, 3, 3), (10, 16), (10,), (16,)]
 MU, WD, ETA = 0.9, 5e-4, 0.001
@@ -335,3 +337,73 @@ def test_gradients_that_bring_their_momentum():
     corrected.found_inf = torch.ones(())
     corrected.step()
     assert all(torch.equal(param, old) for param, old in zip(corrected.params, before, strict=True))
+
+
+def small_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5))
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    images = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(step))
+    return nn.functional.cross_entropy(model(images), torch.arange(6) % 5)
+
+
+def parameters_of(model: nn.Module) -> Tensor:
+    return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+
+def test_lars_in_a_plain_loop_with_a_scheduler_and_a_saved_state():
+    results = []
+    for interrupted in (False, True):
+        model = small_net()
+        optimizer = LARS(param_groups(model), lr=2.0, weight_decay=1e-3, trust_coefficient=0.01)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
+        for step in range(6):
+            if interrupted and step == 3:
+                saved = copy.deepcopy(optimizer.state_dict())
+                optimizer = LARS(param_groups(model), lr=9.0)
+                optimizer.load_state_dict(saved)
+                schedule.optimizer = optimizer
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+            schedule.step()
+        results.append(parameters_of(model))
+    assert torch.equal(*results)
+    assert not torch.equal(results[0], parameters_of(small_net()))
+
+
+def test_lars_under_a_grad_scaler_skips_an_overflow():
+    results = []
+    for scaled in (False, True):
+        model = small_net()
+        optimizer = LARS(param_groups(model), lr=2.0, weight_decay=1e-3, trust_coefficient=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, enabled=scaled)
+        for step in range(5):
+            if step == 2 and not scaled:  # which the scaler finds to overflow
+                loss_of(model, step)  # batch norm sees it
+                continue
+            optimizer.zero_grad()
+            loss = loss_of(model, step)
+            scaler.scale(loss * (math.inf if step == 2 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        results.append(parameters_of(model))
+    assert torch.equal(*results)
+
+
+def test_lars_steps_with_a_closure_and_leaves_unused_parameters():
+    model, idle = small_net(), nn.Parameter(torch.ones(3, 3))
+    optimizer = LARS([*param_groups(model), {"params": [idle]}], lr=1.0, weight_decay=0.1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, 0)
+        loss.backward()
+        return loss
+
+    before = parameters_of(model)
+    assert optimizer.step(closure).item() == loss_of(small_net(), 0).item()
+    assert not torch.equal(parameters_of(model), before)
+    assert (idle == 1).all()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import subprocess
+import sys
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -9,10 +13,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from imagenet_fast.distributed.init import DistContext
+from imagenet_fast.metrics.run_result import read_outcome
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import parse_recipe
-from imagenet_fast.training.trainer import seed_step
+from imagenet_fast.training.trainer import Trainer, seed_step
 from tests.conftest import tables
 from tests.spawning import run
 from tests.training.jobs import train_job
@@ -42,6 +47,57 @@ def _train_with_and_without(folder: Path) -> None:
         job = Job("test", recipe, split_batch(recipe, 1), None, folder / name)
         outcome = train_job(job, world)
         assert (outcome.status, outcome.steps) == ("finished", epochs)
+
+
+BY_NAME = """
+import sys
+from imagenet_fast.training.trainer import Trainer
+
+changes = ["epochs=1", "schedule.warmup_epochs=0"]
+outcome = Trainer("smoke", out=sys.argv[1], overrides=changes).run()
+assert (outcome.status, outcome.steps, outcome.world_size) == ("finished", 8, 1)
+
+trainer = Trainer("smoke", overrides=changes)
+trainer.open_data()
+trainer.build()
+for _ in range(8):
+    trainer.train_step()
+accuracy = trainer.evaluate()
+assert (accuracy.top1, accuracy.images) == (outcome.top1, 63)
+"""
+
+
+def test_trainer_by_name_in_a_plain_process(tmp_path: Path):
+    """As in a notebook: no launcher, no torchrun."""
+    subprocess.run([sys.executable, "-c", BY_NAME, str(tmp_path / "run")], check=True, cwd=tmp_path)
+    assert read_outcome(tmp_path / "run").status == "finished"
+    assert (tmp_path / "run/checkpoints/final.safetensors").is_file()
+    assert not (tmp_path / "runs").exists(), "single steps leave nothing on the disk"
+
+
+def test_trainer_by_name_continues_from_its_state():
+    run(2, _continue_from_state)
+
+
+def _continue_from_state() -> None:
+    """To the bit, also with an engine that defers its updates."""
+    for sync in ("lazy", "hybrid"):
+        first, other = (Trainer("smoke", overrides=["sync.kind=" + sync, "ema_decay=0.9"]) for _ in range(2))
+        for trainer in (first, other):
+            trainer.open_data()
+            trainer.build()
+        for _ in range(3):
+            first.train_step()
+        other.load_state_dict(copy.deepcopy(first.state_dict()))
+        next(islice(other.data.train, 3 * first.job.batching.accumulation - 1, None))
+        for trainer in (first, other):
+            for _ in range(2):
+                trainer.train_step()
+            trainer.state.settle()
+        for one, two in zip(first.model.state_dict().values(), other.model.state_dict().values(), strict=True):
+            assert torch.equal(one, two)
+        for trainer in (first, other):
+            trainer.state.sync.close()
 
 
 def world(rank: int = 0) -> DistContext:
