@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from imagenet_fast.bench.fake_step import CountedStep, fake_ranks
+from imagenet_fast.bench.fake_step import Call, CountedStep, fake_ranks
 from imagenet_fast.bench.hosts import in_processes
 from imagenet_fast.bench.netns import parse_rate
 from imagenet_fast.cost_model.layer_profile import Profile
@@ -19,7 +19,6 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.engine_table import Collective, Wire
 from imagenet_fast.recipe.sync_config import Sync
 from imagenet_fast.sync import EngineSettings
-from imagenet_fast.sync.comm_stream import Call
 
 COUNTED = "lazy,dear,ring,hybrid,sparse"
 
@@ -57,6 +56,10 @@ class Count:
     """
     meta_ms: float
     """Part of ``host_ms`` spent in kernels on the meta device, which stand in for GPU launches."""
+    updates: int
+    """Number of the optimiser's updates in a step; a deferring engine updates what came with one message together."""
+    update_ms: float
+    """CPU time of these updates in milliseconds, by LARS with one scalar for each parameter: the cost of launching."""
     nic_bytes: int
     """Bytes sent by the busier of the first two nodes to other nodes."""
     least_nic_bytes: float
@@ -143,11 +146,11 @@ def _count(profile: Profile, settings: EngineSettings, ranks: int, ranks_per_nod
     with fake_ranks(busiest, ranks):
         step = CountedStep(profile, settings, ranks_per_node, link, noting=False)
         kernels = step.kernels()
-        host_s, meta_s = step.host_s(calls, kernels)
+        host_s, meta_s, update_s = step.host_s(calls, kernels)
         return Count(
             settings.kind, settings.wire, step.collective, profile.model, ranks, ranks_per_node,
             len(calls), _messages(calls), min((size for call in calls for _, _, size in call.sent), default=None),
-            len(kernels), 1e3 * host_s, 1e3 * meta_s, max(_nic_bytes(by_rank, ranks_per_node)),
+            len(kernels), 1e3 * host_s, 1e3 * meta_s, step.updates, 1e3 * update_s, max(_nic_bytes(by_rank, ranks_per_node)),
             2 * (nodes - 1) / nodes * step.averaged_bytes if nodes > 1 else 0.0,
         )  # fmt: skip
 

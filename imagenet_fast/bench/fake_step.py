@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import torch._dynamo  # else the first meta operation imports it, in every process
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import Work
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -31,12 +33,14 @@ from imagenet_fast.sync import EngineSettings, GradientPool, SyncEngine, declare
 from imagenet_fast.sync.all_reduce import wire_for
 from imagenet_fast.sync.bucket_scheduler import Scheduler
 from imagenet_fast.sync.bucketing import build_chunks
-from imagenet_fast.sync.comm_stream import Call, CommStream
+from imagenet_fast.sync.comm_stream import CommStats, CommStream, PendingOp
 from imagenet_fast.sync.engines import wire_dtype
 from imagenet_fast.sync.network_benchmark import NetworkProbe
+from imagenet_fast.sync.per_param_step import snapshot_step
 from imagenet_fast.sync.sparse import Sparse
 from imagenet_fast.sync.step_prediction import predict_best
 from imagenet_fast.sync.topology import Topology
+from imagenet_fast.training.optimizers import LARS
 
 Kernel = Callable[[], object]
 """A tensor operation with its arguments bound."""
@@ -56,6 +60,16 @@ def fake_ranks(rank: int, size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the backend: the operation, its ranks, and the bytes that this rank sends to each of them."""
+
+    operation: str
+    ranks: tuple[int, ...]
+    sent: tuple[tuple[int, int, int], ...]
+    """The messages as (destination rank, number of messages, bytes of each)."""
 
 
 class CountedStep:
@@ -81,7 +95,17 @@ class CountedStep:
         self._gradients = {p: torch.empty_like(p) for p in [*self._model.parameters(), *self._alone.parameters()]}
         self._x = torch.zeros(1)
         self._calls: list[Call] = []
-        noted = _Noting(ranks_per_node, self._calls if noting else None)
+        self.updates = 0
+        """Number of the optimiser's updates in the last step; a deferring engine updates what came together at once."""
+        self._update_s = 0.0  # their CPU time in the last step
+        self._scalar = {param: nn.Parameter(torch.ones(())) for param in self._model.parameters()}
+        for scalar in self._scalar.values():
+            scalar.grad = torch.ones(())
+        matrices = [scalar for param, scalar in self._scalar.items() if param.dim() > 1]
+        vectors = [scalar for param, scalar in self._scalar.items() if param.dim() <= 1]
+        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "trust_coefficient": 0.0}]
+        self._lars = LARS(groups, lr=0.1)
+        noted = _CountedTopology(ranks_per_node, self._calls if noting else None)
         self._pool = pool = GradientPool(self._model, topology=noted)
         pool.order([span.name for span in pool.spans])  # fixed: ranks without values can't agree on another order
         self._travelling = settings.travelling
@@ -118,24 +142,25 @@ class CountedStep:
             self._run()
         return kernels.seen
 
-    def host_s(self, calls: Sequence[Call], kernels: Sequence[Kernel]) -> tuple[float, float]:
-        """Measure the CPU time of a step, without its backend calls.
+    def host_s(self, calls: Sequence[Call], kernels: Sequence[Kernel]) -> tuple[float, float, float]:
+        """Measure the CPU time of a step, without its backend calls and the optimiser's updates.
 
         Args:
             calls: The step's backend calls; their own time is subtracted.
             kernels: The step's tensor operations.
 
         Returns:
-            CPU seconds of a step, and the part of them that the kernels take by themselves.
+            CPU seconds of a step, the part of them that the kernels take by themselves, and those of the updates.
         """
         again = [_repeat(call) for call in calls]
         rows = []
         for _ in range(_STEPS):
             calling = _seconds(lambda: [call() for call in again])
             standing_in = _seconds(lambda: [kernel() for kernel in kernels])
-            rows.append((_seconds(self._run), _seconds(self._run_alone), calling, standing_in))
-        running_s, alone_s, calling_s, meta_s = (min(column) for column in zip(*rows, strict=True))
-        return running_s - alone_s - calling_s, meta_s
+            running = _seconds(self._run)
+            rows.append((running - self._update_s, _seconds(self._run_alone), calling, standing_in, self._update_s))
+        running_s, alone_s, calling_s, meta_s, update_s = (min(column) for column in zip(*rows, strict=True))
+        return running_s - alone_s - calling_s, meta_s, update_s
 
     @property
     def averaged_bytes(self) -> int:
@@ -148,14 +173,22 @@ class CountedStep:
         return wire * sent + (self._engine.norms_bytes if isinstance(self._engine, _Spread) else 0)
 
     def _run(self) -> None:
-        """Run one step without autograd."""
+        """Run one step without autograd, from the update of the step before, if it was deferred."""
+        self.updates, self._update_s = 0, 0.0
         self._pool.zero_grad()
         self._model(self._x)
         for span in self._pool.spans:
             span.param.grad = self._gradients[span.param]
             self._pool.reducer.collect(span.param)
         self._pool.end_backward()
-        self._pool.update(lambda *_: None)
+        self._pool.update(self._update)
+
+    def _update(self, params: list[nn.Parameter], elements: object = None) -> None:
+        """Update one scalar on the CPU for each of ``params``, by LARS: what is left is the cost of launching."""
+        begun, apply = time.thread_time(), snapshot_step(self._lars)
+        apply([self._scalar[param] for param in params])
+        self.updates += 1
+        self._update_s += time.thread_time() - begun
 
     def _run_alone(self) -> None:
         """Run the part of a step that is not synchronisation."""
@@ -201,17 +234,65 @@ class _Spread(Sparse):
         self._here = torch.arange(count) * chunks // count
 
 
-class _Noting(Topology):
+class _CountedTopology(Topology):
     """A topology of all ranks whose channels record their calls in ``calls``; None records nothing."""
 
     def __init__(self, ranks_per_node: int, calls: list[Call] | None) -> None:
         super().__init__(_META, ranks_per_node=ranks_per_node)
-        self._noted = calls
+        self._calls = calls
 
-    def channel(self, ranks: tuple[int, ...], role: str) -> CommStream:
-        channel = super().channel(ranks, role)
-        channel.calls = self._noted
-        return channel
+    def _new_channel(self, ranks: tuple[int, ...]) -> CommStream:
+        return _CountedStream(ranks, self._calls)
+
+
+class _CountedStream(CommStream):
+    """A stream of the meta device, on which operations are done at once."""
+
+    def __init__(self, ranks: tuple[int, ...], calls: list[Call] | None) -> None:
+        super().__init__(_META, ranks)
+        self._calls = calls
+
+    def enter(self, start: Callable[[], Work | None], after: Sequence[PendingOp], traffic: CommStats) -> PendingOp:
+        self._traffic = traffic
+        start()
+        return PendingOp(_return_at_once)
+
+    def all_to_all(
+        self, arrived: Tensor, values: Tensor, arriving: Sequence[int] = (), leaving: Sequence[int] = ()
+    ) -> Work | None:
+        if self._calls is not None:
+            parts = leaving or [values.numel() // self.size] * self.size
+            sent = {rank: n * values.element_size() for rank, n in zip(self.ranks, parts, strict=True)}
+            del sent[self.ranks[self.place]]
+            self._calls.append(Call("all_to_all", self.ranks, tuple((rank, 1, n) for rank, n in sent.items() if n)))
+        return super().all_to_all(arrived, values, arriving, leaving)
+
+    def all_gather(self, values: Tensor, direct: bool = False) -> Work | None:
+        self._record_ring("all_gather", self.size - 1, values)
+        return super().all_gather(values, direct)
+
+    def reduce_scatter(self, values: Tensor) -> Work | None:
+        self._record_ring("reduce_scatter", self.size - 1, values)
+        return super().reduce_scatter(values)
+
+    def all_reduce(self, values: Tensor, mean: bool = False) -> Work | None:
+        self._record_ring("all_reduce", 2 * (self.size - 1), values)
+        return super().all_reduce(values, mean)
+
+    def exchange(self, leaving: Sequence[tuple[int, Tensor]], arriving: Sequence[tuple[int, Tensor]]) -> None:
+        if self._calls is not None:
+            sent = tuple((self.ranks[peer], 1, values.nbytes) for peer, values in leaving)
+            self._calls.append(Call("exchange", self.ranks, sent))
+        super().exchange(leaving, arriving)
+
+    def _record_ring(self, operation: str, hops: int, values: Tensor) -> None:
+        if self._calls is not None:
+            after = self.ranks[(self.place + 1) % self.size]
+            self._calls.append(Call(operation, self.ranks, ((after, hops, values.nbytes // self.size),)))
+
+
+def _return_at_once() -> None:
+    """Do nothing: all operations are done."""
 
 
 class _Kernels(TorchDispatchMode):

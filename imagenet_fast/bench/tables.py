@@ -142,7 +142,8 @@ def batch_table(rows: Sequence[BatchRow]) -> Table:
 def count_table(counts: Sequence[Count]) -> Table:
     """Build a table with one row per engine and number of ranks.
 
-    ``sent`` is the number of messages, ``min B`` the smallest one's bytes, and ``ops`` the number of kernels.
+    ``sent`` is the number of messages, ``min B`` the smallest one's bytes, ``ops`` the number of kernels,
+    and ``upd`` the milliseconds to launch the optimiser's updates.
     """
     main, each = common_wire(counts), counts[0].ranks_per_node
     return rows_table(
@@ -155,6 +156,7 @@ def count_table(counts: Sequence[Count]) -> Table:
             ("min B", "smallest_message", "d"),
             ("ops", "kernels", "d"),
             ("ms", "host_ms", ".2f"),
+            ("upd", "update_ms", ".1f"),
             ("NIC MB", "nic_bytes", ".1f", 1e-6),
             ("x min", lambda c: f"{c.nic_bytes / c.least_nic_bytes:.3f}" if c.least_nic_bytes else NOTHING),
         ],

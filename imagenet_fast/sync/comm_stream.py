@@ -37,16 +37,6 @@ class CommStats:
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call of the backend: the operation, its ranks, and the bytes that this rank sends to each of them."""
-
-    operation: str
-    ranks: tuple[int, ...]
-    sent: tuple[tuple[int, int, int], ...]
-    """The messages as (destination rank, number of messages, bytes of each)."""
-
-
-@dataclass(frozen=True)
 class PendingOp:
     """A phase that has been entered. On a GPU ``wait`` makes the current stream wait, not the host."""
 
@@ -79,8 +69,6 @@ class CommStream:
         self.size = max(1, len(ranks))
         self.place = ranks.index(dist.get_rank()) if len(ranks) > 1 else 0
         """The index of this rank in ``ranks``."""
-        self.calls: list[Call] | None = None
-        """A record of every call; None while calls are not recorded."""
         self._device = device
         self._group = new_group(device, ranks, True, max_ctas) if len(ranks) > 1 else None
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
@@ -97,12 +85,8 @@ class CommStream:
             after: The phases to wait for.
             traffic: Where the phase's bytes and times are counted.
         """
-        if self._device.type == "cpu":
+        if self._stream is None:
             return self._hand_over(start, after, traffic)
-        if self._stream is None:  # the meta device, which only counts bytes
-            self._traffic = traffic
-            start()
-            return PendingOp(_nothing)
         if not after:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -136,10 +120,6 @@ class CommStream:
         else:
             share = values.nbytes // self.size
             self._count(share * (self.size - 1), share * (self.size - 1))
-        if self.calls is not None:
-            parts = leaving or [values.numel() // self.size] * self.size
-            others = [(r, 1, itemsize * n) for r, n in zip(self.ranks, parts, strict=True) if r != self._rank and n]
-            self.calls.append(Call("all_to_all", self.ranks, tuple(others)))
         return dist.all_to_all_single(
             arrived, values, list(arriving) or None, list(leaving) or None, group=self._group, async_op=True
         )
@@ -156,13 +136,13 @@ class CommStream:
         own = values.view(self.size, -1)[self.place]
         if direct and self._device.type == "cpu":
             return self.all_to_all(values, own.repeat(self.size))
-        self._count_ring("all_gather", self.size - 1, values)
+        self._count_ring(self.size - 1, values)
         work: Work | None = all_gather_single(values, own, self._group, async_op=True)
         return work
 
     def reduce_scatter(self, values: Tensor) -> Work | None:
         """Average this rank's part of ``values`` over the ranks, in place. The backend adds in the tensor's dtype."""
-        self._count_ring("reduce_scatter", self.size - 1, values)
+        self._count_ring(self.size - 1, values)
         own = values.view(self.size, -1)[self.place]
         work: Work | None = _reduce_scatter(own, values, dist.ReduceOp.AVG, self._group, async_op=True)
         return work
@@ -174,7 +154,7 @@ class CommStream:
             values: The tensor to sum.
             mean: Average instead, which only NCCL can.
         """
-        self._count_ring("all_reduce", 2 * (self.size - 1), values)
+        self._count_ring(2 * (self.size - 1), values)
         operation = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
         return dist.all_reduce(values, operation, self._group, async_op=True)
 
@@ -191,9 +171,6 @@ class CommStream:
         operations = [dist.P2POp(dist.irecv, t, group=self._group, group_peer=peer) for peer, t in arriving]
         operations += [dist.P2POp(dist.isend, t, group=self._group, group_peer=peer) for peer, t in leaving]
         self._count(sum(t.nbytes for _, t in leaving), sum(t.nbytes for _, t in arriving))
-        if self.calls is not None:
-            sent = tuple((self.ranks[peer], 1, t.nbytes) for peer, t in leaving)
-            self.calls.append(Call("exchange", self.ranks, sent))
         for number, work in enumerate(dist.batch_isend_irecv(operations)):
             try:
                 work.wait()
@@ -207,21 +184,14 @@ class CommStream:
             dist.destroy_process_group(self._group)
             self._group = None
 
-    @property
-    def _rank(self) -> int:
-        return self.ranks[self.place]
-
     def _count(self, sent: int, received: int) -> None:
         self._traffic.sent_bytes += sent
         self._traffic.received_bytes += received
 
-    def _count_ring(self, operation: str, hops: int, values: Tensor) -> None:
+    def _count_ring(self, hops: int, values: Tensor) -> None:
         """Count an operation as a ring. gloo always uses one; NCCL may use trees, which send as many bytes."""
         sent = hops * values.nbytes // self.size
         self._count(sent, sent)
-        if self.calls is not None:
-            after = self.ranks[(self.place + 1) % self.size]
-            self.calls.append(Call(operation, self.ranks, ((after, hops, values.nbytes // self.size),)))
 
     def _hand_over(self, start: Callable[[], Work | None], after: Sequence[PendingOp], traffic: CommStats) -> PendingOp:
         begun: Future[Work | None] = Future()
@@ -265,7 +235,3 @@ def _issue(queue: SimpleQueue[Callable[[], None] | None], threads: int) -> None:
 
 def _end(traffic: CommStats, device: torch.device) -> None:
     traffic.ended = record_timestamp(device)
-
-
-def _nothing() -> None:
-    """Return at once."""

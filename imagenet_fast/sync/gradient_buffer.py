@@ -75,7 +75,7 @@ class GradientBuffer:
         self.values = torch.zeros(length, dtype=self._dtype, device=self._device)
         self.span_of = {span.param: span for span in self.spans}
         self._strides = [span.param.stride() for span in self.spans]
-        self._known_views: dict[int, list[Tensor]] = {}
+        self._known_views: dict[int, tuple[list[Tensor], list[PendingGrad]]] = {}
         self._make_views()
         move(old, before, self.values, self.spans)
         self._flags = torch.tensor([span.flag for span in self.spans], device=self._device)
@@ -126,12 +126,11 @@ class GradientBuffer:
     def _make_views(self) -> None:
         known = self._known_views.get(self.values.data_ptr())
         if known is None:
-            known = [self.values.as_strided(s.param.size(), _dense_strides(s.param), s.start) for s in self.spans]
+            views = [self.values.as_strided(s.param.size(), _dense_strides(s.param), s.start) for s in self.spans]
+            known = views, [view.as_subclass(PendingGrad) for view in views]
             self._known_views[self.values.data_ptr()] = known
-        self.views = known
-        """The gradients in the order of ``spans``, with their parameters' strides."""
-        self.pending: list[PendingGrad] = [view.as_subclass(PendingGrad) for view in known]
-        """The placeholders for ``views`` while gradients are in flight."""
+        self.views, self.pending = known
+        """The gradients in the order of ``spans``, with their parameters' strides; and the placeholders for ``views`` while gradients are in flight."""
 
 
 def _dense_strides(param: nn.Parameter) -> tuple[int, ...]:

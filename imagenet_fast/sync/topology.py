@@ -154,8 +154,11 @@ class Topology:
         key = (ranks, role)
         if key not in self._channels:
             with self._counted_apart() if len(ranks) > 1 else nullcontext():
-                self._channels[key] = CommStream(self.device, ranks, self.max_ctas)
+                self._channels[key] = self._new_channel(ranks)
         return self._channels[key]
+
+    def _new_channel(self, ranks: tuple[int, ...]) -> CommStream:
+        return CommStream(self.device, ranks, self.max_ctas)
 
     def close(self) -> None:
         """End the process groups and threads, unless they are lent. Nothing may be in flight."""

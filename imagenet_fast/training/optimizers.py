@@ -218,12 +218,13 @@ class LARS(SGD):
             return super()._update(group, params, pieces)
         weights, grads = [p.weight for p in pieces], [p.grad for p in pieces]
         owners = [p.owner for p in pieces]
-        norms = torch.stack([_norms(weights, owners, params), _norms(grads, owners, params)])
+        norms = _norms(weights, grads, owners, params)
         weight_norms, grad_norms = norms if self.whole_norms is None else self.whole_norms(params, norms)
         ratios = self._trust_ratios(group, weight_norms, grad_norms).unbind()
         if not pieces:  # not before the norms: other ranks may have pieces and wait for this rank
             return None
-        torch._foreach_add_(grads, weights, alpha=group["weight_decay"])
+        if group["weight_decay"]:
+            torch._foreach_add_(grads, weights, alpha=group["weight_decay"])
         torch._foreach_mul_(grads, [ratios[owner] for owner in owners])
         return self._descend(group, pieces, 0.0)
 
@@ -237,16 +238,16 @@ class LARS(SGD):
         return torch.where((weight > 0) & (grad > 0), ratio, 1.0)
 
 
-def _norms(tensors: list[Tensor], owners: list[int], params: list[nn.Parameter]) -> Tensor:
-    """Return L2 norms [parameters], each over all tensors of one owner."""
-    norms = list(torch._foreach_norm(tensors)) if tensors else []
+def _norms(weights: list[Tensor], grads: list[Tensor], owners: list[int], params: list[nn.Parameter]) -> Tensor:
+    """Return the L2 norms [2, parameters] of weights and gradients, each over all tensors of one owner."""
+    if not weights:
+        return params[0].new_zeros(2, len(params))
+    norms = torch.stack(list(torch._foreach_norm([*weights, *grads]))).view(2, -1)
     if owners == list(range(len(params))):
-        return torch.stack(norms)
-    sums = params[0].new_zeros(len(params))
-    if norms:
-        numbers = torch.tensor(owners, pin_memory=sums.is_cuda)  # a copy from pageable memory would make the host wait
-        sums.index_add_(0, numbers.to(sums.device, non_blocking=True), torch.stack(norms).square())
-    return sums.sqrt()
+        return norms
+    sums = norms.new_zeros(2, len(params))
+    numbers = torch.tensor(owners, pin_memory=sums.is_cuda)  # a copy from pageable memory would make the host wait
+    return sums.index_add_(1, numbers.to(sums.device, non_blocking=True), norms.square()).sqrt()
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
