@@ -55,7 +55,7 @@ def leads_to(earlier: str, file: str, name: str) -> bool:
             case ast.Call(func=ast.Name(id=called_name)):
                 called |= called_name == (method or first)
             case ast.Call(func=ast.Attribute(attr=called_name)):
-                called |= called_name in (method or first, "command", "model_validate_json")  # typer's and pydantic's ways
+                called |= called_name in (method or first, "command", "model_validate_json")  # as typer and pydantic do
             case ast.Constant(value=str(text)):
                 if text == module.removesuffix(".__main__") != module:
                     return True

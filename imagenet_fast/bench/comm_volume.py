@@ -150,7 +150,8 @@ def _count(profile: Profile, settings: EngineSettings, ranks: int, ranks_per_nod
         return Count(
             settings.kind, settings.wire, step.collective, profile.model, ranks, ranks_per_node,
             len(calls), _messages(calls), min((size for call in calls for _, _, size in call.sent), default=None),
-            len(kernels), 1e3 * host_s, 1e3 * meta_s, step.updates, 1e3 * update_s, max(_nic_bytes(by_rank, ranks_per_node)),
+            len(kernels), 1e3 * host_s, 1e3 * meta_s, step.updates, 1e3 * update_s,
+            max(_nic_bytes(by_rank, ranks_per_node)),
             2 * (nodes - 1) / nodes * step.averaged_bytes if nodes > 1 else 0.0,
         )  # fmt: skip
 

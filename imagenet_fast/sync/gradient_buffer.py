@@ -130,7 +130,7 @@ class GradientBuffer:
             known = views, [view.as_subclass(PendingGrad) for view in views]
             self._known_views[self.values.data_ptr()] = known
         self.views, self.pending = known
-        """The gradients in the order of ``spans``, with their parameters' strides; and the placeholders for ``views`` while gradients are in flight."""
+        """The gradients in the order of ``spans``, with their parameters' strides; and placeholders for them in flight."""
 
 
 def _dense_strides(param: nn.Parameter) -> tuple[int, ...]:
