@@ -115,7 +115,7 @@ class Ended:
 
     @property
     def failed(self) -> bool:
-        """Whether training did not complete."""
+        """True if training did not complete."""
         return self.exit_code not in _DONE
 
 

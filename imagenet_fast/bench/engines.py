@@ -135,7 +135,7 @@ class Declared:
 
     @property
     def learns(self) -> bool:
-        """Whether the engine plans after watching the first steps."""
+        """True if the engine plans after watching the first steps."""
         return self.engine.learns
 
 

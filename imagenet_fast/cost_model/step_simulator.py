@@ -72,7 +72,7 @@ class SimMessage:
     link: LinkModel
     codec: CodecCost = NO_CODEC
     urgent: bool = False
-    """Whether the messages released with it at the end of backward, unless urgent too, wait until it is received."""
+    """True if the messages released with it at the end of backward, unless urgent too, wait until it is received."""
     run: int = 0
     """Number of its bucket; the messages of one bucket are its pieces."""
     queue: str = ""

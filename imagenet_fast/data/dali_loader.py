@@ -238,7 +238,7 @@ class _Given:
         """Windows: top and left, height and width. Random ones apply before resizing, central ones after it."""
         self.flips = np.empty(count, dtype=np.int32)
         self.decoded = False
-        """Whether the images are passed as pixels, because DALI could not decode the files."""
+        """True if the images are passed as pixels, because DALI could not decode the files."""
         self._crops = crops
 
     @property

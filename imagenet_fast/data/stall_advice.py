@@ -22,7 +22,7 @@ class InputPipeline:
 
     data: ImageData
     gpu: bool
-    """Whether the rank trains on a GPU."""
+    """True if the rank trains on a GPU."""
     cores: int
     """Number of CPU cores that the rank may use."""
     dali: bool

@@ -53,7 +53,7 @@ class Here:
         self.at: tuple[int, Phase] = (0, "start")
         """Step and phase: a new object at every move, even to the same position, as from batch to batch."""
         self.fresh = True
-        """Whether something runs for the first time, and so may compile or connect.
+        """True if something runs for the first time, and so may compile or connect.
 
         It is set when a phase is first entered, and cleared at the next step.
         """

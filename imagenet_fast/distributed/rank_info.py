@@ -33,17 +33,17 @@ class RankInfo:
 
     @property
     def is_multi_node(self) -> bool:
-        """Whether ranks run on more than one node."""
+        """True if ranks run on more than one node."""
         return self.size > self.local_size
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes the run's record."""
+        """True if this rank writes the run's record."""
         return self.rank == 0
 
     @property
     def is_local_main(self) -> bool:
-        """Whether this rank acts for its node."""
+        """True if this rank acts for its node."""
         return self.local_rank == 0
 
 

@@ -103,7 +103,7 @@ class AsyncAnyReduce:
         self._stride = 1
         self._begun = time.perf_counter()
         self.cast = False
-        """Whether the last call took this rank's flags."""
+        """True if the last call took this rank's flags."""
 
     def __call__(self, *wishes: bool) -> list[bool]:
         """Vote with this rank's flags; return which flags any rank has set.

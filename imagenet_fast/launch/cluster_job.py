@@ -35,7 +35,7 @@ class ClusterJob:
 
     @property
     def shipped(self) -> bool:
-        """Whether every installation has the recipe, and finds it by its name."""
+        """True if every installation has the recipe, and finds it by its name."""
         return self.path.parent == recipe_folder()
 
     def train(self, recipe: str, data: str | None, folder: str, *more: str) -> list[str]:

@@ -43,7 +43,7 @@ class PastRun:
     name: str = ""
     """A label to use instead of recipe, engine and layout."""
     damaged: bool = False
-    """Whether there is an outcome that cannot be read."""
+    """True if there is an outcome that cannot be read."""
 
     @property
     def label(self) -> str:

@@ -76,7 +76,7 @@ class RunResult:
 
     @property
     def is_starved(self) -> bool:
-        """Whether the run waited too long for its images: over 5 % of training."""
+        """True if the run waited too long for its images: over 5 % of training."""
         return (self.data_wait_pct or 0.0) > _BEARABLE_PCT
 
     @classmethod
@@ -105,7 +105,7 @@ class RunResult:
 
     @property
     def _meets_target(self) -> bool:
-        """Whether there is a target, and the last evaluation reached it."""
+        """True if there is a target, and the last evaluation reached it."""
         return self.target_top1 is not None and self.top1 is not None and self.top1 >= self.target_top1
 
     def advance(self, epoch: int, step: int, train_s: float, sent_bytes: int) -> None:

@@ -30,7 +30,7 @@ class Candidate:
     share: float = 1.0
     """Share of the values that it sends."""
     electable: bool = True
-    """Whether it may be chosen; otherwise it is only there for comparison."""
+    """True if it may be chosen; otherwise it is only there for comparison."""
     sends_part: bool = False
     build: Callable[[GradientPool], SyncEngine] | None = None
     """Function that builds the engine; None if a ``Scheduler`` is enough."""
@@ -108,7 +108,7 @@ class Auto(SyncEngine):
 
     @property
     def has_residual(self) -> bool:
-        """Whether the ``meanwhile`` engine has a residual."""
+        """True if the ``meanwhile`` engine has a residual."""
         return self._meanwhile.has_residual
 
     def scale_residual(self, ratio: Tensor) -> None:

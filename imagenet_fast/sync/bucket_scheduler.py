@@ -186,7 +186,7 @@ class Scheduler(SyncEngine):
 
     @property
     def has_residual(self) -> bool:
-        """Whether the wire dtype or a compressor leaves errors for later steps."""
+        """True if the wire dtype or a compressor leaves errors for later steps."""
         return is_coded(self._wire) or self._declared.compressor is not None
 
     def close(self) -> None:

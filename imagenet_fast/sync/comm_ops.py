@@ -19,7 +19,7 @@ class CommOp:
     channel: CommStream
     start: Callable[[], Work | None]
     gathers: bool
-    """Whether the phase belongs to the second half, which distributes finished means and may be delayed."""
+    """True if the phase belongs to the second half, which distributes finished means and may be delayed."""
 
 
 @dataclass(frozen=True)

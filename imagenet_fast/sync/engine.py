@@ -58,11 +58,11 @@ class Engine:
     servers: int = 1
     """The number of servers over which a parameter server is sharded."""
     prioritized: bool = False
-    """Whether messages are launched by a plan, most urgent first, once steps have been timed; else at once."""
+    """True if messages are launched by a plan, most urgent first, once steps have been timed; else at once."""
     bf16_steps: int = 0
     """The number of first steps that are sent in bf16 where ``wire`` is an 8-bit dtype."""
     split_reduce_scatter: bool = False
-    """Whether the second half of an all-reduce is a message of its own, launched later.
+    """True if the second half of an all-reduce is a message of its own, launched later.
 
     With a compressor, the second half is all of its rounds after the first.
     """
@@ -71,7 +71,7 @@ class Engine:
 
     @property
     def learns(self) -> bool:
-        """Whether the engine needs some timed steps and a measured network."""
+        """True if the engine needs some timed steps and a measured network."""
         return self.prioritized or self.bucket_bytes is None
 
 
@@ -141,14 +141,14 @@ class SyncEngine(Protocol):
     """
 
     defers: bool = False
-    """Whether gradients may still be in flight after ``finish``, until ``wait``."""
+    """True if gradients may still be in flight after ``finish``, until ``wait``."""
 
     sends_part: bool = False
-    """Whether a step may send only some elements of a parameter: see ``sent_slices``."""
+    """True if a step may send only some elements of a parameter: see ``sent_slices``."""
 
     @property
     def has_residual(self) -> bool:
-        """Whether the engine adds a residual of earlier steps to a step's gradients."""
+        """True if the engine adds a residual of earlier steps to a step's gradients."""
         return self.sends_part
 
     selected: str = ""
@@ -161,7 +161,7 @@ class SyncEngine(Protocol):
     """The keys that a state must have, unless the state is empty."""
 
     needs_state: bool = False
-    """Whether the engine refuses to resume from an empty state."""
+    """True if the engine refuses to resume from an empty state."""
 
     def rebuild_buckets(self) -> None:
         """Adapt to new places of the pool's slots. Nothing is in flight when it is called."""

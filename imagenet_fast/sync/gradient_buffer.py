@@ -130,7 +130,7 @@ class GradientBuffer:
             known = views, [view.as_subclass(PendingGrad) for view in views]
             self._known_views[self.values.data_ptr()] = known
         self.views, self.pending = known
-        """The gradients in the order of ``spans``, with their parameters' strides; and placeholders for them in flight."""
+        """The gradients in the order of ``spans``, with their parameters' strides; and placeholders in flight."""
 
 
 def _dense_strides(param: nn.Parameter) -> tuple[int, ...]:
@@ -181,7 +181,7 @@ class ArrivalOrder:
 
     @property
     def is_known(self) -> bool:
-        """Whether the order has been learned or fixed."""
+        """True if the order has been learned or fixed."""
         return self._came is None
 
     def fix(self) -> None:

@@ -53,7 +53,7 @@ class LayerTimer:
 
     @property
     def complete(self) -> bool:
-        """Whether enough steps have been recorded, the same on every rank."""
+        """True if enough steps have been recorded, the same on every rank."""
         return self._steps == self._last
 
     def gradient_ready(self) -> None:

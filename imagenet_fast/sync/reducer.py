@@ -50,18 +50,18 @@ class Reducer:
         self.found_inf: Tensor | None = None
         """1 if a gradient of the last step could not be used on any rank, else 0; None if gradients are not checked."""
         self.sync = True
-        """Whether a backward pushes its gradients, as outside of ``no_sync``."""
+        """True if a backward pushes its gradients, as outside of ``no_sync``."""
         self.lock = threading.RLock()  # autograd may run several threads
         self.stats: SyncStats | None = None
         """The last step's cost, after its last backward and until the next step starts."""
         self.came_late = False
-        """Whether backward has produced gradients since the step's last one."""
+        """True if backward has produced gradients since the step's last one."""
         self.is_open = False
-        """Whether the engine has begun this step."""
+        """True if the engine has begun this step."""
         self.means_here = False
         """Whether ``p.grad`` holds the means, which the user may have changed."""
         self.updated = False
-        """Whether this step's gradients have been applied, or will be."""
+        """True if this step's gradients have been applied, or will be."""
         self.stepped: list[Optimizer] = []
         """The optimizers that have stepped in this step."""
         self._watch = ModelWatch(model)

@@ -79,7 +79,7 @@ class Topology:
 
     @property
     def even(self) -> bool:
-        """Whether all nodes have equally many ranks."""
+        """True if all nodes have equally many ranks."""
         return len({len(node) for node in self.nodes}) == 1
 
     @property
@@ -89,7 +89,7 @@ class Topology:
 
     @property
     def is_one_node(self) -> bool:
-        """Whether all ranks are on CPUs of one node, and so reach each other through its memory alone."""
+        """True if all ranks are on CPUs of one node, and so reach each other through its memory alone."""
         return self.device.type == "cpu" and len(self.nodes) == 1
 
     @property

@@ -183,7 +183,7 @@ class CheckpointManager:
 
     @property
     def saves(self) -> bool:
-        """Whether the state is saved when all ranks stop."""
+        """True if the state is saved when all ranks stop."""
         return self._writer is not None
 
     def save_with(self, contents: Contents) -> None:

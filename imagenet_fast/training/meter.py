@@ -78,7 +78,7 @@ class Meter:
         self._most = most
         self._outcome = outcome
         self._started = False
-        """Whether the first step is over, in which loaders start, kernels are chosen and blocks are compiled."""
+        """True if the first step is over, in which loaders start, kernels are chosen and blocks are compiled."""
         self._intervals: list[_Interval] = []
         """Intervals not yet recorded, oldest first."""
         self.restart()

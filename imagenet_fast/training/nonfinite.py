@@ -26,7 +26,7 @@ class NonFiniteTracer:
         Of nested modules, the innermost.
         """
         self.arrived_so = False
-        """Whether the model's input was already not finite."""
+        """True if the model's input was already not finite."""
         self._inside: list[nn.Module] = []
         self._hooks = []
         for module in model.modules():

@@ -60,7 +60,7 @@ class LossScaler:
         self._active = isinstance(precision, schema.Float16)
         fixed = precision.loss_scale if isinstance(precision, schema.Float16) else 1.0
         self.dynamic = not fixed
-        """Whether the scale changes from step to step."""
+        """True if the scale changes from step to step."""
         self.scale = torch.full((), fixed or 2.0**16, device=device)
         self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
         self._skipped = torch.zeros((), dtype=torch.int32, device=device)

@@ -37,7 +37,7 @@ class ResumePoint:
     checkpoint: Checkpoint
     shared: dict[str, Any]
     elsewhere: bool
-    """Whether the number of ranks or their layout has changed."""
+    """True if the number of ranks or their layout has changed."""
     found_at: float
     """Time when the checkpoint was found, in seconds of the wall clock."""
     wrong_from: int | None

@@ -52,7 +52,7 @@ class TrainState:
     sent_bytes: int = 0
     """Bytes this rank has sent in these steps, for gradients and, if the model is divided, for activations."""
     unjudged: bool = False
-    """Whether the weights are of a checkpoint without an evaluation: a stop may have cut the evaluation off."""
+    """True if the weights are of a checkpoint without an evaluation: a stop may have cut the evaluation off."""
 
     def settle(self) -> None:
         """Apply the weight updates that the engine has deferred to the next forward."""

@@ -199,7 +199,7 @@ class _Numbering(NamedTuple):
     by_number: dict[int, int]
     by_synset: dict[str, int]
     from_1: bool = False
-    """Whether the stored numbers start at 1."""
+    """True if the stored numbers start at 1."""
 
     def labels(self, root: Path, split: str, index: Index) -> NDArray[np.int64]:
         """Return the labels of all images in ``index``. Raises UserError if one is of no known class."""

@@ -51,7 +51,7 @@ class Prepared:
     source: str
     """The layout that the source was recognised as."""
     already: bool
-    """Whether there was nothing to do."""
+    """True if there was nothing to do."""
 
 
 def prepare(

@@ -39,7 +39,7 @@ class SourceFile:
 
     @property
     def is_image(self) -> bool:
-        """Whether the name is that of an image, by the rule of ``ImageFolder``."""
+        """True if the name is that of an image, by the rule of ``ImageFolder``."""
         return is_image_name(self.name)
 
     @property
