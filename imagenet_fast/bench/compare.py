@@ -16,7 +16,7 @@ from pathlib import Path
 
 from imagenet_fast.bench.netns import Host, end_with_parent, enter, parse_rate, shaped_network
 from imagenet_fast.bench.parallel_layouts import NamedLayout, laid_out, refuse_axes
-from imagenet_fast.distributed.cpu_count import cores_per_rank
+from imagenet_fast.distributed.cpu_affinity import cores_per_rank
 from imagenet_fast.distributed.rank_info import RankInfo
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.launch.signals import GRACE_S, interrupt_on_signals

@@ -286,7 +286,7 @@ def bench_data(
     from imagenet_fast.bench.dataloaders import bench_loading, parse_loaders
     from imagenet_fast.bench.figures import draw_loading
     from imagenet_fast.bench.tables import loading_table
-    from imagenet_fast.distributed.cpu_count import usable_cores
+    from imagenet_fast.distributed.cpu_affinity import usable_cores
 
     chosen = parse_loaders(loaders)
     measure = partial(bench_loading, chosen, data, image_size, batch, workers or usable_cores(), seconds, rounds)

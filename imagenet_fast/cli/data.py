@@ -174,7 +174,7 @@ def cache(
     killed, or the disk is full, run it again to continue.
     """
     from imagenet_fast.data.decoded_cache import fill_caches
-    from imagenet_fast.distributed.cpu_count import usable_cores
+    from imagenet_fast.distributed.cpu_affinity import usable_cores
 
     fill_caches(data, out, side, threads or usable_cores())
     print(f"filled {out}; train with --set data.loader=folder --set data.cache={out} --set data.cache_side={side}")

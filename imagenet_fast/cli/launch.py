@@ -60,7 +60,7 @@ def slurm(
 ) -> None:
     """Print a script for sbatch; Slurm queues it again after pre-emption or at the time limit, and it resumes."""
     from imagenet_fast.launch.cluster_job import hand_over, job_label
-    from imagenet_fast.launch.sbatch import sbatch_text
+    from imagenet_fast.launch.slurm import sbatch_text
 
     job = _settle(recipe, sync, overrides, nodes, nproc, scale_batch)
     text = sbatch_text(

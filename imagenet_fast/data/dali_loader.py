@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from imagenet_fast.data.augmentation import augmentation_of
-from imagenet_fast.data.bad_image_policy import NO_CLASS, BadImagePolicy
+from imagenet_fast.data.bad_images import NO_CLASS, BadImagePolicy
 from imagenet_fast.data.decode import EncodedImage, ImageDecodeError, decode, encode, to_common_format
 from imagenet_fast.data.image_source import ImageSource
 from imagenet_fast.data.prefetch import Job, prefetched

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Literal, NamedTuple, assert_never
 
 from imagenet_fast.data import imagefolder
+from imagenet_fast.data.bad_images import without_quarantined
 from imagenet_fast.data.formats.shard_reader import Shards
 from imagenet_fast.data.formats.tfrecord import check_record_file, open_tfrecord
 from imagenet_fast.data.formats.webdataset import check_tar, open_webdataset
 from imagenet_fast.data.image_names import is_class_name
 from imagenet_fast.data.image_source import ImageSource
-from imagenet_fast.data.quarantine import without_quarantined
 from imagenet_fast.errors import UserError
 
 Format = Literal["folder", "webdataset", "tfrecord"]

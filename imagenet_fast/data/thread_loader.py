@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from imagenet_fast.data.augmentation import augmentation_of
-from imagenet_fast.data.bad_image_policy import NO_CLASS, BadImagePolicy
+from imagenet_fast.data.bad_images import NO_CLASS, BadImagePolicy
 from imagenet_fast.data.decode import Pixels
 from imagenet_fast.data.decoded_cache import pixels_of
 from imagenet_fast.data.image_source import ImageSource

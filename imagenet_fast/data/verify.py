@@ -17,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from imagenet_fast.atomic_io import atomic_write_text
+from imagenet_fast.data.bad_images import QUARANTINE, prefix_of, quarantine_text, quarantined
 from imagenet_fast.data.format_detection import SplitName, find_split, open_shards
 from imagenet_fast.data.image_names import is_class_name, look_into, shown
 from imagenet_fast.data.imagefolder import deeper_images
 from imagenet_fast.data.inspect_image import Look, examine
 from imagenet_fast.data.progress import progress_bars
-from imagenet_fast.data.quarantine import QUARANTINE, prefix_of, quarantine_text, quarantined
-from imagenet_fast.distributed.cpu_count import usable_cores
+from imagenet_fast.distributed.cpu_affinity import usable_cores
 from imagenet_fast.errors import UserError
 
 _CHUNK = 64  # files per task of a thread

@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from imagenet_fast.distributed.bootstrap import connecting, rendezvous_ranks
-from imagenet_fast.distributed.cpu_count import own_cores
+from imagenet_fast.distributed.cpu_affinity import bind_to_numa_node, own_cores
 from imagenet_fast.distributed.flight_recorder import record_flights
-from imagenet_fast.distributed.numa import bind_to_numa_node
 from imagenet_fast.distributed.process_groups import SLACK_S
 from imagenet_fast.distributed.rank_info import RankInfo, rank_info_from_env, set_group_rank
 from imagenet_fast.distributed.watchdog import watching_ranks

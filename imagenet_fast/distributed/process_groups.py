@@ -1,12 +1,15 @@
-"""Process groups of some of the ranks, and time limits of their operations."""
+"""Process groups of some of the ranks, the mesh of a layout's axes, and time limits of their operations."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+from imagenet_fast.recipe.parallel_config import Parallel
 
 # Public since torch 2.15, where the old name is deprecated.
 set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
@@ -80,3 +83,38 @@ def new_group(
     assert isinstance(group, dist.ProcessGroup), "this rank is a member"
     dist.all_reduce(torch.zeros(1, device=device), group=group)  # connects all ranks; a first send only two
     return group
+
+
+@dataclass(frozen=True)
+class ProcessGroups:
+    """This rank's process group along each axis; a group of one rank for an axis of size one.
+
+    The tensor axis is innermost: its groups are consecutive ranks. They lie inside a node if their size divides the
+    node's number of ranks.
+    """
+
+    pipeline: dist.ProcessGroup
+    """Ranks at the same place in every stage, ordered by stage."""
+    data: dist.ProcessGroup
+    """Ranks that hold the same parameters as this one, and train on other images."""
+    tensor: dist.ProcessGroup
+    """Ranks that hold the shards of one layer, ordered by shard."""
+    stage: dist.ProcessGroup | None
+    """Ranks of this stage, replicas and shards together; None if that is all ranks."""
+
+
+def build_mesh(parallel: Parallel, device: torch.device) -> ProcessGroups:
+    """Make the process groups of this rank, with the time limit of the group of all ranks.
+
+    Every rank must call this. The number of ranks must be a multiple of ``parallel.ranks``.
+    """
+    size, shards, stages = dist.get_world_size(), parallel.tensor, parallel.pipeline
+    of_a_stage = size // stages
+    stage, place = divmod(dist.get_rank(), of_a_stage)
+    here = range(stage * of_a_stage, (stage + 1) * of_a_stage)
+    pipeline = new_group(device, range(place, size, of_a_stage))
+    data = new_group(device, here[place % shards :: shards])
+    tensor = new_group(device, here[place - place % shards :][:shards])
+    if stages == 1:
+        return ProcessGroups(pipeline, data, tensor, None)
+    return ProcessGroups(pipeline, data, tensor, new_group(device, here) if shards > 1 else data)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal, assert_never
 
-from imagenet_fast.distributed.cpu_count import cores_per_rank
+from imagenet_fast.distributed.cpu_affinity import cores_per_rank
 from imagenet_fast.distributed.network_interfaces import Endpoint, route_to
 from imagenet_fast.errors import JobAborted, UserError, refusal_in
 from imagenet_fast.launch.rendezvous import LaunchConfig, RendezvousInfo, meet

@@ -5,18 +5,56 @@
 
 The variables are srun's output environment (https://slurm.schedmd.com/srun.html). A batch script that srun has not
 started does not have them.
+
+``sbatch_text`` is a batch script: one task per node starts its ranks, and a pre-empted job is queued again. Slurm's
+`--signal=B:` signals only the batch shell; srun forwards the signals it receives to its tasks
+(https://slurm.schedmd.com/sbatch.html, https://slurm.schedmd.com/srun.html).
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, MutableMapping
+import shlex
+from collections.abc import Mapping, MutableMapping, Sequence
 
-from imagenet_fast.distributed.cpu_count import cores_per_rank
+from imagenet_fast.distributed.cpu_affinity import cores_per_rank
 from imagenet_fast.distributed.rank_info import TORCHRUN, RankInfo
+from imagenet_fast.errors import UserError
+from imagenet_fast.launch.cluster_job import ClusterJob, parse_time_limit
+from imagenet_fast.metrics.run_result import STOPPED
 
 _FIRST_PORT, _PORTS = 20_000, 10_000
+
+
+_WARNING_S = 120  # before the time limit; Slurm may send the signal up to a minute earlier
+_SCRIPT = """\
+#!/bin/bash
+{directives}
+
+# {note}
+#
+# {warning} s before the time limit, and before a pre-emption that gives notice, this shell is told by USR1. It tells
+# the ranks, which save, and end with exit code {stopped}; the job is then queued again, and goes on where it was.
+
+{step} \\
+    {command} &
+step=$!
+told=
+trap 'trap "" USR1; told=yes; kill -s USR1 "$step"' USR1 # once: told twice, ranks would not wait until they have saved
+wait "$step"
+code=$?
+if [ -n "$told" ]; then # which has ended the waiting, not the step
+    wait "$step"
+    code=$?
+fi
+
+if [ "$code" -eq {stopped} ]; then
+    scontrol requeue "$SLURM_JOB_ID" && exit 0
+    echo "job $SLURM_JOB_ID is not queued again; submit the same script, which goes on where it was" >&2
+fi
+exit "$code"
+"""
 
 
 def adopt_step(environment: MutableMapping[str, str]) -> None:
@@ -69,3 +107,71 @@ def _port(environment: Mapping[str, str]) -> int:
     """Return a port that another job step on the same nodes is unlikely to use."""
     job, step = (int(environment.get(f"SLURM_{key}_ID", "0")) for key in ("JOB", "STEP"))
     return _FIRST_PORT + (job + 101 * step) % _PORTS
+
+
+def sbatch_text(
+    job: ClusterJob,
+    command: Sequence[str],
+    *,
+    label: str,
+    gpus: bool,
+    cores: int | None = None,
+    time_limit: str | None = None,
+    partition: str | None = None,
+    account: str | None = None,
+) -> str:
+    """Return a script for sbatch that runs ``command`` once per node.
+
+    Tasks are not bound to cores, since each starts ranks and loaders. A task that ends does not end the others: all
+    ranks save together, but end at slightly different times. Only USR1 is trapped. A cancelled job is ended by SIGTERM,
+    together with its shell, which must not queue it again.
+
+    Args:
+        job: The job, for the number of nodes and ranks.
+        command: Command of each task.
+        label: Name of the job.
+        gpus: Whether to ask for one GPU per rank.
+        cores: Cores per node; None for whole nodes.
+        time_limit: Time limit as Slurm writes it; None for the cluster's default.
+        partition: Slurm's partition; None for the default.
+        account: Slurm's account; None for the default.
+
+    Raises:
+        UserError: If a name has characters that Slurm does not allow, or the time limit leaves no time to train.
+    """
+    if time_limit is not None and parse_time_limit(time_limit) <= 2 * _WARNING_S:
+        raise UserError(f"--time {time_limit} leaves no time to train; give more than {2 * _WARNING_S // 60} minutes")
+    asked = {
+        "job-name": label,
+        "nodes": str(job.nodes),
+        "ntasks-per-node": "1",
+        "gpus-per-node": str(job.ranks_each) if gpus else None,
+        "cpus-per-task": str(cores) if cores else None,
+        "exclusive": None if cores else "",
+        "mem": None if cores else "0",  # all of the node's memory
+        "time": time_limit,
+        "partition": _plain("--partition", partition),
+        "account": _plain("--account", account),
+        "open-mode": "append",
+        "requeue": "",
+        "signal": f"B:USR1@{_WARNING_S}",
+    }
+    given = {key: value for key, value in asked.items() if value is not None}
+    directives = [f"#SBATCH --{key}={value}" if value else f"#SBATCH --{key}" for key, value in given.items()]
+    step = ["srun", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0"]
+    step += [f"--cpus-per-task={cores}"] if cores else []  # srun no longer reads it from the script's header
+    return _SCRIPT.format(
+        directives="\n".join(directives),
+        note=job.note,
+        step=shlex.join(step),
+        command=shlex.join(command),
+        stopped=STOPPED,
+        warning=_WARNING_S,
+    )
+
+
+def _plain(option: str, value: str | None) -> str | None:
+    """Return ``value`` if a directive can hold it unquoted. Raises UserError."""
+    if value is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.,@+-]*", value):
+        raise UserError(f"{option} {value!r} is no name of Slurm's; use letters, digits and _ . , @ + -")
+    return value

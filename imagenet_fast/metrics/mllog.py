@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from imagenet_fast.atomic_io import atomic_write_text
 from imagenet_fast.metrics.event import Event
-from imagenet_fast.metrics.json_io import to_json
-from imagenet_fast.metrics.jsonl import AppendedFile
+from imagenet_fast.metrics.json_io import AppendedFile, to_json
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.schema import Lars, Polynomial, Recipe
 

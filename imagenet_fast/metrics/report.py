@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from imagenet_fast.errors import UserError, warn
-from imagenet_fast.metrics.jsonl import read_events
+from imagenet_fast.metrics.json_io import read_events
 from imagenet_fast.metrics.plots import new_figure
 from imagenet_fast.metrics.run_result import RunResult, read_outcome
 from imagenet_fast.metrics.tables import NOTHING, compact_table, number

@@ -10,13 +10,12 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from imagenet_fast import __version__
-from imagenet_fast.distributed.cpu_count import usable_cores
+from imagenet_fast.distributed.cpu_affinity import usable_cores
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.process_groups import backend_name
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.event import MetricLogger
-from imagenet_fast.metrics.json_io import to_json
-from imagenet_fast.metrics.jsonl import JsonLines
+from imagenet_fast.metrics.json_io import JsonLines, to_json
 from imagenet_fast.metrics.mllog import MLLog
 from imagenet_fast.recipe.job import Job, write_job
 from imagenet_fast.recipe.load import to_toml

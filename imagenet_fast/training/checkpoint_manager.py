@@ -15,8 +15,7 @@ from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import AsyncAnyReduce
 from imagenet_fast.errors import JobAborted, UserError, warn
-from imagenet_fast.recipe.job import Job, recipe_tables
-from imagenet_fast.recipe.resume_compat import digest
+from imagenet_fast.recipe.job import Job, digest, recipe_tables
 from imagenet_fast.training.nonfinite import NonFiniteLoss
 from imagenet_fast.training.resume import common_folder
 from imagenet_fast.training.run_lock import CHECKPOINTS

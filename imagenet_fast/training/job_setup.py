@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from imagenet_fast.data.bad_images import QUARANTINE, quarantined
 from imagenet_fast.data.format_detection import check_folders, check_validation
 from imagenet_fast.data.paths import locate
-from imagenet_fast.data.quarantine import QUARANTINE, quarantined
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.report import run_of
 from imagenet_fast.recipe.batching import Batching, check_norms, check_splits, explain, scale_recipe, split_batch

@@ -21,8 +21,7 @@ from imagenet_fast.distributed.reductions import all_reduce_sum, broadcast_error
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.run_result import read_outcome
 from imagenet_fast.models.weights import Weights, classes_of
-from imagenet_fast.recipe.job import Job
-from imagenet_fast.recipe.resume_compat import differences
+from imagenet_fast.recipe.job import Job, differences
 from imagenet_fast.recipe.schema import Model
 from imagenet_fast.training.run_lock import CHECKPOINTS, check_replaceable, hold
 from imagenet_fast.training.state import TrainState, joined

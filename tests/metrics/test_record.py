@@ -27,8 +27,7 @@ from imagenet_fast.cli.main import app
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics import Event, MetricLogger, RunResult, Status
 from imagenet_fast.metrics.console import ConsoleSink
-from imagenet_fast.metrics.json_io import to_json
-from imagenet_fast.metrics.jsonl import JsonLines, read_events
+from imagenet_fast.metrics.json_io import JsonLines, read_events, to_json
 from imagenet_fast.metrics.mllog import MLLog
 from imagenet_fast.metrics.report import PastRun, distinct_names, draw_curves, read_run, report_table
 from imagenet_fast.metrics.run_result import read_outcome

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchvision.models import AlexNet
 
-from imagenet_fast.distributed.device_mesh import build_mesh
 from imagenet_fast.distributed.init import DistContext
+from imagenet_fast.distributed.process_groups import build_mesh
 from imagenet_fast.metrics import Event, MetricLogger
 from imagenet_fast.models.alexnet import CompilableSequential
 from imagenet_fast.recipe import schema

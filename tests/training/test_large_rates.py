@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from imagenet_fast.data.digits import make_digits
+from imagenet_fast.data.download import make_digits
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.metrics import Event
 from imagenet_fast.recipe.batching import split_batch

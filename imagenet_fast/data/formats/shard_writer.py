@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple, assert_never
 
 from imagenet_fast.atomic_io import atomic_path
-from imagenet_fast.data.formats.example_proto import write_example
 from imagenet_fast.data.formats.shard_reader import CLASSES
-from imagenet_fast.data.formats.tfrecord import HEAD, TAIL, masked_crc32c
+from imagenet_fast.data.formats.tfrecord import HEAD, TAIL, masked_crc32c, write_example
 from imagenet_fast.data.formats.webdataset import IMAGES
 from imagenet_fast.errors import UserError
 

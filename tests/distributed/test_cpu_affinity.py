@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from imagenet_fast.distributed.cpu_count import own_cores, shares
-from imagenet_fast.distributed.numa import bind_to_numa_node
+from imagenet_fast.distributed.cpu_affinity import bind_to_numa_node, own_cores, shares
 from imagenet_fast.distributed.rank_info import RankInfo
 from tests.spawning import run
 
