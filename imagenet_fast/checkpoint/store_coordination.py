@@ -16,6 +16,8 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from imagenet_fast.distributed.store import wait_until
+
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 0.25  # seconds between two polls: at first, and when it takes long
 _READ = "read"
 
@@ -91,12 +93,8 @@ class StoreCoordinator:
                 self._store.delete_key(key)
 
     def _await(self, come: Callable[[], bool], patience_s: float) -> bool:
-        deadline = time.monotonic() + patience_s
-        pause = _FIRST_LOOK_S
-        while not come():
-            if self._leaving.wait(pause):
-                raise Leaving
-            if time.monotonic() > deadline:
-                return False
-            pause = min(1.5 * pause, _LAST_LOOK_S)
-        return True
+        return wait_until(come, time.monotonic() + patience_s, _FIRST_LOOK_S, _LAST_LOOK_S, self._sleep)
+
+    def _sleep(self, seconds: float) -> None:
+        if self._leaving.wait(seconds):
+            raise Leaving

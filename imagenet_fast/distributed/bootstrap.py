@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from imagenet_fast.distributed.network_interfaces import Endpoint, await_listener, is_here, route_to
 from imagenet_fast.distributed.rank_info import RankInfo, ranges
+from imagenet_fast.distributed.store import absent, present, wait_until
 from imagenet_fast.errors import UserError, exit_with_error
 
 _LOOK_S = 0.05  # between two looks for ranks that have arrived
@@ -159,12 +161,11 @@ def _judge(books: Store, size: int, deadline: float, patience: timedelta) -> dic
 
     Return an error message, empty if there is none, and an address of a node other than rank 0's.
     """
-    missing = list(range(size))
-    while missing := [rank for rank in missing if not books.check([f"card/{rank}"])]:
-        if time.monotonic() > deadline:
-            who = f"rank {ranges(missing)} of {size} did not come within {patience.total_seconds():g} s"
-            return {"refusal": f"{who}; see what its node says, or wait longer with --join-timeout", "elsewhere": ""}
-        time.sleep(_LOOK_S)
+    everyone = range(size)
+    if not wait_until(partial(present, books, "card", everyone), deadline, _LOOK_S):
+        missing = ranges(absent(books, "card", everyone))
+        who = f"rank {missing} of {size} did not come within {patience.total_seconds():g} s"
+        return {"refusal": f"{who}; see what its node says, or wait longer with --join-timeout", "elsewhere": ""}
     cards = [json.loads(books.get(f"card/{rank}").decode()) for rank in range(size)]
     elsewhere = next((card["address"] for card in cards if card["address"]), "")
     if (other := _unlike_first(cards, "device")) is not None:

@@ -7,11 +7,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from imagenet_fast.distributed.heartbeat import absent, describe_lost, present, published
+from imagenet_fast.distributed.heartbeat import describe_lost, published
+from imagenet_fast.distributed.store import absent, present, wait_until
 from imagenet_fast.errors import JobAborted, UserError
 
 LOOK_S = 0.5  # between two looks for a roll call or its result
@@ -107,12 +109,10 @@ def find_lost_ranks(store: Store, rank: int, size: int) -> list[int]:
             lost = _unanswering(store, call, range(size))
             store.set(f"{call}/lost", json.dumps(lost))
             return lost
-        deadline = time.monotonic() + 2 * _ANSWERED_IN * LOOK_S
-        while time.monotonic() < deadline:
-            if store.check([f"{call}/lost"]):
-                found: list[int] = json.loads(store.get(f"{call}/lost"))
-                return found
-            time.sleep(LOOK_S / 2)
+        result = f"{call}/lost"
+        if wait_until(partial(store.check, [result]), time.monotonic() + 2 * _ANSWERED_IN * LOOK_S, LOOK_S / 2):
+            found: list[int] = json.loads(store.get(result))
+            return found
     return []
 
 
@@ -145,7 +145,5 @@ def excuse(store: Store, rank: int) -> None:
 
 def _unanswering(store: Store, call: str, ranks: range) -> list[int]:
     """Return the ranks that have not answered the roll call ``call`` within 2 s."""
-    deadline = time.monotonic() + _ANSWERED_IN * LOOK_S
-    while not present(store, call, ranks) and time.monotonic() < deadline:
-        time.sleep(LOOK_S / 5)
+    wait_until(partial(present, store, call, ranks), time.monotonic() + _ANSWERED_IN * LOOK_S, LOOK_S / 5)
     return absent(store, call, ranks)

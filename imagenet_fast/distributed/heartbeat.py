@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import Store
 
 from imagenet_fast.atomic_io import atomic_write_text
 from imagenet_fast.distributed.rank_info import ranges
+from imagenet_fast.distributed.store import absent
 
 Phase = Literal["start", "data", "forward", "backward", "sync", "update", "record", "evaluation", "checkpoint"]
 """Phase of a step.
@@ -207,21 +208,3 @@ def _nowhere(at: Heartbeat) -> str:
 
 def _file(folder: Path, rank: int) -> Path:
     return folder / f"whereabouts-{rank}.json"
-
-
-def present(store: Store, folder: str, ranks: Sequence[int]) -> bool:
-    """Return whether all ``ranks`` have set a key ``folder/rank``, in one request."""
-    return store.check([f"{folder}/{rank}" for rank in ranks])
-
-
-def absent(store: Store, folder: str, ranks: Sequence[int]) -> list[int]:
-    """Return the ranks without a key ``folder/rank``, by bisection.
-
-    It takes one request if no rank is missing, and a few more for each missing rank.
-    """
-    if not ranks or present(store, folder, ranks):
-        return []
-    if len(ranks) == 1:
-        return [*ranks]
-    half = len(ranks) // 2
-    return absent(store, folder, ranks[:half]) + absent(store, folder, ranks[half:])

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 from imagenet_fast.distributed.network_interfaces import Endpoint, await_listener, is_here, parse_endpoint
+from imagenet_fast.distributed.store import wait_until
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.slurm import step_nodes
 
@@ -163,10 +165,8 @@ def _arrive(
     if holds:
         books.set("name", uuid.uuid4().hex)
         books.set("count", told)
-    while not holds and not books.check(["open"]):
-        if time.monotonic() > deadline:
-            raise UserError(f"nodes of another program meet at {endpoint}; give every node another --rdzv-endpoint")
-        time.sleep(_LOOK_S)
+    if not holds and not wait_until(partial(books.check, ["open"]), deadline, _LOOK_S):
+        raise UserError(f"nodes of another program meet at {endpoint}; give every node another --rdzv-endpoint")
     with _telling_others(books):
         if (theirs := books.get("count").decode()) != told:
             raise UserError(f"one node was told --nodes {told}, the one at {endpoint} --nodes {theirs}; correct one")
@@ -180,17 +180,23 @@ def _arrive(
         )
     with _telling_others(books):
         books.set(f"host/{number}", socket.gethostname())
-        while (come := books.add("arrived", 0)) < needed:
-            if books.check(["end"]):
-                raise UserError(books.get("end").decode())
-            if time.monotonic() > deadline:
-                names = ", ".join(books.get(f"host/{other}").decode() for other in range(come))
-                raise UserError(
-                    f"{come} of {enough} nodes came to {endpoint} within {patience_s:g} s ({names}); start the same "
-                    "command on the others, or wait longer with --join-timeout"
-                )
-            time.sleep(_LOOK_S)
+        if not wait_until(partial(_have_come, books, needed), deadline, _LOOK_S):
+            come = books.add("arrived", 0)
+            names = ", ".join(books.get(f"host/{other}").decode() for other in range(come))
+            raise UserError(
+                f"{come} of {enough} nodes came to {endpoint} within {patience_s:g} s ({names}); start the same "
+                "command on the others, or wait longer with --join-timeout"
+            )
     return number, books.get("name").decode()
+
+
+def _have_come(books: PrefixStore, needed: int) -> bool:
+    """Return whether ``needed`` nodes have arrived; raise UserError if one has ended the meeting."""
+    if books.add("arrived", 0) >= needed:
+        return True
+    if books.check(["end"]):
+        raise UserError(books.get("end").decode())
+    return False
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from imagenet_fast.data.fingerprint import differences as differences_of_data
 from imagenet_fast.data.loaders import Loaders
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import all_reduce_sum, broadcast_error
+from imagenet_fast.distributed.store import wait_until
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.run_result import read_outcome
 from imagenet_fast.models.weights import Weights, classes_of
@@ -184,8 +185,9 @@ def common_folder(folder: Path, world: DistContext, make: bool = False) -> Path 
     if refusal := broadcast_error(refusal, world.device):
         raise UserError(refusal)
     deadline = time.monotonic() + (0.0 if world.size == world.local_size else _PATIENCE_S)
-    while (seen := _first_with(mark, folder.absolute(), Path(told[0]))) is None and time.monotonic() < deadline:
-        time.sleep(0.05)
+    places = (folder.absolute(), Path(told[0]))
+    wait_until(lambda: _first_with(mark, *places) is not None, deadline, 0.05)
+    seen = _first_with(mark, *places)
     (missing,) = all_reduce_sum(float(seen is None), device=world.device)
     if world.is_main:
         with suppress(OSError):
