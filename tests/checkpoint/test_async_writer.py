@@ -72,9 +72,7 @@ def test_what_is_saved_is_the_state_at_that_moment_though_training_goes_on(tmp_p
         assert same(found, {"weights": torch.full((1_000_000,), step - 1.0), "progress": {"step": step}})
 
 
-def test_a_disk_that_takes_long_delays_no_step_and_what_it_gets_is_of_the_moment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_slow_disk_delays_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     awake, fsync = threading.Event(), os.fsync
 
     def slow(descriptor: int) -> None:
@@ -130,7 +128,7 @@ def test_ranks_may_see_the_run_by_different_paths(tmp_path: Path):
     ]
 
 
-def test_a_rank_that_does_not_see_the_directory_is_named_by_all_and_nothing_is_left(tmp_path: Path):
+def test_rank_without_the_directory_is_named(tmp_path: Path):
     root = tmp_path / "checkpoints"
     writers = together(root, root, tmp_path / "elsewhere")
     save_all(writers, 3)
@@ -180,7 +178,7 @@ def test_after_an_error_nobody_waits_and_the_next_run_sweeps(tmp_path: Path):
     assert names(tmp_path) == ["step-00000003"]
 
 
-def test_ranks_of_a_process_group_meet_in_its_store_and_leave_nothing_there(tmp_path: Path):
+def test_store_is_left_clean(tmp_path: Path):
     assert run(3, saved_beside_training, tmp_path) == [0, 0, 0]
     found = newest(tmp_path)
     assert found is not None
@@ -229,7 +227,7 @@ def saved_beside_training(root: Path) -> int:
     return keys[-1] - keys[0]
 
 
-def test_a_limit_of_file_sizes_is_met_with_a_sentence_and_the_last_checkpoint_stays(tmp_path: Path):
+def test_file_size_limit_keeps_last_checkpoint(tmp_path: Path):
     (told,) = run(1, saved_beyond_a_limit, tmp_path)
     assert told == (
         f"the checkpoint of step 2 failed: {tmp_path}/step-00000002/shared.safetensors cannot be written (File too "
@@ -300,7 +298,7 @@ def saved_on_a_small_disk(disk: Path) -> list[str]:
     return told
 
 
-def test_killed_at_any_moment_there_is_a_good_checkpoint_and_the_next_process_goes_on(tmp_path: Path):
+def test_writer_killed_at_any_moment_leaves_a_good_checkpoint(tmp_path: Path):
     chance = random.Random(0)
     context = get_context("forkserver")
     steps = [0]

@@ -74,9 +74,7 @@ def test_the_newest_the_best_and_some_others_are_kept(
     assert (found.manifest.top1 if found else None) == (max(judged) if judged else None)
 
 
-def test_a_removal_killed_half_way_leaves_no_checkpoint_and_is_finished_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_killed_removal_is_finished_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     saved(tmp_path, 1, 2)
 
     def killed(*_: object) -> None:

@@ -54,7 +54,7 @@ def test_every_dtype_of_torch_is_among_them():
     }
 
 
-def test_a_tensor_in_two_places_is_one_tensor_there_again_and_lies_in_the_file_once():
+def test_shared_tensor_is_saved_once():
     tied = torch.randn(1000)
     tree = {"encoder": tied, "decoder": tied, "other": tied.clone()}
     data = as_file(tree)

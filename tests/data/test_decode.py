@@ -29,7 +29,7 @@ def test_what_is_no_whole_image_is_refused_with_a_reason(name: str):
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_what_other_decoders_are_given_is_the_same_image_and_most_often_the_same_bytes(name: str):
+def test_reencoded_image_is_the_same_image(name: str):
     given = to_common_format(IMAGES[name])
     pixels = decode(IMAGES[name])
     assert (given.height, given.width) == pixels.shape[:2]

@@ -93,9 +93,7 @@ def expected(images: ImageFolder, index: int, side: int = SIDE) -> np.ndarray:
     return shrunk(decode(images.read(index)), side)
 
 
-def test_what_is_shown_is_the_same_with_and_without_it_while_it_fills_and_after_on_any_number_of_ranks(
-    image_dir: Path, tmp_path: Path
-):
+def test_cached_images_are_those_of_the_loader(image_dir: Path, tmp_path: Path):
     without = epochs(image_dir, None)
     for ranks in (1, 2, 3):  # the first one fills it
         assert same(epochs(image_dir, tmp_path, ranks)[: 9 * 6], without[: 9 * 6])

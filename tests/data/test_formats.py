@@ -117,7 +117,7 @@ def test_an_evaluation_of_any_format_shows_every_image_once(roots: dict[str, Pat
     assert whole["folder"] == whole["webdataset"] == whole["tfrecord"]
 
 
-def test_a_run_goes_on_in_the_middle_of_an_epoch_in_any_format_with_the_same_batches(image_dir: Path, tmp_path: Path):
+def test_resume_mid_epoch_in_any_format(image_dir: Path, tmp_path: Path):
     to_shards(image_dir, tmp_path)
     data, device = image_data("dali"), torch.device("cpu")
     taken = {}

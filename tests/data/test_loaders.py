@@ -101,7 +101,7 @@ def test_every_batch_lies_in_channels_last_memory(image_dir: Path, loader: str, 
         assert images.stride() == (3 * size * size, 1, 3 * size, 3)
 
 
-def test_both_loaders_show_the_same_windows_of_the_same_images_in_every_epoch(image_dir: Path):
+def test_dali_and_folder_show_the_same_windows(image_dir: Path):
     ours, ours_labels = collect(opened(image_dir, "dali").train, 20)  # 4 epochs
     theirs, theirs_labels = collect(opened(image_dir, "folder").train, 20)
     assert torch.equal(ours_labels, theirs_labels)
@@ -143,7 +143,7 @@ def test_odd_images_too_are_cropped_alike(tmp_path: Path):
 
 
 @pytest.mark.parametrize("loader", ["dali", "folder", "synthetic"])
-def test_a_loader_opened_at_a_step_goes_on_as_an_undisturbed_one_on_any_number_of_ranks(image_dir: Path, loader: str):
+def test_loader_resumes_at_a_step_on_any_ranks(image_dir: Path, loader: str):
     """Three epochs of 3 steps on one rank; steps 4 to 8 again on one, on two and on three, with other workers."""
     data = SYNTHETIC if loader == "synthetic" else image_data(loader)
     alone = Batching(ranks=1, micro_batch=2, accumulation=6)
@@ -319,7 +319,7 @@ def test_a_folder_that_cannot_be_trained_on_is_refused(make: RefusedFolder, sent
             look(root)
 
 
-def test_without_a_training_split_validation_is_numbered_by_its_own_classes(tmp_path: Path):
+def test_validation_alone_numbers_its_own_classes(tmp_path: Path):
     from imagenet_fast.data.imagefolder import check_validation, scan_validation
 
     with pytest.raises(UserError, match="has no folder val"):

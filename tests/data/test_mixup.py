@@ -55,7 +55,7 @@ def test_a_images_label_says_what_it_shows(mixup: float, cutmix: float, dtype: t
     assert changed > 8
 
 
-def test_what_is_drawn_does_not_depend_on_the_ranks_nor_on_what_was_drawn_before():
+def test_mixup_draws_are_independent_of_ranks_and_history():
     whole = mixed(order_of(1, 0), 0.2, 1.0)
     first, second = mixed(order_of(2, 0), 0.2, 1.0), mixed(order_of(2, 1), 0.2, 1.0)
     again = [part for step in range(4) for part in first[2 * step : 2 * step + 2] + second[2 * step : 2 * step + 2]]

@@ -72,7 +72,7 @@ def test_an_error_comes_in_the_turn_of_its_batch(threads: Callable[[], int]):
     assert settled(threads) == 0
 
 
-def test_threads_end_when_the_iterator_is_dropped_in_the_middle_of_a_long_piece(threads: Callable[[], int]):
+def test_threads_end_when_iterator_is_dropped(threads: Callable[[], int]):
     steps: list[int] = []
 
     def long() -> Job:

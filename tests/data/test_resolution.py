@@ -35,9 +35,7 @@ def opened(root: Path, loader: str, first_step: int = 0, **changes: object) -> L
 
 @pytest.mark.parametrize("augment", [True, False])
 @pytest.mark.parametrize("loader", ["dali", "folder"])
-def test_training_images_grow_and_those_that_judge_have_a_size_of_their_own(
-    image_dir: Path, loader: str, augment: bool
-):
+def test_progressive_sizes_and_eval_size(image_dir: Path, loader: str, augment: bool):
     dataset = opened(image_dir, loader, augment=augment, **GROWING)
     each = dataset.train_order.steps_per_epoch
     sizes = [images.shape[2:] for images, _ in islice(dataset.train, 3 * each)]

@@ -30,7 +30,7 @@ def chain(state: int, *names: int) -> int:
     return state
 
 
-def test_each_name_picks_a_number_of_the_generator_which_the_one_before_has_picked():
+def test_nested_names_pick_generators_in_order():
     assert chain(1234567, 4) == 16408922859458223821  # the fifth number that other implementations have
     state = (zlib.crc32(b"flip") * 0x9E3779B97F4A7C15) % 2**64  # so many numbers after 0
     found = chain(chain(state, 0), 3, 0, 12)

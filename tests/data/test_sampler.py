@@ -59,7 +59,7 @@ def test_an_order_that_begins_later_goes_on_as_the_whole_one(first_step: int, ra
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 3), (3, 1), (6, 2)])
-def test_an_epoch_begun_on_some_ranks_and_ended_on_others_shows_every_image_once(before: int, after: int):
+def test_epoch_across_world_sizes_shows_every_image_once(before: int, after: int):
     seen: list[int] = []
     for ranks, begin, end in ((before, 4, 6), (after, 6, 8)):
         batching = Batching(ranks, 2, GLOBAL // ranks // 2)
@@ -85,7 +85,7 @@ def test_an_evaluation_shows_every_image_once(ranks: int, batch: int):
     assert seen == list(range(IMAGES))
 
 
-def test_the_ranks_of_one_pipeline_read_the_same_and_all_pipelines_together_everything():
+def test_pipeline_ranks_read_the_same_images():
     batching = Batching(ranks=6, micro_batch=4, accumulation=2, stages=3)
     orders = [TrainSampler(16, batching, rank, seed=1) for rank in range(6)]
     read = [[tuple(micro.images) for micro in islice(order, 2)] for order in orders]

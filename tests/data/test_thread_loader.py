@@ -25,9 +25,7 @@ SIZES = [(375, 500), (500, 333), (32, 32), (31, 97), (224, 224), (256, 400), (1,
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("to", [(224, 224), (48, 48), (33, 61)])
-def test_images_are_resized_as_pil_does_where_they_shrink_and_where_they_grow(
-    size: tuple[int, int], to: tuple[int, int]
-):
+def test_resize_agrees_with_pil(size: tuple[int, int], to: tuple[int, int]):
     image = blobs(*size)
     theirs = np.asarray(image.resize(to[::-1], Image.Resampling.BILINEAR)).astype(int)
     ours = resized(np.array(image), *to)

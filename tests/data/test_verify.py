@@ -60,7 +60,7 @@ def test_what_cannot_be_decoded_is_left_out_of_training(data: Path, images: Imag
         Image.open(data / ODD["truncated"]).load()  # as it would have been
 
 
-def test_it_is_told_of_each_file_what_is_wrong_and_of_each_image_what_is_odd(data: Path):
+def test_verify_finds_bad_files_and_odd_images(data: Path):
     found = verify(data)
     assert found.kinds == {"truncated": 1, "empty": 1, "no image": 1}
     assert found.passed_over == {"files that are no images by their names": [ODD["AppleDouble"]]}
@@ -78,7 +78,7 @@ def test_it_is_told_of_each_file_what_is_wrong_and_of_each_image_what_is_odd(dat
     assert len(found.sizes) == sum(sum(classes.values()) for classes in found.counts.values())
 
 
-def test_the_command_tells_it_on_one_screen_and_all_of_it_as_json_and_draws_sizes(tmp_path: Path, data: Path):
+def test_verify_command_screen_json_and_sizes(tmp_path: Path, data: Path):
     json_file, png = tmp_path / "all.json", tmp_path / "sizes.png"
     command = ["data", "verify", "--data", str(data), "--json", str(json_file), "--png", str(png)]
     done = CliRunner().invoke(app, command, catch_exceptions=False)

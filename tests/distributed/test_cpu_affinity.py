@@ -43,7 +43,7 @@ def test_a_rank_keeps_to_the_cores_beside_its_gpu(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("node", "cores"), [("-1", "0"), ("1", "1000-1003"), ("1", ""), ("2", "0"), ("?", "0")])
-def test_nothing_is_bound_where_the_kernel_does_not_tell_or_the_cores_are_others(tmp_path: Path, node: str, cores: str):
+def test_no_numa_binding_without_topology(tmp_path: Path, node: str, cores: str):
     allowed = os.sched_getaffinity(0)
     ((told, kept),) = run(1, bound, machine(tmp_path, node, cores))
     assert (told, kept) == (set(), allowed)

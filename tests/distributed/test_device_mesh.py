@@ -21,7 +21,7 @@ LAYOUTS = (
 )
 
 
-def test_four_ranks_are_laid_out_with_tensor_innermost_and_pipeline_outermost():
+def test_mesh_has_tensor_innermost():
     third = run(4, _groups)[2]
     assert third == [
         ((2,), (0, 2), (2, 3)),

@@ -139,7 +139,7 @@ def test_a_run_that_continues_begins_like_any_other():
     assert position.fresh
 
 
-def test_a_rank_that_waits_returns_to_what_it_did_unless_the_wait_has_failed():
+def test_waiting_restores_phase_unless_it_failed():
     position = Here()
     position.enter("forward", 3)
     with position.waiting():
@@ -190,9 +190,7 @@ def test_a_rank_that_does_not_move_ends_and_tells_why(position: Here, capsys: py
     assert capsys.readouterr().err == f"error: {sentence}\n"
 
 
-def test_a_rank_that_another_has_ended_is_ended_soon_after_if_it_does_not_by_itself(
-    position: Here, capsys: pytest.CaptureFixture[str]
-):
+def test_watchdog_ends_a_stuck_rank_after_a_failure(position: Here, capsys: pytest.CaptureFixture[str]):
     store, told = HashStore(), list[str]()
     stuck = Watchdog(store, 0, 2, Timeout(), told.append)
     assert leave_failure(store, "rank 1: OutOfMemoryError: as it is") == "rank 1: OutOfMemoryError: as it is"
@@ -226,7 +224,7 @@ def test_without_a_store_a_rank_still_ends(position: Here, monkeypatch: pytest.M
     assert sentence.endswith("; the store of all ranks, which could name others, has ended")
 
 
-def test_a_rank_three_times_slower_than_the_median_is_named_once_in_a_while(capsys: pytest.CaptureFixture[str]):
+def test_straggler_is_named_once_in_a_while(capsys: pytest.CaptureFixture[str]):
     before = {rank: Heartbeat(f"node{rank}", 0, "data") for rank in range(5)}
     own_s = (1.0, 1.1, 0.9, 3.5, 2.5)
     after = {rank: replace(before[rank], steps=10, own_s=10 * seconds) for rank, seconds in enumerate(own_s)}
@@ -244,7 +242,7 @@ def test_a_rank_three_times_slower_than_the_median_is_named_once_in_a_while(caps
     assert capsys.readouterr().err.count("rank 3 on node3 takes 3.5 s") == 1
 
 
-def test_nccl_leaves_its_last_operations_in_the_run_unless_the_user_says_where(tmp_path: Path):
+def test_flight_recorder_dumps_into_the_run(tmp_path: Path):
     found: dict[str, str] = {}
     record_flights(tmp_path / "run", found)
     assert found["TORCH_FR_DUMP_TEMP_FILE"] == found["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]
@@ -270,7 +268,7 @@ def test_what_is_left_is_the_record_of_the_backend_in_use(used: str, tmp_path: P
     assert len(pickle.loads((tmp_path / "rank-3").read_bytes())["entries"]) == 1
 
 
-def test_every_process_group_takes_the_limit_and_those_that_engines_make_later_too():
+def test_all_process_groups_take_the_timeout():
     assert run(2, _limits) == [[90 + SLACK_S] * 3] * 2
 
 

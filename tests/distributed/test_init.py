@@ -62,7 +62,7 @@ def test_whoever_has_set_how_gloo_connects_keeps_it():
         assert os.environ["TORCH_GLOO_LAZY_INIT"] == "0"
 
 
-def test_kernels_of_several_communicators_start_in_the_order_of_their_calls_unless_the_user_says_otherwise():
+def test_nccl_launch_order_is_implicit_by_default():
     with one_gpu() as patch:
         patch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
         patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")

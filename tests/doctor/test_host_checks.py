@@ -33,7 +33,7 @@ def test_this_one_can_train_and_nothing_fails(tmp_path: Path):
     assert all(bool(finding.fix) == (finding.state != "ok") for finding in findings)
 
 
-def test_a_data_directory_that_cannot_be_trained_on_fails_with_the_sentence_that_train_has(tmp_path: Path):
+def test_untrainable_data_fails_with_trains_sentence(tmp_path: Path):
     data = tmp_path / "strange [name]"
     (data / "train" / "a").mkdir(parents=True)
     found = found_by("data", host_checks.examine(data, tmp_path, 1, Timeout()))

@@ -59,7 +59,7 @@ def steps_of(run: Path) -> list[int]:
 
 
 @pytest.mark.usefixtures("root")
-def test_a_disk_that_fills_up_or_becomes_read_only_ends_no_training_and_it_goes_on(tmp_path: Path):
+def test_full_or_read_only_disk_ends_no_training(tmp_path: Path):
     undisturbed = train(tmp_path / "undisturbed", *FUSED)
     mebibytes = checkpoint_mebibytes(tmp_path / "undisturbed")
     disk = tmp_path / "disk"
@@ -88,7 +88,7 @@ def test_a_disk_that_fills_up_or_becomes_read_only_ends_no_training_and_it_goes_
 
 
 @pytest.mark.usefixtures("root")
-def test_on_a_full_disk_checkpoints_that_need_not_stay_make_room_for_the_next(tmp_path: Path):
+def test_full_disk_removes_old_checkpoints(tmp_path: Path):
     undisturbed = train(tmp_path / "undisturbed", *FUSED)
     disk = tmp_path / "disk"
     with small_disk(disk, int(2.6 * checkpoint_mebibytes(tmp_path / "undisturbed")) + 4):

@@ -71,7 +71,7 @@ def test_what_is_wrong_is_found(code: int, printed: str, before: Before, fault: 
     assert fault in " ".join(faults)
 
 
-def test_events_of_a_finished_run_may_come_again_where_it_says_that_a_checkpoint_is_damaged(tmp_path: Path):
+def test_repeated_events_are_allowed_after_damaged_checkpoint(tmp_path: Path):
     before = replace(NOTHING, finished=True, events={("train", 3)}, files={Path("outcome.json")})
     damage = Hurt("flip", "", 0.5)
     warned = "warning: step-00000004 is damaged; the one before is taken\n"

@@ -23,7 +23,7 @@ def log_of(running: Running) -> str:
     return text
 
 
-def test_a_stop_in_an_evaluation_drops_it_and_the_run_ends_with_the_same_bits(tmp_path: Path):
+def test_stop_in_evaluation_drops_it_and_resumes_bitwise(tmp_path: Path):
     undisturbed, out = tmp_path / "undisturbed", tmp_path / "stopped"
     expected = train(undisturbed, job=LONG_EVALUATIONS)
     for step in (10, 20):

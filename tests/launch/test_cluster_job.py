@@ -215,7 +215,7 @@ def test_manifests_hand_on_every_name_and_recipe_as_it_is(tmp_path: Path, kind: 
         assert (asked["nproc"], asked["nodes"], asked["rdzv_endpoint"]) == (1, "2", first)
 
 
-def test_a_jobset_has_a_pod_a_node_and_they_meet_at_the_first_by_the_name_that_its_service_has():
+def test_jobset_pods_and_service():
     text = launch(
         *K8S, "--recipe", "resnet50-512gpu", "--nodes", "64", "--data-claim", "imagenet", "--namespace", "vision",
         "--port", "1234", "--time", "2-12",
@@ -265,7 +265,7 @@ def decided(job: dict[str, Any], code: int, *conditions: str) -> str:
     return "Count"
 
 
-def test_a_run_short_of_its_target_is_not_started_again_and_a_stop_or_an_eviction_does_not_count():
+def test_jobset_failure_policy_by_exit_code():
     (manifest,) = documents(launch(*K8S, "--recipe", "smoke"))
     job = indexed_job(manifest)
     assert pod(manifest)["restartPolicy"] == "Never"  # or Kubernetes refuses the policy
@@ -282,7 +282,7 @@ def test_names_of_pods_fit_where_the_name_of_the_job_is_as_long_as_may_be():
     assert len(f"{manifest['metadata']['name']}-{job['name']}-0-9999-abcde") <= 63
 
 
-def test_a_pytorchjob_has_a_pod_a_node_with_its_gpus_memory_volumes_and_time_to_save():
+def test_pytorchjob_pods():
     text = launch(
         *PYTORCHJOB, "--recipe", "resnet50-512gpu", "--nodes", "64", "--data-claim", "imagenet", "--namespace",
         "vision", "--port", "1234", "--time", "2-12",
@@ -336,7 +336,7 @@ def test_any_text_is_read_as_it_was_written(text: str):
     assert yaml.safe_load(to_yaml(document)) == document
 
 
-def test_a_batch_script_asks_for_nodes_gpus_and_time_and_to_be_told_before_it_is_up():
+def test_sbatch_requests_resources_and_signal():
     text = launch(
         *SLURM, "--recipe", "resnet50-512gpu", "--data", "/d", "--nodes", "64", "--time", "24:00:00", "--partition",
         "gpu", "--account", "vision",
@@ -349,7 +349,7 @@ def test_a_batch_script_asks_for_nodes_gpus_and_time_and_to_be_told_before_it_is
     }  # fmt: skip
 
 
-def test_a_part_of_a_node_is_asked_for_twice_since_srun_does_not_inherit_it():
+def test_sbatch_part_of_a_node():
     text = launch(*SLURM, "--recipe", "smoke", "--cores", "8", "--no-gpus")
     assert text.count("--cpus-per-task=8") == 2
     assert "gpus" not in text.split("srun")[0]
@@ -374,9 +374,7 @@ def answers(process: subprocess.Popen[Any], number: signal.Signals) -> bool:
 
 
 @pytest.mark.parametrize("refuses", ["0", "1"])
-def test_a_batch_shell_tells_its_step_waits_until_it_has_saved_and_is_queued_again(
-    tmp_path: Path, cluster: dict[str, str], refuses: str
-):
+def test_sbatch_forwards_signal_and_requeues(tmp_path: Path, cluster: dict[str, str], refuses: str):
     seen = Path(cluster["SEEN"])
     shell = batch(cluster | {"REFUSED": refuses}, tmp_path)
     shell.send_signal(signal.SIGUSR1)
@@ -390,9 +388,7 @@ def test_a_batch_shell_tells_its_step_waits_until_it_has_saved_and_is_queued_aga
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 4, 137])
-def test_a_step_that_ends_by_itself_is_queued_again_only_where_it_was_stopped(
-    tmp_path: Path, cluster: dict[str, str], code: int
-):
+def test_sbatch_requeues_only_after_a_stop(tmp_path: Path, cluster: dict[str, str], code: int):
     seen = Path(cluster["SEEN"])
     (seen / "end").write_text(f"{code}\n")
     shell = batch(cluster, tmp_path)
@@ -412,9 +408,7 @@ def test_a_job_that_is_cancelled_is_not_queued_again(tmp_path: Path, cluster: di
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_script_of_ssh_reaches_the_first_launcher_and_it_ends_as_the_ranks_do(
-    tmp_path: Path, cluster: dict[str, str], number: signal.Signals
-):
+def test_ssh_script_forwards_signal(tmp_path: Path, cluster: dict[str, str], number: signal.Signals):
     seen = Path(cluster["SEEN"])
     script = tmp_path / "job.sh"
     script.write_text(launch(*SSH, "--recipe", "smoke", "--program", str(tmp_path / "bin" / "trainer")))

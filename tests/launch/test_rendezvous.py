@@ -119,7 +119,7 @@ def test_one_too_many_is_turned_away_and_the_others_meet(network: Hosts):
     assert "2 nodes have already met at node0:29405: this one is too many" in str(third)
 
 
-def test_where_two_are_enough_others_meet_them_at_once_and_are_none_too_many(network: Hosts):
+def test_elastic_rendezvous_takes_more_nodes(network: Hosts):
     calls = [(n, named, ("node1:29408", 2, 20.0, (0.0, 0.0, 0.3)[n], 2)) for n in range(3)]
     met = network.call(calls)
     assert sorted(place for place, _ in met) == [0, 1, 2]
@@ -177,7 +177,7 @@ def test_ranks_find_the_interface_that_leads_to_the_others_by_themselves(network
     assert here == [None, None], "on one node there is nothing to settle"
 
 
-def test_ranks_that_were_told_different_things_refuse_each_other_with_the_keys(network: Hosts):
+def test_ranks_with_different_jobs_are_refused(network: Hosts):
     def job(**changes: Any) -> dict[str, Any]:
         return {"epochs": 3, "optim": {"kind": "sgd", "lr": 1.0}, "data": {"flip": True}} | changes
 

@@ -93,7 +93,7 @@ def test_the_outcome_follows_the_run_and_stands_for_an_exit_code(tmp_path: Path)
     assert [o.exit_code for o in (short, aimless, interrupted)] == [3, 0, 1]
 
 
-def test_launchers_that_share_a_folder_leave_a_whole_outcome_whoever_is_last(tmp_path: Path):
+def test_concurrent_launchers_leave_a_whole_outcome(tmp_path: Path):
     outcomes = [RunResult("failed", "r", "lazy", 1, 1, message=str(n) * 5000) for n in range(4)]
     with ThreadPoolExecutor(len(outcomes)) as launchers:
         for written in [launchers.submit(one.write, tmp_path) for one in outcomes * 50]:
@@ -139,7 +139,7 @@ def leave_run(folder: Path) -> None:
     result.write(folder)
 
 
-def test_no_damage_of_100_to_a_record_keeps_a_run_from_being_shown_and_from_going_on(tmp_path: Path):
+def test_damaged_record_is_still_shown_and_continued(tmp_path: Path):
     leave_run(tmp_path / "sound")
     refused = 0
     for seed in range(100):
@@ -248,7 +248,7 @@ def test_a_diverged_run_is_recorded_in_strict_json_and_drawn_with_a_gap(tmp_path
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_tensorboard_directory_that_takes_no_file_is_an_error_that_names_it(tmp_path: Path):
+def test_unwritable_tensorboard_directory_is_named(tmp_path: Path):
     (tmp_path / "tb").symlink_to("/proc")  # where nobody can create a file, root neither
     with pytest.raises(OSError, match="No such file") as error:
         TensorBoard(tmp_path, RECIPE)
@@ -288,9 +288,7 @@ def test_hyperparameters_have_a_status_once_the_run_has_come_to_its_end(status: 
 
 
 @pytest.mark.parametrize("set_back_s", [-86400, 0, 100, 10**6])
-def test_a_run_that_goes_on_after_the_clock_was_set_back_is_one_run_in_order(
-    set_back_s: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_tensorboard_order_after_clock_set_back(set_back_s: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     begun = int(time.time())
     for part, resumed in enumerate((None, 400, 400)):
         now = begun - part * set_back_s
@@ -407,7 +405,7 @@ def test_a_report_needs_only_what_was_recorded(tmp_path: Path):
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_table_has_what_some_run_has_and_a_dash_for_those_that_have_not(tmp_path: Path):
+def test_report_table_has_a_dash_for_missing_columns(tmp_path: Path):
     whole = PastRun(tmp_path, outcome(), [], "whole")
     assert whole.outcome is not None
     pretend_run(MetricLogger(Clock().run_s, [JsonLines(tmp_path)]), whole.outcome)
@@ -421,7 +419,7 @@ def test_the_table_has_what_some_run_has_and_a_dash_for_those_that_have_not(tmp_
     assert second.split() == ["dp4", "nothing", "recorded", *"––––––––"]
 
 
-def test_a_step_is_told_without_the_first_ten_and_an_interval_weighs_as_many_as_it_has():
+def test_report_step_time_skips_ten_and_weighs_intervals():
     events: list[dict[str, Any]] = [{"event": "run", "global_batch": 10}]
     for step, rate, link_MB in ((4, 1.0, 9.0), (8, 1.0, 9.0), (11, 2.0, 9.0), (14, 5.0, 3.0), (15, 10.0, 7.0)):
         events.append({"event": "speed", "step": step, "images_per_s": rate})
@@ -454,9 +452,7 @@ def two_runs(tmp_path: Path, *folders: str) -> list[PastRun]:
     ],
     ids=["last", "two", "three", "inside"],
 )
-def test_runs_of_one_name_are_told_apart_by_as_little_of_their_paths_as_will_do(
-    folders: tuple[str, ...], told: tuple[str | None, ...], tmp_path: Path
-):
+def test_equal_run_names_get_distinct_labels(folders: tuple[str, ...], told: tuple[str | None, ...], tmp_path: Path):
     runs = two_runs(tmp_path, *folders)
     lone = PastRun(tmp_path / "lone", None, [], "lone")
     names = distinct_names([*runs, lone])
@@ -520,7 +516,7 @@ def test_a_table_without_room_folds_names_and_cuts_nothing_off():
 
 
 @pytest.mark.parametrize("left", ["no outcome", "the launcher's, which knows of no step"])
-def test_of_a_run_whose_rank_0_was_killed_the_report_tells_what_it_had_reached(left: str, tmp_path: Path):
+def test_report_of_run_with_killed_rank_0(left: str, tmp_path: Path):
     pretend_run(MetricLogger(Clock().run_s, [JsonLines(tmp_path)]), outcome())
     lines = (tmp_path / "events.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "events.jsonl").write_text("".join(lines[:-1]))

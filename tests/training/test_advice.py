@@ -45,9 +45,7 @@ def test_others_are_not(status: str, wait_pct: float | None, job: Job):
     assert final_advice(job, ended(status, wait_pct), WORLD) == []
 
 
-def test_nor_is_one_on_another_rank_or_without_images_or_whose_images_are_gone(
-    job: Job, make_recipe: Callable[..., Recipe], tmp_path: Path
-):
+def test_no_advice_on_other_ranks_or_without_images(job: Job, make_recipe: Callable[..., Recipe], tmp_path: Path):
     starved = ended("finished", 80.0)
     assert final_advice(job, starved, replace(WORLD, rank=1, local_rank=1)) == []
     assert final_advice(replace(job, recipe=make_recipe(), data=None), starved, WORLD) == []

@@ -30,7 +30,7 @@ Seen = list[tuple[int, list[int]]]
 """Of each step, the images that a rank trained on."""
 
 
-def test_over_2_then_4_then_3_ranks_every_image_of_an_epoch_is_trained_on_once(tmp_path: Path):
+def test_resume_on_2_4_3_ranks_sees_every_image_once(tmp_path: Path):
     """The first epoch is interrupted after its third step, and so is the second."""
     straight, expected = zip(*run(2, trained, tmp_path / "straight", STEPS), strict=True)
     parts, weights = [], {}

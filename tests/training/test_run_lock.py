@@ -81,7 +81,7 @@ def looked_for(folder: Path) -> str:
         ("only weights", (), None, True),
     ],
 )
-def test_a_run_whose_checkpoints_were_removed_is_refused_and_left_as_it_was(
+def test_run_without_its_checkpoints_is_refused_untouched(
     name: str, events: tuple[dict[str, object], ...], status: str | None, final: bool, tmp_path: Path
 ):
     folder = begun(tmp_path / name, *events, status=status, final=final)
@@ -93,7 +93,7 @@ def test_a_run_whose_checkpoints_were_removed_is_refused_and_left_as_it_was(
     assert contents(tmp_path) == before
 
 
-def test_a_run_that_had_come_to_nothing_begins_again_and_its_record_is_moved_aside(tmp_path: Path):
+def test_run_without_progress_restarts_and_moves_record_aside(tmp_path: Path):
     for number in (1, 2):
         folder = begun(tmp_path / "run", TRAINED, status="failed") if number == 1 else tmp_path / "run"
         if number == 2:
@@ -106,7 +106,7 @@ def test_a_run_that_had_come_to_nothing_begins_again_and_its_record_is_moved_asi
         assert contents(tmp_path / f"run.replaced-{number}") == before
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_was_complete_begins_again(tmp_path: Path):
+def test_run_killed_before_first_checkpoint_restarts(tmp_path: Path):
     folder = begun(tmp_path / "run", TRAINED, EVALUATED)
     assert "has been evaluated" in run(1, looked_for, folder)[0]
     (folder / "checkpoints" / ".none-yet").touch()
@@ -158,7 +158,7 @@ def claim(folder: Path, resume: bool) -> str:
         return str(error)
 
 
-def test_a_directory_in_which_another_run_trains_is_refused_and_left_as_it_was(tmp_path: Path):
+def test_locked_directory_is_refused_untouched(tmp_path: Path):
     folder = begun(tmp_path / "run", TRAINED)
     before = contents(tmp_path)
     descriptor = os.open(folder, os.O_RDONLY)
@@ -180,7 +180,7 @@ def test_a_directory_that_was_claimed_for_nothing_is_gone(tmp_path: Path):
     assert not (tmp_path / "new" / "run").exists()
 
 
-def test_a_directory_that_is_removed_while_somebody_waits_for_it_is_made_anew(tmp_path: Path):
+def test_removed_directory_is_made_anew_by_waiting_run(tmp_path: Path):
     folder = tmp_path / "run"
     folder.mkdir()
     removed, locked = folder.stat().st_ino, []
@@ -201,7 +201,7 @@ def test_a_directory_that_is_removed_while_somebody_waits_for_it_is_made_anew(tm
     os.close(locked[1])
 
 
-def test_a_damaged_outcome_keeps_no_run_from_going_on_and_fewer_epochs_are_refused(tmp_path: Path):
+def test_damaged_outcome_resumes_and_fewer_epochs_are_refused(tmp_path: Path):
     folder = begun(tmp_path / "run", TRAINED, EVALUATED)
     (folder / "outcome.json").write_text('{"status": "fin')
     step, refusal, warned = run(1, gone_on, folder)[0]

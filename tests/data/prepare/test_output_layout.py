@@ -42,9 +42,7 @@ def expected(images: Images, split: str) -> list[tuple[str, bytes]]:
 
 
 @BOTH
-def test_shards_hold_every_image_with_its_class_and_training_images_well_mixed(
-    tars: Path, out: Path, images: Images, settings: Settings
-):
+def test_shards_hold_every_image_and_are_mixed(tars: Path, out: Path, images: Images, settings: Settings):
     prepare(tars, out, settings, subset=True)
     train, val = open_training(out), open_validation(out)
     assert train.classes == val.classes == sorted(replica.CLASSES)
@@ -58,9 +56,7 @@ def test_shards_hold_every_image_with_its_class_and_training_images_well_mixed(
 
 
 @BOTH
-def test_shards_are_the_same_bytes_from_any_source_and_by_any_number_of_workers(
-    tmp_path: Path, tars: Path, out: Path, images: Images, settings: Settings
-):
+def test_shards_are_deterministic(tmp_path: Path, tars: Path, out: Path, images: Images, settings: Settings):
     prepare(tars, out, settings, subset=True, workers=3)
     first = {path: content for path, content in tree(out).items() if path != "prepared.json"}
     for lay_out in (replica.kaggle, replica.image_folder):

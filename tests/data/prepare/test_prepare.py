@@ -77,9 +77,7 @@ def test_labels_are_sorted_wnids_whatever_numbers_the_devkit_has(tmp_path: Path,
     assert len(train) == sum(path.startswith("train/") for path in good(images))
 
 
-def test_the_command_says_what_there_is_and_what_was_left_out_and_the_second_time_that_it_is_there(
-    tmp_path: Path, tars: Path
-):
+def test_prepare_reports_and_second_call_finds_all_done(tmp_path: Path, tars: Path):
     command = ("data", "prepare", "--source", str(tars), "--out", str(tmp_path / "out"), "--subset")
     printed = run(*command)
     assert "now holds, from ImageNet's tars:\n  train  34 images in 4 classes\n  val    12 images in" in printed
@@ -99,9 +97,7 @@ def run(*arguments: str) -> str:
 # Shrinking.
 
 
-def test_resize_shrinks_the_short_side_and_leaves_what_is_small_or_undecodable_as_it_is(
-    tmp_path: Path, tars: Path, images: Images
-):
+def test_prepare_resize_keeps_small_and_undecodable_images(tmp_path: Path, tars: Path, images: Images):
     record = prepare(tars, tmp_path / "out", SMALL, subset=True).record
     found = images_in(tmp_path / "out")
     assert found.keys() == good(images).keys()
@@ -126,7 +122,7 @@ def opened(content: bytes) -> Image.Image:
     return image
 
 
-def test_a_shrunk_image_is_not_turned_and_says_still_how_it_is_to_be_turned(tmp_path: Path, tars: Path, images: Images):
+def test_prepare_resize_keeps_exif_orientation(tmp_path: Path, tars: Path, images: Images):
     prepare(tars, tmp_path / "out", SMALL, subset=True)
     before, after = opened(images[ODD["rotated"]]), opened((tmp_path / "out" / ODD["rotated"]).read_bytes())
     assert (before.width > before.height) == (after.width > after.height)
@@ -366,7 +362,7 @@ def test_kaggles_images_need_kaggles_table(tmp_path: Path, images: Images):
     refused(source, "put Kaggle's LOC_val_solution.csv beside it")
 
 
-def test_a_directory_that_holds_none_of_it_is_refused_with_what_was_looked_for(tmp_path: Path):
+def test_prepare_refuses_unknown_source(tmp_path: Path):
     (tmp_path / "source").mkdir()
     refused(tmp_path / "source", "neither ILSVRC2012_img_train.tar .* nor ILSVRC/Data/CLS-LOC/train .* nor train/<cl")
     refused(tmp_path / "nowhere", "there is no directory")
