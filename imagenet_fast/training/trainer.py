@@ -72,7 +72,7 @@ class Trainer:
     def __init__(
         self, job: Job | str, world: DistContext | None = None, *, data: Path | str | None = None,
         out: Path | str | None = None, overrides: Sequence[str] = (), ending: Ending | None = None,
-        ask_first: Callable[[], Callable[[], bool]] = lambda: lambda: False,
+        ask_first: Callable[[], Callable[[], bool]] | None = None,
     ) -> None:  # fmt: skip
         """Prepare a run; ``run`` or ``open_data`` is the first to read an image or to write a file.
 
@@ -86,7 +86,7 @@ class Trainer:
             overrides: Changes of the recipe, as ``train --set`` takes them: "optim.lr=0.1".
             ending: Records how the run ends; None: only the run directory tells it.
             ask_first: Called once the run can be saved, from when on a signal asks this rank to stop. Returns a
-                function that tells whether one has.
+                function that tells whether one has. None: Ctrl-C ends the run in the middle of a step.
         """
         self.world = world or current_world()
         if isinstance(job, str):
@@ -321,7 +321,8 @@ class Trainer:
         begun = self.outcome.steps
         self.ending.saved_step = lambda: begun
         images, is_new = self.data.train_order.images, self.resumed_from is None
-        with open_checkpoints(self.job, self.world, images, self._ask_first, is_new) as self.checkpoints:
+        ask_first = self._ask_first or (lambda: lambda: False)
+        with open_checkpoints(self.job, self.world, images, ask_first, is_new) as self.checkpoints:
             checkpoints = self.checkpoints
             checkpoints.save_with(self.data.contents)
             self.ending.saved_step = lambda: max(begun, checkpoints.saved_step)
@@ -339,7 +340,7 @@ class Trainer:
         try:
             yield
         except KeyboardInterrupt:
-            ending.stop()
+            ending.stop("" if self._ask_first is not None else "in the middle of it")
             raise
         except Exception as error:
             ending.fail(report_failure(error))

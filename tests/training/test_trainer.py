@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 import subprocess
 import sys
 from itertools import islice
@@ -19,6 +20,7 @@ from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.training.trainer import Trainer, seed_step
 from tests.conftest import tables
+from tests.e2e.command import environment, wait_for
 from tests.spawning import run
 from tests.training.jobs import train_job
 
@@ -69,10 +71,32 @@ assert (accuracy.top1, accuracy.images) == (outcome.top1, 63)
 
 def test_trainer_by_name_in_a_plain_process(tmp_path: Path):
     """As in a notebook: no launcher, no torchrun."""
-    subprocess.run([sys.executable, "-c", BY_NAME, str(tmp_path / "run")], check=True, cwd=tmp_path)
+    subprocess.run(
+        [sys.executable, "-c", BY_NAME, str(tmp_path / "run")],
+        check=True,
+        cwd=tmp_path,
+        env=environment(OMP_NUM_THREADS="1"),
+    )
     assert read_outcome(tmp_path / "run").status == "finished"
     assert (tmp_path / "run/checkpoints/final.safetensors").is_file()
     assert not (tmp_path / "runs").exists(), "single steps leave nothing on the disk"
+
+
+def test_ctrl_c_in_a_plain_process_is_on_the_record(tmp_path: Path):
+    program = f"Trainer('smoke', out={str(tmp_path / 'run')!r}, overrides=['epochs=9999']).run()"
+    started = subprocess.Popen(
+        [sys.executable, "-c", f"from imagenet_fast.training.trainer import Trainer; {program}"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+        env=environment(OMP_NUM_THREADS="1"),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    wait_for(lambda: '"train"' in record.read_text() if (record := tmp_path / "run/events.jsonl").exists() else False)
+    started.send_signal(signal.SIGINT)
+    _, said = started.communicate(timeout=60)
+    outcome = read_outcome(tmp_path / "run")
+    assert "KeyboardInterrupt" in said
+    assert outcome.status == "interrupted"
+    assert "and not saved in the middle of it; the same command with --resume auto" in outcome.message
 
 
 def test_trainer_by_name_continues_from_its_state():
