@@ -34,6 +34,7 @@ from imagenet_fast.sync.all_reduce import wire_for
 from imagenet_fast.sync.bucket_scheduler import Scheduler
 from imagenet_fast.sync.bucketing import build_chunks
 from imagenet_fast.sync.comm_stream import CommStats, CommStream, PendingOp
+from imagenet_fast.sync.deferred_update import Update
 from imagenet_fast.sync.engines import wire_dtype
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.per_param_step import snapshot_step
@@ -181,11 +182,14 @@ class CountedStep:
             span.param.grad = self._gradients[span.param]
             self._pool.reducer.collect(span.param)
         self._pool.end_backward()
-        self._pool.update(self._update)
+        begun = time.thread_time()
+        apply = snapshot_step(self._lars)
+        self._update_s += time.thread_time() - begun
+        self._pool.update(partial(self._update, apply))
 
-    def _update(self, params: list[nn.Parameter], elements: object = None) -> None:
+    def _update(self, apply: Update, params: list[nn.Parameter], elements: object = None) -> None:
         """Update one scalar on the CPU for each of ``params``, by LARS: what is left is the cost of launching."""
-        begun, apply = time.thread_time(), snapshot_step(self._lars)
+        begun = time.thread_time()
         apply([self._scalar[param] for param in params])
         self.updates += 1
         self._update_s += time.thread_time() - begun
