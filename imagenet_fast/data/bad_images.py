@@ -22,9 +22,8 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from imagenet_fast.data.decode import ImageDecodeError
 from imagenet_fast.data.formats.shard_reader import Shards
-from imagenet_fast.data.image_source import ImageSource, digest_of
+from imagenet_fast.data.image_source import ImageDecodeError, ImageSource, digest_of
 from imagenet_fast.data.rng import bits
 from imagenet_fast.data.sampler import Order, TrainSampler
 from imagenet_fast.errors import UserError, warn

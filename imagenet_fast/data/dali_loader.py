@@ -18,8 +18,8 @@ from torch.utils.dlpack import from_dlpack
 
 from imagenet_fast.data.augmentation import augmentation_of
 from imagenet_fast.data.bad_images import NO_CLASS, BadImagePolicy
-from imagenet_fast.data.decode import EncodedImage, ImageDecodeError, decode, encode, to_common_format
-from imagenet_fast.data.image_source import ImageSource
+from imagenet_fast.data.decode import EncodedImage, decode, encode, to_common_format
+from imagenet_fast.data.image_source import ImageDecodeError, ImageSource
 from imagenet_fast.data.prefetch import Job, prefetched
 from imagenet_fast.data.resize import middle_of, scaled_size
 from imagenet_fast.data.sampler import BatchIndices, Order, Resolution, TrainSampler, resolution

@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
+from imagenet_fast.data.image_source import ImageDecodeError
+
 Pixels = NDArray[np.uint8]
 """Decoded image, uint8 [height, width, 3], red first."""
 
@@ -27,10 +29,6 @@ _FRAMES = {0xC0, 0xC1, 0xC2, 0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xC
 
 NO_IMAGE = "it is no image"
 """Reason reported for a file that no decoder recognises."""
-
-
-class ImageDecodeError(Exception):
-    """Error for bytes that are no image, or not a whole one. The message gives the reason in a few words."""
 
 
 class EncodedImage(NamedTuple):

@@ -25,9 +25,9 @@ import numpy as np
 from PIL import Image
 
 from imagenet_fast.cost_model.units import gigabytes
-from imagenet_fast.data.decode import PIL_REFUSES, ImageDecodeError, Pixels, decode
+from imagenet_fast.data.decode import PIL_REFUSES, Pixels, decode
 from imagenet_fast.data.format_detection import open_training, open_validation
-from imagenet_fast.data.image_source import ImageSource
+from imagenet_fast.data.image_source import ImageDecodeError, ImageSource
 from imagenet_fast.data.mmap_store import (
     INDEX,
     SYNCED,

@@ -9,6 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 
+class ImageDecodeError(Exception):
+    """Error for bytes that are no image, or not a whole one. The message gives the reason in a few words."""
+
+
 def digest_of(*parts: bytes | NDArray[np.int64]) -> str:
     """Return a hex digest of the ``parts`` that tell a split from others."""
     digest = hashlib.blake2b(digest_size=16)

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from imagenet_fast.data.decode import NO_IMAGE, ImageDecodeError, decode
+from imagenet_fast.data.decode import NO_IMAGE, decode
 from imagenet_fast.data.image_names import SUFFIXES
+from imagenet_fast.data.image_source import ImageDecodeError
 
 KINDS = ("empty", "AppleDouble", "no image", "truncated", "damaged", "unreadable")
 """Kinds of files that loaders cannot read."""

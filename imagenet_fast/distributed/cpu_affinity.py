@@ -11,11 +11,10 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from imagenet_fast.distributed.rank_info import RankInfo
 
 if TYPE_CHECKING:  # the command line counts cores, too, and starts without torch
+    import torch
     from torch._C._distributed_c10d import Store
 
 
@@ -106,6 +105,8 @@ def bind_to_numa_node(gpu: torch.device, root: Path = Path("/")) -> set[int]:
         The cores. An empty set, with nothing changed, if the kernel does not report them or this process may use none
         of them.
     """
+    import torch
+
     properties: Any = torch.cuda.get_device_properties(gpu)
     place = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     allowed = os.sched_getaffinity(0)

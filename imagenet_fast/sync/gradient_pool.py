@@ -34,8 +34,7 @@ from imagenet_fast.sync.topology import Topology
 class GradientPool:
     """One flat buffer that holds the gradient of every trainable parameter of a model, last layer first.
 
-    During backward a hook copies each finished gradient into its place, a view with the parameter's own strides (so
-    channels_last is kept).
+    During backward a hook copies each finished gradient into its place, a view with the parameter's own strides.
 
     ``p.grad`` holds:
 

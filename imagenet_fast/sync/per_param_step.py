@@ -27,7 +27,7 @@ _ONE_BY_ONE: frozenset[type[Optimizer]] = frozenset({
 """Optimisers that update each parameter from its own gradient and state."""
 
 _AMP_INPUTS = ("grad_scale", "found_inf")
-"""What ``torch.amp.GradScaler`` sets as attributes of an optimiser for one step."""
+"""Attributes of an optimiser that ``torch.amp.GradScaler`` sets for one step."""
 
 _Settings = dict[str, Any]
 """A parameter group's settings by name, without its parameters."""

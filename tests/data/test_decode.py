@@ -12,7 +12,8 @@ import pytest
 from PIL import Image
 
 from imagenet_fast.data import decode as decoding
-from imagenet_fast.data.decode import ImageDecodeError, decode, to_common_format
+from imagenet_fast.data.decode import decode, to_common_format
+from imagenet_fast.data.image_source import ImageDecodeError
 from tests.data.encoded import BAD, IMAGES, JPEG
 
 

@@ -24,9 +24,10 @@ from torch import Tensor
 
 from imagenet_fast.cli.main import main
 from imagenet_fast.data import decoded_cache as caches
-from imagenet_fast.data.decode import ImageDecodeError, decode
+from imagenet_fast.data.decode import decode
 from imagenet_fast.data.decoded_cache import Cache, fill, fill_caches, open_cache
 from imagenet_fast.data.format_detection import Format, open_training
+from imagenet_fast.data.image_source import ImageDecodeError
 from imagenet_fast.data.imagefolder import ImageFolder, scan_training, scan_validation
 from imagenet_fast.data.loaders import build_loaders, open_loader
 from imagenet_fast.data.prepare.prepare import prepare
