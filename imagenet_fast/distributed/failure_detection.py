@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from imagenet_fast.distributed.heartbeat import describe_lost, published
-from imagenet_fast.distributed.store import absent, present, wait_until
+from imagenet_fast.distributed.store import wait_until
 from imagenet_fast.errors import JobAborted, UserError
 
-LOOK_S = 0.5  # between two looks for a roll call or its result
-_ANSWERED_IN = 4  # in looks: how long the calling rank waits for answers to a roll call
+LOOK_S = 0.5  # between two looks at heartbeats or for a failure
+_SILENT_IN = 6  # in looks: a rank without a heartbeat for so long is lost; healthy ones have one every second look
+_FOUND_IN = 2 * _SILENT_IN - 2  # in looks: how long others wait for the rank that searches
 _AGREED_IN = 20
-_CALLS = 3  # at most: another call is made only if the calling rank was lost before it had a result
-_BELL = "bell"
-_FAILURE = "failure"
+_FAILURE, _SEARCH = "failure", "search"
 
 
 class PeerLost(RuntimeError):
@@ -38,7 +35,7 @@ def report_failure(error: Exception) -> str:
     """Return why all ranks end, in one sentence, and leave it in the default store for other ranks.
 
     If another rank has left a reason before, that one is returned: the first wins. If ``error`` is a broken connection,
-    the sentence names the lost ranks and their last positions. The search and the report take at most 10 s.
+    the sentence names the lost ranks and their last positions. This takes at most 10 s.
     """
     rank, error = dist.get_rank(), _first_cause(error)
     messages = [
@@ -49,8 +46,10 @@ def report_failure(error: Exception) -> str:
         broken = is_broken_connection(error)
         try:
             store, size = dist.distributed_c10d._get_default_store(), dist.get_world_size()
-            if broken and (lost := find_lost_ranks(store, rank, size)):
-                messages.append(describe_lost(lost, published(store, range(size))))
+            if broken and not failure_of_others(store):
+                lost = find_lost_ranks(store, [other for other in range(size) if other != rank])
+                if lost:
+                    messages.append(describe_lost(lost, published(store, range(size))))
             messages.append(leave_failure(store, messages[-1]))
         except dist.DistError:  # the process that held the store is lost, too
             if broken:
@@ -62,11 +61,46 @@ def report_failure(error: Exception) -> str:
     return messages[-1]
 
 
+def failure_of_others(store: Store, sleep: Callable[[float], object] = time.sleep) -> str:
+    """Return the failure that another rank has left; an empty string if this rank is to look which ranks are lost.
+
+    One rank looks, and the others wait here for what it leaves. If it is lost before, each looks by itself.
+
+    Args:
+        store: Store of all ranks.
+        sleep: Waits for some seconds.
+    """
+    if store.add(_SEARCH, 1) > 1:
+        wait_until(lambda: failure_in(store) != "", time.monotonic() + _FOUND_IN * LOOK_S, LOOK_S / 2, sleep=sleep)
+    return failure_in(store)
+
+
+def find_lost_ranks(store: Store, ranks: Sequence[int], sleep: Callable[[float], object] = time.sleep) -> list[int]:
+    """Return those of ``ranks`` that have not ended in order, and publish no heartbeat within 3 s.
+
+    Which connection broke first says little: a rank that gives up breaks more connections. Clocks need not agree: a
+    heartbeat is new if it differs from the one before.
+
+    Args:
+        store: Store of all ranks.
+        ranks: The ranks to look for, without the one that asks.
+        sleep: Waits for some seconds.
+    """
+    before = published(store, ranks)
+    silent = [rank for rank in ranks if rank not in before or not before[rank].ended]
+
+    def all_heard() -> bool:
+        now = published(store, silent)
+        silent[:] = [rank for rank in silent if rank not in now or now[rank] == before.get(rank)]
+        return not silent
+
+    wait_until(all_heard, time.monotonic() + _SILENT_IN * LOOK_S, LOOK_S, sleep=sleep)
+    return silent
+
+
 def leave_failure(store: Store, message: str) -> str:
     """Publish ``message`` as the reason why all ranks must end; return the first reason that any rank published."""
-    first = store.compare_set(_FAILURE, "", message).decode()
-    store.set(_BELL, "")
-    return first
+    return store.compare_set(_FAILURE, "", message).decode()
 
 
 def reported_failure() -> str:
@@ -93,57 +127,3 @@ def _first_cause(error: Exception) -> Exception:
     while isinstance(error.__cause__, Exception):
         error = error.__cause__
     return error
-
-
-def find_lost_ranks(store: Store, rank: int, size: int) -> list[int]:
-    """Return the ranks that do not answer a roll call.
-
-    Which connection broke first says little: a rank that gives up breaks more connections. The first rank that asks
-    makes the call, and the others wait for its result. If that rank is lost before it has a result, another one makes
-    the next call. Return an empty list if the caller was lost in each of the three calls.
-    """
-    for call in calls():
-        store.set(f"{call}/{rank}", "")
-        if store.add(call, 1) == 1:
-            store.set(_BELL, "")
-            lost = _unanswering(store, call, range(size))
-            store.set(f"{call}/lost", json.dumps(lost))
-            return lost
-        result = f"{call}/lost"
-        if wait_until(partial(store.check, [result]), time.monotonic() + 2 * _ANSWERED_IN * LOOK_S, LOOK_S / 2):
-            found: list[int] = json.loads(store.get(result))
-            return found
-    return []
-
-
-def has_rung(store: Store) -> bool:
-    """Return whether there is a roll call or a failure to handle."""
-    return store.check([_BELL])
-
-
-def calls() -> Iterator[str]:
-    """Return the keys of the roll calls.
-
-    A key exists once a rank makes the call. Rank ``r`` answers by setting ``key/r``.
-    """
-    return (f"roll-call/{number}" for number in range(_CALLS))
-
-
-def answer(store: Store, rank: int, call: str) -> bool:
-    """Answer for ``rank`` if the roll call ``call`` was made; return whether it was."""
-    if not store.check([call]):
-        return False
-    store.set(f"{call}/{rank}", "")
-    return True
-
-
-def excuse(store: Store, rank: int) -> None:
-    """Answer all roll calls in advance, as ``rank`` ends in order."""
-    for call in calls():
-        store.set(f"{call}/{rank}", "")
-
-
-def _unanswering(store: Store, call: str, ranks: range) -> list[int]:
-    """Return the ranks that have not answered the roll call ``call`` within 2 s."""
-    wait_until(partial(present, store, call, ranks), time.monotonic() + _ANSWERED_IN * LOOK_S, LOOK_S / 5)
-    return absent(store, call, ranks)

@@ -44,6 +44,10 @@ class Heartbeat:
     """Number of steps reported by ``Here.took``."""
     own_s: float = 0.0
     """Seconds in those steps, without waiting for other ranks."""
+    beat: int = 0
+    """How often the rank has published its position: no two heartbeats of a rank are equal."""
+    ended: bool = False
+    """True if the rank has ended in order."""
 
 
 class Here:
@@ -90,13 +94,13 @@ here = Here()
 """Position of this process, which is one rank."""
 
 
-def publish(store: Store, rank: int, whereabouts: Heartbeat, folder: Path | None = None) -> None:
+def publish(store: Store, rank: int, heartbeat: Heartbeat, folder: Path | None = None) -> None:
     """Publish a position in ``store`` for other ranks, and in ``folder``, if given, for this node's launcher."""
-    text = json.dumps(asdict(whereabouts))
+    text = json.dumps(asdict(heartbeat))
     if folder is not None:
         with suppress(OSError):  # the launcher has ended
             atomic_write_text(_file(folder, rank), text, shared=True)
-    store.set(f"whereabouts/{rank}", text)
+    store.set(f"heartbeat/{rank}", text)
 
 
 def published(store: Store, ranks: Sequence[int]) -> dict[int, Heartbeat]:
@@ -104,9 +108,9 @@ def published(store: Store, ranks: Sequence[int]) -> dict[int, Heartbeat]:
 
     It takes two requests if all ranks have published.
     """
-    missing = set(absent(store, "whereabouts", ranks))
+    missing = set(absent(store, "heartbeat", ranks))
     there = [rank for rank in ranks if rank not in missing]
-    texts = store.multi_get([f"whereabouts/{rank}" for rank in there]) if there else []
+    texts = store.multi_get([f"heartbeat/{rank}" for rank in there]) if there else []
     return {rank: Heartbeat(**json.loads(text)) for rank, text in zip(there, texts, strict=True)}
 
 
@@ -207,4 +211,4 @@ def _nowhere(at: Heartbeat) -> str:
 
 
 def _file(folder: Path, rank: int) -> Path:
-    return folder / f"whereabouts-{rank}.json"
+    return folder / f"heartbeat-{rank}.json"

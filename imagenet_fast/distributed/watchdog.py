@@ -1,6 +1,6 @@
 """A thread that watches this rank while its training thread may be stuck.
 
-It publishes the rank's position, answers roll calls and ends the process with a reason if the rank hangs.
+It publishes the rank's heartbeat, and ends the process with a reason if the rank hangs or another one has failed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,12 +21,9 @@ from torch._C._distributed_c10d import Store
 
 from imagenet_fast.distributed.failure_detection import (
     LOOK_S,
-    answer,
-    calls,
-    excuse,
     failure_in,
+    failure_of_others,
     find_lost_ranks,
-    has_rung,
     is_broken_connection,
     leave_failure,
     report_failure,
@@ -66,19 +64,19 @@ class Watchdog:
         self._end = end
         self._folder = folder
         self._host = socket.gethostname()
-        self._calls = list(calls())
         self._seen = here.at
         self._stuck_s = 0.0
         self._unpublished_s = 0.0
         self._failed_s = 0.0
         self._limited_s = 0.0
+        self._beats = 0
         self._stragglers = Stragglers(store, size) if rank == 0 else None
         self.publish()
 
-    def look(self, passed_s: float) -> None:
-        """Do what is due, ``passed_s`` seconds after the last look.
+    def tick(self, passed_s: float) -> None:
+        """Do what is due, ``passed_s`` seconds after the last tick.
 
-        Set the time limits of process groups, answer roll calls, publish the position, and on rank 0 look for
+        Set the time limits of process groups, look for a failure, publish the heartbeat, and on rank 0 look for
         stragglers.
 
         Raises:
@@ -92,8 +90,10 @@ class Watchdog:
             set_group_timeouts(limit_s)
             self._limited_s = limit_s
         try:
-            if has_rung(self._store):
-                self._answer(passed_s)
+            if failure := failure_in(self._store):
+                self._failed_s += passed_s
+                if self._failed_s > _GRACE_S:
+                    self._leave_for(failure)
             if self._unpublished_s >= _PUBLISHED_S:
                 self.publish()
             if self._stragglers is not None:
@@ -101,47 +101,45 @@ class Watchdog:
         except dist.DistError:  # the store ended with the rank or the launcher that held it
             pass
         if self._stuck_s > limit_s:
-            self._give_up()
+            self._abort()
 
-    def publish(self) -> None:
-        """Publish this rank's position for other ranks."""
+    def publish(self, ended: bool = False) -> None:
+        """Publish this rank's heartbeat for other ranks, the last one if it has ``ended`` in order."""
         self._unpublished_s = 0.0
-        publish(self._store, self._rank, self._whereabouts(), self._folder)
+        self._beats += 1
+        publish(self._store, self._rank, replace(self._heartbeat(), beat=self._beats, ended=ended), self._folder)
 
-    def leave(self) -> None:
-        """Record that the rank ends in order, so that no roll call reports it lost."""
+    def deregister(self) -> None:
+        """Record that the rank ends in order, so that it is not found lost."""
         with suppress(dist.DistError):
-            excuse(self._store, self._rank)
+            self.publish(ended=True)
 
-    def _whereabouts(self) -> Heartbeat:
+    def _heartbeat(self) -> Heartbeat:
         step, phase = self._seen
         return Heartbeat(self._host, step, phase, round(self._stuck_s, 1), *here.pace)
 
-    def _answer(self, passed_s: float) -> None:
-        if self._calls and self._store.check([self._calls[0]]):
-            self.publish()  # before the answer: the calling rank reads the position right after it
-            answer(self._store, self._rank, self._calls.pop(0))
-        if failure := failure_in(self._store):
-            self._failed_s += passed_s
-            if self._failed_s > _GRACE_S:
-                self._leave_for(failure)
-
-    def _give_up(self) -> NoReturn:
+    def _abort(self) -> NoReturn:
         """End this rank, which has made no progress for too long, and report which ranks are to blame."""
         setting = "timeout.first_step_s" if here.fresh else "timeout.step_s"
-        own = self._whereabouts()
+        own = self._heartbeat()
         try:
-            lost = find_lost_ranks(self._store, self._rank, self._size)
-            self.publish()
-            known = published(self._store, range(self._size))
-            sentence = describe_lost(lost, known) if lost else describe_hang(known, setting)
-            first = leave_failure(self._store, sentence)
-            if first == sentence:
-                print(f"error: {sentence}", file=sys.stderr, flush=True)
+            first = failure_of_others(self._store, self._sleep)
+            if not first:
+                others = [rank for rank in range(self._size) if rank != self._rank]
+                lost = find_lost_ranks(self._store, others, self._sleep)
+                known = published(self._store, range(self._size))
+                sentence = describe_lost(lost, known) if lost else describe_hang(known, setting)
+                first = leave_failure(self._store, sentence)
+                if first == sentence:
+                    print(f"error: {sentence}", file=sys.stderr, flush=True)
         except dist.DistError:
             alone = describe_hang({self._rank: own}, setting)
             first = f"{alone}; the store of all ranks, which could name others, has ended"
         self._leave_for(first)
+
+    def _sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+        self.publish()  # other ranks look whose heart beats, too
 
     def _leave_for(self, sentence: str) -> NoReturn:
         def end() -> None:
@@ -162,7 +160,7 @@ def watching_ranks(
 ) -> Iterator[None]:
     """Run a watchdog thread for this rank of the default process group, which may be stuck in a collective.
 
-    The thread answers roll calls of other ranks. It ends the process with exit code 1 in two cases: the rank makes no
+    The thread publishes a heartbeat every second. It ends the process with exit code 1 in two cases: the rank makes no
     progress for longer than ``timeout`` allows, or it does not end by itself after another rank has failed.
 
     The thread ends with the block: a thread that returned from the store while Python shuts down would abort the
@@ -178,19 +176,19 @@ def watching_ranks(
     """
     leaving = threading.Event()
     store = dist.distributed_c10d._get_default_store().clone()  # a client of its own: another one may be blocked
-    attendance = Watchdog(store, dist.get_rank(), dist.get_world_size(), timeout or Timeout(), end, folder)
+    watchdog = Watchdog(store, dist.get_rank(), dist.get_world_size(), timeout or Timeout(), end, folder)
 
-    def attend() -> None:
+    def watch() -> None:
         before = time.monotonic()
         try:
             while not leaving.wait(LOOK_S):
                 now = time.monotonic()
-                attendance.look(min(now - before, _SLEPT * LOOK_S))
+                watchdog.tick(min(now - before, _SLEPT * LOOK_S))
                 before = now
         except SystemExit as ended:
             os._exit(int(ended.code or 0))
 
-    thread = threading.Thread(target=attend, daemon=True)
+    thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     in_order = True
     try:
@@ -205,4 +203,4 @@ def watching_ranks(
         leaving.set()
         thread.join(2 * LOOK_S)  # no longer: the store may be gone, and its client slow to raise
         if in_order and not thread.is_alive():
-            attendance.leave()
+            watchdog.deregister()

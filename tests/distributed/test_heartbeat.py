@@ -158,7 +158,7 @@ def test_what_is_published_is_read_by_ranks_and_by_whoever_started_them(tmp_path
         "rank 2 on node7 was killed by SIGKILL at step 12, in backward"
     )
     assert describe_exit(3, "was killed by SIGKILL", tmp_path) == "rank 3 was killed by SIGKILL"
-    assert [path.name for path in tmp_path.iterdir()] == ["whereabouts-2.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["heartbeat-2.json"]
 
 
 @pytest.fixture
@@ -173,18 +173,18 @@ def position(monkeypatch: pytest.MonkeyPatch) -> Here:
 def test_a_rank_that_does_not_move_ends_and_tells_why(position: Here, capsys: pytest.CaptureFixture[str]):
     told: list[str] = []
     lonely = Watchdog(HashStore(), 0, 1, Timeout(first_step_s=3, step_s=1), told.append)
-    lonely.look(2)
+    lonely.tick(2)
     position.enter("data", 1)
-    lonely.look(2)
-    lonely.look(2)
+    lonely.tick(2)
+    lonely.tick(2)
     position.enter("data", 1)  # the next micro-batch: it goes on
     for _ in range(2):
-        lonely.look(1.5)
+        lonely.tick(1.5)
     position.enter("data", 2)
-    lonely.look(1)
-    lonely.look(1)
+    lonely.tick(1)
+    lonely.tick(1)
     with pytest.raises(SystemExit):
-        lonely.look(1)
+        lonely.tick(1)
     sentence = f"rank 0 on {socket.gethostname()} has been in data at step 2 for 2 s, longer than timeout.step_s allows"
     assert told == [sentence]
     assert capsys.readouterr().err == f"error: {sentence}\n"
@@ -195,10 +195,10 @@ def test_watchdog_ends_a_stuck_rank_after_a_failure(position: Here, capsys: pyte
     stuck = Watchdog(store, 0, 2, Timeout(), told.append)
     assert leave_failure(store, "rank 1: OutOfMemoryError: as it is") == "rank 1: OutOfMemoryError: as it is"
     assert leave_failure(store, "rank 0: Connection closed") == "rank 1: OutOfMemoryError: as it is", "the first counts"
-    stuck.look(3)
+    stuck.tick(3)
     assert not told
     with pytest.raises(SystemExit):
-        stuck.look(3)
+        stuck.tick(3)
     assert told == ["rank 1: OutOfMemoryError: as it is"]
     assert capsys.readouterr().err == "", "rank 1 has said it"
 
@@ -217,9 +217,9 @@ def test_without_a_store_a_rank_still_ends(position: Here, monkeypatch: pytest.M
     told: list[str] = []
     lonely = Watchdog(HashStore(), 0, 2, Timeout(first_step_s=2), told.append)
     monkeypatch.setattr(lonely, "_store", Deaf())
-    lonely.look(1.5)
+    lonely.tick(1.5)
     with pytest.raises(SystemExit):
-        lonely.look(1.5)
+        lonely.tick(1.5)
     (sentence,) = told
     assert sentence.endswith("; the store of all ranks, which could name others, has ended")
 
