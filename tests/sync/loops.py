@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -15,15 +15,18 @@ from torch import Tensor, nn
 from imagenet_fast.cost_model.step_simulator import CodecCost, LinkModel
 from imagenet_fast.sync import (
     AllReduceSync,
+    DdpSync,
     DearSync,
     EngineSettings,
     GradientPool,
     HybridSync,
     LazySync,
     SparseSync,
+    attach,
     build_engine,
 )
 from imagenet_fast.sync.topology import Topology
+from imagenet_fast.training import optimizers
 
 # Every tensor travels by itself, so that there is something to lose between two of them.
 HYBRID, DEAR = HybridSync(wire="fp32", fuse_mb=0), DearSync(wire="fp32", bucket_mb=0)
@@ -33,7 +36,9 @@ DENSE = SparseSync(wire="fp32", sparsity=0.0, chunk=16, ramp_epochs=0)
 DEFERRING: tuple[EngineSettings, ...] = (HYBRID, DEAR)
 EXACT: tuple[EngineSettings, ...] = (*DEFERRING, LAZY, DENSE, AllReduceSync(wire="fp32"))
 
-Bend = Callable[[GradientPool, nn.Module, torch.optim.Optimizer], object]
+Bend = Callable[[Any, Any, Any, int], object]
+"""What happens around a step: it is given the pool, the model, the optimiser and the step's number."""
+Model = TypeVar("Model", bound=nn.Module)
 
 
 class Layers(nn.Module):
@@ -136,26 +141,79 @@ def nothing(*_: object) -> None:
     """Happens where a test bends something else."""
 
 
+def average_by_hand(model: nn.Module) -> None:
+    """Mean gradients, None where no rank has one."""
+    for param in model.parameters():
+        users = torch.tensor(float(param.grad is not None))
+        dist.all_reduce(users)
+        if users:
+            mean = torch.zeros_like(param, dtype=torch.float64) if param.grad is None else param.grad.double()
+            dist.all_reduce(mean)
+            param.grad = (mean / dist.get_world_size()).to(param.dtype)
+
+
+def end_step(pool: GradientPool | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """By the pool, or by hand."""
+    if pool is None:
+        average_by_hand(model)
+        optimizer.step()
+    elif pool.reducer.engine.sends_part and not isinstance(optimizer, optimizers.SGD):  # while it sends everything
+        pool.end_backward()
+        pool.update(lambda params, elements=None: optimizer.step())
+    else:
+        pool.step(optimizer)
+
+
 def trained(
-    settings: EngineSettings,
-    build: Callable[[], nn.Module] = Layers,
+    settings: EngineSettings | DdpSync | None,
+    build: Callable[[], Model] = Layers,
     loss: Callable[[Any, int], Tensor] = loss_of,
     before: Bend = nothing,
     after: Bend = nothing,
-    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+    optimizer_of: Callable[[Model], torch.optim.Optimizer] = sgd,
     steps: int = 6,
+    backward: Callable[[Model, GradientPool | None, int], object] | None = None,
+    end: Callable[[GradientPool | None, Model, Any], object] = end_step,
 ) -> dict[str, Tensor]:
-    """Weights and buffers after some steps; ``before`` each of them something happens, and ``after``."""
+    """Weights and buffers after some steps under an engine, under DDP, or (None) averaged by hand.
+
+    Args:
+        settings: The engine.
+        build: Makes the model, the same on all ranks.
+        loss: Of a model and a step, by its number.
+        before: Happens before each step, with the step's number; ``after``, behind it.
+        after: See ``before``.
+        optimizer_of: Makes the optimiser of a model.
+        steps: How many.
+        backward: Makes the gradients of a step, in place of ``loss``.
+        end: Ends a step.
+    """
     model = build()
-    pool, optimizer = pooled(model, settings), optimizer_of(model)
-    for number in range(steps):
-        before(pool, model, optimizer)
-        pool.zero_grad()
-        loss(model, number).backward()
-        pool.step(optimizer)
-        after(pool, model, optimizer)
-    pool.settle()
+    forward, pool = model, None
+    if isinstance(settings, DdpSync):
+        forward, _ = attach(model, settings)
+        end = take_own_step
+    elif settings is not None:
+        pool = GradientPool(model, topology=lending() if dist.is_initialized() else None)
+        pool.attach(build_engine(settings, pool))
+    optimizer = optimizer_of(model)
+    for step in range(steps):
+        before(pool, model, optimizer, step)
+        (pool or optimizer).zero_grad()
+        if backward is None:
+            loss(forward, step).backward()
+        else:
+            backward(model, pool, step)
+        end(pool, model, optimizer)
+        after(pool, model, optimizer, step)
+    if pool is not None:
+        pool.close()
     return state(model)
+
+
+def take_own_step(pool: object, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Of an optimiser, as DDP's users end theirs."""
+    optimizer.step()
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -18,7 +18,7 @@ from imagenet_fast.sync import DearSync, GradientPool, HybridSync, build_engine
 from imagenet_fast.sync.per_param_step import snapshot_step
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.spawning import run
-from tests.sync.loops import lending
+from tests.sync.loops import Bend, alike, at_once, nothing, trained
 
 DEFERRING: tuple[HybridSync | DearSync, ...] = (
     HybridSync(wire="bf16", fuse_mb=0.001),
@@ -43,25 +43,18 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(8, 3, 15, 15, generator=generator), torch.randint(0, 10, (8,), generator=generator)
 
 
-def train(
-    settings: HybridSync | DearSync, optim: Optim, steps: int, after: Callable[[GradientPool, nn.Module], None]
-) -> dict[str, torch.Tensor]:
+def train(settings: HybridSync | DearSync, optim: Optim, steps: int, after: Bend = nothing) -> dict[str, torch.Tensor]:
     """Weights and buffers after ``steps`` with a rising learning rate; ``after`` is called at the end of each."""
-    model = convnet()
-    pool = GradientPool(model, topology=lending())
-    pool.attach(build_engine(settings, pool))
-    optimizer = build_optimizer(optim, model)
-    for step in range(steps):
+
+    def loss(model: nn.Module, step: int) -> torch.Tensor:
         images, labels = batch(step)
-        pool.zero_grad()
-        F.cross_entropy(model(images), labels).backward()
+        return F.cross_entropy(model(images), labels)
+
+    def warm_up(pool: object, model: object, optimizer: torch.optim.Optimizer, step: int) -> None:
         for group in optimizer.param_groups:
             group["lr"] = optim.lr * (step + 1) / steps
-        pool.step(optimizer)
-        after(pool, model)
-    state = copy.deepcopy(model.state_dict())
-    pool.close()
-    return state
+
+    return trained(settings, convnet, loss, warm_up, after, partial(build_optimizer, optim), steps)
 
 
 def test_deferred_training_is_synchronous_training_to_the_bit():
@@ -76,9 +69,9 @@ def _deferred_and_not() -> None:
     """With links as given: the two add in different orders, and a `by-size` that measures may choose anew."""
     for settings in DEFERRING:
         for optim in (SGD, LARS):
-            at_once = train(settings, optim, 12, lambda pool, model: pool.settle())
-            deferred = train(settings, optim, 12, lambda pool, model: None)
-            for name, tensor in at_once.items():
+            synchronous = train(settings, optim, 12, at_once)
+            deferred = train(settings, optim, 12)
+            for name, tensor in synchronous.items():
                 assert torch.equal(tensor, deferred[name]), (settings, name)
 
 
@@ -115,13 +108,13 @@ def _evaluate_and_save() -> None:
     images, _ = batch(99)
     seen: dict[str, list[torch.Tensor]] = {}
 
-    def evaluate(pool: GradientPool, model: nn.Module) -> None:
+    def evaluate(pool: GradientPool, model: nn.Module, *_: object) -> None:
         model.eval()
         with torch.inference_mode():
             seen.setdefault(name, []).append(model(images))
         model.train()
 
-    def save(pool: GradientPool, model: nn.Module) -> None:
+    def save(pool: GradientPool, model: nn.Module, *_: object) -> None:
         saved = copy.deepcopy(model.state_dict())
         pool.settle()
         assert all(torch.equal(saved[key], tensor) for key, tensor in model.state_dict().items())
@@ -130,14 +123,14 @@ def _evaluate_and_save() -> None:
         name = "deferred"
         deferred = train(settings, SGD, 5, evaluate)
         name = "at once"
-        at_once = train(settings, SGD, 5, lambda pool, model: (pool.settle(), evaluate(pool, model))[0])
+        settled = train(settings, SGD, 5, lambda pool, model, *_: (pool.settle(), evaluate(pool, model)))
         assert all(torch.equal(a, b) for a, b in zip(*seen.values(), strict=True))
-        assert all(torch.equal(deferred[key], at_once[key]) for key in at_once)
+        assert alike(deferred, settled)
         seen.clear()
         train(settings, SGD, 3, save)
 
 
-class FirstUseTracker(nn.Module):
+class ReadElsewhere(nn.Module):
     """Parameters read by others than their own module: attention's projection, a tied weight, a bare one."""
 
     def __init__(self) -> None:
@@ -158,23 +151,19 @@ def test_parameters_that_another_module_reads_are_up_to_date():
 
 
 def _read_by_others() -> None:
-    results = []
-    for settle in (True, False):
+    def build() -> nn.Module:
         torch.manual_seed(0)
-        model = FirstUseTracker()
-        pool = GradientPool(model)
-        pool.attach(build_engine(HybridSync(wire="fp32"), pool))
-        optimizer = build_optimizer(SGD, model)
-        for step in range(6):
-            tokens = torch.randint(0, 11, (4, 5), generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
-            pool.zero_grad()
-            F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
-            pool.step(optimizer)
-            if settle:
-                pool.settle()
-        results.append(copy.deepcopy(model.state_dict()))
-        pool.close()
-    assert all(torch.equal(results[0][key], results[1][key]) for key in results[0])
+        return ReadElsewhere()
+
+    def loss(model: nn.Module, step: int) -> torch.Tensor:
+        tokens = torch.randint(0, 11, (4, 5), generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+        return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+    one, other = (
+        trained(HybridSync(wire="fp32"), build, loss, after=after, optimizer_of=partial(build_optimizer, SGD))
+        for after in (at_once, nothing)
+    )
+    assert alike(one, other)
 
 
 def test_reading_a_parameter_too_early_is_an_error_and_not_a_wrong_result():

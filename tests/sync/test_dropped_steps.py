@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +15,10 @@ from torch import Tensor, nn
 from imagenet_fast.recipe.schema import Sgd
 from imagenet_fast.sync import DearSync, EngineSettings, GradientPool, HybridSync, LazySync, PowerSgdSync, SparseSync
 from imagenet_fast.sync.reshard_state import reshard_sync_state
+from imagenet_fast.training import optimizers
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.spawning import run
-from tests.sync.loops import DEAR, HYBRID, LAZY, Layers, alike, backward, images, loss_of, pooled, sgd, state
+from tests.sync.loops import DEAR, HYBRID, LAZY, Layers, alike, average_by_hand, backward, loss_of, pooled, trained
 
 KEEPING: dict[str, EngineSettings] = {
     "int8": LazySync(wire="int8", threshold_mb=0),
@@ -31,23 +34,9 @@ KEEPING: dict[str, EngineSettings] = {
     ),
 }  # fmt: skip
 
-Drop = Callable[[Layers, GradientPool], object]
 
-
-def trained(settings: EngineSettings, drop: Drop | None = None) -> dict[str, Tensor]:
-    """Weights after steps, among which something is dropped."""
-    model = Layers()
-    pool = pooled(model, settings)
-    partly = build_optimizer(Sgd(kind="sgd", lr=0.02, weight_decay=1e-4), model)
-    for step in range(8):
-        if step in (3, 6) and drop is not None:
-            drop(model, pool)
-        pool.zero_grad()
-        model.fails = None
-        loss_of(model, step).backward()
-        pool.step(partly)
-    pool.close()
-    return state(model)
+def own_sgd(model: nn.Module, momentum: float = 0.9, weight_decay: float = 0.0) -> optimizers.SGD:
+    return build_optimizer(Sgd(kind="sgd", lr=0.02, momentum=momentum, weight_decay=weight_decay), model)
 
 
 def unfinished(model: Layers, pool: GradientPool) -> None:
@@ -57,7 +46,6 @@ def unfinished(model: Layers, pool: GradientPool) -> None:
 
 def failed(model: Layers, pool: GradientPool) -> None:
     assert not backward(model, pool, 51, (3, 1)[dist.get_rank()])
-    model.fails = None
 
 
 def micro_step(model: Layers, pool: GradientPool) -> None:
@@ -75,11 +63,17 @@ def test_what_is_dropped_leaves_no_trace():
 
 
 def _leaves_no_trace() -> None:
+    def dropping(drop: Callable[[Layers, GradientPool], object], pool: Any, model: Any, _: object, step: int) -> None:
+        if step in (3, 6):
+            drop(model, pool)
+            model.fails = None
+
+    together = partial(trained, optimizer_of=partial(own_sgd, weight_decay=1e-4), steps=8)
     for name, settings in KEEPING.items():
-        expected = trained(settings)
+        expected = together(settings)
         for drop in (unfinished, failed, micro_step, after_step):
             with pytest.warns(UserWarning, match="drops gradients") if drop is unfinished else _quietly():
-                dropped = trained(settings, drop)
+                dropped = together(settings, before=partial(dropping, drop))
             assert alike(dropped, expected), (name, drop.__name__)
 
 
@@ -92,28 +86,21 @@ def test_ranks_that_fail_at_other_gradients_stay_in_step():
 
 
 def _stay_in_step() -> None:
-    def failing(settings: EngineSettings, fails: bool) -> dict[str, Tensor]:
-        model = Layers()
-        pool, optimizer = pooled(model, settings), sgd(model)
-        for step in range(6):
-            if fails and step in (0, 3):
-                pool.zero_grad()
-                if dist.get_rank() == 0:
-                    hook = model.layer2.register_forward_hook(lambda *_: 1 / 0)
-                    with pytest.raises(ZeroDivisionError):
-                        loss_of(model, step)
-                    hook.remove()
-                else:
-                    assert not backward(model, pool, step, 1)
-                    model.fails = None
-            pool.zero_grad()
-            loss_of(model, step).backward()
-            pool.step(optimizer)
-        pool.close()
-        return state(model)
+    def fail(pool: Any, model: Any, _: object, step: int) -> None:
+        if step not in (0, 3):
+            return
+        pool.zero_grad()
+        if dist.get_rank() == 0:
+            hook = model.layer2.register_forward_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                loss_of(model, step)
+            hook.remove()
+        else:
+            assert not backward(model, pool, step, 1)
+            model.fails = None
 
     for settings in (HYBRID, DEAR, LAZY):
-        assert alike(failing(settings, True), failing(settings, False)), settings
+        assert alike(trained(settings, before=fail), trained(settings)), settings
 
 
 def test_a_changed_loss_scale_changes_no_residual():
@@ -123,21 +110,19 @@ def test_a_changed_loss_scale_changes_no_residual():
 
 def _changed_scale() -> None:
     def scaled(settings: EngineSettings, scales: list[float]) -> dict[str, Tensor]:
-        model = Layers()
-        pool = pooled(model, settings)
-        partly = build_optimizer(Sgd(kind="sgd", lr=0.02, momentum=0.0, weight_decay=0.0), model)
         scale = torch.ones(())
-        pool.set_loss_scale(scale)
 
-        for step, value in enumerate(scales):
-            scale.fill_(value)
-            pool.zero_grad()
-            (value * loss_of(model, step)).backward()
-            for group in partly.param_groups:
-                group["lr"] = 0.02 / value
-            pool.step(partly)
-        pool.close()
-        return state(model)
+        def rescale(pool: Any, _: object, optimizer: Any, step: int) -> None:
+            if step == 0:
+                pool.set_loss_scale(scale)
+            scale.fill_(scales[step])
+            for group in optimizer.param_groups:
+                group["lr"] = 0.02 / scales[step]
+
+        return trained(
+            settings, loss=lambda model, step: scales[step] * loss_of(model, step), before=rescale,
+            optimizer_of=partial(own_sgd, momentum=0.0), steps=len(scales),
+        )  # fmt: skip
 
     for name in ("int8", "int8 butterfly", "powersgd", "sparse", "sparse corrected"):
         settings = KEEPING[name]
@@ -151,21 +136,16 @@ def test_grad_scaler_steps_through_the_pool_as_by_hand():
 
 
 def _grad_scaler() -> None:
-    def trained(settings: EngineSettings | None, clips: bool, own: bool) -> dict[str, Tensor]:
-        model = Layers()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    def scaled(settings: EngineSettings | None, clips: bool, own: bool) -> dict[str, Tensor]:
         scaler = torch.amp.GradScaler("cpu", 2.0**10, growth_interval=2)
-        pool = pooled(model, settings) if settings is not None else None
-        for step in range(8):
-            (pool or optimizer).zero_grad()
-            loss = model(images(step)).square().sum()
-            if step in (2, 5) and dist.get_rank() == step % 2:
-                loss = loss * torch.inf
-            scaler.scale(loss).backward()
+
+        def scaled_loss(model: nn.Module, step: int) -> Tensor:
+            infinite = step in (2, 5) and dist.get_rank() == step % 2
+            return scaler.scale(loss_of(model, step) * (torch.inf if infinite else 1.0))
+
+        def end(pool: GradientPool | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             if pool is None:
-                for param in model.parameters():
-                    dist.all_reduce(param.grad)
-                    param.grad /= 2
+                average_by_hand(model)
             elif clips or own:
                 pool.finish()
             if clips:
@@ -176,15 +156,18 @@ def _grad_scaler() -> None:
                 scaler.update()
             else:
                 pool.step(optimizer, scaler)
-        if pool is not None:
-            pool.close()
-        return state(model)
+
+        return trained(settings, loss=scaled_loss, optimizer_of=momentum_sgd, steps=8, end=end)
 
     for clips in (False, True):
-        expected = trained(None, clips, own=False)
+        expected = scaled(None, clips, own=False)
         for settings in (HYBRID, DEAR, LAZY):
             for own in (False, True):
-                assert alike(trained(settings, clips, own), expected), (settings, clips, own)
+                assert alike(scaled(settings, clips, own), expected), (settings, clips, own)
+
+
+def momentum_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
 def test_a_layer_that_no_rank_used_is_not_decayed_after_finish():
@@ -211,16 +194,14 @@ def test_a_loss_scale_under_sparse_unscales_what_was_sent_alone():
 
 def _unscales_what_was_sent() -> None:
     def scaled(scale: float) -> dict[str, Tensor]:
-        model = Layers()
-        pool = pooled(model, KEEPING["sparse"])
-        partly = build_optimizer(Sgd(kind="sgd", lr=0.02, momentum=0.0, weight_decay=0.0), model)
-        partly.grad_scale = torch.tensor(scale)
-        for step in range(8):
-            pool.zero_grad()
-            (scale * loss_of(model, step)).backward()
-            pool.step(partly)
-        pool.close()
-        return state(model)
+        def unscaling(model: nn.Module) -> optimizers.SGD:
+            optimizer = own_sgd(model, momentum=0.0)
+            optimizer.grad_scale = torch.tensor(scale)
+            return optimizer
+
+        return trained(
+            KEEPING["sparse"], loss=lambda model, step: scale * loss_of(model, step), optimizer_of=unscaling, steps=8
+        )
 
     expected = scaled(1.0)
     for name, value in scaled(1024.0).items():

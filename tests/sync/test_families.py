@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -22,15 +23,12 @@ from imagenet_fast.sync import (
     DdpSync,
     DearSync,
     EngineSettings,
-    GradientPool,
     HybridSync,
     LazySync,
     RingSync,
-    attach,
-    build_engine,
 )
 from tests.spawning import run
-from tests.sync.loops import lending
+from tests.sync.loops import state, trained
 
 
 def exact(mb: float) -> tuple[EngineSettings, ...]:
@@ -75,38 +73,28 @@ def test_it_trains_as_under_ddp(family: Callable[[], nn.Module], pixels: int, st
 
 @patch("imagenet_fast.sync.network_benchmark.measure_link", lambda name, *_: LINKS.get(name, LinkModel(1e-4, 1e-9)))
 def _as_under_ddp(family: Callable[[], nn.Module], pixels: int, steps: int, mb: float) -> float:
-    begun, expected = trained(family, DdpSync(), pixels, steps)
+    def loss(model: nn.Module, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        images = torch.randn(4, 3, pixels, pixels, generator=generator)
+        return F.cross_entropy(model(images), torch.randint(0, 10, (4,), generator=generator))
+
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, weight_decay=1e-3)
+
+    build = partial(seeded, family)
+    begun, expected = state(build()), trained(DdpSync(), build, loss, optimizer_of=sgd, steps=steps)
     moved = torch.stack([(expected[name] - begun[name]).abs().max() for name, _ in family().named_parameters()])
     assert (moved > 1e-4).float().mean() > 0.85, "else there is nothing to see"
     for settings in exact(mb):
-        _, weights = trained(family, settings, pixels, steps)
+        weights = trained(settings, build, loss, optimizer_of=sgd, steps=steps)
         for name, tensor in expected.items():
             torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=1e-4, msg=f"{settings}: {name}")
     return sum(float(tensor.sum()) for name, tensor in expected.items() if "running" in name)
 
 
-def trained(
-    family: Callable[[], nn.Module], settings: EngineSettings | DdpSync, pixels: int, steps: int
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """All tensors of the model, before and after."""
+def seeded(family: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
-    model = family()
-    begun = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    forward, sync = attach(model, settings, topology=lending())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, weight_decay=1e-3)
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-        images = torch.randn(4, 3, pixels, pixels, generator=generator)
-        labels = torch.randint(0, 10, (4,), generator=generator)
-        sync.zero_grad()
-        F.cross_entropy(forward(images), labels).backward()
-        if isinstance(sync, GradientPool):
-            sync.step(optimizer)
-        else:
-            optimizer.step()
-    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    sync.close()
-    return begun, tensors
+    return family()
 
 
 class Hostile(nn.Module):
@@ -157,17 +145,22 @@ def test_hostile_models_train_as_by_hand():
 @patch("imagenet_fast.sync.network_benchmark.measure_link", lambda name, *_: LINKS.get(name, LinkModel(1e-4, 1e-9)))
 def _as_by_hand() -> None:
     for dtype, near in ((torch.float32, 1e-5), (torch.float64, 1e-6), (torch.bfloat16, 2e-2)):
-        expected = hostile(None, dtype)
-        start = dict(seeded(dtype).named_parameters())
-        for name, weight in expected.items():
+        build = partial(hostile, dtype)
+        expected = trained(None, build, tokens_loss, optimizer_of=decaying, steps=8)
+        start = dict(build().named_parameters())
+        names = list(start)
+        for name in names:
             stays = name.startswith(("of_none", "frozen"))
-            assert torch.equal(weight, start[name]) is stays, f"{name} has {'' if stays else 'not '}moved"
+            assert torch.equal(expected[name], start[name]) is stays, f"{name} has {'' if stays else 'not '}moved"
         for settings in exact(0.01) if dtype == torch.float32 else exact(0.01)[5:6]:
-            for name, weight in hostile(settings, dtype).items():
-                torch.testing.assert_close(weight, expected[name], rtol=near, atol=near, msg=f"{settings}: {name}")
+            weights = trained(settings, build, tokens_loss, optimizer_of=decaying, steps=8)
+            for name in names:
+                torch.testing.assert_close(
+                    weights[name], expected[name], rtol=near, atol=near, msg=f"{settings}: {name}"
+                )
 
 
-def seeded(dtype: torch.dtype) -> nn.Module:
+def hostile(dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
     model = Hostile().to(torch.float32 if dtype == torch.bfloat16 else dtype)
     if dtype == torch.bfloat16:  # of which torch cannot make all matrices orthogonal
@@ -176,36 +169,10 @@ def seeded(dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def hostile(settings: EngineSettings | None, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Parameters after eight steps under an engine; without one, by plain all-reduces."""
-    model = seeded(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
-    pool = None
-    if settings is not None:
-        pool = GradientPool(model, topology=lending())
-        pool.attach(build_engine(settings, pool))
-    for step in range(8):
-        tokens = torch.randint(0, 12, (4, 6), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-        (pool or optimizer).zero_grad()
-        loss = F.cross_entropy(model(tokens, (dist.get_rank() + step) % 3 == 0).flatten(0, 1), tokens.flatten())
-        loss.backward()
-        if pool is not None:
-            pool.step(optimizer)
-        else:
-            average(model)
-            optimizer.step()
-    parameters = {name: tensor.clone() for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
-    if pool is not None:
-        pool.close()
-    return {name: parameters[name] for name, _ in model.named_parameters()}
+def tokens_loss(model: nn.Module, step: int) -> Tensor:
+    tokens = torch.randint(0, 12, (4, 6), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+    return F.cross_entropy(model(tokens, (dist.get_rank() + step) % 3 == 0).flatten(0, 1), tokens.flatten())
 
 
-def average(model: nn.Module) -> None:
-    """Every gradient that some rank has, one after the other."""
-    for param in model.parameters():
-        users = torch.tensor(float(param.grad is not None))
-        dist.all_reduce(users)
-        if users:
-            mean = torch.zeros_like(param, dtype=torch.float64) if param.grad is None else param.grad.double()
-            dist.all_reduce(mean)
-            param.grad = (mean / dist.get_world_size()).to(param.dtype)
+def decaying(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)

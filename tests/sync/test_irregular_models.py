@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
-from imagenet_fast.sync import AutoSync, EngineSettings
+from imagenet_fast.sync import AutoSync, DdpSync, EngineSettings, GradientPool
 from imagenet_fast.training import optimizers
 from tests.spawning import run
 from tests.sync.loops import (
@@ -22,11 +23,9 @@ from tests.sync.loops import (
     Layers,
     alike,
     images,
-    loss_of,
     pooled,
-    sgd,
     state,
-    take_step,
+    trained,
 )
 
 ODDLY = (3, 0, 4, 1, 2)
@@ -123,7 +122,7 @@ def lars(model: nn.Module) -> Optimizer:
 
 
 def test_a_parameter_that_no_rank_uses_stands_still():
-    """It is not decayed, nor moved on by its momentum, and used again it goes on as under DDP."""
+    """It is not decayed, nor moved on by its momentum, and used again it goes on as by hand."""
     run(2, _unused)
 
 
@@ -134,30 +133,15 @@ def _unused() -> None:
         (momentum_sgd, (HYBRID, LAZY)),
         (lars, (DEAR, LAZY)),
     ):
-        model = Idle()
-        expected = idly_trained_by_ddp(build(model), model)
+        together = partial(trained, build=Idle, loss=idle_loss, optimizer_of=build, steps=len(WORKS))
+        expected = together(None)
         for settings in engines:
-            model = Idle()
-            assert alike(idly_trained(build(model), model, settings), expected), (build.__name__, settings)
+            assert alike(together(settings), expected), (build.__name__, settings)
 
 
-def idly_trained_by_ddp(optimizer: Optimizer, model: Idle) -> dict[str, Tensor]:
-    forward = DistributedDataParallel(model, find_unused_parameters=True)
-    for step, works in enumerate(WORKS):
-        model.zero_grad()
-        forward(images(step), dist.get_rank() in works).square().sum().backward()
-        optimizer.step()
-    return state(model)
-
-
-def idly_trained(optimizer: Optimizer, model: Idle, settings: EngineSettings) -> dict[str, Tensor]:
-    pool = pooled(model, settings)
-    for step, works in enumerate(WORKS):
-        pool.zero_grad()
-        model(images(step), dist.get_rank() in works).square().sum().backward()
-        take_step(pool, optimizer, settings)
-    pool.close()
-    return state(model)
+def idle_loss(model: nn.Module, step: int) -> Tensor:
+    loss: Tensor = model(images(step), dist.get_rank() in WORKS[step]).square().sum()
+    return loss
 
 
 def test_the_pool_learns_in_which_order_gradients_come():
@@ -165,26 +149,13 @@ def test_the_pool_learns_in_which_order_gradients_come():
 
 
 def _oddly_registered() -> None:
-    expected = state_after_ddp()
-    for settings in (HYBRID, LAZY, DENSE, AutoSync(wire="fp32")):
-        model = Layers(ODDLY)
-        pool, optimizer = pooled(model, settings), sgd(model)
-        for step in range(8):
-            pool.zero_grad()
-            loss_of(model, step).backward()
-            take_step(pool, optimizer, settings)
+    def check_order(pool: GradientPool | None, model: object, optimizer: object, step: int) -> None:
+        if pool is not None:
             layers = list(dict.fromkeys(span.layer for span in pool.spans))
             assert layers == ["layer2", "layer1", "layer4", "layer0", "layer3"] if step == 0 else sorted(layers)[::-1]
-        pool.close()
-        for name, weight in state(model).items():
+
+    together = partial(trained, build=partial(Layers, ODDLY), after=check_order, steps=8)
+    expected = together(DdpSync(wire="fp32"))
+    for settings in (HYBRID, LAZY, DENSE, AutoSync(wire="fp32")):
+        for name, weight in together(settings).items():
             torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-6, msg=str(settings))
-
-
-def state_after_ddp() -> dict[str, Tensor]:
-    model = Layers(ODDLY)
-    forward, optimizer = DistributedDataParallel(model), sgd(model)
-    for step in range(8):
-        optimizer.zero_grad()
-        loss_of(forward, step).backward()
-        optimizer.step()
-    return state(model)

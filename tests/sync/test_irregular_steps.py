@@ -69,7 +69,7 @@ def test_the_optimizers_zero_grad_does_in_place_of_the_pools(settings: EngineSet
 @ALL
 @pytest.mark.parametrize("to_none", [True, False])
 def test_gradients_zeroed_by_the_optimiser_as_well_are_not_lost(settings: EngineSettings, to_none: bool):
-    def zero(pool: GradientPool, model: nn.Module, optimizer: Optimizer) -> None:
+    def zero(pool: GradientPool, model: nn.Module, optimizer: Optimizer, step: int) -> None:
         optimizer.zero_grad(set_to_none=to_none)
         model.zero_grad(set_to_none=to_none)
 
@@ -121,7 +121,7 @@ def test_two_optimisers_of_a_step_both_update(
 
 @ALL
 def test_an_exception_in_forward_loses_no_update(settings: EngineSettings):
-    def fail(pool: GradientPool, model: nn.Module, optimizer: Optimizer) -> None:
+    def fail(pool: GradientPool, model: nn.Module, *_: object) -> None:
         hook = model.get_submodule("layer2").register_forward_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             model(images(99))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from imagenet_fast.sync import (
 )
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.spawning import run
-from tests.sync.loops import lending
+from tests.sync.loops import trained
 
 BATCH = 24
 SGD = Sgd(kind="sgd", lr=0.02, weight_decay=1e-4)
@@ -54,19 +55,21 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(BATCH, 3, 15, 15, generator=generator), torch.randint(0, 10, (BATCH,), generator=generator)
 
 
-def trained(model: nn.Module, settings: EngineSettings | DdpSync, steps: int) -> list[float]:
-    forward, sync = attach(model, settings, topology=lending())
-    optimizer = build_optimizer(SGD, model)
-    losses = []
-    for step in range(steps):
+own_sgd = partial(build_optimizer, SGD)
+
+
+def losses(settings: EngineSettings | DdpSync, steps: int) -> list[float]:
+    """Mean loss of each step."""
+    seen = []
+
+    def loss(model: nn.Module, step: int) -> torch.Tensor:
         images, labels = (t.chunk(dist.get_world_size())[dist.get_rank()] for t in batch(step))
-        sync.zero_grad()
-        loss = F.cross_entropy(forward(images), labels)
-        loss.backward()
-        sync.step(optimizer)
-        losses.append(loss.detach())
-    sync.close()
-    mean = torch.stack(losses)
+        loss = F.cross_entropy(model(images), labels)
+        seen.append(loss.detach())
+        return loss
+
+    trained(settings, convnet, loss, optimizer_of=own_sgd, steps=steps)
+    mean = torch.stack(seen)
     dist.all_reduce(mean)
     return (mean / dist.get_world_size()).tolist()
 
@@ -95,18 +98,18 @@ def joined(steps: int) -> list[float]:
 @pytest.mark.parametrize("world", [1, 3])
 def test_exact_engines_follow_one_process_on_the_joined_batch(world: int):
     expected = joined(100)
-    for name, losses in run(world, _exact_engines)[0].items():
-        assert losses == pytest.approx(expected, rel=5e-5), name
+    for name, found in run(world, _exact_engines)[0].items():
+        assert found == pytest.approx(expected, rel=5e-5), name
 
 
 def _exact_engines() -> dict[str, list[float]]:
-    return {settings.kind: trained(convnet(), settings, 100) for settings in (DdpSync(), *EXACT)}
+    return {settings.kind: losses(settings, 100) for settings in (DdpSync(), *EXACT)}
 
 
 def test_16_bit_wires_stay_near_it():
     expected = joined(20)
-    for name, losses in run(2, _short_wires)[0].items():
-        assert losses == pytest.approx(expected, rel=2e-2), name
+    for name, found in run(2, _short_wires)[0].items():
+        assert found == pytest.approx(expected, rel=2e-2), name
 
 
 def _short_wires() -> dict[str, list[float]]:
@@ -115,7 +118,7 @@ def _short_wires() -> dict[str, list[float]]:
         for wire in ("bf16", "fp16")
         for kind in (DdpSync, AllReduceSync, LazySync, HybridSync, DearSync)
     ]
-    return {repr(settings): trained(convnet(), settings, 20) for settings in engines}
+    return {repr(settings): losses(settings, 20) for settings in engines}
 
 
 def test_powersgd_after_dense_steps_sends_less():
@@ -180,20 +183,15 @@ def test_with_integer_gradients_100_steps_agree_to_the_bit(world: int):
 
 
 def _integer_steps(wire: str) -> dict[str, torch.Tensor]:
+    def loss(model: nn.Module, step: int) -> torch.Tensor:
+        gradients = integers(dist.get_rank(), step, [p.shape for p in model.parameters()], dist.get_world_size())
+        return torch.stack([layer(g) for layer, g in zip(model, gradients, strict=True)]).sum()
+
     results = {}
     for exact in EXACT:
-        model = given()
-        shapes = [p.shape for p in model.parameters()]
         settings = exact.model_copy(update={"wire": wire})
-        _, sync = attach(model, settings, topology=lending())
-        optimizer = build_optimizer(SGD, model)
-        for step in range(100):
-            gradients = integers(dist.get_rank(), step, shapes, dist.get_world_size())
-            sync.zero_grad()
-            sum(layer(g) for layer, g in zip(model, gradients, strict=True)).backward()
-            sync.step(optimizer)
-        sync.close()
-        results[repr(settings)] = torch.cat([p.detach().flatten() for p in model.parameters()])
+        weights = trained(settings, given, loss, optimizer_of=own_sgd, steps=100)
+        results[repr(settings)] = torch.cat([tensor.flatten() for tensor in weights.values()])
     return results
 
 

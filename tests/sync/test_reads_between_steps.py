@@ -13,12 +13,12 @@ from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel
 
 from imagenet_fast.sync import EngineSettings, GradientPool
-from tests.sync.loops import DEFERRING, LAZY, Layers, alike, images, loss_of, pooled, sgd, state
+from tests.sync.loops import DEFERRING, LAZY, Layers, alike, images, loss_of, pooled, sgd, state, trained
 
 Read = Callable[[nn.Module, torch.optim.Optimizer], object]
 
 
-class MixupCutmix(Layers):
+class ReadsAndMerges(Layers):
     """A block reads its children's weights by itself, the head is tied to the first layer, and an adapter is merged."""
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ def _averaged(model: nn.Module) -> Tensor:
 def test_a_read_between_steps_finds_the_last_update(name: str, settings: EngineSettings):
     def seen(settings: EngineSettings) -> tuple[list[object], dict[str, Tensor]]:
         torch.manual_seed(3)
-        model = MixupCutmix()
+        model = ReadsAndMerges()
         pool, optimizer = pooled(model, settings), sgd(model)
         reads: list[object] = []
         for step in range(5):
@@ -182,26 +182,30 @@ def test_methods_that_a_user_had_set_are_called_and_put_back():
 
 @pytest.mark.parametrize("settings", [*DEFERRING, LAZY], ids=["hybrid", "dear", "lazy"])
 def test_channels_last_after_the_pool_trains_as_by_hand(settings: EngineSettings):
-    def trained(settings: EngineSettings | None) -> dict[str, Tensor]:
+    def build() -> nn.Module:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 5, 3), nn.Flatten(), nn.Linear(80, 3))
-        pool: GradientPool | None = pooled(model, settings) if settings is not None else None
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-        for step in range(5):
-            if step == 2:
-                # State in the old layout is torch's affair: by hand fused AdamW mixes it up as well.
-                optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-                model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-            (pool or optimizer).zero_grad()
-            images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(step))
-            model(images).square().sum().backward()
-            (pool.step(optimizer) if pool is not None else optimizer.step())
-        if pool is not None:
-            pool.close()
-        return state(model)
+        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 5, 3), nn.Flatten(), nn.Linear(80, 3))
 
-    expected = trained(None)
-    for name, value in trained(settings).items():
+    def loss(model: nn.Module, step: int) -> Tensor:
+        images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(step))
+        squares: Tensor = model(images).square().sum()
+        return squares
+
+    def convert(pool: object, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step == 2:  # state in the old layout is torch's affair: by hand fused AdamW mixes it up as well.
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            optimizer.state.clear()
+
+    def adamw(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+
+    def alone(pool: GradientPool | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        (pool.step(optimizer) if pool is not None else optimizer.step())
+
+    expected, found = (
+        trained(chosen, build, loss, convert, optimizer_of=adamw, steps=5, end=alone) for chosen in (None, settings)
+    )
+    for name, value in found.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from imagenet_fast.sync import GradientPool, LazySync, SparseSync, build_engine
 from imagenet_fast.sync.sparse import Sparse
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.spawning import run
-from tests.sync.loops import Layers, loss_of
+from tests.sync.loops import Layers, loss_of, trained
 
 SGD = Sgd(kind="sgd", lr=0.03, weight_decay=1e-3)
 CHUNK = 64
@@ -147,7 +148,7 @@ def test_sparsity_zero_is_dense_training_to_the_bit(collective: str):
 
 def _dense_twice(collective: str) -> None:
     dense, sparse = (
-        _trained(chosen, 10)
+        trained(chosen, network, labelled_loss, optimizer_of=partial(build_optimizer, SGD), steps=10)
         for chosen in (
             LazySync(wire="bf16", collective=collective, threshold_mb=math.inf),
             settings(sparsity=0.0, wire="bf16", collective=collective, threshold_mb=math.inf),
@@ -156,20 +157,16 @@ def _dense_twice(collective: str) -> None:
     assert all(torch.equal(dense[key], sparse[key]) for key in dense)
 
 
-def _trained(chosen: SparseSync | LazySync, steps: int) -> dict[str, torch.Tensor]:
-    model = network()
-    pool, _ = pooled(model, chosen)
-    _train(model, pool, build_optimizer(SGD, model), range(steps))
-    return model.state_dict()
+def labelled_loss(model: nn.Module, step: int) -> torch.Tensor:
+    images = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+    return F.cross_entropy(model(images), images[:, 0].flatten(1)[:, :10].argmax(1))
 
 
 def _train(model: nn.Module, pool: GradientPool, optimizer: Optimizer, steps: range) -> list[float]:
     losses = []
     for step in steps:
-        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        images = torch.randn(16, 3, 8, 8, generator=generator)
         pool.zero_grad()
-        loss = F.cross_entropy(model(images), images[:, 0].flatten(1)[:, :10].argmax(1))
+        loss = labelled_loss(model, step)
         loss.backward()
         pool.step(optimizer)
         losses.append(loss.item())

@@ -322,7 +322,7 @@ def minding_surroundings(apply: Callable[[list[nn.Parameter]], None], params: li
 
 
 def test_threads_that_evaluate_at_once_do_not_update_twice():
-    def evaluate(pool: GradientPool, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def evaluate(pool: GradientPool, model: nn.Module, *_: object) -> None:
         failures: list[Exception] = []
 
         def forward() -> None:

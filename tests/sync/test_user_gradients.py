@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +14,23 @@ from torch import Tensor, nn
 
 from imagenet_fast.sync import EngineSettings, GradientPool
 from tests.spawning import run
-from tests.sync.loops import DEAR, HYBRID, LAZY, Layers, alike, images, loss_of, pooled, state
+from tests.sync.loops import (
+    DEAR,
+    HYBRID,
+    LAZY,
+    Layers,
+    alike,
+    average_by_hand,
+    end_step,
+    images,
+    loss_of,
+    pooled,
+    state,
+    trained,
+)
 
 ENGINES = (HYBRID, DEAR, LAZY)
 IDS = ["hybrid", "dear", "lazy"]
-Model = TypeVar("Model", bound=Layers)
 
 
 class Partly(Layers):
@@ -32,25 +44,6 @@ class Partly(Layers):
         return x
 
     uses_one = False
-
-
-def average_by_hand(model: nn.Module) -> None:
-    """Mean gradients, None where no rank has one."""
-    for param in model.parameters():
-        grad = torch.zeros_like(param) if param.grad is None else param.grad
-        used = torch.tensor(float(param.grad is not None))
-        dist.all_reduce(used)
-        dist.all_reduce(grad)
-        param.grad = grad / dist.get_world_size() if used else None
-
-
-def end_step(pool: GradientPool | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """By the pool, or by hand."""
-    if pool is None:
-        average_by_hand(model)
-        optimizer.step()
-    else:
-        pool.step(optimizer)
 
 
 Edit = Callable[[nn.Module], object]
@@ -76,15 +69,14 @@ def loop(
     settings: EngineSettings | None, before: Edit | None = None, after: Edit | None = None, by_optimizer: bool = False
 ) -> dict[str, Tensor]:
     """Weights after six steps, by hand or with an engine. ``before`` happens between backward and ``finish``."""
-    model = Partly()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
-    pool = pooled(model, settings) if settings is not None else None
-    for step in range(6):
+
+    def backward(model: Partly, pool: GradientPool | None, step: int) -> None:
         model.uses_one = step % 2 == 1 and dist.get_rank() == 1
-        (pool or optimizer).zero_grad()
         loss_of(model, step).backward()
         if before is not None:
             before(model)
+
+    def end(pool: GradientPool | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if pool is None:
             average_by_hand(model)
         elif after is not None or by_optimizer:
@@ -95,42 +87,23 @@ def loop(
             optimizer.step()
         else:
             pool.step(optimizer)
-    if pool is not None:
-        pool.close()
-    return state(model)
+
+    return trained(settings, Partly, optimizer_of=adamw, backward=backward, end=end)
 
 
-def check_as_by_hand(trained: Callable[[EngineSettings | None], dict[str, Tensor]]) -> None:
-    """With every engine ``trained`` gives the weights that it gives by hand (None)."""
-    expected = trained(None)
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+
+
+def check_as_by_hand(train: Callable[[EngineSettings | None], dict[str, Tensor]]) -> None:
+    """With every engine ``train`` gives the weights that it gives by hand (None)."""
+    expected = train(None)
     for settings in ENGINES:
-        assert alike(trained(settings), expected), settings
+        assert alike(train(settings), expected), settings
 
 
-def check_backward(
-    build: Callable[[], Model],
-    optimizer_of: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
-    steps: int,
-    backward: Callable[[Model, GradientPool | None, int], object],
-) -> None:
-    """The same of a loop in which ``backward`` makes the gradients of a step, by its number."""
-
-    def trained(settings: EngineSettings | None) -> dict[str, Tensor]:
-        model = build()
-        optimizer = optimizer_of(model.parameters())
-        pool = pooled(model, settings) if settings is not None else None
-        for step in range(steps):
-            (pool or optimizer).zero_grad()
-            backward(model, pool, step)
-            end_step(pool, model, optimizer)
-        if pool is not None:
-            pool.close()
-        return state(model)
-
-    check_as_by_hand(trained)
-
-
-MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+def momentum_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def test_none_before_finish_and_any_change_after_it_are_honoured():
@@ -161,7 +134,7 @@ def _disjoint() -> None:
         second = model.layer4(model.layer3(images(50 + step)).tanh())
         second.square().sum().backward()
 
-    check_backward(Layers, partial(torch.optim.AdamW, lr=0.05), 5, backward)
+    check_as_by_hand(partial(trained, optimizer_of=adamw, steps=5, backward=backward))
 
 
 def test_zeroing_on_the_way_is_a_gradient_of_zero():
@@ -185,7 +158,7 @@ def _given() -> None:
         for param, grad in zip(params, torch.autograd.grad(loss_of(model, step), params), strict=True):
             param.grad = 2 * grad
 
-    check_backward(Layers, MOMENTUM, 5, backward)
+    check_as_by_hand(partial(trained, optimizer_of=momentum_sgd, steps=5, backward=backward))
 
 
 @pytest.mark.parametrize("settings", ENGINES, ids=IDS)
@@ -241,7 +214,7 @@ def _late() -> None:
             with nullcontext() if pool is None or micro_step == 2 else pool.no_sync():
                 loss.backward()
 
-    check_backward(Partly, MOMENTUM, 8, backward)
+    check_as_by_hand(partial(trained, build=Partly, optimizer_of=momentum_sgd, steps=8, backward=backward))
 
 
 class Critic(nn.Module):
@@ -262,7 +235,7 @@ def test_dcgan_trains_as_by_hand(guarded: bool):
 
 
 def _dcgan(guarded: bool) -> None:
-    def trained(settings: EngineSettings | None) -> dict[str, Tensor]:
+    def adversaries(settings: EngineSettings | None) -> dict[str, Tensor]:
         maker, critic = Layers(), Critic()
         optimizers = [torch.optim.Adam(m.parameters(), lr=0.01, betas=(0.5, 0.999)) for m in (critic, maker)]
         pools: list[GradientPool] = [] if settings is None else [pooled(m, settings) for m in (critic, maker)]
@@ -293,7 +266,7 @@ def _dcgan(guarded: bool) -> None:
             pool.close()
         return state(maker) | {f"critic.{name}": value for name, value in state(critic).items()}
 
-    check_as_by_hand(trained)
+    check_as_by_hand(adversaries)
 
 
 @pytest.mark.parametrize("settings", ENGINES, ids=IDS)
