@@ -20,7 +20,7 @@ from tests.conftest import tables
 from tests.spawning import run
 
 
-class NetworkProbe(nn.Module):
+class MixedModel(nn.Module):
     """With channels_last weights, a tied and a frozen one, statistics, and parameters and buffers of two dtypes."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class NetworkProbe(nn.Module):
         self.register_buffer("seen", torch.zeros(2, dtype=torch.float64))
 
 
-def changed(model: NetworkProbe, step: int) -> list[nn.Parameter]:
+def changed(model: MixedModel, step: int) -> list[nn.Parameter]:
     """Stand in for a step of training; in one of them the gradients overflow and the weights stand still."""
     generator = torch.Generator().manual_seed(step)
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -50,7 +50,7 @@ def changed(model: NetworkProbe, step: int) -> list[nn.Parameter]:
 
 
 def test_it_is_torchs_to_the_bit_whatever_the_order_of_the_layers():
-    model = NetworkProbe()
+    model = MixedModel()
     average = ModelEma(model, 0.9)
     expected = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
     order = random.Random(0)
