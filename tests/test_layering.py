@@ -99,6 +99,15 @@ def test_commands_that_start_ranks_or_none_begin_without_torch():
     assert done.returncode == 0, done.stderr
 
 
+def test_ranks_start_without_torchs_compiler():
+    """Importing it, or torchvision, takes as long as torch itself."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys, imagenet_fast.launch.worker; print(*sys.modules)"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert not {"torch._dynamo", "torchvision", "matplotlib"} & set(done.stdout.split())
+
+
 def test_contributing_draws_the_same_layers():
     text = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
     drawn = [set(re.findall(r"[a-z_]+(?=/)|(?:errors|atomic_io)(?=\.py)", line)) for line in _image(text)]

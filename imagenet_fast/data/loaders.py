@@ -16,7 +16,6 @@ from imagenet_fast.data import dali_loader, format_detection
 from imagenet_fast.data.decoded_cache import some_sizes
 from imagenet_fast.data.fingerprint import Contents, contents, contents_of_split
 from imagenet_fast.data.image_source import ImageSource
-from imagenet_fast.data.mixup import MixupCutmix
 from imagenet_fast.data.normalize import Normalizer
 from imagenet_fast.data.paths import cache_dir
 from imagenet_fast.data.sampler import EvalSampler, Order, TrainSampler
@@ -116,6 +115,8 @@ def build_loaders(
     validation = open_validation(data, root, batching, rank, cores, device, seed, dtype)
     train: Iterable[Batch] = _open(data, source, order, cores, device, seed, dtype)
     if isinstance(data, ImageData) and (data.mixup or data.cutmix):
+        from imagenet_fast.data.mixup import MixupCutmix  # loads torchvision, and with it torch's compiler
+
         train = MixupCutmix(train, order, validation.classes, data.mixup, data.cutmix)
     found = contents(validation.class_names, contents_of_split(images, source), validation.val_contents)
     return Loaders(**vars(validation), contents=found, train_order=order, train=iter(train))

@@ -1,13 +1,45 @@
-"""Define AlexNet with batch norm instead of local response normalisation, the network of the large-batch papers.
+"""Define two AlexNets: torchvision's, and the one with batch norm of the large-batch papers.
 
-It equals NVIDIA's Caffe model ``alexnet_bn``, by LARS' co-authors, layer for layer: grouped convolutions, pooling
-before the norm, norms without scale and shift, and the initialisation it was trained from (``train_val2.prototxt``).
-All biases start above 0 there, so LARS has a norm to scale their steps by.
+``AlexNet`` has torchvision's names and initialisation (Krizhevsky, arXiv 1404.5997). ``AlexNetBN`` equals NVIDIA's
+Caffe model ``alexnet_bn``, by LARS' co-authors, layer for layer: grouped convolutions, pooling before the norm, norms
+without scale and shift, and the initialisation it was trained from (``train_val2.prototxt``). All biases start above 0
+there, so LARS has a norm to scale their steps by.
 """
 
 from __future__ import annotations
 
 from torch import Tensor, nn
+
+
+class AlexNet(nn.Module):
+    """AlexNet without norms, from images [N, 3, H, W] to logits [N, classes]."""
+
+    def __init__(self, classes: int, dropout: float) -> None:
+        """Build the network with fresh weights, for one seed those of torchvision's.
+
+        Args:
+            classes: Number of classes.
+            dropout: Probability of dropout in the classifier.
+        """
+        super().__init__()
+        self.features = CompilableSequential(
+            nn.Conv2d(3, 64, 11, stride=4, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2),
+            nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2),
+            nn.Conv2d(192, 384, 3, padding=1), nn.ReLU(inplace=True),
+            nn.Conv2d(384, 256, 3, padding=1), nn.ReLU(inplace=True),
+            nn.Conv2d(256, 256, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2),
+        )  # fmt: skip
+        self.avgpool = nn.AdaptiveAvgPool2d(6)
+        self.classifier = CompilableSequential(
+            nn.Dropout(dropout), nn.Linear(256 * 6 * 6, 4096), nn.ReLU(inplace=True),
+            nn.Dropout(dropout), nn.Linear(4096, 4096), nn.ReLU(inplace=True),
+            nn.Linear(4096, classes),
+        )  # fmt: skip
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits [N, classes] for images [N, 3, H, W]."""
+        out: Tensor = self.classifier(self.avgpool(self.features(images)).flatten(1))
+        return out
 
 
 class AlexNetBN(nn.Module):

@@ -8,12 +8,9 @@ from __future__ import annotations
 from typing import assert_never
 
 from torch import nn
-from torch._dynamo import config
-from torchvision.models import alexnet as torchvision_alexnet
-from torchvision.models.resnet import BasicBlock, Bottleneck
 
-from imagenet_fast.models.alexnet import AlexNetBN, CompilableSequential
-from imagenet_fast.models.resnet import ResNet
+from imagenet_fast.models.alexnet import AlexNet, AlexNetBN, CompilableSequential
+from imagenet_fast.models.resnet import BasicBlock, Bottleneck, ResNet
 from imagenet_fast.recipe import schema
 
 _FORMS = 3
@@ -32,17 +29,14 @@ def build_model(model: schema.Model, classes: int) -> nn.Module:
     network: nn.Module
     match model:
         case schema.AlexNet():
-            theirs = torchvision_alexnet(num_classes=classes, dropout=model.dropout)
-            theirs.features, theirs.classifier = (
-                CompilableSequential(*theirs.features),
-                CompilableSequential(*theirs.classifier),
-            )
-            network = theirs
+            network = AlexNet(classes, model.dropout)
         case schema.AlexNetBN():
             network = AlexNetBN(classes, model.dropout, model.pool5_norm)
         case schema.ResNet():
-            block, blocks = (BasicBlock, [2, 2, 2, 2]) if model.kind == "resnet18" else (Bottleneck, [3, 4, 6, 3])
-            network = ResNet(block, blocks, num_classes=classes, zero_init_residual=model.zero_init_last_gamma)
+            if model.kind == "resnet18":
+                network = ResNet(BasicBlock, (2, 2, 2, 2), classes, model.zero_init_last_gamma)
+            else:
+                network = ResNet(Bottleneck, (3, 4, 6, 3), classes, model.zero_init_last_gamma)
         case _:
             assert_never(model)
     return network
@@ -69,5 +63,7 @@ def _allow_compilations(more: int) -> None:
     To torch all blocks, in every model of this process, are one function. A variant that fits several blocks is
     compiled once, so fewer are compiled than are allowed.
     """
+    from torch._dynamo import config
+
     config.recompile_limit += more
     config.accumulated_recompile_limit += more

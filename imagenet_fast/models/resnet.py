@@ -1,25 +1,121 @@
-"""Define torchvision's ResNet with a stem, its first four layers, that can be compiled as one block.
+"""Define ResNet (He et al., arXiv 1512.03385) with torchvision's names, its order of layers and its initialisation.
 
-The stem is not a module: its layers would lose torchvision's names.
+torchvision's own class would do, but importing torchvision loads torch's compiler, which doubles the time that a rank
+takes to start. A block with a stride has it in its 3 x 3 convolution (NVIDIA's ResNet v1.5).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
-from torchvision.models import resnet
+from torch import Tensor, nn
 
 
-class ResNet(resnet.ResNet):  # type: ignore[misc]  # torchvision has no types
-    """torchvision's ResNet, from images [N, 3, H, W] to logits [N, classes]."""
+class BasicBlock(nn.Module):
+    """Residual block of two 3 x 3 convolutions, for ResNet-18."""
+
+    expansion: ClassVar[int] = 1
+
+    def __init__(self, inplanes: int, planes: int, stride: int = 1, downsample: nn.Module | None = None) -> None:
+        """Build the block from ``inplanes`` to ``planes`` channels."""
+        super().__init__()
+        self.conv1 = nn.Conv2d(inplanes, planes, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(planes)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(planes, planes, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(planes)
+        self.downsample = downsample
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output for its input ``x`` [N, C, H, W]."""
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        out += x if self.downsample is None else self.downsample(x)
+        activated: Tensor = self.relu(out)
+        return activated
+
+
+class Bottleneck(nn.Module):
+    """Residual block of a 1 x 1, a 3 x 3 and a 1 x 1 convolution, for ResNet-50."""
+
+    expansion: ClassVar[int] = 4
+
+    def __init__(self, inplanes: int, planes: int, stride: int = 1, downsample: nn.Module | None = None) -> None:
+        """Build the block from ``inplanes`` to 4 x ``planes`` channels."""
+        super().__init__()
+        self.conv1 = nn.Conv2d(inplanes, planes, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(planes)
+        self.conv2 = nn.Conv2d(planes, planes, 3, stride, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(planes)
+        self.conv3 = nn.Conv2d(planes, planes * self.expansion, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(planes * self.expansion)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = downsample
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output for its input ``x`` [N, C, H, W]."""
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.relu(self.bn2(self.conv2(out)))
+        out = self.bn3(self.conv3(out))
+        out += x if self.downsample is None else self.downsample(x)
+        activated: Tensor = self.relu(out)
+        return activated
+
+
+class ResNet(nn.Module):
+    """ResNet from images [N, 3, H, W] to logits [N, classes]."""
 
     _compiled_stem: Callable[[Tensor], Tensor] | None = None
 
+    def __init__(
+        self, block: type[BasicBlock | Bottleneck], layers: Sequence[int], num_classes: int = 1000,
+        zero_init_residual: bool = False,
+    ) -> None:  # fmt: skip
+        """Build the network with fresh weights, for one seed those of torchvision's.
+
+        Args:
+            block: Kind of residual block.
+            layers: Number of blocks in each of the four layers.
+            num_classes: Number of classes.
+            zero_init_residual: Whether the scale of each block's last norm begins at 0.
+        """
+        super().__init__()
+        self._channels = 64
+        self.conv1 = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
+        self.bn1 = nn.BatchNorm2d(64)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
+        self.layer1 = self._layer(block, 64, layers[0], 1)
+        self.layer2 = self._layer(block, 128, layers[1], 2)
+        self.layer3 = self._layer(block, 256, layers[2], 2)
+        self.layer4 = self._layer(block, 512, layers[3], 2)
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(self._channels, num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        for module in self.modules():
+            if zero_init_residual and isinstance(module, BasicBlock | Bottleneck):
+                last = module.bn2 if isinstance(module, BasicBlock) else module.bn3
+                nn.init.zeros_(last.weight)
+
+    def _layer(self, block: type[BasicBlock | Bottleneck], planes: int, blocks: int, stride: int) -> nn.Sequential:
+        outputs = planes * block.expansion
+        downsample = None
+        if stride != 1 or self._channels != outputs:
+            downsample = nn.Sequential(
+                nn.Conv2d(self._channels, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+            )
+        first = block(self._channels, planes, stride, downsample)
+        self._channels = outputs
+        return nn.Sequential(first, *(block(outputs, planes) for _ in range(blocks - 1)))
+
     def compile_stem(self, **options: Any) -> None:
-        """Compile the stem with ``torch.compile``, as ``nn.Module.compile`` does a module.
+        """Compile the first four layers as one block, with ``torch.compile``, as ``nn.Module.compile`` does a module.
+
+        They are no module of their own, or they would lose torchvision's names.
 
         Args:
             **options: Options of ``torch.compile``.
@@ -30,7 +126,8 @@ class ResNet(resnet.ResNet):  # type: ignore[misc]  # torchvision has no types
         out: Tensor = self.maxpool(self.relu(self.bn1(self.conv1(images))))
         return out
 
-    def _forward_impl(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits [N, classes] for images [N, 3, H, W]."""
         stem = self._compiled_stem or self._stem
         features = self.layer4(self.layer3(self.layer2(self.layer1(stem(images)))))
         logits: Tensor = self.fc(self.avgpool(features).flatten(1))
@@ -41,6 +138,6 @@ class ResNet(resnet.ResNet):  # type: ignore[misc]  # torchvision has no types
 
         Copies are not compiled, as with torch's modules: the stem would use this model's weights.
         """
-        state: dict[str, Any] = super().__getstate__()
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         state.pop("_compiled_stem", None)
         return state

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from torch import nn
-from torchvision.models import AlexNet
-from torchvision.models.resnet import ResNet
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.models.alexnet import AlexNetBN
+from imagenet_fast.models.alexnet import AlexNet, AlexNetBN
+from imagenet_fast.models.resnet import ResNet
+
+_TORCHVISION = ("torchvision.models.alexnet", "torchvision.models.resnet")
 
 Segment = dict[str, nn.Module]
 """Layers by their names in the whole network: one with parameters and those up to the next such layer."""
@@ -48,7 +49,7 @@ def segments_of(model: nn.Module, stages: int = 1) -> list[Segment]:
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield every layer by name, in the order of forward; the layers of a Sequential one by one."""
     match model:
-        case ResNet() | AlexNet() | AlexNetBN():
+        case _ if isinstance(model, ResNet | AlexNet | AlexNetBN) or type(model).__module__ in _TORCHVISION:
             *body, head = _children(model)
             yield from _opened(body)
             yield "flatten", nn.Flatten()

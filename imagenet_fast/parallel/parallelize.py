@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from imagenet_fast.cost_model.layer_profile import Profile
 from imagenet_fast.distributed.process_groups import ProcessGroups, build_mesh
 from imagenet_fast.models.stages import LocalStages, split_model
-from imagenet_fast.parallel.pipeline_parallel import joined
 from imagenet_fast.parallel.pool_group import ActivationTraffic, Pools
 from imagenet_fast.parallel.tensor_parallel import TensorGroup, gathered, shard, sharded, shards_of
 from imagenet_fast.recipe.parallel_config import Parallel, chunks_of
@@ -50,7 +49,7 @@ class ParallelModel:
         if self.outline is None:
             return trained
         assert isinstance(trained, LocalStages)
-        return joined(trained, self.outline, self.layout.pipeline)
+        return join_stages(trained, self.outline, self.layout.pipeline)
 
     def parts(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's part of ``whole``, under the names in ``own``.
@@ -152,3 +151,26 @@ def parallelize(
             if own.owners.get(name, stage) != stage:
                 layer.to("meta")
     return ParallelModel(own, layout, activations, outline)
+
+
+def join_stages(part: LocalStages, outline: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
+    """Return the whole network that the ranks of a pipeline hold, a copy on each rank.
+
+    Every rank must call it.
+
+    Args:
+        part: The stages of this rank.
+        outline: The whole network, on the meta device.
+        group: Ranks of the pipeline.
+    """
+    own, rank, whole = part.state_dict(), dist.get_rank(group), dict[str, Tensor]()
+    for name, like in outline.state_dict().items():
+        owner = next(rank for layer, rank in part.owners.items() if name.startswith(f"{layer}."))
+        value = torch.empty(like.shape, dtype=like.dtype, device=part.device)
+        if owner == rank:
+            value.copy_(own[name])
+        dist.broadcast(value, group=group, group_src=owner)
+        whole[name] = torch.empty_like(like, device=part.device).copy_(value)
+    network = copy.deepcopy(outline)
+    network.load_state_dict(whole, assign=True)
+    return network

@@ -8,14 +8,13 @@ same micro-batches.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from imagenet_fast.distributed.heartbeat import here
@@ -124,29 +123,6 @@ class Pipeline:
         loss = self._criterion(logits, labels) / self._micro_batches
         self._loss += loss.detach()
         return loss if self._scale is None else self._scale(loss)
-
-
-def joined(part: LocalStages, outline: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
-    """Return the whole network that the ranks of a pipeline hold, a copy on each rank.
-
-    Every rank must call it.
-
-    Args:
-        part: The stages of this rank.
-        outline: The whole network, on the meta device.
-        group: Ranks of the pipeline.
-    """
-    own, rank, whole = part.state_dict(), dist.get_rank(group), dict[str, Tensor]()
-    for name, like in outline.state_dict().items():
-        owner = next(rank for layer, rank in part.owners.items() if name.startswith(f"{layer}."))
-        value = torch.empty(like.shape, dtype=like.dtype, device=part.device)
-        if owner == rank:
-            value.copy_(own[name])
-        dist.broadcast(value, group=group, group_src=owner)
-        whole[name] = torch.empty_like(like, device=part.device).copy_(value)
-    network = copy.deepcopy(outline)
-    network.load_state_dict(whole, assign=True)
-    return network
 
 
 class _MicroStage(PipelineStage):

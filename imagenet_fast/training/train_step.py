@@ -18,7 +18,6 @@ from imagenet_fast.models import compile_blocks
 from imagenet_fast.models.batchnorm_stats import StepStatistics
 from imagenet_fast.models.stages import LocalStages
 from imagenet_fast.parallel.parallelize import ParallelModel, parallelize
-from imagenet_fast.parallel.pipeline_parallel import Pipeline
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.sync import GradientSync, attach
@@ -236,6 +235,8 @@ def _backpropagation(
 
     if division is None or not isinstance(forward, LocalStages):
         return backpropagate
+    from imagenet_fast.parallel.pipeline_parallel import Pipeline  # loads torch's compiler: a second or two
+
     schedule, micro_batches = recipe.parallel.schedule, recipe.parallel.micro_batches
     pipeline = Pipeline(
         forward, division.layout.pipeline, schedule, micro_batches, criterion, sync, cast,

@@ -12,6 +12,7 @@ import torchvision.models
 from torch import Tensor, nn
 
 from imagenet_fast.models import build_model, compile_blocks
+from imagenet_fast.models.resnet import Bottleneck
 from imagenet_fast.recipe.schema import AlexNet, AlexNetBN, Model, ResNet
 from tests.models.narrow import narrow_model
 
@@ -29,6 +30,23 @@ def test_weights_carry_torchvisions_names_and_shapes(kind: str):
         ours = build_model(NETWORKS[kind], 1000).state_dict()
         theirs = getattr(torchvision.models, kind)().state_dict()
     assert {name: tensor.shape for name, tensor in ours.items()} == {n: t.shape for n, t in theirs.items()}
+
+
+@pytest.mark.parametrize("zero_gamma", [False, True])
+@pytest.mark.parametrize("kind", ["alexnet", "resnet18", "resnet50"])
+def test_fresh_models_are_torchvisions_to_the_bit(kind: str, zero_gamma: bool):
+    torch.manual_seed(3)
+    ours = build_model(NETWORKS[kind].model_copy(update={"zero_init_last_gamma": zero_gamma}), 10)
+    torch.manual_seed(3)
+    theirs = getattr(torchvision.models, kind)(
+        num_classes=10, **({} if kind == "alexnet" else {"zero_init_residual": zero_gamma})
+    )
+    ours.eval(), theirs.eval()
+    images = torch.randn(2, 3, 64, 64)
+    assert torch.equal(ours(images), theirs(images))
+    assert [name for name, _ in ours.named_parameters()] == [name for name, _ in theirs.named_parameters()]
+    for (name, one), other in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+        assert torch.equal(one, other), name
 
 
 def test_alexnet_with_batch_norm_is_nvidia_caffes():
@@ -59,7 +77,7 @@ def test_alexnet_with_batch_norm_begins_as_nvidia_caffes():
 
 def test_a_zeroed_gamma_makes_residual_blocks_begin_as_identities():
     model = build_model(NETWORKS["resnet50"], 10)
-    last = [m.bn3.weight for m in model.modules() if isinstance(m, torchvision.models.resnet.Bottleneck)]
+    last = [m.bn3.weight for m in model.modules() if isinstance(m, Bottleneck)]
     assert len(last) == 16
     assert not any(weight.any() for weight in last)
 

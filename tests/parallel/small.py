@@ -10,12 +10,11 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchvision.models import AlexNet
 
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.process_groups import build_mesh
 from imagenet_fast.metrics import Event, MetricLogger
-from imagenet_fast.models.alexnet import CompilableSequential
+from imagenet_fast.models.alexnet import AlexNet, CompilableSequential
 from imagenet_fast.recipe import schema
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.load import parse_recipe

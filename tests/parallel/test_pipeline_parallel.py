@@ -18,7 +18,8 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model
 from imagenet_fast.models.batchnorm_stats import StepStatistics
 from imagenet_fast.models.stages import LocalStages, split_model
-from imagenet_fast.parallel.pipeline_parallel import Pass, Pipeline, joined
+from imagenet_fast.parallel.parallelize import join_stages
+from imagenet_fast.parallel.pipeline_parallel import Pass, Pipeline
 from imagenet_fast.recipe import schema
 from imagenet_fast.recipe.parallel_config import chunks_of, misfit
 from imagenet_fast.sync import (
@@ -151,7 +152,7 @@ def _piped(case: Case, pp: dist.ProcessGroup, dp: dist.ProcessGroup) -> Trained:
         pool.step(optimizer)
         dist.all_reduce(loss, group=dp)
         losses.append(loss.item() / dp.size())
-    state = joined(part, case.model().to("meta"), pp).state_dict()
+    state = join_stages(part, case.model().to("meta"), pp).state_dict()
     pool.close()
     for value in state.values():
         if value.is_floating_point():

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchvision.models.resnet import BasicBlock
 
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.models import compile_blocks
+from imagenet_fast.models.resnet import BasicBlock
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.training.train_step import build_step

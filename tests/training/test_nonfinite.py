@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torchvision.models.resnet import BasicBlock
 
-from imagenet_fast.models.resnet import ResNet
+from imagenet_fast.models.resnet import BasicBlock, ResNet
 from imagenet_fast.recipe import schema
 from imagenet_fast.training.nonfinite import is_finite, trace_nonfinite
 from tests.models.narrow import narrow_model
