@@ -175,6 +175,17 @@ def list_recipes(context: typer.Context) -> None:
         Console().print(recipe_table())
 
 
+@recipes_app.command("keys")
+def show_keys(prefix: Annotated[str, typer.Argument(metavar="[PREFIX]")] = "") -> None:
+    """List the keys of recipes, or those that begin with PREFIX: type, default and meaning."""
+    from rich.console import Console
+
+    from imagenet_fast.metrics.tables import key_list
+    from imagenet_fast.recipe.key_reference import recipe_keys
+
+    Console().print(key_list(recipe_keys(prefix)))
+
+
 @recipes_app.command("show")
 def show_recipe(name: Annotated[str, typer.Argument(metavar="NAME|PATH")]) -> None:
     """Print one recipe."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.padding import Padding
 from rich.table import Column, Table
+from rich.text import Text
 
+from imagenet_fast.recipe.key_reference import Key
 from imagenet_fast.recipe.load import load_recipe, recipe_folder, recipe_names
 from imagenet_fast.recipe.schema import Recipe
 
@@ -95,6 +98,17 @@ def recipe_table() -> Table:
         ("ranks", "batch", "epochs", "target"),
         (_row(name, recipe) for name, recipe in recipes.items()),
     )
+
+
+def key_list(keys: Iterable[Key]) -> Group:
+    """Return the keys one below the other: name, type and default in a line, and what it means below it."""
+    pieces: list[Text | Padding] = []
+    for key in keys:
+        kinds = f"  ({', '.join(key.kinds)})" if key.kinds else ""
+        default = key.default if key.default in ("required", "absent", "derived") else f"default {key.default}"
+        pieces.append(Text.assemble((key.name, "bold"), f"  {key.type}; {default}", (kinds, "dim")))
+        pieces.append(Padding(Text(key.meaning.replace("`", "")), (0, 0, 0, 4), expand=False))
+    return Group(*pieces)
 
 
 def _row(name: str, recipe: Recipe) -> tuple[str, ...]:

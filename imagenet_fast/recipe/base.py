@@ -29,4 +29,7 @@ class Table(BaseModel):
     instance is frozen.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, ser_json_inf_nan="strings")
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, ser_json_inf_nan="strings",
+        use_attribute_docstrings=True,
+    )  # fmt: skip

@@ -1,0 +1,124 @@
+"""Write the reference pages of the documentation: every command and flag, every key of a recipe.
+
+python scripts/reference.py            write docs/reference/commands.md and docs/reference/recipe.md
+python scripts/reference.py --check    exit with 1 if they are not up to date
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import typer
+
+from imagenet_fast.cli.main import app
+from imagenet_fast.recipe.key_reference import Key, recipe_keys
+
+FOLDER = Path(__file__).parents[1] / "docs" / "reference"
+GENERATED = "<!-- Written by scripts/reference.py: change the texts in the code. -->"
+SECTIONS = {
+    "model": "the network",
+    "data": "images, loader, augmentation",
+    "precision": "the dtype of the computation",
+    "optim": "the optimiser",
+    "schedule": "the learning rate over the epochs",
+    "sync": "the engine that averages gradients",
+    "parallel": "how a model is divided over ranks",
+    "checkpoint": "when the state is saved",
+    "timeout": "how long a rank may stand still",
+}
+"""What each table of a recipe sets."""
+
+
+def recipe_page() -> str:
+    """Return the page of all recipe keys, a table of them for each table of a recipe."""
+    lines = [
+        "# Recipe keys", "", GENERATED, "",
+        "Every key that a recipe may have. `--set KEY=VALUE` changes one for a run, and",
+        "`imagenet-fast recipes keys [PREFIX]` prints this list. Kinds in brackets: only these have the key.", "",
+    ]  # fmt: skip
+    for table, keys in groupby(recipe_keys(), lambda key: key.name.partition(".")[0] if "." in key.name else ""):
+        lines += [f"## `[{table}]`: {SECTIONS[table]}" if table else "## The run itself", ""]
+        lines += ["| key | type | default | meaning |", "|---|---|---|---|", *map(_key_row, keys), ""]
+    return "\n".join(lines)
+
+
+def commands_page() -> str:
+    """Return the page of all commands, with the flags of each."""
+    lines = [
+        "# Commands", "", GENERATED, "",
+        "Every command with its arguments and flags, as `--help` has them. [Exit codes](exit-codes.md).", "",
+    ]  # fmt: skip
+    for name, command in _commands(typer.main.get_command(app), "imagenet-fast"):
+        lines += [f"## `{name}`", "", _text(command.help), ""]
+        shown = [param for param in command.params if not getattr(param, "hidden", False) and param.name != "help"]
+        if shown:
+            lines += ["| flag | value | default | meaning |", "|---|---|---|---|", *map(_flag_row, shown), ""]
+    return "\n".join(lines)
+
+
+def _commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield the command, if it does something by itself, and all below it."""
+    below = getattr(command, "commands", {})
+    if not below or command.params or getattr(command, "invoke_without_command", False):
+        yield name, command
+    for word, inner in below.items():
+        if not inner.hidden:
+            yield from _commands(inner, f"{name} {word}")
+
+
+def _key_row(key: Key) -> str:
+    kinds = f" ({', '.join(key.kinds)})" if key.kinds else ""
+    return f"| `{key.name}`{kinds} | {_cell(key.type)} | {_cell(key.default)} | {_cell(key.meaning)} |"
+
+
+def _flag_row(param: Any) -> str:
+    if param.opts[0].startswith("-"):
+        names = ", ".join(f"`{name}`" for name in (*param.opts, *param.secondary_opts))
+    else:
+        names = f"`{param.metavar or param.name.upper()}`"
+    value = "" if getattr(param, "is_flag", True) else f"`{param.metavar or _type(param)}`"
+    default = param.default
+    empty = default in (None, (), [], False, "") or callable(default)
+    shown = "required" if param.required else "" if empty else f"`{default}`"
+    return f"| {names} | {_cell(value)} | {_cell(shown)} | {_cell(_text(getattr(param, 'help', '')))} |"
+
+
+def _type(param: Any) -> str:
+    """Name the type of a flag's value; choices are listed."""
+    annotation = param.type_descriptor.annotation
+    if get_origin(annotation) is Literal:
+        return "|".join(get_args(annotation))
+    return {int: "INTEGER", float: "NUMBER", Path: "PATH"}.get(annotation, "TEXT")
+
+
+def _text(text: str | None) -> str:
+    """Return a help text as Markdown: without Rich's markup, flags as code."""
+    plain = re.sub(r"\[/?(?:bold|dim|italic)\]", "", text or "").replace("\b", "")
+    return re.sub(r"(?<![\w`-])(--[a-z][a-z-]*)", r"`\1`", plain)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def main() -> int:
+    """Write the pages, or compare them; return the exit code."""
+    stale = []
+    for name, page in (("recipe.md", recipe_page()), ("commands.md", commands_page())):
+        file = FOLDER / name
+        if "--check" not in sys.argv[1:]:
+            file.write_text(page, encoding="utf-8")
+        elif not file.is_file() or file.read_text(encoding="utf-8") != page:
+            stale.append(name)
+    if stale:
+        print(f"docs/reference: {', '.join(stale)} not up to date; run `python scripts/reference.py`", file=sys.stderr)
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
