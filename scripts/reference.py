@@ -1,20 +1,31 @@
-"""Write the reference pages of the documentation: every command and flag, every key of a recipe.
+"""Write the reference pages of the documentation: every flag, every key of a recipe, every row of bench.
 
-python scripts/reference.py            write docs/reference/commands.md and docs/reference/recipe.md
+python scripts/reference.py            write docs/reference/{commands,recipe,bench-rows}.md
 python scripts/reference.py --check    exit with 1 if they are not up to date
 """
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import typer
 
+from imagenet_fast.bench.collectives import AllReduceTime
+from imagenet_fast.bench.comm_volume import Count
+from imagenet_fast.bench.dataloaders import LoadingRate
+from imagenet_fast.bench.engines import EngineTime
+from imagenet_fast.bench.optimizer_kernels import StepKernels
+from imagenet_fast.bench.pipeline import PipelineTime
+from imagenet_fast.bench.train_step import StepTime
 from imagenet_fast.cli.main import app
 from imagenet_fast.recipe.key_reference import Key, recipe_keys
 
@@ -32,6 +43,18 @@ SECTIONS = {
     "timeout": "how long a rank may stand still",
 }
 """What each table of a recipe sets."""
+
+
+ROWS: dict[str, type] = {
+    "step": StepTime,
+    "sync": EngineTime,
+    "sync --count": Count,
+    "collectives": AllReduceTime,
+    "pipeline": PipelineTime,
+    "data": LoadingRate,
+    "kernels": StepKernels,
+}
+"""The rows that each benchmark writes."""
 
 
 def recipe_page() -> str:
@@ -59,6 +82,41 @@ def commands_page() -> str:
         if shown:
             lines += ["| flag | value | default | meaning |", "|---|---|---|---|", *map(_flag_row, shown), ""]
     return "\n".join(lines)
+
+
+def rows_page() -> str:
+    """Return the page of the rows that ``bench --json`` writes."""
+    lines = [
+        "# Rows of bench", "", GENERATED, "",
+        "`--json FILE` writes a list of rows, one object each. Names end in their unit: `_s` is seconds, `_bytes` is",
+        "bytes. Times are medians over interleaved rounds, unless their text says otherwise.", "",
+    ]  # fmt: skip
+    for command, row in ROWS.items():
+        lines += [f"## `imagenet-fast bench {command}`", "", _prose(inspect.getdoc(row) or ""), ""]
+        lines += ["| field | type | meaning |", "|---|---|---|"]
+        meanings = _attribute_docstrings(row)
+        lines += [
+            f"| `{field.name}` | {_cell(str(field.type))} | {_cell(_prose(meanings.get(field.name, '')))} |"
+            for field in dataclasses.fields(row)
+        ]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _attribute_docstrings(row: type) -> dict[str, str]:
+    """Return the strings that stand below the fields of a class."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(row))).body
+    assert isinstance(tree, ast.ClassDef)
+    return {
+        field.target.id: text.value.value
+        for field, text in pairwise(tree.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }  # fmt: skip
+
+
+def _prose(text: str) -> str:
+    return re.sub(r"``([^`]+)``", r"`\1`", text)
 
 
 def _commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -108,8 +166,9 @@ def _cell(text: str) -> str:
 
 def main() -> int:
     """Write the pages, or compare them; return the exit code."""
+    pages = (("recipe.md", recipe_page()), ("commands.md", commands_page()), ("bench-rows.md", rows_page()))
     stale = []
-    for name, page in (("recipe.md", recipe_page()), ("commands.md", commands_page())):
+    for name, page in pages:
         file = FOLDER / name
         if "--check" not in sys.argv[1:]:
             file.write_text(page, encoding="utf-8")

@@ -56,20 +56,31 @@ class AllReduceTime:
     """
 
     collective: Means
+    """All-reduce algorithm, or the backend that has its own."""
     backend: Literal["gloo", "nccl", "mpi"]
+    """What sends the bytes."""
     dtype: Wire
+    """Dtype on the wire."""
     bytes: int
     """Message size on each rank: the requested size, rounded up so that it can be cut evenly."""
     hosts: int
+    """Number of nodes."""
     ranks_per_host: int
+    """Ranks on each node."""
     rate: str | None
+    """Rate of each node's link, as given; None: the loopback interface."""
     latency_s: float
+    """Time of one all-reduce."""
     latency_s_min: float
+    """That of the fastest round."""
     latency_s_max: float
+    """That of the slowest round."""
     times: int
     """Number of all-reduces between two clock readings."""
     algorithm_bandwidth: float
+    """Bytes of the message over its time, in bytes a second."""
     bus_bandwidth: float
+    """The same times 2 (n - 1) / n for n ranks, which a ring's link carries, in bytes a second."""
     utilisation: float | None
     """Share of the link's rate used by the bytes that must leave a node: 2 (H-1)/H of a message for H nodes.
 

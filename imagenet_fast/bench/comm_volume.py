@@ -34,12 +34,17 @@ class Count:
     """One engine's step on its busiest rank of the first two nodes."""
 
     engine: str
+    """Name of the engine."""
     wire: Wire
+    """Wire dtype."""
     collective: Collective
     """The collective that carries most bytes."""
     model: str
+    """Layer profile whose messages were counted."""
     ranks: int
+    """Number of ranks."""
     ranks_per_node: int
+    """Ranks on each node."""
     calls: int
     """Number of backend calls; sends and receives issued as one batch count as one."""
     messages: int

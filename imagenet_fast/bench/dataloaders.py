@@ -49,13 +49,21 @@ class LoadingRate:
     """
 
     loader: Loader
+    """The loader."""
     images: str
+    """The images that were read."""
     image_size: int
+    """Side of the crops, in pixels."""
     batch: int
+    """Images of a batch."""
     workers: int
+    """Decoding threads."""
     images_per_s: float | None
+    """Images a second, the median of the rounds; None if the loader is not installed."""
     slowest: float | None
+    """Images a second in the slowest round."""
     fastest: float | None
+    """Images a second in the fastest round."""
     images_per_core_s: float | None
     """Images per second of CPU time, summed over all threads and processes."""
 

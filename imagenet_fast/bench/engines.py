@@ -55,15 +55,25 @@ class EngineTime:
     """
 
     engine: str
+    """Name of the engine."""
     wire: Wire
+    """Wire dtype."""
     hosts: int
+    """Number of nodes."""
     ranks_per_host: int
+    """Ranks on each node."""
     rate: str | None
+    """Rate of each node's link, as given; None: the loopback interface."""
     scale: int
+    """Factor by which tensors are smaller than in the model."""
     model: str
+    """Layer profile that was replayed."""
     step_s: float
+    """Step time."""
     step_s_min: float
+    """That of the fastest round."""
     step_s_max: float
+    """That of the slowest round."""
     compute_s: float
     """Step time of the same model without any synchronisation."""
     exposed_s: float

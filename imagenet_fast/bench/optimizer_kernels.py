@@ -39,10 +39,13 @@ class StepKernels:
     """
 
     optimizer: str
+    """The optimiser."""
     tensors: int
+    """Number of parameters."""
     operators: int
     """Number of torch operators that the step calls directly; nested operators are not counted."""
     kernels: int | None
+    """Kernels that one step launches; None without a GPU."""
     copies: int | None
     """Number of copies between host and device or within the device, and of memsets."""
     device_s: float | None

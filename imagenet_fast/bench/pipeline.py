@@ -60,10 +60,13 @@ class PipelineTime:
     """
 
     model: str
+    """The model that was cut."""
     schedule: str
+    """Order of forwards and backwards."""
     stages: int
     """Number of ranks; with ``interleaved``, each has two stages of half the length."""
     micro_batches: int
+    """Micro-batches of a step."""
     step_s: float
     """Step time of sleeping stages."""
     bubble: float

@@ -66,10 +66,15 @@ class StepTime:
     """Step time of one loop in seconds: the median, fastest and slowest of its blocks."""
 
     loop: str
+    """Name of the loop: an engine, or ``plain`` for the loop that a user would write."""
     step_s: float
+    """Step time, the median of its blocks."""
     step_s_min: float
+    """That of the fastest block."""
     step_s_max: float
+    """That of the slowest block."""
     images_per_s: float
+    """Images a second at the median step time."""
     ratio_to_plain: float
     """Ratio of step times to the plain loop: the median over rounds.
 
