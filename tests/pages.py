@@ -75,7 +75,7 @@ def blocks(page: Path) -> Iterator[Block]:
         number += 1
 
 
-def commands(page: Path) -> list[Command]:
+def shown_commands(page: Path) -> list[Command]:
     """The commands on a page, in order, each with its output where the page shows it."""
     found: list[Command] = []
     for block in blocks(page):

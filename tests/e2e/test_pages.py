@@ -25,7 +25,7 @@ from imagenet_fast.cli.main import app
 from imagenet_fast.recipe.load import find_recipe, load_recipe, to_toml
 from tests.data.prepare.replica import official_tars, small_imagenet
 from tests.e2e.command import COMMAND, environment
-from tests.pages import PAGES, ROOT, Command, commands, name_of, python_blocks
+from tests.pages import PAGES, ROOT, Command, name_of, python_blocks, shown_commands
 from tests.spawning import run
 
 
@@ -150,7 +150,7 @@ RUN_BY: tuple[tuple[str, Here | By], ...] = (
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_command_has_somebody_who_runs_it(page: Path):
-    for command in commands(page):
+    for command in shown_commands(page):
         if isinstance(place := place_of(command), By):
             file, _, test = place.where.partition("::")
             text = (ROOT / file).read_text()
@@ -167,7 +167,7 @@ def place_of(command: Command) -> Here | By:
 
 def run_here(page: Path, *, long: bool) -> list[tuple[Command, Here]]:
     """The commands of a page that run here, on pages where ranks have to start for some, or on the others."""
-    found = [(command, place) for command in commands(page) if isinstance(place := place_of(command), Here)]
+    found = [(command, place) for command in shown_commands(page) if isinstance(place := place_of(command), Here)]
     return found if any(place.long for _, place in found) == long else []
 
 
