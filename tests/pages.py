@@ -1,8 +1,8 @@
 """What the pages show: commands, the output below them, Python.
 
 A page shows a command in a block of its own, indented or fenced as ``bash``. A block fenced as ``text`` that follows is
-what the last command prints, shortened by lines of ``...``; one fenced as ``output`` is printed at other times. Python is
-fenced as ``python``.
+what the last command prints, shortened by lines of ``...``; one fenced as ``output`` is printed at other times.
+Python is fenced as ``python``.
 """
 
 from __future__ import annotations
