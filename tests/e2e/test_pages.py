@@ -160,6 +160,8 @@ def test_every_command_has_somebody_who_runs_it(page: Path):
 
 
 def place_of(command: Command) -> Here | By:
+    if command.place.startswith("docs/benchmarks.md"):  # measured for that page, by the hour
+        return PLANNED
     for pattern, place in RUN_BY:
         if re.match(pattern, command.text):
             return place
@@ -210,7 +212,7 @@ def test_a_page_works_from_its_first_command_to_its_last(page: Path, reader: Pat
         printed = []
         for line in process.stdout:
             printed.append(line)
-            if stop and "step" in line:
+            if stop and line.startswith("epoch"):
                 os.killpg(process.pid, signal.SIGINT)  # as a terminal does
                 stop = False
         code = process.wait(timeout=120)
