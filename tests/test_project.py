@@ -23,7 +23,7 @@ def loaded(file: Path) -> Any:
     return yaml.safe_load(file.read_text())
 
 
-def tested_versions() -> dict[str, Requirement]:
+def constraints() -> dict[str, Requirement]:
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
     return {canonicalize_name(requirement.name): requirement for requirement in map(Requirement, lines)}
 
@@ -66,7 +66,7 @@ def test_issue_forms_have_a_name_and_distinct_fields():
 
 @pytest.mark.parametrize("requirement", requirements(), ids=lambda requirement: requirement.name)
 def test_tested_version_is_in_the_range_of_pyproject(requirement: Requirement):
-    tested = tested_versions()[canonicalize_name(requirement.name)]
+    tested = constraints()[canonicalize_name(requirement.name)]
     (version,) = tested.specifier
     assert version.operator == "=="
     assert requirement.specifier.contains(version.version, prereleases=True)
@@ -74,7 +74,7 @@ def test_tested_version_is_in_the_range_of_pyproject(requirement: Requirement):
 
 def test_pre_commit_has_the_tested_ruff():
     hooks = {repo["repo"].rpartition("/")[2]: repo for repo in loaded(ROOT / ".pre-commit-config.yaml")["repos"]}
-    assert "==" + hooks["ruff-pre-commit"]["rev"].removeprefix("v") == str(tested_versions()["ruff"].specifier)
+    assert "==" + hooks["ruff-pre-commit"]["rev"].removeprefix("v") == str(constraints()["ruff"].specifier)
     assert set(hooks) == {"pre-commit-hooks", "ruff-pre-commit", "local"}
 
 
