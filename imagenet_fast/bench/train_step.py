@@ -179,7 +179,7 @@ def bench_step(
             show(f"first steps of {name}", 0, rounds)
             warmups[name] = _seconds(loop, _WARMUP_STEPS)[1]
         for turn in range(rounds):
-            show(f"{len(loops)} loops in turn, {steps} steps of each in a round", turn, rounds)
+            show(f"round {turn + 1} of {rounds}", turn, rounds)
             order = list(loops) if turn % 2 else list(reversed(loops))
             for name in order:
                 host_s, block_s = _seconds(loops[name], steps)

@@ -51,7 +51,7 @@ def measurement_bar() -> Iterator[Show]:
         console=Console(stderr=True), disable=not sys.stderr.isatty(),
         auto_refresh=False, transient=True, speed_estimate_period=3600,
     )  # fmt: skip
-    task = bar.add_task("", total=None)
+    task = bar.add_task("starting", total=None)
     drawn = 0.0
 
     def show(text: str, done: int, total: int) -> None:
