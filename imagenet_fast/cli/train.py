@@ -107,7 +107,7 @@ def train(
     name, written, data = recipe_to_train(recipe, run, sync, overrides, data)
     plan = partial(
         plan_job, name, written, data=data, folder=run or out, scale=scale_batch, trace=trace, init_from=init_from,
-        fresh_head=fresh_head, resume=run is not None,
+        fresh_head=fresh_head, resume=run is not None, overrides=overrides,
     )  # fmt: skip
     adopt_step(os.environ)
     place = rank_info_from_env()
