@@ -5,4 +5,5 @@ cd "$(dirname "$0")/.."
 source scripts/environment.sh
 make_environment docs
 .venv/bin/python scripts/reference.py --check
+.venv/bin/python scripts/benchmarks.py --check
 exec .venv/bin/mkdocs "${1:-build}" --strict "${@:2}"
