@@ -46,8 +46,8 @@ INTRODUCTION = """\
 
 <!-- Written by scripts/benchmarks.py from docs/results/*.json: change those. -->
 
-Each table answers one question. Below it are the command, the date and the machine. All rows with all their
-[fields](reference/bench-rows.md) are in `docs/results`, one JSON file per table.
+Each table answers one question. Below it are the command, and a link to the JSON file with all
+[fields](reference/bench-rows.md) of its rows.
 
     scripts/benchmarks.sh          # list the benchmarks
     scripts/benchmarks.sh NAME     # measure one again, and rewrite its table
@@ -175,7 +175,8 @@ def _entry(result: dict[str, Any]) -> str:
     if more := result["commands"][SHOWN:]:
         lines.append(f"    # and {len(more)} more in docs/results/{result['name']}.json")
     when = date.fromisoformat(result["date"])
-    seen = f"`{result['name']}`, {when.day} {when:%B %Y}, torch {result['versions']['torch']}, {result['machine']}."
+    source = f"[`{result['name']}`](results/{result['name']}.json)"
+    seen = f"{source}, {when.day} {when:%B %Y}, torch {result['versions']['torch']}, {result['machine']}."
     lines += ["", " ".join(filter(None, [seen, result.get("conditions")]))]
     return "\n".join([*lines, ""])
 
@@ -221,7 +222,7 @@ def measure(name: str) -> dict[str, Any]:
     result |= {"date": date.today().isoformat(), "machine": machine(), "versions": versions()}
     result.pop("conditions", None)
     if taken >= 0.05:
-        result["conditions"] = f"Other programs took {taken:.0%} of the cores meanwhile."
+        result["conditions"] = f"Other programs took {100 * taken:.0f} % of the cores meanwhile."
     result["rows"] = [{key: row[key] for key in row if key not in left_out} for row in rows]
     return {**{key: value for key, value in result.items() if key != "rows"}, "rows": result["rows"]}
 
