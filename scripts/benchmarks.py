@@ -14,14 +14,15 @@ from __future__ import annotations
 import json
 import os
 import platform
-import resource
 import shlex
 import string
 import subprocess
 import sys
 import tempfile
+import threading
 import tomllib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -261,15 +262,42 @@ def trained(folder: Path) -> dict[str, Any]:
 
 
 class _Load:
-    """The share of the cores that other programs take while commands run."""
+    """The share of the cores that other programs take while commands run.
+
+    A thread looks at this process and all below it, twice a second: ranks end before anybody could ask for their times.
+    """
 
     def __init__(self) -> None:
+        import psutil
+
+        self._process = psutil.Process()
+        self._own: dict[tuple[int, float], float] = {}
+        self._ended = threading.Event()
+        self._watch()
+        self._before = sum(self._own.values())
         self._busy, self._all = self._cores()
-        self._own = self._children()
+        self._thread = threading.Thread(target=self._watch_on, daemon=True)
+        self._thread.start()
 
     def of_others(self) -> float:
+        """Stop looking, and return the share."""
+        self._ended.set()
+        self._thread.join()
         busy, everything = self._cores()
-        return max(0.0, busy - self._busy - (self._children() - self._own)) / (everything - self._all)
+        own = sum(self._own.values()) - self._before
+        return max(0.0, busy - self._busy - own) / (everything - self._all)
+
+    def _watch_on(self) -> None:
+        while not self._ended.wait(0.5):
+            self._watch()
+
+    def _watch(self) -> None:
+        import psutil
+
+        for process in (self._process, *self._process.children(recursive=True)):
+            with suppress(psutil.Error):
+                times = process.cpu_times()
+                self._own[process.pid, process.create_time()] = times.user + times.system
 
     @staticmethod
     def _cores() -> tuple[float, float]:
@@ -279,11 +307,6 @@ class _Load:
         waiting = times["idle"] + times.get("iowait", 0.0)
         everything = sum(value for name, value in times.items() if not name.startswith("guest"))
         return everything - waiting, everything
-
-    @staticmethod
-    def _children() -> float:
-        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return usage.ru_utime + usage.ru_stime
 
 
 def machine() -> str:
