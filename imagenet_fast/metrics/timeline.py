@@ -62,10 +62,9 @@ def read_timeline(trace: Path) -> StepTimeline:
         events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
         tracks = {track: list(_stretches(events, track)) for track in ("compute", "wire", "wait")}
         marks = [(str(event["name"]), event["ts"] / 1e3) for event in events if event["ph"] == "i"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError):
         raise UserError(
-            f"{file} is not a trace of ours, or is damaged ({type(error).__name__}: {error}); write it again by "
-            "`train --trace` or `bench sync --trace DIR`"
+            f"{file} is no trace of ours, or is damaged; write it again by `train --trace` or `bench sync --trace DIR`"
         ) from None
     steps = sorted(_steps(marks), key=lambda step: step[1] - step[0])
     if not steps:
@@ -81,16 +80,20 @@ def read_timeline(trace: Path) -> StepTimeline:
     }
     if not inside["wire"]:
         raise UserError(f"{file} holds no message: one rank has nothing to send; trace two ranks or more")
-    backward, forward, waits = (
-        tuple(
-            Stretch(one.name.removeprefix(phase), one.begin_ms, one.end_ms)
-            for one in inside[track]
-            if phase in one.name
-        )
-        for track, phase in (("compute", "backward "), ("compute", "forward "), ("wait", "wait "))
-    )
     label = file.parent.resolve().name if file.name == "trace.json" else file.stem
-    return StepTimeline(label, end - begin, backward, forward, inside["wire"], waits)
+    return StepTimeline(
+        label, end - begin, _named(inside["compute"], "backward "), _named(inside["compute"], "forward "),
+        inside["wire"], _named(inside["wait"], "wait "),
+    )  # fmt: skip
+
+
+def _named(stretches: Iterable[Stretch], prefix: str) -> tuple[Stretch, ...]:
+    """Return the stretches whose names begin with ``prefix``, named by what follows: their layers."""
+    return tuple(
+        Stretch(one.name.removeprefix(prefix).removeprefix("for "), one.begin_ms, one.end_ms)
+        for one in stretches
+        if one.name.startswith(prefix)
+    )
 
 
 def _stretches(events: Sequence[dict[str, Any]], track: str) -> Iterator[Stretch]:
