@@ -1,4 +1,4 @@
-"""The commands that set runs side by side: `imagenet-fast compare` and `report`."""
+"""The commands that set runs side by side: `imagenet-fast compare`, `report` and `timeline`."""
 
 from __future__ import annotations
 
@@ -118,4 +118,32 @@ def report(
     Console().print(report_table(past))
     if png is not None:
         draw_curves(past, png)
+        print(f"drawn to {png}")
+
+
+def timeline(
+    traces: Annotated[
+        list[Path], typer.Argument(metavar="RUN|FILE...", help="Runs of `train --trace`, or trace files.")
+    ],
+    png: PngOption = None,
+    until: Annotated[
+        float | None,
+        typer.Option(metavar="MS", min=1, help="Where the time axis ends. Default: with the longest step."),
+    ] = None,
+) -> None:
+    """Show where the time of a step goes: computation, messages and waits, one trace beside the other.
+
+    Prints a table of milliseconds, and draws the steps with --png. A step
+    begins with its backward and ends with the next forward. Of each trace the
+    step of median length is taken. Trace files come from `train --trace` and
+    `bench sync --trace DIR`.
+    """
+    from rich.console import Console
+
+    from imagenet_fast.metrics.timeline import draw_timelines, read_timeline, timeline_table
+
+    steps = [read_timeline(trace) for trace in traces]
+    Console().print(timeline_table(steps))
+    if png is not None:
+        draw_timelines(steps, png, until)
         print(f"drawn to {png}")

@@ -14,7 +14,7 @@ import typer
 
 from imagenet_fast import __version__
 from imagenet_fast.cli.bench import bench_app
-from imagenet_fast.cli.compare import compare, report
+from imagenet_fast.cli.compare import compare, report, timeline
 from imagenet_fast.cli.data import data_app
 from imagenet_fast.cli.launch import launch_app
 from imagenet_fast.cli.options import (
@@ -162,6 +162,7 @@ def doctor(
 
 app.command()(compare)
 app.command()(report)
+app.command()(timeline)
 
 
 @recipes_app.callback()
