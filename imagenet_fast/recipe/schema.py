@@ -95,7 +95,7 @@ Precision = Annotated[Full | TensorFloat | BFloat16 | Float16, Field(discriminat
 
 
 class Sgd(Table):
-    """SGD with momentum. Biases and norm layers are not decayed."""
+    """SGD with momentum."""
 
     kind: Literal["sgd"]
     lr: PositiveFloat
@@ -106,6 +106,13 @@ class Sgd(Table):
     """Whether to use Nesterov momentum."""
     weight_decay: NonNegativeFloat
     """Weight decay; 0: none."""
+    decay_all: bool = False
+    """Whether biases and norm layers are decayed too."""
+    decoupled: bool = False
+    """Whether weight decay is decoupled from the gradient and from the peak rate (Loshchilov and Hutter).
+
+    Each step then multiplies weights by 1 - ``weight_decay`` x (rate / ``lr``), as Composer's DecoupledSGDW does.
+    """
 
 
 class Lars(Table):
@@ -139,23 +146,34 @@ Optim = Annotated[Sgd | Lars, Field(discriminator="kind")]
 
 
 class Warmup(Table):
-    """A learning rate that rises linearly from ``start_lr`` to the optimiser's ``lr`` over ``warmup_epochs``."""
+    """A learning rate that rises from ``start_lr`` to the optimiser's ``lr`` over ``warmup_epochs``."""
 
     warmup_epochs: NonNegativeFloat = 0.0
     """Length of the warm-up, in epochs, at most ``epochs``; 0: no warm-up."""
     start_lr: NonNegativeFloat = 0.0
     """Learning rate from which the warm-up rises."""
+    warmup_power: PositiveFloat = 1.0
+    """Exponent of the warm-up, above 0: the rate above ``start_lr`` rises as (t/T)^warmup_power.
+
+    1: linearly. 2: quadratically, as in NVIDIA Caffe.
+    """
 
 
 class Polynomial(Warmup):
     """Polynomial decay from the optimiser's ``lr`` down to ``end_lr``.
 
-    The rate above ``end_lr`` falls as (1 - t/T)^power, where t and T are counted after the warm-up.
+    The rate above ``end_lr`` falls as (1 - t/T)^power, where t and T are counted from ``decay_from``.
     """
 
     kind: Literal["polynomial"]
     power: PositiveFloat = 2.0
     """Exponent of the decay; above 0."""
+    decay_from: Literal["warmup", "start"] = "warmup"
+    """Step from which the decay is counted.
+
+    ``warmup``: the end of the warm-up, as in MLPerf. ``start``: the first step, as in Caffe; then the rate drops at the
+    end of the warm-up to what the decay has reached by then.
+    """
     end_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of training."""
 
