@@ -249,10 +249,17 @@ class Recipe(Table):
 
     Training stops at the first evaluation that reaches it. Absent: train to the end.
     """
+    target_mirrored: bool = False
+    """Whether ``target_top1`` is compared with the accuracy of ``eval_mirror`` instead of the plain one."""
     eval_every: PositiveInt = 1
     """Epochs between evaluations; the last epoch is always evaluated."""
     first_eval: PositiveInt | None = None
     """First epoch, from 1, that is followed by an evaluation; absent: ``eval_every``."""
+    eval_mirror: bool = False
+    """Whether evaluations also report the accuracy of an image's and its mirror image's mean logits.
+
+    It is reported beside the plain accuracy and takes another forward of each image.
+    """
     log_every: PositiveInt = 10
     """Steps between log lines."""
     nonfinite_steps: NonNegativeInt = 5
@@ -301,9 +308,11 @@ class Recipe(Table):
         """Check settings of different tables against each other, and fill in derived sync settings."""
         if self.schedule.warmup_epochs > self.epochs:
             raise ValueError(f"schedule.warmup_epochs ({self.schedule.warmup_epochs}) exceeds epochs ({self.epochs})")
+        if self.target_mirrored and not self.eval_mirror:
+            raise ValueError("target_mirrored is for eval_mirror, which is off; set eval_mirror to true")
         smallest = {"alexnet": 63, "alexnet_bn": 67}.get(self.model.kind, 32)
         sizes = {"image_size": self.data.image_size, "eval_size": self.data.evaluated_size}
-        sizes |= {f"sizes from epoch {epoch} on": size for epoch, size in self.data.sizes}
+        sizes |= {f"sizes from epoch {epoch:g} on": size for epoch, size in self.data.sizes}
         for key, size in sizes.items():
             if size < smallest:
                 raise ValueError(f"data.{key} ({size}) is too small for {self.model.kind}, which needs {smallest}")
