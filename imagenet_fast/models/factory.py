@@ -10,6 +10,8 @@ from typing import assert_never
 from torch import nn
 
 from imagenet_fast.models.alexnet import AlexNet, AlexNetBN, CompilableSequential
+from imagenet_fast.models.blurpool import add_blurpool
+from imagenet_fast.models.initialization import initialize
 from imagenet_fast.models.resnet import BasicBlock, Bottleneck, ResNet
 from imagenet_fast.recipe import schema
 
@@ -39,6 +41,10 @@ def build_model(model: schema.Model, classes: int) -> nn.Module:
                 network = ResNet(Bottleneck, (3, 4, 6, 3), classes, model.zero_init_last_gamma)
         case _:
             assert_never(model)
+    if model.blurpool != "off":
+        add_blurpool(network, model.blurpool)
+    if model.init:
+        initialize(network, model.init, classes)
     return network
 
 

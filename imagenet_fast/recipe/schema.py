@@ -14,8 +14,29 @@ from imagenet_fast.recipe.data_config import Data
 from imagenet_fast.recipe.parallel_config import Parallel, chunks_of
 from imagenet_fast.recipe.sync_config import Sync
 
+Init = Literal["kaiming_normal", "bn_uniform", "linear_log_constant_bias"]
+"""Rule that initialises some weights of any network; the names are Composer's."""
 
-class AlexNet(Table):
+
+class Network(Table):
+    """Settings of every network."""
+
+    blurpool: Literal["off", "conv", "conv_maxpool"] = "off"
+    """Layers that blur their input before they subsample it, against aliasing (BlurPool, Zhang 2019).
+
+    ``conv``: strided convolutions of at least 16 channels, as in FFCV. ``conv_maxpool``: strided max pooling too, as in
+    Composer. Names of weights stay the same.
+    """
+    init: tuple[Init, ...] = ()
+    """Rules that initialise weights instead of the network's own, one after the other.
+
+    ``kaiming_normal``: weights of convolutions and linear layers, by their inputs. ``bn_uniform``: scales of batch
+    norms, between 0 and 1. ``linear_log_constant_bias``: the last layer's biases, -log(classes), which suits ``loss`` =
+    ``bce``.
+    """
+
+
+class AlexNet(Network):
     """torchvision's AlexNet (Krizhevsky's "one weird trick" variant, 61.1 M parameters)."""
 
     sharded_width: ClassVar[int] = 4096
@@ -28,7 +49,7 @@ class AlexNet(Table):
     """Dropout probability, from 0 to below 1."""
 
 
-class AlexNetBN(Table):
+class AlexNetBN(Network):
     """AlexNet with batch norm, as trained in the large-batch papers.
 
     ``pool5_norm`` is as in Jia et al. 2018.
@@ -44,7 +65,7 @@ class AlexNetBN(Table):
     """Whether to add a batch norm after the last pooling layer, pool5."""
 
 
-class ResNet(Table):
+class ResNet(Network):
     """torchvision's ResNet-18 or ResNet-50."""
 
     sharded_width: ClassVar[int] = 0
@@ -270,6 +291,8 @@ class Recipe(Table):
     """
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1
     """Seed of weights, data order and augmentation; from 0 to below 2**31."""
+    loss: Literal["cross_entropy", "bce"] = "cross_entropy"
+    """Loss: cross-entropy, or ``bce``, the sum of the classes' binary cross-entropies."""
     label_smoothing: Fraction = 0.0
     """Label smoothing, from 0 to below 1; 0: off."""
     clip_norm: NonNegativeFloat = 0.0
