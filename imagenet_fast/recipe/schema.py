@@ -35,6 +35,12 @@ class Network(Table):
     ``bce``.
     """
 
+    @property
+    def label(self) -> str:
+        """Name of the network in tables and logs."""
+        name: str = getattr(self, "name", "") or getattr(self, "kind")  # noqa: B009  (subclasses have them)
+        return name
+
 
 class AlexNet(Network):
     """torchvision's AlexNet (Krizhevsky's "one weird trick" variant, 61.1 M parameters)."""
@@ -80,7 +86,44 @@ class ResNet(Network):
         return {"resnet18": 11, "resnet50": 19}[self.kind]
 
 
-Model = Annotated[AlexNet | AlexNetBN | ResNet, Field(discriminator="kind")]
+class _External(Network):
+    """A network that is defined elsewhere."""
+
+    sharded_width: ClassVar[int] = 0
+    most_stages: ClassVar[int] = 1000
+
+    name: str
+    """Name of the network.
+
+    ``torchvision``, ``timm``: as in their lists of models. ``python``: a function, as ``my_package.models:build``, that
+    is called with the number of classes and returns a torch.nn.Module.
+    """
+    options: dict[str, bool | int | float | str] = Field(default={})
+    """Keyword arguments for the function that builds the network, such as ``dropout``."""
+
+
+class TorchvisionModel(_External):
+    """Any classifier of torchvision, with fresh weights."""
+
+    kind: Literal["torchvision"]
+
+
+class TimmModel(_External):
+    """Any model of timm (the extra ``timm``), with fresh weights."""
+
+    kind: Literal["timm"]
+
+
+class PythonModel(_External):
+    """A network that a function of your own builds."""
+
+    kind: Literal["python"]
+
+
+ExternalModel = TorchvisionModel | TimmModel | PythonModel
+"""A network that is defined elsewhere."""
+
+Model = Annotated[AlexNet | AlexNetBN | ResNet | ExternalModel, Field(discriminator="kind")]
 
 
 class Full(Table):
@@ -333,7 +376,11 @@ class Recipe(Table):
             raise ValueError(f"schedule.warmup_epochs ({self.schedule.warmup_epochs}) exceeds epochs ({self.epochs})")
         if self.target_mirrored and not self.eval_mirror:
             raise ValueError("target_mirrored is for eval_mirror, which is off; set eval_mirror to true")
-        smallest = {"alexnet": 63, "alexnet_bn": 67}.get(self.model.kind, 32)
+        if self.compile and isinstance(self.model, ExternalModel):
+            raise ValueError(
+                f"compile true compiles known blocks, and model.kind '{self.model.kind}' has none; set compile to false"
+            )
+        smallest = {"alexnet": 63, "alexnet_bn": 67, "resnet18": 32, "resnet50": 32}.get(self.model.kind, 1)
         sizes = {"image_size": self.data.image_size, "eval_size": self.data.evaluated_size}
         sizes |= {f"sizes from epoch {epoch:g} on": size for epoch, size in self.data.sizes}
         for key, size in sizes.items():

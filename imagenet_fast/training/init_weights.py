@@ -15,8 +15,9 @@ from imagenet_fast.distributed.reductions import broadcast_error, broadcast_mode
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.report import FINAL_WEIGHTS, is_checkpoint, split_checkpoint, weights_file
 from imagenet_fast.models import build_model
+from imagenet_fast.models.external import check_outputs
 from imagenet_fast.models.weights import Weights, fill, fit, read_weights
-from imagenet_fast.recipe.schema import Model, Recipe
+from imagenet_fast.recipe.schema import ExternalModel, Model, Recipe
 
 
 def build_initial_model(recipe: Recipe, classes: int, world: DistContext, weights: Weights | None = None) -> nn.Module:
@@ -27,9 +28,14 @@ def build_initial_model(recipe: Recipe, classes: int, world: DistContext, weight
         classes: Number of classes.
         world: This rank and its process group.
         weights: Result of ``load_initial_weights``; None on rank 0: fresh weights.
+
+    Raises:
+        UserError: A network defined elsewhere cannot be built, or does not fit the images or the classes.
     """
     torch.manual_seed(recipe.seed)
     model = build_model(recipe.model, classes)
+    if isinstance(recipe.model, ExternalModel):
+        check_outputs(model, recipe.model, classes, recipe.data.image_size, recipe.data.evaluated_size)
     if weights is not None:
         fill(model, weights)
     model = model.to(world.device)
