@@ -105,17 +105,27 @@ def compare(
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
     png: PngOption = None,
+    reference: Annotated[
+        bool,
+        typer.Option("--reference", help="Judge runs of ResNet-50 by MLCommons' epochs to 75.9 % at their batch."),
+    ] = False,
 ) -> None:
     """Compare past runs: print a table with time to accuracy, and draw their curves with --png."""
     from rich.console import Console
 
-    from imagenet_fast.metrics.report import draw_curves, read_run, report_table
+    from imagenet_fast.metrics.report import distinct_names, draw_curves, read_run, report_table
 
     once: dict[Path, Path] = {}
     for folder in runs:
         once.setdefault(folder.resolve(), folder)
     past = [read_run(folder) for folder in once.values()]
     Console().print(report_table(past))
+    if reference:
+        from imagenet_fast.metrics.reference import SOURCE, judge_by_reference
+
+        for name, run in zip(distinct_names(past), past, strict=True):
+            print(f"{name}: {judge_by_reference(run)}")
+        print(SOURCE)
     if png is not None:
         draw_curves(past, png)
         print(f"drawn to {png}")

@@ -123,4 +123,4 @@ def _row(name: str, recipe: Recipe) -> tuple[str, ...]:
     target = f"{recipe.target_top1:g} %" if recipe.target_top1 is not None else "–"
     numbers = (str(recipe.ranks), str(recipe.global_batch), str(recipe.epochs))
     axes = recipe.parallel.layout(recipe.parallel.ranks) if recipe.parallel.ranks > 1 else "dp"
-    return name, recipe.model.kind, recipe.optim.kind, recipe.sync.kind, axes, *numbers, target
+    return name, recipe.model.label, recipe.optim.kind, recipe.sync.kind, axes, *numbers, target
