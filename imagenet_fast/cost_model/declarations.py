@@ -39,7 +39,7 @@ def allreduce(settings: AllReduceSync) -> Declaration[Slot]:
     """
     return Declaration(
         "each", math.inf, group_key=alike if settings.fused else lambda span: span.layer,
-        collective=settings.collective, servers=settings.servers,
+        collective=settings.collective, servers=settings.servers, whole_buckets=settings.fused,
     )  # fmt: skip
 
 

@@ -86,6 +86,7 @@ class Declaration(Generic[S]):
     split_reduce_scatter: bool = False
     travelling: Callable[[S], int] | None = None
     """Returns how many values a compressor sends for a slot; None: gradients are sent as they are."""
+    whole_buckets: bool = False
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ def _parts(run: Sequence[S], engine: Declaration[S], elements: int) -> list[tupl
     start, stop = run[0].start, run[-1].stop
     if engine.travelling is not None:
         return [(slice(start, stop), sum(map(engine.travelling, run)))]
-    cuts = [*range(start, stop, elements), stop]
+    cuts = [start, stop] if engine.whole_buckets else [*range(start, stop, elements), stop]
     return [(slice(*ends), ends[1] - ends[0]) for ends in pairwise(cuts)]
 
 

@@ -285,4 +285,3 @@ def server_places(ranks: int, servers: int) -> list[int]:
     """Return the places of the servers, spread evenly among the ranks."""
     servers = min(servers, ranks)
     return [number * ranks // servers for number in range(servers)]
-

@@ -65,6 +65,9 @@ class Engine:
     compressor: Compressor | None = None
     """The compressor whose output is sent for a bucket; None: the gradients as they are, cut into pieces."""
 
+    whole_buckets: bool = False
+    """True if a long bucket is one message, and not cut into pieces that overlap."""
+
     @property
     def learns(self) -> bool:
         """True if the engine needs some timed steps and a measured network."""
@@ -76,7 +79,7 @@ class Engine:
         return Declaration(
             self.awaits, self.bucket_bytes, self.first_bucket_scale, self.group_key, self.collective, self.servers,
             self.prioritized, self.split_reduce_scatter,
-            None if self.compressor is None else self.compressor.travelling,
+            None if self.compressor is None else self.compressor.travelling, self.whole_buckets,
         )  # fmt: skip
 
 

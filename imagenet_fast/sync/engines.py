@@ -24,7 +24,7 @@ def declare(settings: DeclaredSettings) -> Engine:
         wire_dtype(settings.wire), declared.awaits, declared.bucket_bytes, declared.first_bucket_scale,
         declared.group_key, declared.collective, declared.servers, declared.prioritized,
         settings.bf16_steps if isinstance(settings, CodingTable) else 0, declared.split_reduce_scatter,
-        _compressor(settings),
+        _compressor(settings), declared.whole_buckets,
     )  # fmt: skip
 
 
