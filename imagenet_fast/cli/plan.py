@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from imagenet_fast.cli.options import JsonOption, OptionalRecipeOption, PngOption, SetOption
+from imagenet_fast.cli.options import JsonOption, OptionalRecipeOption, PngOption
 from imagenet_fast.errors import UserError, warn
 
 if TYPE_CHECKING:
@@ -33,7 +33,10 @@ def plan(
     scaling: Annotated[
         Literal["weak", "strong"], typer.Option(help="Keep each GPU's share of the batch, or the global batch.")
     ] = "weak",
-    overrides: SetOption = [],  # noqa: B006
+    overrides: Annotated[
+        list[str],
+        typer.Option("--set", metavar="KEY=VALUE", help="As in train; ENGINE.KEY=VALUE for an engine of --sync."),
+    ] = [],  # noqa: B006
     rows: Annotated[
         bool, typer.Option("--rows", help="Compare the model with published and measured steps instead.")
     ] = False,
@@ -64,12 +67,14 @@ def plan(
     if validate:
         _validate(load_recipe(find_recipe(recipe), overrides=overrides).model.kind, sync, json_file)
         return
+    named = {name.partition(":")[0].strip() for name in (sync or "").split(",")}
+    own = [override for override in overrides if override.partition(".")[0] in named]
     points = parse_sweep(sweep) if sweep is not None else None
-    written = load_recipe(find_recipe(recipe), overrides=overrides)
+    written = load_recipe(find_recipe(recipe), overrides=[other for other in overrides if other not in own])
     machine = load_cluster(cluster)
     try:
         situation = Situation(written, machine, find_device(machine.device, machine.device_batch), scaling)
-        engines = planned_engines(sync, "bf16")
+        engines = planned_engines(sync, "bf16", own)
         figure = _figure(png, points is not None)
         most = gpus or written.ranks
         predicted: list[Planned] = []

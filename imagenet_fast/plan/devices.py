@@ -15,7 +15,7 @@ Model = Literal["alexnet", "alexnet_bn", "resnet18", "resnet50"]
 PROFILES: dict[str, str] = {"alexnet": "alexnet", "alexnet_bn": "alexnet", "resnet50": "resnet50"}
 """The layer profile that gives a model's layers their shares of a step; AlexNet's norms have no parameters."""
 PIXELS = 224
-"""Side of the images for which devices are described; time goes with the area, but not for a few pixels more or less."""
+"""Side of the images for which devices are described; time goes with the area beyond a few pixels more or less."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ DEVICES = {
             ),
         }),
         Device("v100-dgx1", 16, {
-            "resnet50": (Compute(3.6, 0.6819, "fitted", f"to 1403 images/s a GPU of one MLPerf DGX-1 at 208; {_HOST}"),),
+            "resnet50": (Compute(3.6, 0.6819, "fitted", f"to 1403 images/s of one DGX-1 (MLPerf) at 208; {_HOST}"),),
         }),
         Device("v100-dgx2h", 32, {
             "resnet50": (Compute(3.6, 0.6173, "fitted", f"to the MLPerf v0.6 log of one DGX-2H (16 GPUs); {_HOST}"),),
