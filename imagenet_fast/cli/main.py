@@ -28,6 +28,7 @@ from imagenet_fast.cli.options import (
     WeightsRecipeOption,
     in_a_directory,
 )
+from imagenet_fast.cli.plan import plan
 from imagenet_fast.cli.train import evaluate, train
 from imagenet_fast.errors import JobAborted, UserError, exit_with_error
 
@@ -160,6 +161,7 @@ def doctor(
         raise typer.Exit(1)
 
 
+app.command()(plan)
 app.command()(compare)
 app.command()(report)
 app.command()(timeline)
