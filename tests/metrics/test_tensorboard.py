@@ -186,7 +186,7 @@ def test_table_has_what_the_user_set(tmp_path: Path):
     assert "data.sizes" in keys
     rows = rows_of(tmp_path)
     assert (rows["one"]["sync.threshold_mb"], rows["other"]["sync.threshold_mb"]) == (8.0, 32.0)
-    assert rows["sizes"]["data.sizes"] == "[[1, 128]]"
+    assert rows["sizes"]["data.sizes"] == "[[1.0, 128]]"
 
 
 def test_keys_that_were_set_are_those_of_the_command_and_of_the_run_that_resumes(tmp_path: Path):
