@@ -16,8 +16,8 @@ from imagenet_fast.models.initialization import initialize
 from imagenet_fast.models.resnet import BasicBlock, Bottleneck, ResNet
 from imagenet_fast.recipe import schema
 
-_FORMS = 3
-"""Variants in which a block is compiled: training, evaluation, and the smaller last batch of an evaluation."""
+_EVALUATED_FORMS = 2
+"""Variants in which a block is compiled for evaluation: the last batch may be smaller."""
 
 
 def build_model(model: schema.Model, classes: int) -> nn.Module:
@@ -54,19 +54,23 @@ def build_model(model: schema.Model, classes: int) -> nn.Module:
     return network
 
 
-def compile_blocks(model: nn.Module) -> None:
+def compile_blocks(model: nn.Module, sizes: int = 1) -> None:
     """Compile the blocks of ``model`` in place: a ResNet's stem and residual blocks, or AlexNet's two halves.
 
     A model compiled as a whole yields every gradient only at the end of backward, which leaves nothing to overlap
     (pytorch issue 109774). Sizes are compiled as constants. By default torch does so only until it meets a second size.
     It treats all blocks as one function, which is called with images of always different sizes.
+
+    Args:
+        model: The network.
+        sizes: Number of image sizes in training.
     """
     if isinstance(model, ResNet):
         model.compile_stem(dynamic=False)
     pieces = [m for m in model.modules() if isinstance(m, BasicBlock | Bottleneck | CompilableSequential)]
     for piece in pieces:
         piece.compile(dynamic=False)
-    _allow_compilations(_FORMS * len(pieces))
+    _allow_compilations((_EVALUATED_FORMS + sizes) * len(pieces))
 
 
 def _allow_compilations(more: int) -> None:

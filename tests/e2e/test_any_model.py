@@ -112,7 +112,7 @@ def _piped(folder: Path) -> tuple[str, str]:
     world = DistContext(dist.get_rank(), 2, dist.get_rank(), 2, torch.device("cpu"))
     layout = {"pipeline": 2, "micro_batches": 2}
     recipe = recipe_of("timm", "lazy", parallel=layout)
-    model = {"kind": "torchvision", "name": "resnet18"}
+    model = {"kind": "torchvision", "name": "resnet18", "blurpool": "conv_maxpool"}
     known = parse_recipe(
         "test", tables(model=model, parallel=layout, epochs=1, data__train_images=16, checkpoint={"every_minutes": 0})
     )
