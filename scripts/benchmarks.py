@@ -54,7 +54,7 @@ Each table answers one question. Below it are the command, and a link to the JSO
     scripts/benchmarks.sh NAME     # measure one again, and rewrite its table
 
 The machine is shared and noisy: compare rows of one table, not times of two. Notes tell
-[how much figures vary](notes/measuring.md), [what the limits are](notes/limits.md) and
+[how much figures vary](notes/measuring.md), [what is left to the limits](notes/limits.md) and
 [what was tried](notes/tried.md).
 """
 GPUS = """\
