@@ -11,6 +11,7 @@ would be recorded, and every later call of the program would change the live wei
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,6 +43,22 @@ class Hook:
     def __reduce__(self) -> Any:
         """Return what unpickles as a function that does nothing."""
         return _left_out, ()
+
+
+def weak_hook(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return a hook that calls a bound method as long as its object lives.
+
+    Python's garbage collector does not see the hooks that autograd keeps, so a hook on a parameter must not keep the
+    model alive.
+    """
+    known = weakref.WeakMethod(method)
+
+    def call(value: Any) -> None:
+        alive = known()
+        if alive is not None:
+            alive(value)
+
+    return call
 
 
 def settle_before_access(module: nn.Module, settle: Callable[[], None], inside: Callable[[], bool]) -> None:

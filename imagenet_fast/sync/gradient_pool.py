@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from imagenet_fast.sync import loop_checks
-from imagenet_fast.sync.access_hooks import Hook
+from imagenet_fast.sync.access_hooks import Hook, weak_hook
 from imagenet_fast.sync.consistency import compare_models
 from imagenet_fast.sync.deferred_update import DeferredUpdate, Update
 from imagenet_fast.sync.engine import Elements, SyncEngine, SyncStats
@@ -85,11 +85,11 @@ class GradientPool:
         self.model = model
         device = next(iter(trainable.values())).device
         self.topology = topology or Topology(device, group, ranks_per_node)
-        places = GradientBuffer(slots_of(trainable, model), self.topology.line)
-        self.reducer = Reducer(places, self.topology, model)
-        self._due: list[nn.Parameter] = []  # what the last update that was not deferred has updated
+        self.reducer = Reducer(GradientBuffer(slots_of(trainable, model), self.topology.line), self.topology, model)
+        self._due: list[nn.Parameter] = []  # updated by the last update that was not deferred
         loop_checks.register(self.reducer, trainable)
-        self._hooks = [p.register_post_accumulate_grad_hook(self.reducer.on_gradient) for p in trainable.values()]
+        on_gradient = weak_hook(self.reducer.on_gradient)
+        self._hooks = [p.register_post_accumulate_grad_hook(on_gradient) for p in trainable.values()]
         if model is not None:
             self._hooks.append(model.register_forward_pre_hook(Hook(self.reducer.before_forward), prepend=True))
 

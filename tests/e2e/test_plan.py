@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterator
 
@@ -32,6 +33,7 @@ def planned(request: pytest.FixtureRequest) -> Iterator[tuple[Recipe, DistContex
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=recipe.ranks)
     yield recipe, DistContext(0, recipe.ranks, 0, min(8, recipe.ranks), torch.device("cpu"))
     dist.destroy_process_group()
+    gc.collect()  # each has hundreds of MB
 
 
 def test_a_recipe_can_be_trained_at_its_full_size(planned: tuple[Recipe, DistContext]):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import time
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -102,3 +106,29 @@ def test_a_pool_that_is_closed_between_steps_settles():
         pool.close()
         weights.append(state(model))
     assert alike(*weights)
+
+
+def test_a_pool_that_nobody_closes_is_freed_with_its_model():
+    assert run(2, _left_without_close) == [[]] * 2
+
+
+def _left_without_close() -> list[str]:
+    """The engines whose model is still there after everything that a user had of it is gone."""
+    kept = []
+    with unmeasured():
+        for settings in ENGINES:
+            model = Layers()
+            pool, optimizer = pooled(model, settings), sgd(model)
+            for step in range(2):
+                pool.zero_grad()
+                loss_of(model, step).backward()
+                take_step(pool, optimizer, settings)
+            pool.settle()
+            known = weakref.ref(model)
+            del model, pool, optimizer
+            until = time.monotonic() + 10
+            while gc.collect() >= 0 and known() is not None and time.monotonic() < until:
+                time.sleep(0.01)  # sparse's thread may still send what chooses the next chunks
+            if known() is not None:
+                kept.append(repr(settings))
+    return kept
