@@ -94,7 +94,7 @@ class Trainer:
             folder = [out or new_folder(path.stem, "trainer")]
             dist.broadcast_object_list(folder, device=self.world.device)  # its name has the time
             recipe = load_recipe(path, overrides=overrides)
-            job = plan_job(path.stem, recipe, self.world.size, data=root, folder=Path(folder[0]))
+            job = plan_job(path.stem, recipe, self.world.size, data=root, folder=Path(folder[0]), overrides=overrides)
         self.job = job
         self.ending = ending or Ending(job, self.world, None)
         self.outcome: RunResult = self.ending.outcome
