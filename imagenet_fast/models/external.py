@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.recipe.schema import ExternalModel, PythonModel, TimmModel, TorchvisionModel
+from imagenet_fast.recipe.network import ExternalModel, PythonModel, TimmModel, TorchvisionModel
 
 _WITHOUT_AUXILIARIES = {"aux_logits": False, "init_weights": True}
 _OPTIONS = {"googlenet": _WITHOUT_AUXILIARIES, "inception_v3": _WITHOUT_AUXILIARIES}

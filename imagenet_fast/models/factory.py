@@ -15,6 +15,7 @@ from imagenet_fast.models.external import build_external
 from imagenet_fast.models.initialization import initialize
 from imagenet_fast.models.resnet import BasicBlock, Bottleneck, ResNet
 from imagenet_fast.recipe import schema
+from imagenet_fast.recipe.network import PythonModel, TimmModel, TorchvisionModel
 
 _EVALUATED_FORMS = 2
 """Variants in which a block is compiled for evaluation: the last batch may be smaller."""
@@ -43,7 +44,7 @@ def build_model(model: schema.Model, classes: int) -> nn.Module:
                 network = ResNet(BasicBlock, (2, 2, 2, 2), classes, model.zero_init_last_gamma)
             else:
                 network = ResNet(Bottleneck, (3, 4, 6, 3), classes, model.zero_init_last_gamma)
-        case schema.TorchvisionModel() | schema.TimmModel() | schema.PythonModel():
+        case TorchvisionModel() | TimmModel() | PythonModel():
             network = build_external(model, classes)
         case _:
             assert_never(model)

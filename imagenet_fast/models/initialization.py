@@ -8,7 +8,7 @@ from typing import assert_never
 
 from torch import nn
 
-from imagenet_fast.recipe.schema import Init
+from imagenet_fast.recipe.network import Init
 
 
 def initialize(model: nn.Module, rules: Sequence[Init], classes: int) -> None:

@@ -17,7 +17,8 @@ from imagenet_fast.metrics.report import FINAL_WEIGHTS, is_checkpoint, split_che
 from imagenet_fast.models import build_model
 from imagenet_fast.models.external import check_outputs
 from imagenet_fast.models.weights import Weights, fill, fit, read_weights
-from imagenet_fast.recipe.schema import ExternalModel, Model, Recipe
+from imagenet_fast.recipe.network import ExternalModel
+from imagenet_fast.recipe.schema import Model, Recipe
 
 
 def build_initial_model(recipe: Recipe, classes: int, world: DistContext, weights: Weights | None = None) -> nn.Module:

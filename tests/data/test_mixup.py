@@ -23,7 +23,7 @@ def order_of(ranks: int, rank: int, seed: int = 1, first_step: int = 0) -> Train
 def batches(order: TrainSampler, dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, Tensor]]:
     """Of two epochs: image n is n everywhere, of class n mod 7."""
     made = []
-    for _, source in islice(order, 4 * order.batching.accumulation):
+    for _, source, _ in islice(order, 4 * order.batching.accumulation):
         numbers = torch.from_numpy(source)
         images = numbers.to(dtype)[:, None, None, None].expand(-1, 3, 8, 10)
         made.append((images.contiguous(memory_format=torch.channels_last), numbers % CLASSES))

@@ -17,7 +17,8 @@ from imagenet_fast.models import build_model
 from imagenet_fast.models.blurpool import BlurConv2d
 from imagenet_fast.models.weights import Weights, classes_of, fit
 from imagenet_fast.recipe.load import parse_recipe
-from imagenet_fast.recipe.schema import Model, PythonModel, TimmModel, TorchvisionModel
+from imagenet_fast.recipe.network import PythonModel, TimmModel, TorchvisionModel
+from imagenet_fast.recipe.schema import Model
 from imagenet_fast.training.init_weights import build_initial_model
 from tests.conftest import tables
 from tests.spawning import run
