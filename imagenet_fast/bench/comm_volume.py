@@ -16,6 +16,7 @@ from imagenet_fast.cost_model.layer_profile import Profile
 from imagenet_fast.cost_model.stated_link import PAYLOAD, StatedNetwork
 from imagenet_fast.cost_model.step_simulator import LinkModel
 from imagenet_fast.cost_model.units import whole_numbers
+from imagenet_fast.data.progress import measurement_bar
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.engine_table import Collective, Wire
 from imagenet_fast.recipe.sync_config import Sync
@@ -85,10 +86,13 @@ def bench_count(profile: Profile, engines: Sequence[Sync], ranks: str, ranks_per
     sizes, bits_per_s = parse_ranks(ranks, ranks_per_node), parse_rate(link)
     counted = [_countable(settings) for settings in engines]
     rows: list[Count] = []
-    for settings in counted:  # each in its own process, so without the process groups of another
-        rows += in_processes(
-            1, "imagenet_fast.bench.comm_volume", _counts, profile, settings, sizes, ranks_per_node, bits_per_s
-        )[0]
+    with measurement_bar() as show:
+        for number, settings in enumerate(counted):  # each in its own process, so without the process groups of another
+            show(f"counting {settings.kind}", number, len(counted))
+            rows += in_processes(
+                1, "imagenet_fast.bench.comm_volume", _counts, profile, settings, sizes, ranks_per_node, bits_per_s,
+                show=show,
+            )[0]  # fmt: skip
     return rows
 
 

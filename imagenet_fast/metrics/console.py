@@ -45,7 +45,7 @@ class ConsoleSink:
             case "resume":
                 where = " on other ranks or with another layout" if event.values["moved"] else ""
                 gap = _clock(event.values["gap_s"])
-                self._print(f"goes on from the checkpoint of step {event.step}{where}, {gap} after it was written")
+                self._print(f"resumed from the checkpoint of step {event.step}{where}, {gap} after it was written")
             case "train":
                 if self._begun is None:
                     self._begun = (event.step, event.run_s)
@@ -54,7 +54,8 @@ class ConsoleSink:
             case "choice":
                 self._console.print(_choice_table(event.values))
             case "eval":
-                self._evaluations.append((event.run_s, event.values["top1"]))
+                judged = "top1_mirror" if self._latest.get("run/target_mirrored") else "top1"
+                self._evaluations.append((event.run_s, event.values[judged]))
                 self._print(self._evaluation_line(event.values))
             case "end":
                 self.close()
@@ -89,9 +90,10 @@ class ConsoleSink:
     def _evaluation_line(self, values: dict[str, Any]) -> str:
         target = self._latest.get("run/target_top1")
         aim = f", target {target:g} %" if target is not None else ""
+        mirrored = f"with mirror images {values['top1_mirror']:.2f} %  " if "top1_mirror" in values else ""
         return (
             f"epoch {values['epoch']}/{self._latest['run/epochs']}  top-1 {values['top1']:.2f} %  "
-            f"top-5 {values['top5']:.2f} %  (best {self._best():.2f} %{aim})  "
+            f"top-5 {values['top5']:.2f} %  {mirrored}(best {self._best():.2f} %{aim})  "
             f"{values['images']} images in {values['eval_s']:.1f} s, run {_clock(self._latest['run_s'])}"
         )
 
@@ -156,14 +158,16 @@ class ConsoleSink:
             "speed": f"{outcome['images_per_s']:.0f} img/s",
             "waited for data": f"{number(outcome['data_wait_pct'], '.1f')} % of training",
             "top-1 / top-5": f"{number(outcome['top1'], '.2f')} / {number(outcome['top5'], '.2f')} %",
-            "sent": f"{outcome['sent_bytes_per_step'] / 1e6:.2f} MB a step and rank",
+            "sent": f"{outcome['sent_bytes_per_step'] / 1e6:.2f} MB per step and rank",
             "run": folder,
             "look at it": f"tensorboard --logdir {folder}",
         }
+        if outcome.get("top1_mirror") is not None:
+            rows["mirror averaged"] = f"{outcome['top1_mirror']:.2f} / {number(outcome['top5_mirror'], '.2f')} %"
         if skipped := self._latest.get("precision/skipped_steps"):
             rows["skipped"] = f"{skipped} of {outcome['steps']} steps, since gradients overflowed"
         if outcome["resumed"]:
-            rows["not counted"] = f"{_clock(outcome['gap_s'])} between a checkpoint and going on from it"
+            rows["not counted"] = f"{_clock(outcome['gap_s'])} between checkpoints and resuming from them"
         self._print(_verdict(outcome))
         for label, value in rows.items():
             self._print(f"  {label:<17} {value}")
@@ -173,12 +177,13 @@ class ConsoleSink:
 
 def _verdict(outcome: dict[str, Any]) -> str:
     """Return one sentence on how the run ended."""
-    target = outcome["target_top1"]
+    target, mirrored = outcome["target_top1"], outcome.get("target_mirrored", False)
+    top1, what = (outcome["top1_mirror" if mirrored else "top1"], "top-1 with mirror images" if mirrored else "top-1")
     match outcome["status"]:
         case "reached":
-            return f"Target reached: top-1 {outcome['top1']:.2f} % of {target:g} % after {outcome['epochs']} epochs."
+            return f"Target reached: {what} {top1:.2f} % of {target:g} % after {outcome['epochs']} epochs."
         case "finished" if target is not None:
-            return f"Trained to the end without reaching {target:g} % top-1 (last {number(outcome['top1'], '.2f')} %)."
+            return f"Trained to the end without reaching {target:g} % {what} (last {number(top1, '.2f')} %)."
         case "finished":
             return "Trained to the end; the recipe has no target."
         case "preempted" | "interrupted" if message := outcome["message"]:
@@ -197,7 +202,7 @@ def _choice_table(values: dict[str, Any]) -> Table:
         (engine, f"{ms:.1f}", "taken" if engine == values["engine"] else "" if values["exact"][engine] else "not exact")
         for engine, ms in sorted(values["predicted_ms"].items(), key=lambda item: item[1])
     ]
-    return compact_table(("engine",), ("predicted ms a step", ""), rows)
+    return compact_table(("engine",), ("predicted ms/step", ""), rows)
 
 
 def _pair(label: str, value: str) -> str:

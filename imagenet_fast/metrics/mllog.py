@@ -88,7 +88,7 @@ class MLLog:
     def _begin(self, train_images: int, val_images: int, steps_per_epoch: int, ago_s: float) -> None:
         """Log a run that began ``ago_s`` seconds ago; the start of the ranks before that is not timed."""
         recipe, optim, schedule = self._recipe, self._recipe.optim, self._recipe.schedule
-        name = recipe.model.kind
+        name = recipe.model.label
         points: dict[str, Any] = {
             "cache_clear": False,
             "submission_benchmark": "resnet" if name == "resnet50" else name,
@@ -112,7 +112,8 @@ class MLLog:
                 "lars_opt_weight_decay": optim.weight_decay,
             }
             if isinstance(schedule, Polynomial):
-                decay = (recipe.epochs - schedule.warmup_epochs) * steps_per_epoch
+                warmup = schedule.warmup_epochs if schedule.decay_from == "warmup" else 0.0
+                decay = (recipe.epochs - warmup) * steps_per_epoch
                 points |= {
                     "lars_opt_end_learning_rate": schedule.end_lr,
                     "lars_opt_learning_rate_decay_poly_power": schedule.power,

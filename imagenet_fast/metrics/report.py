@@ -31,6 +31,9 @@ In them engines watch steps, measure the network and plan.
 FINAL_WEIGHTS = Path("checkpoints") / "final.safetensors"
 """Path of the final weights inside the directory of a finished run."""
 
+EVENT_FILES = "events.out.tfevents.*"
+"""Pattern of the names of TensorBoard's files in a run directory."""
+
 
 @dataclass(frozen=True)
 class PastRun:
@@ -196,6 +199,7 @@ def report_table(runs: list[PastRun]) -> Table:
     Columns that are empty for all runs are left out. Names are folded if the terminal is too narrow.
 
     - top-1 %: validation accuracy.
+    - mirror %: accuracy by the mean logits of each image and its mirror image.
     - loss: of the last log interval.
     - target s: seconds to the target.
     - steps: steps done.
@@ -222,6 +226,7 @@ def _numbers(run: PastRun) -> dict[str, str]:
     link_MB = run.by_step("sync", "link_MB", SETTLING_STEPS)
     return {
         "top-1 %": number(outcome.top1 if outcome else run.last("top1", "eval"), ".2f"),
+        "mirror %": number(outcome.top1_mirror if outcome else run.last("top1_mirror", "eval"), ".2f"),
         "loss": number(run.last("loss", "train"), ".4f"),
         "target s": number(outcome.time_to_accuracy_s if outcome else None, ".1f"),
         "steps": number(outcome.steps if outcome else run.last("step"), "d"),

@@ -10,6 +10,9 @@ from typing import assert_never
 from torch import nn
 
 from imagenet_fast.models.alexnet import AlexNet, AlexNetBN, CompilableSequential
+from imagenet_fast.models.blurpool import add_blurpool
+from imagenet_fast.models.external import build_external
+from imagenet_fast.models.initialization import initialize
 from imagenet_fast.models.resnet import BasicBlock, Bottleneck, ResNet
 from imagenet_fast.recipe import schema
 
@@ -25,6 +28,9 @@ def build_model(model: schema.Model, classes: int) -> nn.Module:
     Args:
         model: The recipe's model table.
         classes: Number of classes.
+
+    Raises:
+        UserError: A network defined elsewhere cannot be built.
     """
     network: nn.Module
     match model:
@@ -37,8 +43,14 @@ def build_model(model: schema.Model, classes: int) -> nn.Module:
                 network = ResNet(BasicBlock, (2, 2, 2, 2), classes, model.zero_init_last_gamma)
             else:
                 network = ResNet(Bottleneck, (3, 4, 6, 3), classes, model.zero_init_last_gamma)
+        case schema.TorchvisionModel() | schema.TimmModel() | schema.PythonModel():
+            network = build_external(model, classes)
         case _:
             assert_never(model)
+    if model.blurpool != "off":
+        add_blurpool(network, model.blurpool)
+    if model.init:
+        initialize(network, model.init, classes)
     return network
 
 

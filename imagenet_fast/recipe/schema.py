@@ -14,8 +14,35 @@ from imagenet_fast.recipe.data_config import Data
 from imagenet_fast.recipe.parallel_config import Parallel, chunks_of
 from imagenet_fast.recipe.sync_config import Sync
 
+Init = Literal["kaiming_normal", "bn_uniform", "linear_log_constant_bias"]
+"""Rule that initialises some weights of any network; the names are Composer's."""
 
-class AlexNet(Table):
+
+class Network(Table):
+    """Settings of every network."""
+
+    blurpool: Literal["off", "conv", "conv_maxpool"] = "off"
+    """Layers that blur their input before they subsample it, against aliasing (BlurPool, Zhang 2019).
+
+    ``conv``: strided convolutions of at least 16 channels, as in FFCV. ``conv_maxpool``: strided max pooling too, as in
+    Composer. Names of weights stay the same.
+    """
+    init: tuple[Init, ...] = ()
+    """Rules that initialise weights instead of the network's own, one after the other.
+
+    ``kaiming_normal``: weights of convolutions and linear layers, by their inputs. ``bn_uniform``: scales of batch
+    norms, between 0 and 1. ``linear_log_constant_bias``: the last layer's biases, -log(classes), which suits ``loss`` =
+    ``bce``.
+    """
+
+    @property
+    def label(self) -> str:
+        """Name of the network in tables and logs."""
+        name: str = getattr(self, "name", "") or getattr(self, "kind")  # noqa: B009  (subclasses have them)
+        return name
+
+
+class AlexNet(Network):
     """torchvision's AlexNet (Krizhevsky's "one weird trick" variant, 61.1 M parameters)."""
 
     sharded_width: ClassVar[int] = 4096
@@ -28,7 +55,7 @@ class AlexNet(Table):
     """Dropout probability, from 0 to below 1."""
 
 
-class AlexNetBN(Table):
+class AlexNetBN(Network):
     """AlexNet with batch norm, as trained in the large-batch papers.
 
     ``pool5_norm`` is as in Jia et al. 2018.
@@ -44,7 +71,7 @@ class AlexNetBN(Table):
     """Whether to add a batch norm after the last pooling layer, pool5."""
 
 
-class ResNet(Table):
+class ResNet(Network):
     """torchvision's ResNet-18 or ResNet-50."""
 
     sharded_width: ClassVar[int] = 0
@@ -59,7 +86,44 @@ class ResNet(Table):
         return {"resnet18": 11, "resnet50": 19}[self.kind]
 
 
-Model = Annotated[AlexNet | AlexNetBN | ResNet, Field(discriminator="kind")]
+class _External(Network):
+    """A network that is defined elsewhere."""
+
+    sharded_width: ClassVar[int] = 0
+    most_stages: ClassVar[int] = 1000
+
+    name: str
+    """Name of the network.
+
+    ``torchvision``, ``timm``: as in their lists of models. ``python``: a function, as ``my_package.models:build``, that
+    is called with the number of classes and returns a torch.nn.Module.
+    """
+    options: dict[str, bool | int | float | str] = Field(default={})
+    """Keyword arguments for the function that builds the network, such as ``dropout``."""
+
+
+class TorchvisionModel(_External):
+    """Any classifier of torchvision, with fresh weights."""
+
+    kind: Literal["torchvision"]
+
+
+class TimmModel(_External):
+    """Any model of timm (the extra ``timm``), with fresh weights."""
+
+    kind: Literal["timm"]
+
+
+class PythonModel(_External):
+    """A network that a function of your own builds."""
+
+    kind: Literal["python"]
+
+
+ExternalModel = TorchvisionModel | TimmModel | PythonModel
+"""A network that is defined elsewhere."""
+
+Model = Annotated[AlexNet | AlexNetBN | ResNet | ExternalModel, Field(discriminator="kind")]
 
 
 class Full(Table):
@@ -95,7 +159,7 @@ Precision = Annotated[Full | TensorFloat | BFloat16 | Float16, Field(discriminat
 
 
 class Sgd(Table):
-    """SGD with momentum. Biases and norm layers are not decayed."""
+    """SGD with momentum."""
 
     kind: Literal["sgd"]
     lr: PositiveFloat
@@ -106,6 +170,13 @@ class Sgd(Table):
     """Whether to use Nesterov momentum."""
     weight_decay: NonNegativeFloat
     """Weight decay; 0: none."""
+    decay_all: bool = False
+    """Whether biases and norm layers are decayed too."""
+    decoupled: bool = False
+    """Whether weight decay is decoupled from the gradient and from the peak rate (Loshchilov and Hutter).
+
+    Each step then multiplies weights by 1 - ``weight_decay`` x (rate / ``lr``), as Composer's DecoupledSGDW does.
+    """
 
 
 class Lars(Table):
@@ -139,23 +210,34 @@ Optim = Annotated[Sgd | Lars, Field(discriminator="kind")]
 
 
 class Warmup(Table):
-    """A learning rate that rises linearly from ``start_lr`` to the optimiser's ``lr`` over ``warmup_epochs``."""
+    """A learning rate that rises from ``start_lr`` to the optimiser's ``lr`` over ``warmup_epochs``."""
 
     warmup_epochs: NonNegativeFloat = 0.0
     """Length of the warm-up, in epochs, at most ``epochs``; 0: no warm-up."""
     start_lr: NonNegativeFloat = 0.0
     """Learning rate from which the warm-up rises."""
+    warmup_power: PositiveFloat = 1.0
+    """Exponent of the warm-up, above 0: the rate above ``start_lr`` rises as (t/T)^warmup_power.
+
+    1: linearly. 2: quadratically, as in NVIDIA Caffe.
+    """
 
 
 class Polynomial(Warmup):
     """Polynomial decay from the optimiser's ``lr`` down to ``end_lr``.
 
-    The rate above ``end_lr`` falls as (1 - t/T)^power, where t and T are counted after the warm-up.
+    The rate above ``end_lr`` falls as (1 - t/T)^power, where t and T are counted from ``decay_from``.
     """
 
     kind: Literal["polynomial"]
     power: PositiveFloat = 2.0
     """Exponent of the decay; above 0."""
+    decay_from: Literal["warmup", "start"] = "warmup"
+    """Step from which the decay is counted.
+
+    ``warmup``: the end of the warm-up, as in MLPerf. ``start``: the first step, as in Caffe; then the rate drops at the
+    end of the warm-up to what the decay has reached by then.
+    """
     end_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of training."""
 
@@ -231,10 +313,17 @@ class Recipe(Table):
 
     Training stops at the first evaluation that reaches it. Absent: train to the end.
     """
+    target_mirrored: bool = False
+    """Whether ``target_top1`` is compared with the accuracy of ``eval_mirror`` instead of the plain one."""
     eval_every: PositiveInt = 1
     """Epochs between evaluations; the last epoch is always evaluated."""
     first_eval: PositiveInt | None = None
     """First epoch, from 1, that is followed by an evaluation; absent: ``eval_every``."""
+    eval_mirror: bool = False
+    """Whether evaluations also report the accuracy of an image's and its mirror image's mean logits.
+
+    It is reported beside the plain accuracy and takes another forward of each image.
+    """
     log_every: PositiveInt = 10
     """Steps between log lines."""
     nonfinite_steps: NonNegativeInt = 5
@@ -245,6 +334,8 @@ class Recipe(Table):
     """
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1
     """Seed of weights, data order and augmentation; from 0 to below 2**31."""
+    loss: Literal["cross_entropy", "bce"] = "cross_entropy"
+    """Loss: cross-entropy, or ``bce``, the sum of the classes' binary cross-entropies."""
     label_smoothing: Fraction = 0.0
     """Label smoothing, from 0 to below 1; 0: off."""
     clip_norm: NonNegativeFloat = 0.0
@@ -283,9 +374,15 @@ class Recipe(Table):
         """Check settings of different tables against each other, and fill in derived sync settings."""
         if self.schedule.warmup_epochs > self.epochs:
             raise ValueError(f"schedule.warmup_epochs ({self.schedule.warmup_epochs}) exceeds epochs ({self.epochs})")
-        smallest = {"alexnet": 63, "alexnet_bn": 67}.get(self.model.kind, 32)
+        if self.target_mirrored and not self.eval_mirror:
+            raise ValueError("target_mirrored is for eval_mirror, which is off; set eval_mirror to true")
+        if self.compile and isinstance(self.model, ExternalModel):
+            raise ValueError(
+                f"compile true compiles known blocks, and model.kind '{self.model.kind}' has none; set compile to false"
+            )
+        smallest = {"alexnet": 63, "alexnet_bn": 67, "resnet18": 32, "resnet50": 32}.get(self.model.kind, 1)
         sizes = {"image_size": self.data.image_size, "eval_size": self.data.evaluated_size}
-        sizes |= {f"sizes from epoch {epoch} on": size for epoch, size in self.data.sizes}
+        sizes |= {f"sizes from epoch {epoch:g} on": size for epoch, size in self.data.sizes}
         for key, size in sizes.items():
             if size < smallest:
                 raise ValueError(f"data.{key} ({size}) is too small for {self.model.kind}, which needs {smallest}")

@@ -24,6 +24,7 @@ from imagenet_fast.sync import GradientSync, attach
 from imagenet_fast.sync.trace import TracedSteps
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.ema import ModelEma
+from imagenet_fast.training.loss import build_loss
 from imagenet_fast.training.meter import Meter
 from imagenet_fast.training.nonfinite import NonFiniteCounter, trace_nonfinite
 from imagenet_fast.training.optimizers import build_optimizer, total_norm
@@ -219,7 +220,7 @@ def _backpropagation(
 
     It returns what these images add to the mean loss of a step.
     """
-    mean = nn.CrossEntropyLoss(label_smoothing=recipe.label_smoothing)
+    mean = build_loss(recipe.loss, recipe.label_smoothing)
 
     def criterion(logits: Tensor, labels: Tensor) -> Tensor:
         loss: Tensor = mean(logits, labels) / batching.accumulation
