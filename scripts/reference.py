@@ -27,6 +27,8 @@ from imagenet_fast.bench.optimizer_kernels import StepKernels
 from imagenet_fast.bench.pipeline import PipelineTime
 from imagenet_fast.bench.train_step import StepTime
 from imagenet_fast.cli.main import app
+from imagenet_fast.plan.prediction import Planned
+from imagenet_fast.plan.rows import Row
 from imagenet_fast.recipe.key_reference import Key, recipe_keys
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
@@ -55,6 +57,8 @@ ROWS: dict[str, type] = {
     "kernels": StepKernels,
 }
 """The rows that each benchmark writes."""
+PLAN_ROWS: dict[str, type] = {"plan": Planned, "plan --rows": Row}
+"""The rows that predictions write."""
 
 
 def recipe_page() -> str:
@@ -87,12 +91,13 @@ def commands_page() -> str:
 def rows_page() -> str:
     """Return the page of the rows that ``bench --json`` writes."""
     lines = [
-        "# Rows of bench", "", GENERATED, "",
+        "# Rows of bench and plan", "", GENERATED, "",
         "`--json FILE` writes a list of rows, one object each. Names end in their unit: `_s` is seconds, `_bytes` is",
         "bytes. Times are medians over interleaved rounds, unless their text says otherwise.", "",
     ]  # fmt: skip
-    for command, row in ROWS.items():
-        lines += [f"## `imagenet-fast bench {command}`", "", _prose(inspect.getdoc(row) or ""), ""]
+    named = {f"bench {command}": row for command, row in ROWS.items()} | PLAN_ROWS
+    for command, row in named.items():
+        lines += [f"## `imagenet-fast {command}`", "", _prose(inspect.getdoc(row) or ""), ""]
         lines += ["| field | type | meaning |", "|---|---|---|"]
         meanings = _attribute_docstrings(row)
         lines += [

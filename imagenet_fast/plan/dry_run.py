@@ -93,6 +93,8 @@ def _warnings(situation: Situation, row: Planned, micro_batch: int) -> Iterator[
         )
     if given.images_per_s is None:
         yield "input.images_per_s of the cluster is unknown, so a slow input is not seen; measure it by `bench data`"
+    if situation.recipe.data.sizes:
+        yield "images grow with the epochs (data.sizes), and steps are predicted at the last size: training is faster"
     layers = len(device.layers(situation.recipe.model.kind).layers)
     micro_s = row.compute_s * micro_batch / row.batch
     if device.on_gpu and layers * HOST_S > micro_s:

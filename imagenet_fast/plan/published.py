@@ -85,7 +85,7 @@ PUBLISHED = (
     ),
     Published(
         "GradientFlow ResNet-50", "gradientflow-v", 512, 128, 249.0, _RESNET, LazySync(),
-        left="84.8 % is not communication, of which 0.1 % is exposed: input, evaluation or the host are not modelled",
+        left="84.8 % is not communication, 1 % at most is exposed: input and evaluation are not modelled",
     ),
     Published(
         "systems of the day, AlexNet", "gradientflow-v", 64, 128, 993.0, _ALEXNET,

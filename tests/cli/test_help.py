@@ -22,7 +22,7 @@ def test_help_needs_neither_torch_nor_pydantic():
     modules = {line.rpartition("|")[2].strip() for line in imported.stderr.splitlines()}
     assert "imagenet_fast.cli.main" in modules
     assert not modules & {"torch", "pydantic", "numpy", "rich.live"}
-    for command in ("train", "eval", "export", "recipes", "report", "bench", "data", "launch"):
+    for command in ("train", "eval", "export", "recipes", "plan", "report", "bench", "data", "launch"):
         assert command in imported.stdout
 
 
@@ -41,6 +41,6 @@ def test_completion_names_commands_and_options():
 
 def test_recipes_are_listed_and_shown():
     table = imagenet_fast("recipes", COLUMNS="80").stdout
-    assert re.search(r"alexnet-512gpu +alexnet_bn +lars +lazy +dp +512 +65536 +95 +58.7 %", table)
+    assert re.search(r"alexnet-512gpu +alexnet_bn +lars +dear +dp +512 +65536 +95 +58.7 %", table)
     assert re.search(r"alexnet-4host +alexnet_bn +sgd +hybrid +tp4 +4 +512 +100 +60.1 %", table)
     assert imagenet_fast("recipes", "show", "demo").stdout == (ROOT / "recipes" / "demo.toml").read_text()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from imagenet_fast.cost_model.layer_profile import load_profile, save_profile
 from imagenet_fast.errors import UserError
 from imagenet_fast.plan.cluster import cluster_names, load_cluster
 from imagenet_fast.plan.devices import DEVICES, find_device
@@ -77,3 +78,12 @@ def test_unknown_devices_are_refused():
         DEVICES["h100"].compute("alexnet")
     with pytest.raises(UserError, match="resnet18 has no layer profile"):
         DEVICES["h100"].compute("resnet18")
+
+
+def test_a_recorded_profile_is_a_device(tmp_path: Path):
+    file = tmp_path / "mine.json"
+    save_profile(load_profile("resnet50").lasting(0.2), file)
+    with pytest.raises(UserError, match="write the images of its step as device_batch"):
+        find_device(str(file), None)
+    (compute,) = find_device(str(file), 100).compute("resnet50")
+    assert (compute.seconds(100), compute.kind) == (pytest.approx(0.2, rel=1e-3), "measured")

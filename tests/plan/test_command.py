@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from imagenet_fast.cli.main import app
+from imagenet_fast.plan.cluster import cluster_folder
 from tests.e2e.command import imagenet_fast
 
 ASKED = {
@@ -58,6 +59,14 @@ def test_published_rows_as_json(tmp_path: Path):
 
 def test_a_small_batch_is_warned_of():
     assert "the host sets the pace" in printed("--recipe", "resnet50-512gpu", "--set", "global_batch=8192")
+
+
+def test_an_input_that_cannot_keep_up_is_warned_of(tmp_path: Path):
+    file = tmp_path / "slow.toml"
+    shipped = (cluster_folder() / "gradientflow-v.toml").read_text()
+    file.write_text(shipped.replace('images_per_s = "unknown"', "images_per_s = 1000"))
+    text = printed("--recipe", "alexnet-512gpu", "--cluster", str(file), "--sync", "lazy")
+    assert "the input gives 1,000 images/s a node, and" in text
 
 
 def test_no_torch_is_imported():
