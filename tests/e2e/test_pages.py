@@ -92,7 +92,21 @@ RUN_BY: tuple[tuple[str, Here | By], ...] = (
         By("tests/e2e/test_compare.py::test_compare_shows_finished_runs_after_a_failure"),
     ),
     (r"imagenet-fast compare ", PLANNED),
+    (
+        r"imagenet-fast report .*--reference",
+        By("tests/metrics/test_reference.py::test_the_command_prints_a_line_a_run_and_the_source"),
+    ),
     (r"imagenet-fast report .*runs/(first|faster)", Here(long=True)),
+    (r"imagenet-fast timeline .*\.json", By("tests/metrics/test_timeline.py::test_the_picture_s_areas_are_the_times")),
+    (
+        r"imagenet-fast timeline ",
+        By(
+            "tests/metrics/test_timeline.py::test_the_step_of_median_length_is_taken_and_a_run_has_its_directory_s_name"
+        ),
+    ),
+    (r"imagenet-fast plan .*--(rows|validate)", By("tests/plan/test_command.py::test_published_rows_as_json")),
+    (r"imagenet-fast plan .*--(sweep|png)", By("tests/plan/test_command.py::test_rows_and_picture_of_a_sweep")),
+    (r"imagenet-fast plan ", Here()),
     (r"imagenet-fast report ", By("tests/e2e/test_compare.py")),
     (
         r"imagenet-fast eval ",

@@ -88,7 +88,7 @@ def trained(folder: Path, stop: int) -> tuple[Seen, dict[str, Tensor]]:
 
     def batches() -> Iterator[Batch]:
         """In the order that a loader is given."""
-        for _, numbers in trainer.data.train_order:
+        for _, numbers, *_ in trainer.data.train_order:
             if not seen or seen[-1][0] != state.step + 1:
                 seen.append((state.step + 1, []))
             seen[-1][1].extend(numbers.tolist())
