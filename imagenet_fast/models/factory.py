@@ -10,6 +10,7 @@ from typing import assert_never
 from torch import nn
 
 from imagenet_fast.models.alexnet import AlexNet, AlexNetBN, CompilableSequential
+from imagenet_fast.models.cifarnet import CifarNet, ConvGroup
 from imagenet_fast.models.resnet import BasicBlock, Bottleneck, ResNet
 from imagenet_fast.recipe import schema
 
@@ -37,13 +38,17 @@ def build_model(model: schema.Model, classes: int) -> nn.Module:
                 network = ResNet(BasicBlock, (2, 2, 2, 2), classes, model.zero_init_last_gamma)
             else:
                 network = ResNet(Bottleneck, (3, 4, 6, 3), classes, model.zero_init_last_gamma)
+        case schema.CifarNet():
+            network = CifarNet(classes, model.widths)
         case _:
             assert_never(model)
     return network
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Compile the blocks of ``model`` in place: a ResNet's stem and residual blocks, or AlexNet's two halves.
+    """Compile the blocks of ``model`` in place.
+
+    These are a ResNet's stem and residual blocks, AlexNet's two halves, or a CifarNet's groups of convolutions.
 
     A model compiled as a whole yields every gradient only at the end of backward, which leaves nothing to overlap
     (pytorch issue 109774). Sizes are compiled as constants. By default torch does so only until it meets a second size.
@@ -51,7 +56,7 @@ def compile_blocks(model: nn.Module) -> None:
     """
     if isinstance(model, ResNet):
         model.compile_stem(dynamic=False)
-    pieces = [m for m in model.modules() if isinstance(m, BasicBlock | Bottleneck | CompilableSequential)]
+    pieces = [m for m in model.modules() if isinstance(m, BasicBlock | Bottleneck | CompilableSequential | ConvGroup)]
     for piece in pieces:
         piece.compile(dynamic=False)
     _allow_compilations(_FORMS * len(pieces))

@@ -59,7 +59,21 @@ class ResNet(Table):
         return {"resnet18": 11, "resnet50": 19}[self.kind]
 
 
-Model = Annotated[AlexNet | AlexNetBN | ResNet, Field(discriminator="kind")]
+class CifarNet(Table):
+    """The network of airbench's fastest CIFAR-10 trainings (Jordan, arXiv 2404.00498).
+
+    Its first layer whitens patches, by weights computed from training images when a run begins.
+    """
+
+    sharded_width: ClassVar[int] = 0
+    most_stages: ClassVar[int] = 5
+
+    kind: Literal["cifarnet"]
+    widths: tuple[PositiveInt, PositiveInt, PositiveInt] = (64, 256, 256)
+    """Channels of the three groups of convolutions."""
+
+
+Model = Annotated[AlexNet | AlexNetBN | ResNet | CifarNet, Field(discriminator="kind")]
 
 
 class Full(Table):

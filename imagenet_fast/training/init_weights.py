@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -15,11 +16,15 @@ from imagenet_fast.distributed.reductions import broadcast_error, broadcast_mode
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.report import FINAL_WEIGHTS, is_checkpoint, split_checkpoint, weights_file
 from imagenet_fast.models import build_model
+from imagenet_fast.models.cifarnet import CifarNet
 from imagenet_fast.models.weights import Weights, fill, fit, read_weights
 from imagenet_fast.recipe.schema import Model, Recipe
 
 
-def build_initial_model(recipe: Recipe, classes: int, world: DistContext, weights: Weights | None = None) -> nn.Module:
+def build_initial_model(
+    recipe: Recipe, classes: int, world: DistContext, weights: Weights | None = None,
+    examples: Callable[[], Iterable[Tensor]] | None = None,
+) -> nn.Module:  # fmt: skip
     """Build the recipe's model on this rank's device, with rank 0's weights on every rank.
 
     Args:
@@ -27,11 +32,15 @@ def build_initial_model(recipe: Recipe, classes: int, world: DistContext, weight
         classes: Number of classes.
         world: This rank and its process group.
         weights: Result of ``load_initial_weights``; None on rank 0: fresh weights.
+        examples: Returns batches of training images, from which fresh weights that depend on images are computed. Only
+            called on rank 0, and only for such a model. None: those weights are random.
     """
     torch.manual_seed(recipe.seed)
     model = build_model(recipe.model, classes)
     if weights is not None:
         fill(model, weights)
+    elif isinstance(model, CifarNet) and examples is not None and world.is_main:
+        model.set_whitening(examples())
     model = model.to(world.device)
     if recipe.channels_last:
         model = model.to(memory_format=torch.channels_last)
