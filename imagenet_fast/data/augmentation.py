@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,12 +42,13 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class Augmentation:
-    """A crop to a random window, and a horizontal flip of half of the images if ``flip``."""
+    """A crop to a random window, and a horizontal flip of half of the images unless ``flip`` is False."""
 
     seed: int
     area: tuple[float, float]
     """Smallest and largest share of the image's area that a window covers."""
-    flip: bool
+    flip: bool | Literal["alternate"]
+    """"alternate": flip those images that were not flipped in the epoch before."""
     side: float | None = None
     """Side of square windows, as a share of the image's shorter side; None: windows are drawn by ``area``."""
     padding: int | None = None
@@ -60,7 +61,11 @@ class Augmentation:
             The numbers that ``window`` takes, float64 [n, 22], and whether each image is flipped, bool [n].
         """
         numbers = uniforms(_WINDOW_NUMBERS + 1, "augmentation", self.seed, batch.epoch, of=batch.images)
-        return numbers[:, :-1], self.flip & (numbers[:, -1] < 0.5)
+        flips = numbers[:, -1] < 0.5
+        if self.flip == "alternate":
+            first = uniforms(1, "flip", self.seed, of=batch.images)[:, 0] < 0.5
+            flips = first ^ (batch.epoch % 2 == 1)
+        return numbers[:, :-1], flips & bool(self.flip)
 
     def window(self, height: int, width: int, numbers: Sequence[float]) -> Window:
         """Choose the crop window of one image.

@@ -98,7 +98,7 @@ class DaliLoader:
     def _begin(self, batch: BatchIndices) -> tuple[_Given, list[Job]]:
         """Allocate a batch and return it with the jobs that fill it, at most one per reader thread."""
         self._images.expect(batch.images)
-        shown_at = resolution(self._data, self._order, batch.epoch)
+        shown_at = resolution(self._data, self._order, batch)
         given = _Given(batch, shown_at, self._chance is not None, pinned=self._device.type == "cuda")
         count = len(batch.images)
         share = -(-count // self._readers)
@@ -106,7 +106,7 @@ class DaliLoader:
 
     def _fill(self, given: _Given, places: range) -> Job:
         """Fill the slots ``places`` of a batch with encoded images, labels and crops, one image per step."""
-        batch = BatchIndices(given.batch.epoch, given.batch.images[places])
+        batch = given.batch._replace(images=given.batch.images[places])
         numbers, labels = None, given.labels.numpy()
         if self._chance is not None:
             numbers, given.flips[places] = self._chance.draw(batch)

@@ -276,6 +276,6 @@ class SyntheticLoader:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield images uint8 [n, 3, S, S] in channels_last memory, and labels int64 [n]."""
         device = self._images.device
-        for _, indices in self._order:
+        for _, indices, _ in self._order:
             chosen = torch.from_numpy(indices).to(device, non_blocking=True)
             yield self._images[chosen % _BANK], chosen % self._classes

@@ -20,6 +20,8 @@ class BatchIndices(NamedTuple):
 
     epoch: int
     images: Indices
+    done: float = 0.0
+    """Share of the epoch's steps that were taken before this batch's, from 0 to below 1."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class TrainSampler:
                 start = step * self.batching.global_batch
                 batch = order[start : start + self.batching.global_batch]
                 for images in batch.reshape(split)[self.rank % self.batching.readers]:
-                    yield BatchIndices(epoch, images)
+                    yield BatchIndices(epoch, images, step / self.steps_per_epoch)
             epoch, begin = epoch + 1, 0
 
 
@@ -97,7 +99,7 @@ Order = TrainSampler | EvalSampler
 
 
 class Resolution(NamedTuple):
-    """The size of the images of an epoch, in pixels."""
+    """The size of the images of a step, in pixels."""
 
     size: int
     """Side of the square image that the network receives."""
@@ -105,13 +107,19 @@ class Resolution(NamedTuple):
     """Shorter side of the whole image before a central crop."""
 
 
-def resolution(data: ImageData, order: Order, epoch: int) -> Resolution:
-    """Return the resolution of the images in ``order`` in ``epoch``, counted from 0.
+def resolution(data: ImageData, order: Order, batch: BatchIndices) -> Resolution:
+    """Return the resolution of the images of ``batch`` in ``order``.
 
     Progressive resizing follows Howard ("Training Imagenet in 3 hours for USD 25; and CIFAR10 for USD 0.26", fast.ai,
-    2018).
+    2018). With ``size_multiple`` it follows Composer's ProgressiveResizing, which rounds a linear ramp.
     """
     if not isinstance(order, TrainSampler):
         return Resolution(data.evaluated_size, data.resize)
-    size = next((size for begin, size in reversed(data.sizes) if begin <= epoch + 1), data.image_size)
+    now = 1 + batch.epoch + batch.done
+    passed = [knot for knot in data.sizes if knot[0] <= now]
+    size = passed[-1][1] if passed else data.image_size
+    if passed and data.size_multiple and len(passed) < len(data.sizes):
+        (begin, smaller), (end, larger) = passed[-1], data.sizes[len(passed)]
+        exact = smaller + (larger - smaller) * (now - begin) / (end - begin)
+        size = round(exact / data.size_multiple) * data.size_multiple
     return Resolution(size, data.resize * size // data.image_size)

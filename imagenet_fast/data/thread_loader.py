@@ -71,14 +71,14 @@ class FolderLoader:
         """
         self._images.expect(batch.images)
         count, pinned = len(batch.images), self._device.type == "cuda"
-        size, _ = resolution(self._data, self._order, batch.epoch)
+        size, _ = resolution(self._data, self._order, batch)
         shape = (count, size, size, 3)
         pixels = torch.empty(shape, dtype=torch.uint8, pin_memory=True) if pinned else fresh(shape, torch.uint8)
         labels = torch.empty(count, dtype=torch.int64, pin_memory=pinned)
         share = -(-count // self._threads)
         parts = [slice(begin, begin + share) for begin in range(0, count, share)]
         pieces = [
-            self._fill(BatchIndices(batch.epoch, batch.images[part]), pixels.numpy()[part], labels.numpy()[part])
+            self._fill(batch._replace(images=batch.images[part]), pixels.numpy()[part], labels.numpy()[part])
             for part in parts
         ]
         return (pixels, labels), pieces
@@ -86,7 +86,7 @@ class FolderLoader:
     def _fill(self, batch: BatchIndices, places: Pixels, labels: NDArray[np.int64]) -> Job:
         """Fill ``places`` and ``labels`` with a part of a batch, one image per step."""
         chances = repeat(None) if self._chance is None else zip(*self._chance.draw(batch), strict=True)
-        shown_at = resolution(self._data, self._order, batch.epoch)
+        shown_at = resolution(self._data, self._order, batch)
         unflipped = np.empty(places.shape[1:], dtype=np.uint8)
         for number, (index, chance) in enumerate(zip(batch.images.tolist(), chances, strict=False)):
             shown = self._substitution.usable(index, batch.epoch, self._pixels_of)

@@ -28,6 +28,7 @@ from imagenet_fast.training.precision import autocast, forward_dtype, set_float3
 class EvalResult:
     """Result of an evaluation: accuracies in percent of ``images``.
 
+    Those with ``_mirror`` are by the mean logits of each image and its mirror image; None if not measured.
     ``eval_s`` is the time from the first image to the last in seconds, with compilation included.
     """
 
@@ -41,6 +42,8 @@ class EvalResult:
     images: int
     eval_s: float
     images_per_s: float
+    top1_mirror: float | None = None
+    top5_mirror: float | None = None
 
 
 def evaluate_as_rank(evaluation: Evaluation, place: RankInfo, patience_s: float, left: Path | None = None) -> None:
@@ -83,20 +86,22 @@ def judge(evaluation: Evaluation, world: DistContext) -> EvalResult:
     if weights is not None:
         _doubt_classes(weights.source, weights.class_names, images.class_names)
     begun = time.perf_counter()
-    accuracy = evaluate(model, images, autocast(recipe.precision, world.device), world)
+    accuracy = evaluate(model, images, autocast(recipe.precision, world.device), world, mirror=recipe.eval_mirror)
     seconds = time.perf_counter() - begun
     return EvalResult(
         weights.source if weights is not None else str(evaluation.weights), evaluation.name, recipe.model.kind,
         recipe.precision.kind, world.size, accuracy.top1, accuracy.top5, accuracy.images, seconds,
-        accuracy.images / seconds,
+        accuracy.images / seconds, accuracy.top1_mirror, accuracy.top5_mirror,
     )  # fmt: skip
 
 
 def verdict_table(verdict: EvalResult) -> Table:
     """Return a table with one row for the result."""
-    numbers = (f"{verdict.top1:.2f}", f"{verdict.top5:.2f}", str(verdict.images), f"{verdict.images_per_s:.0f}")
-    row = (verdict.recipe, verdict.model, *numbers)
-    return compact_table(("recipe", "model"), ("top-1 %", "top-5 %", "images", "img/s"), [row])
+    numbers = {"top-1 %": f"{verdict.top1:.2f}", "top-5 %": f"{verdict.top5:.2f}"}
+    if verdict.top1_mirror is not None:
+        numbers["mirror %"] = f"{verdict.top1_mirror:.2f}"
+    numbers |= {"images": str(verdict.images), "img/s": f"{verdict.images_per_s:.0f}"}
+    return compact_table(("recipe", "model"), list(numbers), [(verdict.recipe, verdict.model, *numbers.values())])
 
 
 def _write(verdict: EvalResult, path: Path) -> None:

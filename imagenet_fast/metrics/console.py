@@ -54,7 +54,8 @@ class ConsoleSink:
             case "choice":
                 self._console.print(_choice_table(event.values))
             case "eval":
-                self._evaluations.append((event.run_s, event.values["top1"]))
+                judged = "top1_mirror" if self._latest.get("run/target_mirrored") else "top1"
+                self._evaluations.append((event.run_s, event.values[judged]))
                 self._print(self._evaluation_line(event.values))
             case "end":
                 self.close()
@@ -89,9 +90,10 @@ class ConsoleSink:
     def _evaluation_line(self, values: dict[str, Any]) -> str:
         target = self._latest.get("run/target_top1")
         aim = f", target {target:g} %" if target is not None else ""
+        mirrored = f"with mirror images {values['top1_mirror']:.2f} %  " if "top1_mirror" in values else ""
         return (
             f"epoch {values['epoch']}/{self._latest['run/epochs']}  top-1 {values['top1']:.2f} %  "
-            f"top-5 {values['top5']:.2f} %  (best {self._best():.2f} %{aim})  "
+            f"top-5 {values['top5']:.2f} %  {mirrored}(best {self._best():.2f} %{aim})  "
             f"{values['images']} images in {values['eval_s']:.1f} s, run {_clock(self._latest['run_s'])}"
         )
 
@@ -160,6 +162,8 @@ class ConsoleSink:
             "run": folder,
             "look at it": f"tensorboard --logdir {folder}",
         }
+        if outcome.get("top1_mirror") is not None:
+            rows["mirror averaged"] = f"{outcome['top1_mirror']:.2f} / {number(outcome['top5_mirror'], '.2f')} %"
         if skipped := self._latest.get("precision/skipped_steps"):
             rows["skipped"] = f"{skipped} of {outcome['steps']} steps, since gradients overflowed"
         if outcome["resumed"]:
@@ -173,12 +177,13 @@ class ConsoleSink:
 
 def _verdict(outcome: dict[str, Any]) -> str:
     """Return one sentence on how the run ended."""
-    target = outcome["target_top1"]
+    target, mirrored = outcome["target_top1"], outcome.get("target_mirrored", False)
+    top1, what = (outcome["top1_mirror" if mirrored else "top1"], "top-1 with mirror images" if mirrored else "top-1")
     match outcome["status"]:
         case "reached":
-            return f"Target reached: top-1 {outcome['top1']:.2f} % of {target:g} % after {outcome['epochs']} epochs."
+            return f"Target reached: {what} {top1:.2f} % of {target:g} % after {outcome['epochs']} epochs."
         case "finished" if target is not None:
-            return f"Trained to the end without reaching {target:g} % top-1 (last {number(outcome['top1'], '.2f')} %)."
+            return f"Trained to the end without reaching {target:g} % {what} (last {number(top1, '.2f')} %)."
         case "finished":
             return "Trained to the end; the recipe has no target."
         case "preempted" | "interrupted" if message := outcome["message"]:

@@ -112,7 +112,8 @@ class MLLog:
                 "lars_opt_weight_decay": optim.weight_decay,
             }
             if isinstance(schedule, Polynomial):
-                decay = (recipe.epochs - schedule.warmup_epochs) * steps_per_epoch
+                warmup = schedule.warmup_epochs if schedule.decay_from == "warmup" else 0.0
+                decay = (recipe.epochs - warmup) * steps_per_epoch
                 points |= {
                     "lars_opt_end_learning_rate": schedule.end_lr,
                     "lars_opt_learning_rate_decay_poly_power": schedule.power,

@@ -196,6 +196,7 @@ def report_table(runs: list[PastRun]) -> Table:
     Columns that are empty for all runs are left out. Names are folded if the terminal is too narrow.
 
     - top-1 %: validation accuracy.
+    - mirror %: accuracy by the mean logits of each image and its mirror image.
     - loss: of the last log interval.
     - target s: seconds to the target.
     - steps: steps done.
@@ -222,6 +223,7 @@ def _numbers(run: PastRun) -> dict[str, str]:
     link_MB = run.by_step("sync", "link_MB", SETTLING_STEPS)
     return {
         "top-1 %": number(outcome.top1 if outcome else run.last("top1", "eval"), ".2f"),
+        "mirror %": number(outcome.top1_mirror if outcome else run.last("top1_mirror", "eval"), ".2f"),
         "loss": number(run.last("loss", "train"), ".4f"),
         "target s": number(outcome.time_to_accuracy_s if outcome else None, ".1f"),
         "steps": number(outcome.steps if outcome else run.last("step"), "d"),

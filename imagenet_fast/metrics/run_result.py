@@ -73,6 +73,12 @@ class RunResult:
     """
     data_wait_of_s: float = 0.0
     """Seconds of training that ``data_wait_pct`` is a share of."""
+    target_mirrored: bool = False
+    """Whether the target is for ``top1_mirror``."""
+    top1_mirror: float | None = None
+    """Top-1 by the mean logits of each image and its mirror image; None: not measured."""
+    top5_mirror: float | None = None
+    """Top-5 by the same."""
 
     @property
     def is_starved(self) -> bool:
@@ -82,7 +88,10 @@ class RunResult:
     @classmethod
     def of(cls, name: str, recipe: Recipe, batching: Batching) -> RunResult:
         """Return the result of a run of the recipe ``name`` before it begins."""
-        return cls("failed", name, recipe.sync.kind, batching.ranks, batching.global_batch, recipe.target_top1)
+        return cls(
+            "failed", name, recipe.sync.kind, batching.ranks, batching.global_batch, recipe.target_top1,
+            target_mirrored=recipe.target_mirrored,
+        )  # fmt: skip
 
     @classmethod
     def beginning(cls, job: Job) -> RunResult:
@@ -95,7 +104,10 @@ class RunResult:
         Settings of this run stay as they are: recipe, engine, ranks, batch and target. The status, and the time to
         accuracy, follow from the target of this run.
         """
-        ours = ("status", "recipe", "sync", "world_size", "global_batch", "target_top1", "message", "wrong_from")
+        ours = (
+            "status", "recipe", "sync", "world_size", "global_batch", "target_top1", "target_mirrored", "message",
+            "wrong_from",
+        )  # fmt: skip
         for key in vars(self).keys() & saved.keys() - ours:  # an older version saved fewer keys
             setattr(self, key, saved[key])
         if self._meets_target:
@@ -104,9 +116,15 @@ class RunResult:
             self.time_to_accuracy_s = None
 
     @property
+    def judged_top1(self) -> float | None:
+        """The accuracy that is compared with the target."""
+        return self.top1_mirror if self.target_mirrored else self.top1
+
+    @property
     def _meets_target(self) -> bool:
         """True if there is a target, and the last evaluation reached it."""
-        return self.target_top1 is not None and self.top1 is not None and self.top1 >= self.target_top1
+        top1 = self.judged_top1
+        return self.target_top1 is not None and top1 is not None and top1 >= self.target_top1
 
     def advance(self, epoch: int, step: int, train_s: float, sent_bytes: int) -> None:
         """Record that step ``step``, in epoch ``epoch``, is done; ``sent_bytes`` is the total of a rank."""
@@ -123,9 +141,11 @@ class RunResult:
         if self.data_wait_of_s:
             self.data_wait_pct = 100 * waited_s / self.data_wait_of_s
 
-    def judge(self, top1: float, top5: float, run_s: float) -> None:
+    def judge(
+        self, top1: float, top5: float, run_s: float, top1_mirror: float | None = None, top5_mirror: float | None = None
+    ) -> None:
         """Record an evaluation that ended ``run_s`` seconds into the run."""
-        self.top1, self.top5 = top1, top5
+        self.top1, self.top5, self.top1_mirror, self.top5_mirror = top1, top5, top1_mirror, top5_mirror
         if self._meets_target:
             self.status = "reached"
             self.time_to_accuracy_s = run_s
@@ -179,7 +199,7 @@ def _is_sound(outcome: RunResult) -> bool:
     """Return whether the fields of ``outcome``, read from an untrusted file, have the right types."""
 
     def fits(value: Any, kind: Any) -> bool:
-        if kind in (str, int):
+        if kind in (str, int, bool):
             return type(value) is kind
         return value is None or (type(value) in (int, float) and math.isfinite(value))
 

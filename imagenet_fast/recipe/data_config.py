@@ -48,11 +48,16 @@ class ImageData(Table):
 
     At least ``image_size`` and ``eval_size``. The crop has ``eval_size`` pixels a side.
     """
-    sizes: tuple[tuple[PositiveInt, PositiveInt], ...] = ()
+    sizes: tuple[tuple[PositiveFloat, PositiveInt], ...] = ()
     """Progressive resizing: pairs [first epoch, side in pixels] for training images.
 
-    [[1, 128], [6, 192]] means 128 pixels from epoch 1 on and 192 from epoch 6 on. Epochs count from 1 and must rise.
-    Before the first pair, ``image_size`` applies.
+    [[1, 128], [6, 192]] means 128 pixels from epoch 1 on and 192 from epoch 6 on. Epochs count from 1 and must rise;
+    6.5 is the middle of epoch 6. Before the first pair, ``image_size`` applies.
+    """
+    size_multiple: NonNegativeInt = 0
+    """If not 0, sides grow linearly from one pair of ``sizes`` to the next, step by step, in multiples of this.
+
+    All sides in ``sizes`` must be multiples of it.
     """
     eval_size: NonNegativeInt = 0
     """Side of validation images, in pixels; 0: ``image_size``."""
@@ -76,8 +81,12 @@ class ImageData(Table):
 
     Two numbers above 0 and at most 1, the smaller first. Only used with ``crop`` = ``resized``.
     """
-    flip: bool = True
-    """Whether to mirror half of the training images, chosen at random."""
+    flip: bool | Literal["alternate"] = True
+    """Whether to mirror half of the training images, chosen at random in each epoch.
+
+    ``alternate``: chosen at random in the first epoch; in each later one the other half is mirrored, so that two epochs
+    show both sides of an image (Jordan, arXiv 2404.00498).
+    """
     mixup: NonNegativeFloat = 0.0
     """Alpha of the Beta distribution for mixup shares, which blend training images; 0: no mixup."""
     cutmix: NonNegativeFloat = 0.0
@@ -126,7 +135,10 @@ class ImageData(Table):
                 raise ValueError(f"resize ({self.resize}) must be at least {key} ({size})")
         epochs = [epoch for epoch, _ in self.sizes]
         if epochs != sorted(set(epochs)):
-            raise ValueError(f"sizes must name rising epochs, such as [[1, 128], [6, 192]], not {epochs}")
+            listed = ", ".join(f"{epoch:g}" for epoch in epochs)
+            raise ValueError(f"sizes must name rising epochs, such as [[1, 128], [6, 192]], not [{listed}]")
+        if uneven := [size for _, size in self.sizes if self.size_multiple and size % self.size_multiple]:
+            raise ValueError(f"sizes must be multiples of size_multiple ({self.size_multiple}), and {uneven[0]} is not")
         if not self.crop_area[0] <= self.crop_area[1] <= 1:
             raise ValueError("crop_area must be two rising shares of the area, such as [0.08, 1.0]")
         smallest = min(self.resize * size // self.image_size for size in (self.image_size, *(s for _, s in self.sizes)))
@@ -175,7 +187,7 @@ class SyntheticData(Table):
     """Number of classes."""
 
     @property
-    def sizes(self) -> tuple[tuple[int, int], ...]:
+    def sizes(self) -> tuple[tuple[float, int], ...]:
         """Progressive resizing: none."""
         return ()
 

@@ -109,7 +109,7 @@ Precision = Annotated[Full | TensorFloat | BFloat16 | Float16, Field(discriminat
 
 
 class Sgd(Table):
-    """SGD with momentum. Biases and norm layers are not decayed."""
+    """SGD with momentum."""
 
     kind: Literal["sgd"]
     lr: PositiveFloat
@@ -120,6 +120,13 @@ class Sgd(Table):
     """Whether to use Nesterov momentum."""
     weight_decay: NonNegativeFloat
     """Weight decay; 0: none."""
+    decay_all: bool = False
+    """Whether biases and norm layers are decayed too."""
+    decoupled: bool = False
+    """Whether weight decay is decoupled from the gradient and from the peak rate (Loshchilov and Hutter).
+
+    Each step then multiplies weights by 1 - ``weight_decay`` x (rate / ``lr``), as Composer's DecoupledSGDW does.
+    """
 
 
 class Lars(Table):
@@ -153,23 +160,34 @@ Optim = Annotated[Sgd | Lars, Field(discriminator="kind")]
 
 
 class Warmup(Table):
-    """A learning rate that rises linearly from ``start_lr`` to the optimiser's ``lr`` over ``warmup_epochs``."""
+    """A learning rate that rises from ``start_lr`` to the optimiser's ``lr`` over ``warmup_epochs``."""
 
     warmup_epochs: NonNegativeFloat = 0.0
     """Length of the warm-up, in epochs, at most ``epochs``; 0: no warm-up."""
     start_lr: NonNegativeFloat = 0.0
     """Learning rate from which the warm-up rises."""
+    warmup_power: PositiveFloat = 1.0
+    """Exponent of the warm-up, above 0: the rate above ``start_lr`` rises as (t/T)^warmup_power.
+
+    1: linearly. 2: quadratically, as in NVIDIA Caffe.
+    """
 
 
 class Polynomial(Warmup):
     """Polynomial decay from the optimiser's ``lr`` down to ``end_lr``.
 
-    The rate above ``end_lr`` falls as (1 - t/T)^power, where t and T are counted after the warm-up.
+    The rate above ``end_lr`` falls as (1 - t/T)^power, where t and T are counted from ``decay_from``.
     """
 
     kind: Literal["polynomial"]
     power: PositiveFloat = 2.0
     """Exponent of the decay; above 0."""
+    decay_from: Literal["warmup", "start"] = "warmup"
+    """Step from which the decay is counted.
+
+    ``warmup``: the end of the warm-up, as in MLPerf. ``start``: the first step, as in Caffe; then the rate drops at the
+    end of the warm-up to what the decay has reached by then.
+    """
     end_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of training."""
 
@@ -245,10 +263,17 @@ class Recipe(Table):
 
     Training stops at the first evaluation that reaches it. Absent: train to the end.
     """
+    target_mirrored: bool = False
+    """Whether ``target_top1`` is compared with the accuracy of ``eval_mirror`` instead of the plain one."""
     eval_every: PositiveInt = 1
     """Epochs between evaluations; the last epoch is always evaluated."""
     first_eval: PositiveInt | None = None
     """First epoch, from 1, that is followed by an evaluation; absent: ``eval_every``."""
+    eval_mirror: bool = False
+    """Whether evaluations also report the accuracy of an image's and its mirror image's mean logits.
+
+    It is reported beside the plain accuracy and takes another forward of each image.
+    """
     log_every: PositiveInt = 10
     """Steps between log lines."""
     nonfinite_steps: NonNegativeInt = 5
@@ -297,9 +322,11 @@ class Recipe(Table):
         """Check settings of different tables against each other, and fill in derived sync settings."""
         if self.schedule.warmup_epochs > self.epochs:
             raise ValueError(f"schedule.warmup_epochs ({self.schedule.warmup_epochs}) exceeds epochs ({self.epochs})")
+        if self.target_mirrored and not self.eval_mirror:
+            raise ValueError("target_mirrored is for eval_mirror, which is off; set eval_mirror to true")
         smallest = {"alexnet": 63, "alexnet_bn": 67}.get(self.model.kind, 32)
         sizes = {"image_size": self.data.image_size, "eval_size": self.data.evaluated_size}
-        sizes |= {f"sizes from epoch {epoch} on": size for epoch, size in self.data.sizes}
+        sizes |= {f"sizes from epoch {epoch:g} on": size for epoch, size in self.data.sizes}
         for key, size in sizes.items():
             if size < smallest:
                 raise ValueError(f"data.{key} ({size}) is too small for {self.model.kind}, which needs {smallest}")

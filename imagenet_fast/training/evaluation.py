@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from imagenet_fast.data.loaders import ValLoader
 from imagenet_fast.distributed.heartbeat import here
@@ -24,6 +24,10 @@ class Accuracy:
     top1: float
     top5: float
     images: int
+    top1_mirror: float | None = None
+    """Top-1 by the mean logits of each image and its mirror image; None: not measured."""
+    top5_mirror: float | None = None
+    """Top-5 by the same."""
 
 
 class Stopped(Exception):
@@ -36,6 +40,7 @@ def evaluate(
     cast: torch.autocast,
     world: DistContext,
     asked: Callable[[], bool] = lambda: False,
+    mirror: bool = False,
 ) -> Accuracy:
     """Classify this rank's shard of the validation set and return the accuracy over all ranks.
 
@@ -48,6 +53,7 @@ def evaluate(
         cast: Context in which the model runs.
         world: This rank and its process group.
         asked: Returns whether to stop; called before each batch.
+        mirror: Whether to measure the accuracy by the mean logits of each image and its mirror image, too.
 
     Raises:
         Stopped: On every rank, if ``asked`` returned true on any of them.
@@ -55,8 +61,7 @@ def evaluate(
     """
     training = model.training
     model.eval()
-    correct1 = torch.zeros((), dtype=torch.int64, device=world.device)
-    correct5 = torch.zeros_like(correct1)
+    correct = torch.zeros(4 if mirror else 2, dtype=torch.int64, device=world.device)  # top-1, top-5; mirrored
     seen, stopped = 0, False
     batches = dataset.next_evaluation()
     here.enter("evaluation")
@@ -65,15 +70,22 @@ def evaluate(
             if stopped := asked():
                 break
             here.enter("evaluation")  # renewed with each batch: the heartbeat shows progress
-            guesses = model(images).topk(min(5, dataset.classes), dim=1).indices == labels[:, None]
-            correct1 += guesses[:, 0].sum()
-            correct5 += guesses.sum()
+            logits = model(images)
+            correct[:2] += _hits(logits, labels)
+            if mirror:
+                correct[2:] += _hits(logits + model(images.flip(3)), labels)
             seen += len(labels)
     model.train(training)
-    counts = (float(correct1), float(correct5), float(seen))
-    hits1, hits5, images_seen, cut_off = all_reduce_sum(*counts, float(stopped), device=world.device)
+    *hits, images_seen, cut_off = all_reduce_sum(*correct.tolist(), float(seen), float(stopped), device=world.device)
     if cut_off:
         raise Stopped
     expected = dataset.val_order.images
     assert images_seen == expected, f"evaluated {images_seen:.0f} of {expected} images"
-    return Accuracy(100 * hits1 / expected, 100 * hits5 / expected, expected)
+    top1, top5, *mirrored = (100 * hit / expected for hit in hits)
+    return Accuracy(top1, top5, expected, *mirrored)
+
+
+def _hits(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return how many labels are the first, and among the first five, of the guesses: int64 [2]."""
+    guesses = logits.topk(min(5, logits.size(1)), dim=1).indices == labels[:, None]
+    return torch.stack([guesses[:, 0].sum(), guesses.sum()])

@@ -11,8 +11,8 @@ from imagenet_fast.recipe import schema
 def learning_rate(schedule: schema.Schedule, peak: float, step: int, steps_per_epoch: int, epochs: int) -> float:
     """Return the learning rate of optimiser step ``step``, counted from 0.
 
-    It rises linearly from ``start_lr`` during warm-up, whose last step runs at ``peak``. Then it decays over the
-    remaining steps, the first of which also runs at ``peak``.
+    It rises from ``start_lr`` during warm-up, whose last step runs at ``peak``. Then it decays over the remaining
+    steps. The first of them also runs at ``peak``, unless the decay is counted from the start of training.
 
     Args:
         schedule: The recipe's schedule.
@@ -23,10 +23,13 @@ def learning_rate(schedule: schema.Schedule, peak: float, step: int, steps_per_e
     """
     warmup = round(schedule.warmup_epochs * steps_per_epoch)
     if step < warmup:
-        return schedule.start_lr + (peak - schedule.start_lr) * (step + 1) / warmup
+        power = schedule.warmup_power
+        return float(schedule.start_lr + (peak - schedule.start_lr) * (step + 1) ** power / warmup**power)
     done = (step - warmup) / max(1, epochs * steps_per_epoch - warmup)
     match schedule:
         case schema.Polynomial():
+            if schedule.decay_from == "start":
+                done = step / (epochs * steps_per_epoch)
             return float(schedule.end_lr + (peak - schedule.end_lr) * (1 - done) ** schedule.power)
         case schema.Cosine():
             return schedule.end_lr + (peak - schedule.end_lr) * (1 + math.cos(math.pi * done)) / 2

@@ -38,6 +38,9 @@ class _Piece:
 class SGD(Optimizer):
     """SGD with momentum, as ``torch.optim.SGD``: v <- mu v + g + wd w; w <- w - lr v.
 
+    A group with ``decoupled_lr``, the rate at which its decay is wd, has v <- mu v + g; w <- (1 - wd lr / decoupled_lr)
+    w - lr v instead (Loshchilov and Hutter, arXiv 1711.05101, as Composer's DecoupledSGDW).
+
     The learning rate is not part of the momentum buffer, so a change of rate applies at once to what the buffer holds.
     This is the momentum correction of Goyal et al. (arXiv 1706.02677). Unlike torch's, it can update some elements of a
     parameter, and it allocates momentum buffers when it is made.
@@ -55,7 +58,7 @@ class SGD(Optimizer):
 
     def __init__(
         self, params: ParamsT, lr: float, momentum: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False,
-        *, corrected: bool = False,
+        *, corrected: bool = False, decoupled_lr: float = 0.0,
     ) -> None:  # fmt: skip
         """Start with momentum buffers of 0. All settings can differ between parameter groups.
 
@@ -67,6 +70,7 @@ class SGD(Optimizer):
             nesterov: Whether to use Nesterov momentum.
             corrected: Whether gradients already contain their momentum, as ``sparse`` applies it on each rank. Then
                 only the decay gets momentum here: v <- mu v + wd w; w <- w - lr (v + g).
+            decoupled_lr: Rate at which decoupled decay multiplies weights by 1 - wd; 0: decay is part of the gradient.
 
         Raises:
             ValueError: A parameter does not fill its memory.
@@ -79,6 +83,7 @@ class SGD(Optimizer):
                 "weight_decay": weight_decay,
                 "nesterov": nesterov,
                 "corrected": corrected,
+                "decoupled_lr": decoupled_lr,
             },
         )
 
@@ -140,11 +145,22 @@ class SGD(Optimizer):
             return
         weights, grads, velocities = map(list, zip(*((p.weight, p.grad, p.velocity) for p in pieces), strict=True))
         momentum = group["momentum"]
+        if group["decoupled_lr"] and weight_decay:
+            self._shrink(weights, weight_decay * group["lr"] / group["decoupled_lr"])
+            weight_decay = 0.0
         if group["corrected"]:
             if weight_decay:
                 self._sgd(group, weights, [torch.zeros_like(g) for g in grads], velocities, momentum, weight_decay)
             momentum = weight_decay = 0.0
         self._sgd(group, weights, grads, velocities, momentum, weight_decay)
+
+    def _shrink(self, weights: list[Tensor], by: float) -> None:
+        """Multiply ``weights`` by 1 - ``by``, or by 1 on the device if ``found_inf`` is set there."""
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is None:
+            torch._foreach_mul_(weights, 1 - by)
+        else:
+            torch._foreach_mul_(weights, 1 - by * (1 - found_inf.reshape(())))
 
     def _sgd(
         self, group: Mapping[str, Any], weights: list[Tensor], grads: list[Tensor], velocities: list[Tensor],
@@ -211,6 +227,7 @@ class LARS(SGD):
             params,
             {
                 "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": False, "corrected": False,
+                "decoupled_lr": 0.0,
                 "trust_coefficient": trust_coefficient, "eps": eps, "clip": clip,
             },
         )  # fmt: skip
@@ -271,10 +288,12 @@ def build_optimizer(
     match settings:
         case schema.Sgd():
             decayed, plain = split_parameters(model)
-            groups: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
+            rest = settings.weight_decay if settings.decay_all else 0.0
+            groups: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": rest}]
             return SGD(
                 groups,
                 settings.lr, settings.momentum, settings.weight_decay, settings.nesterov, corrected=corrected,
+                decoupled_lr=settings.lr if settings.decoupled else 0.0,
             )  # fmt: skip
         case schema.Lars():
             lars = LARS(

@@ -202,6 +202,7 @@ class Trainer:
             "run", state.step, recipe=self.job.name, sync=recipe.sync.kind, world_size=self.world.size,
             global_batch=self.job.batching.global_batch, layout=recipe.parallel.layout(self.world.size),
             epochs=recipe.epochs, steps_per_epoch=self.steps_per_epoch, steps=steps, target_top1=recipe.target_top1,
+            target_mirrored=recipe.target_mirrored,
             train_images=self.data.train_order.images, val_images=self.data.val_order.images, note=self.job.note,
         )  # fmt: skip
         freeze_gc()
@@ -257,15 +258,17 @@ class Trainer:
             state.level_statistics()
             try:
                 asked = self.checkpoints.asked if self.checkpoints is not None else lambda: False
-                accuracy = evaluate(state.whole(), self.data, self.step.cast, self.world, asked)
+                mirror = self.job.recipe.eval_mirror
+                accuracy = evaluate(state.whole(), self.data, self.step.cast, self.world, asked, mirror)
             except Stopped:
                 state.put_back(before)
                 return None
         meter.restart()
-        self.outcome.judge(accuracy.top1, accuracy.top5, self.clock.run_s())
+        self.outcome.judge(accuracy.top1, accuracy.top5, self.clock.run_s(), accuracy.top1_mirror, accuracy.top5_mirror)
+        mirrored = {"top1_mirror": accuracy.top1_mirror, "top5_mirror": accuracy.top5_mirror} if mirror else {}
         self.metrics(
             "eval", state.step, epoch=epoch, top1=accuracy.top1, top5=accuracy.top5, images=accuracy.images,
-            eval_s=evaluation.seconds, train_s=self.clock.train_s(),
+            eval_s=evaluation.seconds, train_s=self.clock.train_s(), **mirrored,
         )  # fmt: skip
         return accuracy
 

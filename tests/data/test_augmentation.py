@@ -111,3 +111,18 @@ def test_a_padded_crop_lies_anywhere_in_the_padded_image_as_often():
         times = np.bincount(placed[:, column], minlength=places)
         assert len(times) == places
         assert np.abs(times - DRAWS / places).max() < 4 * math.sqrt(DRAWS / places)
+
+
+def test_alternating_flips_show_both_sides_of_an_image_in_two_epochs():
+    """Flips of airbench: at random in the first epoch, and from then on the mirror of the epoch before."""
+    alternate = Augmentation(1, WHOLE, flip="alternate")
+    images = np.arange(DRAWS)
+    first = alternate.draw(BatchIndices(0, images))[1]
+    assert abs(first.mean() - 0.5) < 4 * 0.5 / math.sqrt(DRAWS)
+    for epoch in range(6):
+        assert np.array_equal(alternate.draw(BatchIndices(epoch, images))[1], first ^ (epoch % 2 == 1))
+    some = alternate.draw(BatchIndices(3, images[40:50]))[1]
+    assert np.array_equal(some, ~first[40:50]), "a function of (seed, epoch, image), whatever the batch"
+    assert not np.array_equal(Augmentation(2, WHOLE, flip="alternate").draw(BatchIndices(0, images))[1], first)
+    usual = Augmentation(1, WHOLE, flip=True)
+    assert np.array_equal(alternate.draw(BatchIndices(0, images))[0], usual.draw(BatchIndices(0, images))[0])

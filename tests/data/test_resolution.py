@@ -5,12 +5,13 @@ from __future__ import annotations
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from imagenet_fast.data.augmentation import augmentation_of
 from imagenet_fast.data.loaders import Loaders, build_loaders
-from imagenet_fast.data.sampler import EvalSampler, TrainSampler, resolution
+from imagenet_fast.data.sampler import BatchIndices, EvalSampler, TrainSampler, resolution
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import ImageData
@@ -55,10 +56,39 @@ def test_both_loaders_show_the_same_of_them(image_dir: Path):
 
 def test_before_the_first_size_images_have_the_usual_one():
     data, train = image_data(sizes=[[3, 64]]), TrainSampler(40, ALONE, 0, 1)
-    assert [resolution(data, train, epoch).size for epoch in range(4)] == [48, 48, 64, 64]
-    assert resolution(data, EvalSampler(7, 8, 1, 0), 5) == (48, 56)
-    assert resolution(data, train, 0).shorter == 56
-    assert resolution(data, train, 3).shorter == 74  # the same share of the image
+    assert [resolution(data, train, at(epoch)).size for epoch in range(4)] == [48, 48, 64, 64]
+    assert resolution(data, EvalSampler(7, 8, 1, 0), at(5)) == (48, 56)
+    assert resolution(data, train, at(0)).shorter == 56
+    assert resolution(data, train, at(3)).shorter == 74  # the same share of the image
+
+
+def at(epoch: int, done: float = 0.0) -> BatchIndices:
+    return BatchIndices(epoch, np.arange(1), done)
+
+
+def test_sizes_a_step_are_composers():
+    """ProgressiveResizing(initial_scale=.5, delay_fraction=.4, finetune_fraction=.2, size_increment=4), written out."""
+    epochs, side, steps = 27, 176, 25  # no step is exactly between two sizes
+    knots = [[1, 88], [1 + 0.4 * epochs, 88], [1 + 0.8 * epochs, side]]
+    data = image_data(image_size=side, resize=232, sizes=knots, size_multiple=4)
+    train = TrainSampler(8 * steps, ALONE, 0, 1)
+    batches = list(islice(train, epochs * steps))
+    expected = []
+    for step in range(epochs * steps):
+        elapsed = step / (epochs * steps)
+        ramp = min(1.0, max(0.0, (elapsed - 0.4) / (1 - 0.2 - 0.4)))
+        expected.append(round(side * (0.5 + 0.5 * ramp) / 4) * 4)
+    sizes = [resolution(data, train, batch).size for batch in batches]
+    assert sizes == expected
+    assert len(set(sizes)) == 23
+    resumed = TrainSampler(8 * steps, ALONE, 0, 1, first_step=500)
+    assert [resolution(data, resumed, b).size for b in islice(resumed, 100)] == sizes[500:600]
+
+
+@pytest.mark.parametrize("loader", ["dali", "folder"])
+def test_both_loaders_grow_images_within_an_epoch(image_dir: Path, loader: str):
+    dataset = opened(image_dir, loader, sizes=[[1, 36], [2, 48]], size_multiple=4)
+    assert [images.shape[2] for images, _ in islice(dataset.train, 6)] == [36, 40, 40, 44, 44, 48]
 
 
 def test_alexnets_own_windows_are_squares_from_the_middle_square():
@@ -89,6 +119,7 @@ def test_mixed_images_come_with_shares_of_their_classes(image_dir: Path, loader:
         ({"sizes": [[1, 16]]}, r"data.sizes from epoch 1 on \(16\) is too small for resnet18"),
         ({"sizes": [[0, 40]]}, r"data.*sizes"),
         ({"sizes": [40]}, r"data.*sizes"),
+        ({"sizes": [[1, 40], [2, 46]], "size_multiple": 4}, r"multiples of size_multiple \(4\), and 46 is not"),
         ({"eval_size": 57}, r"resize \(56\) must be at least eval_size \(57\)"),
         ({"eval_size": 31}, r"eval_size \(31\) is too small"),
         ({"mixup": -1}, "mixup"),

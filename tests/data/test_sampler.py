@@ -80,8 +80,8 @@ def test_an_evaluation_shows_every_image_once(ranks: int, batch: int):
     for rank in range(ranks):
         order = EvalSampler(IMAGES, batch, ranks, rank)
         batches = list(islice(iter(order), order.batches))
-        assert all(0 < len(images) <= batch for _, images in batches)
-        seen += [int(i) for _, images in batches for i in images]
+        assert all(0 < len(images) <= batch for _, images, _ in batches)
+        seen += [int(i) for _, images, _ in batches for i in images]
     assert seen == list(range(IMAGES))
 
 

@@ -43,7 +43,7 @@ def test_types_ranges_and_defaults_are_those_of_the_schema():
     )
     assert (one("seed").type, one("seed").default) == ("integer ≥ 0, < 2147483648", "1")
     assert (one("target_top1").type, one("target_top1").default) == ("number > 0, ≤ 100", "absent")
-    assert one("data.sizes").type == "list of [integer > 0, integer > 0]"
+    assert one("data.sizes").type == "list of [number > 0, integer > 0]"
     assert one("sync.sparsity").kinds == ("sparse",)
     assert one("sync.fuse_mb").type == 'number ≥ 0 or "auto"'
     assert one("optim.kind").type == '"sgd", "lars"'

@@ -62,6 +62,30 @@ def _expected() -> list[Accuracy]:
 
 
 @pytest.mark.parametrize("world", [1, 3])
+def test_mirror_images_are_averaged_beside_the_plain_figure(world: int):
+    generator = torch.Generator().manual_seed(5)
+    source = torch.randint(256, (256, 4, 4, 3), dtype=torch.uint8, generator=generator).permute(0, 3, 1, 2)[:37]
+    mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in (SyntheticData.mean, SyntheticData.std))
+    images, model = (source / 255 - mean) / std, Guess()
+    logits = (model(images) + model(torch.flip(images, [3]))) / 2
+    order = logits.argsort(dim=1, descending=True)
+    labels = torch.arange(37)[:, None] % 10
+    expected = [100 * float((order[:, :k] == labels).sum()) / 37 for k in (1, 5)]
+    plain = _expected()[_cases().index((37, 8))]
+    for accuracy in run(world, _mirrored):
+        assert (accuracy.top1, accuracy.top5) == (plain.top1, plain.top5)
+        assert [accuracy.top1_mirror, accuracy.top5_mirror] == pytest.approx(expected)
+    assert expected != [plain.top1, plain.top5]
+
+
+def _mirrored() -> Accuracy:
+    world = DistContext(dist.get_rank(), dist.get_world_size(), 0, 1, CPU)
+    data = SyntheticData(loader="synthetic", image_size=4, train_images=100, val_images=37, classes=10)
+    dataset = build_loaders(data, None, Batching(world.size, 8, 1), world.rank, 2, CPU, seed=5)
+    return evaluate(Guess(), dataset, torch.autocast("cpu", enabled=False), world, mirror=True)
+
+
+@pytest.mark.parametrize("world", [1, 3])
 def test_a_stop_that_one_rank_hears_of_cuts_an_evaluation_off_on_all(world: int):
     assert run(world, _looks_before_the_stop) == [2] * world
 

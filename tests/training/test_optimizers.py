@@ -12,7 +12,7 @@ import torch
 from timm.optim import Lars as TimmLars
 from torch import Tensor, nn
 
-from imagenet_fast.recipe.schema import Lars
+from imagenet_fast.recipe.schema import Lars, Sgd
 from imagenet_fast.sync.per_param_step import snapshot_step
 from imagenet_fast.training.optimizers import LARS, SGD, build_optimizer, param_groups, split_parameters, total_norm
 
@@ -320,6 +320,57 @@ def test_biases_and_norms_are_plain_by_module_and_frozen_ones_are_left_out():
     assert len(plain) == 3 + 6
     optimizer = build_optimizer(settings, model)
     assert model[5].weight not in set(optimizer.params)
+
+
+def test_sgd_decays_biases_and_norms_where_the_recipe_says_so():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    for decay_all in (False, True):
+        optimizer = build_optimizer(Sgd(kind="sgd", lr=1.0, weight_decay=WD, decay_all=decay_all), model)
+        decay = {p: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+        expected = dict.fromkeys(model.parameters(), WD if decay_all else 0.0) | {model[0].weight: WD}
+        assert decay == expected
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_decoupled_decay_is_composers(nesterov: bool, deferred: bool):
+    """DecoupledSGDW written out: decay follows the schedule from wd at the peak rate, and takes no part in momentum."""
+    torch.manual_seed(0)
+    model, peak, decay = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), 2.0, 0.03
+    settings = Sgd(
+        kind="sgd", lr=peak, momentum=MU, nesterov=nesterov, weight_decay=decay, decay_all=True, decoupled=True
+    )
+    optimizer = build_optimizer(settings, model)
+    weights = {param: param.detach().double() for param in model.parameters()}
+    velocity = {param: torch.zeros_like(weight) for param, weight in weights.items()}
+    for step in range(8):
+        for param in weights:
+            param.grad = torch.randn_like(param)
+            velocity[param] = MU * velocity[param] + param.grad.double()
+            moved = param.grad.double() + MU * velocity[param] if nesterov else velocity[param]
+            weights[param] = (1 - rate(step) / peak * decay) * weights[param] - rate(step) * moved
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step)
+        if deferred:
+            apply = snapshot_step(optimizer)
+            for group in optimizer.param_groups:
+                group["lr"] = 77.0  # the schedule has gone on
+            for param in reversed(optimizer.params):
+                apply([param])
+        else:
+            optimizer.step()
+    for param, expected in weights.items():
+        torch.testing.assert_close(param.detach().double(), expected, rtol=2e-6, atol=1e-5)
+
+
+def test_decoupled_decay_leaves_weights_alone_where_gradients_overflowed():
+    param = nn.Parameter(torch.ones(3))
+    optimizer = SGD([param], 1.0, weight_decay=0.5, decoupled_lr=1.0)
+    for found, expected in ((1.0, 1.0), (0.0, 0.5)):
+        param.grad = torch.zeros(3)
+        optimizer.found_inf = torch.tensor(found)
+        optimizer.step()
+        assert param.tolist() == [expected] * 3
 
 
 def test_gradients_that_bring_their_momentum():

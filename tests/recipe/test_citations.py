@@ -1,0 +1,149 @@
+"""Each shipped recipe against the source that its header names, value by value."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imagenet_fast.recipe.load import find_recipe, load_recipe, recipe_names
+from imagenet_fast.training.lr_schedule import learning_rate
+
+IMAGENET = 1_281_167
+
+MLPERF = {
+    "optim.kind": "lars",
+    "optim.trust_coefficient": 0.001,
+    "optim.epsilon": 0.0,
+    "optim.clip": False,
+    "optim.biases": "plain",
+    "schedule.kind": "polynomial",
+    "schedule.power": 2.0,
+    "schedule.decay_from": "warmup",
+    "schedule.end_lr": 1e-4,
+    "schedule.start_lr": 0.0,
+    "schedule.warmup_power": 1.0,
+    "label_smoothing": 0.1,
+    "data.image_size": 224,
+    "data.resize": 256,
+    "data.crop_area": (0.05, 1.0),
+    "model.kind": "resnet50",
+    "target_top1": 75.9,
+}
+"""What MLPerf's rules and NVIDIA's and Google's ResNet-50 submissions have in common."""
+
+CAFFE = {
+    "model.kind": "alexnet_bn",
+    "data.image_size": 227,
+    "data.resize": 256,
+    "data.crop": "window",
+    "optim.momentum": 0.9,
+    "optim.weight_decay": 5e-4,
+    "schedule.kind": "polynomial",
+    "schedule.power": 2.0,
+    "schedule.end_lr": 0.0,
+}
+"""What the solvers in NVIDIA/caffe, models/alexnet_bn, have in common."""
+
+LARC = CAFFE | {
+    "optim.kind": "lars",
+    "optim.clip": True,
+    "optim.trust_coefficient": 0.001,
+    "optim.biases": "scaled",
+    "schedule.start_lr": 1.0,
+    "schedule.warmup_power": 2.0,
+    "schedule.decay_from": "start",
+}
+"""What its LARC solvers have in common: rampup_lr 1, a ramp whose progress is squared, poly by iter/max_iter."""
+
+CITED: dict[str, tuple[str, dict[str, Any]]] = {
+    "alexnet-1gpu": (
+        "pytorch/vision, references/classification",
+        {
+            "model.kind": "alexnet", "global_batch": 256, "epochs": 90, "optim.kind": "sgd", "optim.lr": 0.01,
+            "optim.momentum": 0.9, "optim.weight_decay": 1e-4, "optim.decay_all": True, "schedule.kind": "step",
+            "schedule.milestones": (30, 60), "schedule.gamma": 0.1, "schedule.warmup_epochs": 0.0,
+            "data.image_size": 224, "data.resize": 256, "data.crop_area": (0.08, 1.0), "label_smoothing": 0.0,
+        },
+    ),
+    "alexnet-4host": (
+        "solver.prototxt",
+        CAFFE | {
+            "global_batch": 512, "epochs": 100, "optim.kind": "sgd", "optim.lr": 0.08, "optim.decay_all": True,
+            "schedule.warmup_epochs": 0.0, "target_top1": 60.1,
+        },
+    ),
+    "alexnet-8gpu": ("solver_8K.prototxt", LARC | {"global_batch": 8192, "epochs": 100, "optim.lr": 10.0}),
+    "alexnet-512gpu": (
+        "solver_32k.prototxt",
+        LARC | {"global_batch": 65536, "epochs": 95, "optim.lr": 32.0, "target_top1": 58.7, "model.pool5_norm": True},
+    ),
+    "resnet50-1gpu": (
+        "mlcommons/training_results_v2.0",
+        MLPERF | {
+            "global_batch": 408, "micro_batch": 204, "epochs": 37, "optim.lr": 3.0, "optim.momentum": 0.9,
+            "optim.weight_decay": 5e-5, "schedule.warmup_epochs": 2.0,
+        },
+    ),
+    "resnet50-8gpu": (
+        "mlcommons/training_results_v4.0",
+        MLPERF | {
+            "global_batch": 3200, "epochs": 37, "optim.lr": 11.0, "optim.momentum": 0.9, "optim.weight_decay": 5e-5,
+            "schedule.warmup_epochs": 2.0, "eval_every": 4, "first_eval": 3,
+        },
+    ),
+    "resnet50-512gpu": (
+        "resnet_ref_65536",
+        MLPERF | {
+            "global_batch": 65536, "ranks": 512, "epochs": 90, "optim.lr": 24.699, "optim.momentum": 0.951807,
+            "optim.weight_decay": 1e-4, "schedule.warmup_epochs": 31.0, "eval_every": 4, "first_eval": 2,
+        },
+    ),
+    "resnet50-512gpu-20k": (
+        "mlcommons/training_results_v3.0",
+        MLPERF | {
+            "global_batch": 20480, "ranks": 512, "epochs": 52, "optim.lr": 22.0, "optim.momentum": 0.9,
+            "optim.weight_decay": 2.5e-5, "schedule.warmup_epochs": 12.0, "eval_every": 4, "first_eval": 2,
+        },
+    ),
+}  # fmt: skip
+
+OWN = ("cifar10-resnet18", "demo", "smoke")
+"""Recipes that follow no source."""
+
+
+@pytest.mark.parametrize("name", CITED)
+def test_values_are_those_of_the_source(name: str):
+    recipe, (_, values) = load_recipe(find_recipe(name)), CITED[name]
+    found: dict[str, Any] = {}
+    for key in values:
+        found[key] = recipe
+        for part in key.split("."):
+            found[key] = getattr(found[key], part)
+    assert found == values
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_header_says_what_is_reached_and_by_whose_log(name: str):
+    header = " ".join(re.findall(r"^# ?(.*)$", Path(find_recipe(name)).read_text().split("\n[")[0], re.MULTILINE))
+    if name == "smoke":
+        return
+    assert "Reaches: " in header
+    assert "Source: " in header
+    if name in OWN:
+        assert "by us" in header
+    else:
+        assert CITED[name][0] in header
+        assert "Not run by us" in header
+
+
+def test_nvidia_caffes_rates_at_its_own_iterations():
+    """solver_8K.prototxt: base_lr 10, max_iter 15 600, rampup_interval 600, rampup_lr 1."""
+    recipe = load_recipe(find_recipe("alexnet-8gpu"))
+    steps = IMAGENET // recipe.global_batch
+    assert steps * recipe.epochs == 15_600
+    rates = [learning_rate(recipe.schedule, recipe.optim.lr, i, steps, recipe.epochs) for i in range(15_600)]
+    assert rates[:600] == pytest.approx([1 + 9 * (i / 600) ** 2 for i in range(1, 601)])
+    assert rates[600:] == pytest.approx([10 * (1 - i / 15_600) ** 2 for i in range(600, 15_600)])
