@@ -127,6 +127,8 @@ class Sgd(Table):
 
     Each step then multiplies weights by 1 - ``weight_decay`` x (rate / ``lr``), as Composer's DecoupledSGDW does.
     """
+    norm_bias_factor: PositiveFloat = 1.0
+    """Factor of the learning rate for biases of norm layers; above 0. Their decay stays the same."""
 
 
 class Lars(Table):
