@@ -9,7 +9,7 @@ FROM nvcr.io/nvidia/pytorch:26.05-py3
 COPY . /opt/imagenet-fast
 WORKDIR /opt/imagenet-fast
 # The image pins hundreds of packages by a constraints file, older than what we need of some. What it has and we can
-# use stays as it is all the same: pip upgrades only what is too old.
+# use stays as it is all the same: pip upgrades only what is too old. For that reason constraints.txt is not used here.
 RUN python scripts/light_requirements.py > /tmp/light.txt \
     && PIP_CONSTRAINT= pip install --no-cache-dir --upgrade-strategy only-if-needed -r /tmp/light.txt \
     && PIP_CONSTRAINT= pip install --no-cache-dir --no-deps . \

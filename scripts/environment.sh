@@ -1,5 +1,7 @@
-# Sourced by demo.sh and test.sh: make_environment EXTRA puts this checkout and the extra into ./.venv.
-# A second call is quick and needs no network, unless pyproject.toml has changed.
+# shellcheck shell=bash
+# Sourced by demo.sh, test.sh and docs.sh: make_environment EXTRA puts this checkout and the extra into ./.venv, in the
+# versions of constraints.txt. A second call is quick and needs no network, unless pyproject.toml or constraints.txt has
+# changed.
 
 make_environment() {
     local extra=$1 python=${PYTHON:-python3} stamp
@@ -7,7 +9,7 @@ make_environment() {
         echo "error: $python is older than Python 3.11; set PYTHON to a newer one" >&2
         return 2
     }
-    stamp=.venv/installed-$extra-$(cksum <pyproject.toml | cut -d' ' -f1)
+    stamp=.venv/installed-$extra-$(cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
     [ -e "$stamp" ] && return 0
     if [ ! -x .venv/bin/pip ]; then
         "$python" -m venv .venv || {
@@ -16,6 +18,6 @@ make_environment() {
         }
     fi
     echo "installing imagenet-fast[$extra] into .venv (about 6 GB the first time) ..."
-    .venv/bin/pip install --quiet --disable-pip-version-check --editable ".[$extra]"
+    .venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[$extra]"
     touch "$stamp"
 }

@@ -143,7 +143,7 @@ def _flag_row(param: Any) -> str:
     default = param.default
     empty = default in (None, (), [], False, "") or callable(default)
     shown = "required" if param.required else "" if empty else f"`{default}`"
-    return f"| {names} | {_cell(value)} | {_cell(shown)} | {_cell(_text(getattr(param, 'help', '')))} |"
+    return f"| {_cell(names)} | {_cell(value)} | {_cell(shown)} | {_cell(_text(getattr(param, 'help', '')))} |"
 
 
 def _type(param: Any) -> str:
@@ -157,7 +157,7 @@ def _type(param: Any) -> str:
 def _text(text: str | None) -> str:
     """Return a help text as Markdown: without Rich's markup, flags as code."""
     plain = re.sub(r"\[/?(?:bold|dim|italic)\]", "", text or "").replace("\b", "")
-    return re.sub(r"(?<![\w`-])(--[a-z][a-z-]*)", r"`\1`", plain)
+    return re.sub(r"(`[^`]*`)|(?<![\w-])(--[a-z][a-z-]*)", lambda found: found[1] or f"`{found[2]}`", plain)
 
 
 def _cell(text: str) -> str:

@@ -17,7 +17,7 @@ LAYERS = (
     {"cli"},
     {"bench"},
     {"launch"},
-    {"training", "doctor"},
+    {"training", "doctor", "plan"},
     {"parallel"},
     {"sync", "metrics", "data", "models", "checkpoint"},
     {"distributed", "cost_model"},
@@ -29,7 +29,8 @@ LAYERS = (
 
 WITHOUT_TORCH = (
     "recipe.load", "distributed.cpu_affinity", "metrics.report", "launch.slurm", "launch.rendezvous",
-    "launch.cluster_job", "training.job_setup", "bench.compare", "data.verify", "data.download",
+    "launch.cluster_job", "training.job_setup", "plan.rows", "cli.plan",
+    "bench.compare", "data.verify", "data.download",
 )  # fmt: skip
 LAYER = {package: number for number, packages in enumerate(LAYERS) for package in packages}
 

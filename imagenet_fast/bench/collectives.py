@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imagenet_fast.bench import mpi
-from imagenet_fast.bench.hosts import TIMEOUT, on_gpus, run_on
+from imagenet_fast.bench.hosts import TIMEOUT, on_gpus, report_progress, run_on
 from imagenet_fast.bench.netns import parse_rate, shaped_network, time_repetitions
 from imagenet_fast.cost_model.units import SIZE, UNITS, size_text
 from imagenet_fast.errors import UserError, warn
@@ -311,9 +311,18 @@ def measure(
             )
         return Block(latency_s, kernel_bytes, times)
 
+    done = 0
+
+    def report(round_: str, elements: int) -> None:
+        nonlocal done
+        size = size_text(elements * dtype.itemsize)
+        report_progress(f"{round_}, messages of {size}", done, (rounds + 1) * len(lengths) * len(means))
+        done += 1
+
     often: dict[tuple[Means, int], int] = {}
     for elements in lengths:
         for name in means:
+            report("trying", elements)
             first = torch.tensor(block(name, elements, 1, checked=True).latency_s, device=device)
             dist.all_reduce(first, dist.ReduceOp.MAX)
             often[name, elements] = min(_MOST_TIMES, max(1, math.ceil(block_s / float(first))))
@@ -322,6 +331,7 @@ def measure(
         begin = turn % len(means)
         for elements in lengths:
             for name in [*means[begin:], *means[:begin]]:
+                report(f"round {turn + 1} of {rounds}", elements)
                 times = often[name, elements]
                 blocks[name, elements * dtype.itemsize].append(block(name, elements, times))
     topology.close()

@@ -5,28 +5,24 @@ A layer profile provides the gradients' shapes, and the times that engines plan 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from imagenet_fast.bench.fake_step import Call, CountedStep, fake_ranks
 from imagenet_fast.bench.hosts import in_processes
 from imagenet_fast.bench.netns import parse_rate
+from imagenet_fast.cost_model.collectives import RankLayout
 from imagenet_fast.cost_model.layer_profile import Profile
+from imagenet_fast.cost_model.stated_link import PAYLOAD, StatedNetwork
 from imagenet_fast.cost_model.step_simulator import LinkModel
 from imagenet_fast.cost_model.units import whole_numbers
+from imagenet_fast.data.progress import measurement_bar
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.engine_table import Collective, Wire
 from imagenet_fast.recipe.sync_config import Sync
 from imagenet_fast.sync import EngineSettings
 
 COUNTED = "lazy,dear,ring,hybrid,sparse"
-
-# Share of its line rate that a link is assumed to carry as payload; the rest is protocol overhead.
-_PAYLOAD = 0.9
-# Seconds of a library call, of a hop over NVLink inside a node, and of a hop between nodes. They are from the cost
-# model by which NCCL chooses its algorithms (its src/graph/tuning.cc, protocol Simple).
-_CALL_S, _INSIDE_S, _BETWEEN_S = 8.4e-6, 3.4e-6, 14e-6
 
 
 @dataclass(frozen=True)
@@ -90,10 +86,13 @@ def bench_count(profile: Profile, engines: Sequence[Sync], ranks: str, ranks_per
     sizes, bits_per_s = parse_ranks(ranks, ranks_per_node), parse_rate(link)
     counted = [_countable(settings) for settings in engines]
     rows: list[Count] = []
-    for settings in counted:  # each in its own process, so without the process groups of another
-        rows += in_processes(
-            1, "imagenet_fast.bench.comm_volume", _counts, profile, settings, sizes, ranks_per_node, bits_per_s
-        )[0]
+    with measurement_bar() as show:
+        for number, settings in enumerate(counted):  # each in its own process, so without the process groups of another
+            show(f"counting {settings.kind}", number, len(counted))
+            rows += in_processes(
+                1, "imagenet_fast.bench.comm_volume", _counts, profile, settings, sizes, ranks_per_node, bits_per_s,
+                show=show,
+            )[0]  # fmt: skip
     return rows
 
 
@@ -118,8 +117,8 @@ def stated_link(nodes: int, ranks_per_node: int, bits_per_s: float) -> LinkModel
     The ranks of a node share its link, which carries 2 (H-1)/H n bytes for H nodes. Transfers inside a node take no
     time. The latency is that of a tree over the nodes. On a single node only the latency remains.
     """
-    hops_s = (ranks_per_node - 1) * _INSIDE_S + math.ceil(math.log2(nodes)) * _BETWEEN_S
-    return LinkModel(_CALL_S + 2 * hops_s, 2 * (nodes - 1) / nodes * 8 / (_PAYLOAD * bits_per_s), _CALL_S)
+    layout = RankLayout((ranks_per_node,) * nodes)
+    return StatedNetwork(layout, PAYLOAD * bits_per_s / 8).hierarchy()
 
 
 def _countable(settings: Sync) -> EngineSettings:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -163,9 +164,13 @@ def compare(
         suppress(KeyboardInterrupt),
     ):
         interrupt_on_signals()
+        begun = time.monotonic()
         for number, run in enumerate(runs, 1):
             codes[run] = 1  # the exit code if it is interrupted
             print(f"\n{run.label} ({number} of {len(runs)})", flush=True)
+            if number > 1 and sys.stderr.isatty():
+                left_s = (time.monotonic() - begun) / (number - 1) * (len(runs) - number + 1)
+                print(f"about {timedelta(seconds=round(left_s))} left for all runs", file=sys.stderr, flush=True)
             arguments = [sys.executable, "-m", "imagenet_fast", *run.arguments(name, data, folder)]
             codes[run] = _on_this_node(arguments, ranks) if network is None else _on_hosts(arguments, network)
             if codes[run] == 2 and not any(code in _DONE for code in codes.values()):

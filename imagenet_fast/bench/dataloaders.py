@@ -26,6 +26,7 @@ from imagenet_fast.data.decode import decode
 from imagenet_fast.data.imagefolder import scan_training
 from imagenet_fast.data.loaders import open_loader
 from imagenet_fast.data.prefetch import Job, prefetched
+from imagenet_fast.data.progress import measurement_bar
 from imagenet_fast.data.sampler import TrainSampler
 from imagenet_fast.data.throughput import make_photos, measure, training_batches
 from imagenet_fast.distributed.forkserver import end_with_starter, start_fork_server
@@ -106,9 +107,11 @@ def bench_loading(
     """
     device, _ = prepare_device(0)
     turns: dict[Loader, list[tuple[float, float]]] = {loader: [] for loader in loaders}
-    with _images(root, 2 * batch) as (folder, about):
+    parts = rounds * len(loaders)
+    with measurement_bar() as show, _images(root, 2 * batch) as (folder, about):
         for turn in range(rounds):
-            for loader in loaders if turn % 2 == 0 else reversed(loaders):
+            for number, loader in enumerate(loaders if turn % 2 == 0 else reversed(loaders)):
+                show(f"{loader}, round {turn + 1} of {rounds}", turn * len(loaders) + number, parts)
                 if loader.startswith("dali") and not dali_loader.is_installed():
                     continue
                 batches = _open(loader, folder, image_size, batch, workers, device)

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from imagenet_fast.bench.collectives import averaging
-from imagenet_fast.bench.hosts import run_on
+from imagenet_fast.bench.hosts import report_progress, run_on
 from imagenet_fast.bench.netns import parse_rate, sent_bytes, shaped_network, time_repetitions
 from imagenet_fast.bench.replay import Gradients, gradients_of, replay, timing_of, with_moves
 from imagenet_fast.cost_model.layer_profile import Profile
@@ -267,6 +267,8 @@ def _measure(
     traces: Path | None,
 ) -> tuple[_Blocks, dict[Sync | Declared, float]]:
     """Return this rank's blocks, and the cost model's prediction for every engine; every rank calls it."""
+    parts = len(engines) + rounds * (1 + len(wires) + len(engines))
+    report_progress("measuring the network", 0, parts)
     gradients = gradients_of(profile)
     topology = Topology(torch.device("cpu"), lends=True)
     predicted = _predictions(profile, gradients, engines, topology)
@@ -277,7 +279,8 @@ def _measure(
         measurements[wire] = partial(
             _raw_block, profile.elements * wire_dtype(wire).itemsize, wire_dtype(wire), topology
         )
-    for settings in engines:
+    for number, settings in enumerate(engines):
+        report_progress(f"first steps of {settings.kind}", number, parts)
         loop = _Loop(profile, gradients, settings, counted, topology)
         if chosen := [prediction.step_s for prediction in loop.learn() if prediction.chosen]:
             predicted[settings] = chosen[0]
@@ -288,7 +291,9 @@ def _measure(
     blocks: _Blocks = defaultdict(list)
     for turn in range(rounds):
         order = list(measurements)
-        for key in order[turn % len(order) :] + order[: turn % len(order)]:
+        begun = len(engines) + turn * len(order)
+        for number, key in enumerate(order[turn % len(order) :] + order[: turn % len(order)]):
+            report_progress(f"round {turn + 1} of {rounds}", begun + number, parts)
             dist.barrier()
             blocks[key].append(measurements[key]())
     return dict(blocks), predicted

@@ -6,10 +6,13 @@ packets to its own addresses that way. So only traffic to other nodes is shaped,
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
+import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from torch._C._distributed_c10d import FileStore
 from torch.multiprocessing.spawn import start_processes
 
 from imagenet_fast.bench.netns import INTERFACE, Host, enter
+from imagenet_fast.data.progress import Show, measurement_bar
 from imagenet_fast.distributed.forkserver import end_with_starter, freeze_gc, start_fork_server
 from imagenet_fast.distributed.init import prepare_device
 from imagenet_fast.distributed.rank_info import RankInfo
@@ -27,6 +31,11 @@ from imagenet_fast.errors import UserError
 
 TIMEOUT = timedelta(minutes=5)
 """Timeout of a collective."""
+
+_LOOK_S = 1.0  # between two looks at how far process 0 has come
+
+_progress_file: Path | None = None
+"""Where this process says how far it has come; None if it is not process 0 of a measurement."""
 
 
 def on_gpus(device: str | None, ranks: int, called: str = "ranks", option: str = "--hosts") -> bool:
@@ -107,14 +116,17 @@ def _rank(
     return result
 
 
-def in_processes(count: int, module: str, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Call ``function(number, *arguments)`` in ``count`` processes with one thread each.
+def in_processes(
+    count: int, module: str, function: Callable[..., Any], *arguments: Any, show: Show | None = None
+) -> list[Any]:
+    """Call ``function(number, *arguments)`` in ``count`` processes with one thread each, with a progress bar.
 
     Args:
         count: Number of processes.
         module: Module that the fork server imports for them; it has an effect only before the first fork.
         function: A module-level function; its result must be picklable.
         *arguments: Its arguments after the process's number.
+        show: Moves a bar by what process 0 reports with ``report_progress``; None: a new bar.
 
     Returns:
         The results, by number.
@@ -123,22 +135,36 @@ def in_processes(count: int, module: str, function: Callable[..., Any], *argumen
         ProcessRaisedException: A process failed (torch's exception, with the traceback of the first that failed).
     """
     start_fork_server(module)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, nullcontext(show) if show is not None else measurement_bar() as move:
         context = start_processes(
             _process, (folder, function, arguments), nprocs=count, join=False, daemon=True, start_method="forkserver"
         )
         assert context is not None
         try:
-            while not context.join():
-                pass
+            while not context.join(_LOOK_S if sys.stderr.isatty() else None):
+                if (told := Path(folder) / "progress").exists():
+                    move(*json.loads(told.read_text(encoding="utf-8")))
         finally:
             for process in context.processes:
                 process.kill()
         return [pickle.loads((Path(folder) / str(number)).read_bytes()) for number in range(count)]
 
 
+def report_progress(text: str, done: int, total: int) -> None:
+    """Tell the process that started this one what is done now, and how much is done of how much.
+
+    Only process 0 is heard. Call this between measurements, not inside.
+    """
+    if _progress_file is not None:
+        new = _progress_file.with_suffix(".new")
+        new.write_text(json.dumps([text, done, total]), encoding="utf-8")
+        new.rename(_progress_file)
+
+
 def _process(number: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """Call ``function`` in this process and pickle its result into ``folder``."""
+    global _progress_file
+    _progress_file = Path(folder) / "progress" if number == 0 else None
     end_with_starter()
     freeze_gc()
     torch.set_num_threads(1)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import platform
-from itertools import pairwise
+from itertools import count, pairwise
 from statistics import median
 
 import torch
 from torch import nn
 
 from imagenet_fast.cost_model.layer_profile import Layer, Profile, Timing
+from imagenet_fast.data.progress import measurement_bar
 from imagenet_fast.models import build_model
 from imagenet_fast.recipe.data_config import SyntheticData
 from imagenet_fast.recipe.schema import Recipe
@@ -56,9 +57,13 @@ def record_profile(recipe: Recipe, device: torch.device, steps: int) -> Profile:
     timer = LayerTimer(model, order, Topology(device), layers=True, steps=steps)
     for param in slots:
         param.register_post_accumulate_grad_hook(lambda _: timer.gradient_ready())
-    while not timer.complete:
-        step()
-        timer.finish()
+    with measurement_bar() as show:
+        for done in count():
+            if timer.complete:
+                break
+            show("recording steps", done, steps + 2)  # two warm up
+            step()
+            timer.finish()
     what = f"{recipe.precision.kind}, batch {recipe.global_batch}, {recipe.data.image_size} px"
     processor = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
     where = f"{processor} ({platform.machine()}), torch {torch.__version__}"

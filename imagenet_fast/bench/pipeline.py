@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from imagenet_fast.bench.hosts import on_gpus, run_on
+from imagenet_fast.bench.hosts import on_gpus, report_progress, run_on
 from imagenet_fast.bench.layer_profiler import record_profile
 from imagenet_fast.bench.replay import Pace, Replayed
 from imagenet_fast.cost_model.layer_profile import Profile, shipped_profile
@@ -187,7 +187,8 @@ def _measure(
     labels = torch.randint(recipe.data.classes, (batch,), device=device)
     times = recorded_times(segments_of(model), profile)
     measured = []
-    for schedule, micro_batches in runs:
+    for number, (schedule, micro_batches) in enumerate(runs):
+        report_progress(f"{schedule} with {micro_batches} micro-batches", number, len(runs))
         ranks, chunks = dist.get_world_size(), chunks_of(schedule)
         stages_s = [sleep_s * 3 / chunks] * ranks * chunks if sleep_s is not None else _by_profile(times, ranks, chunks)
         slept = _sleep(stages_s, schedule, micro_batches, rounds)

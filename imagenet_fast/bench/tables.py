@@ -27,8 +27,10 @@ Column = tuple[str, str, str] | tuple[str, str, str, float] | tuple[str, Callabl
 """A header; then a field's dotted name, its format, and a factor for its unit; or a function from a row to its cell."""
 
 
-def rows_table(rows: Sequence[Any], text: Sequence[Column], numbers: Sequence[Column], title: str = "") -> Table:
-    """Build a table of dataclass rows; None is shown as a dash."""
+def rows_table(
+    rows: Sequence[Any], text: Sequence[Column], numbers: Sequence[Column], title: str = "", note: str = ""
+) -> Table:
+    """Build a table of dataclass rows, with a title above and a note below; None is shown as a dash."""
 
     def cell(row: Any, shown: str | Callable[[Any], str], form: str = "", factor: float | None = None) -> str:
         if callable(shown):
@@ -42,7 +44,7 @@ def rows_table(rows: Sequence[Any], text: Sequence[Column], numbers: Sequence[Co
         [header for header, *_ in numbers],
         ([cell(row, *column[1:]) for column in columns] for row in rows),
     )
-    table.title = title or None
+    table.title, table.caption = title or None, note or None
     return table
 
 
@@ -78,15 +80,16 @@ def sync_table(times: Sequence[EngineTime]) -> Table:
         times,
         [("engine", lambda t: t.engine if t.wire == wire else f"{t.engine} {t.wire}")],
         [
-            ("s a step", "step_s", ".3f"),
+            ("s/step", "step_s", ".3f"),
             ("spread", lambda t: f"±{(t.step_s_max - t.step_s_min) / 2:.3f}"),
-            ("MB", "sent_bytes", ".1f", 1e-6),
-            ("kernel", "kernel_bytes", ".1f", 1e-6),
-            ("x DDP", "ratio_to_ddp", ".2f"),
-            ("x limit", "ratio_to_limit", ".3f"),
+            ("sent MB", "sent_bytes", ".1f", 1e-6),
+            *([("link MB", "kernel_bytes", ".1f", 1e-6)] if any(t.kernel_bytes is not None for t in times) else []),
+            ("vs DDP", "ratio_to_ddp", ".2f"),
+            ("vs limit", "ratio_to_limit", ".3f"),
             ("predicted", "predicted_s", ".3f"),
         ],
         sync_title(times),
+        "vs DDP: DDP's time divided by the engine's. vs limit: the engine's time divided by the least possible.",
     )
 
 
@@ -101,10 +104,10 @@ def ladder_table(rungs: Sequence[Rung]) -> Table:
         rungs,
         [("step", "step", "")],
         [
-            ("s", "time.step_s", ".3f"),
+            ("s/step", "time.step_s", ".3f"),
             ("gain", lambda rung: "" if rung.gain is None else f"{rung.gain:.2f}"),
-            ("in all", "in_all", ".2f"),
-            ("x limit", "time.ratio_to_limit", ".3f"),
+            ("total gain", "in_all", ".2f"),
+            ("vs limit", "time.ratio_to_limit", ".3f"),
             ("predicted", "time.predicted_s", ".3f"),
         ],
         ladder_title(rungs),
@@ -119,7 +122,7 @@ def batch_title(rows: Sequence[BatchRow]) -> str:
 def batch_table(rows: Sequence[BatchRow]) -> Table:
     """Build a table with one row per batch size.
 
-    ``+`` is exposed communication. Limit and prediction are hybrid's.
+    Limit and prediction are hybrid's.
     """
     return rows_table(
         rows,
@@ -128,11 +131,11 @@ def batch_table(rows: Sequence[BatchRow]) -> Table:
             ("batch", "batch", "d"),
             ("compute", "ddp.compute_s", ".3f"),
             ("ddp", "ddp.step_s", ".3f"),
-            ("+", "ddp.exposed_s", ".3f"),
+            ("exposed", "ddp.exposed_s", ".3f"),
             ("hybrid", "hybrid.step_s", ".3f"),
-            ("+", "hybrid.exposed_s", ".3f"),
+            ("exposed", "hybrid.exposed_s", ".3f"),
             ("gain", "gain", ".1%"),
-            ("x limit", "hybrid.ratio_to_limit", ".3f"),
+            ("vs limit", "hybrid.ratio_to_limit", ".3f"),
             ("predicted", "hybrid.predicted_s", ".3f"),
         ],
         batch_title(rows),
@@ -140,27 +143,27 @@ def batch_table(rows: Sequence[BatchRow]) -> Table:
 
 
 def count_table(counts: Sequence[Count]) -> Table:
-    """Build a table with one row per engine and number of ranks.
-
-    ``sent`` is the number of messages, ``min B`` the smallest one's bytes, ``ops`` the number of kernels,
-    and ``upd`` the milliseconds to launch the optimiser's updates.
-    """
+    """Build a table with one row per engine and number of ranks."""
     main, each = common_wire(counts), counts[0].ranks_per_node
     return rows_table(
         counts,
-        [("engine", lambda c: c.engine if c.wire == main else f"{c.engine} {c.wire}"), ("by", "collective", "")],
+        [
+            ("engine", lambda c: c.engine if c.wire == main else f"{c.engine} {c.wire}"),
+            ("collective", "collective", ""),
+        ],
         [
             ("ranks", "ranks", "d"),
             ("calls", "calls", "d"),
-            ("sent", "messages", "d"),
-            ("min B", "smallest_message", "d"),
-            ("ops", "kernels", "d"),
-            ("ms", "host_ms", ".2f"),
-            ("upd", "update_ms", ".1f"),
+            ("messages", "messages", "d"),
+            ("smallest B", "smallest_message", "d"),
+            ("kernels", "kernels", "d"),
+            ("host ms", "host_ms", ".2f"),
+            ("update ms", "update_ms", ".1f"),
             ("NIC MB", "nic_bytes", ".1f", 1e-6),
-            ("x min", lambda c: f"{c.nic_bytes / c.least_nic_bytes:.3f}" if c.least_nic_bytes else NOTHING),
+            ("vs least", lambda c: f"{c.nic_bytes / c.least_nic_bytes:.3f}" if c.least_nic_bytes else NOTHING),
         ],
         f"{counts[0].model}, nodes of {each} rank{'s' if each > 1 else ''}, {main}: counted, without a network",
+        "A step of the busiest rank. NIC MB: sent by a node to others. vs least: NIC MB divided by the least possible.",
     )
 
 
@@ -187,7 +190,7 @@ def bandwidth_table(rows: Sequence[AllReduceTime]) -> Table:
             ("spread", lambda row: f"±{500 * (row.latency_s_max - row.latency_s_min):.2g}"),
             ("alg MB/s", "algorithm_bandwidth", ".4g", 1e-6),
             ("bus MB/s", "bus_bandwidth", ".4g", 1e-6),
-            ("of the link", "utilisation", ".1%"),
+            ("link use", "utilisation", ".1%"),
         ],
         bandwidth_title(rows[0]),
     )
@@ -206,9 +209,9 @@ def pipeline_table(rows: Sequence[PipelineTime]) -> Table:
         [
             ("micro-batches", "micro_batches", "d"),
             ("bubble", "bubble", ".2f"),
-            ("formula", "expected_bubble", ".2f"),
+            ("by formula", "expected_bubble", ".2f"),
             ("img/s", "images_per_s", ".0f"),
-            ("kept a rank, MB", lambda row: " ".join(f"{kept / 1e6:.0f}" for kept in row.activation_bytes)),
+            ("MB kept by each rank", lambda row: " ".join(f"{kept / 1e6:.0f}" for kept in row.activation_bytes)),
         ],
         pipeline_title(rows),
     )
@@ -231,12 +234,11 @@ def loading_table(rates: Sequence[LoadingRate]) -> Table:
             ("img/s", "images_per_s", ".0f"),
             ("slowest", "slowest", ".0f"),
             ("fastest", "fastest", ".0f"),
-            ("img/s a core", "images_per_core_s", ".0f"),
+            ("img/s per core", "images_per_core_s", ".0f"),
         ],
         loading_title(rates),
     )
     table.caption = fastest({rate.loader: rate.images_per_s for rate in rates}) or None
-    table.caption_justify = "left"
     return table
 
 
@@ -246,10 +248,10 @@ def step_table(times: Sequence[StepTime]) -> Table:
         times,
         [("loop", "loop", "")],
         [
-            ("ms a step", "step_s", ".1f", 1e3),
+            ("ms/step", "step_s", ".1f", 1e3),
             ("fastest", "step_s_min", ".1f", 1e3),
             ("slowest", "step_s_max", ".1f", 1e3),
-            ("host's", "host_s", ".1f", 1e3),
+            ("host ms", "host_s", ".1f", 1e3),
             ("img/s", "images_per_s", ".0f"),
             ("vs plain", lambda t: f"{100 * (t.ratio_to_plain - 1):+.2f} %"),
             ("warm-up", lambda t: f"{t.warmup_s:.1f} s"),
@@ -270,11 +272,11 @@ def checkpoint_table(times: Sequence[StepTime]) -> Table:
         [("loop", "unsaved_loop", "")],
         [
             ("img/s", lambda t: f"{unsaved[t.unsaved_loop].images_per_s:.1f}"),
-            ("saving", "images_per_s", ".1f"),
+            ("img/s saving", "images_per_s", ".1f"),
             ("cost", lambda t: f"{100 * (1 - 1 / t.ratio_to_unsaved):.2f} %"),
-            ("ms stood", "stood_s", ".1f", 1e3),
-            ("of it copy", "copied_s", ".1f", 1e3),
-            ("most waited", "waited_s", ".1f", 1e3),
+            ("stall ms", "stood_s", ".1f", 1e3),
+            ("copy ms", "copied_s", ".1f", 1e3),
+            ("longest wait ms", "waited_s", ".1f", 1e3),
         ],
     )
 
@@ -283,7 +285,7 @@ def kernel_table(rows: Sequence[StepKernels]) -> Table:
     """Build a table with one row per optimiser."""
     return rows_table(
         rows,
-        [("optimiser", "optimizer", "")],
+        [("optimizer", "optimizer", "")],
         [
             ("tensors", "tensors", "d"),
             ("operators", "operators", "d"),

@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import HashStore
 from imagenet_fast.bench.checkpoint_overhead import Saving, Stood
 from imagenet_fast.data.loaders import SyntheticLoader
 from imagenet_fast.data.normalize import Normalizer
+from imagenet_fast.data.progress import measurement_bar
 from imagenet_fast.data.sampler import TrainSampler
 from imagenet_fast.distributed.init import DistContext, prepare_device
 from imagenet_fast.metrics import MetricLogger
@@ -157,6 +158,7 @@ def bench_step(
     world = alone()
     steps = checkpoint_every or steps
     with ExitStack() as until_then:
+        show = until_then.enter_context(measurement_bar())
         until_then.callback(dist.destroy_process_group)
         loops = {_PLAIN: _plain(recipe, world)}
         images = {}
@@ -172,8 +174,12 @@ def bench_step(
                 loops[name + _SAVED] = until_then.enter_context(_ours_saved(variant, world, checkpoint_every))
         blocks: dict[str, list[float]] = {name: [] for name in loops}
         enqueued: dict[str, list[float]] = {name: [] for name in loops}
-        warmups = {name: _seconds(loop, _WARMUP_STEPS)[1] for name, loop in loops.items()}
+        warmups: dict[str, float] = {}
+        for name, loop in loops.items():
+            show(f"first steps of {name}", 0, rounds)
+            warmups[name] = _seconds(loop, _WARMUP_STEPS)[1]
         for turn in range(rounds):
+            show(f"round {turn + 1} of {rounds}", turn, rounds)
             order = list(loops) if turn % 2 else list(reversed(loops))
             for name in order:
                 host_s, block_s = _seconds(loops[name], steps)

@@ -19,17 +19,23 @@ bench_app = typer.Typer(help="Measure what this node can do.", no_args_is_help=T
 @bench_app.command("step")
 def bench_step(
     context: typer.Context,
-    model: Annotated[str, typer.Option(help="alexnet, alexnet_bn, resnet18 or resnet50.")] = "resnet18",
-    image_size: Annotated[int, typer.Option(min=16)] = 64,
-    batch: Annotated[int, typer.Option(min=1)] = 128,
-    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
-    sync: Annotated[str, typer.Option(help="Engines to time beside the plain loop, comma-separated.")] = "lazy",
-    compiled: Annotated[bool, typer.Option("--compile", help="torch.compile both, block by block.")] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 60,
+    model: Annotated[str, typer.Option(help="Model: alexnet, alexnet_bn, resnet18 or resnet50.")] = "resnet18",
+    image_size: Annotated[int, typer.Option(min=16, help="Side of the images in pixels.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Images in a batch.")] = 128,
+    precision: Annotated[str, typer.Option(help="Precision: fp32, bf16 or fp16.")] = "bf16",
+    sync: Annotated[str, typer.Option(metavar="A,B", help="Engines to time beside the plain loop.")] = "lazy",
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile both loops with torch.compile, block by block.")
+    ] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds; each measures everything once.")] = 60,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each loop in a round.")] = 2,
     checkpoint_every: Annotated[
         int | None,
-        typer.Option(min=1, metavar="STEPS", help="Each engine once more, saving so often; a round is so many steps."),
+        typer.Option(
+            min=1,
+            metavar="STEPS",
+            help="Also time each engine with a checkpoint every so many steps. A round has as many steps.",
+        ),
     ] = None,
     json_file: JsonOption = None,
 ) -> None:
@@ -63,60 +69,72 @@ def bench_sync(
         typer.Option(
             "--model",
             metavar="NAME|FILE|random:SEED",
-            help="Layer profile: alexnet, resnet50, ..., a .json file, or a network drawn from a seed.",
+            help="Layer profile to replay: alexnet, resnet50, a .json file of `bench profile`, or a random network.",
         ),
     ] = "alexnet",
     hosts: Annotated[
-        int, typer.Option(min=1, help="Each on a link of its own where --rate is given; else all are this node.")
+        int,
+        typer.Option(min=1, help="Number of hosts. With --rate each has its own link; otherwise all are this node."),
     ] = 4,
     ranks_per_host: Annotated[
-        int, typer.Option(min=1, help="Ranks on each host, with its loopback interface between them.")
+        int, typer.Option(min=1, help="Ranks on each host, connected by its loopback interface.")
     ] = 1,
     rate: Annotated[
-        str | None, typer.Option(metavar="RATE", help="Each host's link, as 250mbit (Linux, root). Default: loopback.")
+        str | None,
+        typer.Option(
+            metavar="RATE", help="Rate of each host's link, such as 250mbit (Linux, root). Default: loopback, no limit."
+        ),
     ] = None,
-    scale: Annotated[int, typer.Option(min=1, help="Send this fraction (1/N) of each gradient.")] = 1,
+    scale: Annotated[int, typer.Option(min=1, help="Shrink each gradient to 1/N of its size.")] = 1,
     compute: Annotated[
-        float | None, typer.Option(min=0, help="Seconds a replayed step computes. Default: the profile's.")
+        float | None, typer.Option(min=0, help="Compute time of a replayed step in seconds. Default: the profile's.")
     ] = None,
     sync: Annotated[
         str | None,
-        typer.Option(metavar="A,B", help="Engines; NAME:WIRE for a wire dtype of its own. Default: all that can be."),
+        typer.Option(metavar="A,B", help="Engines to measure. NAME:WIRE sets the wire dtype of one. Default: all."),
     ] = None,
-    wire: Annotated[str, typer.Option(help="fp32, bf16 or fp16; int8 or fp8 for engines that can.")] = "bf16",
+    wire: Annotated[
+        str, typer.Option(help="Wire dtype: fp32, bf16 or fp16, or int8 or fp8 for engines that support them.")
+    ] = "bf16",
     overrides: Annotated[
-        list[str], typer.Option("--set", metavar="ENGINE.KEY=VALUE", help="An engine's key; repeatable.")
+        list[str], typer.Option("--set", metavar="ENGINE.KEY=VALUE", help="Change a key of an engine. Can be repeated.")
     ] = [],  # noqa: B006
-    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 5,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each engine in a round.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds; each measures everything once.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps of each engine in a round.")] = 2,
     json_file: JsonOption = None,
     png: PngOption = None,
     trace: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write a timeline of each engine there, for ui.perfetto.dev.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Write a timeline of each engine to this directory, for ui.perfetto.dev."),
     ] = None,
     count: Annotated[
-        bool, typer.Option("--count", help="No network: count what a step costs a rank, at any number of ranks.")
+        bool,
+        typer.Option("--count", help="Count the messages of a step instead of sending them, for any number of ranks."),
     ] = False,
-    ranks: Annotated[str, typer.Option(metavar="N,M", help="With --count: of all nodes together.")] = "8,64,512",
-    ranks_per_node: Annotated[int, typer.Option(min=1, help="With --count: each node has one link.")] = 8,
+    ranks: Annotated[str, typer.Option(metavar="N,M", help="With --count: total numbers of ranks.")] = "8,64,512",
+    ranks_per_node: Annotated[
+        int, typer.Option(min=1, help="With --count: ranks on each node. They share one link.")
+    ] = 8,
     link: Annotated[
-        str, typer.Option(metavar="RATE", help="With --count: of that link, for engines that plan.")
+        str, typer.Option(metavar="RATE", help="With --count: rate of each node's link, by which engines plan.")
     ] = "56gbit",
     ladder: Annotated[
-        bool, typer.Option("--ladder", help="What each technique of GradientFlow gains, one added to the others.")
+        bool, typer.Option("--ladder", help="Measure what each technique of GradientFlow gains, added one by one.")
     ] = False,
     batches: Annotated[
         str | None,
         typer.Option(
-            metavar="N,M", help="DDP and hybrid at these batch sizes; --compute is of the largest, as 16,32,64,128."
+            metavar="N,M",
+            help="Compare DDP and hybrid at these batch sizes, such as 16,32,64,128. --compute is for the largest.",
         ),
     ] = None,
 ) -> None:
-    """Replay a model's layer profile with every engine, beside DDP and the lower bounds on step time.
+    """Time a training step under each engine, beside DDP and the least time possible.
 
-    All ranks run on this node: over its loopback interface or, with --rate,
-    over links of that rate between its hosts. With --count nothing is sent: the
-    cost of a step per rank is only counted.
+    The step is replayed from a layer profile: ranks sleep instead of computing,
+    and send real gradients. All ranks run on this node, over its loopback
+    interface or, with --rate, over a simulated network with links of that rate.
+    With --count nothing is sent; messages and bytes are only counted.
     """
     from imagenet_fast.cost_model.layer_profile import load_profile
     from imagenet_fast.recipe.load import parse_engines
@@ -166,30 +184,40 @@ def bench_collectives(
     sizes: Annotated[
         str,
         typer.Option(
-            metavar="A,B..C:N", help="Bytes of the messages: K, M and G are powers of 1024; B..C goes by N, or doubles."
+            metavar="A,B..C:N",
+            help="Message sizes in bytes; K, M and G are powers of 1024. B..C is a range that doubles, or grows by N.",
         ),
     ] = "2KB..64MB",
     collectives: Annotated[
         str | None,
-        typer.Option(metavar="A,B", help="native (the backend's own), ring, ..., mpi. Default: all that can be."),
+        typer.Option(
+            metavar="A,B",
+            help="Collectives to time: native (the backend's own), ring, ..., mpi. Default: all that can run here.",
+        ),
     ] = None,
     hosts: Annotated[
-        int, typer.Option(min=1, help="Each on a link of its own where --rate is given; else all are this node.")
+        int,
+        typer.Option(min=1, help="Number of hosts. With --rate each has its own link; otherwise all are this node."),
     ] = 4,
     ranks_per_host: Annotated[int, typer.Option(min=1, help="Ranks on each host.")] = 1,
     rate: Annotated[
-        str | None, typer.Option(metavar="RATE", help="Each host's link, as 250mbit (Linux, root). Default: loopback.")
+        str | None,
+        typer.Option(
+            metavar="RATE", help="Rate of each host's link, such as 250mbit (Linux, root). Default: loopback, no limit."
+        ),
     ] = None,
-    wire: Annotated[str, typer.Option(help="fp32, bf16 or fp16; MPI sends as many bytes of fp32.")] = "fp32",
+    wire: Annotated[str, typer.Option(help="Wire dtype: fp32, bf16 or fp16. MPI always sends fp32.")] = "fp32",
     device: Annotated[
-        str | None, typer.Option(help="cpu (gloo) or cuda (NCCL). Default: cuda where each rank can have a GPU.")
+        str | None, typer.Option(help="cpu (gloo) or cuda (NCCL). Default: cuda if there is a GPU for each rank.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 3,
-    seconds: Annotated[float, typer.Option(min=0, help="To repeat an all-reduce in a round, 200 times at most.")] = 0.4,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds; each measures everything once.")] = 3,
+    seconds: Annotated[
+        float, typer.Option(min=0, help="Time for each all-reduce in a round; it is repeated 200 times at most.")
+    ] = 0.4,
     json_file: JsonOption = None,
     png: PngOption = None,
 ) -> None:
-    """Time all-reduces by message size: latency, bandwidth and link use of gloo, NCCL, MPI and our own."""
+    """Time all-reduces by message size: gloo, NCCL, MPI and our own."""
     from imagenet_fast.bench.collectives import bench_collectives as measure
     from imagenet_fast.bench.figures import draw_bandwidth
     from imagenet_fast.bench.tables import bandwidth_table
@@ -200,32 +228,37 @@ def bench_collectives(
 
 @bench_app.command("pipeline")
 def bench_pipeline(
-    stages: Annotated[int, typer.Option(min=2, help="Ranks of this node, each with a stage of the model.")] = 4,
-    micro_batches: Annotated[str, typer.Option(metavar="N,M", help="Of one batch.")] = "1,2,4,8,16",
+    stages: Annotated[int, typer.Option(min=2, help="Number of stages; each is a rank on this node.")] = 4,
+    micro_batches: Annotated[
+        str, typer.Option(metavar="N,M", help="Numbers of micro-batches to divide a batch into.")
+    ] = "1,2,4,8,16",
     schedules: Annotated[
-        str, typer.Option(metavar="A,B", help="Of gpipe, 1f1b (no fewer micro-batches than stages) and interleaved.")
+        str,
+        typer.Option(
+            metavar="A,B", help="Schedules: gpipe, 1f1b (needs as many micro-batches as stages) and interleaved."
+        ),
     ] = "gpipe,1f1b,interleaved",
-    model: Annotated[str, typer.Option(help="alexnet, alexnet_bn, resnet18 or resnet50.")] = "resnet50",
-    image_size: Annotated[int, typer.Option(min=16)] = 64,
-    batch: Annotated[int, typer.Option(min=1)] = 32,
-    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
+    model: Annotated[str, typer.Option(help="Model: alexnet, alexnet_bn, resnet18 or resnet50.")] = "resnet50",
+    image_size: Annotated[int, typer.Option(min=16, help="Side of the images in pixels.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Images in a batch.")] = 32,
+    precision: Annotated[str, typer.Option(help="Precision: fp32, bf16 or fp16.")] = "bf16",
     sleep: Annotated[
         float | None,
         typer.Option(
-            min=0, help="Seconds of a micro-batch's forward in a stage that sleeps. Default: by the layer profile."
+            min=0, help="Seconds that a stage sleeps for a micro-batch's forward. Default: from the layer profile."
         ),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="cpu (gloo) or cuda (NCCL). Default: cuda where each rank can have a GPU.")
+        str | None, typer.Option(help="cpu (gloo) or cuda (NCCL). Default: cuda if there is a GPU for each rank.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Steps of each kind.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Steps to measure of each schedule.")] = 3,
     json_file: JsonOption = None,
     png: PngOption = None,
 ) -> None:
-    """Measure a pipeline: its bubble, its memory and its speed.
+    """Measure pipeline schedules: bubble, memory and speed.
 
-    The bubble is shown beside the one that the formula gives. Memory is what
-    each rank keeps for backward, and speed is images per second.
+    The bubble is the share of time in which ranks wait for each other; the
+    formula's value is beside it. Memory is what each rank keeps for backward.
     """
     from imagenet_fast.bench.figures import draw_pipeline
     from imagenet_fast.bench.pipeline import bench_pipeline as measure
@@ -244,13 +277,13 @@ def bench_pipeline(
 @bench_app.command("profile")
 def bench_profile(
     file: Annotated[Path, typer.Argument(metavar="FILE", callback=in_a_directory, help="The JSON file to write.")],
-    model: Annotated[str, typer.Option(help="alexnet, alexnet_bn, resnet18 or resnet50.")] = "alexnet",
-    image_size: Annotated[int, typer.Option(min=16)] = 224,
-    batch: Annotated[int, typer.Option(min=1)] = 64,
-    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
-    steps: Annotated[int, typer.Option(min=1)] = 10,
+    model: Annotated[str, typer.Option(help="Model: alexnet, alexnet_bn, resnet18 or resnet50.")] = "alexnet",
+    image_size: Annotated[int, typer.Option(min=16, help="Side of the images in pixels.")] = 224,
+    batch: Annotated[int, typer.Option(min=1, help="Images in a batch.")] = 64,
+    precision: Annotated[str, typer.Option(help="Precision: fp32, bf16 or fp16.")] = "bf16",
+    steps: Annotated[int, typer.Option(min=1, help="Steps to record.")] = 10,
 ) -> None:
-    """Record how long each layer of a model computes on this hardware, for `bench sync`."""
+    """Record the compute time of each layer on this hardware, for `bench sync`."""
     from imagenet_fast.bench.layer_profiler import record_profile
     from imagenet_fast.bench.train_step import step_recipe
     from imagenet_fast.cost_model.layer_profile import save_profile
@@ -267,22 +300,27 @@ def bench_data(
     loaders: Annotated[
         str,
         typer.Option(
-            metavar="A,B", help="Of folder, dali, dali-bare, torchvision-pil, torchvision-io, decoding, synthetic."
+            metavar="A,B",
+            help="Loaders to time: folder, dali, dali-bare, torchvision-pil, torchvision-io, decoding, synthetic.",
         ),
     ] = "folder,dali,dali-bare,torchvision-pil,torchvision-io,decoding",
     data: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Holds train/<class>/* and val/<class>/*. Default: photos made from two."),
+        typer.Option(
+            metavar="DIR", help="Directory of the images: train/<class>/*. Default: photos that are made here."
+        ),
     ] = None,
-    image_size: Annotated[int, typer.Option(min=16)] = 224,
-    batch: Annotated[int, typer.Option(min=1)] = 128,
-    workers: Annotated[int | None, typer.Option(min=1, help="Default: one a core.")] = None,
-    seconds: Annotated[float, typer.Option(min=0, help="To take batches of each loader, a round.")] = 5,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each loader.")] = 5,
+    image_size: Annotated[int, typer.Option(min=16, help="Side of the images in pixels.")] = 224,
+    batch: Annotated[int, typer.Option(min=1, help="Images in a batch.")] = 128,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Number of threads or processes. Default: one per core.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0, help="Time for each loader in a round.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds; each measures every loader once.")] = 5,
     json_file: JsonOption = None,
     png: PngOption = None,
 ) -> None:
-    """Time the loaders on one rank, without training, beside torchvision's, bare DALI and decoding alone."""
+    """Time the loaders without training: ours, torchvision's, DALI's own, and decoding alone."""
     from imagenet_fast.bench.dataloaders import bench_loading, parse_loaders
     from imagenet_fast.bench.figures import draw_loading
     from imagenet_fast.bench.tables import loading_table
@@ -295,10 +333,10 @@ def bench_data(
 
 @bench_app.command("kernels")
 def bench_kernels(
-    model: Annotated[str, typer.Option(help="alexnet, alexnet_bn, resnet18 or resnet50.")] = "resnet50",
+    model: Annotated[str, typer.Option(help="Model: alexnet, alexnet_bn, resnet18 or resnet50.")] = "resnet50",
     json_file: JsonOption = None,
 ) -> None:
-    """Count the kernels of one optimiser step over a model's parameters."""
+    """Count the GPU kernels of one optimizer step."""
     from imagenet_fast.bench.optimizer_kernels import count_kernels
     from imagenet_fast.bench.tables import kernel_table
     from imagenet_fast.bench.train_step import step_recipe

@@ -1,4 +1,4 @@
-"""The commands that set runs side by side: `imagenet-fast compare` and `report`."""
+"""The commands that set runs side by side: `imagenet-fast compare`, `report` and `timeline`."""
 
 from __future__ import annotations
 
@@ -20,33 +20,39 @@ def compare(
     sync: Annotated[
         str | None,
         typer.Option(
-            metavar="A,B", help=f"Engines, one run each. Default: {_ENGINES}; with --layout: {_ENGINE_OF_LAYOUTS}."
+            metavar="A,B",
+            help=f"Engines to compare, one run each. Default: {_ENGINES}; with --layout: {_ENGINE_OF_LAYOUTS}.",
         ),
     ] = None,
     layout: Annotated[
         str | None,
         typer.Option(
             metavar="A,B",
-            help="A run for each of these layouts, too, as dp4,tp4,pp2dp2: N replicas, N shards (parallel.tensor) and "
-            "N stages (parallel.pipeline), which multiply to the ranks. A pipeline that is given no "
-            "parallel.micro_batches has 4, or the fewest above that are no fewer than its stages and divide the batch. "
-            "Default: the recipe's.",
+            help="Layouts to compare, such as dp4,tp4,pp2dp2: dpN is N replicas, tpN N shards (parallel.tensor), ppN "
+            "N stages (parallel.pipeline); their product is the number of ranks. A pipeline has 4 micro-batches, or "
+            "the next number that is at least its stages and divides the batch, unless parallel.micro_batches is set. "
+            "Default: the recipe's layout.",
         ),
     ] = None,
     seeds: Annotated[
-        str | None, typer.Option(metavar="1,2", help="A run for each of these, too. Default: the recipe's seed.")
+        str | None, typer.Option(metavar="1,2", help="Seeds to compare, one run each. Default: the recipe's seed.")
     ] = None,
     data: DataOption = None,
     overrides: Annotated[
         list[str],
-        typer.Option("--set", metavar="KEY=VALUE", help="As in train; ENGINE.KEY=VALUE for that engine alone."),
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="As in train. ENGINE.KEY=VALUE changes a key of that engine only."
+        ),
     ] = [],  # noqa: B006
-    hosts: Annotated[int | None, typer.Option(min=1, help="Ranks. Default: one a GPU, else 2.")] = None,
+    hosts: Annotated[
+        int | None, typer.Option(min=1, help="Number of ranks. Default: one per GPU, or 2 without GPUs.")
+    ] = None,
     rate: Annotated[
-        str | None, typer.Option(metavar="RATE", help="Give each rank a host and a link of its own, as 250mbit.")
+        str | None,
+        typer.Option(metavar="RATE", help="Give each rank a host with its own link of this rate, such as 250mbit."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Of all runs. Default: runs/<time>-<recipe>-compare.")
+        Path | None, typer.Option(metavar="DIR", help="Directory for all runs. Default: runs/<time>-<recipe>-compare.")
     ] = None,
 ) -> None:
     """Train a recipe once per engine or layout, with the same seed, and compare time and steps to accuracy.
@@ -99,17 +105,55 @@ def compare(
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
     png: PngOption = None,
+    reference: Annotated[
+        bool,
+        typer.Option("--reference", help="Judge runs of ResNet-50 by MLCommons' epochs to 75.9 % at their batch."),
+    ] = False,
 ) -> None:
     """Compare past runs: print a table with time to accuracy, and draw their curves with --png."""
     from rich.console import Console
 
-    from imagenet_fast.metrics.report import draw_curves, read_run, report_table
+    from imagenet_fast.metrics.report import distinct_names, draw_curves, read_run, report_table
 
     once: dict[Path, Path] = {}
     for folder in runs:
         once.setdefault(folder.resolve(), folder)
     past = [read_run(folder) for folder in once.values()]
     Console().print(report_table(past))
+    if reference:
+        from imagenet_fast.metrics.reference import SOURCE, judge_by_reference
+
+        for name, run in zip(distinct_names(past), past, strict=True):
+            print(f"{name}: {judge_by_reference(run)}")
+        print(SOURCE)
     if png is not None:
         draw_curves(past, png)
+        print(f"drawn to {png}")
+
+
+def timeline(
+    traces: Annotated[
+        list[Path], typer.Argument(metavar="RUN|FILE...", help="Runs of `train --trace`, or trace files.")
+    ],
+    png: PngOption = None,
+    until: Annotated[
+        float | None,
+        typer.Option(metavar="MS", min=1, help="Where the time axis ends. Default: with the longest step."),
+    ] = None,
+) -> None:
+    """Show where the time of a step goes: computation, messages and waits, one trace beside the other.
+
+    Prints a table of milliseconds, and draws the steps with --png. A step
+    begins with its backward and ends with the next forward. Of each trace the
+    step of median length is taken. Trace files come from `train --trace` and
+    `bench sync --trace DIR`.
+    """
+    from rich.console import Console
+
+    from imagenet_fast.metrics.timeline import draw_timelines, read_timeline, timeline_table
+
+    steps = [read_timeline(trace) for trace in traces]
+    Console().print(timeline_table(steps))
+    if png is not None:
+        draw_timelines(steps, png, until)
         print(f"drawn to {png}")

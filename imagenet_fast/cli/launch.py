@@ -13,11 +13,16 @@ from imagenet_fast.errors import warn
 if TYPE_CHECKING:
     from imagenet_fast.launch.cluster_job import ClusterJob
 
-launch_app = typer.Typer(help="Print a job for a cluster that saves, and goes on.", no_args_is_help=True)
+launch_app = typer.Typer(
+    help="Print a job for a cluster: one that saves, and resumes after an interruption.", no_args_is_help=True
+)
 
 _Nodes = Annotated[int, typer.Option("--nodes", metavar="N", parser=whole_nodes, help="Number of nodes.")]
 _RanksEach = Annotated[
-    int | None, typer.Option("--nproc", min=1, help="Ranks a node, each on a GPU. Default: all that the recipe is for.")
+    int | None,
+    typer.Option(
+        "--nproc", min=1, help="Ranks on each node, one per GPU. Default: the recipe's ranks, divided by the nodes."
+    ),
 ]
 _ScaleBatch = Annotated[bool, typer.Option("--scale-batch", help="As in train.")]
 _NoGpus = Annotated[bool, typer.Option("--no-gpus", help="Train on CPUs.")]
@@ -29,14 +34,18 @@ _Out = Annotated[
 ]
 _Program = Annotated[
     str | None,
-    typer.Option("--program", metavar="WORDS", help="What starts imagenet-fast on the nodes. Default: this Python."),
+    typer.Option(
+        "--program", metavar="WORDS", help="Command that starts imagenet-fast on the nodes. Default: this Python."
+    ),
 ]
 _TimeLimit = Annotated[
-    str | None, typer.Option("--time", metavar="LIMIT", help="As Slurm has it: 90 (minutes), 24:00:00 or 2-12:00:00.")
+    str | None,
+    typer.Option("--time", metavar="LIMIT", help="Time limit in Slurm's form: 90 (minutes), 24:00:00 or 2-12:00:00."),
 ]
-_Port = Annotated[int, typer.Option("--port", min=1, max=65535, help="Of the first node, where all meet.")]
+_Port = Annotated[int, typer.Option("--port", min=1, max=65535, help="Port of the first node, where all nodes meet.")]
 _File = Annotated[
-    Path | None, typer.Option("--file", metavar="FILE", callback=in_a_directory, help="Write it there instead.")
+    Path | None,
+    typer.Option("--file", metavar="FILE", callback=in_a_directory, help="Write to this file instead of the terminal."),
 ]
 
 
@@ -51,14 +60,20 @@ def slurm(
     overrides: SetOption = [],  # noqa: B006
     scale_batch: _ScaleBatch = False,
     time: _TimeLimit = None,
-    partition: Annotated[str | None, typer.Option(metavar="NAME")] = None,
-    account: Annotated[str | None, typer.Option(metavar="NAME")] = None,
-    cores: Annotated[int | None, typer.Option(min=1, help="Of each node. Default: whole nodes, for us alone.")] = None,
+    partition: Annotated[str | None, typer.Option(metavar="NAME", help="Slurm partition.")] = None,
+    account: Annotated[str | None, typer.Option(metavar="NAME", help="Slurm account.")] = None,
+    cores: Annotated[
+        int | None, typer.Option(min=1, help="Cores on each node. Default: whole nodes, not shared.")
+    ] = None,
     no_gpus: _NoGpus = False,
     program: _Program = None,
     file: _File = None,
 ) -> None:
-    """Print a script for sbatch; Slurm queues it again after pre-emption or at the time limit, and it resumes."""
+    """Print a script for sbatch.
+
+    After a preemption or at the time limit, Slurm queues the job again, and it
+    resumes.
+    """
     from imagenet_fast.launch.cluster_job import hand_over, job_label
     from imagenet_fast.launch.slurm import sbatch_text
 
@@ -74,21 +89,22 @@ def slurm(
 def k8s(
     recipe: RecipeOption,
     nodes: _Nodes,
-    image: Annotated[str, typer.Option(help="With imagenet-fast in it, as of our Dockerfile.")],
+    image: Annotated[str, typer.Option(help="Container image that has imagenet-fast, such as one of our Dockerfile.")],
     run_claim: Annotated[
         str,
-        typer.Option("--run-claim", metavar="NAME", help="PersistentVolumeClaim of runs; pods see it at /runs."),
+        typer.Option("--run-claim", metavar="NAME", help="PersistentVolumeClaim for runs, mounted at /runs."),
     ],
     data_claim: Annotated[
-        str | None, typer.Option("--data-claim", metavar="NAME", help="And of the images, read at /data.")
+        str | None,
+        typer.Option("--data-claim", metavar="NAME", help="PersistentVolumeClaim of the images, mounted at /data."),
     ] = None,
     nproc: _RanksEach = None,
     out: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Run directory, below /runs. Default: /runs/<name>.")
+        str | None, typer.Option(metavar="DIR", help="Run directory, under /runs. Default: /runs/<name>.")
     ] = None,
-    kind: Annotated[Literal["jobset", "pytorchjob"], typer.Option("--kind", help="What kind of job.")] = "jobset",
-    name: Annotated[str | None, typer.Option(help="Of the job. Default: by the recipe's.")] = None,
-    namespace: Annotated[str | None, typer.Option(metavar="NAME")] = None,
+    kind: Annotated[Literal["jobset", "pytorchjob"], typer.Option("--kind", help="Kind of the job.")] = "jobset",
+    name: Annotated[str | None, typer.Option(help="Name of the job. Default: made from the recipe's.")] = None,
+    namespace: Annotated[str | None, typer.Option(metavar="NAME", help="Kubernetes namespace.")] = None,
     sync: SyncOption = None,
     overrides: SetOption = [],  # noqa: B006
     scale_batch: _ScaleBatch = False,
@@ -97,7 +113,10 @@ def k8s(
     no_gpus: _NoGpus = False,
     file: _File = None,
 ) -> None:
-    """Print a JobSet for kubectl apply; its pods start again and resume when they are evicted.
+    """Print a JobSet for kubectl apply.
+
+    Pods that are evicted start again and resume.
+
 
     --kind pytorchjob prints a PyTorchJob instead, for clusters that still have
     the training operator (v1).
@@ -117,9 +136,9 @@ def k8s(
 @launch_app.command()
 def ssh(
     recipe: RecipeOption,
-    hosts: Annotated[str, typer.Option(metavar="A,B", help="By names or addresses that all of them know.")],
+    hosts: Annotated[str, typer.Option(metavar="A,B", help="Hosts, by names or addresses that all of them can reach.")],
     nodes: Annotated[
-        int | None, typer.Option(metavar="N", parser=whole_nodes, help="The first so many. Default: all hosts.")
+        int | None, typer.Option(metavar="N", parser=whole_nodes, help="Use only the first N hosts. Default: all.")
     ] = None,
     nproc: _RanksEach = None,
     data: DataOption = None,

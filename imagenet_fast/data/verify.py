@@ -296,32 +296,32 @@ def _summary(found: Verified, root: Path) -> Iterator[str]:
         counts = sorted(classes.values())
         yield (
             f"{split:<5}  {sum(counts)} images in {len(counts)} classes: {counts[0]} to {counts[-1]} in each, "
-            f"{counts[len(counts) // 2]} in the median"
+            f"median {counts[len(counts) // 2]}"
         )
     if len(found.sizes):
         (width, height), (most_wide, most_high) = np.median(found.sizes, axis=0), found.sizes.max(axis=0)
-        yield f"pixels  {width:.0f} x {height:.0f} in the median, up to {most_wide} wide and {most_high} high"
+        yield f"pixels  median {width:.0f} x {height:.0f}, at most {most_wide} wide and {most_high} high"
     for note, paths in found.notes.items():
-        yield f"noted, and kept: {len(paths)} {note}, as {paths[0]}"
+        yield f"kept, but look at: {len(paths)} {note}, such as {paths[0]}"
     for what, paths in found.passed_over.items():
-        yield f"passed over: {len(paths)} {what}, as {min(paths)}"
+        yield f"ignored: {len(paths)} {what}, such as {min(paths)}"
     if found.duplicates:
         yield (
-            f"noted, and kept: {len(found.duplicates)} images that are there several times, "
+            f"kept, but look at: {len(found.duplicates)} images that are there several times, "
             f"{len(found.contradictions)} of them in several classes, {len(found.leaks)} in both splits"
         )
         for same in (found.leaks or found.contradictions or found.duplicates)[:1]:
             yield f"  {' = '.join(same[:3])}"
     for kind, count in sorted(found.kinds.items()):
         first = next(path for path, what in found.bad.items() if what.startswith(kind))
-        yield f"quarantined: {count} {kind}, as {first}"
+        yield f"bad: {count} {kind}, such as {first}"
     empty = [f"{split}/{name}" for split, classes in found.counts.items() for name, n in classes.items() if not n]
     if empty:
-        yield f"without a single image: {len(empty)} classes, as {empty[0]}"
+        yield f"without images: {len(empty)} classes, such as {empty[0]}"
     if found.unlisted:
-        yield f"{root / QUARANTINE} cannot be written ({found.unlisted}): `train` does not leave out what is bad"
+        yield f"{root / QUARANTINE} cannot be written ({found.unlisted}): `train` will not leave out the bad files"
     elif found.bad:
-        yield f"`train` leaves out what is in {root / QUARANTINE}"
+        yield f"`train` and `eval` leave out the bad files; they are listed in {root / QUARANTINE}"
     if not found.bad:
         yield "every file is an image that can be decoded"
 

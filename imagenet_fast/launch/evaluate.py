@@ -89,9 +89,9 @@ def judge(evaluation: Evaluation, world: DistContext) -> EvalResult:
     accuracy = evaluate(model, images, autocast(recipe.precision, world.device), world, mirror=recipe.eval_mirror)
     seconds = time.perf_counter() - begun
     return EvalResult(
-        weights.source if weights is not None else str(evaluation.weights), evaluation.name, recipe.model.kind,
+        weights.source if weights is not None else str(evaluation.weights), evaluation.name, recipe.model.label,
         recipe.precision.kind, world.size, accuracy.top1, accuracy.top5, accuracy.images, seconds,
-        accuracy.images / seconds, accuracy.top1_mirror, accuracy.top5_mirror,
+        accuracy.images / seconds, **accuracy.mirrored,
     )  # fmt: skip
 
 

@@ -45,7 +45,7 @@ class ConsoleSink:
             case "resume":
                 where = " on other ranks or with another layout" if event.values["moved"] else ""
                 gap = _clock(event.values["gap_s"])
-                self._print(f"goes on from the checkpoint of step {event.step}{where}, {gap} after it was written")
+                self._print(f"resumed from the checkpoint of step {event.step}{where}, {gap} after it was written")
             case "train":
                 if self._begun is None:
                     self._begun = (event.step, event.run_s)
@@ -158,7 +158,7 @@ class ConsoleSink:
             "speed": f"{outcome['images_per_s']:.0f} img/s",
             "waited for data": f"{number(outcome['data_wait_pct'], '.1f')} % of training",
             "top-1 / top-5": f"{number(outcome['top1'], '.2f')} / {number(outcome['top5'], '.2f')} %",
-            "sent": f"{outcome['sent_bytes_per_step'] / 1e6:.2f} MB a step and rank",
+            "sent": f"{outcome['sent_bytes_per_step'] / 1e6:.2f} MB per step and rank",
             "run": folder,
             "look at it": f"tensorboard --logdir {folder}",
         }
@@ -167,7 +167,7 @@ class ConsoleSink:
         if skipped := self._latest.get("precision/skipped_steps"):
             rows["skipped"] = f"{skipped} of {outcome['steps']} steps, since gradients overflowed"
         if outcome["resumed"]:
-            rows["not counted"] = f"{_clock(outcome['gap_s'])} between a checkpoint and going on from it"
+            rows["not counted"] = f"{_clock(outcome['gap_s'])} between checkpoints and resuming from them"
         self._print(_verdict(outcome))
         for label, value in rows.items():
             self._print(f"  {label:<17} {value}")
@@ -202,7 +202,7 @@ def _choice_table(values: dict[str, Any]) -> Table:
         (engine, f"{ms:.1f}", "taken" if engine == values["engine"] else "" if values["exact"][engine] else "not exact")
         for engine, ms in sorted(values["predicted_ms"].items(), key=lambda item: item[1])
     ]
-    return compact_table(("engine",), ("predicted ms a step", ""), rows)
+    return compact_table(("engine",), ("predicted ms/step", ""), rows)
 
 
 def _pair(label: str, value: str) -> str:

@@ -88,7 +88,7 @@ class MLLog:
     def _begin(self, train_images: int, val_images: int, steps_per_epoch: int, ago_s: float) -> None:
         """Log a run that began ``ago_s`` seconds ago; the start of the ranks before that is not timed."""
         recipe, optim, schedule = self._recipe, self._recipe.optim, self._recipe.schedule
-        name = recipe.model.kind
+        name = recipe.model.label
         points: dict[str, Any] = {
             "cache_clear": False,
             "submission_benchmark": "resnet" if name == "resnet50" else name,

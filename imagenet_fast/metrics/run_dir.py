@@ -60,7 +60,7 @@ def _open_on_first(job: Job, world: DistContext, run_s: Callable[[], float], res
         [
             JsonLines(job.folder, resumed),
             MLLog(job.folder, job.recipe, job.batching, resumed),
-            TensorBoard(job.folder, job.recipe, resumed),
+            TensorBoard(job, resumed),  # reads what JsonLines has kept
             ConsoleSink(job.folder),
         ],
     )

@@ -43,10 +43,18 @@ class _WrappedTable(Table):
     """A table that is split into pieces if it is too wide for the terminal."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self.title:  # in the width of the terminal, not of the table
+            yield Text(str(self.title), style="italic")
+        yield from self._pieces(console, options)
+        if self.caption:
+            yield Text(str(self.caption), style="dim")
+
+    def _pieces(self, console: Console, options: ConsoleOptions) -> Iterator[str | Table]:
+        """Yield the whole table if it is narrow enough, else its pieces with an empty line between them."""
         name, *others = (self._width(console, options, column) for column in self.columns)
         room = options.max_width
         if name + sum(_GAP + width for width in others) <= room:
-            yield from super().__rich_console__(console, options)
+            yield self._piece(range(len(self.columns)), [name, *others])
             return
         pieces = list(_packed(others, room - min(name, _NAME)))
         widest = max((sum(_GAP + others[place] for place in piece) for piece in pieces), default=0)
@@ -115,4 +123,4 @@ def _row(name: str, recipe: Recipe) -> tuple[str, ...]:
     target = f"{recipe.target_top1:g} %" if recipe.target_top1 is not None else "–"
     numbers = (str(recipe.ranks), str(recipe.global_batch), str(recipe.epochs))
     axes = recipe.parallel.layout(recipe.parallel.ranks) if recipe.parallel.ranks > 1 else "dp"
-    return name, recipe.model.kind, recipe.optim.kind, recipe.sync.kind, axes, *numbers, target
+    return name, recipe.model.label, recipe.optim.kind, recipe.sync.kind, axes, *numbers, target

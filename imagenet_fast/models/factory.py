@@ -10,12 +10,16 @@ from typing import assert_never
 from torch import nn
 
 from imagenet_fast.models.alexnet import AlexNet, AlexNetBN, CompilableSequential
+from imagenet_fast.models.blurpool import add_blurpool
 from imagenet_fast.models.cifarnet import CifarNet, ConvGroup
+from imagenet_fast.models.external import build_external
+from imagenet_fast.models.initialization import initialize
 from imagenet_fast.models.resnet import BasicBlock, Bottleneck, ResNet
 from imagenet_fast.recipe import schema
+from imagenet_fast.recipe.network import PythonModel, TimmModel, TorchvisionModel
 
-_FORMS = 3
-"""Variants in which a block is compiled: training, evaluation, and the smaller last batch of an evaluation."""
+_EVALUATED_FORMS = 2
+"""Variants in which a block is compiled for evaluation: the last batch may be smaller."""
 
 
 def build_model(model: schema.Model, classes: int) -> nn.Module:
@@ -26,6 +30,9 @@ def build_model(model: schema.Model, classes: int) -> nn.Module:
     Args:
         model: The recipe's model table.
         classes: Number of classes.
+
+    Raises:
+        UserError: A network defined elsewhere cannot be built.
     """
     network: nn.Module
     match model:
@@ -40,12 +47,18 @@ def build_model(model: schema.Model, classes: int) -> nn.Module:
                 network = ResNet(Bottleneck, (3, 4, 6, 3), classes, model.zero_init_last_gamma)
         case schema.CifarNet():
             network = CifarNet(classes, model.widths)
+        case TorchvisionModel() | TimmModel() | PythonModel():
+            network = build_external(model, classes)
         case _:
             assert_never(model)
+    if model.blurpool != "off":
+        add_blurpool(network, model.blurpool)
+    if model.init:
+        initialize(network, model.init, classes)
     return network
 
 
-def compile_blocks(model: nn.Module) -> None:
+def compile_blocks(model: nn.Module, sizes: int = 1) -> None:
     """Compile the blocks of ``model`` in place.
 
     These are a ResNet's stem and residual blocks, AlexNet's two halves, or a CifarNet's groups of convolutions.
@@ -53,13 +66,17 @@ def compile_blocks(model: nn.Module) -> None:
     A model compiled as a whole yields every gradient only at the end of backward, which leaves nothing to overlap
     (pytorch issue 109774). Sizes are compiled as constants. By default torch does so only until it meets a second size.
     It treats all blocks as one function, which is called with images of always different sizes.
+
+    Args:
+        model: The network.
+        sizes: Number of image sizes in training.
     """
     if isinstance(model, ResNet):
         model.compile_stem(dynamic=False)
     pieces = [m for m in model.modules() if isinstance(m, BasicBlock | Bottleneck | CompilableSequential | ConvGroup)]
     for piece in pieces:
         piece.compile(dynamic=False)
-    _allow_compilations(_FORMS * len(pieces))
+    _allow_compilations((_EVALUATED_FORMS + sizes) * len(pieces))
 
 
 def _allow_compilations(more: int) -> None:

@@ -127,11 +127,10 @@ def fit(weights: Weights, model: schema.Model, classes: int, fresh_head: bool = 
     Raises:
         UserError: A tensor is missing, unknown, of another shape, not plain or not finite, or a variance is negative.
     """
-    network = _blank(model, classes)
-    expected = network.state_dict()
+    expected = _blank(model, classes).state_dict()
     found = weights.tensors
     if fresh_head:
-        head = _head(network)
+        head = _head(model)
         expected = {name: tensor for name, tensor in expected.items() if name not in head}
         found = {name: tensor for name, tensor in found.items() if name not in head}
     if wrong := _differences(found, expected):
@@ -169,8 +168,8 @@ def recognise(weights: Weights) -> tuple[schema.Model, int] | None:
 
 def classes_of(weights: Weights, model: schema.Model) -> int:
     """Return the number of classes, if the weights are of ``model``; 0 if they have no last layer of that name."""
-    _, bias = _head(_blank(model, 1))
-    return weights.tensors[bias].numel() if bias in weights.tensors else 0
+    found = ((weights.tensors[name].shape, axis) for name, axis in _head(model).items() if name in weights.tensors)
+    return next((shape[axis] for shape, axis in found if axis < len(shape)), 0)
 
 
 def _read_safetensors(file: Path) -> Weights:
@@ -241,14 +240,25 @@ def _plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _blank(model: schema.Model, classes: int) -> nn.Module:
     """Return the network without memory for its weights."""
-    with torch.device("meta"):
+    try:
+        with torch.device("meta"):
+            return build_model(model, classes)
+    except (NotImplementedError, RuntimeError):  # a network defined elsewhere may compute with values while it is made
         return build_model(model, classes)
 
 
-def _head(network: nn.Module) -> tuple[str, str]:
-    """Return the names of the last layer's weight and bias."""
-    name = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)][-1]
-    return f"{name}.weight", f"{name}.bias"
+def _head(model: schema.Model) -> dict[str, int]:
+    """Return the axis of each tensor of the last layer that has an entry a class, by the tensor's name.
+
+    It is found by the number of classes, so it need not be linear.
+    """
+    two, three = (_blank(model, classes).state_dict() for classes in (2, 3))
+    return {
+        name: axis
+        for name, tensor in two.items()
+        for axis, (fewer, more) in enumerate(zip(tensor.shape, three[name].shape, strict=True))
+        if fewer != more
+    }
 
 
 def _differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, str]:
@@ -284,9 +294,9 @@ def _name(model: schema.Model) -> str:
         case schema.AlexNetBN(pool5_norm=True):
             return "alexnet_bn with pool5_norm"
         case schema.CifarNet():
-            return f"cifarnet of widths {', '.join(map(str, model.widths))}"
+            return f"cifarnet of widths {'/'.join(map(str, model.widths))}"
         case _:
-            return model.kind
+            return model.label
 
 
 def _first_line(error: Exception) -> str:

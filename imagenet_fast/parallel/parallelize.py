@@ -163,8 +163,8 @@ def join_stages(part: LocalStages, outline: nn.Module, group: dist.ProcessGroup 
         outline: The whole network, on the meta device.
         group: Ranks of the pipeline.
     """
-    own, rank, whole = part.state_dict(), dist.get_rank(group), dict[str, Tensor]()
-    for name, like in outline.state_dict().items():
+    own, rank, whole = _tensors(part), dist.get_rank(group), dict[str, Tensor]()
+    for name, like in _tensors(outline).items():
         owner = next(rank for layer, rank in part.owners.items() if name.startswith(f"{layer}."))
         value = torch.empty(like.shape, dtype=like.dtype, device=part.device)
         if owner == rank:
@@ -172,5 +172,14 @@ def join_stages(part: LocalStages, outline: nn.Module, group: dist.ProcessGroup 
         dist.broadcast(value, group=group, group_src=owner)
         whole[name] = torch.empty_like(like, device=part.device).copy_(value)
     network = copy.deepcopy(outline)
-    network.load_state_dict(whole, assign=True)
+    persistent = outline.state_dict().keys()
+    network.load_state_dict({name: whole[name] for name in persistent}, assign=True)
+    for name in whole.keys() - persistent:
+        folder, _, leaf = name.rpartition(".")
+        setattr(network.get_submodule(folder), leaf, whole[name])
     return network
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state dict of ``model`` and the buffers that it leaves out."""
+    return model.state_dict() | dict(model.named_buffers())

@@ -127,6 +127,12 @@ class ImageData(Table):
         """Side, in pixels, of a validation image as the network sees it."""
         return self.eval_size or self.image_size
 
+    @property
+    def size_count(self) -> int:
+        """Largest number of sizes of training images."""
+        sizes = {self.image_size, *(size for _, size in self.sizes)}
+        return (max(sizes) - min(sizes)) // self.size_multiple + 1 if self.size_multiple else len(sizes)
+
     @model_validator(mode="after")
     def _crop_fits(self) -> ImageData:
         """Check that crop sizes fit, epochs of ``sizes`` rise and ``crop_area`` is a valid range."""
@@ -190,6 +196,11 @@ class SyntheticData(Table):
     def sizes(self) -> tuple[tuple[float, int], ...]:
         """Progressive resizing: none."""
         return ()
+
+    @property
+    def size_count(self) -> int:
+        """Largest number of sizes of training images."""
+        return 1
 
     @property
     def evaluated_size(self) -> int:

@@ -59,6 +59,8 @@ class Job:
     """The command line that started the run."""
     elastic: bool = False
     """Whether nodes may leave and join; the number of ranks, and ``batching``, then change."""
+    overrides: tuple[str, ...] = ()
+    """Keys of the recipe, or tables of keys, that the user has set, here or when the run began."""
 
     def agreed(self) -> dict[str, Any]:
         """Return the settings that must be equal on all nodes.
@@ -150,7 +152,7 @@ def recipe_tables(recipe: Recipe) -> dict[str, Any]:
 
 def digest(recipe: Recipe) -> str:
     """Return a digest, 16 hex digits, of all recipe values that may not change when a run resumes."""
-    fixed = {key: value for key, value in _flat(recipe_tables(recipe)).items() if not _may_change(key)}
+    fixed = {key: value for key, value in flat_tables(recipe_tables(recipe)).items() if not _may_change(key)}
     return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -164,7 +166,7 @@ def differences(begun: Mapping[str, Any], recipe: Recipe) -> list[str]:
     """
     with suppress(ValidationError):
         begun = recipe_tables(Recipe.model_validate_json(json.dumps(begun)))
-    before, now = _flat(begun), _flat(recipe_tables(recipe))
+    before, now = flat_tables(begun), flat_tables(recipe_tables(recipe))
     keys = [key for key in (before | now) if before.get(key) != now.get(key) and not _may_change(key)]
     return [f"{key} ({json.dumps(before.get(key))}, now {json.dumps(now.get(key))})" for key in keys]
 
@@ -174,9 +176,9 @@ def _may_change(key: str) -> bool:
     return any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE)
 
 
-def _flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat_tables(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values of nested tables by dotted key."""
     flat: dict[str, Any] = {}
     for key, value in tables.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        flat |= flat_tables(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat

@@ -142,6 +142,8 @@ def _named(annotation: Any, metadata: Any = ()) -> str:
         return " or ".join(_named(member, metadata) for member in get_args(annotation) if member is not NoneType)
     if get_origin(annotation) is Literal:
         return ", ".join(f'"{value}"' for value in get_args(annotation))
+    if get_origin(annotation) is dict:
+        return "table of values"
     if get_origin(annotation) is tuple:
         members = get_args(annotation)
         if members[-1] is Ellipsis:

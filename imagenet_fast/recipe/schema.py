@@ -11,11 +11,12 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from imagenet_fast.recipe.base import Fraction, Percent, Table
 from imagenet_fast.recipe.data_config import Data
+from imagenet_fast.recipe.network import ExternalModel, Network
 from imagenet_fast.recipe.parallel_config import Parallel, chunks_of
 from imagenet_fast.recipe.sync_config import Sync
 
 
-class AlexNet(Table):
+class AlexNet(Network):
     """torchvision's AlexNet (Krizhevsky's "one weird trick" variant, 61.1 M parameters)."""
 
     sharded_width: ClassVar[int] = 4096
@@ -28,7 +29,7 @@ class AlexNet(Table):
     """Dropout probability, from 0 to below 1."""
 
 
-class AlexNetBN(Table):
+class AlexNetBN(Network):
     """AlexNet with batch norm, as trained in the large-batch papers.
 
     ``pool5_norm`` is as in Jia et al. 2018.
@@ -44,7 +45,7 @@ class AlexNetBN(Table):
     """Whether to add a batch norm after the last pooling layer, pool5."""
 
 
-class ResNet(Table):
+class ResNet(Network):
     """torchvision's ResNet-18 or ResNet-50."""
 
     sharded_width: ClassVar[int] = 0
@@ -59,7 +60,7 @@ class ResNet(Table):
         return {"resnet18": 11, "resnet50": 19}[self.kind]
 
 
-class CifarNet(Table):
+class CifarNet(Network):
     """The network of airbench's fastest CIFAR-10 trainings (Jordan, arXiv 2404.00498).
 
     Its first layer whitens patches, by weights computed from training images when a run begins.
@@ -73,7 +74,7 @@ class CifarNet(Table):
     """Channels of the three groups of convolutions."""
 
 
-Model = Annotated[AlexNet | AlexNetBN | ResNet | CifarNet, Field(discriminator="kind")]
+Model = Annotated[AlexNet | AlexNetBN | ResNet | CifarNet | ExternalModel, Field(discriminator="kind")]
 
 
 class Full(Table):
@@ -286,6 +287,8 @@ class Recipe(Table):
     """
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1
     """Seed of weights, data order and augmentation; from 0 to below 2**31."""
+    loss: Literal["cross_entropy", "bce"] = "cross_entropy"
+    """Loss: cross-entropy, or ``bce``, the sum of the classes' binary cross-entropies."""
     label_smoothing: Fraction = 0.0
     """Label smoothing, from 0 to below 1; 0: off."""
     clip_norm: NonNegativeFloat = 0.0
@@ -326,7 +329,11 @@ class Recipe(Table):
             raise ValueError(f"schedule.warmup_epochs ({self.schedule.warmup_epochs}) exceeds epochs ({self.epochs})")
         if self.target_mirrored and not self.eval_mirror:
             raise ValueError("target_mirrored is for eval_mirror, which is off; set eval_mirror to true")
-        smallest = {"alexnet": 63, "alexnet_bn": 67}.get(self.model.kind, 32)
+        if self.compile and isinstance(self.model, ExternalModel):
+            raise ValueError(
+                f"compile true compiles known blocks, and model.kind '{self.model.kind}' has none; set compile to false"
+            )
+        smallest = {"alexnet": 63, "alexnet_bn": 67, "resnet18": 32, "resnet50": 32}.get(self.model.kind, 1)
         sizes = {"image_size": self.data.image_size, "eval_size": self.data.evaluated_size}
         sizes |= {f"sizes from epoch {epoch:g} on": size for epoch, size in self.data.sizes}
         for key, size in sizes.items():

@@ -30,6 +30,8 @@ class AllReduceSync(CodingTable):
     """All-reduce algorithm."""
     servers: PositiveInt = 1
     """Ranks over which a parameter server is sharded; used with ``collective`` = ``parameter_server``."""
+    fused: bool = False
+    """Whether all gradients are one all-reduce after backward, as in NVIDIA's submissions to MLPerf."""
 
 
 class RingSync(CodingTable):

@@ -7,18 +7,19 @@ does not grow with the number of ranks, as it does where partial sums are rounde
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import assert_never
 
 import torch
 from torch import Tensor
 
+from imagenet_fast.cost_model import collectives
+from imagenet_fast.cost_model.collectives import WireFormat
 from imagenet_fast.recipe.engine_table import Collective
-from imagenet_fast.sync.butterfly import butterfly, butterfly_bytes, core_of
+from imagenet_fast.sync.butterfly import butterfly, core_of
 from imagenet_fast.sync.comm_ops import CommOp, OpSequence, carry, mean_of
 from imagenet_fast.sync.comm_stream import CommStream
-from imagenet_fast.sync.quantization import BLOCK, PLAIN, BlockMap, Packer, all_coded, is_coded
+from imagenet_fast.sync.quantization import PLAIN, BlockMap, Packer, all_coded, is_coded
 from imagenet_fast.sync.quantized_all_reduce import coded_butterfly, coded_pairwise
 from imagenet_fast.sync.topology import Grid, Topology
 
@@ -193,54 +194,33 @@ def wire_for(dtype: torch.dtype, wire: torch.dtype, topology: Topology) -> torch
 
 
 def usual_collective(dtype: torch.dtype, wire: torch.dtype, topology: Topology) -> Collective:
-    """Return the default collective for values of ``dtype``.
+    """Return the default collective for values of ``dtype``: see ``cost_model.collectives``."""
+    return collectives.usual_collective(topology.layout, format_of(wire_for(dtype, wire, topology)))
 
-    It is ``hierarchical`` for several equal nodes of several ranks each. Otherwise it is ``pairwise`` for codes, and
-    for 16-bit values between nodes, which are then added up in fp32. Inside one node, and for a 32-bit wire, it is
-    ``native``, the backend's own.
-    """
-    if topology.levels != topology.flat:
-        return "hierarchical"
-    if is_coded(wire):
-        return "pairwise"
-    several = len(topology.nodes) > 1
-    return "pairwise" if several and wire_for(dtype, wire, topology).itemsize < 4 else "native"
+
+def format_of(wire: torch.dtype) -> WireFormat:
+    """Return the form in which values of a wire dtype are sent."""
+    return WireFormat(wire.itemsize, is_coded(wire))
 
 
 def piece_bytes(topology: Topology) -> int:
-    """Return the bytes of one piece of a long message.
-
-    A long message is sent in pieces, so that one is added up while the next is on the wire. Pieces are long enough for
-    every rank's share of one to outweigh a message's latency.
-    """
-    return max(2**24 if topology.device.type != "cpu" else 2**19, 2**16 * topology.size)
+    """Return the bytes of one piece of a long message: see ``cost_model.collectives``."""
+    return collectives.piece_bytes(topology.layout)
 
 
 def piece_elements(wire: torch.dtype, topology: Topology) -> int:
     """Return ``piece_bytes`` in elements of the wire dtype, rounded up so that a piece can be cut evenly."""
-    line = line_of(wire, topology)
-    return -(-(piece_bytes(topology) // wire.itemsize) // line) * line
+    return collectives.piece_elements(topology.layout, format_of(wire))
 
 
 def line_of(wire: torch.dtype, topology: Topology) -> int:
-    """Return the number that a message's length in elements must be a multiple of.
-
-    Then the message can be cut evenly on every level, and between blocks of codes.
-    """
-    if not is_coded(wire):
-        return topology.line
-    return math.lcm(topology.line, BLOCK * math.lcm(len(topology.levels.row), len(topology.square.row)))
+    """Return the number that a message's length in elements must be a multiple of."""
+    return collectives.line_of(topology.layout, format_of(wire))
 
 
 def cost_of(collective: Collective, topology: Topology, servers: int = 1) -> float:
     """Return how long a long message keeps the wire busy, in units of a ring all-reduce."""
-    match collective:
-        case "butterfly":
-            return butterfly_bytes(len(topology.levels.column))
-        case "parameter_server":
-            return server_bytes(topology.size, servers)
-        case _:
-            return 1.0
+    return collectives.cost_of(collective, topology.layout, servers)
 
 
 def scatter(chain: OpSequence, values: Tensor, channel: CommStream, own: Tensor | None, divisor: int) -> Tensor:
@@ -305,11 +285,3 @@ def server_places(ranks: int, servers: int) -> list[int]:
     """Return the places of the servers, spread evenly among the ranks."""
     servers = min(servers, ranks)
     return [number * ranks // servers for number in range(servers)]
-
-
-def server_bytes(ranks: int, servers: int) -> float:
-    """Return what a server sends, its own parts and its answers, in units of what each rank sends in a ring."""
-    servers = min(servers, ranks)
-    if ranks == 1:
-        return 1.0
-    return ((servers - 1) + (ranks - 1)) / servers * ranks / (2 * (ranks - 1))

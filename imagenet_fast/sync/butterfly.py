@@ -49,12 +49,6 @@ def core_of(ranks: int) -> list[int]:
     return [*range(1, 2 * surplus, 2), *range(2 * surplus, ranks)]
 
 
-def butterfly_bytes(ranks: int) -> float:
-    """Return what the busiest rank sends of a long message, in units of a ring: 1 for a power of two."""
-    core = len(core_of(ranks))
-    return 1.0 if core == ranks else (1 + 2 * (core - 1) / core) / (2 * (ranks - 1) / ranks)
-
-
 def _double(values: Tensor, wire: torch.dtype, channel: CommStream, members: list[int]) -> None:
     """Exchange whole messages: partners add the same two rounded values, so all ranks end with the same bits."""
     place = members.index(channel.place)

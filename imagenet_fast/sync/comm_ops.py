@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
+from imagenet_fast.cost_model import messages
 from imagenet_fast.sync.comm_stream import CommStats, CommStream, PendingOp
 
 
@@ -79,12 +80,8 @@ class OpSequence:
 
 
 def lane_of(piece: int, device: torch.device) -> str:
-    """Return the lane of a long message's piece number ``piece``.
-
-    gloo runs two operations of a process group at a time, and both may be waiting for a rank that is behind. So on a
-    CPU pieces alternate between two lanes, which saves 3 % of ``dear``'s step.
-    """
-    return "second " if piece % 2 and device.type == "cpu" else ""
+    """Return the lane of a long message's piece number ``piece``: see ``cost_model.messages``."""
+    return messages.lane_of(piece, on_gpu=device.type != "cpu")
 
 
 def mean_of(arrived: Tensor, ranks: int, divisor: int, own: Tensor) -> None:

@@ -20,6 +20,7 @@ from torch.optim.optimizer import Optimizer
 from imagenet_fast.sync.comm_ops import done
 from imagenet_fast.sync.comm_stream import CommStats
 from imagenet_fast.sync.deferred_update import Update
+from imagenet_fast.sync.device_timer import record_timestamp
 from imagenet_fast.sync.engine import SyncStats
 
 # Renamed in torch 2.13.
@@ -170,19 +171,34 @@ class DdpPeer:
         self._order.append(name)
 
     def _send(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        self._count(bucket.buffer().numel() * self._wire.itemsize)
-        return self._reduce(dist.distributed_c10d._get_default_group(), bucket)
+        traffic = self._begin(bucket)
+        outcome = self._reduce(dist.distributed_c10d._get_default_group(), bucket)
+        return self._count(traffic, bucket.buffer().numel() * self._wire.itemsize, outcome)
 
     def _send_compressed(self, state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        traffic = self._begin(bucket)
         if state.iter < state.start_powerSGD_iter:
-            self._count(bucket.buffer().nbytes)
-            return powerSGD_hook(state, bucket)
+            return self._count(traffic, bucket.buffer().nbytes, powerSGD_hook(state, bucket))
         before = state.total_numel_after_compression
         outcome = powerSGD_hook(state, bucket)
-        self._count((state.total_numel_after_compression - before) * bucket.buffer().element_size())
-        return outcome
+        values = state.total_numel_after_compression - before
+        return self._count(traffic, values * bucket.buffer().element_size(), outcome)
 
-    def _count(self, message: int) -> None:
+    def _begin(self, bucket: GradBucket) -> CommStats:
+        """Count a message that begins now; DDP waits for it by itself."""
+        traffic = CommStats(begun=record_timestamp(self._nothing.device))
+        self._stats.add(f"bucket {bucket.index()}", done(traffic))
+        return traffic
+
+    def _count(
+        self, traffic: CommStats, message: int, outcome: torch.futures.Future[Tensor]
+    ) -> torch.futures.Future[Tensor]:
+        """Count the bytes of a message of ``message`` bytes, as in a ring, and when it ends; return ``outcome``."""
         ranks = dist.get_world_size()
-        sent = 2 * (ranks - 1) * message // ranks  # as in a ring
-        self._stats.add("bucket", done(CommStats(sent, sent)))  # DDP waits by itself
+        traffic.sent_bytes = traffic.received_bytes = 2 * (ranks - 1) * message // ranks
+
+        def end(_: torch.futures.Future[Tensor]) -> None:
+            traffic.ended = record_timestamp(self._nothing.device)
+
+        outcome.add_done_callback(end)
+        return outcome

@@ -11,13 +11,13 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from imagenet_fast.cost_model.messages import Declaration, Links, alike
 from imagenet_fast.cost_model.step_simulator import Prediction
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.recipe.engine_table import Collective
 from imagenet_fast.sync.comm_ops import AllReduceHandle
 from imagenet_fast.sync.compressor import Compressor
 from imagenet_fast.sync.device_timer import Timestamp, record_timestamp, seconds_between
-from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.param_slot import ParamSlot
 
 Bucket = Sequence[ParamSlot]
@@ -25,10 +25,6 @@ Bucket = Sequence[ParamSlot]
 
 Elements = dict[nn.Parameter, list[slice]]
 """The selected elements of each parameter, as slices in memory order."""
-
-
-def alike(span: ParamSlot) -> None:
-    """Return the same kind for every slot, so that any neighbours may share a bucket."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,7 @@ class Engine:
     """The share of ``bucket_bytes`` at which the first bucket is full."""
     group_key: Callable[[ParamSlot], Hashable] = alike
     """The kind of a slot. Only neighbours of one kind share a bucket."""
-    collective: Collective | Callable[[Bucket, NetworkProbe], Collective] | None = None
+    collective: Collective | Callable[[Bucket, Links], Collective] | None = None
     """The collective, or a function that chooses one for a bucket; None: ``usual_collective``."""
     servers: int = 1
     """The number of servers over which a parameter server is sharded."""
@@ -69,10 +65,22 @@ class Engine:
     compressor: Compressor | None = None
     """The compressor whose output is sent for a bucket; None: the gradients as they are, cut into pieces."""
 
+    whole_buckets: bool = False
+    """True if a long bucket is one message, and not cut into pieces that overlap."""
+
     @property
     def learns(self) -> bool:
         """True if the engine needs some timed steps and a measured network."""
         return self.prioritized or self.bucket_bytes is None
+
+    @property
+    def declaration(self) -> Declaration[ParamSlot]:
+        """What of it decides its messages."""
+        return Declaration(
+            self.awaits, self.bucket_bytes, self.first_bucket_scale, self.group_key, self.collective, self.servers,
+            self.prioritized, self.split_reduce_scatter,
+            None if self.compressor is None else self.compressor.travelling, self.whole_buckets,
+        )  # fmt: skip
 
 
 class Stopwatch:

@@ -39,6 +39,17 @@ class ParamSlot:
         """The name of the parameter's module. The module's other parameters are neighbours in the pool."""
         return self.name.rpartition(".")[0]
 
+    @property
+    def shape(self) -> Sequence[int]:
+        """Shape of the parameter."""
+        return self.param.shape
+
+    @property
+    def connected(self) -> bool:
+        """Whether the parameter's layer is fully connected: it has a matrix as its weight."""
+        assert self.module is not None, "a deferring engine's pool knows its model"
+        return any(p.dim() == 2 for p in self.module.parameters(recurse=False))
+
 
 def slots_of(trainable: dict[str, nn.Parameter], model: nn.Module | None) -> list[ParamSlot]:
     """Return a slot without a place for each parameter, the last one first.

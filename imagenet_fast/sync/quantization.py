@@ -14,10 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from imagenet_fast.cost_model.collectives import BLOCK
 from imagenet_fast.sync.param_slot import ParamSlot, move
-
-BLOCK = 512
-"""Values with a common scale. Blocks lie on the pool's grid, so fusing other gradients changes no bit."""
 
 PLAIN = torch.bfloat16
 """Dtype in which values without codes are sent: those inside a node, and blocks of norms, biases and slots' ends."""

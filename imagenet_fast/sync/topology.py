@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
+from imagenet_fast.cost_model.collectives import RankLayout
 from imagenet_fast.sync.comm_stream import CommStream
 
 
@@ -86,6 +87,11 @@ class Topology:
     def per_node(self) -> int:
         """Number of ranks of the largest node."""
         return max(map(len, self.nodes))
+
+    @property
+    def layout(self) -> RankLayout:
+        """The number of ranks on each node, for the cost model."""
+        return RankLayout(tuple(map(len, self.nodes)), on_gpu=self.device.type != "cpu")
 
     @property
     def is_one_node(self) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from imagenet_fast.sync.comm_stream import CommStats
 from imagenet_fast.sync.device_timer import Timestamp, record_timestamp, seconds_between
 from imagenet_fast.sync.engine import SyncStats
 
@@ -24,6 +25,8 @@ class Trace:
         self._device = device
         self._begun = record_timestamp(device)
         self._events: list[tuple[str, str, Timestamp, Timestamp, dict[str, int]]] = []
+        self._sent: list[tuple[str, CommStats]] = []
+        self._marks: list[tuple[str, Timestamp]] = []
         self._entered: dict[str, Timestamp] = {}
         self._last = self._begun  # end of the backward of the layer above
         self._hooks = [model.register_forward_hook(self._turn)]
@@ -35,24 +38,31 @@ class Trace:
                 self._hooks += [p.register_post_accumulate_grad_hook(partial(self._graded, name)) for p in params]
 
     def add_step(self, stats: SyncStats) -> None:
-        """Record the waits and transfers of a step that has ended."""
-        if stats.exposed is not None:
+        """Record the waits and transfers of a step whose backward has just ended.
+
+        Where the engine cannot measure its wait, as DDP, the wait is the time since the last gradient was ready.
+        """
+        now = record_timestamp(self._device)
+        self._marks.append(("step ends", now))
+        if stats.exposed is None:
+            self._events.append(("wait", "wait inside backward", self._last, now, {}))
+        else:
             self._events += [
                 ("wait", f"wait for {label}", begin, end, {}) for label, begin, end in stats.exposed.blocks
             ]
-        for label, transfer in stats.transfers:
-            for part in transfer.traffic:
-                counts = {"sent_bytes": part.sent_bytes, "received_bytes": part.received_bytes}
-                if part.begun is not None and part.ended is not None and any(counts.values()):  # else it was local
-                    self._events.append(("wire", label, part.begun, part.ended, counts))
+        self._sent += [(label, part) for label, transfer in stats.transfers for part in transfer.traffic]
 
     def write(self, path: Path) -> None:
         """Stop recording, and write Chrome's trace event format, which Perfetto reads.
 
-        Times are in microseconds from the first event.
+        Times are in microseconds from the first event. Instant events mark where forwards and steps end.
         """
         for hook in self._hooks:
             hook.remove()
+        for label, part in self._sent:
+            counts = {"sent_bytes": part.sent_bytes, "received_bytes": part.received_bytes}
+            if part.begun is not None and part.ended is not None and any(counts.values()):  # else it was local
+                self._events.append(("wire", label, part.begun, part.ended, counts))
         timed = [
             (1e6 * seconds_between(self._begun, begin), 1e6 * seconds_between(begin, end), track, name, counts)
             for track, name, begin, end, counts in self._events
@@ -70,6 +80,9 @@ class Trace:
                 {"ph": "X", "pid": 0, "tid": row, "name": name, "cat": track, "ts": start - earliest, "dur": lasted}
                 | {"args": counts}
             )
+        for name, moment in self._marks:
+            at = 1e6 * seconds_between(self._begun, moment) - earliest
+            events.append({"ph": "i", "s": "p", "pid": 0, "tid": 0, "name": name, "cat": "mark", "ts": at})
         for row, track in enumerate([*TRACKS, *["wire"] * (len(lanes) - 1)]):
             events.append({"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": track}})
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
@@ -82,6 +95,7 @@ class Trace:
 
     def _turn(self, module: nn.Module, inputs: object, output: object) -> None:
         self._last = record_timestamp(self._device)
+        self._marks.append(("forward ends", self._last))
 
     def _graded(self, name: str, param: nn.Parameter) -> None:
         now = record_timestamp(self._device)

@@ -29,6 +29,12 @@ class Accuracy:
     top5_mirror: float | None = None
     """Top-5 by the same."""
 
+    @property
+    def mirrored(self) -> dict[str, float]:
+        """The accuracies with mirror images, by name; empty if not measured."""
+        both = {"top1_mirror": self.top1_mirror, "top5_mirror": self.top5_mirror}
+        return {name: value for name, value in both.items() if value is not None}
+
 
 class Stopped(Exception):
     """An evaluation was cut off by a request to stop; raised on every rank."""

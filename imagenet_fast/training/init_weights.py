@@ -13,11 +13,13 @@ from imagenet_fast.checkpoint.manifest import Manifest
 from imagenet_fast.checkpoint.retention import survey
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import broadcast_error, broadcast_model
-from imagenet_fast.errors import UserError
+from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.report import FINAL_WEIGHTS, is_checkpoint, split_checkpoint, weights_file
 from imagenet_fast.models import build_model
 from imagenet_fast.models.cifarnet import CifarNet
+from imagenet_fast.models.external import check_outputs
 from imagenet_fast.models.weights import Weights, fill, fit, read_weights
+from imagenet_fast.recipe.network import ExternalModel
 from imagenet_fast.recipe.schema import Model, Recipe
 
 
@@ -34,9 +36,14 @@ def build_initial_model(
         weights: Result of ``load_initial_weights``; None on rank 0: fresh weights.
         examples: Returns batches of training images, from which fresh weights that depend on images are computed. Only
             called on rank 0, and only for such a model. None: those weights are random.
+
+    Raises:
+        UserError: A network defined elsewhere cannot be built, or does not fit the images or the classes.
     """
     torch.manual_seed(recipe.seed)
     model = build_model(recipe.model, classes)
+    if isinstance(recipe.model, ExternalModel):
+        check_outputs(model, recipe.model, classes, recipe.data.image_size, recipe.data.evaluated_size)
     if weights is not None:
         fill(model, weights)
     elif isinstance(model, CifarNet) and examples is not None and world.is_main:
@@ -72,11 +79,23 @@ def load_initial_weights(
     if world.is_main:
         try:
             found = fit(given_weights(given), model, classes, fresh_head)
+            _doubt_blurpool(found, model)
         except UserError as error:
             refusal = str(error)
     if refusal := broadcast_error(refusal, world.device):
         raise UserError(refusal)
     return found
+
+
+def _doubt_blurpool(weights: Weights, model: Model) -> None:
+    """Warn if the network blurs otherwise than the one that was trained: names of weights are the same."""
+    about = weights.about.get("model")
+    trained = about.get("blurpool", "off") if isinstance(about, dict) else model.blurpool
+    if trained != model.blurpool:
+        warn(
+            f"{weights.source} was trained with model.blurpool '{trained}', and this network has '{model.blurpool}'; "
+            f"--set model.blurpool={trained} for the same"
+        )
 
 
 def given_weights(given: Path) -> Weights:

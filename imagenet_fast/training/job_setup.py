@@ -6,6 +6,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,6 +36,7 @@ def plan_job(
     fresh_head: bool = False,
     resume: bool = False,
     nodes: range | None = None,
+    overrides: Sequence[str] = (),
 ) -> Job:
     """Build the job that ``ranks`` ranks train, with everything checked that can be checked without torch.
 
@@ -50,6 +52,7 @@ def plan_job(
         fresh_head: Whether the last layer starts anew, with ``init_from``.
         resume: Whether to resume from the last checkpoint in ``folder``, if there is one.
         nodes: Allowed numbers of nodes, if nodes may leave and join; None for a fixed number.
+        overrides: What the user has set in ``written``, as ``KEY=VALUE``; TensorBoard shows these keys.
 
     Raises:
         UserError: With the first problem found.
@@ -67,7 +70,17 @@ def plan_job(
     start = init_from.absolute() if init_from is not None else None
     note = _note(written, recipe, batching, root, start, fresh_head)
     command, elastic = tuple(sys.argv), nodes is not None
-    return Job(name, recipe, batching, root, place, note, trace, start, fresh_head, resume, command, elastic)
+    keys = _overridden(place, overrides, resume)
+    return Job(name, recipe, batching, root, place, note, trace, start, fresh_head, resume, command, elastic, keys)
+
+
+def _overridden(folder: Path, overrides: Sequence[str], resume: bool) -> tuple[str, ...]:
+    """Return the keys of ``overrides``, after those with which the run in ``folder`` began if it is to resume."""
+    before: tuple[str, ...] = ()
+    if resume:
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):  # none, or damaged
+            before = read_job(folder / "job.json", Job).overrides
+    return tuple(dict.fromkeys([*before, *(override.partition("=")[0].strip() for override in overrides)]))
 
 
 def on_ranks(job: Job, ranks: int) -> Job:

@@ -18,7 +18,7 @@ from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import broadcast_error
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.json_io import read_events
-from imagenet_fast.metrics.report import FINAL_WEIGHTS
+from imagenet_fast.metrics.report import EVENT_FILES, FINAL_WEIGHTS
 from imagenet_fast.metrics.run_result import RunResult, read_outcome
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.training.job_setup import check_writable
@@ -140,6 +140,7 @@ def _result(folder: Path) -> str:
 def move_record_aside(folder: Path) -> None:
     """Move the record of an earlier run in ``folder`` to a new directory beside it, or else inside. Raises OSError."""
     old = [folder / name for name in _RECORD if (folder / name).exists() or (folder / name).is_symlink()]
+    old += sorted(folder.glob(EVENT_FILES))
     if not old:
         return
     aside = _moved(old, folder)

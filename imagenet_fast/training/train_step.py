@@ -24,6 +24,7 @@ from imagenet_fast.sync import GradientSync, attach
 from imagenet_fast.sync.trace import TracedSteps
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.ema import ModelEma
+from imagenet_fast.training.loss import build_loss
 from imagenet_fast.training.meter import Meter
 from imagenet_fast.training.nonfinite import NonFiniteCounter, trace_nonfinite
 from imagenet_fast.training.optimizers import build_optimizer, set_rate, total_norm
@@ -184,7 +185,7 @@ def build_step(
         model = division.own
     average = ModelEma(model, recipe.ema_decay) if recipe.ema_decay else None
     if recipe.compile:
-        compile_blocks(model)
+        compile_blocks(model, recipe.data.size_count)
     if division is None:
         forward, sync = attach(model, recipe.sync, steps_per_epoch)
     else:
@@ -218,7 +219,7 @@ def _backpropagation(
 
     It returns what these images add to the mean loss of a step.
     """
-    mean = nn.CrossEntropyLoss(label_smoothing=recipe.label_smoothing)
+    mean = build_loss(recipe.loss, recipe.label_smoothing)
 
     def criterion(logits: Tensor, labels: Tensor) -> Tensor:
         loss: Tensor = mean(logits, labels) / batching.accumulation

@@ -95,7 +95,7 @@ class Trainer:
             folder = [out or new_folder(path.stem, "trainer")]
             dist.broadcast_object_list(folder, device=self.world.device)  # its name has the time
             recipe = load_recipe(path, overrides=overrides)
-            job = plan_job(path.stem, recipe, self.world.size, data=root, folder=Path(folder[0]))
+            job = plan_job(path.stem, recipe, self.world.size, data=root, folder=Path(folder[0]), overrides=overrides)
         self.job = job
         self.ending = ending or Ending(job, self.world, None)
         self.outcome: RunResult = self.ending.outcome
@@ -202,8 +202,8 @@ class Trainer:
             "run", state.step, recipe=self.job.name, sync=recipe.sync.kind, world_size=self.world.size,
             global_batch=self.job.batching.global_batch, layout=recipe.parallel.layout(self.world.size),
             epochs=recipe.epochs, steps_per_epoch=self.steps_per_epoch, steps=steps, target_top1=recipe.target_top1,
-            target_mirrored=recipe.target_mirrored,
-            train_images=self.data.train_order.images, val_images=self.data.val_order.images, note=self.job.note,
+            target_mirrored=recipe.target_mirrored, train_images=self.data.train_order.images,
+            val_images=self.data.val_order.images, note=self.job.note,
         )  # fmt: skip
         freeze_gc()
         self.clock.begin_training()
@@ -264,11 +264,10 @@ class Trainer:
                 state.put_back(before)
                 return None
         meter.restart()
-        self.outcome.judge(accuracy.top1, accuracy.top5, self.clock.run_s(), accuracy.top1_mirror, accuracy.top5_mirror)
-        mirrored = {"top1_mirror": accuracy.top1_mirror, "top5_mirror": accuracy.top5_mirror} if mirror else {}
+        self.outcome.judge(accuracy.top1, accuracy.top5, self.clock.run_s(), **accuracy.mirrored)
         self.metrics(
             "eval", state.step, epoch=epoch, top1=accuracy.top1, top5=accuracy.top5, images=accuracy.images,
-            eval_s=evaluation.seconds, train_s=self.clock.train_s(), **mirrored,
+            eval_s=evaluation.seconds, train_s=self.clock.train_s(), **accuracy.mirrored,
         )  # fmt: skip
         return accuracy
 

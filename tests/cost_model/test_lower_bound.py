@@ -85,6 +85,6 @@ def test_it_lies_between_simpler_bounds_for_any_network():
 
 
 def test_alexnets_on_four_hosts_of_250_mbit():
-    """With the compute and the raw all-reduce that were measured there: docs/benchmarks.md."""
+    """With the compute and the raw all-reduce that were measured there on 22 November 2026."""
     profile = load_profile("alexnet").shrunk(4).lasting(1.407)
     assert step_lower_bound(profile.timing, profile.sending(1.534), "read") == pytest.approx(1.558, abs=1e-3)

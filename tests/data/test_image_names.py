@@ -173,9 +173,9 @@ def test_verify_counts_what_it_passes_over(tmp_path: Path):
     put(root / "train/.ipynb_checkpoints", "1.jpg")
     put(root / "train", "stray.png")
     lines = list(summary(verify(root), root))
-    assert "passed over: 5 images that lie in no class's own folder, as train/dog/linked/5.jpg" in lines
-    assert "passed over: 3 files that are no images by their names, as train/cat/notes.txt" in lines
-    assert "passed over: 1 hidden folders, or those of systems, as train/.ipynb_checkpoints" in lines
+    assert "ignored: 5 images that lie in no class's own folder, such as train/dog/linked/5.jpg" in lines
+    assert "ignored: 3 files that are no images by their names, such as train/cat/notes.txt" in lines
+    assert "ignored: 1 hidden folders, or those of systems, such as train/.ipynb_checkpoints" in lines
 
 
 def test_verify_prints_names_that_are_no_text(tmp_path: Path):
@@ -184,7 +184,7 @@ def test_verify_prints_names_that_are_no_text(tmp_path: Path):
     (tmp_path / "train/cat" / os.fsdecode(b"\xff.jpg")).write_bytes(b"")
     done = CliRunner().invoke(app, ["data", "verify", "--data", str(tmp_path)], catch_exceptions=False)
     assert done.exit_code == 0
-    assert r"quarantined: 1 empty, as train/cat/\xff.jpg" in done.stdout
+    assert r"bad: 1 empty, such as train/cat/\xff.jpg" in done.stdout
 
 
 # Where prepare writes.

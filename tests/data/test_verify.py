@@ -85,10 +85,10 @@ def test_verify_command_screen_json_and_sizes(tmp_path: Path, data: Path):
     assert done.exit_code == 0
     lines = done.stdout.splitlines()
     assert len(lines) < 24
-    assert lines[0] == "train  31 images in 4 classes: 5 to 9 in each, 9 in the median"
-    assert f"noted, and kept: 1 CMYK, as {ODD['cmyk']}" in lines
-    assert f"quarantined: 1 truncated, as {ODD['truncated']}" in lines
-    assert f"`train` leaves out what is in {data / 'quarantine.json'}" in lines
+    assert lines[0] == "train  31 images in 4 classes: 5 to 9 in each, median 9"
+    assert f"kept, but look at: 1 CMYK, such as {ODD['cmyk']}" in lines
+    assert f"bad: 1 truncated, such as {ODD['truncated']}" in lines
+    assert f"`train` and `eval` leave out the bad files; they are listed in {data / 'quarantine.json'}" in lines
     told = json.loads(json_file.read_text())
     assert told["quarantine"].keys() == BAD
     assert told["classes"]["val"] == dict.fromkeys(sorted(replica.CLASSES), 2) | {"n01440764": 3}
@@ -216,8 +216,8 @@ def test_read_only_data_is_verified_where_the_json_is_asked_for(
     assert done.exit_code == 0
     assert json.loads((tmp_path / "all.json").read_text())["quarantine"].keys() == BAD
     assert (
-        f"{data / 'quarantine.json'} cannot be written (Read-only file system): `train` does not leave out what is bad"
-        in done.stdout
+        f"{data / 'quarantine.json'} cannot be written (Read-only file system): "
+        "`train` will not leave out the bad files" in done.stdout
     )
     assert not (data / "quarantine.json").exists()
 
@@ -225,4 +225,6 @@ def test_read_only_data_is_verified_where_the_json_is_asked_for(
 def test_read_only_data_with_a_list_that_is_right_needs_no_other(data: Path, read_only: Callable[..., None]):
     verify(data)
     read_only()
-    assert f"`train` leaves out what is in {data / 'quarantine.json'}" in list(summary(verify(data), data))
+    assert f"`train` and `eval` leave out the bad files; they are listed in {data / 'quarantine.json'}" in list(
+        summary(verify(data), data)
+    )

@@ -32,7 +32,7 @@ ENGINES: dict[str, tuple[str, ...]] = {
     "lazy, average": ("--sync", "lazy", "--set", "ema_decay=0.9"),
 }
 FILES = (
-    "job.json", "recipe.toml", "outcome.json", "events.jsonl", "environment.json", "mllog.txt", "tb", "tb/events*",
+    "job.json", "recipe.toml", "outcome.json", "events.jsonl", "environment.json", "mllog.txt", "events.out*",
     "checkpoints", "checkpoints/final.safetensors", "checkpoints/step-* newest", "checkpoints/step-* newest/*.json",
     "checkpoints/step-* newest/shared*", "checkpoints/step-* newest/rank*", "checkpoints/step-* oldest",
     "checkpoints/step-* oldest/*.json", "checkpoints/step-* oldest/shared*",
@@ -158,7 +158,7 @@ def _draw_command(draw: random.Random, first: bool) -> Command:
 
 def _draw_hurt(draw: random.Random) -> Hurt:
     file = draw.choice(FILES)
-    is_folder = file in ("tb", "checkpoints") or file.endswith(("newest", "oldest"))
+    is_folder = file == "checkpoints" or file.endswith(("newest", "oldest"))
     ways: tuple[How, ...] = ("delete", "directory", "lock") if is_folder else get_args(How)
     return Hurt(draw.choice(ways), file, draw.random())
 

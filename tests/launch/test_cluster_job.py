@@ -26,6 +26,7 @@ from imagenet_fast.launch.cluster_job import job_label, parse_time_limit
 from imagenet_fast.launch.kubernetes import to_yaml
 from imagenet_fast.recipe.load import find_recipe
 from tests.e2e.command import wait_for
+from tests.pages import PAGES, shown_commands
 
 NAMES = (
     "plain",
@@ -513,14 +514,11 @@ def test_no_nodes_and_no_ranks_are_refused():
 
 def test_the_commands_of_the_documents_print_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    root = Path(__file__).parents[2]
-    text = "".join(path.read_text() for path in (root / "README.md", root / "docs" / "clusters.md"))
-    found = re.findall(r"^    imagenet-fast launch ((?:.*\\\n)*.*)$", text, re.MULTILINE)
+    found = [command.words for page in PAGES for command in shown_commands(page) if command.words[:1] == ["launch"]]
     assert len(found) >= 5
-    for command in found:
-        example = command.replace("\\\n", "").replace("...", "--recipe smoke --nodes 2")
-        words = launch(*shlex.split(example, comments=True))
-        assert "train" in words
+    for words in found:
+        stated = [words[1], "--recipe", "smoke", "--nodes", "2", *words[3:]] if words[2] == "..." else words[1:]
+        assert "train" in launch(*stated)
     assert not any(tmp_path.iterdir())
 
 

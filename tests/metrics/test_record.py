@@ -20,19 +20,17 @@ import numpy as np
 import pytest
 from rich.console import Console
 from rich.table import Table
-from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 from typer.main import get_command
 
 from imagenet_fast.cli.main import app
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics import Event, MetricLogger, RunResult, Status
+from imagenet_fast.metrics import MetricLogger, RunResult
 from imagenet_fast.metrics.console import ConsoleSink
 from imagenet_fast.metrics.json_io import JsonLines, read_events, to_json
 from imagenet_fast.metrics.mllog import MLLog
 from imagenet_fast.metrics.report import PastRun, distinct_names, draw_curves, read_run, report_table
 from imagenet_fast.metrics.run_result import read_outcome
 from imagenet_fast.metrics.tables import compact_table
-from imagenet_fast.metrics.tensorboard import TensorBoard
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.load import find_recipe, load_recipe
 from imagenet_fast.training.clock import Clock
@@ -248,57 +246,13 @@ def test_a_diverged_run_is_recorded_in_strict_json_and_drawn_with_a_gap(tmp_path
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_unwritable_tensorboard_directory_is_named(tmp_path: Path):
-    (tmp_path / "tb").symlink_to("/proc")  # where nobody can create a file, root neither
-    with pytest.raises(OSError, match="No such file") as error:
-        TensorBoard(tmp_path, RECIPE)
-    assert error.value.filename == str(tmp_path / "tb")
-
-
-def test_tensorboard_shows_one_run_with_scalars_and_hyperparameters(tmp_path: Path):
-    pretend_run(MetricLogger(Clock().run_s, [TensorBoard(tmp_path, RECIPE)]), outcome())
-    runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
-    assert list(runs.Runs()) == ["tb"]
-    scalars = set(runs.Runs()["tb"]["scalars"])
-    assert {
-        "train/loss",
-        "train/lr",
-        "speed/images_per_s",
-        "sync/exposed_ms",
-        "sync/sent_MB",
-        "data/wait_pct",
-    } <= scalars
-    assert [(e.step, e.value) for e in runs.Scalars("tb", "eval/top1")] == [(400, 50.0), (800, 76.0)]
-    assert not any(tag.startswith("precision/") for tag in scalars)
-    assert "_hparams_/session_start_info" in runs.PluginRunToTagToContent("hparams")["tb"]
-
-
-@pytest.mark.parametrize(
-    ("status", "ended"), [("reached", True), ("finished", True), ("preempted", False), ("failed", False)]
-)
-def test_hyperparameters_have_a_status_once_the_run_has_come_to_its_end(status: Status, ended: bool, tmp_path: Path):
-    result = outcome()
-    board = TensorBoard(tmp_path, RECIPE)
-    board.write(Event("end", 800, 1.0, vars(result) | {"status": status}))
-    board.close()
-    runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
-    told = runs.PluginRunToTagToContent("hparams")["tb"]
-    assert "_hparams_/session_start_info" in told
-    assert ("_hparams_/session_end_info" in told) == ended
-
-
 @pytest.mark.parametrize("set_back_s", [-86400, 0, 100, 10**6])
-def test_tensorboard_order_after_clock_set_back(set_back_s: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_mllog_order_after_clock_set_back(set_back_s: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     begun = int(time.time())
     for part, resumed in enumerate((None, 400, 400)):
         now = begun - part * set_back_s
         monkeypatch.setattr(time, "time", lambda now=now: now)
-        sinks = [TensorBoard(tmp_path, RECIPE, resumed), MLLog(tmp_path, RECIPE, split_batch(RECIPE, 8), resumed)]
-        pretend_run(MetricLogger(Clock().run_s, sinks), outcome(), last_top1=60.0 + part)
-    monkeypatch.undo()
-    runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
-    assert [(e.step, e.value) for e in runs.Scalars("tb", "eval/top1")][-1] == (800, 62.0)
-    assert not {60.0, 61.0} & {e.value for e in runs.Scalars("tb", "eval/top1")}
+        pretend_run(MetricLogger(Clock().run_s, [MLLog(tmp_path, RECIPE, split_batch(RECIPE, 8), resumed)]), outcome())
     lines = (tmp_path / "mllog.txt").read_text().splitlines()
     times = [json.loads(line.removeprefix(":::MLLOG "))["time_ms"] for line in lines]
     assert times == sorted(times)
@@ -343,10 +297,6 @@ def test_skipped_steps_are_shown_where_there_is_a_loss_scale(tmp_path: Path):
     assert "loss scale 65536" in panel
     assert "skipped steps 6" in panel
     assert "skipped steps" not in follow(tmp_path, terminal=False)
-    pretend_run(MetricLogger(Clock().run_s, [TensorBoard(tmp_path, RECIPE)]), outcome(), scale=0.5)
-    recorded = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
-    assert [(e.step, e.value) for e in recorded.Scalars("tb", "precision/skipped_steps")] == [(400, 3.0), (800, 6.0)]
-    assert recorded.Scalars("tb", "precision/loss_scale")[0].value == 0.5
 
 
 def test_what_was_waited_for_data_is_told_at_the_end_and_advice_comes_last(tmp_path: Path):

@@ -125,6 +125,6 @@ def test_weights_survive_a_file_and_are_recognised(widths: tuple[int, int, int],
 def test_weights_of_other_widths_are_named():
     other = Weights("w", dict(built(*SMALL).state_dict()))
     with pytest.raises(
-        Exception, match="w is of the model cifarnet of widths 64, 128, 128 for 10 classes, and the recipe"
+        Exception, match="w is of the model cifarnet of widths 64/128/128 for 10 classes, and the recipe"
     ):
         fit(other, Settings(kind="cifarnet"), 10)

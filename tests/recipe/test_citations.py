@@ -76,6 +76,16 @@ AIRBENCH = {
 }
 """What its trainings without Muon have in common; rates are compared below."""
 
+FFCV = {
+    "model.kind": "resnet50", "model.blurpool": "conv", "model.init": (), "global_batch": 4096, "ranks": 8,
+    "loss": "cross_entropy", "label_smoothing": 0.1, "optim.kind": "sgd", "optim.lr": 1.7, "optim.momentum": 0.9,
+    "optim.nesterov": False, "optim.weight_decay": 1e-4, "optim.decoupled": False, "schedule.kind": "polynomial",
+    "schedule.power": 1.0, "schedule.warmup_epochs": 2.0, "schedule.start_lr": 1.7e-4, "schedule.end_lr": 0.0,
+    "data.eval_size": 256, "data.resize": 293, "data.crop_area": (0.08, 1.0), "data.flip": True, "eval_mirror": True,
+    "target_mirrored": True,
+}  # fmt: skip
+"""rn50_configs/*.yaml: eight processes of 512 images; validation crops 224/256 of the shorter side to 256 pixels."""
+
 CITED: dict[str, tuple[str, dict[str, Any]]] = {
     "alexnet-1gpu": (
         "pytorch/vision, references/classification",
@@ -130,12 +140,32 @@ CITED: dict[str, tuple[str, dict[str, Any]]] = {
         "airbench/lib_airbench93.py", AIRBENCH | {"model.widths": (64, 128, 128), "target_top1": 93.0}
     ),
     "cifar10-94": ("legacy/airbench94.py", AIRBENCH | {"model.widths": (64, 256, 256), "target_top1": 94.0}),
+    "resnet50-8gpu-ffcv16": (
+        "libffcv/ffcv-imagenet",
+        FFCV | {"epochs": 16, "data.sizes": ((1.0, 160), (13.0, 192)), "target_top1": 73.7},
+    ),
+    "resnet50-8gpu-ffcv32": (
+        "libffcv/ffcv-imagenet",
+        FFCV | {"epochs": 32, "data.sizes": ((1.0, 160), (26.0, 192)), "target_top1": 76.5},
+    ),
+    "resnet50-8gpu-mild": (
+        "8xA100_80GB-methods",
+        {
+            "model.kind": "resnet50", "model.blurpool": "conv_maxpool",
+            "model.init": ("kaiming_normal", "bn_uniform", "linear_log_constant_bias"), "global_batch": 2048,
+            "epochs": 28, "loss": "bce", "label_smoothing": 0.08, "optim.kind": "sgd", "optim.lr": 2.048,
+            "optim.momentum": 0.875, "optim.nesterov": False, "optim.weight_decay": 5e-4, "optim.decoupled": True,
+            "optim.decay_all": True, "schedule.kind": "cosine", "schedule.warmup_epochs": 8.0, "schedule.end_lr": 0.0,
+            "data.image_size": 176, "data.resize": 232, "data.eval_size": 224, "eval_every": 3, "target_top1": 75.9,
+            "target_mirrored": False,
+        },
+    ),
 }  # fmt: skip
 
 OWN = ("cifar10-resnet18", "demo", "smoke")
 """Recipes that follow no source."""
 
-RUN = (*OWN, "cifar10-93", "cifar10-94")
+RUN = OWN
 """Recipes that were run by us."""
 
 
@@ -186,3 +216,27 @@ def test_airbenchs_decoupled_rates_are_ours(name: str):
     assert recipe.schedule.warmup_epochs == pytest.approx(0.23 * recipe.epochs, rel=0.02)
     assert recipe.schedule.start_lr == pytest.approx(0.2 * recipe.optim.lr)
     assert (recipe.schedule.kind, recipe.schedule.power) == ("polynomial", 1.0), "a triangle"
+
+
+def test_milds_images_grow_as_composers_do():
+    """ProgressiveResizing(initial_scale=.5, delay_fraction=.4, finetune_fraction=.2, size_increment=4).
+
+    Its clock counts whole epochs where the duration is in epochs, as in config.yaml: 0.32 x 90, rounded down.
+    """
+    recipe = load_recipe(find_recipe("resnet50-8gpu-mild"))
+    assert recipe.epochs == int(0.32 * 90)
+    for epoch in range(recipe.epochs):
+        ramp = min(1.0, max(0.0, (epoch / recipe.epochs - 0.4) / (1 - 0.2 - 0.4)))
+        size = [size for begin, size in recipe.data.sizes if begin <= epoch + 1][-1]
+        assert size == round(176 * (0.5 + 0.5 * ramp) / 4) * 4, epoch
+    assert recipe.ema_decay**100 == pytest.approx(0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize(("name", "start", "end"), [("resnet50-8gpu-ffcv16", 11, 13), ("resnet50-8gpu-ffcv32", 23, 27)])
+def test_ffcvs_images_grow_as_its_own_do(name: str, start: int, end: int):
+    """get_resolution: linear between two epochs, counted from 0, rounded to multiples of 32."""
+    recipe = load_recipe(find_recipe(name))
+    for epoch in range(recipe.epochs):
+        exact = 160 + 32 * min(1.0, max(0.0, (epoch - start) / (end - start)))
+        size = [size for begin, size in recipe.data.sizes if begin <= epoch + 1][-1]
+        assert size == round(exact / 32) * 32, epoch

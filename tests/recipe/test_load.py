@@ -28,7 +28,9 @@ from tests.conftest import tables
 
 SHIPPED = [
     "alexnet-1gpu", "alexnet-4host", "alexnet-512gpu", "alexnet-8gpu", "cifar10-93", "cifar10-94", "cifar10-resnet18",
-    "demo", "resnet50-1gpu", "resnet50-512gpu", "resnet50-512gpu-20k", "resnet50-8gpu", "smoke",
+    "demo",
+    "resnet50-1gpu", "resnet50-512gpu", "resnet50-512gpu-20k", "resnet50-8gpu",
+    "resnet50-8gpu-ffcv16", "resnet50-8gpu-ffcv32", "resnet50-8gpu-mild", "smoke",
 ]  # fmt: skip
 
 ALEXNET = {"model": {"kind": "alexnet"}, "data__image_size": 63}

@@ -54,6 +54,21 @@ def test_a_run_from_before_biases_could_be_scaled_goes_on_with_plain_ones(tmp_pa
     assert differences(tables_then, shipped) == ['optim.biases ("plain", now "scaled")']
 
 
+def test_keys_of_the_fast_recipes_were_at_their_defaults_before():
+    recipe = parse_recipe("test", tables(data=DATA, schedule={"kind": "polynomial", "warmup_epochs": 1}))
+    begun = recipe_tables(recipe)
+    for key in ("loss", "eval_mirror", "target_mirrored"):
+        del begun[key]
+    del begun["model"]["blurpool"], begun["model"]["init"], begun["data"]["size_multiple"]
+    del begun["optim"]["decay_all"], begun["optim"]["decoupled"]
+    del begun["schedule"]["warmup_power"], begun["schedule"]["decay_from"]
+    assert differences(begun, recipe) == []
+    mirrored = parse_recipe("test", tables(data=DATA, schedule=begun["schedule"], eval_mirror=True))
+    assert differences(begun, mirrored) == [], "evaluations may change where a run goes on"
+    blurred = parse_recipe("test", tables(data=DATA, schedule=begun["schedule"], model__blurpool="conv"))
+    assert differences(begun, blurred) == ['model.blurpool ("off", now "conv")']
+
+
 def test_tables_that_are_no_recipe_are_compared_as_they_are():
     recipe = parse_recipe("test", tables(data=DATA))
     begun = recipe_tables(recipe) | {"seed": "one"}

@@ -382,6 +382,7 @@ def _two_pools() -> None:
     own = next(pair for pair in pairs if rank in pair)
     for settings in (
         AllReduceSync(wire="fp32"),
+        AllReduceSync(wire="fp32", fused=True),
         LazySync(wire="fp32", threshold_mb=0.0005, collective="pairwise"),
         HybridSync(wire="fp32", fuse_mb=0.0005),
         DearSync(wire="fp32", bucket_mb=0.0),

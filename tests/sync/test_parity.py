@@ -34,6 +34,7 @@ BATCH = 24
 SGD = Sgd(kind="sgd", lr=0.02, weight_decay=1e-4)
 EXACT: tuple[EngineSettings, ...] = (
     AllReduceSync(wire="fp32"),
+    AllReduceSync(wire="fp32", fused=True),
     RingSync(wire="fp32", bucket_mb=0.01),
     LazySync(wire="fp32", threshold_mb=0.01),
     HybridSync(wire="fp32", fuse_mb=0.01),

@@ -11,16 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from imagenet_fast.sync import HybridSync, LazySync, SyncStats, attach
+from imagenet_fast.metrics.timeline import read_timeline
+from imagenet_fast.sync import DdpSync, HybridSync, LazySync, SyncStats, attach
 from imagenet_fast.sync.comm_ops import AllReduceHandle
 from imagenet_fast.sync.comm_stream import CommStats
+from imagenet_fast.sync.engine import Stopwatch
 from imagenet_fast.sync.trace import Trace, TracedSteps
 from tests.spawning import run
 
 
 def test_compute_communication_and_waits_of_every_layer_are_there(tmp_path: Path):
     run(2, _trace, tmp_path)
-    for kind in ("lazy", "hybrid"):
+    for kind in ("lazy", "hybrid", "ddp"):
         events = json.loads((tmp_path / f"{kind}.json").read_text())["traceEvents"]
         names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
         assert set(names.values()) == {"compute", "wait", "wire"}
@@ -30,13 +32,25 @@ def test_compute_communication_and_waits_of_every_layer_are_there(tmp_path: Path
             for phase in ("forward", "backward"):
                 assert sum(e["name"] == f"{phase} {layer}" for e in by_track["compute"]) >= 3, (kind, phase, layer)
         assert by_track["wait"]
-        assert {e["name"] for e in by_track["wire"]} & {"0", "2", "2 to 0"}
+        assert {e["name"] for e in by_track["wire"]} & {"0", "2", "2 to 0", "bucket 0"}
         assert all(e["args"]["sent_bytes"] > 0 for e in by_track["wire"])
         assert min(e["ts"] for e in spans) == 0
         assert all(e["dur"] >= 0 for e in spans)
         for tid in names:  # nothing overlaps on one row of the wire
             row = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if e["tid"] == tid and e["cat"] == "wire")
             assert all(end <= begin + 1e-3 for (_, end), (begin, _) in pairwise(row))
+        marks = [event["name"] for event in sorted(events, key=lambda e: e.get("ts", 0)) if event["ph"] == "i"]
+        assert marks == ["forward ends", "step ends"] * 4
+
+
+def test_ddp_s_trace_has_its_messages_and_the_wait_inside_backward(tmp_path: Path):
+    run(2, _trace, tmp_path)
+    step = read_timeline(tmp_path / "ddp.json")
+    assert {one.name for one in step.messages} == {"bucket 0"}
+    (wait,) = step.waits
+    assert wait.name == "inside backward"
+    assert max(one.end_ms for one in step.backward) <= wait.begin_ms + 1e-6
+    assert wait.end_ms <= min(one.begin_ms for one in step.forward)
 
 
 def test_a_transfer_that_was_under_way_before_is_where_the_timeline_begins(tmp_path: Path):
@@ -46,7 +60,7 @@ def test_a_transfer_that_was_under_way_before_is_where_the_timeline_begins(tmp_p
     trace = Trace(model, torch.device("cpu"))
     model(torch.ones(1, 2)).sum().backward()
     early = AllReduceHandle(lambda: None, [CommStats(8, 8, begun, time.perf_counter())])
-    trace.add_step(SyncStats(None, [("early", early)]))
+    trace.add_step(SyncStats(Stopwatch(torch.device("cpu")), [("early", early)]))
     trace.write(tmp_path / "trace.json")
     spans = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
     assert [e["name"] for e in spans] == ["early", "forward ", "backward ", "backward "]
@@ -60,13 +74,13 @@ def test_of_no_step_an_empty_timeline_is_written(tmp_path: Path):
 
 
 def _trace(folder: Path) -> None:
-    for settings in (LazySync(), HybridSync()):
+    for settings in (LazySync(), HybridSync(), DdpSync()):
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(288, 10))
-        _, sync = attach(model, settings)
+        forward, sync = attach(model, settings)
         path = folder / f"{settings.kind}{dist.get_rank() or ''}.json"
         traced = TracedSteps(model, torch.device("cpu"), path, first=2, count=4)
         for _ in range(7):
             sync.zero_grad()
-            model(torch.ones(1, 3, 8, 8)).sum().backward()
+            forward(torch.ones(1, 3, 8, 8)).sum().backward()
             traced.end_step(sync.end_backward())
             sync.update(lambda params: None)

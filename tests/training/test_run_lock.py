@@ -43,7 +43,8 @@ def begun(folder: Path, *events: dict[str, object], status: str | None = None, f
     """What a run without checkpoints has left."""
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "tb").mkdir()
-    (folder / "tb" / "events.out.tfevents.1.host").write_bytes(b"a curve")
+    (folder / "tb" / "events.out.tfevents.1.host").write_bytes(b"a curve of an earlier version")
+    (folder / "events.out.tfevents.2.host").write_bytes(b"a curve")
     (folder / "job.json").write_text("{}")
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     if status is not None:
@@ -137,16 +138,16 @@ def test_where_nothing_can_be_put_beside_a_run_its_record_is_moved_inside(
 
 
 def test_tensorboard_shows_one_curve_of_a_run_that_begins_again(tmp_path: Path):
-    recipe, folder = parse_recipe("test", tables()), tmp_path / "run"
+    folder = tmp_path / "run"
     for loss in (9.0, 2.0):
         folder.mkdir(exist_ok=True)
         move_record_aside(folder)
-        board = TensorBoard(folder, recipe)
+        board = TensorBoard(the_job(folder))
         board.write(Event("train", 1, 0.5, {"loss": loss}))
         board.close()
-    runs = EventMultiplexer().AddRunsFromDirectory(str(folder)).Reload()
-    assert list(runs.Runs()) == ["tb"]
-    assert [event.value for event in runs.Scalars("tb", "train/loss")] == [2.0]
+    runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
+    losses = {name: [event.value for event in runs.Scalars(name, "train/loss")] for name in runs.Runs()}
+    assert losses == {"run": [2.0], "run.replaced-1": [9.0]}
 
 
 def claim(folder: Path, resume: bool) -> str:

@@ -109,7 +109,7 @@ def prepare(
             stop.set()
             pool.shutdown(cancel_futures=True)
             if isinstance(error, KeyboardInterrupt):
-                print("stopped; the same command goes on from here", file=sys.stderr)
+                print("stopped; run the same command again to continue", file=sys.stderr)
             raise
     return Prepared(record, found.told, already=False)
 

@@ -237,7 +237,7 @@ def test_ctrl_c_ends_cleanly_with_what_is_made_kept(tmp_path: Path):
     started.send_signal(signal.SIGINT)
     _, printed = started.communicate()
     assert started.returncode == 130
-    assert "stopped; the same command goes on from here\n" in printed
+    assert "stopped; run the same command again to continue\n" in printed
     assert "Traceback" not in printed
     assert names(out) == [".preparing"]
     assert images_in(out / ".preparing/train") == {"a/0.jpg": b""}

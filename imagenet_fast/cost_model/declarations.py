@@ -1,0 +1,185 @@
+"""Declare engines: what the settings of a recipe's ``[sync]`` table stand for, without torch.
+
+A declaration says what is sent together, when, and by which collective. ``sync/engines.py`` gives it a dtype of torch,
+and ``sync/bucket_scheduler.py`` carries it out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import TypeVar, assert_never
+
+from imagenet_fast.cost_model.collectives import wire_format
+from imagenet_fast.cost_model.messages import Declaration, Links, Slot, alike
+from imagenet_fast.recipe.engine_table import Collective, chosen_collective, fusion_bytes
+from imagenet_fast.recipe.sync_config import (
+    AllReduceSync,
+    DdpSync,
+    DearSync,
+    HybridSync,
+    LazySync,
+    PowerSgdSync,
+    RingSync,
+    SparseSync,
+)
+
+DeclaredSettings = AllReduceSync | RingSync | LazySync | HybridSync | DearSync | SparseSync | PowerSgdSync | DdpSync
+"""The settings of engines that a declaration describes, exactly or for the cost model."""
+
+S = TypeVar("S", bound=Slot)
+
+
+def allreduce(settings: AllReduceSync) -> Declaration[Slot]:
+    """Declare the naive engine, the baseline: one all-reduce per layer after backward, one after another.
+
+    With ``fused`` it is a single all-reduce after backward, as in NVIDIA's submissions to MLPerf
+    (``HOROVOD_FUSION_THRESHOLD`` of 64 MB in one group, without overlap).
+    """
+    return Declaration(
+        "each", math.inf, group_key=alike if settings.fused else lambda span: span.layer,
+        collective=settings.collective, servers=settings.servers, whole_buckets=settings.fused,
+    )  # fmt: skip
+
+
+def ring(settings: RingSync) -> Declaration[Slot]:
+    """Declare the ring: buckets of neighbouring gradients go around a ring of nodes during backward.
+
+    A ring needs the fewest bytes possible (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+    workstations", 2009). It is the backend's: gloo's all-reduce always is one; NCCL uses one for long messages, or
+    always with ``NCCL_ALGO=ring``.
+    """
+    return Declaration("backward", fusion_bytes(settings.bucket_mb), collective="ring")
+
+
+def lazy(settings: LazySync) -> Declaration[Slot]:
+    """Declare lazy all-reduce: neighbouring gradients are sent together, as soon as enough of them are ready.
+
+    After GradientFlow (arXiv 1902.06855): small messages waste a network on latency. So a finished gradient waits in
+    the pool until the bucket of its finished neighbours reaches a threshold. The bucket is then sent as one all-reduce
+    while backward continues. The gradients already lie side by side, so fusing them copies nothing. A threshold of 0
+    sends each tensor alone, an infinite one sends all at the end of backward.
+    """
+    return Declaration(
+        "backward", fusion_bytes(settings.threshold_mb), collective=chosen_collective(settings.collective),
+        servers=settings.servers,
+    )  # fmt: skip
+
+
+def dear(settings: DearSync) -> Declaration[Slot]:
+    """Declare DeAR: reduce-scatter during backward, all-gather during the next forward.
+
+    After Zhang et al., "DeAR: accelerating distributed deep learning with fine-grained all-reduce pipelining" (arXiv
+    2302.12445). Both together send an all-reduce's bytes. Scatters are sent before gathers, and gathers in the order in
+    which the next forward needs them. Where scatters leave the wire idle, gathers begin before backward has ended.
+    """
+    return Declaration("read", fusion_bytes(settings.bucket_mb), prioritized=True, split_reduce_scatter=True)
+
+
+def hybrid(settings: HybridSync) -> Declaration[Slot]:
+    """Declare hybrid all-reduce: each layer uses the collective that suits it, overlapped with the next forward too.
+
+    After Kim et al. (KIPS Trans. 10(7), 2021, doi 10.3745/KTCCS.2021.10.7.191). Convolutional layers are small, bound
+    by latency and needed first in the next forward. Fully connected layers are large, bound by bandwidth and needed
+    last. The former use a butterfly, the latter a ring. Either may use parameter servers instead.
+
+    The policy ``by-type`` is this rule. ``by-size`` fuses layers of all types and uses the collective that is faster
+    for that many bytes on this network, which all ranks measure together.
+    """
+    by_type = settings.policy == "by-type"
+    return Declaration(
+        "read", fusion_bytes(settings.fuse_mb), group_key=is_connected if by_type else alike,
+        collective=partial(_suiting if by_type else _faster, settings), servers=settings.servers, prioritized=True,
+    )  # fmt: skip
+
+
+def is_connected(span: Slot) -> bool:
+    """Return whether the slot's layer is fully connected: it has a matrix as its weight.
+
+    The weight of a convolution or a norm is not a matrix.
+    """
+    return span.connected
+
+
+def _suiting(settings: HybridSync, run: Sequence[Slot], network: Links) -> Collective:
+    return settings.large if is_connected(run[0]) else settings.small
+
+
+def _faster(settings: HybridSync, run: Sequence[Slot], network: Links) -> Collective:
+    message = (run[-1].stop - run[0].start) * wire_format(settings.wire).itemsize
+    return min((settings.small, settings.large), key=lambda name: network.seconds(name, message))
+
+
+def declaration_of(settings: DeclaredSettings) -> Declaration[Slot]:
+    """Return the declaration that the settings stand for.
+
+    ``Scheduler`` does not run sparse engines and DDP: for these, return the approximation that the cost model uses.
+    """
+    match settings:
+        case AllReduceSync():
+            return allreduce(settings)
+        case RingSync():
+            return ring(settings)
+        case LazySync():
+            return lazy(settings)
+        case HybridSync():
+            return hybrid(settings)
+        case DearSync():
+            return dear(settings)
+        case SparseSync():
+            return _sparse(settings)
+        case PowerSgdSync():
+            return _compressed(settings)
+        case DdpSync():
+            return _ddp(settings)
+        case _:
+            assert_never(settings)
+
+
+def _sparse(settings: SparseSync) -> Declaration[Slot]:
+    """Declare the engine that the cost model uses for ``sparse``, which also needs the share that is sent."""
+    collective = chosen_collective(settings.collective)
+    return Declaration(settings.awaits, fusion_bytes(settings.threshold_mb), collective=collective)
+
+
+def _ddp(settings: DdpSync) -> Declaration[Slot]:
+    """Declare the engine that the cost model uses for DDP.
+
+    DDP counts the bytes of a bucket before a hook's cast. Its first bucket is smaller.
+    """
+    cap = settings.bucket_cap_mb or 25
+    fuse = cap * 2**20 * wire_format(settings.wire).itemsize / 4
+    travelling = partial(_in_factors, settings) if settings.powersgd_rank else None
+    return Declaration(
+        "backward", fuse, first_bucket_scale=1 / cap, collective="native", travelling=travelling
+    )  # fmt: skip
+
+
+def _compressed(settings: PowerSgdSync) -> Declaration[Slot]:
+    """Declare the engine whose timing it takes, with the values that PowerSGD sends."""
+    engine = declaration_of(_timing_of(settings))
+    return Declaration(
+        engine.awaits, engine.bucket_bytes, engine.first_bucket_scale, engine.group_key,
+        chosen_collective(settings.collective) or engine.collective, engine.servers, engine.prioritized,
+        engine.split_reduce_scatter, partial(_in_factors, settings),
+    )  # fmt: skip
+
+
+def _in_factors(settings: PowerSgdSync | DdpSync, span: Slot) -> int:
+    """Return how many values PowerSGD sends for a slot: its factors and its flag, or all of it."""
+    factors = round(settings.travelling(span.shape))
+    return factors + 1 if factors < math.prod(span.shape) else span.stop - span.start
+
+
+def _timing_of(settings: PowerSgdSync) -> AllReduceSync | LazySync | HybridSync | DearSync:
+    """Return the settings of the engine whose messages PowerSGD compresses."""
+    match settings.timing:
+        case "allreduce":
+            return AllReduceSync(wire=settings.wire)
+        case "lazy":
+            return LazySync(wire=settings.wire, threshold_mb=settings.bucket_mb)
+        case "hybrid":
+            return HybridSync(wire=settings.wire, fuse_mb=settings.bucket_mb)
+        case "dear":
+            return DearSync(wire=settings.wire, bucket_mb=settings.bucket_mb)

@@ -1,0 +1,73 @@
+"""Blur before subsampling, so that strided layers do not alias (Zhang, ICML 2019, arXiv 1904.11486).
+
+The filter is a buffer that no state dict has: names of weights are those of the plain network.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import conv2d, max_pool2d
+
+_FEWEST_CHANNELS = 16
+"""Convolutions of fewer input channels, as of an image, are left alone, as in Composer and FFCV."""
+
+
+def binomial_filter(channels: int = 1) -> Tensor:
+    """Return the 3 x 3 binomial filter, (1 2 1) by (1 2 1) over 16, once a channel: fp32 [channels, 1, 3, 3]."""
+    taps = torch.tensor([0.25, 0.5, 0.25])
+    return torch.outer(taps, taps).repeat(channels, 1, 1, 1)
+
+
+def blurred(values: Tensor, kernels: Tensor, stride: int | tuple[int, int] = 1) -> Tensor:
+    """Filter each channel, with zeros around the edges.
+
+    Args:
+        values: Feature maps [n, channels, height, width].
+        kernels: Filters [channels, 1, 3, 3].
+        stride: Distance of the pixels of the result.
+    """
+    return conv2d(values, kernels, stride=stride, padding=1, groups=values.size(1))
+
+
+class BlurConv2d(nn.Conv2d):
+    """A convolution of blurred maps."""
+
+    blur: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Blur and convolve."""
+        return super().forward(blurred(input, self.blur))
+
+
+class BlurMaxPool2d(nn.MaxPool2d):
+    """Max pooling at stride 1, blurred and subsampled."""
+
+    blur: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Take maxima, blur and subsample."""
+        maxima = max_pool2d(input, self.kernel_size, 1, self.padding, self.dilation, self.ceil_mode)
+        return blurred(maxima, self.blur.expand(input.size(1), 1, 3, 3), self.stride)
+
+
+def add_blurpool(model: nn.Module, layers: Literal["conv", "conv_maxpool"]) -> None:
+    """Blur the inputs of strided convolutions of at least 16 channels in ``model``, in place.
+
+    Args:
+        model: The network.
+        layers: "conv_maxpool" also blurs strided max pooling.
+    """
+    for layer in model.modules():
+        if type(layer) is nn.Conv2d and max(layer.stride) > 1 and layer.in_channels >= _FEWEST_CHANNELS:
+            layer.__class__ = BlurConv2d
+            layer.register_buffer("blur", binomial_filter(layer.in_channels), persistent=False)
+        elif type(layer) is nn.MaxPool2d and layers == "conv_maxpool" and _is_strided(layer.stride):
+            layer.__class__ = BlurMaxPool2d
+            layer.register_buffer("blur", binomial_filter(), persistent=False)
+
+
+def _is_strided(stride: int | tuple[int, ...]) -> bool:
+    return (stride if isinstance(stride, int) else max(stride)) > 1

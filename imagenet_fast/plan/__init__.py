@@ -1,0 +1,1 @@
+"""Predictions for machines that nobody here has: clusters, devices, steps and times to train. Without torch."""

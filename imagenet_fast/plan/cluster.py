@@ -1,0 +1,196 @@
+"""Clusters: nodes, GPUs, NICs, stragglers and input, read from a TOML file. See ``clusters/*.toml``."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
+
+from imagenet_fast.cost_model.collectives import RankLayout
+from imagenet_fast.cost_model.stated_link import StatedNetwork
+from imagenet_fast.errors import UserError
+from imagenet_fast.recipe.base import Table
+
+
+def _unknown(value: object) -> object:
+    return None if value == "unknown" else value
+
+
+Known = Annotated[PositiveFloat | None, BeforeValidator(_unknown)]
+"""A number above 0, or "unknown" (None)."""
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class Nic(Table):
+    """The network cards of a node."""
+
+    gbit: Known
+    """Line rate of one in Gbit/s."""
+    count: PositiveInt = 1
+    """Cards of a node; all its GPUs share them."""
+    efficiency: tuple[Share, Share, Share] = (0.8, 0.9, 0.95)
+    """Share of the line rate that carries payload: low, used, high."""
+    latency_us: Known = 14.0
+    """A hop between nodes; on CPUs a whole all-reduce."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Nic:
+        if not self.efficiency[0] <= self.efficiency[1] <= self.efficiency[2]:
+            raise ValueError("efficiency is low, used, high; put its numbers in that order")
+        return self
+
+
+class Inside(Table):
+    """The links between the GPUs of a node."""
+
+    gb_per_s: Known
+    """GB/s that a GPU exchanges with the others in one direction."""
+    latency_us: Known = 3.4
+    in_switches: bool = False
+    """Whether the switches can add up (NVLS)."""
+
+
+class Stragglers(Table):
+    """How much the ranks' times differ."""
+
+    sigma: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] = (0.005, 0.01, 0.02)
+    """Standard deviation of a rank's step over its mean: low, used, high."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Stragglers:
+        if not self.sigma[0] <= self.sigma[1] <= self.sigma[2]:
+            raise ValueError("sigma is low, used, high; put its numbers in that order")
+        return self
+
+
+class Input(Table):
+    """What a node's loaders and storage give."""
+
+    images_per_s: Known = None
+    gb_per_s: Known = None
+
+
+class Cluster(Table):
+    """A cluster of equal nodes."""
+
+    source: str
+    """Where its figures are from."""
+    nodes: PositiveInt
+    gpus_per_node: PositiveInt
+    device: str
+    """A device of ``plan/devices.py``, or the path of a layer profile that `bench profile` wrote."""
+    device_batch: PositiveInt | None = None
+    """Images of a step in that layer profile."""
+    kinds: dict[str, str] = Field(default_factory=dict)
+    """Whether a value is measured, published or assumed, by its key."""
+    nic: Nic
+    inside: Inside = Inside(gb_per_s=None)
+    stragglers: Stragglers = Stragglers()
+    input: Input = Input()
+
+    def layout(self, gpus: int, on_gpu: bool) -> RankLayout:
+        """Return ``gpus`` ranks on whole nodes, or on a part of one node.
+
+        Raises:
+            UserError: They are no whole number of nodes.
+        """
+        each = self.gpus_per_node
+        if gpus <= each:
+            return RankLayout((gpus,), on_gpu)
+        if gpus % each:
+            below = gpus - gpus % each
+            raise UserError(f"{gpus} GPUs are no whole number of nodes of {each}; take {below} or {below + each}")
+        return RankLayout((each,) * (gpus // each), on_gpu)
+
+    def network(self, layout: RankLayout, which: int = 1, gbit: float | None = None) -> StatedNetwork:
+        """Return the network between the ranks.
+
+        Args:
+            layout: The ranks.
+            which: 0, 1 or 2: the low, used or high efficiency of the NICs.
+            gbit: Rate of all NICs of a node together, instead of the cluster's.
+
+        Raises:
+            UserError: A value that is needed is unknown.
+        """
+        nodes, each = len(layout.nodes), layout.nodes[0]
+        total = self.nic.gbit * self.nic.count if gbit is None and self.nic.gbit is not None else gbit
+        if nodes > 1 and total is None:
+            raise UserError("nic.gbit is unknown, and several nodes exchange gradients; write the rate, or sweep nic=")
+        if nodes > 1 and self.nic.latency_us is None:
+            raise UserError("nic.latency_us is unknown, and several nodes exchange gradients; write it, NCCL takes 14")
+        if each > 1 and self.inside.gb_per_s is None:
+            raise UserError(f"inside.gb_per_s is unknown, and {each} GPUs of a node exchange gradients; write it")
+        payload = self.nic.efficiency[which] * (total or 1.0) * 1e9 / 8
+        return StatedNetwork(
+            layout, payload, (self.inside.gb_per_s or 1.0) * 1e9 if each > 1 else float("inf"),
+            (self.inside.latency_us or 3.4) * 1e-6, (self.nic.latency_us or 14.0) * 1e-6,
+            in_switches=self.inside.in_switches,
+        )  # fmt: skip
+
+
+def cluster_folder() -> Path:
+    """Return the directory of the shipped clusters: inside an installed package, beside it in a checkout."""
+    package = Path(__file__).parents[1]
+    return next(folder for folder in (package / "clusters", package.parent / "clusters") if folder.is_dir())
+
+
+def cluster_names() -> list[str]:
+    """Return the names of the shipped clusters."""
+    return sorted(path.stem for path in cluster_folder().glob("*.toml"))
+
+
+def load_cluster(name: str) -> Cluster:
+    """Read a cluster by the name of a shipped one, or from a TOML file.
+
+    Raises:
+        UserError: There is none, or a value is wrong. The message names the key and a fix.
+    """
+    path = Path(name)
+    if path.suffix != ".toml" and len(path.parts) <= 1:
+        names = cluster_names()
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=2, cutoff=0.4)
+            known = (
+                f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names)}, or give a .toml file"
+            )
+            raise UserError(f"there is no cluster '{name}'; {known}")
+        path = cluster_folder() / f"{name}.toml"
+    try:
+        tables: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read as TOML ({error}); correct it there") from None
+    try:
+        return Cluster.model_validate_json(json.dumps(tables, default=str))
+    except ValidationError as error:
+        raise UserError(f"{path.name}: {_explain(error.errors()[0])}") from None
+
+
+def _explain(error: ErrorDetails) -> str:
+    """Return one pydantic error as a sentence with the key and a fix."""
+    key = ".".join(str(part) for part in error["loc"])
+    match error["type"]:
+        case "extra_forbidden":
+            inner: dict[str, type[Table]] = {"nic": Nic, "inside": Inside, "stragglers": Stragglers, "input": Input}
+            table: type[Table] = inner.get(str(error["loc"][0]), Cluster) if len(error["loc"]) > 1 else Cluster
+            return f"unknown key {key}; the keys here are {', '.join(table.model_fields)}"
+        case "missing":
+            return f'{key} is missing; add it, or write "unknown" where it may be'
+        case "value_error":
+            return f"{key}: {error['ctx']['error']}"
+        case _:
+            found = json.dumps(error["input"], default=str)[:80]
+            return f"{key} is {found}: {error['msg'][0].lower()}{error['msg'][1:]}; correct it"

@@ -1,0 +1,132 @@
+"""Devices: how long a model's step computes, as c0 + c1 x batch, with source and confidence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from imagenet_fast.cost_model.layer_profile import Profile, load_profile
+from imagenet_fast.errors import UserError
+
+Kind = Literal["measured", "published", "fitted", "assumed"]
+Model = Literal["alexnet", "alexnet_bn", "resnet18", "resnet50"]
+
+PROFILES: dict[str, str] = {"alexnet": "alexnet", "alexnet_bn": "alexnet", "resnet50": "resnet50"}
+"""The layer profile that gives a model's layers their shares of a step; AlexNet's norms have no parameters."""
+PIXELS = 224
+"""Side of the images for which devices are described; time goes with the area beyond a few pixels more or less."""
+
+
+@dataclass(frozen=True)
+class Compute:
+    """The milliseconds of a step without any synchronisation: ``c0`` + ``c1`` x batch."""
+
+    c0: float
+    c1: float
+    kind: Kind
+    source: str
+
+    def seconds(self, batch: int, pixels: int = PIXELS) -> float:
+        """Return the seconds of a step of ``batch`` images with sides of ``pixels``."""
+        area = 1.0 if abs(pixels - PIXELS) <= 8 else (pixels / PIXELS) ** 2
+        return (self.c0 + self.c1 * batch * area) / 1e3
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU, or what stands in for one."""
+
+    name: str
+    memory_gb: float | None
+    computes: dict[str, tuple[Compute, ...]]
+    """By the name of a layer profile; the first is used, others are shown beside it."""
+    on_gpu: bool = True
+    scale: int = 1
+    """Only this fraction (1/N) of each gradient is sent."""
+    profile: Profile | None = None
+    """A recorded layer profile instead of a shipped one."""
+
+    def compute(self, model: str) -> tuple[Compute, ...]:
+        """Return what is known about ``model``.
+
+        Raises:
+            UserError: The model has no layer profile, or this device was not timed with it.
+        """
+        layers = PROFILES.get(model)
+        if layers is None:
+            raise UserError(
+                f"{model} has no layer profile; record one by `imagenet-fast bench profile FILE --model {model}`"
+            )
+        if layers not in self.computes:
+            raise UserError(
+                f"device {self.name} has no step times of {model}; record some there by `imagenet-fast bench profile "
+                f"FILE --model {model}` and name that file as the cluster's device"
+            )
+        return self.computes[layers]
+
+    def layers(self, model: str) -> Profile:
+        """Return the layers of ``model`` with their shares of a step."""
+        found = self.profile or load_profile(PROFILES[model])
+        return found.shrunk(self.scale) if self.scale > 1 else found
+
+
+_LOGS = "solved from MLPerf logs of 1 and 8 nodes, less the model's messages and stragglers"
+_HOST = "3.6 ms a step that do not depend on the batch, as A100 and H100 have, are assumed"
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("v100", 16, {
+            "resnet50": (Compute(3.6, 0.708, "published", f"NVIDIA: 1376 images/s at 192; {_HOST}"),),
+            "alexnet": (
+                Compute(0.0, 38.8 / 128, "published", "implied by GradientFlow's result on 512 GPUs; circular"),
+                Compute(0.0, 18.0 / 128, "assumed", "by FLOPs: 16 to 20 ms at 128"),
+            ),
+        }),
+        Device("v100-dgx1", 16, {
+            "resnet50": (Compute(3.6, 0.6819, "fitted", f"to 1403 images/s of one DGX-1 (MLPerf) at 208; {_HOST}"),),
+        }),
+        Device("v100-dgx2h", 32, {
+            "resnet50": (Compute(3.6, 0.6173, "fitted", f"to the MLPerf v0.6 log of one DGX-2H (16 GPUs); {_HOST}"),),
+        }),
+        Device("a100", 40, {"resnet50": (Compute(3.63, 0.2892, "fitted", f"{_LOGS} (DGX-A100, v1.1)"),)}),
+        Device("h100", 80, {"resnet50": (Compute(3.65, 0.131, "fitted", f"{_LOGS} (DGX-H100, v3.0)"),)}),
+        Device("rtx-a5000", 24, {
+            "resnet50": (Compute(3.6, 0.742, "published", f"MLPerf: 2 x A5000, 35 epochs at 408 in 284 min; {_HOST}"),),
+        }),
+        Device("cpu-replay", None, {
+            "alexnet": (Compute(0.0, 1409 / 128, "measured", "layers that sleep 1.409 s for a batch of 128"),),
+            "resnet50": (Compute(0.0, 1533 / 128, "measured", "layers that sleep 1.533 s for a batch of 128"),),
+        }, on_gpu=False, scale=4),
+    )
+}  # fmt: skip
+"""The devices that a cluster can name."""
+
+
+def find_device(name: str, batch: int | None) -> Device:
+    """Return a device by its name, or one made of a recorded layer profile.
+
+    Args:
+        name: A name, or the path of a .json file.
+        batch: Images of a step in that file.
+
+    Raises:
+        UserError: There is no such device, the file is no profile, or its batch is not said.
+    """
+    if not name.endswith(".json"):
+        if name not in DEVICES:
+            raise UserError(
+                f"device {name!r} is not known; there are {', '.join(DEVICES)}, or give a layer profile's .json"
+            )
+        return DEVICES[name]
+    profile = load_profile(name)
+    if batch is None:
+        raise UserError(f"device {name} is a layer profile; write the images of its step as device_batch")
+    layers = PROFILES.get(profile.model)
+    if layers is None:
+        raise UserError(
+            f"device {name} is a profile of {profile.model}, which no prediction knows; record another model"
+        )
+    times = Compute(0.0, 1e3 * profile.compute_s / batch, "measured", profile.source)
+    return Device(Path(name).stem, None, {layers: (times,)}, profile=profile)

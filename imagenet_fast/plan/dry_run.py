@@ -1,0 +1,105 @@
+"""The job that is planned: ranks, batch, schedule, memory, input, and what to beware of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from imagenet_fast.plan.prediction import Planned, Situation, training_images
+from imagenet_fast.recipe.batching import explain, scale_recipe
+
+ACTIVATION_MB = {"alexnet": 3.0, "alexnet_bn": 4.0, "resnet18": 11.0, "resnet50": 57.0}
+"""Megabytes kept for backward by an image of 224 pixels in 16 bits.
+
+ResNet-50's and AlexNet-BN's were counted from the tensors that autograd saves; the others are estimates.
+"""
+JPEG_BYTES = 110_000
+"""Bytes of an image of ImageNet's training set: 138 GB over 1.28 million."""
+HOST_S = 150e-6
+"""Assumed seconds that eager PyTorch's host needs a layer, for forward, backward and update."""
+CONTEXT_GB = 1.5
+"""Assumed memory of a CUDA context, NCCL and the allocator's rest."""
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """Lines about the job, and warnings."""
+
+    lines: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def dry_run(situation: Situation, row: Planned) -> DryRun:
+    """Describe the job that ``row`` predicts."""
+    written, gpus = situation.recipe, row.gpus
+    recipe = written if situation.scaling == "strong" else scale_recipe(written, gpus)
+    batching = situation.batching(gpus)
+    images = training_images(recipe)
+    per_epoch = max(1, images // batching.global_batch)
+    warmup = getattr(recipe.schedule, "warmup_epochs", 0)
+    lines = [
+        explain(written, recipe, batching),
+        f"global batch {batching.global_batch}, {per_epoch} steps an epoch, {row.steps} steps in {recipe.epochs} "
+        f"epochs; {images - per_epoch * batching.global_batch} of {images} images are left out of each epoch",
+        f"{recipe.schedule.kind} schedule: {recipe.optim.kind} to a rate of {recipe.optim.lr:.4g} over "
+        f"{round(warmup * per_epoch)} steps, then down over {max(0, row.steps - round(warmup * per_epoch))}",
+        _memory(situation, batching.micro_batch),
+        _input(situation, row),
+    ]
+    if recipe.target_top1 is not None:
+        lines.append(f"top-1 of {recipe.target_top1:g} % is assumed to be reached: no prediction is made of accuracy")
+    return DryRun(tuple(lines), tuple(_warnings(situation, row, batching.micro_batch)))
+
+
+def _memory(situation: Situation, micro_batch: int) -> str:
+    recipe, device = situation.recipe, situation.device
+    needed = _needed_gb(situation, micro_batch)
+    held = "" if device.memory_gb is None else f" of {device.memory_gb:g} GB"
+    momentum = "weights, gradients and momentum in fp32, messages, activations in 16 bits"
+    return f"memory a GPU: about {needed:.1f} GB{held} for {micro_batch} images of {recipe.model.kind} ({momentum})"
+
+
+def _needed_gb(situation: Situation, micro_batch: int) -> float:
+    recipe = situation.recipe
+    elements = situation.device.layers(recipe.model.kind).elements * situation.device.scale
+    state = elements * (4 + 4 + 4 + 2)
+    area = (recipe.data.image_size / 224) ** 2
+    wide = 1 if recipe.precision.kind in ("bf16", "fp16") else 2
+    return (state + wide * area * micro_batch * ACTIVATION_MB[recipe.model.kind] * 1e6) / 1e9 + CONTEXT_GB
+
+
+def _input(situation: Situation, row: Planned) -> str:
+    each = min(row.gpus, situation.cluster.gpus_per_node)
+    rate = row.images_per_s * each / row.gpus
+    return (
+        f"input: {rate:,.0f} images/s a node, {rate * JPEG_BYTES / 1e9:.2f} GB/s of JPEGs of {JPEG_BYTES // 1000} kB "
+        "(published mean); `bench data` shows what a node's loader gives"
+    )
+
+
+def _warnings(situation: Situation, row: Planned, micro_batch: int) -> Iterator[str]:
+    device, given = situation.device, situation.cluster.input
+    each = min(row.gpus, situation.cluster.gpus_per_node)
+    rate = row.images_per_s * each / row.gpus
+    if given.images_per_s is not None and given.images_per_s < rate:
+        yield (
+            f"the input gives {given.images_per_s:,.0f} images/s a node, and {rate:,.0f} are needed: steps would take "
+            f"{rate / given.images_per_s:.1f} times as long; shrink images by `data prepare --resize`, or cache them"
+        )
+    if given.gb_per_s is not None and given.gb_per_s < rate * JPEG_BYTES / 1e9:
+        yield (
+            f"storage gives {given.gb_per_s:g} GB/s a node, and {rate * JPEG_BYTES / 1e9:.2f} are needed; "
+            "copy the data to local disks, or shrink images by `data prepare --resize`"
+        )
+    if given.images_per_s is None:
+        yield "input.images_per_s of the cluster is unknown, so a slow input is not seen; measure it by `bench data`"
+    layers = len(device.layers(situation.recipe.model.kind).layers)
+    micro_s = row.compute_s * micro_batch / row.batch
+    if device.on_gpu and layers * HOST_S > micro_s:
+        yield (
+            f"a micro-batch of {micro_batch} computes {1e3 * micro_s:.1f} ms, and eager PyTorch's host needs about "
+            f"{1e3 * layers * HOST_S:.0f} ms (assumed, {layers} layers): "
+            "the host sets the pace; compile, or take more images a GPU"
+        )
+    if device.memory_gb is not None and (needed := _needed_gb(situation, micro_batch)) > device.memory_gb:
+        yield f"{needed:.1f} GB do not fit into {device.memory_gb:g} GB; --set micro_batch={max(1, micro_batch // 2)}"

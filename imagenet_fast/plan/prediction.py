@@ -1,0 +1,300 @@
+"""Predict the step of each engine on a cluster: closed forms a collective, an event loop over a step's messages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from imagenet_fast.cost_model.collectives import (
+    BLOCK,
+    RankLayout,
+    WireFormat,
+    exchanges,
+    line_of,
+    nic_share,
+    wire_format,
+)
+from imagenet_fast.cost_model.declarations import declaration_of
+from imagenet_fast.cost_model.layer_profile import Profile, Timing
+from imagenet_fast.cost_model.messages import PlannedSlot, Slot, laid_out
+from imagenet_fast.cost_model.stated_link import StatedNetwork
+from imagenet_fast.cost_model.step_prediction import StepModel
+from imagenet_fast.cost_model.step_simulator import CodecCost
+from imagenet_fast.errors import UserError
+from imagenet_fast.plan.cluster import Cluster
+from imagenet_fast.plan.devices import Compute, Device
+from imagenet_fast.plan.stragglers import straggling
+from imagenet_fast.recipe.batching import Batching, scale_recipe, split_batch
+from imagenet_fast.recipe.load import parse_engines
+from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.recipe.sync_config import AllReduceSync, SparseSync, Sync
+
+ENGINES = "ddp,allreduce,ring,lazy,hybrid,dear,lazy:int8,hybrid:int8,dear:int8,sparse,powersgd"
+IMAGES = {"imagenet": 1_281_167, "cifar10": 50_000, "digits": 1_433}
+"""Training images of the known data sets."""
+GPU_CODEC = CodecCost(4e-11, 8e-11)
+"""Assumed seconds per byte to encode and decode 8-bit codes on a GPU, by passes over its memory."""
+
+Scaling = Literal["weak", "strong"]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One engine's step on a number of GPUs."""
+
+    engine: str
+    """Name of the engine; ``allreduce fused`` sends one message after backward."""
+    wire: str
+    """Wire dtype."""
+    gpus: int
+    """Number of GPUs."""
+    nic_gbit: float | None
+    """Rate of all NICs of a node together, in Gbit/s."""
+    batch: int
+    """Images a step of one GPU, accumulation included."""
+    step_s: float
+    """Seconds of a step, with the wait for the slowest rank."""
+    compute_s: float
+    """Seconds of a step that one GPU computes alone."""
+    exposed_s: float
+    """Communication that nothing hides: ``step_s`` less the slowest rank's compute."""
+    nic_bytes: float
+    """Bytes that the busiest node sends to others in a step."""
+    launches: int
+    """Operations that a rank's host launches in a step."""
+    bucket_bytes: float
+    """Bucket size that the cost model chooses, in bytes on the wire; infinite: everything at once."""
+    images_per_s: float
+    """Images a second of all GPUs."""
+    efficiency: float
+    """Images a second over those of as many single GPUs."""
+    efficiency_low: float
+    """With the low efficiency of the NICs and the high sigma of the stragglers."""
+    efficiency_high: float
+    """With the high efficiency of the NICs and the low sigma of the stragglers."""
+    efficiency_of_node: float
+    """Images a second over those of as many single nodes."""
+    steps: int
+    """Steps of the recipe's epochs."""
+    train_s: float
+    """Seconds of these steps, without evaluation and start."""
+    exact: bool
+    """Whether every step is synchronous SGD but for rounding to the wire dtype."""
+    chosen: bool
+    """Whether ``auto`` would take it: the fastest exact engine of ours."""
+
+
+def label(settings: Sync) -> str:
+    """Return an engine's name in tables."""
+    return f"{settings.kind} fused" if isinstance(settings, AllReduceSync) and settings.fused else settings.kind
+
+
+def planned_engines(text: str | None, wire: str, overrides: Sequence[str] = ()) -> list[Sync]:
+    """Parse the engines to predict; None: all of them, and one message after backward.
+
+    Raises:
+        UserError: A name or a value is wrong, or an engine chooses another.
+    """
+    engines = parse_engines(ENGINES if text is None else text, wire, overrides)
+    if text is None:
+        engines.insert(2, AllReduceSync(wire="bf16", fused=True))
+    for engine in engines:
+        if engine.chooses:
+            raise UserError(f"--sync {engine.kind} becomes one of the others, and `plan` marks which; leave it out")
+    return engines
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step's gradients and compute on one GPU."""
+
+    profile: Profile
+    """Layers with their shares of the time."""
+    batch: int
+    """Images of a micro-batch."""
+    accumulation: int
+    """Micro-batches of a step."""
+    micro_s: float
+    """Seconds that a micro-batch computes."""
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds that the step computes."""
+        return self.accumulation * self.micro_s
+
+    def slots(self, line: int) -> list[PlannedSlot]:
+        """Return the slots of the gradients in the order in which they are ready."""
+        return laid_out(
+            (
+                PlannedSlot(0, layer.name, shape, any(len(other) == 2 for other in layer.shapes), 0, 0)
+                for layer in reversed(self.profile.layers) for shape in reversed(layer.shapes)
+            ),
+            line,
+        )  # fmt: skip
+
+    def timing(self, factor: float) -> Timing:
+        """Return the course of the step on the slowest rank, whose compute lasts ``factor`` times as long.
+
+        Gradients of earlier micro-batches are added up; those of the last are sent.
+        """
+        layers = self.profile.lasting(self.micro_s * factor).timing
+        counts = [len(layer.shapes) for layer in reversed(self.profile.layers)]
+        needed = tuple(at for at, count in zip(layers.needed, counts, strict=True) for _ in range(count))
+        ready = tuple(at for at, count in zip(layers.ready, counts, strict=True) for _ in range(count))
+        before = (self.accumulation - 1) * self.micro_s * factor
+        return Timing(needed, layers.forward_s + before, ready, layers.backward_s)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A predicted step, and what it sends."""
+
+    step_s: float
+    fuse: float
+    nic_bytes: float
+    launches: int
+
+
+def predict_step(settings: Sync, step: Step, network: StatedNetwork, sigma: float, fuse: float | None = None) -> Result:
+    """Predict one engine's step.
+
+    Args:
+        settings: The engine.
+        step: Gradients and compute.
+        network: The costs of collectives.
+        sigma: Standard deviation of a rank's compute over its mean.
+        fuse: Bucket size in bytes on the wire; None: the best by the cost model.
+    """
+    layout = network.layout
+    timing = step.timing(straggling(sigma, layout.size))
+    if layout.size == 1:
+        return Result(timing.compute_s, math.inf, 0.0, 0)
+    wire = wire_format(settings.wire)
+    line = math.lcm(16, line_of(layout, wire))
+    engine = declaration_of(settings)  # type: ignore[arg-type]  # those that choose are refused
+    if engine.servers > 1:
+        network = replace(network, servers=engine.servers)
+    codec = GPU_CODEC if wire.coded and layout.on_gpu else CodecCost()
+    spans: Sequence[Slot] = step.slots(line)
+    model = StepModel(engine, spans, line, layout, wire, network, lambda: codec, settings.share)
+    if fuse is None:
+        fuse, step_s = model.best(timing)
+    else:
+        step_s = model.step_s(fuse, timing)
+    messages = model.messages(fuse)
+    sent = sum(
+        message.task.message
+        / network.relative_bytes(message.collective)
+        * nic_share(message.collective, layout, engine.servers)
+        for message in messages
+    )
+    launches = sum(exchanges(message.collective, layout) / (1 if message.half is None else 2) for message in messages)
+    return Result(
+        step_s, fuse, settings.share * sent * _with_scales(wire) + _norms(settings, step, layout), round(launches)
+    )
+
+
+def _with_scales(wire: WireFormat) -> float:
+    """Return the bytes of codes and their bf16 scales, over the bytes of the codes."""
+    return 1 + 2 / BLOCK if wire.coded else 1.0
+
+
+def _norms(settings: Sync, step: Step, layout: RankLayout) -> float:
+    """Return the bytes through a NIC of the norms of ``sparse``'s chunks, in fp32."""
+    if not isinstance(settings, SparseSync):
+        return 0.0
+    return 4.0 * math.ceil(step.profile.elements / settings.chunk) * nic_share("hierarchical", layout)
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What is predicted: a recipe on a cluster."""
+
+    recipe: Recipe
+    cluster: Cluster
+    device: Device
+    scaling: Scaling
+
+    def batching(self, gpus: int) -> Batching:
+        """Return how the batch is divided over ``gpus``: each GPU's share is kept (weak), or the global batch (strong).
+
+        Raises:
+            UserError: The global batch does not divide.
+        """
+        recipe = self.recipe if self.scaling == "strong" else scale_recipe(self.recipe, gpus)
+        return split_batch(recipe, gpus)
+
+    def step(self, batching: Batching, compute: Compute) -> Step:
+        """Return the step of one GPU."""
+        micro_s = compute.seconds(batching.micro_batch, self.recipe.data.image_size)
+        layers = self.device.layers(self.recipe.model.kind)
+        return Step(layers, batching.micro_batch, batching.accumulation, micro_s)
+
+    def rows(
+        self, engines: Sequence[Sync], gpus: int, gbit: float | None = None, compute: Compute | None = None
+    ) -> list[Planned]:
+        """Predict every engine on ``gpus`` GPUs.
+
+        Args:
+            engines: The engines.
+            gpus: Number of GPUs.
+            gbit: Rate of all NICs of a node together, instead of the cluster's.
+            compute: What is known of the device, instead of its first.
+
+        Raises:
+            UserError: The GPUs are no whole nodes, the batch does not divide, or a value is unknown.
+        """
+        if self.recipe.parallel.ranks > 1:
+            raise UserError("plan predicts data parallelism alone; --set parallel.tensor=1 and parallel.pipeline=1")
+        cluster, on_gpu = self.cluster, self.device.on_gpu
+        layout = cluster.layout(gpus, on_gpu)
+        batching = self.batching(gpus)
+        step = self.step(batching, compute or self.device.compute(self.recipe.model.kind)[0])
+        images, batch = training_images(self.recipe), batching.global_batch
+        steps = self.recipe.epochs * max(1, images // batch)
+        low, used, high = cluster.stragglers.sigma
+        node = cluster.layout(min(gpus, cluster.gpus_per_node), on_gpu)
+        total = gbit if gbit is not None else cluster.nic.gbit and cluster.nic.gbit * cluster.nic.count
+        rows = []
+        for settings in engines:
+            found = predict_step(settings, step, cluster.network(layout, 1, gbit), used)
+            worst = predict_step(settings, step, cluster.network(layout, 0, gbit), high, found.fuse).step_s
+            best = predict_step(settings, step, cluster.network(layout, 2, gbit), low, found.fuse).step_s
+            one_node = predict_step(settings, step, cluster.network(node, 1, gbit), used).step_s
+            exposed = found.step_s - step.compute_s * straggling(used, gpus)
+            rows.append(
+                Planned(
+                    label(settings), settings.wire, gpus, total, batch // gpus, found.step_s, step.compute_s,
+                    max(0.0, exposed), found.nic_bytes, found.launches, found.fuse, batch / found.step_s,
+                    step.compute_s / found.step_s, step.compute_s / worst, step.compute_s / best,
+                    one_node / found.step_s, steps, steps * found.step_s, settings.exact, False,
+                )
+            )  # fmt: skip
+        return marked(rows)
+
+
+def training_images(recipe: Recipe) -> int:
+    """Return the number of training images of the recipe's data."""
+    dataset = getattr(recipe.data, "dataset", None)
+    return IMAGES[dataset] if dataset in IMAGES else int(getattr(recipe.data, "train_images", IMAGES["imagenet"]))
+
+
+def marked(rows: Sequence[Planned]) -> list[Planned]:
+    """Mark the fastest exact engine of ours: ``auto`` takes it."""
+    ours = [row for row in rows if row.exact and row.engine not in ("ddp", "allreduce fused")]
+    best = min(ours, key=lambda row: row.step_s, default=None)
+    return [replace(row, chosen=row is best) for row in rows]
+
+
+def overlapping(rows: Sequence[Planned]) -> list[str]:
+    """Return the other exact engines whose band overlaps the chosen one's; with any, there is no clear winner."""
+    best = next((row for row in rows if row.chosen), None)
+    if best is None:
+        return []
+    return [
+        f"{row.engine} {row.wire}" for row in rows
+        if row is not best and row.exact and row.engine not in ("ddp", "allreduce fused")
+        and row.efficiency_high >= best.efficiency_low
+    ]  # fmt: skip

@@ -1,0 +1,118 @@
+"""Published and measured rows beside the model: none tuned to fit, none hidden."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from imagenet_fast.cost_model.collectives import RankLayout
+from imagenet_fast.cost_model.layer_profile import load_profile
+from imagenet_fast.cost_model.stated_link import StatedNetwork
+from imagenet_fast.plan.cluster import load_cluster
+from imagenet_fast.plan.devices import DEVICES
+from imagenet_fast.plan.prediction import Step, label, predict_step
+from imagenet_fast.plan.published import PUBLISHED, SHAPED, Published, Shaped
+from imagenet_fast.recipe.sync_config import DearSync, HybridSync, LazySync, RingSync, Sync
+
+TCP_PAYLOAD = 1448 / 1514
+"""Share of a frame that TCP leaves for data."""
+GLOO_S = 3e-3
+"""Seconds of gloo's latency between shaped hosts."""
+LARGE_MISS = 0.10
+"""Error from which a row has a sentence of what it leaves unexplained."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published or measured step beside its prediction."""
+
+    name: str
+    """Who, or what was measured."""
+    gpus: int
+    """GPUs, or ranks."""
+    batch: int | None
+    """Images of one GPU in a step."""
+    engine: str
+    """Engine and wire dtype that stand for theirs."""
+    reported: float
+    """Seconds of a step, as reported or measured."""
+    predicted: float
+    """Seconds of a step by the model."""
+    error: float
+    """``predicted`` over ``reported``, less 1."""
+    calibrated_on: str
+    """``itself`` where the compute was fitted to this row; ``nothing`` for a nominal link; else ``held out``."""
+    ours: str
+    """The fastest exact engine of ours at their batch, and its wire dtype."""
+    ours_s: float
+    """Seconds of a step with it."""
+    left: str
+    """What the model leaves unexplained, where it misses by over 10 %."""
+
+
+def all_rows() -> list[Row]:
+    """Return the published rows, then the measured ones."""
+    return [*map(published_row, PUBLISHED), *(row for shaped in SHAPED for row in shaped_rows(shaped))]
+
+
+def published_row(row: Published) -> Row:
+    """Predict a published row on its cluster."""
+    cluster = load_cluster(row.cluster)
+    layout = cluster.layout(row.gpus, on_gpu=True)
+    network = cluster.network(layout, 1, row.gbit)
+    profile = DEVICES["v100"].layers(row.model)
+    step = Step(profile, row.batch, 1, row.compute.seconds(row.batch))
+    sigma = cluster.stragglers.sigma[1]
+    predicted = predict_step(row.engine, step, network, sigma).step_s
+    engines: list[Sync] = [RingSync(), LazySync(), HybridSync(), DearSync()]
+    ours = {engine.kind: predict_step(engine, step, network, sigma).step_s for engine in engines}
+    best = min(ours, key=ours.__getitem__)
+    reported = row.step_ms / 1e3
+    error = predicted / reported - 1
+    return Row(
+        row.name, row.gpus, row.batch, f"{label(row.engine)} {row.engine.wire}", reported, predicted, error,
+        row.calibrated_on, f"{best} bf16", ours[best], row.left if abs(error) > LARGE_MISS else "",
+    )  # fmt: skip
+
+
+def shaped_rows(shaped: Shaped) -> list[Row]:
+    """Predict what was measured between shaped hosts, from their nominal link."""
+    rows = []
+    for engine, measured in shaped.seconds:
+        predicted = shaped_step_s(shaped, engine)
+        rows.append(
+            Row(
+                f"{shaped.profile}/{shaped.scale}, {shaped.hosts} x {shaped.mbit:g} Mbit/s, {shaped.compute_s:g} s",
+                shaped.hosts * shaped.ranks_per_host, None, f"{engine.kind} {engine.wire}", measured, predicted,
+                predicted / measured - 1, "nothing", "", predicted, "",
+            )
+        )  # fmt: skip
+    return rows
+
+
+def shaped_step_s(shaped: Shaped, engine: Sync) -> float:
+    """Return the predicted seconds of a step between shaped hosts, by the nominal rate of their links."""
+    profile = load_profile(shaped.profile).shrunk(shaped.scale)
+    layout = RankLayout((shaped.ranks_per_host,) * shaped.hosts, on_gpu=False)
+    network = StatedNetwork(layout, TCP_PAYLOAD * shaped.mbit * 1e6 / 8, between_s=GLOO_S)
+    return predict_step(engine, Step(profile, 1, 1, shaped.compute_s), network, 0.0).step_s
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
+    """Return mean and worst error of the measured rows, and of MLPerf's held-out systems of 512 GPUs and more."""
+    measured = [row for row in rows if row.calibrated_on == "nothing"]
+    large = [
+        row for row in rows if row.name.startswith("MLPerf") and row.calibrated_on == "held out" and row.gpus >= 512
+    ]
+    small = [row for row in rows if row.name.startswith("MLPerf") and row.gpus <= 64]
+    return [
+        _errors("measured between shaped hosts, nothing fitted", measured),
+        _errors("MLPerf systems of 512 GPUs and more, held out", large),
+        _errors("MLPerf systems of 1 to 64 GPUs", small),
+    ]
+
+
+def _errors(name: str, rows: Iterable[Row]) -> str:
+    errors = [abs(row.error) for row in rows]
+    return f"{name}: {len(errors)} rows, mean error {fmean(errors):.1%}, worst {max(errors):.1%}"

@@ -1,0 +1,43 @@
+"""Sweeps: the values of `--sweep gpus=8..4096` and `--sweep nic=10..400`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from imagenet_fast.errors import UserError
+
+_MOST = 1_000_000
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Values of one quantity."""
+
+    key: Literal["gpus", "nic"]
+    values: tuple[int, ...]
+
+
+def parse_sweep(text: str) -> Sweep:
+    """Parse ``gpus=LIST`` or ``nic=LIST``, a list of numbers and ranges: ``8..64`` doubles, ``8..64:4`` goes by fours.
+
+    Raises:
+        UserError: It is no such sweep.
+    """
+    key, _, numbers = text.partition("=")
+    values: set[int] = set()
+    for part in numbers.split(","):
+        match = re.fullmatch(r" *(\d{1,7})(?:\.\.(\d{1,7})(?::(\d{1,3}))?)? *", part, re.ASCII)
+        if key not in ("gpus", "nic") or match is None:
+            raise UserError(f"--sweep {text} is no sweep; write gpus=8..4096, gpus=8,64,512 or nic=10..400 (Gbit/s)")
+        first, last, by = int(match[1]), int(match[2] or match[1]), int(match[3] or 2)
+        if not 0 < first <= last <= _MOST or by < 2:
+            raise UserError(
+                f"--sweep {text}: ranges go up from 1 or more, by a factor of 2 or more; correct {part.strip()}"
+            )
+        values.add(last)
+        while first < last:
+            values.add(first)
+            first *= by
+    return Sweep("gpus" if key == "gpus" else "nic", tuple(sorted(values)))

@@ -1,0 +1,61 @@
+"""Show predictions as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from imagenet_fast.metrics.tables import NOTHING, compact_table
+from imagenet_fast.plan.prediction import Planned
+from imagenet_fast.plan.rows import Row
+
+
+def duration(seconds: float) -> str:
+    """Return a time as text, in s, min or h."""
+    return (
+        f"{seconds:.1f} s"
+        if seconds < 120
+        else f"{seconds / 60:.1f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.1f} h"
+    )
+
+
+def plan_table(rows: Sequence[Planned]) -> Table:
+    """Build a table with one row per engine and point of a sweep; ``*`` marks what ``auto`` would take.
+
+    ``+`` is exposed communication, ``MB`` goes through the NICs of a node, ``eff.`` is against one GPU with its band,
+    and ``node`` against one node.
+    """
+    return compact_table(
+        ("engine",),
+        ("GPUs", "Gbit/s", "ms", "compute", "+", "MB", "images/s", "eff.", "band", "node", "steps", "train"),
+        (
+            (
+                f"{row.engine} {row.wire}{' *' if row.chosen else ''}", str(row.gpus),
+                NOTHING if row.nic_gbit is None else f"{row.nic_gbit:g}", f"{1e3 * row.step_s:.2f}",
+                f"{1e3 * row.compute_s:.2f}", f"{1e3 * row.exposed_s:.2f}", f"{row.nic_bytes / 1e6:.1f}",
+                f"{row.images_per_s:,.0f}", f"{row.efficiency:.1%}",
+                f"{100 * row.efficiency_low:.0f}-{100 * row.efficiency_high:.0f}", f"{row.efficiency_of_node:.1%}",
+                str(row.steps), duration(row.train_s),
+            )
+            for row in rows
+        ),
+    )  # fmt: skip
+
+
+def rows_table(rows: Sequence[Row]) -> Table:
+    """Build a table of published or measured rows beside the model; times in milliseconds a step."""
+    return compact_table(
+        ("row", "engine"),
+        ("GPUs", "batch", "reported", "predicted", "error", "calibrated", "ours", "ms"),
+        (
+            (
+                row.name, row.engine, str(row.gpus), NOTHING if row.batch is None else str(row.batch),
+                f"{1e3 * row.reported:.2f}", f"{1e3 * row.predicted:.2f}", f"{row.error:+.1%}", row.calibrated_on,
+                row.ours or NOTHING, f"{1e3 * row.ours_s:.2f}" if row.ours else NOTHING,
+            )
+            for row in rows
+        ),
+    )  # fmt: skip

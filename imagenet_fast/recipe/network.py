@@ -1,0 +1,74 @@
+"""What every ``[model]`` table of a recipe has, and the tables of networks that this program does not define."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from imagenet_fast.recipe.base import Table
+
+Init = Literal["kaiming_normal", "bn_uniform", "linear_log_constant_bias"]
+"""Rule that initialises some weights of any network; the names are Composer's."""
+
+
+class Network(Table):
+    """Settings of every network."""
+
+    blurpool: Literal["off", "conv", "conv_maxpool"] = "off"
+    """Layers that blur their input before they subsample it, against aliasing (BlurPool, Zhang 2019).
+
+    ``conv``: strided convolutions of at least 16 channels, as in FFCV. ``conv_maxpool``: strided max pooling too, as in
+    Composer. Names of weights stay the same.
+    """
+    init: tuple[Init, ...] = ()
+    """Rules that initialise weights instead of the network's own, one after the other.
+
+    ``kaiming_normal``: weights of convolutions and linear layers, by their inputs. ``bn_uniform``: scales of batch
+    norms, between 0 and 1. ``linear_log_constant_bias``: the last layer's biases, -log(classes), which suits ``loss`` =
+    ``bce``.
+    """
+
+    @property
+    def label(self) -> str:
+        """Name of the network in tables and logs."""
+        name: str = getattr(self, "name", "") or getattr(self, "kind")  # noqa: B009  (subclasses have them)
+        return name
+
+
+class _External(Network):
+    """A network that is defined elsewhere."""
+
+    sharded_width: ClassVar[int] = 0
+    most_stages: ClassVar[int] = 1000
+
+    name: str
+    """Name of the network.
+
+    ``torchvision``, ``timm``: as in their lists of models. ``python``: a function, as ``my_package.models:build``, that
+    is called with the number of classes and returns a torch.nn.Module.
+    """
+    options: dict[str, bool | int | float | str] = Field(default={})
+    """Keyword arguments for the function that builds the network, such as ``dropout``."""
+
+
+class TorchvisionModel(_External):
+    """Any classifier of torchvision, with fresh weights."""
+
+    kind: Literal["torchvision"]
+
+
+class TimmModel(_External):
+    """Any model of timm (the extra ``timm``), with fresh weights."""
+
+    kind: Literal["timm"]
+
+
+class PythonModel(_External):
+    """A network that a function of your own builds."""
+
+    kind: Literal["python"]
+
+
+ExternalModel = TorchvisionModel | TimmModel | PythonModel
+"""A network that is defined elsewhere."""

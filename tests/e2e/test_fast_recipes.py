@@ -1,0 +1,139 @@
+"""What the fastest single-node recipes need, all together, as a small run: trained, resumed, evaluated and exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from imagenet_fast.distributed.init import DistContext
+from imagenet_fast.launch.evaluate import judge
+from imagenet_fast.launch.export import export_weights
+from imagenet_fast.metrics.report import FINAL_WEIGHTS, read_run, report_table
+from imagenet_fast.metrics.run_result import RunResult
+from imagenet_fast.models.blurpool import add_blurpool
+from imagenet_fast.recipe.batching import Batching, split_batch
+from imagenet_fast.recipe.job import Evaluation, Job
+from imagenet_fast.recipe.load import parse_recipe
+from imagenet_fast.recipe.parallel_config import Parallel
+from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.training.trainer import Trainer
+from tests.conftest import tables
+from tests.parallel import small
+from tests.spawning import run
+
+OPTIM = {
+    "kind": "sgd", "lr": 0.05, "momentum": 0.875, "weight_decay": 5e-3, "decay_all": True, "decoupled": True
+}  # fmt: skip
+ENGINES = ("lazy", "ddp", "hybrid", "dear")
+
+
+def mild(engine: str, epochs: int = 2, **changes: Any) -> Recipe:
+    recipe = {
+        "epochs": epochs, "loss": "bce", "label_smoothing": 0.08, "ema_decay": 0.5, "eval_mirror": True,
+        "optim": OPTIM, "schedule": {"kind": "step", "milestones": []}, "sync": {"kind": engine, "wire": "fp32"},
+        "model": {
+            "kind": "resnet18", "blurpool": "conv_maxpool",
+            "init": ["kaiming_normal", "bn_uniform", "linear_log_constant_bias"],
+        },
+        "data": {
+            "dataset": "digits", "loader": "folder", "image_size": 40, "resize": 48, "eval_size": 48, "workers": 1,
+            "sizes": [[1, 32], [3, 40]], "size_multiple": 4, "flip": "alternate",
+        },
+        "checkpoint": {"every_minutes": 0},
+    }  # fmt: skip
+    return parse_recipe("test", tables(**recipe | changes))
+
+
+@pytest.fixture(scope="module")
+def runs(image_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mild")
+    run(2, _train_all, image_dir, folder)
+    return folder
+
+
+def _job(folder: Path, images: Path, engine: str, epochs: int = 2, resume: bool = False) -> Job:
+    recipe = mild(engine, epochs)
+    return Job("mild", recipe, split_batch(recipe, 2), images, folder, resume=resume)
+
+
+def _train_all(images: Path, folder: Path) -> None:
+    world = DistContext(dist.get_rank(), 2, dist.get_rank(), 2, torch.device("cpu"))
+    outcomes: list[RunResult] = [Trainer(_job(folder / engine, images, engine), world).run() for engine in ENGINES]
+    assert [outcome.status for outcome in outcomes] == ["finished"] * len(ENGINES)
+    assert all(outcome.top1_mirror is not None for outcome in outcomes)
+    for epochs in (1, 2):
+        Trainer(_job(folder / "resumed", images, "hybrid", epochs, resume=epochs == 2), world).run()
+
+
+def weights_of(run: Path) -> dict[str, Tensor]:
+    return load_file(run / FINAL_WEIGHTS)
+
+
+@pytest.mark.parametrize("engine", ENGINES[1:])
+def test_every_engine_learns_the_same(runs: Path, engine: str):
+    expected = weights_of(runs / "lazy")
+    for name, weight in weights_of(runs / engine).items():
+        torch.testing.assert_close(
+            weight, expected[name], rtol=1e-3, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def test_a_resumed_run_is_an_uninterrupted_one_to_the_bit(runs: Path):
+    expected = weights_of(runs / "hybrid")
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights_of(runs / "resumed").items())
+
+
+def test_the_mirrored_accuracy_is_reported_beside_the_plain_one(runs: Path, image_dir: Path):
+    past = read_run(runs / "lazy")
+    assert past.outcome is not None
+    headings = [str(column.header) for column in report_table([past]).columns]
+    assert {"top-1 %", "mirror %"} <= set(headings)
+    evaluation = Evaluation("mild", mild("lazy"), Batching(1, 8, 1), runs / "lazy", image_dir)
+    (verdict,) = run(1, _judged, evaluation)
+    outcome = past.outcome
+    assert (verdict.top1, verdict.top1_mirror) == (outcome.top1, outcome.top1_mirror)
+
+
+def _judged(evaluation: Evaluation) -> Any:
+    return judge(evaluation, DistContext(0, 1, 0, 1, torch.device("cpu")))
+
+
+def test_a_target_may_be_for_the_mirrored_accuracy():
+    outcome = RunResult("failed", "r", "lazy", 1, 8, target_top1=70.0, target_mirrored=True)
+    outcome.judge(75.0, 90.0, 10.0, top1_mirror=69.0, top5_mirror=90.0)
+    assert outcome.status == "failed"
+    outcome.judge(69.0, 90.0, 20.0, top1_mirror=70.5, top5_mirror=90.0)
+    assert (outcome.status, outcome.time_to_accuracy_s) == ("reached", 20.0)
+
+
+def test_weights_are_exported_under_torchvisions_names(runs: Path, tmp_path: Path):
+    exported = load_file(export_weights(runs / "dear", None, "safetensors", tmp_path / "weights.safetensors"))
+    expected = weights_of(runs / "dear")
+    assert exported.keys() == expected.keys()
+    assert "layer2.0.conv1.weight" in exported
+    assert not any("blur" in name for name in exported)
+
+
+def test_pipelines_blur_and_decay_as_one_rank_does():
+    changes = {"loss": "bce", "optim": OPTIM, "sync": {"kind": "hybrid", "wire": "fp32"}}
+    (one,) = run(1, _piped, Parallel(), changes)
+    two, _ = run(2, _piped, Parallel(pipeline=2, micro_batches=2), changes)
+    assert two.losses == pytest.approx(one.losses, rel=1e-4)
+    for name, weight in one.weights.items():
+        torch.testing.assert_close(
+            two.weights[name], weight, rtol=1e-3, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def _piped(parallel: Parallel, changes: dict[str, Any]) -> Any:
+    whole = small.small_model("resnet18")
+    add_blurpool(whole, "conv_maxpool")
+    with patch.object(small, "small_model", lambda kind: whole):
+        return small.train("resnet18", 2, 4, lr=0.02, parallel=parallel, **changes)

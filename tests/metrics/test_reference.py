@@ -1,0 +1,106 @@
+"""Runs of ResNet-50 beside MLCommons' reference convergence points."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from imagenet_fast.metrics.reference import judge_by_reference, reference_at, reference_points
+from imagenet_fast.metrics.report import PastRun
+from imagenet_fast.recipe.load import find_recipe, load_recipe, to_toml
+from tests.e2e.command import in_process
+
+MEANS = {
+    1632: 35.0, 3264: 35.2, 4096: 40.0, 8192: 42.0, 13056: 45.4, 32768: 56.0, 49152: 68.0, 58880: 79.9, 65536: 84.5,
+    67840: 85.9,
+}  # fmt: skip
+"""As MLCommons' table has them, rounded to a decimal."""
+
+
+def past_run(
+    folder: Path, top1: dict[int, float], recipe: str = "resnet50-8gpu", batch: int = 3200, images: int = 1_281_167,
+    overrides: tuple[str, ...] = (),
+) -> PastRun:  # fmt: skip
+    (folder / "recipe.toml").write_text(to_toml(load_recipe(find_recipe(recipe), overrides=overrides)))
+    begun: dict[str, Any] = {"event": "run", "global_batch": batch, "train_images": images}
+    return PastRun(folder, None, [begun, *({"event": "eval", "epoch": e, "top1": t} for e, t in top1.items())])
+
+
+def test_the_points_are_mlcommons():
+    points = {int(point.batch): point for point in reference_points()}
+    assert points.keys() == MEANS.keys()
+    for batch, mean in MEANS.items():
+        assert points[batch].mean == pytest.approx(mean, abs=0.06)
+        assert points[batch].fewest <= mean <= points[batch].most
+    assert (points[65536].fewest, points[65536].most) == (83, 86)
+    assert reference_at(65536) == points[65536]
+
+
+def test_between_points_epochs_are_interpolated():
+    point = reference_at(3680)
+    assert point is not None
+    assert point.between == (3264, 4096)
+    below, above = reference_at(3264), reference_at(4096)
+    assert below is not None
+    assert above is not None
+    assert point.mean == pytest.approx(fmean([below.mean, above.mean]))
+    assert (point.fewest, point.most) == (36.5, 39.5)
+    assert reference_at(1631) is None
+    assert reference_at(67841) is None
+
+
+@pytest.mark.parametrize(
+    ("top1", "said"),
+    [
+        ({31: 74.0, 35: 75.95}, r"^normal: 75.9 % in epoch 35 \(or since 32\), and the reference needs 35.2 epochs"),
+        ({34: 75.0, 35: 75.95}, r"^normal: 75.9 % in epoch 35, and"),
+        ({31: 75.95}, "^better than the field: 75.9 % in epoch 31"),
+        ({37: 75.8, 38: 75.9}, "^slower than the field: 75.9 % in epoch 38"),
+        ({34: 75.0, 39: 75.9}, "^normal"),
+        ({36: 75.0, 40: 75.2}, "^slower than the field: not at 75.9 % after 40 epochs"),
+        ({3: 30.0}, "^not compared: it is 'not ended' after epoch 3 without 75.9 %"),
+        ({}, "^not compared: it is 'not ended' after epoch 0"),
+    ],
+)
+def test_a_run_is_normal_slower_or_better(tmp_path: Path, top1: dict[int, float], said: str):
+    verdict = judge_by_reference(past_run(tmp_path, top1))
+    assert re.search(said, verdict), verdict
+    assert "\n" not in verdict
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"recipe": "alexnet-8gpu"}, "its model is alexnet_bn, and the points are for resnet50"),
+        ({"images": 50_000}, "it was trained on 50000 images, and the points are for ImageNet's 1281167"),
+        ({"batch": 408}, "its batch is 408, and there are points from 1632 to 67840 alone"),
+        ({"overrides": ("data.eval_size=256",)}, "it was evaluated at 256 pixels, and the points are for 224"),
+    ],
+)
+def test_what_cannot_be_compared_says_why(tmp_path: Path, changes: dict[str, Any], said: str):
+    assert judge_by_reference(past_run(tmp_path, {35: 76.0}, **changes)) == f"not compared: {said}"
+
+
+def test_other_means_than_the_references_are_named(tmp_path: Path):
+    verdict = judge_by_reference(past_run(tmp_path, {24: 75.4, 27: 76.1}, recipe="resnet50-8gpu-mild", batch=2048))
+    assert verdict.startswith("better than the field: 75.9 % in epoch 27")
+    assert verdict.endswith("other means than optim.kind 'sgd', model.blurpool 'conv_maxpool', ema_decay")
+
+
+def test_a_record_without_a_recipe_is_named(tmp_path: Path):
+    assert judge_by_reference(PastRun(tmp_path, None, [])) == "not compared: its recipe.toml is missing or damaged"
+
+
+def test_the_command_prints_a_line_a_run_and_the_source(tmp_path: Path):
+    past_run(tmp_path, {})
+    (tmp_path / "events.jsonl").write_text(
+        '{"event": "run", "step": 0, "run_s": 0.0, "global_batch": 3200, "train_images": 1281167}\n'
+        '{"event": "eval", "step": 14000, "run_s": 700.0, "epoch": 35, "top1": 75.93, "top5": 92.9}\n'
+    )
+    printed = in_process("report", str(tmp_path), "--reference")
+    assert "normal: 75.9 % in epoch 35" in printed
+    assert "mlcommons/logging" in printed

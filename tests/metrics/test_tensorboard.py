@@ -1,0 +1,286 @@
+"""What TensorBoard itself reads of runs: their names, curves, layout of charts and table of hyper-parameters."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer as PluginMultiplexer
+from tensorboard.context import RequestContext
+from tensorboard.plugins.base_plugin import TBContext
+from tensorboard.plugins.custom_scalar.custom_scalars_plugin import CustomScalarsPlugin
+from tensorboard.plugins.hparams import api_pb2, backend_context, get_experiment, list_session_groups
+from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
+
+from imagenet_fast.metrics import MetricLogger, RunResult, Status
+from imagenet_fast.metrics.json_io import JsonLines
+from imagenet_fast.metrics.tensorboard import TensorBoard, _UnlessFull
+from imagenet_fast.recipe.batching import split_batch
+from imagenet_fast.recipe.job import Job, write_job
+from imagenet_fast.recipe.load import find_recipe, load_recipe
+from imagenet_fast.training.job_setup import plan_job
+
+RECIPE = load_recipe(find_recipe("resnet50-8gpu"))
+CURVES = {
+    "compare/step_s", "compare/time_to_accuracy_s", "compare/top1_best", "data/wait_pct", "eval/top1",
+    "eval/top1_by_second", "eval/top5", "speed/images_per_s", "sync/exposed_ms", "sync/sent_MB", "train/loss",
+    "train/lr",
+}  # fmt: skip
+
+
+def the_job(folder: Path, *overrides: str, sync: str | None = None, resume: bool = False) -> Job:
+    recipe = load_recipe(find_recipe("resnet50-8gpu"), sync, overrides)
+    job = Job("resnet50-8gpu", recipe, split_batch(recipe, 8), None, folder, resume=resume)
+    return replace(job, overrides=tuple(key.partition("=")[0] for key in overrides))
+
+
+class Trained:
+    """A run of four epochs of 100 steps, in the directory of ``job``, whose clock ticks 0.5 s a step."""
+
+    def __init__(self, job: Job, resumed: int | None = None) -> None:
+        job.folder.mkdir(parents=True, exist_ok=True)
+        self.step = resumed or 0
+        sinks = [JsonLines(job.folder, resumed), TensorBoard(job, resumed)]
+        self.record = MetricLogger(lambda: 3.0 + self.step / 2, sinks)
+        self.result = RunResult("failed", job.name, job.recipe.sync.kind, 8, 3200, target_top1=75.9)
+        self.record("run", self.step, recipe=job.name, sync=job.recipe.sync.kind, world_size=8, global_batch=3200)
+
+    def train(self, to: int, top1: float = 50.0, loss: float = 2.0) -> Trained:
+        """Go on to step ``to``, with a log line every 50 steps and an evaluation every 100."""
+        while self.step < to:
+            self.step += 50
+            self.record("data", self.step, wait_pct=1.5)
+            self.record("speed", self.step, images_per_s=6400.0)
+            self.record("sync", self.step, exposed_ms=2.5, sent_MB=89.5)
+            self.record("train", self.step, epoch=1, loss=loss, lr=1.0)
+            if self.step % 100 == 0:
+                self.result.judge(top1, 90.0, run_s=3.0 + self.step / 2)
+                self.record("eval", self.step, epoch=1, top1=top1, top5=90.0, images=9, eval_s=9.0, train_s=1.0)
+        return self
+
+    def end(self, status: Status) -> None:
+        """Record how the run ended."""
+        self.result.status = status
+        self.record("end", self.step, **vars(self.result))
+        self.record.close()
+
+
+def curves_of(logdir: Path) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """The points of every curve that TensorBoard shows: by run and tag."""
+    events = EventMultiplexer().AddRunsFromDirectory(str(logdir)).Reload()
+    return {
+        run: {tag: [(e.step, e.value) for e in events.Scalars(run, tag)] for tag in told["scalars"]}
+        for run, told in events.Runs().items()
+    }
+
+
+def context_of(logdir: Path) -> TBContext:
+    events = PluginMultiplexer(tensor_size_guidance={"scalars": 1000})
+    events.AddRunsFromDirectory(str(logdir))
+    events.Reload()
+    return TBContext(data_provider=MultiplexerDataProvider(events, str(logdir)), plugin_name_to_instance={})
+
+
+def columns_of(logdir: Path) -> tuple[list[str], list[str]]:
+    """Keys and metrics of the table of hyper-parameters, in its order."""
+    backend = backend_context.Context(context_of(logdir))
+    table = get_experiment.Handler(RequestContext(), backend, "", api_pb2.GetExperimentRequest()).run()
+    return [info.name for info in table.hparam_infos], [info.name.tag for info in table.metric_infos]
+
+
+def rows_of(logdir: Path) -> dict[str, dict[str, Any]]:
+    """Rows of the table of hyper-parameters by run: keys, metrics, and the status."""
+    backend = backend_context.Context(context_of(logdir))
+    every = list(api_pb2.Status.values())
+    request = api_pb2.ListSessionGroupsRequest(allowed_statuses=every, start_index=0, slice_size=100)
+    rows = {}
+    for group in list_session_groups.Handler(RequestContext(), backend, "", request).run().session_groups:
+        (session,) = group.sessions
+        keys = {key: getattr(value, value.WhichOneof("kind")) for key, value in group.hparams.items()}
+        metrics = {value.name.tag: value.value for value in session.metric_values}
+        rows[session.name] = keys | metrics | {"status": api_pb2.Status.Name(session.status)}
+    return rows
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Three runs as ``compare`` leaves them."""
+    for sync in ("ddp", "lazy", "hybrid"):
+        Trained(the_job(tmp_path / "runs" / sync, sync=sync)).train(to=300, top1=60.0).train(to=400, top1=76.0).end(
+            "reached"
+        )
+    return tmp_path / "runs"
+
+
+def test_runs_have_the_names_of_their_directories(runs: Path):
+    assert set(curves_of(runs)) == {"ddp", "lazy", "hybrid"}
+    assert set(curves_of(runs.parent)) == {"runs/ddp", "runs/lazy", "runs/hybrid"}
+
+
+def test_curves_are_those_that_a_run_is_judged_by(runs: Path):
+    curves = curves_of(runs)["lazy"]
+    assert set(curves) == CURVES
+    assert curves["eval/top1"] == [(100, 60.0), (200, 60.0), (300, 60.0), (400, 76.0)]
+    assert curves["eval/top1_by_second"] == [(53, 60.0), (103, 60.0), (153, 60.0), (203, 76.0)]
+    assert curves["compare/time_to_accuracy_s"] == [(400, 203.0)]
+    assert curves["compare/step_s"] == [(step, 0.5) for step in (100, 200, 300, 400)]
+
+
+def test_curves_of_the_loss_scale_are_there_if_there_is_one(tmp_path: Path):
+    run = Trained(the_job(tmp_path / "run")).train(to=50)
+    run.record("precision", 50, loss_scale=0.5, skipped_steps=3)
+    run.end("failed")
+    curves = curves_of(tmp_path)["run"]
+    assert curves["precision/loss_scale"] == [(50, 0.5)]
+    assert curves["precision/skipped_steps"] == [(50, 3.0)]
+
+
+def test_relative_time_is_the_run_time(tmp_path: Path):
+    Trained(the_job(tmp_path / "run")).train(to=100).end("preempted")
+    Trained(the_job(tmp_path / "run"), resumed=100).train(to=200).end("finished")
+    events = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload().Scalars("run", "train/loss")
+    assert [e.wall_time - events[0].wall_time for e in events] == pytest.approx([0.0, 25.0, 50.0, 75.0], abs=1e-3)
+
+
+def test_layout_has_one_chart_of_each_curve_for_all_runs(runs: Path):
+    layout = CustomScalarsPlugin(context_of(runs)).layout_impl(RequestContext(), "")
+    (category,) = json.loads(layout)["category"] if isinstance(layout, str) else layout["category"]
+    charts = {chart["title"]: chart["multiline"]["tag"] for chart in category["chart"]}
+    assert list(charts) == [
+        "top-1 (%) by second of the run", "training loss", "learning rate", "images a second",
+        "exposed sync (ms a step)", "data wait (% of the time)",
+    ]  # fmt: skip
+    assert {tag.strip("^$") for (tag,) in charts.values()} <= CURVES
+
+
+def test_table_begins_with_what_differs_and_shows_the_result(runs: Path):
+    keys, metrics = columns_of(runs)
+    assert keys == [
+        "sync.kind", "data.loader", "epochs", "global_batch", "layout", "micro_batch", "model.kind", "optim.kind",
+        "optim.lr", "precision.kind", "recipe", "seed", "sync.wire", "world_size",
+    ]  # fmt: skip
+    shown = ["compare/step_s", "compare/time_to_accuracy_s", "compare/top1_best", "data/wait_pct", "eval/top1"]
+    assert metrics[:5] == shown, "TensorBoard shows five unless asked"
+    rows = rows_of(runs)
+    assert {name: row["sync.kind"] for name, row in rows.items()} == {name: name for name in ("ddp", "lazy", "hybrid")}
+    lazy = rows["lazy"]
+    assert (lazy["recipe"], lazy["world_size"], lazy["layout"], lazy["seed"]) == ("resnet50-8gpu", 8.0, "dp8", "1")
+    assert [lazy[tag] for tag in shown] == [0.5, 203.0, 76.0, 1.5, 76.0]
+    assert lazy["status"] == "STATUS_SUCCESS"
+
+
+def test_table_has_what_the_user_set(tmp_path: Path):
+    changes = {"one": "sync.threshold_mb=8", "other": "sync.threshold_mb=32", "sizes": "data.sizes=[[1, 128]]"}
+    for name, change in changes.items():
+        Trained(the_job(tmp_path / name, change)).train(to=100).end("finished")
+    keys, _ = columns_of(tmp_path)
+    assert keys[0] == "sync.threshold_mb"
+    assert "data.sizes" in keys
+    rows = rows_of(tmp_path)
+    assert (rows["one"]["sync.threshold_mb"], rows["other"]["sync.threshold_mb"]) == (8.0, 32.0)
+    assert rows["sizes"]["data.sizes"] == "[[1.0, 128]]"
+
+
+def test_keys_that_were_set_are_those_of_the_command_and_of_the_run_that_resumes(tmp_path: Path):
+    recipe = load_recipe(find_recipe("smoke"))
+    job = plan_job("smoke", recipe, 2, folder=tmp_path, overrides=["optim.lr=0.1", " seed =2"])
+    assert job.overrides == ("optim.lr", "seed")
+    write_job(job, tmp_path / "job.json")
+    again = plan_job("smoke", recipe, 2, folder=tmp_path, overrides=["epochs=9", "seed=2"], resume=True)
+    assert again.overrides == ("optim.lr", "seed", "epochs")
+    (tmp_path / "job.json").write_text('{"overrides": 3')
+    assert plan_job("smoke", recipe, 2, folder=tmp_path, overrides=["epochs=9"], resume=True).overrides == ("epochs",)
+
+
+@pytest.mark.parametrize(
+    ("status", "shown"),
+    [
+        ("reached", "STATUS_SUCCESS"), ("finished", "STATUS_SUCCESS"), ("failed", "STATUS_FAILURE"),
+        ("preempted", "STATUS_UNKNOWN"), ("interrupted", "STATUS_UNKNOWN"),
+    ],
+)  # fmt: skip
+def test_status_is_that_of_the_end(status: Status, shown: str, tmp_path: Path):
+    run = Trained(the_job(tmp_path / "run")).train(to=100)
+    run.record.close()
+    assert rows_of(tmp_path)["run"]["status"] == "STATUS_UNKNOWN", "while it trains"
+    Trained(the_job(tmp_path / "run"), resumed=100).end(status)
+    assert rows_of(tmp_path)["run"]["status"] == shown
+
+
+def test_a_failed_run_that_resumed_and_finished_is_a_success(tmp_path: Path):
+    Trained(the_job(tmp_path / "run")).train(to=200).end("failed")
+    Trained(the_job(tmp_path / "run"), resumed=100).train(to=200).end("finished")
+    assert rows_of(tmp_path)["run"]["status"] == "STATUS_SUCCESS"
+
+
+@pytest.mark.parametrize("set_back_s", [-86400, 0, 100, 10**6])
+def test_a_resumed_run_has_one_curve_whatever_the_clock_says(
+    set_back_s: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    begun = int(time.time())
+    for part, (resumed, top1) in enumerate([(None, 50.0), (100, 60.0), (200, 70.0)]):
+        now = begun - part * set_back_s
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        Trained(the_job(tmp_path / "run"), resumed).train(to=300, top1=top1, loss=top1).end("failed")
+    monkeypatch.undo()
+    curves = curves_of(tmp_path)
+    assert list(curves) == ["run"]
+    assert curves["run"]["eval/top1"] == [(100, 50.0), (200, 60.0), (300, 70.0)]
+    assert curves["run"]["eval/top1_by_second"] == [(53, 50.0), (103, 60.0), (153, 70.0)]
+    losses = [50.0, 50.0, 60.0, 60.0, 70.0, 70.0]
+    assert curves["run"]["train/loss"] == list(zip(range(50, 301, 50), losses, strict=True))
+    assert len(list((tmp_path / "run").glob("events.out.tfevents.*"))) == 1
+
+
+def leave_as_earlier_version(folder: Path) -> None:
+    """Write the curves to ``tb/`` with every key of the recipe, as earlier versions did."""
+    run = Trained(the_job(folder)).train(to=200, top1=40.0)
+    run.record.close()
+    for file in folder.glob("events.out.tfevents.*"):
+        file.unlink()
+    with SummaryWriter(str(folder / "tb")) as writer:
+        for summary in hparams({"channels_last": "True", "sync.kind": "lazy"}, {"eval/top1": 0.0})[:2]:
+            writer._get_file_writer().add_summary(summary)
+        for step in (100, 200):
+            writer.add_scalar("eval/top1", 40.0, step)
+            writer.add_scalar("eval/epoch", step // 100, step)
+
+
+def test_a_run_of_an_earlier_version_is_shown(tmp_path: Path):
+    leave_as_earlier_version(tmp_path / "old")
+    Trained(the_job(tmp_path / "new")).train(to=100).end("finished")
+    curves = curves_of(tmp_path)
+    assert set(curves) == {"old/tb", "new"}
+    assert curves["old/tb"]["eval/top1"] == [(100, 40.0), (200, 40.0)]
+    assert set(rows_of(tmp_path)) == {"old/tb", "new"}
+
+
+def test_a_run_of_an_earlier_version_that_resumes_has_one_curve_under_its_name(tmp_path: Path):
+    leave_as_earlier_version(tmp_path / "old")
+    Trained(the_job(tmp_path / "old"), resumed=100).train(to=300, top1=70.0).end("finished")
+    curves = curves_of(tmp_path)
+    assert list(curves) == ["old"]
+    assert curves["old"]["eval/top1"] == [(100, 40.0), (200, 70.0), (300, 70.0)]
+    assert not (tmp_path / "old" / "tb").exists()
+
+
+def test_older_files_stay_if_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    Trained(the_job(tmp_path / "run")).train(to=200, top1=40.0).end("preempted")
+    monkeypatch.setattr(_UnlessFull, "write", lambda file, data: setattr(file, "is_full", True))
+    Trained(the_job(tmp_path / "run"), resumed=200).end("preempted")
+    assert curves_of(tmp_path)["run"]["eval/top1"] == [(100, 40.0), (200, 40.0)]
+
+
+def test_a_loss_that_was_not_finite_is_so_after_resuming(tmp_path: Path):
+    Trained(the_job(tmp_path / "run")).train(to=50, loss=math.nan).end("preempted")
+    Trained(the_job(tmp_path / "run"), resumed=50).end("finished")
+    ((_, loss),) = curves_of(tmp_path)["run"]["train/loss"]
+    assert math.isnan(loss)

@@ -1,0 +1,141 @@
+"""The picture of a step: what is in it, how long, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from imagenet_fast.metrics.timeline import Stretch, arrivals, covered_ms, read_timeline
+from tests.e2e.command import in_process
+
+STEPS = 4
+COURSE = {
+    "compute": [("backward 1", 0, 30), ("backward 0", 30, 60), ("backward 0", 60, 61), ("forward 0", 70, 80)],
+    "wire": [("1", 30, 68), ("0", 61, 69)],
+    "wait": [("wait for 1", 61, 68), ("wait for 0", 68, 69)],
+}
+"""A step by track: names, begins and ends in ms since backward began; it lasts 100 ms."""
+
+
+def trace(steps: int = STEPS, lasting: Sequence[float] = (100,) * STEPS, without: str = "") -> dict[str, Any]:
+    """A trace of steps like ``COURSE``, of which step n lasts ``lasting[n]`` ms."""
+    events: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "tid": 0, "name": "thread_name", "args": {"name": "compute"}}]
+    begun = 7.0
+    for ms in lasting[:steps]:
+        for track, stretches in COURSE.items():
+            for name, begin, end in stretches if track != without else ():
+                place = {"ts": 1e3 * (begun + begin), "dur": 1e3 * (end - begin)}
+                events.append({"ph": "X", "pid": 0, "tid": 0, "name": name, "cat": track, "args": {}} | place)
+        for name, moment in (("forward ends", begun), ("step ends", begun + 69)):
+            events.append({"ph": "i", "s": "p", "pid": 0, "tid": 0, "name": name, "cat": "mark", "ts": 1e3 * moment})
+        begun += ms
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def written(file: Path, content: object) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(content))
+    return file
+
+
+def test_a_step_begins_with_backward_and_ends_with_the_next_forward(tmp_path: Path):
+    step = read_timeline(written(tmp_path / "lazy.json", trace()))
+    assert step.label == "lazy"
+    assert step.step_ms == pytest.approx(100)
+    assert [(s.name, round(s.begin_ms, 6), round(s.end_ms, 6)) for s in step.backward] == [
+        ("1", 0, 30), ("0", 30, 60), ("0", 60, 61)
+    ]  # fmt: skip
+    assert [(s.name, round(s.begin_ms), round(s.end_ms)) for s in step.forward] == [("0", 70, 80)]
+    assert [(s.name, round(s.begin_ms), round(s.end_ms)) for s in step.messages] == [("1", 30, 68), ("0", 61, 69)]
+    assert [(s.name, round(s.begin_ms), round(s.end_ms)) for s in step.waits] == [("1", 61, 68), ("0", 68, 69)]
+
+
+def test_the_step_of_median_length_is_taken_and_a_run_has_its_directory_s_name(tmp_path: Path):
+    content = trace(lasting=(100, 130, 90, 100))  # the last one is not whole
+    written(tmp_path / "runs" / "a" / "trace.json", content)
+    step = read_timeline(tmp_path / "runs" / "a")
+    assert (step.label, round(step.step_ms)) == ("a", 100)
+
+
+def test_with_micro_batches_a_step_begins_at_the_backward_that_sends(tmp_path: Path):
+    content = trace()
+    extra = [{"ph": "i", "name": "forward ends", "ts": 1e3 * (7 + 100 * n + 85)} for n in range(STEPS)]
+    content["traceEvents"] += extra  # a forward after the step's end, whose backward only accumulates
+    step = read_timeline(written(tmp_path / "t.json", content))
+    assert step.step_ms == pytest.approx(100)
+    assert step.backward[0].begin_ms == pytest.approx(0)
+
+
+def test_the_wire_shows_what_arrives_next():
+    messages = [Stretch("long", 0, 100), Stretch("short", 10, 20), Stretch("last", 90, 120)]
+    row = [(one.name, one.begin_ms, one.end_ms) for one in arrivals(messages)]
+    assert row == [
+        ("long", 0, 10), ("short", 10, 20), ("long", 20, 90), ("long", 90, 100), ("last", 100, 120)
+    ]  # fmt: skip
+
+
+def test_covered_time_is_that_of_a_count_by_milliseconds():
+    draw = random.Random(0)
+    for _ in range(50):
+        begins = [draw.randrange(90) for _ in range(draw.randrange(8))]
+        stretches = [Stretch("", begin, begin + draw.randrange(10)) for begin in begins]
+        count = sum(any(s.begin_ms <= ms < s.end_ms for s in stretches) for ms in range(100))
+        assert covered_ms(stretches) == count
+        assert covered_ms(arrivals(stretches)) == count
+
+
+def test_the_picture_s_areas_are_the_times(tmp_path: Path):
+    file = written(tmp_path / "lazy.json", trace())
+    printed = in_process("timeline", str(file), str(file), "--png", str(tmp_path / "two.png"))
+    assert [line.split() for line in printed.splitlines()[1:3]] == [["lazy", "100", "71", "8", "39", "2"]] * 2
+    assert "drawn to" in printed
+    in_process("timeline", str(file), "--png", str(tmp_path / "one.png"), "--until", "200")
+    full, half = areas(tmp_path / "two.png"), areas(tmp_path / "one.png")
+    for colour, ms in (("backward", 61), ("forward", 10), ("message", 39)):
+        assert full[colour] / full["wait"] == pytest.approx(ms / 8, rel=0.15), (
+            colour
+        )  # edges and letters are not filled
+        assert half[colour] / full[colour] == pytest.approx(0.25, rel=0.15), colour
+
+
+def areas(png: Path) -> dict[str, int]:
+    """Pixels of each colour, above the legend."""
+    pixels = np.asarray(Image.open(png).convert("RGB"))[:-60]
+    colours = {"backward": "4c72b0", "forward": "a9bfe0", "message": "6b6b6b", "wait": "dd8452"}
+    return {name: int((pixels == list(bytes.fromhex(code))).all(-1).sum()) for name, code in colours.items()}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "there is no"),
+        ([], "is no trace of ours, or is damaged"),
+        ({"traceEvents": [{"ph": "X"}]}, "or is damaged"),
+        ({"traceEvents": [{"ph": "i", "name": "step ends", "ts": "soon"}]}, "is damaged"),
+        ({"traceEvents": []}, "holds no whole step"),
+        (trace(steps=1), "holds no whole step"),
+        (trace(without="wire"), "holds no message"),
+    ],
+)
+def test_what_is_no_trace_is_refused(content: object, said: str, tmp_path: Path, refusal: Callable[..., str]):
+    tmp_path.joinpath("run").mkdir()
+    if content is not None:
+        written(tmp_path / "run" / "trace.json", content)
+    sentence = refusal("timeline", str(tmp_path / "run"))
+    assert said in sentence
+    assert str(tmp_path / "run" / "trace.json") in sentence
+
+
+def test_a_file_that_was_cut_off_and_a_wrong_name_are_refused(tmp_path: Path, refusal: Callable[..., str]):
+    file = written(tmp_path / "trace.json", trace())
+    file.write_text(file.read_text()[:200])
+    assert "is damaged" in refusal("timeline", str(file))
+    file = written(tmp_path / "trace.json", trace())
+    assert "does not end in .png" in refusal("timeline", str(file), "--png", str(tmp_path / "a.svg"))

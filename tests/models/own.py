@@ -1,0 +1,54 @@
+"""Networks as a user writes them, for recipes of ``model.kind`` "python"."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Own(nn.Module):
+    """Norms, dropout, a weight that no layer owns, and one that a function reads."""
+
+    def __init__(self, classes: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width, 1, 1))
+        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, 2, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = (self.stem(images) * self.scale).mean((2, 3))
+        return nn.functional.linear(self.dropout(features), self.head.weight, self.head.bias)
+
+
+def build(classes: int, width: int = 8, dropout: float = 0.0) -> nn.Module:
+    return Own(classes, width, dropout)
+
+
+def of_seven_classes(classes: int) -> nn.Module:
+    return Own(7, 8, 0.0)
+
+
+def no_module(classes: int) -> list[int]:
+    return [classes]
+
+
+def pair(classes: int) -> nn.Module:
+    class Pair(Own):
+        def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            logits = super().forward(images)
+            return logits, logits
+
+    return Pair(classes, 8, 0.0)
+
+
+class Counting(nn.Module):
+    """Computes with values while it is made, which tensors without memory do not have."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.width = int(torch.linspace(4, 8, 3)[-1].item())
+        self.head = nn.Linear(self.width, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(images.flatten(1)[:, : self.width])

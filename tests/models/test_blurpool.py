@@ -1,0 +1,70 @@
+"""BlurPool against the published formula, FFCV's and Composer's placement, and timm's layer."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torchvision.models
+from timm.layers import BlurPool2d
+from torch import Tensor, nn
+from torch.nn.functional import conv2d, max_pool2d
+
+from imagenet_fast.models import build_model
+from imagenet_fast.models.blurpool import BlurConv2d, BlurMaxPool2d, add_blurpool, binomial_filter, blurred
+from imagenet_fast.recipe.schema import ResNet
+
+BINOMIAL = torch.tensor([[1.0, 2.0, 1.0], [2.0, 4.0, 2.0], [1.0, 2.0, 1.0]]) / 16
+
+
+def by_channel(values: Tensor, stride: int = 1) -> Tensor:
+    """The filter as Zhang publishes it, one channel after the other."""
+    channels = [conv2d(channel[:, None], BINOMIAL[None, None], padding=1) for channel in values.unbind(1)]
+    return torch.cat(channels, 1)[:, :, ::stride, ::stride]
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3])
+@pytest.mark.parametrize("sides", [(1, 1), (2, 5), (8, 8), (7, 11)])
+def test_the_filter_is_the_binomial(sides: tuple[int, int], stride: int):
+    values = torch.randn(2, 5, *sides)
+    torch.testing.assert_close(blurred(values, binomial_filter(5), stride), by_channel(values, stride))
+
+
+def test_the_filter_is_timms_inside_the_edges():
+    """timm mirrors at the edges, where Composer and FFCV have zeros."""
+    values = torch.randn(2, 5, 12, 12)
+    theirs = BlurPool2d(5, filt_size=3, stride=1)(values)
+    torch.testing.assert_close(blurred(values, binomial_filter(5))[..., 1:-1, 1:-1], theirs[..., 1:-1, 1:-1])
+
+
+def test_layers_blur_then_convolve_and_blur_maxima():
+    model = nn.Sequential(nn.Conv2d(16, 8, 3, 2, padding=1), nn.MaxPool2d(3, 2, padding=1))
+    conv, pool = copy.deepcopy(model)
+    values = torch.randn(2, 16, 9, 9)
+    add_blurpool(model, "conv_maxpool")
+    assert (type(model[0]), type(model[1])) == (BlurConv2d, BlurMaxPool2d)
+    convolved = conv(by_channel(values))
+    torch.testing.assert_close(model[0](values), convolved)
+    torch.testing.assert_close(model[1](values), by_channel(max_pool2d(values, 3, 1, padding=1), 2))
+    assert model(values).shape == pool(conv(values)).shape
+    assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.bias"]
+
+
+@pytest.mark.parametrize(("layers", "pools"), [("conv", 0), ("conv_maxpool", 1)])
+@pytest.mark.parametrize(("kind", "convolutions"), [("resnet18", 6), ("resnet50", 6)])
+def test_names_and_shapes_stay_torchvisions(kind: str, layers: str, convolutions: int, pools: int):
+    with torch.device("meta"):
+        ours = build_model(ResNet(kind=kind, blurpool=layers), 1000)
+        theirs = getattr(torchvision.models, kind)()
+        assert ours(torch.zeros(1, 3, 224, 224)).shape == (1, 1000)
+    assert {n: t.shape for n, t in ours.state_dict().items()} == {n: t.shape for n, t in theirs.state_dict().items()}
+    assert sum(isinstance(m, BlurConv2d) for m in ours.modules()) == convolutions, "all strided ones but the stem"
+    assert sum(isinstance(m, BlurMaxPool2d) for m in ours.modules()) == pools
+
+
+def test_a_copy_in_another_type_blurs_alike():
+    model = nn.Sequential(nn.Conv2d(16, 8, 3, 2))
+    add_blurpool(model, "conv")
+    values = torch.randn(2, 16, 9, 9)
+    torch.testing.assert_close(copy.deepcopy(model).double()(values.double()).float(), model(values))

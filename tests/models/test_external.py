@@ -1,0 +1,155 @@
+"""Networks of torchvision, timm and functions: built as there, and refused in a sentence."""
+
+from __future__ import annotations
+
+import builtins
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torchvision.models
+from torch import nn
+
+from imagenet_fast.distributed.init import DistContext
+from imagenet_fast.errors import UserError
+from imagenet_fast.models import build_model
+from imagenet_fast.models.blurpool import BlurConv2d
+from imagenet_fast.models.weights import Weights, classes_of, fit
+from imagenet_fast.recipe.load import parse_recipe
+from imagenet_fast.recipe.network import PythonModel, TimmModel, TorchvisionModel
+from imagenet_fast.recipe.schema import Model
+from imagenet_fast.training.init_weights import build_initial_model
+from tests.conftest import tables
+from tests.spawning import run
+
+OWN = "tests.models.own"
+ALONE = DistContext(0, 1, 0, 1, torch.device("cpu"))
+
+
+def test_torchvisions_networks_are_its_own_to_the_bit():
+    torch.manual_seed(3)
+    ours = build_model(TorchvisionModel(kind="torchvision", name="mobilenet_v3_small", options={"dropout": 0.1}), 7)
+    torch.manual_seed(3)
+    theirs = torchvision.models.mobilenet_v3_small(num_classes=7, dropout=0.1)
+    assert type(ours) is type(theirs)
+    assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True))
+
+
+def test_timms_networks_are_its_own_to_the_bit():
+    torch.manual_seed(3)
+    ours = build_model(TimmModel(kind="timm", name="test_vit", options={"img_size": 32, "drop_path_rate": 0.1}), 7)
+    torch.manual_seed(3)
+    theirs = timm.create_model("test_vit", num_classes=7, img_size=32, drop_path_rate=0.1)
+    assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True))
+
+
+def test_a_function_is_called_with_the_classes_and_the_options():
+    model = build_model(PythonModel(kind="python", name=f"{OWN}:build", options={"width": 5}), 7)
+    assert model.state_dict()["head.weight"].shape == (7, 5)
+
+
+def test_networks_that_give_several_outputs_in_training_give_one():
+    with torch.device("meta"):
+        model = build_model(TorchvisionModel(kind="torchvision", name="googlenet"), 7)
+        assert model(torch.zeros(2, 3, 224, 224)).shape == (2, 7)
+
+
+def test_keys_for_any_model_hold_for_them():
+    model = build_model(
+        TorchvisionModel(kind="torchvision", name="resnet18", blurpool="conv", init=("linear_log_constant_bias",)), 7
+    )
+    assert sum(isinstance(module, BlurConv2d) for module in model.modules()) == 6
+    assert len(set(model.get_parameter("fc.bias").tolist())) == 1
+
+
+MODELS: dict[str, Model] = {
+    "a convolution is last": TorchvisionModel(kind="torchvision", name="squeezenet1_1"),
+    "two heads": TimmModel(kind="timm", name="deit_tiny_distilled_patch16_224", options={"depth": 1}),
+    "own": PythonModel(kind="python", name=f"{OWN}:build"),
+    "computes with values": PythonModel(kind="python", name=f"{OWN}:Counting"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_fit_and_tell_their_classes_wherever_the_last_layer_is(name: str):
+    model = MODELS[name]
+    weights = Weights("there", dict(build_model(model, 6).state_dict()))
+    assert classes_of(weights, model) == 6
+    assert fit(weights, model, 6).tensors.keys() == weights.tensors.keys()
+    kept = fit(weights, model, 9, fresh_head=True).tensors
+    assert len(kept) < len(weights.tensors)
+    with pytest.raises(UserError, match="is not of the recipe's model"):
+        fit(weights, model, 9)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({"kind": "torchvision", "name": "resnet5"}, r"torchvision has no classifier 'resnet5'; did you mean resnet50"),
+        ({"kind": "torchvision", "name": "fcn_resnet50"}, "torchvision has no classifier 'fcn_resnet50'"),
+        (
+            {"kind": "torchvision", "name": "resnet18", "options": {"dropout": 0.1}},
+            r"does not take model.options \{'dropout': 0.1\}",
+        ),
+        ({"kind": "timm", "name": "vit_smal"}, "timm has no model 'vit_smal'; did you mean"),
+        ({"kind": "timm", "name": "test_vit", "options": {"dropuot": 0.1}}, "does not take model.options"),
+        ({"kind": "timm", "name": "vit_tiny_patch16_224"}, r"cannot take images of 32 pixels \(.*model.options"),
+        ({"kind": "python", "name": "build"}, "names no function; write it as package.module:function"),
+        ({"kind": "python", "name": "no_such.module:build"}, "no_such.module cannot be imported .*install it"),
+        ({"kind": "python", "name": f"{OWN}:biuld"}, f"{OWN} has no function biuld"),
+        ({"kind": "python", "name": f"{OWN}:no_module"}, "returned a list; let it return a torch.nn.Module"),
+        (
+            {"kind": "python", "name": f"{OWN}:of_seven_classes"},
+            r"shape \[2, 7\] for 2 images, and the data has 10 classes",
+        ),
+        ({"kind": "python", "name": f"{OWN}:pair"}, "returns a tuple for images; it must return a tensor"),
+        ({"kind": "python", "name": f"{OWN}:build", "dropout": 0.5}, "unknown key model.dropout; .*options"),
+        ({"kind": "timm"}, r"model.*name is missing; add it"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_in_a_sentence(model: dict[str, Any], said: str):
+    with pytest.raises(UserError, match=said) as refused:
+        build_initial_model(parse_recipe("test", tables(ranks=1, model=model)), 10, ALONE)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"compile": True}, "compile true compiles known blocks, and model.kind 'timm' has none"),
+        ({"parallel": {"tensor": 2}}, "parallel.tensor 2 .* model.kind 'timm' has no such layers"),
+    ],
+)
+def test_what_no_network_from_elsewhere_can_do_is_refused_before_it_is_built(changes: dict[str, Any], said: str):
+    with pytest.raises(UserError, match=said):
+        parse_recipe("test", tables(model={"kind": "timm", "name": "test_vit"}, **changes))
+
+
+def test_a_missing_timm_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch):
+    real = builtins.__import__
+
+    def without_timm(name: str, *rest: Any, **more: Any) -> Any:
+        if name == "timm":
+            raise ImportError(name)
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without_timm)
+    with pytest.raises(UserError, match=r"pip install 'imagenet-fast\[timm\]'"):
+        build_model(TimmModel(kind="timm", name="test_vit"), 10)
+
+
+def test_a_check_leaves_norms_and_random_numbers_as_they_are():
+    run(1, _build_checked)
+
+
+def _build_checked() -> None:
+    model = {"kind": "python", "name": f"{OWN}:build", "options": {"dropout": 0.5}}
+    checked = build_initial_model(parse_recipe("test", tables(ranks=1, model=model)), 10, ALONE)
+    drawn = torch.rand(3)
+    torch.manual_seed(1)
+    plain = build_model(PythonModel.model_validate(model), 10)
+    assert torch.equal(torch.rand(3), drawn)
+    for one, other in zip(checked.state_dict().values(), plain.state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+    assert any(isinstance(module, nn.BatchNorm2d) for module in checked.modules())

@@ -1,0 +1,35 @@
+"""Rules of initialisation against Composer's, written out."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from imagenet_fast.models import build_model
+from imagenet_fast.recipe.schema import AlexNet, ResNet
+
+RULES = ("kaiming_normal", "bn_uniform", "linear_log_constant_bias")
+
+
+def test_all_rules_of_composers_mild_recipe():
+    torch.manual_seed(0)
+    model = build_model(ResNet(kind="resnet50", init=RULES), 100)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            inputs = module.weight[0].numel()
+            assert abs(module.weight.std().item() / math.sqrt(2 / inputs) - 1) < 0.05, name
+        elif isinstance(module, nn.BatchNorm2d):
+            assert 0 <= module.weight.min() < 0.2 < 0.8 < module.weight.max() <= 1, name
+            assert not module.bias.any()
+    assert torch.equal(model.fc.bias, torch.full((100,), -math.log(100)))
+
+
+def test_a_rule_leaves_other_weights_as_they_are():
+    torch.manual_seed(1)
+    plain = build_model(AlexNet(kind="alexnet"), 10).state_dict()
+    torch.manual_seed(1)
+    other = build_model(AlexNet(kind="alexnet", init=("linear_log_constant_bias",)), 10).state_dict()
+    changed = {name for name in plain if not torch.equal(plain[name], other[name])}
+    assert changed == {"classifier.6.bias"}

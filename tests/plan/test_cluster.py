@@ -1,0 +1,79 @@
+"""Clusters: shipped ones are valid, wrong ones get one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from imagenet_fast.errors import UserError
+from imagenet_fast.plan.cluster import cluster_names, load_cluster
+from imagenet_fast.plan.devices import DEVICES, find_device
+
+GOOD = """
+source = "a test"
+nodes = 4
+gpus_per_node = 8
+device = "v100"
+[nic]
+gbit = 25
+[inside]
+gb_per_s = 130
+"""
+
+
+def written(folder: Path, old: str = "", new: str = "") -> str:
+    file = folder / "mine.toml"
+    file.write_text(GOOD.replace(old, new))
+    return str(file)
+
+
+@pytest.mark.parametrize("name", cluster_names())
+def test_shipped_clusters_name_a_device_and_the_kind_of_each_value(name: str):
+    cluster = load_cluster(name)
+    assert cluster.device in DEVICES
+    assert cluster.kinds
+    assert set(cluster.kinds.values()) <= {"measured", "published", "assumed"}
+
+
+def test_a_file_of_ones_own(tmp_path: Path):
+    assert load_cluster(written(tmp_path)).nic.efficiency == (0.8, 0.9, 0.95)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("gbit = 25", "gbit = -25", "mine.toml: nic.gbit is -25: input should be greater than 0; correct it"),
+        ("gbit = 25", "gbit = 25\ncount = 0", "mine.toml: nic.count is 0: input should be greater than 0; correct it"),
+        ("gbit = 25", "", "mine.toml: nic.gbit is missing; add it"),
+        ("nodes = 4", "nodes = 0", "mine.toml: nodes is 0: input should be greater than 0; correct it"),
+        ("nodes = 4", "", "mine.toml: nodes is missing; add it"),
+        ("nodes = 4", "nodes = 4\nracks = 2", "mine.toml: unknown key racks; the keys here are source, nodes"),
+        ("gbit = 25", "gbit = 25\nspeed = 2", "mine.toml: unknown key nic.speed; the keys here are gbit, count"),
+        ("gbit = 25", "gbit = 25\nefficiency = [0.9, 0.8, 1]", "mine.toml: nic: efficiency is low, used, high"),
+        ("gbit = 25", "gbit = 25\nefficiency = [0.9]", "mine.toml: nic.efficiency"),
+        ("nodes = 4", "nodes = ", "cannot be read as TOML"),
+    ],
+)
+def test_wrong_clusters_get_one_sentence(tmp_path: Path, old: str, new: str, sentence: str):
+    with pytest.raises(UserError) as refused:
+        load_cluster(written(tmp_path, old, new))
+    assert sentence in str(refused.value)
+    assert "\n" not in str(refused.value).removeprefix("mine.toml")
+
+
+def test_what_is_unknown_is_asked_for_where_it_matters(tmp_path: Path):
+    cluster = load_cluster(written(tmp_path, "gbit = 25", 'gbit = "unknown"'))
+    cluster.network(cluster.layout(8, on_gpu=True))
+    with pytest.raises(UserError, match=r"nic\.gbit is unknown"):
+        cluster.network(cluster.layout(16, on_gpu=True))
+    cluster.network(cluster.layout(16, on_gpu=True), gbit=10)
+
+
+def test_unknown_devices_are_refused():
+    with pytest.raises(UserError, match="device 'abacus' is not known; there are v100"):
+        find_device("abacus", None)
+    with pytest.raises(UserError, match="device h100 has no step times of alexnet"):
+        DEVICES["h100"].compute("alexnet")
+    with pytest.raises(UserError, match="resnet18 has no layer profile"):
+        DEVICES["h100"].compute("resnet18")

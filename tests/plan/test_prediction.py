@@ -1,0 +1,117 @@
+"""Predicted steps: the same messages and bytes as the engines', and sensible in every direction."""
+
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import pytest
+import torch
+
+from imagenet_fast.bench.comm_volume import bench_count
+from imagenet_fast.bench.replay import replay
+from imagenet_fast.cost_model.collectives import RankLayout, nic_share, wire_format
+from imagenet_fast.cost_model.declarations import declaration_of
+from imagenet_fast.cost_model.layer_profile import load_profile
+from imagenet_fast.cost_model.messages import divide
+from imagenet_fast.cost_model.stated_link import StatedNetwork
+from imagenet_fast.errors import UserError
+from imagenet_fast.plan.prediction import Step, planned_engines, predict_step
+from imagenet_fast.recipe.engine_table import Collective
+from imagenet_fast.recipe.sync_config import LazySync, Sync
+from imagenet_fast.sync import GradientPool, declare
+from imagenet_fast.sync.bucketing import build_chunks
+from imagenet_fast.sync.network_benchmark import NetworkProbe
+from tests.bench.small import SMALL
+from tests.plan.situations import by_engine, situation
+from tests.sync.test_step_prediction import Hosts
+
+ENGINES = planned_engines(None, "bf16")
+
+
+@pytest.mark.parametrize("settings", ENGINES, ids=lambda settings: f"{settings.kind}-{settings.wire}")
+def test_messages_are_those_of_the_engine(settings: Sync):
+    """Slot by slot, on four CPU hosts, as ``auto`` predicts them on a pool."""
+    profile = load_profile("alexnet").shrunk(4)
+    model = replay(profile, [[torch.empty(shape, device="meta") for shape in layer.shapes] for layer in profile.layers])
+    pool = GradientPool(model)
+    pool.topology = Hosts(4)
+    engine = declare(settings)  # type: ignore[arg-type]
+    layout = RankLayout((1,) * 4, on_gpu=False)
+    links = StatedNetwork(layout, 1e9)
+    network = NetworkProbe(pool.topology, engine.wire, links.link("ring"))
+    for fuse in (2.0**20, math.inf):
+        theirs = build_chunks(engine, pool, engine.wire, fuse, network)
+        slots = Step(profile, 1, 1, 1.0).slots(pool.line)
+        ours = divide(declaration_of(settings), slots, pool.line, layout, wire_format(settings.wire), fuse, links)  # type: ignore[arg-type]
+        assert [(m.part, m.collective, m.half, m.task.event) for m in ours] == [
+            (m.part, m.collective, m.half, m.task.event) for m in theirs
+        ]
+        assert [m.task.message for m in ours] == pytest.approx([m.task.message for m in theirs], rel=2e-3)
+
+
+@pytest.mark.parametrize("collective", get_args(Collective))
+def test_bytes_through_a_nic_are_those_that_bench_sync_counts(collective: Collective):
+    settings = LazySync(threshold_mb=math.inf, collective=collective)
+    for ranks, each in ((16, 4), (64, 8)):
+        (counted,) = bench_count(SMALL, [settings], str(ranks), each, "56gbit")
+        network = StatedNetwork(RankLayout((each,) * (ranks // each)), 7e9)
+        planned = predict_step(settings, Step(SMALL, 1, 1, 0.1), network, 0.0)
+        assert planned.nic_bytes == pytest.approx(counted.nic_bytes, rel=0.03)
+        assert nic_share(collective, network.layout) * 2 * SMALL.elements == pytest.approx(counted.nic_bytes, rel=0.03)
+
+
+def test_engines_bytes_are_those_that_bench_sync_counts():
+    names = "lazy,dear,hybrid,lazy:int8,sparse"
+    engines = planned_engines(names, "bf16")
+    counted = bench_count(load_profile("alexnet"), engines, "64", 8, "56gbit")
+    for row, planned in zip(counted, by_engine(64, engines=names).values(), strict=True):
+        assert (row.engine, row.wire) == (planned.engine, planned.wire)
+        assert planned.nic_bytes == pytest.approx(row.nic_bytes, rel=0.02)
+
+
+def test_more_bandwidth_never_hurts_and_bands_hold_the_value():
+    slow, fast = by_engine(512, 25.0), by_engine(512, 100.0)
+    for name, row in slow.items():
+        assert fast[name].step_s <= 1.01 * row.step_s, "of sizes within 1 % it takes the one with fewer launches"
+        for each in (row, fast[name]):
+            assert 0 < each.efficiency_low <= each.efficiency <= each.efficiency_high <= 1
+            assert each.step_s >= each.compute_s
+
+
+def test_more_gpus_take_longer_a_step_and_less_to_train():
+    rows = [by_engine(gpus, engines="lazy,sparse") for gpus in (64, 512)]
+    for name in rows[0]:
+        assert rows[1][name].step_s >= rows[0][name].step_s
+        assert rows[1][name].train_s < rows[0][name].train_s
+
+
+def test_strong_scaling_keeps_the_batch():
+    rows = [by_engine(gpus, engines="lazy", of=situation(scaling="strong"))["lazy bf16"] for gpus in (256, 512)]
+    assert [row.gpus * row.batch for row in rows] == [65536, 65536]
+    assert rows[0].steps == rows[1].steps
+
+
+def test_one_gpu_sends_nothing():
+    for row in by_engine(1).values():
+        assert (row.nic_bytes, row.launches, row.efficiency) == (0, 0, pytest.approx(1))
+
+
+def test_auto_takes_the_fastest_exact_engine_of_ours():
+    rows = by_engine(512)
+    (chosen,) = (name for name, row in rows.items() if row.chosen)
+    exact = {
+        name: row.step_s for name, row in rows.items() if row.exact and not name.startswith(("ddp", "allreduce f"))
+    }
+    assert chosen == min(exact, key=exact.__getitem__)
+
+
+@pytest.mark.parametrize("gpus", [9, 12, 511, 1001])
+def test_gpus_that_are_no_whole_nodes_are_refused(gpus: int):
+    with pytest.raises(UserError, match=f"{gpus} GPUs are no whole number of nodes of 8; take"):
+        by_engine(gpus)
+
+
+def test_a_batch_that_does_not_divide_is_refused():
+    with pytest.raises(UserError, match="does not divide over 24 ranks"):
+        by_engine(24, of=situation(scaling="strong"))
