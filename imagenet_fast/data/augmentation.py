@@ -51,6 +51,8 @@ class Augmentation:
     """"alternate": flip those images that were not flipped in the epoch before."""
     side: float | None = None
     """Side of square windows, as a share of the image's shorter side; None: windows are drawn by ``area``."""
+    padding: int | None = None
+    """Pixels of padding on each side of a resized image, of which a square is cropped; None: ``window`` applies."""
 
     def draw(self, batch: BatchIndices) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         """Draw the random numbers for a batch.
@@ -95,10 +97,30 @@ class Augmentation:
         tall, wide = min(height, round(width / narrowest)), min(width, round(height * widest))
         return Window((height - tall) // 2, (width - wide) // 2, tall, wide)
 
+    def padded_window(self, height: int, width: int, size: int, numbers: Sequence[float]) -> Window:
+        """Choose the square that is cropped from one resized and padded image, as torchvision's ``RandomCrop`` does.
+
+        Args:
+            height: Height of the image in pixels, without padding.
+            width: Width of the image in pixels, without padding.
+            size: Side of the square in pixels.
+            numbers: One row [22] of the numbers that ``draw`` returns.
+
+        Returns:
+            The square's place in the padded image.
+        """
+        assert self.padding is not None
+        top, left = (
+            int(number * (side + 2 * self.padding - size + 1))
+            for number, side in zip(numbers, (height, width), strict=False)
+        )
+        return Window(top, left, size, size)
+
 
 def augmentation_of(data: ImageData, order: Order) -> Augmentation | None:
     """Return the augmentation for ``order``, or None for an evaluation or if the recipe turns it off."""
     if data.augment and isinstance(order, TrainSampler):
         side = data.image_size / data.resize if data.crop == "window" else None
-        return Augmentation(order.seed, data.crop_area, data.flip, side)
+        padding = data.crop_padding if data.crop == "padded" else None
+        return Augmentation(order.seed, data.crop_area, data.flip, side, padding)
     return None

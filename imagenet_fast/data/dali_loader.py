@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from imagenet_fast.data.augmentation import augmentation_of
+from imagenet_fast.data.augmentation import Augmentation, augmentation_of
 from imagenet_fast.data.bad_images import NO_CLASS, BadImagePolicy
 from imagenet_fast.data.decode import EncodedImage, decode, encode, to_common_format
 from imagenet_fast.data.image_source import ImageDecodeError, ImageSource
@@ -116,12 +116,15 @@ class DaliLoader:
             labels[place] = NO_CLASS if shown is None else shown.label
             image = _black() if shown is None else shown.made
             given.encoded[place] = np.frombuffer(image.encoded, dtype=np.uint8)
-            if self._chance is not None and numbers is not None:
+            whole = scaled_size(image.height, image.width, given.shown_at.shorter)
+            if self._chance is None or numbers is None:
+                given.sides[place], given.places[place] = whole, middle_of(whole, given.shown_at.size)
+            elif self._chance.padding is None:
                 window = self._chance.window(image.height, image.width, numbers[row].tolist())
                 given.places[place], given.extents[place] = window[:2], window[2:]
             else:
-                whole = scaled_size(image.height, image.width, given.shown_at.shorter)
-                given.sides[place], given.places[place] = whole, middle_of(whole, given.shown_at.size)
+                window = self._chance.padded_window(*whole, given.shown_at.size, numbers[row].tolist())
+                given.sides[place], given.places[place] = whole, window[:2]
             yield
 
     def _portable(self, index: int) -> EncodedImage:
@@ -190,7 +193,7 @@ class DaliLoader:
             device_id=self._device.index if gpu else None,
             prefetch_queue_depth=self._data.prefetch,
         )
-        _define(pipeline, source(), self._data, self._chance is not None, gpu)
+        _define(pipeline, source(), self._data, self._chance, gpu)
         pipeline.build()
         return pipeline
 
@@ -235,7 +238,7 @@ class _Given:
         self.sides = np.full((count, 2), shown_at.size, dtype=np.float32)
         """Height and width that each whole image or window is resized to."""
         self.places, self.extents = np.full((2, count, 2), shown_at.size, dtype=np.int32)
-        """Windows: top and left, height and width. Random ones apply before resizing, central ones after it."""
+        """Windows: top and left, height and width. They apply before resizing if they are drawn by their area."""
         self.flips = np.empty(count, dtype=np.int32)
         self.decoded = False
         """True if the images are passed as pixels, because DALI could not decode the files."""
@@ -253,8 +256,10 @@ def _black() -> EncodedImage:
     return encode(np.zeros((1, 1, 3), dtype=np.uint8))
 
 
-def _define(pipeline: Pipeline, samples: Iterator[tuple[Any, ...]], data: ImageData, crops: bool, gpu: bool) -> None:
-    """Define the graph: decode a window, resize and flip it; or decode the image, resize it and crop the centre."""
+def _define(
+    pipeline: Pipeline, samples: Iterator[tuple[Any, ...]], data: ImageData, chance: Augmentation | None, gpu: bool
+) -> None:
+    """Define the graph: decode a window and resize it; or decode the image, resize, pad and crop it. Then flip it."""
     from nvidia.dali import fn, types
 
     decoding = {"device": "mixed" if gpu else "cpu", "output_type": types.RGB, "adjust_orientation": False}
@@ -269,13 +274,35 @@ def _define(pipeline: Pipeline, samples: Iterator[tuple[Any, ...]], data: ImageD
         }
     resize = {"interp_type": types.INTERP_TRIANGULAR}  # with DALI's antialiasing, the same as PIL's bilinear filter
     with pipeline:
-        given: Any = fn.external_source(source=samples, num_outputs=5 if crops else 4, no_copy=not gpu)
-        if crops:
-            encoded, sides, place, extent, mirror = given
+        inputs = 4 if chance is None else 5
+        given: Any = fn.external_source(source=samples, num_outputs=inputs, no_copy=not gpu)
+        encoded, sides, place, extent = given[:4]
+        if chance is not None and chance.padding is None:
             images = fn.decoders.image_slice(encoded, start=place, shape=extent, axes=[0, 1], **decoding)
-            images = fn.flip(fn.resize(images, size=sides, **resize), horizontal=mirror)
+            images = fn.resize(images, size=sides, **resize)
         else:
-            encoded, sides, place, extent = given
             images = fn.resize(fn.decoders.image(encoded, **decoding), size=sides, **resize)
+            if chance is not None and chance.padding:
+                images = _mirror_padded(images, chance.padding)
             images = fn.slice(images, start=place, shape=extent, axes=[0, 1])
+        if chance is not None:
+            images = fn.flip(images, horizontal=given[4])
         pipeline.set_outputs(images)
+
+
+def _mirror_padded(images: Any, padding: int) -> Any:
+    """Add to DALI's graph: enlarge each side by ``padding`` pixels of the mirror image, as ``np.pad``'s "reflect"."""
+    from nvidia.dali import fn
+
+    for axis in (0, 1):
+        vertical = int(axis == 0)
+
+        def turned(images: Any, vertical: int = vertical) -> Any:
+            return fn.flip(images, vertical=vertical, horizontal=1 - vertical)
+
+        def next_to_edge(images: Any, axis: int = axis) -> Any:
+            return fn.slice(images, start=[1], shape=[padding], axes=[axis])
+
+        before, after = turned(next_to_edge(images)), next_to_edge(turned(images))
+        images = fn.cat(before, images, after, axis=axis)
+    return images

@@ -25,6 +25,8 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import Data, ImageData, SyntheticData
 
+_EXAMPLES, _EXAMPLES_AT_ONCE = 5000, 100
+
 Batch = tuple[Tensor, Tensor]
 
 _LOOKED_AT = 50
@@ -208,6 +210,40 @@ def open_loader(
             return load(images, order, data, device, min(data.workers or cores, cores))
         case _:
             assert_never(data)
+
+
+def example_images(data: Data, root: Path | None, seed: int) -> Iterator[Tensor]:
+    """Yield batches of normalised training images, not augmented, from which a model can compute initial weights.
+
+    They are chosen by ``seed`` alone, so they are the same for any loader and any number of ranks.
+
+    Args:
+        data: The recipe's ``[data]`` table.
+        root: Data directory; not read for synthetic data.
+        seed: Seed of the order of images, of which the first 5000 are taken.
+
+    Yields:
+        Images fp32 [n, 3, S, S] on the CPU.
+
+    Raises:
+        UserError: If the images cannot be read.
+    """
+    source = None
+    match data:
+        case SyntheticData():
+            count = data.train_images
+        case ImageData():
+            assert root is not None
+            source = format_detection.open_training(root)
+            count = len(source)
+            data = data.model_copy(update={"augment": False, "loader": "folder", "cache": ""})
+        case _:
+            assert_never(data)
+    batch = min(count, _EXAMPLES_AT_ONCE)
+    order = TrainSampler(count, Batching(1, batch, 1), 0, seed)
+    batches = min(_EXAMPLES // batch, order.steps_per_epoch)
+    examples = _open(data, source, order, 1, torch.device("cpu"), seed, torch.float32)
+    yield from (images for images, _ in islice(examples, batches))
 
 
 def supply_of(data: ImageData, root: Path, cores: int, device: torch.device) -> InputPipeline:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import repeat
 
 import cv2
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from imagenet_fast.data.augmentation import augmentation_of
+from imagenet_fast.data.augmentation import Augmentation, augmentation_of
 from imagenet_fast.data.bad_images import NO_CLASS, BadImagePolicy
 from imagenet_fast.data.decode import Pixels
 from imagenet_fast.data.decoded_cache import pixels_of
@@ -97,12 +97,41 @@ class FolderLoader:
                 places[number] = central_crop(shown.made, shown_at)
             else:
                 numbers, flip = chance
-                window = self._chance.window(shown.made.shape[0], shown.made.shape[1], numbers.tolist())
-                seen = shown.made[window.rows, window.columns]
-                resized(seen, shown_at.size, shown_at.size, into=unflipped if flip else places[number])
+                random_crop(
+                    shown.made, shown_at, self._chance, numbers.tolist(), into=unflipped if flip else places[number]
+                )
                 if flip:
                     cv2.flip(unflipped, 1, dst=places[number])
             yield
+
+
+def random_crop(
+    image: Pixels, shown_at: Resolution, chance: Augmentation, numbers: Sequence[float], into: Pixels
+) -> None:
+    """Write a random crop of ``image``, not flipped, to ``into``, uint8 [size, size, 3].
+
+    Args:
+        image: The image.
+        shown_at: Size of the crop, and the shorter side to which an image is resized before it is padded.
+        chance: Kind of crop.
+        numbers: Random numbers that ``chance`` drew for this image.
+        into: Memory for the crop.
+    """
+    if chance.padding is None:
+        window = chance.window(image.shape[0], image.shape[1], numbers)
+        resized(image[window.rows, window.columns], shown_at.size, shown_at.size, into=into)
+        return
+    image = resized(image, *scaled_size(image.shape[0], image.shape[1], shown_at.shorter))
+    window = chance.padded_window(image.shape[0], image.shape[1], shown_at.size, numbers)
+    into[:] = mirror_padded(image, chance.padding)[window.rows, window.columns]
+
+
+def mirror_padded(image: Pixels, padding: int) -> Pixels:
+    """Enlarge each side of an image by ``padding`` pixels of its mirror image, without repeating its outermost ones."""
+    height, width, channels = image.shape
+    padded = np.empty((height + 2 * padding, width + 2 * padding, channels), dtype=np.uint8)
+    cv2.copyMakeBorder(image, padding, padding, padding, padding, cv2.BORDER_REFLECT_101, dst=padded)
+    return padded
 
 
 def central_crop(image: Pixels, shown_at: Resolution) -> Pixels:

@@ -11,6 +11,7 @@ from torch import nn
 
 from imagenet_fast.models.alexnet import AlexNet, AlexNetBN, CompilableSequential
 from imagenet_fast.models.blurpool import add_blurpool
+from imagenet_fast.models.cifarnet import CifarNet, ConvGroup
 from imagenet_fast.models.external import build_external
 from imagenet_fast.models.initialization import initialize
 from imagenet_fast.models.resnet import BasicBlock, Bottleneck, ResNet
@@ -44,6 +45,8 @@ def build_model(model: schema.Model, classes: int) -> nn.Module:
                 network = ResNet(BasicBlock, (2, 2, 2, 2), classes, model.zero_init_last_gamma)
             else:
                 network = ResNet(Bottleneck, (3, 4, 6, 3), classes, model.zero_init_last_gamma)
+        case schema.CifarNet():
+            network = CifarNet(classes, model.widths)
         case TorchvisionModel() | TimmModel() | PythonModel():
             network = build_external(model, classes)
         case _:
@@ -56,7 +59,9 @@ def build_model(model: schema.Model, classes: int) -> nn.Module:
 
 
 def compile_blocks(model: nn.Module, sizes: int = 1) -> None:
-    """Compile the blocks of ``model`` in place: a ResNet's stem and residual blocks, or AlexNet's two halves.
+    """Compile the blocks of ``model`` in place.
+
+    These are a ResNet's stem and residual blocks, AlexNet's two halves, or a CifarNet's groups of convolutions.
 
     A model compiled as a whole yields every gradient only at the end of backward, which leaves nothing to overlap
     (pytorch issue 109774). Sizes are compiled as constants. By default torch does so only until it meets a second size.
@@ -68,7 +73,7 @@ def compile_blocks(model: nn.Module, sizes: int = 1) -> None:
     """
     if isinstance(model, ResNet):
         model.compile_stem(dynamic=False)
-    pieces = [m for m in model.modules() if isinstance(m, BasicBlock | Bottleneck | CompilableSequential)]
+    pieces = [m for m in model.modules() if isinstance(m, BasicBlock | Bottleneck | CompilableSequential | ConvGroup)]
     for piece in pieces:
         piece.compile(dynamic=False)
     _allow_compilations((_EVALUATED_FORMS + sizes) * len(pieces))

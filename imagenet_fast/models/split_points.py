@@ -59,7 +59,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         case _:
             raise UserError(
                 f"in which order {type(model).__name__} calls its layers is not known, so a pipeline cannot cut it; "
-                "take alexnet, alexnet_bn, resnet18 or resnet50"
+                "take alexnet, alexnet_bn, resnet18, resnet50 or cifarnet"
             )
 
 

@@ -44,6 +44,8 @@ _MODELS: tuple[schema.Model, ...] = (
     schema.AlexNetBN(kind="alexnet_bn", pool5_norm=True),
     schema.ResNet(kind="resnet18"),
     schema.ResNet(kind="resnet50"),
+    schema.CifarNet(kind="cifarnet"),
+    schema.CifarNet(kind="cifarnet", widths=(64, 128, 128)),
 )
 
 
@@ -288,7 +290,13 @@ def _misfit(weights: Weights, model: schema.Model, classes: int, wrong: Mapping[
 
 
 def _name(model: schema.Model) -> str:
-    return f"{model.kind} with pool5_norm" if getattr(model, "pool5_norm", False) else model.label
+    match model:
+        case schema.AlexNetBN(pool5_norm=True):
+            return "alexnet_bn with pool5_norm"
+        case schema.CifarNet():
+            return f"cifarnet of widths {'/'.join(map(str, model.widths))}"
+        case _:
+            return model.label
 
 
 def _first_line(error: Exception) -> str:

@@ -63,16 +63,23 @@ class ImageData(Table):
     """Side of validation images, in pixels; 0: ``image_size``."""
     augment: bool = True
     """Whether to crop at random, and flip, training images. If not, they are treated as validation images are."""
-    crop: Literal["resized", "window"] = "resized"
+    crop: Literal["resized", "window", "padded"] = "resized"
     """Random crop in training.
 
     ``resized``: a window that covers a share of ``crop_area`` and has one of several aspect ratios. ``window``:
     AlexNet's crop, a square of ``image_size`` from the central square of an image whose shorter side is ``resize``.
+    ``padded``: CIFAR's crop, a square of ``image_size`` from anywhere in an image whose shorter side is ``resize``,
+    with ``crop_padding`` pixels more on each side.
+    """
+    crop_padding: NonNegativeInt = 0
+    """Pixels by which ``crop`` = ``padded`` enlarges each side of an image, with its mirror image; below ``resize``.
+
+    The outermost pixels are not repeated. Unused with other crops.
     """
     crop_area: tuple[PositiveFloat, PositiveFloat] = (0.08, 1.0)
     """Smallest and largest share of the image's area that a random crop covers.
 
-    Two numbers above 0 and at most 1, the smaller first. Unused with ``crop`` = ``window``.
+    Two numbers above 0 and at most 1, the smaller first. Only used with ``crop`` = ``resized``.
     """
     flip: bool | Literal["alternate"] = True
     """Whether to mirror half of the training images, chosen at random in each epoch.
@@ -140,6 +147,12 @@ class ImageData(Table):
             raise ValueError(f"sizes must be multiples of size_multiple ({self.size_multiple}), and {uneven[0]} is not")
         if not self.crop_area[0] <= self.crop_area[1] <= 1:
             raise ValueError("crop_area must be two rising shares of the area, such as [0.08, 1.0]")
+        smallest = min(self.resize * size // self.image_size for size in (self.image_size, *(s for _, s in self.sizes)))
+        if self.crop == "padded" and self.crop_padding >= smallest:
+            raise ValueError(
+                f"crop_padding ({self.crop_padding}) must be less than an image's shorter side of {smallest} pixels, "
+                "which it mirrors"
+            )
         return self
 
     @model_validator(mode="after")

@@ -60,7 +60,21 @@ class ResNet(Network):
         return {"resnet18": 11, "resnet50": 19}[self.kind]
 
 
-Model = Annotated[AlexNet | AlexNetBN | ResNet | ExternalModel, Field(discriminator="kind")]
+class CifarNet(Network):
+    """The network of airbench's fastest CIFAR-10 trainings (Jordan, arXiv 2404.00498).
+
+    Its first layer whitens patches, by weights computed from training images when a run begins.
+    """
+
+    sharded_width: ClassVar[int] = 0
+    most_stages: ClassVar[int] = 5
+
+    kind: Literal["cifarnet"]
+    widths: tuple[PositiveInt, PositiveInt, PositiveInt] = (64, 256, 256)
+    """Channels of the three groups of convolutions."""
+
+
+Model = Annotated[AlexNet | AlexNetBN | ResNet | CifarNet | ExternalModel, Field(discriminator="kind")]
 
 
 class Full(Table):
@@ -114,6 +128,8 @@ class Sgd(Table):
 
     Each step then multiplies weights by 1 - ``weight_decay`` x (rate / ``lr``), as Composer's DecoupledSGDW does.
     """
+    norm_bias_factor: PositiveFloat = 1.0
+    """Factor of the learning rate for biases of norm layers; above 0. Their decay stays the same."""
 
 
 class Lars(Table):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -15,13 +16,17 @@ from imagenet_fast.distributed.reductions import broadcast_error, broadcast_mode
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.report import FINAL_WEIGHTS, is_checkpoint, split_checkpoint, weights_file
 from imagenet_fast.models import build_model
+from imagenet_fast.models.cifarnet import CifarNet
 from imagenet_fast.models.external import check_outputs
 from imagenet_fast.models.weights import Weights, fill, fit, read_weights
 from imagenet_fast.recipe.network import ExternalModel
 from imagenet_fast.recipe.schema import Model, Recipe
 
 
-def build_initial_model(recipe: Recipe, classes: int, world: DistContext, weights: Weights | None = None) -> nn.Module:
+def build_initial_model(
+    recipe: Recipe, classes: int, world: DistContext, weights: Weights | None = None,
+    examples: Callable[[], Iterable[Tensor]] | None = None,
+) -> nn.Module:  # fmt: skip
     """Build the recipe's model on this rank's device, with rank 0's weights on every rank.
 
     Args:
@@ -29,6 +34,8 @@ def build_initial_model(recipe: Recipe, classes: int, world: DistContext, weight
         classes: Number of classes.
         world: This rank and its process group.
         weights: Result of ``load_initial_weights``; None on rank 0: fresh weights.
+        examples: Returns batches of training images, from which fresh weights that depend on images are computed. Only
+            called on rank 0, and only for such a model. None: those weights are random.
 
     Raises:
         UserError: A network defined elsewhere cannot be built, or does not fit the images or the classes.
@@ -39,6 +46,8 @@ def build_initial_model(recipe: Recipe, classes: int, world: DistContext, weight
         check_outputs(model, recipe.model, classes, recipe.data.image_size, recipe.data.evaluated_size)
     if weights is not None:
         fill(model, weights)
+    elif isinstance(model, CifarNet) and examples is not None and world.is_main:
+        model.set_whitening(examples())
     model = model.to(world.device)
     if recipe.channels_last:
         model = model.to(memory_format=torch.channels_last)

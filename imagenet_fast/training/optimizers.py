@@ -290,6 +290,8 @@ def build_optimizer(
             decayed, plain = split_parameters(model)
             rest = settings.weight_decay if settings.decay_all else 0.0
             groups: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": rest}]
+            if settings.norm_bias_factor != 1:
+                groups += _faster_biases(model, groups[1], settings)
             return SGD(
                 groups,
                 settings.lr, settings.momentum, settings.weight_decay, settings.nesterov, corrected=corrected,
@@ -304,6 +306,27 @@ def build_optimizer(
             return lars
         case _:
             assert_never(settings)
+
+
+def _faster_biases(model: nn.Module, plain: dict[str, Any], settings: schema.Sgd) -> list[dict[str, Any]]:
+    """Take the biases of norm layers out of the group ``plain``, and return them as a group with their own rate."""
+    factor = settings.norm_bias_factor
+    norms = [module for module in model.modules() if isinstance(module, _NORMS)]
+    ids = {id(norm.bias) for norm in norms if norm.bias is not None}
+    biases = [param for param in plain["params"] if id(param) in ids]
+    plain["params"] = [param for param in plain["params"] if id(param) not in ids]
+    if not biases:
+        return []
+    peak = factor * settings.lr
+    decay = plain["weight_decay"] / (1 if settings.decoupled else factor)
+    decoupled_lr = peak if settings.decoupled else 0.0
+    return [{"params": biases, "lr": peak, "lr_factor": factor, "weight_decay": decay, "decoupled_lr": decoupled_lr}]
+
+
+def set_rate(optimizer: Optimizer, lr: float) -> None:
+    """Set the learning rate of every group of parameters, times the group's own ``lr_factor`` if it has one."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_factor", 1.0)
 
 
 def param_groups(model: nn.Module, scale_biases: bool = False) -> list[dict[str, Any]]:

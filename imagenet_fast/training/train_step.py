@@ -27,7 +27,7 @@ from imagenet_fast.training.ema import ModelEma
 from imagenet_fast.training.loss import build_loss
 from imagenet_fast.training.meter import Meter
 from imagenet_fast.training.nonfinite import NonFiniteCounter, trace_nonfinite
-from imagenet_fast.training.optimizers import build_optimizer, total_norm
+from imagenet_fast.training.optimizers import build_optimizer, set_rate, total_norm
 from imagenet_fast.training.precision import LossScaler, autocast, forward_dtype, set_float32_math
 from imagenet_fast.training.state import TrainState
 
@@ -124,8 +124,7 @@ class TrainingStep:
     def _update(self, lr: float) -> None:
         """Update weights and their moving average, now or, if the engine defers, layer by layer in the next forward."""
         state, optimizer = self.state, self.state.optimizer
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        set_rate(optimizer, lr)
         optimizer.found_inf = state.sync.found_inf
         optimizer.grad_scale = state.scale.end_step(optimizer.found_inf)
         if self._clip_norm:

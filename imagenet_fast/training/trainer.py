@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
 
-from imagenet_fast.data.loaders import Loaders, build_loaders, supply_of
+from imagenet_fast.data.loaders import Loaders, build_loaders, example_images, supply_of
 from imagenet_fast.data.rng import bits
 from imagenet_fast.data.stall_advice import advice
 from imagenet_fast.distributed.failure_detection import report_failure
@@ -176,7 +177,9 @@ class Trainer:
         """
         job, world, found = self.job, self.world, self.resumed_from
         if model is None:
-            model = build_initial_model(job.recipe, self.data.classes, world, self.weights)
+            fresh = found is None and self.weights is None
+            examples = partial(example_images, job.recipe.data, job.data, job.recipe.seed) if fresh else None
+            model = build_initial_model(job.recipe, self.data.classes, world, self.weights, examples)
         trace = job.folder / "trace.json" if job.trace and world.is_main else None
         self.step = build_step(
             job.recipe, job.batching, model, world, self.steps_per_epoch, trace, self.clock, self.outcome

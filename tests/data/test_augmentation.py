@@ -102,6 +102,17 @@ def test_half_of_all_images_are_mirrored_each_in_half_of_all_epochs_if_any():
     assert not Augmentation(1, WHOLE, flip=False).draw(BatchIndices(0, np.arange(DRAWS)))[1].any()
 
 
+def test_a_padded_crop_lies_anywhere_in_the_padded_image_as_often():
+    augmentation = Augmentation(1, WHOLE, flip=True, padding=2)
+    numbers, _ = augmentation.draw(BatchIndices(0, np.arange(DRAWS)))
+    placed = np.array([augmentation.padded_window(32, 40, 32, drawn) for drawn in numbers.tolist()])
+    assert (placed[:, 2:] == 32).all()
+    for column, places in enumerate((5, 13)):  # 32 + 2 x 2 - 32 + 1, 40 + 2 x 2 - 32 + 1
+        times = np.bincount(placed[:, column], minlength=places)
+        assert len(times) == places
+        assert np.abs(times - DRAWS / places).max() < 4 * math.sqrt(DRAWS / places)
+
+
 def test_alternating_flips_show_both_sides_of_an_image_in_two_epochs():
     """Flips of airbench: at random in the first epoch, and from then on the mirror of the epoch before."""
     alternate = Augmentation(1, WHOLE, flip="alternate")

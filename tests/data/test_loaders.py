@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from imagenet_fast.data import dali_loader
+from imagenet_fast.data.augmentation import augmentation_of
 from imagenet_fast.data.decode import EncodedImage, decode
 from imagenet_fast.data.imagefolder import scan_training
 from imagenet_fast.data.loaders import Loaders, build_loaders, open_loader
@@ -109,6 +110,51 @@ def test_dali_and_folder_show_the_same_windows(image_dir: Path):
     assert (ours - theirs).abs().mean((1, 2, 3)).max() < 0.03
 
 
+@pytest.mark.parametrize("padding", [0, 2, 31])
+@pytest.mark.parametrize("loader", ["dali", "folder"])
+def test_a_padded_crop_is_of_numpys_reflected_image(tmp_path: Path, loader: str, padding: int):
+    """Each crop is found, to the pixel, at one place of the padded image or of its mirror image."""
+    random = np.random.default_rng(1)
+    images = random.integers(0, 256, (8, 32, 35, 3), dtype=np.uint8)
+    for split in ("train", "val"):
+        (tmp_path / split / "all").mkdir(parents=True)
+        for number, image in enumerate(images):
+            Image.fromarray(image).save(tmp_path / split / "all" / f"{number}.png")
+    data = image_data(loader, image_size=32, resize=32, crop="padded", crop_padding=padding)
+    order = TrainSampler(8, ALONE, 0, seed=1)
+    loaded = open_loader(data, scan_training(tmp_path), order, 1, CPU, seed=1)
+    chance = augmentation_of(data, order)
+    assert chance is not None
+    places = set()
+    for batch, (crops, _) in islice(zip(order, loaded, strict=False), 4):
+        numbers, flips = chance.draw(batch)
+        for index, crop, drawn, flip in zip(batch.images, crops, numbers.tolist(), flips, strict=True):
+            widths = ((padding, padding), (padding, padding), (0, 0))
+            padded = np.pad(images[index], widths, mode="reflect")
+            top, left = (int(u * (side + 2 * padding - 31)) for u, side in zip(drawn[:2], (32, 35), strict=True))
+            expected = padded[top : top + 32, left : left + 32]
+            assert np.array_equal(crop.permute(1, 2, 0), expected[:, ::-1] if flip else expected)
+            places.add((top, left, bool(flip)))
+    assert len(places) > 7
+
+
+@pytest.mark.parametrize("sizes", [[], [[1, 36]]])
+def test_dali_and_folder_show_the_same_padded_crops(image_dir: Path, sizes: list[list[int]]):
+    """Of images that are resized first, and where images grow."""
+    changes = {"crop": "padded", "crop_padding": 5, "sizes": sizes, "image_size": 48, "resize": 50}
+    ours, _ = collect(opened(image_dir, "dali", **changes).train, 10)
+    theirs, _ = collect(opened(image_dir, "folder", **changes).train, 10)
+    assert ours.shape == theirs.shape
+    assert (ours - theirs).abs().mean((1, 2, 3)).max() < 0.03
+
+
+def test_padding_beyond_an_image_is_refused():
+    with pytest.raises(UserError, match=r"crop_padding \(56\) must be less than an image's shorter side of 56 pixels"):
+        image_data("folder", crop="padded", crop_padding=56)
+    with pytest.raises(UserError, match="shorter side of 42 pixels"):
+        image_data("folder", crop="padded", crop_padding=42, sizes=[[1, 36]])
+
+
 def odd_images(root: Path) -> Path:
     """What lies in real folders beside plain JPEGs, as many as make an epoch; names with spaces and accents."""
     random = np.random.default_rng(1)
@@ -142,14 +188,17 @@ def test_odd_images_too_are_cropped_alike(tmp_path: Path):
             assert (one - other).abs().mean() < 0.03, names[index]
 
 
-@pytest.mark.parametrize("loader", ["dali", "folder", "synthetic"])
-def test_loader_resumes_at_a_step_on_any_ranks(image_dir: Path, loader: str):
+@pytest.mark.parametrize(
+    ("loader", "changes"),
+    [("dali", {}), ("folder", {}), ("folder", {"crop": "padded", "crop_padding": 3}), ("synthetic", {})],
+)
+def test_loader_resumes_at_a_step_on_any_ranks(image_dir: Path, loader: str, changes: dict[str, object]):
     """Three epochs of 3 steps on one rank; steps 4 to 8 again on one, on two and on three, with other workers."""
-    data = SYNTHETIC if loader == "synthetic" else image_data(loader)
+    data = SYNTHETIC if loader == "synthetic" else image_data(loader, **changes)
     alone = Batching(ranks=1, micro_batch=2, accumulation=6)
     whole = list(islice(build_loaders(data, image_dir, alone, 0, 2, CPU, seed=1).train, 9 * 6))
     if loader != "synthetic":
-        data = image_data(loader, workers=2)
+        data = image_data(loader, workers=2, **changes)
     for ranks in (1, 2, 3):
         batching = Batching(ranks, 2, 6 // ranks)
         trains = [

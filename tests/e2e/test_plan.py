@@ -74,10 +74,13 @@ def test_a_recipe_can_be_trained_at_its_full_size(planned: tuple[Recipe, DistCon
     assert all(p.isfinite().all() for p in after)
     changed = [not torch.equal(old, new) for old, new in zip(before, after, strict=True)]
     idle = 16 if getattr(recipe.model, "zero_init_last_gamma", False) else 0  # norms behind a gamma of zero
+    idle += sum(not p.requires_grad for p in after)
     assert sum(changed) == len(changed) - idle
     shards = {new for old, new in zip(before, after, strict=True) if old.shape != new.shape}
     assert len(shards) == (3 if recipe.parallel.tensor > 1 else 0), "both weights and the first layer's bias"
-    wire = sum(p.numel() for p in after if p not in shards) * (4 if recipe.sync.wire == "fp32" else 2)
+    wire = sum(p.numel() for p in after if p not in shards and p.requires_grad) * (
+        4 if recipe.sync.wire == "fp32" else 2
+    )
     share = 2 * (recipe.ranks - 1) / recipe.ranks
     image = 2 * (recipe.parallel.tensor - 1) * (9216 + 4096) * 2  # what comes to the layers and leaves them, and back
     sent = share * wire + 2 * batching.accumulation * image

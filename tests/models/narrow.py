@@ -6,13 +6,13 @@ import torch
 from torch import nn
 
 from imagenet_fast.models import build_model
-from imagenet_fast.recipe.schema import Model, ResNet
+from imagenet_fast.recipe.schema import CifarNet, Model, ResNet
 
 
 def narrow_model(settings: Model, classes: int, units: int = 256) -> nn.Module:
     """The network of a recipe's table in channels_last memory; AlexNets with so many ``units`` a layer, as torch
     initialises them."""
-    if isinstance(settings, ResNet):
+    if isinstance(settings, ResNet | CifarNet):
         return build_model(settings, classes).to(memory_format=torch.channels_last)
     with torch.device("meta"):
         model = build_model(settings, classes)

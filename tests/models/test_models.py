@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from imagenet_fast.models import build_model, compile_blocks
 from imagenet_fast.models.resnet import Bottleneck
-from imagenet_fast.recipe.schema import AlexNet, AlexNetBN, Model, ResNet
+from imagenet_fast.recipe.schema import AlexNet, AlexNetBN, CifarNet, Model, ResNet
 from tests.models.narrow import narrow_model
 
 NETWORKS: dict[str, Model] = {
@@ -21,6 +21,7 @@ NETWORKS: dict[str, Model] = {
     "alexnet_bn": AlexNetBN(kind="alexnet_bn", pool5_norm=True),
     "resnet18": ResNet(kind="resnet18"),
     "resnet50": ResNet(kind="resnet50", zero_init_last_gamma=True),
+    "cifarnet": CifarNet(kind="cifarnet", widths=(64, 128, 128)),
 }
 
 
@@ -82,8 +83,8 @@ def test_a_zeroed_gamma_makes_residual_blocks_begin_as_identities():
     assert not any(weight.any() for weight in last)
 
 
-PIECES = {"alexnet": 2, "alexnet_bn": 2, "resnet18": 1 + 8, "resnet50": 1 + 16}
-"""The stem and the residual blocks, or two halves."""
+PIECES = {"alexnet": 2, "alexnet_bn": 2, "resnet18": 1 + 8, "resnet50": 1 + 16, "cifarnet": 3}
+"""The stem and the residual blocks, two halves, or groups."""
 
 
 @pytest.mark.parametrize("kind", PIECES)
@@ -95,7 +96,9 @@ def test_compiling_a_model_changes_no_name_of_its_weights(kind: str):
     assert [name for name, _ in model.named_modules()] == [name for name, _ in untouched.named_modules()]
 
 
-@pytest.mark.parametrize(("kind", "image_size"), [("resnet50", 32), ("alexnet", 63), ("alexnet_bn", 67)])
+@pytest.mark.parametrize(
+    ("kind", "image_size"), [("resnet50", 32), ("alexnet", 63), ("alexnet_bn", 67), ("cifarnet", 32)]
+)
 def test_every_piece_runs_compiled_in_training_and_in_evaluation(kind: str, image_size: int):
     """For shapes that are constants, and the last batch of an evaluation, which is smaller, is no exception."""
     runs: list[torch.fx.GraphModule] = []

@@ -22,6 +22,7 @@ MODELS: dict[str, tuple[schema.Model, int]] = {
     "resnet50": (schema.ResNet(kind="resnet50"), 32),
     "alexnet": (schema.AlexNet(kind="alexnet"), 63),
     "alexnet_bn": (schema.AlexNetBN(kind="alexnet_bn", pool5_norm=True), 67),
+    "cifarnet": (schema.CifarNet(kind="cifarnet", widths=(4, 5, 6)), 32),
 }
 
 

@@ -47,13 +47,15 @@ class Tiny(AlexNet):
 
 
 def small_model(kind: str) -> nn.Module:
-    """With the same weights at every call: ``tiny``, ``resnet18``, or ``alexnet`` or ``alexnet_bn`` with 256 units."""
+    """With the same weights at every call: ``tiny``, ``resnet18``, ``cifarnet``, or an AlexNet with 256 units."""
     torch.manual_seed(0)
     match kind:
         case "tiny":
             return Tiny()
         case "resnet18":
             return narrow_model(schema.ResNet(kind="resnet18"), CLASSES)
+        case "cifarnet":
+            return narrow_model(schema.CifarNet(kind="cifarnet", widths=(4, 5, 6)), CLASSES)
         case "alexnet":
             return narrow_model(schema.AlexNet(kind="alexnet", dropout=0.0), CLASSES)
         case _:
@@ -61,7 +63,7 @@ def small_model(kind: str) -> nn.Module:
 
 
 UNDIVIDED = Parallel()
-PIXELS = {"tiny": 5, "alexnet": 63, "alexnet_bn": 67, "resnet18": 32}
+PIXELS = {"tiny": 5, "alexnet": 63, "alexnet_bn": 67, "resnet18": 32, "cifarnet": 32}
 
 
 def images_of(kind: str, step: int, batch: int) -> tuple[Tensor, Tensor]:

@@ -58,6 +58,24 @@ LARC = CAFFE | {
 }
 """What its LARC solvers have in common: rampup_lr 1, a ramp whose progress is squared, poly by iter/max_iter."""
 
+AIRBENCH = {
+    "model.kind": "cifarnet",
+    "label_smoothing": 0.2,
+    "data.image_size": 32,
+    "data.resize": 32,
+    "data.crop": "padded",
+    "data.crop_padding": 2,
+    "data.flip": "alternate",
+    "optim.kind": "sgd",
+    "optim.momentum": 0.85,
+    "optim.nesterov": True,
+    "optim.decay_all": True,
+    "optim.norm_bias_factor": 64.0,
+    "eval_mirror": True,
+    "target_mirrored": True,
+}
+"""What its trainings without Muon have in common; rates are compared below."""
+
 FFCV = {
     "model.kind": "resnet50", "model.blurpool": "conv", "model.init": (), "global_batch": 4096, "ranks": 8,
     "loss": "cross_entropy", "label_smoothing": 0.1, "optim.kind": "sgd", "optim.lr": 1.7, "optim.momentum": 0.9,
@@ -118,6 +136,10 @@ CITED: dict[str, tuple[str, dict[str, Any]]] = {
             "optim.weight_decay": 2.5e-5, "schedule.warmup_epochs": 12.0, "eval_every": 4, "first_eval": 2,
         },
     ),
+    "cifar10-93": (
+        "airbench/lib_airbench93.py", AIRBENCH | {"model.widths": (64, 128, 128), "target_top1": 93.0}
+    ),
+    "cifar10-94": ("legacy/airbench94.py", AIRBENCH | {"model.widths": (64, 256, 256), "target_top1": 94.0}),
     "resnet50-8gpu-ffcv16": (
         "libffcv/ffcv-imagenet",
         FFCV | {"epochs": 16, "data.sizes": ((1.0, 160), (13.0, 192)), "target_top1": 73.7},
@@ -143,6 +165,9 @@ CITED: dict[str, tuple[str, dict[str, Any]]] = {
 OWN = ("cifar10-resnet18", "demo", "smoke")
 """Recipes that follow no source."""
 
+RUN = OWN
+"""Recipes that were run by us."""
+
 
 @pytest.mark.parametrize("name", CITED)
 def test_values_are_those_of_the_source(name: str):
@@ -162,11 +187,10 @@ def test_a_header_says_what_is_reached_and_by_whose_log(name: str):
         return
     assert "Reaches: " in header
     assert "Source: " in header
-    if name in OWN:
-        assert "by us" in header
-    else:
+    assert ("Not run by us" in header) == (name not in RUN)
+    assert "by us" in header
+    if name not in OWN:
         assert CITED[name][0] in header
-        assert "Not run by us" in header
 
 
 def test_nvidia_caffes_rates_at_its_own_iterations():
@@ -177,6 +201,21 @@ def test_nvidia_caffes_rates_at_its_own_iterations():
     rates = [learning_rate(recipe.schedule, recipe.optim.lr, i, steps, recipe.epochs) for i in range(15_600)]
     assert rates[:600] == pytest.approx([1 + 9 * (i / 600) ** 2 for i in range(1, 601)])
     assert rates[600:] == pytest.approx([10 * (1 - i / 15_600) ** 2 for i in range(600, 15_600)])
+
+
+@pytest.mark.parametrize("name", ["cifar10-93", "cifar10-94"])
+def test_airbenchs_decoupled_rates_are_ours(name: str):
+    """Its rate and decay are per 1024 images and divided by the sum of Nesterov's steps, for a sum of losses."""
+    recipe = load_recipe(find_recipe(name))
+    kilostep = 1024 * (1 + 1 / (1 - recipe.optim.momentum))
+    rate = 11.5 / kilostep * recipe.global_batch
+    assert recipe.optim.lr == pytest.approx(rate, rel=0.01)
+    assert recipe.optim.weight_decay * recipe.optim.lr == pytest.approx(
+        0.0153 * recipe.global_batch / kilostep, rel=0.01
+    )
+    assert recipe.schedule.warmup_epochs == pytest.approx(0.23 * recipe.epochs, rel=0.02)
+    assert recipe.schedule.start_lr == pytest.approx(0.2 * recipe.optim.lr)
+    assert (recipe.schedule.kind, recipe.schedule.power) == ("polynomial", 1.0), "a triangle"
 
 
 def test_milds_images_grow_as_composers_do():

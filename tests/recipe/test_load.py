@@ -27,7 +27,8 @@ from imagenet_fast.recipe.validation import lint
 from tests.conftest import tables
 
 SHIPPED = [
-    "alexnet-1gpu", "alexnet-4host", "alexnet-512gpu", "alexnet-8gpu", "cifar10-resnet18", "demo",
+    "alexnet-1gpu", "alexnet-4host", "alexnet-512gpu", "alexnet-8gpu", "cifar10-93", "cifar10-94", "cifar10-resnet18",
+    "demo",
     "resnet50-1gpu", "resnet50-512gpu", "resnet50-512gpu-20k", "resnet50-8gpu",
     "resnet50-8gpu-ffcv16", "resnet50-8gpu-ffcv32", "resnet50-8gpu-mild", "smoke",
 ]  # fmt: skip
@@ -63,7 +64,7 @@ def test_a_shipped_recipe_survives_being_written_out_in_full(name: str, tmp_path
         ({"sync__kind": "rng"}, "sync.kind is 'rng'; it must be one of 'allreduce', 'ring', 'lazy'"),
         (
             {"model__kind": "vgg"},
-            "model.kind is 'vgg'; it must be one of 'alexnet', 'alexnet_bn', 'resnet18', 'resnet50'",
+            "model.kind is 'vgg'; it must be one of 'alexnet', 'alexnet_bn', 'resnet18', 'resnet50', 'cifarnet'",
         ),
         ({"data__loader": "tf"}, "data.loader is 'tf'; it must be one of 'dali', 'folder', 'synthetic'"),
         ({"optim": {"lr": 1.0}}, "optim.kind is missing"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from imagenet_fast.recipe.schema import Cosine, Polynomial, StepDecay
@@ -26,6 +27,15 @@ def test_polynomial_decay_is_mlperfs_counted_after_the_warm_up():
     lr = rates(Polynomial(kind="polynomial", warmup_epochs=2, power=2, end_lr=1e-4))
     total = STEPS * (EPOCHS - 2)
     assert lr[20:] == pytest.approx([1e-4 + (2.0 - 1e-4) * (1 - t / total) ** 2 for t in range(total)])
+
+
+def test_a_triangle_is_numpys_interpolation():
+    """Airbench's rate: from a share of the peak up to it, and down in a straight line to the end."""
+    lr = rates(Polynomial(kind="polynomial", warmup_epochs=4.6, start_lr=0.4, power=1, end_lr=0.14))
+    taken = np.arange(STEPS * EPOCHS)
+    rising = np.interp(taken + 1, [0, 46], [0.4, 2.0])
+    falling = np.interp(taken, [46, STEPS * EPOCHS], [2.0, 0.14])
+    assert lr == pytest.approx(np.where(taken < 46, rising, falling).tolist())
 
 
 def test_a_decay_from_the_start_and_a_quadratic_warm_up_are_nvidia_caffes():

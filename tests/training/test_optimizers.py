@@ -14,7 +14,15 @@ from torch import Tensor, nn
 
 from imagenet_fast.recipe.schema import Lars, Sgd
 from imagenet_fast.sync.per_param_step import snapshot_step
-from imagenet_fast.training.optimizers import LARS, SGD, build_optimizer, param_groups, split_parameters, total_norm
+from imagenet_fast.training.optimizers import (
+    LARS,
+    SGD,
+    build_optimizer,
+    param_groups,
+    set_rate,
+    split_parameters,
+    total_norm,
+)
 
 SHAPES = [(16, 3, 3, 3), (10, 16), (10,), (16,)]
 MU, WD, ETA = 0.9, 5e-4, 0.001
@@ -361,6 +369,42 @@ def test_decoupled_decay_is_composers(nesterov: bool, deferred: bool):
             optimizer.step()
     for param, expected in weights.items():
         torch.testing.assert_close(param.detach().double(), expected, rtol=2e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_norm_biases_may_have_a_rate_of_their_own_and_shrink_like_the_rest(decoupled: bool):
+    """Airbench's: the biases' rate is a multiple of the others' at each step, and their decay is not."""
+    torch.manual_seed(0)
+    model, peak, decay, factor = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), 2.0, 0.03, 64.0
+    model[1].weight.requires_grad_(False)
+    settings = Sgd(
+        kind="sgd", lr=peak, momentum=MU, nesterov=True, weight_decay=decay, decay_all=True, decoupled=decoupled,
+        norm_bias_factor=factor,
+    )  # fmt: skip
+    optimizer = build_optimizer(settings, model)
+    assert optimizer.params == [model[0].weight, model[0].bias, model[1].bias]
+    weights = {param: param.detach().double() for param in optimizer.params}
+    velocity = {param: torch.zeros_like(weight) for param, weight in weights.items()}
+    for step in range(8):
+        set_rate(optimizer, rate(step))
+        for param, weight in weights.items():
+            param.grad = torch.randn_like(param) / 10
+            lr = rate(step) * (factor if param is model[1].bias else 1.0)
+            shrink = decay * rate(step) / (peak if decoupled else lr)  # per unit of the gradient's rate, if coupled
+            gradient = param.grad.double() + (0.0 if decoupled else shrink) * weight
+            velocity[param] = MU * velocity[param] + gradient
+            moved = gradient + MU * velocity[param]
+            weights[param] = (1 - shrink if decoupled else 1.0) * weight - lr * moved
+        optimizer.step()
+    for param, expected in weights.items():
+        torch.testing.assert_close(param.detach().double(), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_a_model_without_norms_trains_with_the_one_rate():
+    model = nn.Linear(3, 2)
+    optimizer = build_optimizer(Sgd(kind="sgd", lr=1.0, weight_decay=WD, norm_bias_factor=8.0), model)
+    assert {id(param) for param in optimizer.params} == {id(param) for param in model.parameters()}
+    assert all(group["lr"] == 1.0 for group in optimizer.param_groups)
 
 
 def test_decoupled_decay_leaves_weights_alone_where_gradients_overflowed():

@@ -1,0 +1,130 @@
+"""The network of airbench: its size, its whitening, its formula, its weights on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from imagenet_fast.models import build_model
+from imagenet_fast.models.cifarnet import CifarNet, whitening_filters
+from imagenet_fast.models.weights import Weights, fill, fit, read_weights, recognise, write_weights
+from imagenet_fast.recipe.schema import CifarNet as Settings
+
+LARGE, SMALL = (64, 256, 256), (64, 128, 128)
+
+
+def built(*widths: int) -> CifarNet:
+    torch.manual_seed(0)
+    model = build_model(Settings(kind="cifarnet", widths=widths), 10)
+    assert isinstance(model, CifarNet)
+    return model
+
+
+def correlated_images(count: int) -> Tensor:
+    """Smooth images, whose neighbouring pixels are alike, as in photos."""
+    torch.manual_seed(1)
+    return F.avg_pool2d(torch.randn(count, 3, 36, 36), 5, stride=1) * 3 + 0.3
+
+
+@pytest.mark.parametrize(("widths", "millions"), [(LARGE, 118.1), (SMALL, 54.2)])
+def test_it_multiplies_as_often_as_published(widths: tuple[int, int, int], millions: float):
+    with torch.device("meta"):
+        model = built(*widths)
+        counted = []
+        for layer in model.modules():
+            if isinstance(layer, nn.Conv2d | nn.Linear):
+                layer.register_forward_hook(
+                    lambda layer, _, out: counted.append(layer.weight[0].numel() * out[0].numel())
+                )
+        assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    first, second, third = widths
+    sides = [(31, 12 * 24), (31, 9 * 24 * first), (15, 9 * first * first), (15, 9 * first * second)]
+    sides += [(7, 9 * second * second), (7, 9 * second * third), (3, 9 * third * third), (1, 10 * third)]
+    assert sum(counted) == sum(side**2 * weights for side, weights in sides)
+    assert sum(counted) / 1e6 == pytest.approx(millions, abs=0.1)
+
+
+def test_logits_are_the_formulas():
+    model = built(8, 12, 16).eval()
+    for number, norm in enumerate(m for m in model.modules() if isinstance(m, nn.BatchNorm2d)):
+        norm.running_mean.fill_(0.1 * number), norm.running_var.fill_(1.5), nn.init.constant_(norm.bias, 0.2)
+    state, images = model.state_dict(), correlated_images(4)
+
+    def normed(x: Tensor, name: str) -> Tensor:
+        mean, var, bias = (state[f"{name}.{key}"].view(1, -1, 1, 1) for key in ("running_mean", "running_var", "bias"))
+        return F.gelu((x - mean) / var.sqrt() + bias)
+
+    x = F.gelu(F.conv2d(images, state["whiten.weight"], state["whiten.bias"]))
+    for group in ("group1", "group2", "group3"):
+        pooled = F.max_pool2d(F.conv2d(x, state[f"{group}.conv1.weight"], padding=1), 2)
+        x = normed(pooled, f"{group}.norm1")
+        x = normed(F.conv2d(x, state[f"{group}.conv2.weight"], padding=1), f"{group}.norm2")
+    expected = F.linear(x.amax((2, 3)), state["head.weight"], state["head.bias"]) / 9
+    torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_convolutions_begin_as_identities_where_they_can():
+    model = built(32, 16, 40)
+    x = torch.randn(1, 24, 5, 5)
+    assert torch.equal(model.group1.conv1(x)[:, :24], x)
+    assert not torch.equal(model.group1.conv1.weight[24:], torch.zeros_like(model.group1.conv1.weight[24:]))
+    x = torch.randn(1, 32, 5, 5)
+    assert torch.equal(model.group2.conv1(x), x[:, :16])
+
+
+def numpys_patches(images: Tensor, side: int) -> np.ndarray:
+    """All patches [n, 3 * side * side]."""
+    windows = np.lib.stride_tricks.sliding_window_view(images.double().numpy(), (side, side), axis=(2, 3))
+    return windows.transpose(0, 2, 3, 1, 4, 5).reshape(-1, 3 * side**2)
+
+
+@pytest.mark.parametrize("side", [2, 3])
+def test_whitened_patches_have_unit_covariance(side: int):
+    images = correlated_images(40)
+    patches = numpys_patches(images, side)
+    variances = np.linalg.eigvalsh(patches.T @ patches / len(patches))[::-1]
+    for epsilon in (0.0, 5e-4):
+        filters = whitening_filters(images.split(7), side, epsilon)
+        assert filters.shape == (3 * side**2, 3, side, side)
+        responses = patches @ filters.double().numpy().reshape(len(filters), -1).T
+        expected = np.diag(variances / (variances + epsilon))
+        np.testing.assert_allclose(responses.T @ responses / len(responses), expected, atol=2e-3)
+    assert variances[0] > 100 * variances[-1], "or there is nothing to whiten"
+
+
+def test_the_first_layer_has_each_filter_in_both_signs_and_stays_as_it_is():
+    model = built(8, 8, 8)
+    images = correlated_images(20)
+    model.set_whitening(images.split(5))
+    filters = whitening_filters([images], 2, 5e-4)
+    torch.testing.assert_close(model.whiten.weight, torch.cat([filters, -filters]), rtol=1e-3, atol=1e-3)
+    trained = {name for name, param in model.named_parameters() if param.requires_grad}
+    frozen = {f"group{g}.norm{n}.weight" for g in (1, 2, 3) for n in (1, 2)} | {"whiten.weight"}
+    assert {name for name, _ in model.named_parameters()} - trained == frozen
+
+
+@pytest.mark.parametrize("widths", [LARGE, SMALL])
+def test_weights_survive_a_file_and_are_recognised(widths: tuple[int, int, int], tmp_path: Path):
+    model = built(*widths)
+    model.set_whitening([correlated_images(5)])
+    write_weights(model.state_dict(), tmp_path / "w.safetensors", {})
+    found = read_weights(tmp_path / "w.safetensors")
+    settings = Settings(kind="cifarnet", widths=widths)
+    assert recognise(found) == (settings, 10)
+    again = build_model(settings, 10)
+    fill(again, fit(found, settings, 10))
+    images = correlated_images(3)
+    assert torch.equal(again.eval()(images), model.eval()(images))
+
+
+def test_weights_of_other_widths_are_named():
+    other = Weights("w", dict(built(*SMALL).state_dict()))
+    with pytest.raises(
+        Exception, match="w is of the model cifarnet of widths 64/128/128 for 10 classes, and the recipe"
+    ):
+        fit(other, Settings(kind="cifarnet"), 10)
