@@ -24,7 +24,7 @@ from imagenet_fast.distributed.init import current_world
 from imagenet_fast.distributed.reductions import average_batch_norms, broadcast_model
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import ImageData, SyntheticData
-from imagenet_fast.recipe.schema import Polynomial
+from imagenet_fast.recipe.optim_config import Polynomial
 from imagenet_fast.sync import DearSync, GradientPool, HybridSync, LazySync, RingSync, build_engine
 from imagenet_fast.training.evaluation import evaluate
 from imagenet_fast.training.lr_schedule import learning_rate

@@ -19,7 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from imagenet_fast.distributed.init import prepare_device
 from imagenet_fast.models import build_model
-from imagenet_fast.recipe.schema import Lars, Optim, Recipe, Sgd
+from imagenet_fast.recipe.optim_config import Lars, Optim, Sgd
+from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.training.optimizers import build_optimizer
 
 Event = dict[str, Any]

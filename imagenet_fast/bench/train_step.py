@@ -36,7 +36,8 @@ from imagenet_fast.models import compile_blocks
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.data_config import SyntheticData
 from imagenet_fast.recipe.load import parse_recipe
-from imagenet_fast.recipe.schema import Float16, Precision, Recipe, Sgd
+from imagenet_fast.recipe.optim_config import Sgd
+from imagenet_fast.recipe.schema import Float16, Precision, Recipe
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.init_weights import build_initial_model
 from imagenet_fast.training.optimizers import split_parameters

@@ -11,7 +11,8 @@ from imagenet_fast.atomic_io import atomic_write_text
 from imagenet_fast.metrics.event import Event
 from imagenet_fast.metrics.json_io import AppendedFile, to_json
 from imagenet_fast.recipe.batching import Batching
-from imagenet_fast.recipe.schema import Lars, Polynomial, Recipe
+from imagenet_fast.recipe.optim_config import Lars, Polynomial
+from imagenet_fast.recipe.schema import Recipe
 
 Kind = Literal["INTERVAL_START", "INTERVAL_END", "POINT_IN_TIME"]
 

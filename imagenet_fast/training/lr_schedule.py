@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import assert_never
 
-from imagenet_fast.recipe import schema
+from imagenet_fast.recipe import optim_config
 
 
-def learning_rate(schedule: schema.Schedule, peak: float, step: int, steps_per_epoch: int, epochs: int) -> float:
+def learning_rate(schedule: optim_config.Schedule, peak: float, step: int, steps_per_epoch: int, epochs: int) -> float:
     """Return the learning rate of optimiser step ``step``, counted from 0.
 
     It rises from ``start_lr`` during warm-up, whose last step runs at ``peak``. Then it decays over the remaining
@@ -27,13 +27,13 @@ def learning_rate(schedule: schema.Schedule, peak: float, step: int, steps_per_e
         return float(schedule.start_lr + (peak - schedule.start_lr) * (step + 1) ** power / warmup**power)
     done = (step - warmup) / max(1, epochs * steps_per_epoch - warmup)
     match schedule:
-        case schema.Polynomial():
+        case optim_config.Polynomial():
             if schedule.decay_from == "start":
                 done = step / (epochs * steps_per_epoch)
             return float(schedule.end_lr + (peak - schedule.end_lr) * (1 - done) ** schedule.power)
-        case schema.Cosine():
+        case optim_config.Cosine():
             return schedule.end_lr + (peak - schedule.end_lr) * (1 + math.cos(math.pi * done)) / 2
-        case schema.StepDecay():
+        case optim_config.StepDecay():
             passed = sum(step >= milestone * steps_per_epoch for milestone in schedule.milestones)
             return float(peak * schedule.gamma**passed)
         case _:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 from torch.optim.sgd import sgd
 
-from imagenet_fast.recipe import schema
+from imagenet_fast.recipe import optim_config
 from imagenet_fast.sync.engine import Elements
 
 WholeNorms = Callable[[Sequence[nn.Parameter], Tensor], Tensor]
@@ -275,7 +275,7 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
 
 
 def build_optimizer(
-    settings: schema.Optim, model: nn.Module, corrected: bool = False, whole_norms: WholeNorms | None = None
+    settings: optim_config.Optim, model: nn.Module, corrected: bool = False, whole_norms: WholeNorms | None = None
 ) -> SGD:
     """Build the optimiser that a recipe names, over the trainable parameters of ``model``, at its peak rate.
 
@@ -286,7 +286,7 @@ def build_optimizer(
         whole_norms: See ``LARS``.
     """
     match settings:
-        case schema.Sgd():
+        case optim_config.Sgd():
             decayed, plain = split_parameters(model)
             rest = settings.weight_decay if settings.decay_all else 0.0
             groups: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": rest}]
@@ -297,7 +297,7 @@ def build_optimizer(
                 settings.lr, settings.momentum, settings.weight_decay, settings.nesterov, corrected=corrected,
                 decoupled_lr=settings.lr if settings.decoupled else 0.0,
             )  # fmt: skip
-        case schema.Lars():
+        case optim_config.Lars():
             lars = LARS(
                 param_groups(model, scale_biases=settings.biases == "scaled"), settings.lr, settings.momentum,
                 settings.weight_decay, settings.trust_coefficient, settings.epsilon, settings.clip,
@@ -308,7 +308,7 @@ def build_optimizer(
             assert_never(settings)
 
 
-def _faster_biases(model: nn.Module, plain: dict[str, Any], settings: schema.Sgd) -> list[dict[str, Any]]:
+def _faster_biases(model: nn.Module, plain: dict[str, Any], settings: optim_config.Sgd) -> list[dict[str, Any]]:
     """Take the biases of norm layers out of the group ``plain``, and return them as a group with their own rate."""
     factor = settings.norm_bias_factor
     norms = [module for module in model.modules() if isinstance(module, _NORMS)]

@@ -152,22 +152,20 @@ class Trainer:
         Raises:
             UserError: On every rank, if one of them cannot be used.
         """
-        job, world = self.job, self.world
+        job, recipe, world = self.job, self.job.recipe, self.world
         self.resumed_from = found = find_resumption(job, world) if job.resume else None
         self.clock = Clock()
         self.data = build_loaders(
-            job.recipe.data, job.data, job.batching, world.rank, world.cores, world.device, job.recipe.seed,
-            0 if found is None else found.step, forward_dtype(job.recipe.precision),
+            recipe.data, job.data, job.batching, world.rank, world.cores, world.device, recipe.seed,
+            0 if found is None else found.step, forward_dtype(recipe.precision),
         )  # fmt: skip
         self.weights = None
         if found is not None:
-            found.check_contents(self.data, job.recipe.model)
+            found.check_contents(self.data, recipe.model)
             found.check_images(self.data.train_order.images)
-            found.check_length(job.recipe.epochs, self.steps_per_epoch)
+            found.check_length(recipe.epochs, self.steps_per_epoch)
         elif job.init_from is not None:
-            self.weights = load_initial_weights(
-                job.init_from, job.recipe.model, self.data.classes, world, job.fresh_head
-            )
+            self.weights = load_initial_weights(job.init_from, recipe.model, self.data.classes, world, job.fresh_head)
 
     def build(self, model: nn.Module | None = None) -> None:
         """Build the model, its engine and its optimiser, and load the checkpoint. Call ``open_data`` first.
@@ -175,14 +173,14 @@ class Trainer:
         Args:
             model: A model of one's own, the same on every rank, on its device; None: the recipe's.
         """
-        job, world, found = self.job, self.world, self.resumed_from
+        job, recipe, world, found = self.job, self.job.recipe, self.world, self.resumed_from
         if model is None:
-            fresh = found is None and self.weights is None
-            examples = partial(example_images, job.recipe.data, job.data, job.recipe.seed) if fresh else None
-            model = build_initial_model(job.recipe, self.data.classes, world, self.weights, examples)
+            trained = found is not None or self.weights is not None
+            examples = None if trained else partial(example_images, recipe.data, job.data, recipe.seed)
+            model = build_initial_model(recipe, self.data.classes, world, self.weights, examples)
         trace = job.folder / "trace.json" if job.trace and world.is_main else None
         self.step = build_step(
-            job.recipe, job.batching, model, world, self.steps_per_epoch, trace, self.clock, self.outcome
+            recipe, job.batching, model, world, self.steps_per_epoch, trace, self.clock, self.outcome
         )
         self.state = self.step.state
         if found is not None:
@@ -340,8 +338,7 @@ class Trainer:
         ending.begin_record()
         if world.is_main and self.resumed_from is None:
             move_record_aside(job.folder)
-        resumed = None if self.resumed_from is None else self.resumed_from.step
-        self.metrics = open_run_dir(job, world, self.clock.run_s, resumed)
+        self.metrics = open_run_dir(job, world, self.clock.run_s, self.resumed_from and self.resumed_from.step)
         try:
             yield
         except KeyboardInterrupt:
@@ -367,8 +364,10 @@ class Trainer:
         whole = self.state.whole()
         failure = ""
         if self.world.is_main:
-            about = describe(self.job.name, self.job.recipe, self.data.class_names)
-            path = self.job.folder / FINAL_WEIGHTS
+            path, about = (
+                self.job.folder / FINAL_WEIGHTS,
+                describe(self.job.name, self.job.recipe, self.data.class_names),
+            )
             try:
                 write_weights(whole.state_dict(), path, about)
             except (OSError, SafetensorError) as error:

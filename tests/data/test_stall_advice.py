@@ -79,7 +79,12 @@ def test_whatever_is_told_of_a_recipe_can_be_pasted_behind_it(name: str):
                 if words[-1].startswith("data.cache="):
                     assert changed.cache == "/home/me/my caches/decoded-it's"
             else:
-                assert words[3:7] == ["--source", "/my data; [x]/it's", "--out", f"/my data; [x]/it's-{max(256, data.resize)}"]
+                assert words[3:7] == [
+                    "--source",
+                    "/my data; [x]/it's",
+                    "--out",
+                    f"/my data; [x]/it's-{max(256, data.resize)}",
+                ]
 
 
 def test_where_nothing_is_left_to_set_that_is_said():

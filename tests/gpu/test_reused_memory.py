@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from imagenet_fast.recipe.schema import Sgd
+from imagenet_fast.recipe.optim_config import Sgd
 from imagenet_fast.sync import (
     DearSync,
     EngineSettings,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from imagenet_fast.recipe.schema import Sgd
+from imagenet_fast.recipe.optim_config import Sgd
 from imagenet_fast.sync import SparseSync
 from imagenet_fast.sync.sparse import Sparse
 from imagenet_fast.training.optimizers import build_optimizer

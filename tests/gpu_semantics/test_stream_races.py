@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from imagenet_fast.checkpoint import serialization
 from imagenet_fast.checkpoint.staging import StagingBuffer
 from imagenet_fast.recipe.engine_table import Cast, Wire
-from imagenet_fast.recipe.schema import Lars
+from imagenet_fast.recipe.optim_config import Lars
 from imagenet_fast.sync import (
     AllReduceSync,
     AutoSync,

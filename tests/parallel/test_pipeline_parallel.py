@@ -20,7 +20,7 @@ from imagenet_fast.models.batchnorm_stats import StepStatistics
 from imagenet_fast.models.stages import LocalStages, split_model
 from imagenet_fast.parallel.parallelize import join_stages
 from imagenet_fast.parallel.pipeline_parallel import Pass, Pipeline
-from imagenet_fast.recipe import schema
+from imagenet_fast.recipe import optim_config, schema
 from imagenet_fast.recipe.parallel_config import chunks_of, misfit
 from imagenet_fast.sync import (
     AllReduceSync,
@@ -42,7 +42,7 @@ from imagenet_fast.training.optimizers import build_optimizer
 from tests.models.narrow import narrow_model
 from tests.spawning import run
 
-SGD = schema.Sgd(kind="sgd", lr=0.01, weight_decay=1e-4)
+SGD = optim_config.Sgd(kind="sgd", lr=0.01, weight_decay=1e-4)
 LAZY = LazySync(wire="fp32", threshold_mb=0.01)
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from imagenet_fast.parallel.parallelize import ParallelModel, parallelize
 from imagenet_fast.parallel.tensor_parallel import ColumnParallel, RowParallel, gathered
+from imagenet_fast.recipe.optim_config import Lars
 from imagenet_fast.recipe.parallel_config import Parallel
-from imagenet_fast.recipe.schema import Lars
 from imagenet_fast.sync import DdpSync, DearSync, HybridSync, LazySync
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.parallel.small import CLASSES, Tiny, images_of, small_model

@@ -21,7 +21,8 @@ from imagenet_fast.recipe.load import (
     recipe_names,
     to_toml,
 )
-from imagenet_fast.recipe.schema import Checkpointing, Recipe, Sgd
+from imagenet_fast.recipe.optim_config import Sgd
+from imagenet_fast.recipe.schema import Checkpointing, Recipe
 from imagenet_fast.recipe.sync_config import AllReduceSync, DdpSync, LazySync, SparseSync
 from imagenet_fast.recipe.validation import lint
 from tests.conftest import tables

@@ -8,7 +8,7 @@ from pathlib import Path
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job, differences, read_job, recipe_tables, write_job
 from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_recipe, to_toml
-from imagenet_fast.recipe.schema import Lars
+from imagenet_fast.recipe.optim_config import Lars
 from imagenet_fast.training.job_setup import recipe_to_train
 from tests.conftest import tables
 

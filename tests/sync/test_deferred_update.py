@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from imagenet_fast.cost_model.step_simulator import LinkModel
-from imagenet_fast.recipe.schema import Lars, Optim, Sgd
+from imagenet_fast.recipe.optim_config import Lars, Optim, Sgd
 from imagenet_fast.sync import DearSync, GradientPool, HybridSync, build_engine
 from imagenet_fast.sync.per_param_step import snapshot_step
 from imagenet_fast.training.optimizers import build_optimizer

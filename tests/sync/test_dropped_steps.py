@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from imagenet_fast.recipe.schema import Sgd
+from imagenet_fast.recipe.optim_config import Sgd
 from imagenet_fast.sync import DearSync, EngineSettings, GradientPool, HybridSync, LazySync, PowerSgdSync, SparseSync
 from imagenet_fast.sync.reshard_state import reshard_sync_state
 from imagenet_fast.training import optimizers

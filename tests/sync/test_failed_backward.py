@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from imagenet_fast.recipe.schema import Sgd
+from imagenet_fast.recipe.optim_config import Sgd
 from imagenet_fast.sync import EngineSettings, SparseSync
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.spawning import run

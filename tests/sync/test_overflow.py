@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from imagenet_fast.recipe.engine_table import Wire
-from imagenet_fast.recipe.schema import Float16, Full, Precision, Sgd
+from imagenet_fast.recipe.optim_config import Sgd
+from imagenet_fast.recipe.schema import Float16, Full, Precision
 from imagenet_fast.sync import DearSync, EngineSettings, HybridSync, LazySync, SparseSync
 from imagenet_fast.sync.ddp import DdpPeer
 from imagenet_fast.training.optimizers import build_optimizer

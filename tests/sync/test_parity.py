@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from imagenet_fast.recipe.schema import Sgd
+from imagenet_fast.recipe.optim_config import Sgd
 from imagenet_fast.sync import (
     AllReduceSync,
     DdpSync,

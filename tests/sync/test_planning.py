@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.cost_model.step_simulator import NO_CODEC, LinkModel
-from imagenet_fast.recipe.schema import Sgd
+from imagenet_fast.recipe.optim_config import Sgd
 from imagenet_fast.sync import (
     AllReduceSync,
     AutoSync,

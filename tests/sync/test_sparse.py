@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.optimizer import Optimizer
 
-from imagenet_fast.recipe.schema import Sgd
+from imagenet_fast.recipe.optim_config import Sgd
 from imagenet_fast.sync import GradientPool, LazySync, SparseSync, build_engine
 from imagenet_fast.sync.sparse import Sparse
 from imagenet_fast.training.optimizers import build_optimizer

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from imagenet_fast.recipe.schema import Cosine, Polynomial, StepDecay
+from imagenet_fast.recipe.optim_config import Cosine, Polynomial, StepDecay
 from imagenet_fast.training.lr_schedule import learning_rate
 
 STEPS, EPOCHS = 10, 20

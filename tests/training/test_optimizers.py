@@ -12,7 +12,7 @@ import torch
 from timm.optim import Lars as TimmLars
 from torch import Tensor, nn
 
-from imagenet_fast.recipe.schema import Lars, Sgd
+from imagenet_fast.recipe.optim_config import Lars, Sgd
 from imagenet_fast.sync.per_param_step import snapshot_step
 from imagenet_fast.training.optimizers import (
     LARS,
