@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from imagenet_fast.cost_model.layer_profile import shipped_profile
+from imagenet_fast.data.rng import bits
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.metrics import RunResult
@@ -243,3 +244,15 @@ def _backpropagation(
         activations=division.activations,
     )  # fmt: skip
     return partial(pipeline, scale=scale)
+
+
+def seed_step(seed: int, step: int, world: DistContext) -> None:
+    """Seed the generators of the CPU and of this rank's device by (seed, step, rank), as dropout uses them.
+
+    A run resumed at a step so draws the same numbers as an uninterrupted one. Compiled code and replayed CUDA graphs
+    use the same generators. The CPU's generator uses 32 bits of a seed, a GPU's all 64.
+    """
+    number = int(bits("step", seed, step, of=world.rank)[0])
+    torch.default_generator.manual_seed(number)
+    if world.device.type == "cuda":
+        torch.cuda.default_generators[world.device.index].manual_seed(number)

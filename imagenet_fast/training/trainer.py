@@ -12,13 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
 
 from imagenet_fast.data.loaders import Loaders, build_loaders, example_images, supply_of
-from imagenet_fast.data.rng import bits
 from imagenet_fast.data.stall_advice import advice
 from imagenet_fast.distributed.failure_detection import report_failure
 from imagenet_fast.distributed.forkserver import freeze_gc
@@ -48,7 +46,7 @@ from imagenet_fast.training.precision import forward_dtype
 from imagenet_fast.training.resume import ResumePoint, find_resumption
 from imagenet_fast.training.run_lock import claimed, move_record_aside
 from imagenet_fast.training.state import TrainState
-from imagenet_fast.training.train_step import TrainingStep, build_step
+from imagenet_fast.training.train_step import TrainingStep, build_step, seed_step
 
 
 class Trainer:
@@ -338,7 +336,8 @@ class Trainer:
         ending.begin_record()
         if world.is_main and self.resumed_from is None:
             move_record_aside(job.folder)
-        self.metrics = open_run_dir(job, world, self.clock.run_s, self.resumed_from and self.resumed_from.step)
+        resumed = None if self.resumed_from is None else self.resumed_from.step
+        self.metrics = open_run_dir(job, world, self.clock.run_s, resumed)
         try:
             yield
         except KeyboardInterrupt:
@@ -364,10 +363,8 @@ class Trainer:
         whole = self.state.whole()
         failure = ""
         if self.world.is_main:
-            path, about = (
-                self.job.folder / FINAL_WEIGHTS,
-                describe(self.job.name, self.job.recipe, self.data.class_names),
-            )
+            about = describe(self.job.name, self.job.recipe, self.data.class_names)
+            path = self.job.folder / FINAL_WEIGHTS
             try:
                 write_weights(whole.state_dict(), path, about)
             except (OSError, SafetensorError) as error:
@@ -389,15 +386,3 @@ def final_advice(job: Job, outcome: RunResult, world: DistContext) -> list[str]:
     with suppress(UserError, OSError):  # the images may be gone by now
         return advice(outcome.data_wait_pct or 0.0, supply_of(data, job.data, world.cores, world.device))
     return []
-
-
-def seed_step(seed: int, step: int, world: DistContext) -> None:
-    """Seed the generators of the CPU and of this rank's device by (seed, step, rank), as dropout uses them.
-
-    A run resumed at a step so draws the same numbers as an uninterrupted one. Compiled code and replayed CUDA graphs
-    use the same generators. The CPU's generator uses 32 bits of a seed, a GPU's all 64.
-    """
-    number = int(bits("step", seed, step, of=world.rank)[0])
-    torch.default_generator.manual_seed(number)
-    if world.device.type == "cuda":
-        torch.cuda.default_generators[world.device.index].manual_seed(number)

@@ -23,8 +23,7 @@ from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.sync.device_timer import record_timestamp, seconds_between
 from imagenet_fast.training.init_weights import build_initial_model, load_initial_weights
 from imagenet_fast.training.job_setup import plan_evaluation
-from imagenet_fast.training.train_step import build_step
-from imagenet_fast.training.trainer import seed_step
+from imagenet_fast.training.train_step import build_step, seed_step
 from tests.conftest import tables
 
 pytestmark = [

@@ -18,7 +18,8 @@ from imagenet_fast.metrics.run_result import read_outcome
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import parse_recipe
-from imagenet_fast.training.trainer import Trainer, seed_step
+from imagenet_fast.training.train_step import seed_step
+from imagenet_fast.training.trainer import Trainer
 from tests.conftest import tables
 from tests.e2e.command import environment, wait_for
 from tests.spawning import run
