@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -91,11 +92,19 @@ def current_world() -> DistContext:
             dist.init_process_group(backend, device_id=bound)
         else:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=bound)
+        if bound is None:
+            atexit.register(_leave)
     set_group_rank(place)
     store = dist.distributed_c10d._get_default_store()
     return DistContext(
         dist.get_rank(), dist.get_world_size(), place.local_rank, place.local_size, device, own_cores(place, store)
     )
+
+
+def _leave() -> None:
+    """Destroy the process group, if there is one. gloo's threads must end before the interpreter does, or it aborts."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def prepare_device(local_rank: int, traces: Path | None = None) -> tuple[torch.device, str]:
