@@ -137,7 +137,7 @@ def _graphics(driver: _Driver) -> Iterator[CheckResult]:
         there = f"the driver counts {count} GPUs, but " if count else ""
         yield CheckResult("GPU", "fail", f"{there}{named} does not serve this torch's CUDA {torch.version.cuda}", fix)
     elif not driver.trouble:
-        yield CheckResult("GPU", "ok", "none; ranks train on the processor")
+        yield CheckResult("GPU", "ok", "none; ranks train on the CPU")
 
 
 def _card(number: int, driver: str) -> CheckResult:
@@ -153,7 +153,7 @@ def _card(number: int, driver: str) -> CheckResult:
 
 def _processors(ranks: int) -> Iterator[CheckResult]:
     cores = usable_cores()
-    said = f"{cores} for {ranks} rank(s)"
+    said = f"{cores} for {ranks} ranks" if ranks > 1 else f"{cores} for 1 rank"
     if ranks > cores:
         yield CheckResult("cores", "warn", said, f"start at most {cores} with --nproc, or allow this process more")
     else:
