@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -79,7 +80,8 @@ class TensorBoard:
         for key, value in hyperparameters(job).items():
             match value:
                 case str():
-                    info.hparams[key].string_value = value
+                    # a file's name may have bytes that the locale could not decode
+                    info.hparams[key].string_value = os.fsencode(value).decode(errors="replace")
                 case _:
                     info.hparams[key].number_value = value
         self._add_session(metadata.SESSION_START_INFO_TAG, HParamsPluginData(session_start_info=info))
