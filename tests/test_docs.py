@@ -7,8 +7,9 @@ import importlib
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer
@@ -17,6 +18,7 @@ import yaml
 from imagenet_fast.bench.compare import contestants
 from imagenet_fast.bench.parallel_layouts import parse_layouts
 from imagenet_fast.cli.main import app
+from imagenet_fast.metrics.run_result import RunResult, Status
 from imagenet_fast.recipe.batching import check_norms, explain, scale_recipe, split_batch
 from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_engines
 from imagenet_fast.recipe.schema import Recipe
@@ -55,6 +57,18 @@ def test_reference_pages_are_current():
         [sys.executable, ROOT / "scripts" / "reference.py", "--check"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_every_exit_code_and_status_is_in_the_reference():
+    page = (ROOT / "docs" / "reference" / "exit-codes.md").read_text()
+    batching = split_batch(recipe := load_recipe(find_recipe("demo")), 2)
+    result = RunResult.of("demo", recipe, batching)
+    codes = {2, 130}  # wrong usage; Ctrl-C in commands that train nothing
+    for status in get_args(Status):
+        assert f"`{status}`" in page
+        codes.add(replace(result, status=status).exit_code)
+        codes.add(replace(result, status=status, target_top1=None).exit_code)
+    assert {int(code) for code in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)} == codes
 
 
 def test_every_page_is_in_the_navigation():
