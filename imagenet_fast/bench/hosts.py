@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 from torch.multiprocessing.spawn import start_processes
 
+from imagenet_fast.atomic_io import atomic_write_text
 from imagenet_fast.bench.netns import INTERFACE, Host, enter
 from imagenet_fast.data.progress import Show, measurement_bar
 from imagenet_fast.distributed.forkserver import end_with_starter, freeze_gc, start_fork_server
@@ -35,7 +36,7 @@ TIMEOUT = timedelta(minutes=5)
 _LOOK_S = 1.0  # between two looks at how far process 0 has come
 
 _progress_file: Path | None = None
-"""Where this process says how far it has come; None if it is not process 0 of a measurement."""
+"""The file to which process 0 of a measurement writes its progress; None in all other processes."""
 
 
 def on_gpus(device: str | None, ranks: int, called: str = "ranks", option: str = "--hosts") -> bool:
@@ -156,9 +157,7 @@ def report_progress(text: str, done: int, total: int) -> None:
     Only process 0 is heard. Call this between measurements, not inside.
     """
     if _progress_file is not None:
-        new = _progress_file.with_suffix(".new")
-        new.write_text(json.dumps([text, done, total]), encoding="utf-8")
-        new.rename(_progress_file)
+        atomic_write_text(_progress_file, json.dumps([text, done, total]))
 
 
 def _process(number: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

@@ -1,4 +1,4 @@
-"""What a collective puts on the wire, from the number of ranks and nodes alone: closed forms, without torch."""
+"""Compute the bytes that a collective sends, from the number of ranks and nodes alone: closed forms, without torch."""
 
 from __future__ import annotations
 

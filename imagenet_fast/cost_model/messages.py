@@ -71,7 +71,7 @@ def alike(span: Slot) -> None:
 
 @dataclass(frozen=True)
 class Declaration(Generic[S]):
-    """What an engine sends together, by which collective, when it is sent and when a step waits for it.
+    """Say what an engine sends together, by which collective, when it sends it and when a step waits for it.
 
     ``imagenet_fast.sync.Engine`` has the same fields with their meanings, and a wire dtype of torch.
     """

@@ -64,7 +64,7 @@ class Inside(Table):
 
 
 class Stragglers(Table):
-    """How much the ranks' times differ."""
+    """Spread of the ranks' step times."""
 
     sigma: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] = (0.005, 0.01, 0.02)
     """Standard deviation of a rank's step over its mean: low, used, high."""
@@ -77,7 +77,7 @@ class Stragglers(Table):
 
 
 class Input(Table):
-    """What a node's loaders and storage give."""
+    """Rates of a node's loaders and storage."""
 
     images_per_s: Known = None
     gb_per_s: Known = None

@@ -75,7 +75,7 @@ class Engine:
 
     @property
     def declaration(self) -> Declaration[ParamSlot]:
-        """What of it decides its messages."""
+        """The fields that decide the messages, as the cost model takes them."""
         return Declaration(
             self.awaits, self.bucket_bytes, self.first_bucket_scale, self.group_key, self.collective, self.servers,
             self.prioritized, self.split_reduce_scatter,
