@@ -82,7 +82,8 @@ class Watchdog:
         Raises:
             SystemExit: If the rank must end.
         """
-        moved, self._seen = self._seen is not here.at, here.at
+        before, self._seen = self._seen, here.at
+        moved = before is not self._seen
         self._stuck_s = 0.0 if moved else self._stuck_s + passed_s
         self._unpublished_s += passed_s
         limit_s = self._timeout.first_step_s if here.fresh else self._timeout.step_s
@@ -94,8 +95,9 @@ class Watchdog:
                 self._failed_s += passed_s
                 if self._failed_s > _GRACE_S:
                     self._leave_for(failure)
-            if self._unpublished_s >= _PUBLISHED_S:
-                self.publish()
+            started = self._seen[0] and not before[0]
+            if started or self._unpublished_s >= _PUBLISHED_S:
+                self.publish()  # the first step at once: a rank that is lost in it was not lost before it
             if self._stragglers is not None:
                 self._stragglers.look(passed_s)
         except dist.DistError:  # the store ended with the rank or the launcher that held it

@@ -190,6 +190,19 @@ def test_a_rank_that_does_not_move_ends_and_tells_why(position: Here, capsys: py
     assert capsys.readouterr().err == f"error: {sentence}\n"
 
 
+def test_first_step_is_published_at_once(position: Here):
+    store = HashStore()
+    watched = Watchdog(store, 0, 1, Timeout(), print)
+    position.enter("forward", 1)
+    watched.tick(0.1)
+    assert published(store, [0])[0].step == 1
+    position.enter("forward", 2)
+    watched.tick(0.1)
+    assert published(store, [0])[0].step == 1, "later ones once a second"
+    watched.tick(1.0)
+    assert published(store, [0])[0].step == 2
+
+
 def test_watchdog_ends_a_stuck_rank_after_a_failure(position: Here, capsys: pytest.CaptureFixture[str]):
     store, told = HashStore(), list[str]()
     stuck = Watchdog(store, 0, 2, Timeout(), told.append)
