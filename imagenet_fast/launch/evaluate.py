@@ -28,7 +28,8 @@ from imagenet_fast.training.precision import autocast, forward_dtype, set_float3
 class EvalResult:
     """Result of an evaluation: accuracies in percent of ``images``.
 
-    Those with ``_mirror`` are by the mean logits of each image and its mirror image; None if not measured.
+    Those with ``_mirror`` are by the mean logits of each image and its mirror image, and those with ``_shift`` by
+    those of shifted images, too; None if not measured.
     ``eval_s`` is the time from the first image to the last in seconds, with compilation included.
     """
 
@@ -44,6 +45,8 @@ class EvalResult:
     images_per_s: float
     top1_mirror: float | None = None
     top5_mirror: float | None = None
+    top1_shift: float | None = None
+    top5_shift: float | None = None
 
 
 def evaluate_as_rank(evaluation: Evaluation, place: RankInfo, patience_s: float, left: Path | None = None) -> None:
@@ -86,12 +89,15 @@ def judge(evaluation: Evaluation, world: DistContext) -> EvalResult:
     if weights is not None:
         _doubt_classes(weights.source, weights.class_names, images.class_names)
     begun = time.perf_counter()
-    accuracy = evaluate(model, images, autocast(recipe.precision, world.device), world, mirror=recipe.eval_mirror)
+    accuracy = evaluate(
+        model, images, autocast(recipe.precision, world.device), world, mirror=recipe.eval_mirror,
+        shift=recipe.eval_shift,
+    )  # fmt: skip
     seconds = time.perf_counter() - begun
     return EvalResult(
         weights.source if weights is not None else str(evaluation.weights), evaluation.name, recipe.model.label,
         recipe.precision.kind, world.size, accuracy.top1, accuracy.top5, accuracy.images, seconds,
-        accuracy.images / seconds, **accuracy.mirrored,
+        accuracy.images / seconds, **accuracy.averaged,
     )  # fmt: skip
 
 
@@ -100,6 +106,8 @@ def verdict_table(verdict: EvalResult) -> Table:
     numbers = {"top-1 %": f"{verdict.top1:.2f}", "top-5 %": f"{verdict.top5:.2f}"}
     if verdict.top1_mirror is not None:
         numbers["mirror %"] = f"{verdict.top1_mirror:.2f}"
+    if verdict.top1_shift is not None:
+        numbers["shift %"] = f"{verdict.top1_shift:.2f}"
     numbers |= {"images": str(verdict.images), "img/s": f"{verdict.images_per_s:.0f}"}
     return compact_table(("recipe", "model"), list(numbers), [(verdict.recipe, verdict.model, *numbers.values())])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ class ConsoleSink:
             case "choice":
                 self._console.print(_choice_table(event.values))
             case "eval":
-                judged = "top1_mirror" if self._latest.get("run/target_mirrored") else "top1"
+                judged = _judged(event.values, bool(self._latest.get("run/target_mirrored")))
                 self._evaluations.append((event.run_s, event.values[judged]))
                 self._print(self._evaluation_line(event.values))
             case "end":
@@ -90,10 +91,11 @@ class ConsoleSink:
     def _evaluation_line(self, values: dict[str, Any]) -> str:
         target = self._latest.get("run/target_top1")
         aim = f", target {target:g} %" if target is not None else ""
-        mirrored = f"with mirror images {values['top1_mirror']:.2f} %  " if "top1_mirror" in values else ""
+        averaged = f"with mirror images {values['top1_mirror']:.2f} %  " if "top1_mirror" in values else ""
+        averaged += f"with shifts too {values['top1_shift']:.2f} %  " if "top1_shift" in values else ""
         return (
             f"epoch {values['epoch']}/{self._latest['run/epochs']}  top-1 {values['top1']:.2f} %  "
-            f"top-5 {values['top5']:.2f} %  {mirrored}(best {self._best():.2f} %{aim})  "
+            f"top-5 {values['top5']:.2f} %  {averaged}(best {self._best():.2f} %{aim})  "
             f"{values['images']} images in {values['eval_s']:.1f} s, run {_clock(self._latest['run_s'])}"
         )
 
@@ -164,6 +166,8 @@ class ConsoleSink:
         }
         if outcome.get("top1_mirror") is not None:
             rows["mirror averaged"] = f"{outcome['top1_mirror']:.2f} / {number(outcome['top5_mirror'], '.2f')} %"
+        if outcome.get("top1_shift") is not None:
+            rows["shifts averaged"] = f"{outcome['top1_shift']:.2f} / {number(outcome['top5_shift'], '.2f')} %"
         if skipped := self._latest.get("precision/skipped_steps"):
             rows["skipped"] = f"{skipped} of {outcome['steps']} steps, since gradients overflowed"
         if outcome["resumed"]:
@@ -175,10 +179,25 @@ class ConsoleSink:
             self._print(line)
 
 
+_JUDGED = {
+    "top1": "top-1",
+    "top1_mirror": "top-1 with mirror images",
+    "top1_shift": "top-1 with mirror images and shifts",
+}
+"""Names of the accuracies that a target may be for."""
+
+
+def _judged(values: Mapping[str, Any], mirrored: bool) -> str:
+    """Return which of an evaluation's accuracies is compared with the target."""
+    if not mirrored:
+        return "top1"
+    return "top1_mirror" if values.get("top1_shift") is None else "top1_shift"
+
+
 def _verdict(outcome: dict[str, Any]) -> str:
     """Return one sentence on how the run ended."""
-    target, mirrored = outcome["target_top1"], outcome.get("target_mirrored", False)
-    top1, what = (outcome["top1_mirror" if mirrored else "top1"], "top-1 with mirror images" if mirrored else "top-1")
+    target, judged = outcome["target_top1"], _judged(outcome, outcome.get("target_mirrored", False))
+    top1, what = outcome[judged], _JUDGED[judged]
     match outcome["status"]:
         case "reached":
             return f"Target reached: {what} {top1:.2f} % of {target:g} % after {outcome['epochs']} epochs."

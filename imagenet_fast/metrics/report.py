@@ -200,6 +200,7 @@ def report_table(runs: list[PastRun]) -> Table:
 
     - top-1 %: validation accuracy.
     - mirror %: accuracy by the mean logits of each image and its mirror image.
+    - shift %: accuracy by the mean logits of shifted images, too.
     - loss: of the last log interval.
     - target s: seconds to the target.
     - steps: steps done.
@@ -227,6 +228,7 @@ def _numbers(run: PastRun) -> dict[str, str]:
     return {
         "top-1 %": number(outcome.top1 if outcome else run.last("top1", "eval"), ".2f"),
         "mirror %": number(outcome.top1_mirror if outcome else run.last("top1_mirror", "eval"), ".2f"),
+        "shift %": number(outcome.top1_shift if outcome else run.last("top1_shift", "eval"), ".2f"),
         "loss": number(run.last("loss", "train"), ".4f"),
         "target s": number(outcome.time_to_accuracy_s if outcome else None, ".1f"),
         "steps": number(outcome.steps if outcome else run.last("step"), "d"),

@@ -74,10 +74,14 @@ class RunResult:
     data_wait_of_s: float = 0.0
     """Seconds of training that ``data_wait_pct`` is a share of."""
     target_mirrored: bool = False
-    """Whether the target is for ``top1_mirror``."""
+    """Whether the target is for ``top1_shift`` if that is measured, and else for ``top1_mirror``."""
     top1_mirror: float | None = None
     """Top-1 by the mean logits of each image and its mirror image; None: not measured."""
     top5_mirror: float | None = None
+    """Top-5 by the same."""
+    top1_shift: float | None = None
+    """Top-1 by the mean logits of shifted images, too; None: not measured."""
+    top5_shift: float | None = None
     """Top-5 by the same."""
 
     @property
@@ -118,7 +122,9 @@ class RunResult:
     @property
     def judged_top1(self) -> float | None:
         """The accuracy that is compared with the target."""
-        return self.top1_mirror if self.target_mirrored else self.top1
+        if not self.target_mirrored:
+            return self.top1
+        return self.top1_mirror if self.top1_shift is None else self.top1_shift
 
     @property
     def _meets_target(self) -> bool:
@@ -142,10 +148,12 @@ class RunResult:
             self.data_wait_pct = 100 * waited_s / self.data_wait_of_s
 
     def judge(
-        self, top1: float, top5: float, run_s: float, top1_mirror: float | None = None, top5_mirror: float | None = None
-    ) -> None:
+        self, top1: float, top5: float, run_s: float, top1_mirror: float | None = None,
+        top5_mirror: float | None = None, top1_shift: float | None = None, top5_shift: float | None = None,
+    ) -> None:  # fmt: skip
         """Record an evaluation that ended ``run_s`` seconds into the run."""
         self.top1, self.top5, self.top1_mirror, self.top5_mirror = top1, top5, top1_mirror, top5_mirror
+        self.top1_shift, self.top5_shift = top1_shift, top5_shift
         if self._meets_target:
             self.status = "reached"
             self.time_to_accuracy_s = run_s

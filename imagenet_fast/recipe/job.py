@@ -22,7 +22,7 @@ from imagenet_fast.recipe.schema import Recipe, Timeout
 
 MAY_CHANGE = (
     "ranks", "micro_batch", "epochs", "target_top1", "target_mirrored", "eval_every", "first_eval", "eval_mirror",
-    "log_every", "nonfinite_steps",
+    "eval_shift", "log_every", "nonfinite_steps",
     "data.workers", "data.prefetch", "data.dali", "data.on_bad_image", "data.cache", "parallel", "checkpoint",
     "timeout", "numa_binding",
 )  # fmt: skip

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from imagenet_fast.data.loaders import ValLoader
 from imagenet_fast.distributed.heartbeat import here
@@ -28,12 +29,16 @@ class Accuracy:
     """Top-1 by the mean logits of each image and its mirror image; None: not measured."""
     top5_mirror: float | None = None
     """Top-5 by the same."""
+    top1_shift: float | None = None
+    """Top-1 by the mean logits of shifted images, too; None: not measured."""
+    top5_shift: float | None = None
+    """Top-5 by the same."""
 
     @property
-    def mirrored(self) -> dict[str, float]:
-        """The accuracies with mirror images, by name; empty if not measured."""
-        both = {"top1_mirror": self.top1_mirror, "top5_mirror": self.top5_mirror}
-        return {name: value for name, value in both.items() if value is not None}
+    def averaged(self) -> dict[str, float]:
+        """The accuracies by mean logits, by name; empty if not measured."""
+        names = ("top1_mirror", "top5_mirror", "top1_shift", "top5_shift")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 class Stopped(Exception):
@@ -47,6 +52,7 @@ def evaluate(
     world: DistContext,
     asked: Callable[[], bool] = lambda: False,
     mirror: bool = False,
+    shift: int = 0,
 ) -> Accuracy:
     """Classify this rank's shard of the validation set and return the accuracy over all ranks.
 
@@ -60,6 +66,8 @@ def evaluate(
         world: This rank and its process group.
         asked: Returns whether to stop; called before each batch.
         mirror: Whether to measure the accuracy by the mean logits of each image and its mirror image, too.
+        shift: If not 0, measure the accuracy by the mean logits of shifted images, too; see ``shifted_logits``. It
+            needs ``mirror``.
 
     Raises:
         Stopped: On every rank, if ``asked`` returned true on any of them.
@@ -67,7 +75,8 @@ def evaluate(
     """
     training = model.training
     model.eval()
-    correct = torch.zeros(4 if mirror else 2, dtype=torch.int64, device=world.device)  # top-1, top-5; mirrored
+    figures = 1 + mirror + (shift > 0)  # plain, with mirror images, with shifted images
+    correct = torch.zeros(figures, 2, dtype=torch.int64, device=world.device)  # top-1, top-5
     seen, stopped = 0, False
     batches = dataset.next_evaluation()
     here.enter("evaluation")
@@ -77,18 +86,53 @@ def evaluate(
                 break
             here.enter("evaluation")  # renewed with each batch: the heartbeat shows progress
             logits = model(images)
-            correct[:2] += _hits(logits, labels)
+            correct[0] += _hits(logits, labels)
             if mirror:
-                correct[2:] += _hits(logits + model(images.flip(3)), labels)
+                both = mirrored_logits(model, images, logits)
+                correct[1] += _hits(both, labels)
+                if shift:
+                    correct[2] += _hits(shifted_logits(model, images, both, shift), labels)
             seen += len(labels)
     model.train(training)
-    *hits, images_seen, cut_off = all_reduce_sum(*correct.tolist(), float(seen), float(stopped), device=world.device)
+    *hits, images_seen, cut_off = all_reduce_sum(*correct.flatten().tolist(), float(seen), float(stopped), device=world.device)
     if cut_off:
         raise Stopped
     expected = dataset.val_order.images
     assert images_seen == expected, f"evaluated {images_seen:.0f} of {expected} images"
-    top1, top5, *mirrored = (100 * hit / expected for hit in hits)
-    return Accuracy(top1, top5, expected, *mirrored)
+    top1, top5, *averaged = (100 * hit / expected for hit in hits)
+    return Accuracy(top1, top5, expected, *averaged)
+
+
+def mirrored_logits(model: nn.Module, images: Tensor, logits: Tensor | None = None) -> Tensor:
+    """Return the mean logits of images and their mirror images, in fp32: logits of 16 bits would often tie.
+
+    Args:
+        model: The model.
+        images: Images [n, 3, S, S].
+        logits: Logits of ``images``; None: not known yet.
+    """
+    plain = model(images) if logits is None else logits
+    mean: Tensor = (plain.float() + model(images.flip(3)).float()) / 2
+    return mean
+
+
+def shifted_logits(model: nn.Module, images: Tensor, mirrored: Tensor, shift: int) -> Tensor:
+    """Return the mean of ``mirrored`` and the mirrored logits of images that are shifted along the diagonal.
+
+    Half of the weight is on the images as they are. A quarter is on those moved ``shift`` pixels up and left, and a
+    quarter on those moved down and right; what comes in at an edge is the image's reflection. airbench evaluates so.
+
+    Args:
+        model: The model.
+        images: Images [n, 3, S, S].
+        mirrored: Mean logits of ``images`` and their mirror images.
+        shift: Pixels, fewer than S.
+    """
+    height, width = images.shape[2:]
+    padded = pad(images, (shift,) * 4, mode="reflect")
+    down_right = mirrored_logits(model, padded[:, :, :height, :width])
+    up_left = mirrored_logits(model, padded[:, :, -height:, -width:])
+    return mirrored / 2 + (down_right + up_left) / 4
 
 
 def _hits(logits: Tensor, labels: Tensor) -> Tensor:

@@ -254,16 +254,18 @@ class Trainer:
             state.level_statistics()
             try:
                 asked = self.checkpoints.asked if self.checkpoints is not None else lambda: False
-                mirror = self.job.recipe.eval_mirror
-                accuracy = evaluate(state.whole(), self.data, self.step.cast, self.world, asked, mirror)
+                recipe = self.job.recipe
+                accuracy = evaluate(
+                    state.whole(), self.data, self.step.cast, self.world, asked, recipe.eval_mirror, recipe.eval_shift
+                )
             except Stopped:
                 state.put_back(before)
                 return None
         meter.restart()
-        self.outcome.judge(accuracy.top1, accuracy.top5, self.clock.run_s(), **accuracy.mirrored)
+        self.outcome.judge(accuracy.top1, accuracy.top5, self.clock.run_s(), **accuracy.averaged)
         self.metrics(
             "eval", state.step, epoch=epoch, top1=accuracy.top1, top5=accuracy.top5, images=accuracy.images,
-            eval_s=evaluation.seconds, train_s=self.clock.train_s(), **accuracy.mirrored,
+            eval_s=evaluation.seconds, train_s=self.clock.train_s(), **accuracy.averaged,
         )  # fmt: skip
         return accuracy
 

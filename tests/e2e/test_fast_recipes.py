@@ -36,7 +36,7 @@ ENGINES = ("lazy", "ddp", "hybrid", "dear")
 
 def mild(engine: str, epochs: int = 2, **changes: Any) -> Recipe:
     recipe = {
-        "epochs": epochs, "loss": "bce", "label_smoothing": 0.08, "ema_decay": 0.5, "eval_mirror": True,
+        "epochs": epochs, "loss": "bce", "label_smoothing": 0.08, "ema_decay": 0.5, "eval_mirror": True, "eval_shift": 1,
         "optim": OPTIM, "schedule": {"kind": "step", "milestones": []}, "sync": {"kind": engine, "wire": "fp32"},
         "model": {
             "kind": "resnet18", "blurpool": "conv_maxpool",
@@ -67,7 +67,7 @@ def _train_all(images: Path, folder: Path) -> None:
     world = DistContext(dist.get_rank(), 2, dist.get_rank(), 2, torch.device("cpu"))
     outcomes: list[RunResult] = [Trainer(_job(folder / engine, images, engine), world).run() for engine in ENGINES]
     assert [outcome.status for outcome in outcomes] == ["finished"] * len(ENGINES)
-    assert all(outcome.top1_mirror is not None for outcome in outcomes)
+    assert all(outcome.top1_mirror is not None and outcome.top1_shift is not None for outcome in outcomes)
     for epochs in (1, 2):
         Trainer(_job(folder / "resumed", images, "hybrid", epochs, resume=epochs == 2), world).run()
 
@@ -90,15 +90,16 @@ def test_a_resumed_run_is_an_uninterrupted_one_to_the_bit(runs: Path):
     assert all(torch.equal(weight, expected[name]) for name, weight in weights_of(runs / "resumed").items())
 
 
-def test_the_mirrored_accuracy_is_reported_beside_the_plain_one(runs: Path, image_dir: Path):
+def test_averaged_accuracies_are_reported_beside_the_plain_one(runs: Path, image_dir: Path):
     past = read_run(runs / "lazy")
     assert past.outcome is not None
     headings = [str(column.header) for column in report_table([past]).columns]
-    assert {"top-1 %", "mirror %"} <= set(headings)
+    assert {"top-1 %", "mirror %", "shift %"} <= set(headings)
     evaluation = Evaluation("mild", mild("lazy"), Batching(1, 8, 1), runs / "lazy", image_dir)
     (verdict,) = run(1, _judged, evaluation)
     outcome = past.outcome
     assert (verdict.top1, verdict.top1_mirror) == (outcome.top1, outcome.top1_mirror)
+    assert (verdict.top1_shift, verdict.top5_shift) == (outcome.top1_shift, outcome.top5_shift)
 
 
 def _judged(evaluation: Evaluation) -> Any:
@@ -110,6 +111,14 @@ def test_a_target_may_be_for_the_mirrored_accuracy():
     outcome.judge(75.0, 90.0, 10.0, top1_mirror=69.0, top5_mirror=90.0)
     assert outcome.status == "failed"
     outcome.judge(69.0, 90.0, 20.0, top1_mirror=70.5, top5_mirror=90.0)
+    assert (outcome.status, outcome.time_to_accuracy_s) == ("reached", 20.0)
+
+
+def test_the_target_is_then_for_shifted_images_if_there_are_any():
+    outcome = RunResult("failed", "r", "lazy", 1, 8, target_top1=70.0, target_mirrored=True)
+    outcome.judge(75.0, 90.0, 10.0, top1_mirror=71.0, top5_mirror=90.0, top1_shift=69.0, top5_shift=90.0)
+    assert outcome.status == "failed"
+    outcome.judge(69.0, 90.0, 20.0, top1_mirror=69.0, top5_mirror=90.0, top1_shift=70.5, top5_shift=90.0)
     assert (outcome.status, outcome.time_to_accuracy_s) == ("reached", 20.0)
 
 

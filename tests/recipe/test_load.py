@@ -74,6 +74,12 @@ def test_a_shipped_recipe_survives_being_written_out_in_full(name: str, tmp_path
         ({"seed": -1}, "seed is -1: input should be greater than or equal to 0"),
         ({"sync": 3}, "sync is 3: "),
         ({"model": {"kind": "alexnet"}}, "data.image_size (32) is too small for alexnet, which needs 63"),
+        ({"eval_shift": 1}, "eval_shift (1) needs mirror images; set eval_mirror to true"),
+        (
+            {"eval_mirror": True, "eval_shift": 32},
+            "eval_shift (32) must be less than the side of a validation image (32 pixels)",
+        ),
+        ({"eval_shift": -1}, "eval_shift"),
         ({"schedule__warmup_epochs": 9}, "schedule.warmup_epochs (9.0) exceeds epochs (2)"),
         ({"sync": {"kind": "hybrid"}, "clip_norm": 1.0}, "sync.kind 'hybrid' updates a layer before the gradients of"),
         ({"sync": {"kind": "auto"}, "compile": True}, "sync.kind 'auto' with sync.defer waits for single layers"),

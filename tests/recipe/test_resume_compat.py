@@ -57,13 +57,13 @@ def test_a_run_from_before_biases_could_be_scaled_goes_on_with_plain_ones(tmp_pa
 def test_keys_of_the_fast_recipes_were_at_their_defaults_before():
     recipe = parse_recipe("test", tables(data=DATA, schedule={"kind": "polynomial", "warmup_epochs": 1}))
     begun = recipe_tables(recipe)
-    for key in ("loss", "eval_mirror", "target_mirrored"):
+    for key in ("loss", "eval_mirror", "eval_shift", "target_mirrored"):
         del begun[key]
     del begun["model"]["blurpool"], begun["model"]["init"], begun["data"]["size_multiple"]
     del begun["optim"]["decay_all"], begun["optim"]["decoupled"]
     del begun["schedule"]["warmup_power"], begun["schedule"]["decay_from"]
     assert differences(begun, recipe) == []
-    mirrored = parse_recipe("test", tables(data=DATA, schedule=begun["schedule"], eval_mirror=True))
+    mirrored = parse_recipe("test", tables(data=DATA, schedule=begun["schedule"], eval_mirror=True, eval_shift=1))
     assert differences(begun, mirrored) == [], "evaluations may change where a run goes on"
     blurred = parse_recipe("test", tables(data=DATA, schedule=begun["schedule"], model__blurpool="conv"))
     assert differences(begun, blurred) == ['model.blurpool ("off", now "conv")']

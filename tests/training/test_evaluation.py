@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import average_batch_norms
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import SyntheticData
-from imagenet_fast.training.evaluation import Accuracy, Stopped, evaluate
+from imagenet_fast.training.evaluation import Accuracy, Stopped, evaluate, mirrored_logits, shifted_logits
 from tests.spawning import run
 
 CPU = torch.device("cpu")
@@ -83,6 +84,52 @@ def _mirrored() -> Accuracy:
     data = SyntheticData(loader="synthetic", image_size=4, train_images=100, val_images=37, classes=10)
     dataset = build_loaders(data, None, Batching(world.size, 8, 1), world.rank, 2, CPU, seed=5)
     return evaluate(Guess(), dataset, torch.autocast("cpu", enabled=False), world, mirror=True)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_shifted_images_are_averaged_beside_the_other_figures(world: int):
+    """Six views of each image, weighed one by one; pixels beyond an edge are found by their reflected index."""
+    generator = torch.Generator().manual_seed(5)
+    source = torch.randint(256, (256, 4, 4, 3), dtype=torch.uint8, generator=generator).permute(0, 3, 1, 2)[:37]
+    mean, std = (np.array(v).reshape(1, 3, 1, 1) for v in (SyntheticData.mean, SyntheticData.std))
+    images = (source.numpy() / 255 - mean) / std
+    logits = np.zeros((37, 10))
+    for moved, weight in ((0, 1 / 4), (-2, 1 / 8), (2, 1 / 8)):  # the weight of the view, and of its mirror image
+        rows = [3 - abs(3 - abs(pixel + moved)) for pixel in range(4)]
+        view = images[:, :, rows][:, :, :, rows]
+        for side in (view, view[:, :, :, ::-1]):
+            logits += weight * (side.reshape(37, -1)[:, :10] - 1e-3 * np.arange(10))
+    guesses = np.argsort(-logits, axis=1)
+    expected = [100 * np.mean((guesses[:, :k] == np.arange(37)[:, None] % 10).any(axis=1)) for k in (1, 5)]
+    before = run(1, _mirrored)[0]
+    for accuracy in run(world, _shifted):
+        assert [accuracy.top1_shift, accuracy.top5_shift] == pytest.approx(expected)
+        assert (accuracy.top1, accuracy.top5) == (before.top1, before.top5)
+        assert (accuracy.top1_mirror, accuracy.top5_mirror) == (before.top1_mirror, before.top5_mirror)
+    assert expected != [before.top1_mirror, before.top5_mirror]
+
+
+def _shifted() -> Accuracy:
+    world = DistContext(dist.get_rank(), dist.get_world_size(), 0, 1, CPU)
+    data = SyntheticData(loader="synthetic", image_size=4, train_images=100, val_images=37, classes=10)
+    dataset = build_loaders(data, None, Batching(world.size, 8, 1), world.rank, 2, CPU, seed=5)
+    return evaluate(Guess(), dataset, torch.autocast("cpu", enabled=False), world, mirror=True, shift=2)
+
+
+def test_logits_of_views_are_added_in_fp32():
+    """257 is no number of bf16: the mean would be 128."""
+    first = torch.zeros(1, 1, 3, 3, dtype=torch.bfloat16)
+    first[..., 0], first[..., 2] = 256, 1
+
+    class Corner(nn.Module):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return images[:, :, 0, 0]
+
+    model = Corner()
+    both = mirrored_logits(model, first)
+    assert (both.dtype, both.item()) == (torch.float32, 128.5)
+    shifted = shifted_logits(model, first, both, 1)
+    assert (shifted.dtype, shifted.item()) == (torch.float32, 64.25), "the corners of shifted images are 0"
 
 
 @pytest.mark.parametrize("world", [1, 3])
