@@ -87,7 +87,10 @@ def write(result: dict[str, Any]) -> None:
         return "[\n" + ",\n".join(f"    {json.dumps(inner, ensure_ascii=False)}" for inner in value) + "\n  ]"
 
     text = ",\n".join(f"  {json.dumps(key)}: {lines(value)}" for key, value in result.items())
-    (RESULTS / f"{result['name']}.json").write_text(f"{{\n{text}\n}}\n", encoding="utf-8")
+    file = RESULTS / f"{result['name']}.json"
+    part = file.with_suffix(".part")  # whoever stops this in between leaves the old rows
+    part.write_text(f"{{\n{text}\n}}\n", encoding="utf-8")
+    part.replace(file)
 
 
 class _Cell(string.Formatter):

@@ -59,7 +59,8 @@ def test_benchmarks_page_is_current():
 
 
 def test_every_results_file_is_on_the_page():
-    assert {path.stem for path in benchmarks.RESULTS.glob("*.json")} == set(RESULTS)
+    own_page = {"convergence"}
+    assert {path.stem for path in benchmarks.RESULTS.glob("*.json")} == set(RESULTS) | own_page
     questions = [result["question"] for result in RESULTS.values()]
     assert len(set(questions)) == len(questions)
 

@@ -94,7 +94,9 @@ def evaluate(
                     correct[2] += _hits(shifted_logits(model, images, both, shift), labels)
             seen += len(labels)
     model.train(training)
-    *hits, images_seen, cut_off = all_reduce_sum(*correct.flatten().tolist(), float(seen), float(stopped), device=world.device)
+    *hits, images_seen, cut_off = all_reduce_sum(
+        *correct.flatten().tolist(), float(seen), float(stopped), device=world.device
+    )
     if cut_off:
         raise Stopped
     expected = dataset.val_order.images

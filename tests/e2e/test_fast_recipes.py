@@ -36,7 +36,8 @@ ENGINES = ("lazy", "ddp", "hybrid", "dear")
 
 def mild(engine: str, epochs: int = 2, **changes: Any) -> Recipe:
     recipe = {
-        "epochs": epochs, "loss": "bce", "label_smoothing": 0.08, "ema_decay": 0.5, "eval_mirror": True, "eval_shift": 1,
+        "epochs": epochs, "loss": "bce", "label_smoothing": 0.08, "ema_decay": 0.5, "eval_mirror": True,
+        "eval_shift": 1,
         "optim": OPTIM, "schedule": {"kind": "step", "milestones": []}, "sync": {"kind": engine, "wire": "fp32"},
         "model": {
             "kind": "resnet18", "blurpool": "conv_maxpool",

@@ -156,6 +156,10 @@ RUN_BY: tuple[tuple[str, Here | By], ...] = (
     (r"tensorboard --logdir ", By("tests/e2e/test_train.py::test_the_run_directory_is_complete")),
     (r"scripts/(test|docs|demo)\.sh", By(".ci/run")),
     (r"scripts/benchmarks\.sh", By("tests/test_benchmarks.py::test_measuring_rewrites_rows_and_keeps_the_declaration")),
+    (
+        r"python scripts/convergence\.py",
+        By("tests/test_convergence.py::test_runs_that_are_missing_are_trained_and_a_stopped_one_is_not_recorded"),
+    ),
     (r"scripts/gpu-check\.sh", By("tests/e2e/test_gpu_check.py::test_a_dry_run_writes_every_section_and_none_fails")),
     (r"\.ci/run", By(".ci/run")),
     (r"(git clone|cd|python3 -m venv|source|pip install) ", By("scripts/environment.sh")),  # CI begins with it

@@ -1,0 +1,177 @@
+"""scripts/convergence.py: the plan of runs, the rates that it chooses, and the page that it writes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+import statistics
+import sys
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from imagenet_fast.data.imagefolder import scan
+from imagenet_fast.recipe.batching import split_batch
+from imagenet_fast.recipe.load import find_recipe, load_recipe
+from imagenet_fast.recipe.schema import Recipe
+
+ROOT = Path(__file__).parents[1]
+
+
+def loaded() -> ModuleType:
+    """The script, as a module."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        spec = importlib.util.spec_from_file_location("convergence", ROOT / "scripts" / "convergence.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["convergence"] = module
+        spec.loader.exec_module(module)
+        return module
+    finally:
+        sys.path.remove(str(ROOT / "scripts"))
+
+
+convergence = loaded()
+PLAN = convergence.plan()
+
+
+def outcome(top1: float, train_s: float = 100.0) -> dict[str, Any]:
+    return {"status": "finished", "top1": top1, "epochs": 8, "train_s": train_s}
+
+
+def trained(runs: list[Any]) -> list[dict[str, Any]]:
+    """Rows as if the runs had been trained in this order; larger rates are better."""
+    rows: list[dict[str, Any]] = []
+    for run in runs:
+        text = convergence.command(run, rows)
+        assert text is not None, f"{run.name} comes before what it follows from"
+        rows.append(
+            convergence.row_of(run, text, outcome(80 + (run.rate or run.seed), 90 if run.case == "probe" else 700))
+        )
+    return rows
+
+
+ROWS = trained(PLAN)
+
+
+def recipe_of(row: dict[str, Any]) -> Recipe:
+    words = shlex.split(row["command"])
+    overrides = [value for flag, value in pairwise(words) if flag == "--set"]
+    return load_recipe(find_recipe(words[words.index("--recipe") + 1]), overrides=(*overrides, f"seed={row['seed']}"))
+
+
+def test_page_is_current():
+    assert convergence.main(["--check"]) == 0
+
+
+def test_a_page_without_rows_says_that_nothing_was_trained():
+    page = convergence.page([])
+    assert "Nothing has been trained for this page yet." in page
+    assert ".png" not in page
+    cells = [cell.strip() for line in page.splitlines() if line.startswith("| ") for cell in line.split("|")[2:-1]]
+    figures = [cell for cell in cells if re.search(r"\d\d\.\d\d", cell)]
+    assert not figures
+    assert cells.count("not run yet") >= 18 + 8
+
+
+def test_the_plan_has_each_batch_optimiser_engine_and_seed_once():
+    assert len({run.name for run in PLAN}) == len(PLAN) == 18 + 6 * 3 * 3 + 7 * 3 + 2 * 3 + 1
+    seeds = [run.seed for run in PLAN]
+    assert seeds == sorted(seeds), "a seed of everything comes before the next"
+
+
+def test_every_command_is_a_recipe_whose_batch_norms_see_128_images():
+    for row in ROWS:
+        recipe = recipe_of(row)
+        batching = split_batch(recipe, 2)
+        assert (batching.micro_batch, batching.global_batch) == (128, row["batch"]), row["run"]
+        assert recipe.evaluates_after(recipe.epochs)
+        assert row["group"] == "small" or (recipe.epochs, recipe.ema_decay) == (8, 0)
+        assert ("--data" in row["command"]) == (row["group"] == "rates"), "only rates are tried on held-out images"
+
+
+def test_rates_follow_from_the_nearer_tuned_batch_by_the_scaling_rule():
+    """All best tried rates are the largest ones here: 0.5 and 8 for SGD and LARC, 4 and 24 for LARS."""
+    rates = {(row["case"], row["batch"]): recipe_of(row).optim.lr for row in ROWS if row["group"] == "batches"}
+    for case in ("sgd", "larc"):
+        expected = {256: 0.5, 1024: 2.0, 2048: 2.0, 4096: 4.0, 8192: 8.0, 16384: 16.0}
+        assert {batch: rates[case, batch] for batch in expected} == pytest.approx(expected)
+    expected = {256: 4.0, 1024: 8.0, 2048: 12.0, 4096: 24 / 2**0.5, 8192: 24.0, 16384: 24 * 2**0.5}
+    assert {batch: rates["lars", batch] for batch in expected} == pytest.approx(expected, rel=1e-4)
+    assert {recipe_of(row).optim.lr for row in ROWS if row["group"] == "engines"} == {8.0}
+
+
+def test_a_rate_that_diverged_is_not_chosen():
+    rows = [row | {"top1": None} if row["rate"] == 8 else row for row in ROWS]
+    assert convergence.rate_for(rows, "sgd", 8192) == 4
+    assert convergence.rate_for(rows[:2], "sgd", 256) is None
+
+
+def test_the_plain_recipe_gets_no_less_time_than_mild():
+    rows = [{"group": "small", "seed": 1, "case": "mild", "train_s": 700.0}]
+    assert convergence.plain_epochs(rows) is None
+    assert convergence.plain_epochs([*rows, {**rows[0], "case": "probe", "train_s": 90.0}]) == 8
+
+
+def test_cells_have_mean_deviation_and_what_is_missing():
+    rows = [{"top1": 90.0}, {"top1": 91.0}, {"top1": 92.5}]
+    assert convergence.cell(rows) == f"91.17 ± {statistics.stdev([90, 91, 92.5]):.2f}"
+    assert convergence.cell(rows[:1]) == "90.00 (1 of 3 seeds)"
+    assert convergence.cell([{"top1": None}]) == "(1 of 3 seeds, 1 diverged)"
+    assert convergence.cell([]) == "not run yet"
+    page = convergence.page(ROWS)
+    assert "not run yet" not in page
+    assert "82.00 ± 1.00" in page
+
+
+def test_held_out_images_are_a_tenth_of_each_class(tmp_path: Path):
+    for split, images in (("train", 20), ("val", 3)):
+        for name in ("a", "b"):
+            folder = tmp_path / "all" / split / name
+            folder.mkdir(parents=True)
+            for number in range(images):
+                Image.fromarray(np.zeros((2, 2, 3), np.uint8)).save(folder / f"{number:05}.png")
+    for _ in range(2):
+        convergence.hold_out(tmp_path / "all", tmp_path / "held-out")
+    train, val = scan(tmp_path / "held-out")
+    assert (len(train), len(val)) == (36, 4)
+    assert {Path(val.name(n)).resolve().parent.parent.name for n in range(4)} == {"train"}
+    names = [{(split.labels[n], Path(split.name(n)).name) for n in range(len(split))} for split in (train, val)]
+    assert not names[0] & names[1]
+
+
+def test_runs_that_are_missing_are_trained_and_a_stopped_one_is_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(convergence.benchmarks, "RESULTS", tmp_path)
+    monkeypatch.setattr(convergence, "PAGE", tmp_path / "convergence.md")
+    monkeypatch.setattr(convergence, "PICTURE", tmp_path / "convergence.png")
+    monkeypatch.setattr(convergence, "hold_out", lambda *_: None)
+    monkeypatch.setattr("imagenet_fast.data.download.fetch_dataset", lambda *_: tmp_path)
+    declared = {**json.loads((ROOT / "docs" / "results" / "convergence.json").read_text()), "rows": ROWS[:5]}
+    convergence.benchmarks.write(declared)
+    asked: list[str] = []
+
+    def train(run: Any, text: str) -> tuple[int, dict[str, Any] | None]:
+        asked.append(run.name)
+        done = None if len(asked) == 3 else convergence.row_of(run, text, outcome(91.5))
+        return (4, None) if done is None else (0, done)
+
+    monkeypatch.setattr(convergence, "train", train)
+    assert convergence.main(["run"]) == 4
+    assert asked == [run.name for run in PLAN[5:8]]
+    rows = convergence.benchmarks.read("convergence")["rows"]
+    assert [row["run"] for row in rows] == [run.name for run in PLAN[:7]]
+    assert (tmp_path / "convergence.png").stat().st_size > 1000
+    assert "![Top-1" in (tmp_path / "convergence.md").read_text()
+    assert convergence.main(["run", "1"]) == 0
+    assert asked[3:] == [PLAN[7].name], "it goes on where it stopped"
