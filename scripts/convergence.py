@@ -185,12 +185,13 @@ def hold_out(images: Path, place: Path) -> None:
     if place.exists():
         return
     made = place.with_name(f"{place.name}.part")
-    for folder in sorted((images / "train").iterdir()):
+    for folder in sorted((images / "train").resolve().iterdir()):
+        for split in ("train", "val"):
+            (made / split / folder.name).mkdir(parents=True, exist_ok=True)
         for number, file in enumerate(sorted(folder.iterdir())):
             link = made / ("train" if number % 10 else "val") / folder.name / file.name
-            link.parent.mkdir(parents=True, exist_ok=True)
-            link.unlink(missing_ok=True)
-            link.symlink_to(file.resolve())
+            if not link.is_symlink():
+                link.symlink_to(file)
     made.rename(place)
 
 

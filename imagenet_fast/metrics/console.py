@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from imagenet_fast.metrics.event import Event
+from imagenet_fast.metrics.run_result import judged_name
 from imagenet_fast.metrics.tables import compact_table, number
 
 
@@ -55,7 +55,7 @@ class ConsoleSink:
             case "choice":
                 self._console.print(_choice_table(event.values))
             case "eval":
-                judged = _judged(event.values, bool(self._latest.get("run/target_mirrored")))
+                judged = judged_name(event.values, bool(self._latest.get("run/target_mirrored")))
                 self._evaluations.append((event.run_s, event.values[judged]))
                 self._print(self._evaluation_line(event.values))
             case "end":
@@ -187,16 +187,9 @@ _JUDGED = {
 """Names of the accuracies that a target may be for."""
 
 
-def _judged(values: Mapping[str, Any], mirrored: bool) -> str:
-    """Return which of an evaluation's accuracies is compared with the target."""
-    if not mirrored:
-        return "top1"
-    return "top1_mirror" if values.get("top1_shift") is None else "top1_shift"
-
-
 def _verdict(outcome: dict[str, Any]) -> str:
     """Return one sentence on how the run ended."""
-    target, judged = outcome["target_top1"], _judged(outcome, outcome.get("target_mirrored", False))
+    target, judged = outcome["target_top1"], judged_name(outcome, outcome.get("target_mirrored", False))
     top1, what = outcome[judged], _JUDGED[judged]
     match outcome["status"]:
         case "reached":

@@ -19,7 +19,7 @@ from rich.table import Table
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.json_io import read_events
 from imagenet_fast.metrics.plots import new_figure
-from imagenet_fast.metrics.run_result import RunResult, read_outcome
+from imagenet_fast.metrics.run_result import RunResult, judged_name, read_outcome
 from imagenet_fast.metrics.tables import NOTHING, compact_table, number
 
 SETTLING_STEPS = 10
@@ -241,12 +241,20 @@ def _numbers(run: PastRun) -> dict[str, str]:
 
 
 def draw_curves(runs: list[PastRun], png: Path) -> None:
-    """Draw validation accuracy and training loss over run time, one line per run."""
+    """Draw validation accuracy and training loss over run time, one line per run.
+
+    If a run's target is for an accuracy by mean logits, a dashed line shows that, too.
+    """
     figure = new_figure(png, 10, 4)
     accuracy, loss = figure.subplots(1, 2)
     for name, run in zip(distinct_names(runs), runs, strict=True):
         label = name if run.status in ("reached", "finished") else f"{name} ({run.status})"
         (line,) = accuracy.plot(*run.curve("eval", "top1"), marker="o", markersize=4, label=label)
+        if run.outcome is not None and run.outcome.target_mirrored:
+            judged = judged_name(vars(run.outcome), mirrored=True)
+            accuracy.plot(
+                *run.curve("eval", judged), "o--", markersize=4, color=line.get_color(), label=f"{label}, mean"
+            )
         loss.plot(*run.curve("train", "loss"), color=line.get_color(), linewidth=1)
     for target in {run.outcome.target_top1 for run in runs if run.outcome} - {None}:
         accuracy.axhline(target, color="black", linestyle=":", linewidth=1)

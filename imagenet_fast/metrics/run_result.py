@@ -122,9 +122,8 @@ class RunResult:
     @property
     def judged_top1(self) -> float | None:
         """The accuracy that is compared with the target."""
-        if not self.target_mirrored:
-            return self.top1
-        return self.top1_mirror if self.top1_shift is None else self.top1_shift
+        judged: float | None = getattr(self, judged_name(vars(self), self.target_mirrored))
+        return judged
 
     @property
     def _meets_target(self) -> bool:
@@ -181,6 +180,18 @@ class RunResult:
         Nodes may share ``folder``.
         """
         atomic_write_text(folder / "outcome.json", to_json(asdict(self), indent=2) + "\n", shared=True)
+
+
+def judged_name(values: Mapping[str, Any], mirrored: bool) -> str:
+    """Return the name of the accuracy that is compared with the target.
+
+    Args:
+        values: Accuracies of an evaluation, by name.
+        mirrored: The recipe's ``target_mirrored``.
+    """
+    if not mirrored:
+        return "top1"
+    return "top1_mirror" if values.get("top1_shift") is None else "top1_shift"
 
 
 def read_outcome(folder: Path) -> RunResult | None:

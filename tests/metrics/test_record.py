@@ -28,6 +28,7 @@ from imagenet_fast.metrics import MetricLogger, RunResult
 from imagenet_fast.metrics.console import ConsoleSink
 from imagenet_fast.metrics.json_io import JsonLines, read_events, to_json
 from imagenet_fast.metrics.mllog import MLLog
+from imagenet_fast.metrics.plots import new_figure
 from imagenet_fast.metrics.report import PastRun, distinct_names, draw_curves, read_run, report_table
 from imagenet_fast.metrics.run_result import read_outcome
 from imagenet_fast.metrics.tables import compact_table
@@ -476,6 +477,19 @@ def test_report_of_run_with_killed_rank_0(left: str, tmp_path: Path):
     status = "not ended" if left == "no outcome" else "failed"
     told = ["76.00", "1.5000", "800", "0.160", "89.50"]
     assert row.split() == ["resnet50-8gpu", "lazy", "dp8", *status.split(), *told]
+
+
+@pytest.mark.parametrize(("name", "value"), [("top1_mirror", 93.1), ("top1_shift", 93.4)])
+def test_the_image_shows_the_accuracy_that_the_target_is_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: float
+):
+    result = RunResult("reached", "r", "lazy", 2, 512, target_top1=93.0, target_mirrored=True, **{name: value})
+    event = {"event": "eval", "run_s": 60.0, "top1": 92.0, name: value}
+    figure = new_figure(tmp_path / "curve.png", 10, 4)
+    monkeypatch.setattr("imagenet_fast.metrics.report.new_figure", lambda *_: figure)
+    draw_curves([PastRun(tmp_path, result, [event], "run")], tmp_path / "curve.png")
+    plain, mean = (line for line in figure.axes[0].lines if len(line.get_xdata()) == 1)
+    assert (plain.get_ydata()[0], mean.get_ydata()[0]) == (92.0, value)
 
 
 def test_runs_that_left_nothing_are_in_the_table_and_the_image(tmp_path: Path):
