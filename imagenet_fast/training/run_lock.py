@@ -84,6 +84,7 @@ def hold(folder: Path, patience_s: float = _PATIENCE_S) -> None:
     while True:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
+            # filelock locks files alone, and would leave one in a directory that must end empty or be moved aside
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(descriptor)
