@@ -197,7 +197,7 @@ class BlockMap:
     """The kinds and numbers of a message's blocks."""
 
     kinds: Tensor
-    """Whether a block is sent as codes (row 0), and whether plain (row 1); neither if it has no values."""
+    """True in row 0 if a block is sent as codes, in row 1 if it is sent plain; neither if it has no values."""
     numbers: Tensor
     """The block's number among those of its kind in the whole pool, by row as ``kinds``.
 

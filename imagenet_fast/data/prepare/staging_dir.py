@@ -87,7 +87,7 @@ class Noted(Table):
 
 
 class Record(Table):
-    """What a directory holds, by class."""
+    """The contents of a directory, by class."""
 
     settings: Settings
     splits: Splits
