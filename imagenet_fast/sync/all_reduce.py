@@ -203,24 +203,9 @@ def format_of(wire: torch.dtype) -> WireFormat:
     return WireFormat(wire.itemsize, is_coded(wire))
 
 
-def piece_bytes(topology: Topology) -> int:
-    """Return the bytes of one piece of a long message: see ``cost_model.collectives``."""
-    return collectives.piece_bytes(topology.layout)
-
-
-def piece_elements(wire: torch.dtype, topology: Topology) -> int:
-    """Return ``piece_bytes`` in elements of the wire dtype, rounded up so that a piece can be cut evenly."""
-    return collectives.piece_elements(topology.layout, format_of(wire))
-
-
 def line_of(wire: torch.dtype, topology: Topology) -> int:
     """Return the number that a message's length in elements must be a multiple of."""
     return collectives.line_of(topology.layout, format_of(wire))
-
-
-def cost_of(collective: Collective, topology: Topology, servers: int = 1) -> float:
-    """Return how long a long message keeps the wire busy, in units of a ring all-reduce."""
-    return collectives.cost_of(collective, topology.layout, servers)
 
 
 def scatter(chain: OpSequence, values: Tensor, channel: CommStream, own: Tensor | None, divisor: int) -> Tensor:

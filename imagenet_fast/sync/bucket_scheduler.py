@@ -121,7 +121,10 @@ class Scheduler(SyncEngine):
         if drop or self._engine.awaits != "read" or self._timetable is not None:
             self._await(list(self._travelling))
         if drop:
-            self._drop_residual()
+            if self._residual is not None:
+                self._residual.drop()
+            for compressed in self._compressed:
+                compressed.drop()
         if self._timetable is not None and self._timetable.complete:
             self._timing, self._timetable = self._timetable.timing(), None
             self.plan(self._timing)
@@ -195,13 +198,6 @@ class Scheduler(SyncEngine):
         for transfer in self._travelling.values():
             transfer.wait()
         self._topology.close()
-
-    def _drop_residual(self) -> None:
-        """Restore the residuals of before this step."""
-        if self._residual is not None:
-            self._residual.drop()
-        for compressed in self._compressed:
-            compressed.drop()
 
     def drop(self) -> None:
         """Abandon all messages without waiting for them."""

@@ -10,7 +10,6 @@ import math
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from imagenet_fast.sync import loop_checks
 from imagenet_fast.sync.access_hooks import Hook, weak_hook
 from imagenet_fast.sync.consistency import compare_models
 from imagenet_fast.sync.deferred_update import DeferredUpdate, Update
-from imagenet_fast.sync.engine import Elements, SyncEngine, SyncStats
+from imagenet_fast.sync.engine import SyncEngine, SyncStats
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.layer_timer import LayerTimer
 from imagenet_fast.sync.param_slot import ParamSlot, slots_of
@@ -217,7 +216,7 @@ class GradientPool:
         assert self.reducer.engine is not None
         again, self.reducer.updated = self.reducer.updated, True
         elements = self.reducer.engine.sent_slices()
-        limited = apply if elements is None else partial(_apply_to, apply, elements)
+        limited = apply if elements is None else (lambda params: apply(params, elements))
         if self.reducer.means_here:
             if not (again and self.reducer.engine.sends_part):  # else no p.grad is left, as below
                 self._due = [span.param for span in self.spans if span.param.grad is not None]
@@ -394,7 +393,3 @@ class GradientPool:
             if users is None:
                 raise
             users.add_note(f"closing the pool failed as well: {error}")
-
-
-def _apply_to(apply: Update, elements: Elements, params: list[nn.Parameter]) -> None:
-    apply(params, elements)

@@ -12,7 +12,7 @@ from imagenet_fast.checkpoint import Checkpoint, best, newest, open_checkpoint
 from imagenet_fast.checkpoint.manifest import Manifest
 from imagenet_fast.checkpoint.retention import survey
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.reductions import broadcast_error, broadcast_model
+from imagenet_fast.distributed.reductions import broadcast_model, refused_together
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.report import FINAL_WEIGHTS, is_checkpoint, split_checkpoint, weights_file
 from imagenet_fast.models import build_model
@@ -75,15 +75,11 @@ def load_initial_weights(
     Raises:
         UserError: The same on every rank, if rank 0 cannot read the weights or they do not fit.
     """
-    found, refusal = None, ""
-    if world.is_main:
-        try:
+    found = None
+    with refused_together(world.device):
+        if world.is_main:
             found = fit(given_weights(given), model, classes, fresh_head)
             _doubt_blurpool(found, model)
-        except UserError as error:
-            refusal = str(error)
-    if refusal := broadcast_error(refusal, world.device):
-        raise UserError(refusal)
     return found
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from imagenet_fast.cost_model.collectives import piece_bytes
 from imagenet_fast.cost_model.step_simulator import NO_CODEC, LinkModel
 from imagenet_fast.recipe.optim_config import Sgd
 from imagenet_fast.sync import (
@@ -25,7 +26,6 @@ from imagenet_fast.sync import (
     build_engine,
     declare,
 )
-from imagenet_fast.sync.all_reduce import piece_bytes
 from imagenet_fast.sync.auto import Auto, Candidate
 from imagenet_fast.sync.bucket_scheduler import Scheduler
 from imagenet_fast.sync.bucketing import step_model
@@ -43,7 +43,7 @@ def pooled() -> GradientPool:
 
 
 def test_messages_tile_the_pool_and_none_is_longer_than_a_piece():
-    pool, piece = pooled(), piece_bytes(pooled().topology)
+    pool, piece = pooled(), piece_bytes(pooled().topology.layout)
     network = NetworkProbe(pool.topology, torch.float32, LinkModel(0.0, 1e-9))
     for settings in (AllReduceSync(), LazySync(), DearSync(), LazySync(collective="parameter_server", servers=3)):
         engine = declare(settings)

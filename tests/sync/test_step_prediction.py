@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from imagenet_fast.bench.replay import gradients_of, replay, timing_of, with_moves
+from imagenet_fast.cost_model.collectives import piece_bytes
 from imagenet_fast.cost_model.layer_profile import Layer, Profile, Timing, load_profile, random_profile
 from imagenet_fast.cost_model.step_simulator import THRESHOLDS, CodecCost, LinkModel, step_lower_bound
 from imagenet_fast.recipe.sync_config import DdpSync, Sync
@@ -26,7 +27,6 @@ from imagenet_fast.sync import (
     SparseSync,
     declare,
 )
-from imagenet_fast.sync.all_reduce import piece_bytes
 from imagenet_fast.sync.bucketing import step_model
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.topology import Topology
@@ -197,7 +197,7 @@ def test_no_engine_is_predicted_below_its_limit(hosts: int):
 )
 def test_the_best_threshold_is_never_worse_than_none_or_all(engine: Engine):
     pool, timing = pooled(ALEXNET, 4)
-    sizes = [size for size in THRESHOLDS if not engine.prioritized or size >= piece_bytes(pool.topology)]
+    sizes = [size for size in THRESHOLDS if not engine.prioritized or size >= piece_bytes(pool.topology.layout)]
     for latency_s in (0.0, 1e-3, 0.1):
         for s_per_byte in (1e-9, 1e-7):
             network = NetworkProbe(pool.topology, torch.float32, LinkModel(latency_s, s_per_byte))
