@@ -147,17 +147,14 @@ class SyncEngine(Protocol):
     def scale_residual(self, ratio: Tensor) -> None:
         """Multiply the residual by ``ratio``, because the loss scale has changed. Nothing is in flight.
 
-        Args:
-            ratio: An fp32 scalar tensor on the device.
+        It is an fp32 scalar tensor on the device.
         """
         return
 
     def store_gradient(self, place: Tensor, gradient: Tensor | None) -> None:
-        """Copy a gradient of backward into its place in the pool.
+        """Copy a gradient of backward into its ``place``, a view of the pool.
 
-        Args:
-            place: The view of the pool to write to.
-            gradient: The gradient; None where backward did not reach the parameter.
+        It is None where backward did not reach the parameter.
         """
         if gradient is None:
             place.zero_()
@@ -167,9 +164,7 @@ class SyncEngine(Protocol):
     def poison(self, span: ParamSlot, gradient: Tensor) -> None:
         """Overwrite with NaN what this step will send of ``span``, because the step is dropped.
 
-        Args:
-            span: The slot, not yet pushed in this step.
-            gradient: The slot's view of the pool.
+        The slot, whose view of the pool is ``gradient``, was not yet pushed in this step.
         """
         gradient.fill_(math.nan)
 
@@ -182,9 +177,8 @@ class SyncEngine(Protocol):
     def finish(self, drop: bool = False) -> SyncStats:
         """End a step's backward: synchronise everything that is not deferred, and return the step's statistics.
 
-        Args:
-            drop: The step will not be applied on any rank: restore the residual of before the step, and leave nothing
-                in flight.
+        With ``drop``, the step will not be applied on any rank: restore the residual of before the step, and leave
+        nothing in flight.
         """
         ...
 
