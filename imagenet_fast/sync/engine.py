@@ -30,7 +30,7 @@ Elements = dict[nn.Parameter, list[slice]]
 class Engine(Declaration[ParamSlot]):
     """The declaration of an engine: which gradients form a bucket, how and when it is sent, and when it is awaited.
 
-    ``Scheduler`` carries it out. Its fields are those of ``Declaration``, in that order.
+    ``Scheduler`` carries it out. Its fields are those of ``cost_model.messages.Declaration``, in that order.
     """
 
     wire: torch.dtype
