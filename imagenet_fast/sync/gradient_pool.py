@@ -214,7 +214,7 @@ class GradientPool:
         assert self.reducer.engine is not None
         again, self.reducer.updated = self.reducer.updated, True
         elements = self.reducer.engine.sent_slices()
-        limited = apply if elements is None else (lambda params: apply(params, elements))
+        limited: Update = apply if elements is None else lambda params: apply(params, elements)
         if self.reducer.means_here:
             if not (again and self.reducer.engine.sends_part):  # else no p.grad is left, as below
                 self._due = [span.param for span in self.spans if span.param.grad is not None]
