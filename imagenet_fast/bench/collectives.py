@@ -30,10 +30,11 @@ from torch import Tensor
 from imagenet_fast.bench import mpi
 from imagenet_fast.bench.hosts import TIMEOUT, on_gpus, report_progress, run_on
 from imagenet_fast.bench.netns import parse_rate, shaped_network, time_repetitions
+from imagenet_fast.cost_model.collectives import piece_elements
 from imagenet_fast.cost_model.units import SIZE, UNITS, size_text
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.recipe.engine_table import Collective, Wire
-from imagenet_fast.sync.all_reduce import piece_elements
+from imagenet_fast.sync.all_reduce import format_of
 from imagenet_fast.sync.engines import wire_dtype
 from imagenet_fast.sync.network_benchmark import all_reduces
 from imagenet_fast.sync.topology import Topology
@@ -342,7 +343,7 @@ def averaging(collective: Collective, values: Tensor, topology: Topology) -> Cal
     """Return a function that averages ``values`` in place, in pieces; the backend's own all-reduce leaves the sum."""
     if collective == "native":
         return partial(dist.all_reduce, values)
-    return all_reduces(values.split(piece_elements(values.dtype, topology)), collective, topology)
+    return all_reduces(values.split(piece_elements(topology.layout, format_of(values.dtype))), collective, topology)
 
 
 def _check(once: Callable[[], object], ones: Tensor, expected: int) -> None:

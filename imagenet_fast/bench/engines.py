@@ -34,10 +34,10 @@ from imagenet_fast.recipe.engine_table import Awaits, Cast, Wire
 from imagenet_fast.recipe.sync_config import DdpSync, Sync
 from imagenet_fast.sync import Engine, GradientPool, SyncStats, attach, declare
 from imagenet_fast.sync.all_reduce import wire_for
+from imagenet_fast.sync.bucketing import step_model
 from imagenet_fast.sync.engines import wire_dtype
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.quantization import PLAIN, is_coded
-from imagenet_fast.sync.step_prediction import predict_best
 from imagenet_fast.sync.topology import Topology
 from imagenet_fast.sync.trace import Trace
 
@@ -316,7 +316,7 @@ def _predictions(
         engine = settings.engine if isinstance(settings, Declared) else declare(settings)  # type: ignore[arg-type]
         wire = wire_for(pool.buffer.dtype, engine.wire, topology)
         network = networks.setdefault(wire, NetworkProbe(topology, wire))
-        _, predicted[settings] = predict_best(engine, pool, wire, timing, network, settings.share)
+        _, predicted[settings] = step_model(engine, pool, wire, network, settings.share).best(timing)
     pool.close()
     return predicted
 

@@ -32,14 +32,13 @@ from imagenet_fast.recipe.sync_config import SparseSync
 from imagenet_fast.sync import EngineSettings, GradientPool, SyncEngine, declare
 from imagenet_fast.sync.all_reduce import wire_for
 from imagenet_fast.sync.bucket_scheduler import Scheduler
-from imagenet_fast.sync.bucketing import build_chunks
+from imagenet_fast.sync.bucketing import step_model
 from imagenet_fast.sync.comm_stream import CommStats, CommStream, PendingOp
 from imagenet_fast.sync.deferred_update import Update
 from imagenet_fast.sync.engines import wire_dtype
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.per_param_step import snapshot_step
 from imagenet_fast.sync.sparse import Sparse
-from imagenet_fast.sync.step_prediction import predict_best
 from imagenet_fast.sync.topology import Topology
 from imagenet_fast.training.optimizers import LARS
 
@@ -120,9 +119,9 @@ class CountedStep:
             self._engine = _Spread(settings, pool, wire)
         else:
             self._engine = Scheduler(declaration, pool, network, timing)
-        fuse, _ = predict_best(declaration, pool, self._wire, timing, network)
+        model = step_model(declaration, pool, self._wire, network)
         size: Counter[Collective] = Counter()
-        for message in build_chunks(declaration, pool, self._wire, fuse, network):
+        for message in model.messages(model.best(timing)[0]):
             size[message.collective] += message.part.stop - message.part.start
         self.collective = max(size, key=size.__getitem__)
         """The collective that carries most of the values."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar, assert_never
 
@@ -38,7 +39,7 @@ def allreduce(settings: AllReduceSync) -> Declaration[Slot]:
     (``HOROVOD_FUSION_THRESHOLD`` of 64 MB in one group, without overlap).
     """
     return Declaration(
-        "each", math.inf, group_key=alike if settings.fused else lambda span: span.layer,
+        settings.wire, "each", math.inf, group_key=alike if settings.fused else lambda span: span.layer,
         collective=settings.collective, servers=settings.servers, whole_buckets=settings.fused,
     )  # fmt: skip
 
@@ -50,7 +51,7 @@ def ring(settings: RingSync) -> Declaration[Slot]:
     workstations", 2009). It is the backend's: gloo's all-reduce always is one; NCCL uses one for long messages, or
     always with ``NCCL_ALGO=ring``.
     """
-    return Declaration("backward", fusion_bytes(settings.bucket_mb), collective="ring")
+    return Declaration(settings.wire, "backward", fusion_bytes(settings.bucket_mb), collective="ring")
 
 
 def lazy(settings: LazySync) -> Declaration[Slot]:
@@ -62,8 +63,8 @@ def lazy(settings: LazySync) -> Declaration[Slot]:
     sends each tensor alone, an infinite one sends all at the end of backward.
     """
     return Declaration(
-        "backward", fusion_bytes(settings.threshold_mb), collective=chosen_collective(settings.collective),
-        servers=settings.servers,
+        settings.wire, "backward", fusion_bytes(settings.threshold_mb),
+        collective=chosen_collective(settings.collective), servers=settings.servers,
     )  # fmt: skip
 
 
@@ -74,7 +75,9 @@ def dear(settings: DearSync) -> Declaration[Slot]:
     2302.12445). Both together send an all-reduce's bytes. Scatters are sent before gathers, and gathers in the order in
     which the next forward needs them. Where scatters leave the wire idle, gathers begin before backward has ended.
     """
-    return Declaration("read", fusion_bytes(settings.bucket_mb), prioritized=True, split_reduce_scatter=True)
+    return Declaration(
+        settings.wire, "read", fusion_bytes(settings.bucket_mb), prioritized=True, split_reduce_scatter=True
+    )
 
 
 def hybrid(settings: HybridSync) -> Declaration[Slot]:
@@ -89,7 +92,7 @@ def hybrid(settings: HybridSync) -> Declaration[Slot]:
     """
     by_type = settings.policy == "by-type"
     return Declaration(
-        "read", fusion_bytes(settings.fuse_mb), group_key=is_connected if by_type else alike,
+        settings.wire, "read", fusion_bytes(settings.fuse_mb), group_key=is_connected if by_type else alike,
         collective=partial(_suiting if by_type else _faster, settings), servers=settings.servers, prioritized=True,
     )  # fmt: skip
 
@@ -140,7 +143,7 @@ def declaration_of(settings: DeclaredSettings) -> Declaration[Slot]:
 def _sparse(settings: SparseSync) -> Declaration[Slot]:
     """Declare the engine that the cost model uses for ``sparse``, which also needs the share that is sent."""
     collective = chosen_collective(settings.collective)
-    return Declaration(settings.awaits, fusion_bytes(settings.threshold_mb), collective=collective)
+    return Declaration(settings.wire, settings.awaits, fusion_bytes(settings.threshold_mb), collective=collective)
 
 
 def _ddp(settings: DdpSync) -> Declaration[Slot]:
@@ -150,26 +153,29 @@ def _ddp(settings: DdpSync) -> Declaration[Slot]:
     """
     cap = settings.bucket_cap_mb or 25
     fuse = cap * 2**20 * wire_format(settings.wire).itemsize / 4
-    travelling = partial(_in_factors, settings) if settings.powersgd_rank else None
+    compressor = _Factors(settings) if settings.powersgd_rank else None
     return Declaration(
-        "backward", fuse, first_bucket_scale=1 / cap, collective="native", travelling=travelling
-    )  # fmt: skip
+        settings.wire, "backward", fuse, first_bucket_scale=1 / cap, collective="native", compressor=compressor
+    )
 
 
 def _compressed(settings: PowerSgdSync) -> Declaration[Slot]:
     """Declare the engine whose timing it takes, with the values that PowerSGD sends."""
     engine = declaration_of(_timing_of(settings))
-    return Declaration(
-        engine.awaits, engine.bucket_bytes, engine.first_bucket_scale, engine.group_key,
-        chosen_collective(settings.collective) or engine.collective, engine.servers, engine.prioritized,
-        engine.split_reduce_scatter, partial(_in_factors, settings),
-    )  # fmt: skip
+    collective = chosen_collective(settings.collective) or engine.collective
+    return replace(engine, collective=collective, compressor=_Factors(settings))
 
 
-def _in_factors(settings: PowerSgdSync | DdpSync, span: Slot) -> int:
-    """Return how many values PowerSGD sends for a slot: its factors and its flag, or all of it."""
-    factors = round(settings.travelling(span.shape))
-    return factors + 1 if factors < math.prod(span.shape) else span.stop - span.start
+@dataclass(frozen=True)
+class _Factors:
+    """PowerSGD's values, as far as the cost model knows it."""
+
+    settings: PowerSgdSync | DdpSync
+
+    def travelling(self, span: Slot) -> int:
+        """Return how many values PowerSGD sends for a slot: its factors and its flag, or all of it."""
+        factors = round(self.settings.travelling(span.shape))
+        return factors + 1 if factors < math.prod(span.shape) else span.stop - span.start
 
 
 def _timing_of(settings: PowerSgdSync) -> AllReduceSync | LazySync | HybridSync | DearSync:

@@ -51,6 +51,7 @@ class Slot(Protocol):
 
 
 S = TypeVar("S", bound=Slot)
+S_contra = TypeVar("S_contra", bound=Slot, contravariant=True)
 
 
 class Links(Protocol):
@@ -69,24 +70,53 @@ def alike(span: Slot) -> None:
     """Return the same kind for every slot, so that any neighbours may share a bucket."""
 
 
+class SentValues(Protocol[S_contra]):
+    """A compressor, as far as the cost model knows it."""
+
+    def travelling(self, span: S_contra) -> int:
+        """Return how many values are sent for this slot."""
+        ...
+
+
 @dataclass(frozen=True)
 class Declaration(Generic[S]):
     """Say what an engine sends together, by which collective, when it sends it and when a step waits for it.
 
-    ``imagenet_fast.sync.Engine`` has the same fields with their meanings, and a wire dtype of torch.
+    ``imagenet_fast.sync.Engine`` is one whose dtype and compressor are of torch.
     """
 
+    wire: object
+    """The dtype in which gradients are sent: its name, or torch's."""
     awaits: Awaits
+    """The point at which messages are waited for.
+
+    - ``each``: messages are sent after backward, and each is waited for before the next is sent.
+    - ``backward``: messages are sent during backward and waited for at its end.
+    - ``read``: a layer's messages are waited for just before the next forward reads the layer.
+    """
     bucket_bytes: float | None = None
+    """Bytes on the wire at which a bucket is full; None: the cost model chooses, once steps have been timed."""
     first_bucket_scale: float = 1.0
+    """The share of ``bucket_bytes`` at which the first bucket is full."""
     group_key: Callable[[S], Hashable] = alike
+    """The kind of a slot. Only neighbours of one kind share a bucket."""
     collective: Collective | Callable[[Sequence[S], Links], Collective] | None = None
+    """The collective, or a function that chooses one for a bucket; None: ``usual_collective``."""
     servers: int = 1
+    """The number of servers over which a parameter server is sharded."""
     prioritized: bool = False
+    """True if messages are launched by a plan, most urgent first, once steps have been timed; else at once."""
+    bf16_steps: int = 0
+    """The number of first steps that are sent in bf16 where ``wire`` is an 8-bit dtype."""
     split_reduce_scatter: bool = False
-    travelling: Callable[[S], int] | None = None
-    """Returns how many values a compressor sends for a slot; None: gradients are sent as they are."""
+    """True if the second half of an all-reduce is a message of its own, launched later.
+
+    With a compressor, the second half is all of its rounds after the first.
+    """
+    compressor: SentValues[S] | None = None
+    """The compressor whose output is sent for a bucket; None: the gradients as they are, cut into pieces."""
     whole_buckets: bool = False
+    """True if a long bucket is one message, and not cut into pieces that overlap."""
 
 
 @dataclass(frozen=True)
@@ -183,8 +213,8 @@ def laid_out(slots: Iterable[PlannedSlot], line: int) -> list[PlannedSlot]:
 def _parts(run: Sequence[S], engine: Declaration[S], elements: int) -> list[tuple[slice, int]]:
     """Return a bucket's pieces, each with the number of values sent for it; a compressed bucket is one piece."""
     start, stop = run[0].start, run[-1].stop
-    if engine.travelling is not None:
-        return [(slice(start, stop), sum(map(engine.travelling, run)))]
+    if engine.compressor is not None:
+        return [(slice(start, stop), sum(map(engine.compressor.travelling, run)))]
     cuts = [start, stop] if engine.whole_buckets else [*range(start, stop, elements), stop]
     return [(slice(*ends), ends[1] - ends[0]) for ends in pairwise(cuts)]
 

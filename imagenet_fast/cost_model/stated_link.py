@@ -73,13 +73,6 @@ class StatedNetwork:
         inside = 2 * (each - 1) / each / self.inside_bytes_per_s
         return LinkModel(self.call_s + 2 * hops_s, max(between, inside), self.call_s)
 
-    def backend_algorithm(self) -> str:
-        """Return the name of NCCL's algorithm for a message of 16 MiB: ring, tree or NVLS."""
-        nodes, each = len(self.layout.nodes), self.layout.nodes[0]
-        between = nic_share("native", self.layout) / self.nic_bytes_per_s if nodes > 1 else 0.0
-        found = self._algorithms(between, 2 * (each - 1) / each / self.inside_bytes_per_s)
-        return min(found, key=lambda name: found[name].seconds(_LONG))
-
     def _algorithms(self, between: float, inside: float) -> dict[str, LinkModel]:
         nodes, each, call_s = len(self.layout.nodes), self.layout.nodes[0], self.call_s
         ring_s = call_s + 2 * (self.layout.size - nodes) * self.inside_s + 2 * (nodes - 1) * self.between_s

@@ -6,7 +6,6 @@ image that was decoded and shrunk (``data.cache_side``), whether just now or ear
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -22,6 +21,7 @@ from typing import Any
 
 import cv2
 import numpy as np
+from filelock import UnixFileLock
 from PIL import Image
 
 from imagenet_fast.cost_model.units import gigabytes
@@ -203,14 +203,13 @@ def _one_at_a_time(folder: Path) -> Iterator[bool]:
     """Lock ``folder`` while a cache is opened or created there; yield whether this process may write to it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("ab")
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        held = UnixFileLock(folder / "lock", fallback_to_soft=False).acquire()  # raises where locks are not supported
     except OSError as error:
         if (folder / _ABOUT).is_file():
             yield False
             return
         raise UserError(f"{folder} cannot be made ({error.strerror}); give another data.cache") from None
-    with lock:
+    with held:
         yield True
 
 

@@ -62,7 +62,7 @@ class MmapImageStore:
         self._folder = folder
         self._pixels = (folder / PIXELS).open(mode, buffering=0)
         self._index = (folder / index).open(mode, buffering=0)
-        with suppress(OSError):  # fails for a read-only file over NFS
+        with suppress(OSError):  # fails for a read-only file over NFS; filelock has no shared lock of a file as it is
             fcntl.flock(self._index, fcntl.LOCK_SH)
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         mapped = mmap.mmap(self._index.fileno(), 8 * images, access=access)

@@ -45,7 +45,7 @@ class Heartbeat:
     own_s: float = 0.0
     """Seconds in those steps, without waiting for other ranks."""
     beat: int = 0
-    """How often the rank has published its position: no two heartbeats of a rank are equal."""
+    """The number of times that the rank has published its position, so that no two of its heartbeats are equal."""
     ended: bool = False
     """True if the rank has ended in order."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
+from imagenet_fast.errors import UserError
 
 _EVERY_S = 0.2  # between two votes, whatever a step takes
 _MOST_STEPS = 1000
@@ -76,6 +78,18 @@ def broadcast_error(refusal: str, device: torch.device) -> str:
     with here.waiting():
         dist.broadcast_object_list(said, src=0, device=device)
     return said[0]
+
+
+@contextmanager
+def refused_together(device: torch.device) -> Iterator[None]:
+    """Raise the UserError of rank 0's block on every rank. The other ranks' blocks do nothing."""
+    refusal = ""
+    try:
+        yield
+    except UserError as error:
+        refusal = str(error)
+    if refusal := broadcast_error(refusal, device):
+        raise UserError(refusal)
 
 
 def _scatter(flat: Tensor, tensors: list[Tensor]) -> None:

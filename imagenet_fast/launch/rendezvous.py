@@ -36,7 +36,7 @@ class LaunchConfig:
     endpoint: Endpoint | None = None
     patience_s: float = 300.0
     restarts: int = 0
-    """How often torchrun restarts the ranks after one was lost."""
+    """The number of times that torchrun restarts the ranks after one was lost."""
     least: int | None = None
     """Minimum number of nodes if they may leave and join; None if there are always ``count``."""
 

@@ -26,7 +26,7 @@ class ParallelModel:
     """This rank's part of a model; ranks of one model must call the same methods in the same order."""
 
     own: nn.Module
-    """What this rank trains: the model with shards in place of layers, or some stages of it."""
+    """The part that this rank trains: the model with shards in place of layers, or some stages of it."""
     layout: ProcessGroups
     activations: ActivationTraffic
     outline: nn.Module | None

@@ -87,7 +87,7 @@ class Cluster(Table):
     """A cluster of equal nodes."""
 
     source: str
-    """Where its figures are from."""
+    """The source of its figures."""
     nodes: PositiveInt
     gpus_per_node: PositiveInt
     device: str
@@ -95,7 +95,7 @@ class Cluster(Table):
     device_batch: PositiveInt | None = None
     """Images of a step in that layer profile."""
     kinds: dict[str, str] = Field(default_factory=dict)
-    """Whether a value is measured, published or assumed, by its key."""
+    """The kind of each value, by its key: measured, published or assumed."""
     nic: Nic
     inside: Inside = Inside(gb_per_s=None)
     stragglers: Stragglers = Stragglers()

@@ -210,7 +210,7 @@ def _norms(settings: Sync, step: Step, layout: RankLayout) -> float:
 
 @dataclass(frozen=True)
 class Situation:
-    """What is predicted: a recipe on a cluster."""
+    """A recipe on a cluster, whose step time is to be predicted."""
 
     recipe: Recipe
     cluster: Cluster

@@ -35,11 +35,11 @@ class Published:
     engine: Sync = FUSED
     model: str = "resnet50"
     calibrated_on: str = "held out"
-    """What the compute was fitted to: ``itself`` for a row that calibrates."""
+    """The row that the compute was fitted to: ``itself`` for one that calibrates."""
     gbit: float | None = None
     """Rate of all NICs of a node, instead of the cluster's."""
     left: str = ""
-    """What the model leaves unexplained, where it misses."""
+    """The reason why the model misses, as far as it is known."""
 
     @property
     def mlperf(self) -> bool:

@@ -48,7 +48,7 @@ class Row:
     ours_s: float
     """Seconds of a step with it."""
     left: str
-    """What the model leaves unexplained, where it misses by over 10 %."""
+    """The part that the model leaves unexplained, where it misses by over 10 %."""
 
 
 def all_rows() -> list[Row]:

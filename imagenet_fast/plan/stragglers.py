@@ -1,4 +1,4 @@
-"""How much longer a step takes that waits for the slowest of many ranks."""
+"""The time that a step loses because it waits for the slowest of many ranks."""
 
 from __future__ import annotations
 

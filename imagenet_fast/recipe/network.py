@@ -1,4 +1,4 @@
-"""What every ``[model]`` table of a recipe has, and the tables of networks that this program does not define."""
+"""The keys of every ``[model]`` table of a recipe, and the tables of networks that this program does not define."""
 
 from __future__ import annotations
 

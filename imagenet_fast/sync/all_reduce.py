@@ -203,38 +203,16 @@ def format_of(wire: torch.dtype) -> WireFormat:
     return WireFormat(wire.itemsize, is_coded(wire))
 
 
-def piece_bytes(topology: Topology) -> int:
-    """Return the bytes of one piece of a long message: see ``cost_model.collectives``."""
-    return collectives.piece_bytes(topology.layout)
-
-
-def piece_elements(wire: torch.dtype, topology: Topology) -> int:
-    """Return ``piece_bytes`` in elements of the wire dtype, rounded up so that a piece can be cut evenly."""
-    return collectives.piece_elements(topology.layout, format_of(wire))
-
-
 def line_of(wire: torch.dtype, topology: Topology) -> int:
     """Return the number that a message's length in elements must be a multiple of."""
     return collectives.line_of(topology.layout, format_of(wire))
 
 
-def cost_of(collective: Collective, topology: Topology, servers: int = 1) -> float:
-    """Return how long a long message keeps the wire busy, in units of a ring all-reduce."""
-    return collectives.cost_of(collective, topology.layout, servers)
-
-
 def scatter(chain: OpSequence, values: Tensor, channel: CommStream, own: Tensor | None, divisor: int) -> Tensor:
-    """Add the phase that sums this rank's part of ``values`` over the channel and divides it by ``divisor``.
+    """Add the phase that sums this rank's part of ``values`` over the channel, and return the tensor for the result.
 
-    Args:
-        chain: Where the phase is added.
-        values: 1-D, with one part per rank.
-        channel: The ranks.
-        own: Where the result is written, or None for this rank's part of ``values``.
-        divisor: Number by which the sum is divided.
-
-    Returns:
-        The tensor that holds the result once the phase is done.
+    ``values`` is 1-D, with one part per rank. The sum is divided by ``divisor``, and written to ``own``; if that is
+    None, to this rank's part of ``values``.
     """
     into = values.view(channel.size, -1)[channel.place] if own is None else own
     if own is None and divisor == channel.size and values.dtype == torch.float32 and values.is_cuda:
@@ -247,13 +225,9 @@ def scatter(chain: OpSequence, values: Tensor, channel: CommStream, own: Tensor 
 
 
 def gather(chain: OpSequence, values: Tensor, channel: CommStream, alone: bool) -> None:
-    """Add the phase that sends every rank's part of ``values`` to all ranks.
+    """Add the phase that sends every rank's part of ``values``, 1-D, to all ranks.
 
-    Args:
-        chain: Where the phase is added.
-        values: 1-D, with one part per rank.
-        channel: The ranks.
-        alone: Whether few scatters share the wire, so that parts are best sent directly: see ``CommStream.all_gather``.
+    With ``alone``, few scatters share the wire, so that parts are best sent directly: see ``CommStream.all_gather``.
     """
     chain.over(channel, lambda: channel.all_gather(values, direct=alone), gathers=True)
 

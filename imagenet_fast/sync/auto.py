@@ -12,11 +12,11 @@ from imagenet_fast.cost_model.layer_profile import Timing
 from imagenet_fast.cost_model.step_simulator import Prediction
 from imagenet_fast.sync.all_reduce import wire_for
 from imagenet_fast.sync.bucket_scheduler import Scheduler
+from imagenet_fast.sync.bucketing import step_model
 from imagenet_fast.sync.engine import Engine, SyncEngine, SyncStats
 from imagenet_fast.sync.gradient_pool import GradientPool
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.param_slot import ParamSlot
-from imagenet_fast.sync.step_prediction import predict_best
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,9 @@ class Auto(SyncEngine):
     """
 
     def __init__(self, pool: GradientPool, meanwhile: Engine, candidates: Sequence[Candidate]) -> None:
-        """Start the ``meanwhile`` engine and the timing of steps.
+        """Start the timing of steps, and the ``meanwhile`` engine, which is used until a candidate is chosen.
 
-        Args:
-            pool: The pool to work on.
-            meanwhile: The engine used until one is chosen.
-            candidates: The engines to predict. Only those that are ``electable`` may be chosen.
+        All candidates are predicted. Only those that are ``electable`` may be chosen.
         """
         self._pool = pool
         self._topology = pool.topology.anew()
@@ -138,10 +135,11 @@ class Auto(SyncEngine):
     def _decide(self, timing: Timing) -> tuple[Prediction, ...]:
         pool = self._pool
         seconds = [
-            predict_best(c.engine, pool, wire_for(pool.buffer.dtype, c.engine.wire, pool.topology), timing,
-                         self._network, c.share)[1]
+            step_model(
+                c.engine, pool, wire_for(pool.buffer.dtype, c.engine.wire, pool.topology), self._network, c.share
+            ).best(timing)[1]
             for c in self._candidates
-        ]  # fmt: skip
+        ]
         fastest = min((s, n) for n, s in enumerate(seconds) if self._candidates[n].electable)[1]
         self._elected = self._candidates[fastest], timing
         return tuple(

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from imagenet_fast.cost_model.layer_profile import Timing
+from imagenet_fast.cost_model.step_prediction import releases_of, thresholds
 from imagenet_fast.recipe.engine_table import Collective
 from imagenet_fast.sync.all_reduce import all_reduce, line_of, wire_for
-from imagenet_fast.sync.bucketing import HIGH_PRIORITY, BucketChunk, build_chunks
+from imagenet_fast.sync.bucketing import HIGH_PRIORITY, BucketChunk, step_model
 from imagenet_fast.sync.comm_ops import AllReduceHandle, CommOp, carry
 from imagenet_fast.sync.comm_stream import PendingOp
 from imagenet_fast.sync.compressor import Compressed, Memory, phases_by_round
@@ -23,7 +24,6 @@ from imagenet_fast.sync.layer_timer import LayerTimer
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.param_slot import ParamSlot, bring, label_of, places_of
 from imagenet_fast.sync.quantization import PLAIN, BlockMap, ErrorFeedback, is_coded
-from imagenet_fast.sync.step_prediction import predict_best, releases_of, thresholds
 
 _ON_ONE_NODE = 2.0**22
 """The bucket size in bytes where all ranks are on one node and have no GPUs.
@@ -85,7 +85,7 @@ class Scheduler(SyncEngine):
         if self._engine.bucket_bytes is not None:
             self._arrange(self._engine.bucket_bytes)
         elif self._timing is None:
-            self._arrange(thresholds(self._engine, self._pool)[0])
+            self._arrange(thresholds(self._engine, self._pool.topology.layout)[0])
         if self._timing is not None:
             self.plan(self._timing)
         elif self._engine.learns:
@@ -109,10 +109,8 @@ class Scheduler(SyncEngine):
     def finish(self, drop: bool = False) -> SyncStats:
         """Launch the remaining messages, wait for those that are not deferred, and plan once steps have been timed.
 
-        While steps are timed nothing is deferred.
-
-        Args:
-            drop: Wait for all messages, and restore the residual of before the step.
+        While steps are timed nothing is deferred. With ``drop``, wait for all messages, and restore the residual of
+        before the step.
         """
         if self._timetable is not None:
             self._timetable.finish()
@@ -121,7 +119,10 @@ class Scheduler(SyncEngine):
         if drop or self._engine.awaits != "read" or self._timetable is not None:
             self._await(list(self._travelling))
         if drop:
-            self._drop_residual()
+            if self._residual is not None:
+                self._residual.drop()
+            for compressed in self._compressed:
+                compressed.drop()
         if self._timetable is not None and self._timetable.complete:
             self._timing, self._timetable = self._timetable.timing(), None
             self.plan(self._timing)
@@ -143,13 +144,10 @@ class Scheduler(SyncEngine):
     def plan(self, timing: Timing) -> None:
         """Choose the best bucket size and launch order for all later steps. Nothing may be in flight.
 
-        A declared bucket size is kept.
-
-        Args:
-            timing: The timing of a step, the same on every rank.
+        A declared bucket size is kept. ``timing`` must be the same on every rank.
         """
         if self._engine.bucket_bytes is None:
-            self._arrange(predict_best(self._engine, self._pool, self._wire, timing, self._network)[0])
+            self._arrange(step_model(self._engine, self._pool, self._wire, self._network).best(timing)[0])
         self._releases = releases_of(self._engine, self._messages, timing, self._network)
 
     def state_dict(self) -> dict[str, Any]:
@@ -196,13 +194,6 @@ class Scheduler(SyncEngine):
             transfer.wait()
         self._topology.close()
 
-    def _drop_residual(self) -> None:
-        """Restore the residuals of before this step."""
-        if self._residual is not None:
-            self._residual.drop()
-        for compressed in self._compressed:
-            compressed.drop()
-
     def drop(self) -> None:
         """Abandon all messages without waiting for them."""
         self._watch_no_longer()
@@ -217,7 +208,7 @@ class Scheduler(SyncEngine):
     def _arrange(self, fuse: float) -> None:
         """Build the messages of all later steps, each launched as soon as its gradients are ready."""
         engine, pool = self._engine, self._pool
-        self._messages = build_chunks(engine, pool, self._wire, fuse, self._network)
+        self._messages = step_model(engine, pool, self._wire, self._network).messages(fuse)
         self._releases = [[] for _ in range(len(pool.spans) + 1)]
         self._numbers: dict[ParamSlot, list[int]] = {span: [] for span in pool.spans}
         for number, message in enumerate(self._messages):

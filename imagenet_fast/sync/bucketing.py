@@ -1,4 +1,8 @@
-"""Buckets and messages: how an engine's declaration divides the gradients of a pool."""
+"""Buckets and messages, and the step time that the cost model predicts from them.
+
+Both read the slots of a pool and the sizes of its topology. No engine is built. No process group is made, except to
+measure a collective that was not measured on this network before.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +10,32 @@ import torch
 
 from imagenet_fast.cost_model import messages
 from imagenet_fast.cost_model.messages import HIGH_PRIORITY
+from imagenet_fast.cost_model.step_prediction import StepModel
 from imagenet_fast.sync.all_reduce import format_of
 from imagenet_fast.sync.engine import Engine
 from imagenet_fast.sync.gradient_pool import GradientPool
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.param_slot import ParamSlot
 
-__all__ = ["HIGH_PRIORITY", "BucketChunk", "build_chunks"]
+__all__ = ["HIGH_PRIORITY", "BucketChunk", "step_model"]
 
 BucketChunk = messages.BucketChunk[ParamSlot]
 """One message: a piece of a bucket, or one half of that piece's all-reduce."""
 
 
-def build_chunks(
-    engine: Engine, pool: GradientPool, wire: torch.dtype, fuse: float, network: NetworkProbe
-) -> list[BucketChunk]:
-    """Build the messages of a step, in the order in which their gradients are ready.
+def step_model(
+    engine: Engine, pool: GradientPool, wire: torch.dtype, network: NetworkProbe, share: float = 1.0
+) -> StepModel[ParamSlot]:
+    """Return a model of the engine's step, which builds its messages and predicts its time.
 
     Args:
-        engine: The declaration.
-        pool: The pool whose slots are divided.
-        wire: The dtype in which values are sent.
-        fuse: Bytes on the wire at which a bucket is full.
-        network: Measures the network where the engine chooses a collective by it.
+        engine: The engine's declaration. If it has a bucket size of its own, only that is predicted.
+        pool: The pool whose gradients are sent.
+        wire: Dtype in which values are sent.
+        network: The costs of collectives and codecs, measured when they are first needed.
+        share: Share of the values that the engine sends.
     """
-    return messages.divide(
-        engine.declaration, pool.spans, pool.line, pool.topology.layout, format_of(wire), fuse, network
-    )
+    return StepModel(
+        engine, pool.spans, pool.line, pool.topology.layout, format_of(wire), network, lambda: network.codec(wire),
+        share,
+    )  # fmt: skip

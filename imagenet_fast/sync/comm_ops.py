@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from imagenet_fast.cost_model import messages
 from imagenet_fast.sync.comm_stream import CommStats, CommStream, PendingOp
 
 
@@ -77,11 +76,6 @@ class OpSequence:
         """Add the remaining local work, if any, as a last phase over ``channel``, which has no ranks."""
         if self._before:
             self.over(channel, _nothing, gathers=True)
-
-
-def lane_of(piece: int, device: torch.device) -> str:
-    """Return the lane of a long message's piece number ``piece``: see ``cost_model.messages``."""
-    return messages.lane_of(piece, on_gpu=device.type != "cpu")
 
 
 def mean_of(arrived: Tensor, ranks: int, divisor: int, own: Tensor) -> None:

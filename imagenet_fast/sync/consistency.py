@@ -43,11 +43,9 @@ class _Described:
 
 
 def compare_models(named: Mapping[str, nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """Check that all ranks of ``group`` have the same parameters. All of them must call it.
+    """Check that all ranks of ``group`` (None: all ranks) have the same parameters. All of them must call it.
 
-    Args:
-        named: The parameters by name. Order, shape, dtype, device type, strides, ``requires_grad`` and values count.
-        group: The ranks to compare; None: all.
+    Order, names, shape, dtype, device type, strides, ``requires_grad`` and values count.
 
     Raises:
         ValueError: The parameters of one rank differ from those of the first.
@@ -60,12 +58,9 @@ def compare_models(named: Mapping[str, nn.Parameter], group: dist.ProcessGroup |
 
 
 def compare_engines(settings: BaseModel | Engine, steps_per_epoch: int, group: dist.ProcessGroup | None) -> None:
-    """Check that all ranks of ``group`` use the same engine and settings. All of them must call it.
+    """Check that all ranks of ``group`` (None: all ranks) use the same engine, settings and ``steps_per_epoch``.
 
-    Args:
-        settings: A ``[sync]`` table, or an engine.
-        steps_per_epoch: Compared as well.
-        group: The ranks to compare; None: all.
+    All of them must call it.
 
     Raises:
         ValueError: The engine or a setting of one rank differs from that of the first.

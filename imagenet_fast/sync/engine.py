@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from imagenet_fast.cost_model.messages import Declaration, Links, alike
+from imagenet_fast.cost_model.messages import Declaration
 from imagenet_fast.cost_model.step_simulator import Prediction
 from imagenet_fast.distributed.heartbeat import here
-from imagenet_fast.recipe.engine_table import Collective
 from imagenet_fast.sync.comm_ops import AllReduceHandle
 from imagenet_fast.sync.compressor import Compressor
 from imagenet_fast.sync.device_timer import Timestamp, record_timestamp, seconds_between
@@ -28,59 +27,21 @@ Elements = dict[nn.Parameter, list[slice]]
 
 
 @dataclass(frozen=True)
-class Engine:
+class Engine(Declaration[ParamSlot]):
     """The declaration of an engine: which gradients form a bucket, how and when it is sent, and when it is awaited.
 
-    ``Scheduler`` carries it out.
+    ``Scheduler`` carries it out. Its fields are those of ``cost_model.messages.Declaration``, in that order.
     """
 
     wire: torch.dtype
     """The dtype in which gradients are sent."""
-    awaits: Literal["each", "backward", "read"]
-    """The point at which messages are waited for.
-
-    - ``each``: messages are sent after backward, and each is waited for before the next is sent.
-    - ``backward``: messages are sent during backward and waited for at its end.
-    - ``read``: a layer's messages are waited for just before the next forward reads the layer.
-    """
-    bucket_bytes: float | None = None
-    """Bytes on the wire at which a bucket is full; None: the cost model chooses, once steps have been timed."""
-    first_bucket_scale: float = 1.0
-    """The share of ``bucket_bytes`` at which the first bucket is full."""
-    group_key: Callable[[ParamSlot], Hashable] = alike
-    """The kind of a slot. Only neighbours of one kind share a bucket."""
-    collective: Collective | Callable[[Bucket, Links], Collective] | None = None
-    """The collective, or a function that chooses one for a bucket; None: ``usual_collective``."""
-    servers: int = 1
-    """The number of servers over which a parameter server is sharded."""
-    prioritized: bool = False
-    """True if messages are launched by a plan, most urgent first, once steps have been timed; else at once."""
-    bf16_steps: int = 0
-    """The number of first steps that are sent in bf16 where ``wire`` is an 8-bit dtype."""
-    split_reduce_scatter: bool = False
-    """True if the second half of an all-reduce is a message of its own, launched later.
-
-    With a compressor, the second half is all of its rounds after the first.
-    """
     compressor: Compressor | None = None
     """The compressor whose output is sent for a bucket; None: the gradients as they are, cut into pieces."""
-
-    whole_buckets: bool = False
-    """True if a long bucket is one message, and not cut into pieces that overlap."""
 
     @property
     def learns(self) -> bool:
         """True if the engine needs some timed steps and a measured network."""
         return self.prioritized or self.bucket_bytes is None
-
-    @property
-    def declaration(self) -> Declaration[ParamSlot]:
-        """The fields that decide the messages, as the cost model takes them."""
-        return Declaration(
-            self.awaits, self.bucket_bytes, self.first_bucket_scale, self.group_key, self.collective, self.servers,
-            self.prioritized, self.split_reduce_scatter,
-            None if self.compressor is None else self.compressor.travelling, self.whole_buckets,
-        )  # fmt: skip
 
 
 class Stopwatch:
@@ -186,17 +147,14 @@ class SyncEngine(Protocol):
     def scale_residual(self, ratio: Tensor) -> None:
         """Multiply the residual by ``ratio``, because the loss scale has changed. Nothing is in flight.
 
-        Args:
-            ratio: An fp32 scalar tensor on the device.
+        It is an fp32 scalar tensor on the device.
         """
         return
 
     def store_gradient(self, place: Tensor, gradient: Tensor | None) -> None:
-        """Copy a gradient of backward into its place in the pool.
+        """Copy a gradient of backward into its ``place``, a view of the pool.
 
-        Args:
-            place: The view of the pool to write to.
-            gradient: The gradient; None where backward did not reach the parameter.
+        It is None where backward did not reach the parameter.
         """
         if gradient is None:
             place.zero_()
@@ -206,9 +164,7 @@ class SyncEngine(Protocol):
     def poison(self, span: ParamSlot, gradient: Tensor) -> None:
         """Overwrite with NaN what this step will send of ``span``, because the step is dropped.
 
-        Args:
-            span: The slot, not yet pushed in this step.
-            gradient: The slot's view of the pool.
+        The slot, whose view of the pool is ``gradient``, was not yet pushed in this step.
         """
         gradient.fill_(math.nan)
 
@@ -221,9 +177,8 @@ class SyncEngine(Protocol):
     def finish(self, drop: bool = False) -> SyncStats:
         """End a step's backward: synchronise everything that is not deferred, and return the step's statistics.
 
-        Args:
-            drop: The step will not be applied on any rank: restore the residual of before the step, and leave nothing
-                in flight.
+        With ``drop``, the step will not be applied on any rank: restore the residual of before the step, and leave
+        nothing in flight.
         """
         ...
 

@@ -19,13 +19,9 @@ def declare(settings: DeclaredSettings) -> Engine:
 
     ``Scheduler`` does not run sparse engines and DDP: for these, return the approximation that the cost model uses.
     """
-    declared = declaration_of(settings)
-    return Engine(
-        wire_dtype(settings.wire), declared.awaits, declared.bucket_bytes, declared.first_bucket_scale,
-        declared.group_key, declared.collective, declared.servers, declared.prioritized,
-        settings.bf16_steps if isinstance(settings, CodingTable) else 0, declared.split_reduce_scatter,
-        _compressor(settings), declared.whole_buckets,
-    )  # fmt: skip
+    bf16_steps = settings.bf16_steps if isinstance(settings, CodingTable) else 0
+    ours = {"wire": wire_dtype(settings.wire), "bf16_steps": bf16_steps, "compressor": _compressor(settings)}
+    return Engine(**{**vars(declaration_of(settings)), **ours})
 
 
 def _compressor(settings: DeclaredSettings) -> Compressor | None:

@@ -10,7 +10,6 @@ import math
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from imagenet_fast.sync import loop_checks
 from imagenet_fast.sync.access_hooks import Hook, weak_hook
 from imagenet_fast.sync.consistency import compare_models
 from imagenet_fast.sync.deferred_update import DeferredUpdate, Update
-from imagenet_fast.sync.engine import Elements, SyncEngine, SyncStats
+from imagenet_fast.sync.engine import SyncEngine, SyncStats
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.layer_timer import LayerTimer
 from imagenet_fast.sync.param_slot import ParamSlot, slots_of
@@ -132,10 +131,8 @@ class GradientPool:
     def guard(self, largest: float) -> None:
         """Check every later gradient before it is sent, and report in ``found_inf``.
 
-        Costs one pass over the gradients and a tiny all-reduce a step.
-
-        Args:
-            largest: A gradient with a larger magnitude counts as infinite.
+        A magnitude above ``largest`` counts as infinite. Costs one pass over the gradients and a tiny all-reduce a
+        step.
         """
         self.reducer.largest = largest
 
@@ -217,7 +214,7 @@ class GradientPool:
         assert self.reducer.engine is not None
         again, self.reducer.updated = self.reducer.updated, True
         elements = self.reducer.engine.sent_slices()
-        limited = apply if elements is None else partial(_apply_to, apply, elements)
+        limited: Update = apply if elements is None else lambda params: apply(params, elements)
         if self.reducer.means_here:
             if not (again and self.reducer.engine.sends_part):  # else no p.grad is left, as below
                 self._due = [span.param for span in self.spans if span.param.grad is not None]
@@ -280,8 +277,7 @@ class GradientPool:
     def set_loss_scale(self, scale: Tensor) -> None:
         """Read the loss scale from ``scale`` in every later step, and rescale the engine's residual to match.
 
-        Args:
-            scale: An fp32 scalar tensor on the device, by which the caller multiplies the loss.
+        It is an fp32 scalar tensor on the device, by which the caller multiplies the loss.
         """
         self.reducer.residual_scale.follow(scale)
 
@@ -293,10 +289,7 @@ class GradientPool:
         self.reducer.settle()
 
     def watch(self, layers: bool) -> LayerTimer:
-        """Return a timer of the next steps.
-
-        Args:
-            layers: Whether to record when each layer is called, too.
+        """Return a timer of the next steps, and of the call of each layer if ``layers``.
 
         Raises:
             ValueError: The pool has no model.
@@ -322,8 +315,7 @@ class GradientPool:
     def order(self, names: Collection[str]) -> None:
         """Lay the pool out in the order of ``names``, and keep this order. The caller must lay out the engine, too.
 
-        Args:
-            names: The names of the pool's parameters. Nothing happens where they are those of another model.
+        Nothing happens where they are the names of another model's parameters.
         """
         by_name = {span.name: span for span in self.spans}
         if by_name.keys() != set(names):
@@ -394,7 +386,3 @@ class GradientPool:
             if users is None:
                 raise
             users.add_note(f"closing the pool failed as well: {error}")
-
-
-def _apply_to(apply: Update, elements: Elements, params: list[nn.Parameter]) -> None:
-    apply(params, elements)

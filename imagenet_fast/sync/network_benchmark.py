@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from imagenet_fast.cost_model.collectives import cost_of, piece_bytes, piece_elements
+from imagenet_fast.cost_model.messages import lane_of
 from imagenet_fast.cost_model.step_simulator import NO_CODEC, CodecCost, LinkModel
 from imagenet_fast.recipe.engine_table import Collective
-from imagenet_fast.sync.all_reduce import all_reduce, cost_of, piece_bytes, piece_elements
-from imagenet_fast.sync.comm_ops import carry, lane_of
+from imagenet_fast.sync.all_reduce import all_reduce, format_of
+from imagenet_fast.sync.comm_ops import carry
 from imagenet_fast.sync.device_timer import record_timestamp, seconds_between
 from imagenet_fast.sync.quantization import PLAIN, Packer, all_coded, decode, encode, is_coded
 from imagenet_fast.sync.topology import Topology
@@ -74,7 +76,7 @@ class NetworkProbe:
 
     def seconds(self, collective: Collective, message: float) -> float:
         """Return the seconds of an all-reduce of ``message`` bytes, with nothing else on the wire."""
-        return self.link(collective).seconds(message * cost_of(collective, self._topology))
+        return self.link(collective).seconds(message * cost_of(collective, self._topology.layout))
 
     def codec(self, wire: torch.dtype) -> CodecCost:
         """Return the cost of quantising to ``wire``, measured at the first call; zero where nothing is to be measured.
@@ -96,14 +98,14 @@ def measure_link(collective: Collective, wire: torch.dtype, topology: Topology) 
     Every rank must call it, with nothing else in flight. The values already have the wire dtype: casts of fresh memory
     take up to a third of the time on a CPU, and are not a property of the network.
     """
-    piece, (short, long) = piece_bytes(topology), _SHORT_AND_LONG[topology.device.type]
+    piece, (short, long) = piece_bytes(topology.layout), _SHORT_AND_LONG[topology.device.type]
     latency_s, many_s, short_s, long_s = (
         min(_seconds(sizes, wire, collective, topology) for _ in range(_REPEATS))
         for sizes in ([_TINY], [_TINY] * _MANY, _pieces(short, piece), _pieces(long, piece))
     )
     s_per_byte = max(0.0, long_s - short_s) / (long - short)
     call_s = max(0.0, (many_s - latency_s) / (_MANY - 1) - _TINY * s_per_byte)
-    return LinkModel(*_of_first_rank([latency_s, s_per_byte / cost_of(collective, topology), call_s], topology))
+    return LinkModel(*_of_first_rank([latency_s, s_per_byte / cost_of(collective, topology.layout), call_s], topology))
 
 
 def all_reduces(messages: Sequence[Tensor], collective: Collective, topology: Topology) -> Callable[[], None]:
@@ -112,7 +114,7 @@ def all_reduces(messages: Sequence[Tensor], collective: Collective, topology: To
     It can be called again; every rank must make and call it alike.
     """
     phases = [
-        all_reduce(message, message.dtype, collective, topology, lane=lane_of(number, topology.device))
+        all_reduce(message, message.dtype, collective, topology, lane=lane_of(number, topology.layout.on_gpu))
         for number, message in enumerate(messages)
     ]
 
@@ -130,7 +132,7 @@ def measure_codec(wire: torch.dtype, topology: Topology) -> CodecCost:
     counts, and every rank returns the first rank's result. Every rank must call it: ranks of a node share its memory
     bandwidth, so all are timed at once.
     """
-    elements = piece_elements(wire, topology)
+    elements = piece_elements(topology.layout, format_of(wire))
     pieces = [torch.randn(elements, device=topology.device) for _ in range(_MANY)]
     packings = [Packer(all_coded(elements), topology.size, wire, topology.device) for _ in pieces]
     messages = [packing.message(topology.size) for packing in packings]

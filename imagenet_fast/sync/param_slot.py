@@ -52,11 +52,9 @@ class ParamSlot:
 
 
 def slots_of(trainable: dict[str, nn.Parameter], model: nn.Module | None) -> list[ParamSlot]:
-    """Return a slot without a place for each parameter, the last one first.
+    """Return a slot without a place for each parameter, the one registered last first.
 
-    Args:
-        trainable: The parameters by name, in the order of registration.
-        model: The model whose modules own them; None: not known.
+    Slots name the modules of ``model`` that own the parameters; None: not known.
     """
     modules = () if model is None else model.modules()
     owners = {param: module for module in modules for param in module.parameters(recurse=False)}
@@ -66,11 +64,8 @@ def slots_of(trainable: dict[str, nn.Parameter], model: nn.Module | None) -> lis
 def move(values: Tensor, spans: Sequence[ParamSlot], into: Tensor, others: Sequence[ParamSlot]) -> None:
     """Copy values, flags included, to the places that the same parameters have in another layout.
 
-    Args:
-        values: A 1-D tensor laid out as ``spans``.
-        spans: The slots to copy from.
-        into: A 1-D tensor laid out as ``others``. Slots whose parameter is not in ``spans`` stay unchanged.
-        others: The slots to copy to.
+    ``values`` is 1-D and laid out as ``spans``, ``into`` as ``others``. Slots whose parameter is not in ``spans`` stay
+    unchanged.
     """
     places = {span.param: span for span in spans}
     for span in others:
@@ -88,13 +83,9 @@ def places_of(spans: Sequence[ParamSlot]) -> Places:
 
 
 def bring(values: Tensor, places: Places, into: Tensor, spans: Sequence[ParamSlot]) -> None:
-    """Copy values as ``move`` does, from a saved layout.
+    """Copy values as ``move`` does, from ``places``, the saved layout of an earlier pool.
 
-    Args:
-        values: A 1-D tensor laid out as ``places``.
-        places: The layout of an earlier pool.
-        into: A 1-D tensor laid out as ``spans``. Slots with no entry of the same size in ``places`` stay unchanged.
-        spans: The slots to copy to.
+    Slots with no entry of the same size in ``places`` stay unchanged.
     """
     for span in spans:
         start, flag = places.get(span.name, (0, -1))

@@ -114,12 +114,9 @@ class ErrorFeedback:
     """
 
     def __init__(self, spans: Sequence[ParamSlot], device: torch.device, left: Tensor | None = None) -> None:
-        """Find the kind of every block, and keep ``left`` for the messages to take.
+        """Find the kind of every block of the pool's ``spans``.
 
-        Args:
-            spans: The pool's slots.
-            device: Device of the residual.
-            left: The residual from before there were these messages; None: zero.
+        ``left`` is the residual from before there were these messages, for them to take; None: zero.
         """
         self._spans = spans
         blocks = spans[-1].stop // BLOCK
@@ -197,7 +194,7 @@ class BlockMap:
     """The kinds and numbers of a message's blocks."""
 
     kinds: Tensor
-    """Whether a block is sent as codes (row 0), and whether plain (row 1); neither if it has no values."""
+    """True in row 0 if a block is sent as codes, in row 1 if it is sent plain; neither if it has no values."""
     numbers: Tensor
     """The block's number among those of its kind in the whole pool, by row as ``kinds``.
 
@@ -232,14 +229,9 @@ class Packer:
     def __init__(
         self, blocks: BlockMap, owners: int, wire: torch.dtype, device: torch.device, sharing: int = 1
     ) -> None:
-        """Assign the blocks to owners, and take their residual.
+        """Assign a message's blocks to ``owners`` owners, and take their residual.
 
-        Args:
-            blocks: The message's blocks.
-            owners: Number of owners.
-            wire: Dtype of the codes.
-            device: Device of the rows.
-            sharing: Number of ranks that have the residual in common.
+        ``wire`` is the dtype of the codes; ``sharing`` is the number of ranks that have the residual in common.
         """
         self._wire, self._device = wire, device
         coded, coded_rows = _by_owner(blocks.kinds[0], blocks.numbers[0], owners)

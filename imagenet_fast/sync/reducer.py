@@ -34,10 +34,8 @@ class Reducer:
     def __init__(self, places: GradientBuffer, topology: Topology, model: nn.Module | None) -> None:
         """Start before the first step.
 
-        Args:
-            places: The buffer and its slots.
-            topology: The ranks to agree with on the order and on overflows.
-            model: The model whose parameters must stay those of ``places``; None: not known.
+        The ranks of ``topology`` agree on the order and on overflows. The parameters of ``model`` must stay those of
+        ``places``; None: not known.
         """
         self.places = places
         self.topology = topology
@@ -183,11 +181,7 @@ class Reducer:
         return self.stats
 
     def check_step(self, optimizer: Optimizer, scaled: bool) -> None:
-        """Check that ``optimizer`` may step now.
-
-        Args:
-            optimizer: The optimizer.
-            scaled: Whether a ``GradScaler`` steps it, which needs all gradients.
+        """Check that ``optimizer`` may step now; with ``scaled`` a ``GradScaler`` steps it, which needs all gradients.
 
         Raises:
             ValueError: The engine sends only a part of the gradients, and the optimizer would apply all.

@@ -24,9 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from imagenet_fast.cost_model.collectives import piece_bytes
 from imagenet_fast.recipe.engine_table import chosen_collective, fusion_bytes
 from imagenet_fast.recipe.sync_config import SparseSync
-from imagenet_fast.sync.all_reduce import all_reduce, piece_bytes, usual_collective, wire_for
+from imagenet_fast.sync.all_reduce import all_reduce, usual_collective, wire_for
 from imagenet_fast.sync.bucketing import HIGH_PRIORITY
 from imagenet_fast.sync.comm_ops import AllReduceHandle, CommOp, carry
 from imagenet_fast.sync.engine import Elements, Stopwatch, SyncEngine, SyncStats
@@ -59,13 +60,9 @@ class Sparse(SyncEngine):
     state_keys = frozenset({"step", "residual", "velocity", "places"})
 
     def __init__(self, settings: SparseSync, pool: GradientPool, wire: torch.dtype, steps_per_epoch: int) -> None:
-        """Take over the pool, with an empty residual.
+        """Take over the pool, lengthened to a whole number of chunks and cleared, with an empty residual.
 
-        Args:
-            settings: The recipe's settings.
-            pool: The pool to work on. It is lengthened to a whole number of chunks, and cleared.
-            wire: Dtype in which values are sent.
-            steps_per_epoch: Converts the settings' epochs to steps.
+        ``steps_per_epoch`` converts the settings' epochs to steps.
         """
         self.defers = settings.defers
         self._pool = pool
@@ -75,7 +72,7 @@ class Sparse(SyncEngine):
         self._dense_steps = round((settings.dense_epochs or 0.0) * steps_per_epoch)
         self._ramp_steps = round(settings.ramp_epochs * steps_per_epoch)
         threshold = fusion_bytes(settings.threshold_mb)
-        self._threshold = piece_bytes(self._topology) / 4 if threshold is None else threshold
+        self._threshold = piece_bytes(self._topology.layout) / 4 if threshold is None else threshold
         self._collective = chosen_collective(settings.collective) or usual_collective(
             pool.buffer.dtype, self._wire, self._topology
         )

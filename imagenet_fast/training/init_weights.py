@@ -12,7 +12,7 @@ from imagenet_fast.checkpoint import Checkpoint, best, newest, open_checkpoint
 from imagenet_fast.checkpoint.manifest import Manifest
 from imagenet_fast.checkpoint.retention import survey
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.reductions import broadcast_error, broadcast_model
+from imagenet_fast.distributed.reductions import broadcast_model, refused_together
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.report import FINAL_WEIGHTS, is_checkpoint, split_checkpoint, weights_file
 from imagenet_fast.models import build_model
@@ -29,13 +29,9 @@ def build_initial_model(
 ) -> nn.Module:  # fmt: skip
     """Build the recipe's model on this rank's device, with rank 0's weights on every rank.
 
-    Args:
-        recipe: The recipe.
-        classes: Number of classes.
-        world: This rank and its process group.
-        weights: Result of ``load_initial_weights``; None on rank 0: fresh weights.
-        examples: Returns batches of training images, from which fresh weights that depend on images are computed. Only
-            called on rank 0, and only for such a model. None: those weights are random.
+    These are ``weights``, the result of ``load_initial_weights``, or fresh ones if rank 0 has None. ``examples``
+    returns batches of training images, from which fresh weights that depend on images are computed. It is only called
+    on rank 0, and only for such a model. None: those weights are random.
 
     Raises:
         UserError: A network defined elsewhere cannot be built, or does not fit the images or the classes.
@@ -60,14 +56,8 @@ def load_initial_weights(
 ) -> Weights | None:
     """Read the weights that ``given`` names, on rank 0 only, and fit them to ``model``.
 
-    Other ranks get theirs from rank 0 (``build_initial_model``), so their nodes need no such file.
-
-    Args:
-        given: Any form that ``given_weights`` accepts.
-        model: The recipe's model.
-        classes: Number of classes.
-        world: This rank and its process group.
-        fresh_head: Whether to leave out the weights of the last layer.
+    Other ranks get theirs from rank 0 (``build_initial_model``), so their nodes need no such file. With ``fresh_head``
+    the weights of the last layer are left out.
 
     Returns:
         The fitted weights on rank 0, None on other ranks.
@@ -75,15 +65,11 @@ def load_initial_weights(
     Raises:
         UserError: The same on every rank, if rank 0 cannot read the weights or they do not fit.
     """
-    found, refusal = None, ""
-    if world.is_main:
-        try:
+    found = None
+    with refused_together(world.device):
+        if world.is_main:
             found = fit(given_weights(given), model, classes, fresh_head)
             _doubt_blurpool(found, model)
-        except UserError as error:
-            refusal = str(error)
-    if refusal := broadcast_error(refusal, world.device):
-        raise UserError(refusal)
     return found
 
 

@@ -17,7 +17,7 @@ from imagenet_fast.checkpoint import Checkpoint, newest, open_checkpoint
 from imagenet_fast.data.fingerprint import differences as differences_of_data
 from imagenet_fast.data.loaders import Loaders
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.reductions import all_reduce_sum, broadcast_error
+from imagenet_fast.distributed.reductions import all_reduce_sum, refused_together
 from imagenet_fast.distributed.store import wait_until
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.run_result import read_outcome
@@ -107,19 +107,15 @@ def find_resumption(job: Job, world: DistContext) -> ResumePoint | None:
     Raises:
         UserError: The same on every rank, if the run cannot be resumed.
     """
-    found, refusal, checkpoint, wrong_from = "", "", None, None
-    if world.is_main:
-        try:
+    found, wrong_from = "", None
+    with refused_together(world.device):
+        if world.is_main:
             hold(job.folder)
-            checkpoint = newest(job.folder / CHECKPOINTS)
-            if checkpoint is not None:
-                found, wrong_from = checkpoint.folder.name, _wrong_from(job.folder)
+            last = newest(job.folder / CHECKPOINTS)
+            if last is not None:
+                found, wrong_from = last.folder.name, _wrong_from(job.folder)
             else:
                 check_replaceable(job.folder)
-        except UserError as error:
-            refusal = str(error)
-    if refusal := broadcast_error(refusal, world.device):
-        raise UserError(refusal)
     told = [(found, wrong_from)]
     dist.broadcast_object_list(told, src=0, device=world.device)
     found, wrong_from = told[0]
@@ -161,12 +157,8 @@ def _check_recipe(job: Job, begun: Mapping[str, Any]) -> None:
 def common_folder(folder: Path, world: DistContext, make: bool = False) -> Path | None:
     """Return rank 0's ``folder`` as this rank sees it, by its own path or by rank 0's.
 
-    Return None, on every rank, if some rank sees it by neither path.
-
-    Args:
-        folder: Directory by this rank's path.
-        world: This rank among all.
-        make: Whether rank 0 makes the directory; its parent must exist.
+    Return None, on every rank, if some rank sees it by neither path. With ``make`` rank 0 makes the directory, whose
+    parent must exist.
 
     Raises:
         UserError: On every rank, if rank 0 cannot write there.
@@ -174,16 +166,16 @@ def common_folder(folder: Path, world: DistContext, make: bool = False) -> Path 
     told = [str(folder.absolute()), uuid.uuid4().hex]
     dist.broadcast_object_list(told, src=0, device=world.device)
     mark = f".seen-{told[1]}"
-    refusal = ""
-    if world.is_main:
+    with refused_together(world.device):
         try:
-            if make:
+            if world.is_main and make:
                 folder.mkdir(exist_ok=True)
-            (folder / mark).touch()
+            if world.is_main:
+                (folder / mark).touch()
         except OSError as error:
-            refusal = f"{folder} cannot be written ({error.strerror}); make it writable, or free space there"
-    if refusal := broadcast_error(refusal, world.device):
-        raise UserError(refusal)
+            raise UserError(
+                f"{folder} cannot be written ({error.strerror}); make it writable, or free space there"
+            ) from None
     deadline = time.monotonic() + (0.0 if world.size == world.local_size else _PATIENCE_S)
     places = (folder.absolute(), Path(told[0]))
     wait_until(lambda: _first_with(mark, *places) is not None, deadline, 0.05)

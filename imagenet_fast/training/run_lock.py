@@ -15,7 +15,7 @@ from pathlib import Path
 
 from imagenet_fast.checkpoint import had_none
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.reductions import broadcast_error
+from imagenet_fast.distributed.reductions import refused_together
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.json_io import read_events
 from imagenet_fast.metrics.report import EVENT_FILES, FINAL_WEIGHTS
@@ -42,24 +42,24 @@ def claimed(job: Job, world: DistContext) -> Iterator[None]:
     Raises:
         UserError: On every rank, if another process trains there, or a run is there that ``job`` must not resume.
     """
-    refusal = ""
-    if world.is_main:
-        try:
-            check_writable(job.folder, job.resume)
-            make_and_hold(job.folder)
-            check_writable(job.folder, job.resume)  # another run may have started meanwhile
-        except UserError as error:
-            refusal = str(error)
-        except OSError as error:
-            refusal = f"the run cannot be written to {job.folder} ({error.strerror}); give another --out"
     try:
-        if refusal := broadcast_error(refusal, world.device):
-            raise UserError(refusal)
+        with refused_together(world.device):
+            if world.is_main:
+                _claim(job)
         yield
     finally:
         if world.is_main:
             with suppress(OSError):  # the directory is not empty
                 job.folder.rmdir()
+
+
+def _claim(job: Job) -> None:
+    try:
+        check_writable(job.folder, job.resume)
+        make_and_hold(job.folder)
+        check_writable(job.folder, job.resume)  # another run may have started meanwhile
+    except OSError as error:
+        raise UserError(f"the run cannot be written to {job.folder} ({error.strerror}); give another --out") from None
 
 
 def make_and_hold(folder: Path) -> None:
@@ -71,9 +71,7 @@ def make_and_hold(folder: Path) -> None:
 def hold(folder: Path, patience_s: float = _PATIENCE_S) -> None:
     """Lock the run in ``folder``, if it exists, for this process until the process ends.
 
-    Args:
-        folder: Run directory.
-        patience_s: Seconds to wait for the lock, as for a rank that is about to notice that its launcher was killed.
+    Wait ``patience_s`` seconds for the lock: a rank may be about to notice that its launcher was killed.
 
     Raises:
         UserError: If another process trains there.
@@ -84,6 +82,7 @@ def hold(folder: Path, patience_s: float = _PATIENCE_S) -> None:
     while True:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
+            # filelock locks files alone, and would leave one in a directory that must end empty or be moved aside
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(descriptor)

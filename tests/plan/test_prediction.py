@@ -20,7 +20,7 @@ from imagenet_fast.plan.prediction import Step, planned_engines, predict_step
 from imagenet_fast.recipe.engine_table import Collective
 from imagenet_fast.recipe.sync_config import LazySync, Sync
 from imagenet_fast.sync import GradientPool, declare
-from imagenet_fast.sync.bucketing import build_chunks
+from imagenet_fast.sync.bucketing import step_model
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from tests.bench.small import SMALL
 from tests.plan.situations import by_engine, situation
@@ -41,7 +41,7 @@ def test_messages_are_those_of_the_engine(settings: Sync):
     links = StatedNetwork(layout, 1e9)
     network = NetworkProbe(pool.topology, engine.wire, links.link("ring"))
     for fuse in (2.0**20, math.inf):
-        theirs = build_chunks(engine, pool, engine.wire, fuse, network)
+        theirs = step_model(engine, pool, engine.wire, network).messages(fuse)
         slots = Step(profile, 1, 1, 1.0).slots(pool.line)
         ours = divide(declaration_of(settings), slots, pool.line, layout, wire_format(settings.wire), fuse, links)  # type: ignore[arg-type]
         assert [(m.part, m.collective, m.half, m.task.event) for m in ours] == [

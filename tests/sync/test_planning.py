@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from imagenet_fast.cost_model.collectives import piece_bytes
 from imagenet_fast.cost_model.step_simulator import NO_CODEC, LinkModel
 from imagenet_fast.recipe.optim_config import Sgd
 from imagenet_fast.sync import (
@@ -25,10 +26,9 @@ from imagenet_fast.sync import (
     build_engine,
     declare,
 )
-from imagenet_fast.sync.all_reduce import piece_bytes
 from imagenet_fast.sync.auto import Auto, Candidate
 from imagenet_fast.sync.bucket_scheduler import Scheduler
-from imagenet_fast.sync.bucketing import build_chunks
+from imagenet_fast.sync.bucketing import step_model
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.sparse import Sparse
 from imagenet_fast.sync.topology import Topology
@@ -43,12 +43,12 @@ def pooled() -> GradientPool:
 
 
 def test_messages_tile_the_pool_and_none_is_longer_than_a_piece():
-    pool, piece = pooled(), piece_bytes(pooled().topology)
+    pool, piece = pooled(), piece_bytes(pooled().topology.layout)
     network = NetworkProbe(pool.topology, torch.float32, LinkModel(0.0, 1e-9))
     for settings in (AllReduceSync(), LazySync(), DearSync(), LazySync(collective="parameter_server", servers=3)):
         engine = declare(settings)
         for fuse in (0.0, 2.0**16, 2.0**19, math.inf):
-            messages = build_chunks(engine, pool, engine.wire, fuse, network)
+            messages = step_model(engine, pool, engine.wire, network).messages(fuse)
             for half in (0, 1) if engine.split_reduce_scatter else (None,):
                 parts = [message.part for message in messages if message.half == half]
                 assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
@@ -60,7 +60,8 @@ def test_messages_tile_the_pool_and_none_is_longer_than_a_piece():
             for number, message in enumerate(messages):
                 assert message.task.event == (len(pool.spans) if engine.awaits == "each" else message.run[-1].index)
                 assert message.task.after == (number - 1 if message.half == 1 else None), "a gather follows its scatter"
-    assert len(build_chunks(declare(AllReduceSync()), pool, torch.float32, math.inf, network)) > len(pool.spans)
+    pieces = step_model(declare(AllReduceSync()), pool, torch.float32, network).messages(math.inf)
+    assert len(pieces) > len(pool.spans)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from imagenet_fast.bench.replay import gradients_of, replay, timing_of, with_moves
+from imagenet_fast.cost_model.collectives import piece_bytes
 from imagenet_fast.cost_model.layer_profile import Layer, Profile, Timing, load_profile, random_profile
 from imagenet_fast.cost_model.step_simulator import THRESHOLDS, CodecCost, LinkModel, step_lower_bound
 from imagenet_fast.recipe.sync_config import DdpSync, Sync
@@ -26,9 +27,8 @@ from imagenet_fast.sync import (
     SparseSync,
     declare,
 )
-from imagenet_fast.sync.all_reduce import piece_bytes
+from imagenet_fast.sync.bucketing import step_model
 from imagenet_fast.sync.network_benchmark import NetworkProbe
-from imagenet_fast.sync.step_prediction import predict, predict_best
 from imagenet_fast.sync.topology import Topology
 from tests.spawning import run
 
@@ -71,7 +71,7 @@ def predicted(
         else:
             name, engine, share = settings.kind, declare(settings), settings.share  # type: ignore[arg-type]
         network = NetworkProbe(pool.topology, engine.wire, link)
-        seconds[name] = predict_best(engine, pool, engine.wire, timing, network, share)[1]
+        seconds[name] = step_model(engine, pool, engine.wire, network, share).best(timing)[1]
     return seconds
 
 
@@ -185,7 +185,7 @@ def test_no_engine_is_predicted_below_its_limit(hosts: int):
         for settings in OURS:
             engine = declare(settings)  # type: ignore[arg-type]
             network = NetworkProbe(pool.topology, engine.wire, link)
-            _, step_s = predict_best(engine, pool, engine.wire, timing, network, settings.share)
+            _, step_s = step_model(engine, pool, engine.wire, network, settings.share).best(timing)
             least = step_lower_bound(
                 profile.timing, profile.sending(engine.wire.itemsize * raw), settings.awaits, settings.share
             )
@@ -197,17 +197,17 @@ def test_no_engine_is_predicted_below_its_limit(hosts: int):
 )
 def test_the_best_threshold_is_never_worse_than_none_or_all(engine: Engine):
     pool, timing = pooled(ALEXNET, 4)
-    sizes = [size for size in THRESHOLDS if not engine.prioritized or size >= piece_bytes(pool.topology)]
+    sizes = [size for size in THRESHOLDS if not engine.prioritized or size >= piece_bytes(pool.topology.layout)]
     for latency_s in (0.0, 1e-3, 0.1):
         for s_per_byte in (1e-9, 1e-7):
             network = NetworkProbe(pool.topology, torch.float32, LinkModel(latency_s, s_per_byte))
-            steps = [predict(engine, pool, torch.float32, size, timing, network) for size in sizes]
-            best, step_s = predict_best(engine, pool, torch.float32, timing, network)
+            steps = [step_model(engine, pool, torch.float32, network).step_s(size, timing) for size in sizes]
+            best, step_s = step_model(engine, pool, torch.float32, network).best(timing)
             assert best in sizes
             assert step_s <= 1.01 * min(steps)
     if not engine.prioritized:
         dear = NetworkProbe(pool.topology, torch.float32, LinkModel(1e-3, 1e-9, call_s=1.0))
-        assert predict_best(engine, pool, torch.float32, timing, dear)[0] == math.inf
+        assert step_model(engine, pool, torch.float32, dear).best(timing)[0] == math.inf
 
 
 def test_eight_bits_pay_where_the_wire_is_slower_than_their_codec():
@@ -216,7 +216,7 @@ def test_eight_bits_pay_where_the_wire_is_slower_than_their_codec():
 
     def step_s(wire: torch.dtype, link: LinkModel, encode: float) -> float:
         network = NetworkProbe(pool.topology, wire, link, codecs={torch.int8: CodecCost(encode, encode)})
-        return predict_best(hybrid, pool, wire, timing, network)[1]
+        return step_model(hybrid, pool, wire, network).best(timing)[1]
 
     fast = LinkModel(3e-3, ALEXNETS_LINK.s_per_byte / 100)
     for slow_codec in (0.0, 1e-8):
@@ -231,7 +231,8 @@ def test_a_prediction_needs_no_process_group():
     pool, timing = pooled(transformer(), 512)
     for settings in OURS:
         engine = declare(settings)  # type: ignore[arg-type]
-        predict_best(engine, pool, engine.wire, timing, NetworkProbe(pool.topology, engine.wire, LinkModel(1e-4, 1e-9)))
+        network = NetworkProbe(pool.topology, engine.wire, LinkModel(1e-4, 1e-9))
+        step_model(engine, pool, engine.wire, network).best(timing)
     assert not pool.topology._channels
 
 

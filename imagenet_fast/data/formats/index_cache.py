@@ -207,6 +207,7 @@ def _take(path: Path) -> BinaryIO:
     while True:
         file = open(path, "r+b", opener=_creating)  # noqa: SIM115  (whoever calls closes it)
         try:
+            # by hand: filelock would open the file a second time, but the one locked here is written and then renamed
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is(file, path):
                 return file

@@ -87,7 +87,7 @@ class Noted(Table):
 
 
 class Record(Table):
-    """What a directory holds, by class."""
+    """The contents of a directory, by class."""
 
     settings: Settings
     splits: Splits
@@ -256,7 +256,7 @@ def alone_in(folder: Path) -> Iterator[None]:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
         raise UserError(f"--out {folder} cannot be made ({error.strerror}); give a directory of yours") from None
-    try:
+    try:  # by hand: filelock locks files alone, and would leave one among what users get
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
