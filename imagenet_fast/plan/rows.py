@@ -100,16 +100,15 @@ def shaped_step_s(shaped: Shaped, engine: Sync) -> float:
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    """Return mean and worst error of the measured rows, and of MLPerf's held-out systems of 512 GPUs and more."""
+    """Return mean and worst error of the measured rows, and of MLPerf's systems by size, those held out apart."""
     measured = [row for row in rows if row.calibrated_on == "nothing"]
-    large = [
-        row for row in rows if row.name.startswith("MLPerf") and row.calibrated_on == "held out" and row.gpus >= 512
-    ]
-    small = [row for row in rows if row.name.startswith("MLPerf") and row.gpus <= 64]
+    held_out = [row for row in rows if row.name.startswith("MLPerf") and row.calibrated_on == "held out"]
+    large = [row for row in held_out if row.gpus >= 512]
     return [
         _errors("measured between shaped hosts, nothing fitted", measured),
         _errors("MLPerf systems of 512 GPUs and more, held out", large),
-        _errors("MLPerf systems of 1 to 64 GPUs", small),
+        _errors("of these, without v0.5", [row for row in large if not row.name.startswith("MLPerf v0.5")]),
+        _errors("MLPerf systems of 1 to 64 GPUs, held out", [row for row in held_out if row.gpus <= 64]),
     ]
 
 
