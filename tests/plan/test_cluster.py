@@ -74,10 +74,12 @@ def test_what_is_unknown_is_asked_for_where_it_matters(tmp_path: Path):
 def test_unknown_devices_are_refused():
     with pytest.raises(UserError, match="device 'abacus' is not known; there are v100"):
         find_device("abacus", None)
-    with pytest.raises(UserError, match="device h100 has no step times of alexnet"):
+    with pytest.raises(UserError, match="device h100 has no step times of alexnet, only of resnet50; record some"):
         DEVICES["h100"].compute("alexnet")
-    with pytest.raises(UserError, match="resnet18 has no layer profile"):
-        DEVICES["h100"].compute("resnet18")
+    with pytest.raises(UserError, match="device v100 has no step times of resnet18, only of alexnet, alexnet_bn, resn"):
+        DEVICES["v100"].compute("resnet18")
+    with pytest.raises(UserError, match="plan cannot predict cifarnet, only alexnet, alexnet_bn, resnet50, resnet18"):
+        DEVICES["v100"].compute("cifarnet")
 
 
 def test_a_recorded_profile_is_a_device(tmp_path: Path):

@@ -17,7 +17,7 @@ def test_measured_steps_follow_from_the_nominal_link():
     measured = errors(calibrated_on="nothing")
     assert len(measured) == 60
     assert fmean(measured) < 0.02
-    assert sum(error > 0.05 for error in measured) == 1, "dear on eight hosts, where two cores are busy"
+    assert max(measured) < 0.05
 
 
 def test_rows_that_calibrate_are_small_systems():
