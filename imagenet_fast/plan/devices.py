@@ -106,7 +106,7 @@ DEVICES = {
         Device("a100", 40, {"resnet50": (Compute(3.63, 0.2892, "fitted", f"{_LOGS} (DGX-A100, v1.1)"),)}),
         Device("h100", 80, {"resnet50": (Compute(2.86, 0.1468, "fitted", _SAME),)}),
         Device("rtx-a5000", 24, {
-            "resnet50": (Compute(3.6, 0.742, "published", f"MLPerf: 2 cards, 35 epochs at 408 in 284 min; {_LIKE_A100}"),),
+            "resnet50": (Compute(3.6, 0.742, "published", f"MLPerf: two cards, 35 epochs in 284 min; {_LIKE_A100}"),),
         }),
         Device("cpu-replay", None, {
             "alexnet": (Compute(0.0, 1409 / 128, "measured", "layers that sleep 1.409 s for a batch of 128"),),
