@@ -18,7 +18,7 @@ Blocks lie on the pool's grid, so fusing other gradients changes no bit.
 LONGEST_PIECE = 2**25
 """Most bytes of one piece of a long message.
 
-With a piece that is much of a model, little is left to overlap: AlexNet's 122 MB in bf16 are four of these. And a tree's
+With a piece that is much of a model, little is left to overlap: AlexNet's 122 MB in bf16 are four of these. A tree's
 latency hardly grows beyond the 512 ranks that have pieces of this size.
 """
 
