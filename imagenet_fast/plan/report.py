@@ -15,8 +15,8 @@ def verdict(rows: Sequence[Planned]) -> str:
         return "auto takes exact engines of ours only, and none was asked for"
     name = f"{best.engine} {best.wire}"
     if others := rivals(rows):
-        near = f"within {MODEL_ERROR:.0%} of it with the same inputs, low, used or high"
-        return f"no clear winner: auto would take {name}, and {near}: {', '.join(others)}"
+        near = f"within {MODEL_ERROR:.0%} of it under the same inputs"
+        return f"no clear winner: auto would take {name}, and {', '.join(others)} come{'s' * (len(others) == 1)} {near}"
     return f"auto would take {name}"
 
 
