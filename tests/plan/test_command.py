@@ -58,7 +58,7 @@ def test_published_rows_as_json(tmp_path: Path):
 
 
 def test_a_small_batch_is_warned_of():
-    assert "the host sets the pace" in printed("--recipe", "resnet50-512gpu", "--set", "global_batch=8192")
+    assert "the host sets the pace" in printed("--recipe", "resnet50-512gpu", "--set", "global_batch=4096")
 
 
 def test_an_input_that_cannot_keep_up_is_warned_of(tmp_path: Path):
