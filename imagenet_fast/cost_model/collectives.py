@@ -15,6 +15,14 @@ Blocks lie on the pool's grid, so fusing other gradients changes no bit.
 """
 
 
+LONGEST_PIECE = 2**25
+"""Most bytes of one piece of a long message.
+
+With a piece that is much of a model, little is left to overlap: AlexNet's 122 MB in bf16 are four of these. A tree's
+latency hardly grows beyond the 512 ranks that have pieces of this size.
+"""
+
+
 @dataclass(frozen=True)
 class WireFormat:
     """The form in which values are sent."""
@@ -78,9 +86,9 @@ def piece_bytes(layout: RankLayout) -> int:
     """Return the bytes of one piece of a long message.
 
     A long message is sent in pieces, so that one is added up while the next is on the wire. Pieces are long enough for
-    every rank's share of one to outweigh a message's latency.
+    every rank's share of one to outweigh a message's latency, but never longer than ``LONGEST_PIECE``.
     """
-    return max(2**24 if layout.on_gpu else 2**19, 2**16 * layout.size)
+    return min(max(2**24 if layout.on_gpu else 2**19, 2**16 * layout.size), LONGEST_PIECE)
 
 
 def piece_elements(layout: RankLayout, wire: WireFormat) -> int:

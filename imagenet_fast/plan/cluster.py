@@ -6,14 +6,12 @@ import difflib
 import json
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
     Field,
     NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
     ValidationError,
     model_validator,
 )
@@ -29,8 +27,9 @@ def _unknown(value: object) -> object:
     return None if value == "unknown" else value
 
 
-Known = Annotated[PositiveFloat | None, BeforeValidator(_unknown)]
+Known = Annotated[Annotated[float, Field(gt=0, le=1e6)] | None, BeforeValidator(_unknown)]
 """A number above 0, or "unknown" (None)."""
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -39,7 +38,7 @@ class Nic(Table):
 
     gbit: Known
     """Line rate of one in Gbit/s."""
-    count: PositiveInt = 1
+    count: Count = 1
     """Cards of a node; all its GPUs share them."""
     efficiency: tuple[Share, Share, Share] = (0.8, 0.9, 0.95)
     """Share of the line rate that carries payload: low, used, high."""
@@ -88,18 +87,27 @@ class Cluster(Table):
 
     source: str
     """The source of its figures."""
-    nodes: PositiveInt
-    gpus_per_node: PositiveInt
+    nodes: Count
+    gpus_per_node: Count
     device: str
     """A device of ``plan/devices.py``, or the path of a layer profile that `bench profile` wrote."""
-    device_batch: PositiveInt | None = None
+    device_batch: Count | None = None
     """Images of a step in that layer profile."""
-    kinds: dict[str, str] = Field(default_factory=dict)
-    """The kind of each value, by its key: measured, published or assumed."""
+    kinds: dict[str, Literal["measured", "published", "assumed"]] = Field(default_factory=dict)
+    """The kind of each value, by its key."""
     nic: Nic
     inside: Inside = Inside(gb_per_s=None)
     stragglers: Stragglers = Stragglers()
     input: Input = Input()
+
+    @model_validator(mode="after")
+    def _kinds_of_keys(self) -> Cluster:
+        tables: dict[str, type[Table]] = {"": Cluster, **_TABLES}
+        for key in self.kinds:
+            table, _, name = key.rpartition(".")
+            if table not in tables or name not in tables[table].model_fields:
+                raise ValueError(f'kinds has a key "{key}" that no cluster has; write it as "nodes" or "nic.gbit"')
+        return self
 
     def layout(self, gpus: int, on_gpu: bool) -> RankLayout:
         """Return ``gpus`` ranks on whole nodes, or on a part of one node.
@@ -142,6 +150,9 @@ class Cluster(Table):
         )  # fmt: skip
 
 
+_TABLES: dict[str, type[Table]] = {"nic": Nic, "inside": Inside, "stragglers": Stragglers, "input": Input}
+
+
 def cluster_folder() -> Path:
     """Return the directory of the shipped clusters: inside an installed package, beside it in a checkout."""
     package = Path(__file__).parents[1]
@@ -171,6 +182,14 @@ def load_cluster(name: str) -> Cluster:
         path = cluster_folder() / f"{name}.toml"
     try:
         tables: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder; name the cluster's .toml file in it") from None
+    except FileNotFoundError:
+        raise UserError(
+            f"there is no file {path}; correct the path, or take one of {', '.join(cluster_names())}"
+        ) from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not in UTF-8, as TOML must be; save it in UTF-8") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as TOML ({error}); correct it there") from None
     try:
@@ -181,16 +200,15 @@ def load_cluster(name: str) -> Cluster:
 
 def _explain(error: ErrorDetails) -> str:
     """Return one pydantic error as a sentence with the key and a fix."""
-    key = ".".join(str(part) for part in error["loc"])
+    key = ".".join(str(part) if str(part).isprintable() else repr(part) for part in error["loc"])
     match error["type"]:
         case "extra_forbidden":
-            inner: dict[str, type[Table]] = {"nic": Nic, "inside": Inside, "stragglers": Stragglers, "input": Input}
-            table: type[Table] = inner.get(str(error["loc"][0]), Cluster) if len(error["loc"]) > 1 else Cluster
+            table: type[Table] = _TABLES.get(str(error["loc"][0]), Cluster) if len(error["loc"]) > 1 else Cluster
             return f"unknown key {key}; the keys here are {', '.join(table.model_fields)}"
         case "missing":
             return f'{key} is missing; add it, or write "unknown" where it may be'
         case "value_error":
-            return f"{key}: {error['ctx']['error']}"
+            return f"{key}: {error['ctx']['error']}" if key else str(error["ctx"]["error"])
         case _:
             found = json.dumps(error["input"], default=str)[:80]
             return f"{key} is {found}: {error['msg'][0].lower()}{error['msg'][1:]}; correct it"

@@ -12,8 +12,13 @@ from imagenet_fast.errors import UserError
 Kind = Literal["measured", "published", "fitted", "assumed"]
 Model = Literal["alexnet", "alexnet_bn", "resnet18", "resnet50"]
 
-PROFILES: dict[str, str] = {"alexnet": "alexnet", "alexnet_bn": "alexnet", "resnet50": "resnet50"}
-"""The layer profile that gives a model's layers their shares of a step; AlexNet's norms have no parameters."""
+PROFILES: dict[str, str] = {
+    "alexnet": "alexnet", "alexnet_bn": "alexnet", "resnet50": "resnet50", "resnet18": "resnet18",
+}  # fmt: skip
+"""The layer profile that gives a model's layers their shares of a step; AlexNet's norms have no parameters.
+
+None of ``resnet18`` is shipped: it comes with a profile that `bench profile` recorded on the device.
+"""
 PIXELS = 224
 """Side of the images for which devices are described; time goes with the area beyond a few pixels more or less."""
 
@@ -55,13 +60,12 @@ class Device:
         """
         layers = PROFILES.get(model)
         if layers is None:
-            raise UserError(
-                f"{model} has no layer profile; record one by `imagenet-fast bench profile FILE --model {model}`"
-            )
+            raise UserError(f"plan cannot predict {model}, only {', '.join(PROFILES)}; take a recipe of one of these")
         if layers not in self.computes:
+            known = ", ".join(name for name, profile in PROFILES.items() if profile in self.computes)
             raise UserError(
-                f"device {self.name} has no step times of {model}; record some there by `imagenet-fast bench profile "
-                f"FILE --model {model}` and name that file as the cluster's device"
+                f"device {self.name} has no step times of {model}, only of {known}; record some there by "
+                f"`imagenet-fast bench profile FILE --model {model}` and name that file as the cluster's device"
             )
         return self.computes[layers]
 
@@ -72,28 +76,37 @@ class Device:
 
 
 _LOGS = "solved from MLPerf logs of 1 and 8 nodes, less the model's messages and stragglers"
-_HOST = "3.6 ms a step that do not depend on the batch, as A100 and H100 have, are assumed"
+_SAME = "solved from MLPerf v3.0 logs of 2 and 8 nodes that ran one network, less the model's messages and stragglers"
+_LIKE_A100 = "3.6 ms a step that do not depend on the batch, as A100 has, are assumed"
+V100_C0 = 7.6
+"""Milliseconds of ResNet-50 on a V100 that do not depend on the batch: A100's 3.63, times 2.09.
+
+No log of few GPUs has small batches on V100. But NVIDIA timed the same MXNet code on one GPU in inference, in 16 bits,
+at 32, 64 and 128 images: 11.02, 19.78 and 38.06 ms on V100, and 4.70, 8.36 and 15.96 ms on A100. Lines through them
+begin at 1.88 and 0.90 ms.
+"""
+_C0 = f"its {V100_C0} ms follow from A100's by NVIDIA's inference tables"
 
 DEVICES = {
     device.name: device
     for device in (
         Device("v100", 16, {
-            "resnet50": (Compute(3.6, 0.708, "published", f"NVIDIA: 1376 images/s at 192; {_HOST}"),),
+            "resnet50": (Compute(V100_C0, 0.6872, "published", f"NVIDIA: 1376 images/s at 192; {_C0}"),),
             "alexnet": (
                 Compute(0.0, 38.8 / 128, "published", "implied by GradientFlow's result on 512 GPUs; circular"),
                 Compute(0.0, 18.0 / 128, "assumed", "by FLOPs: 16 to 20 ms at 128"),
             ),
         }),
         Device("v100-dgx1", 16, {
-            "resnet50": (Compute(3.6, 0.6819, "fitted", f"to 1403 images/s of one DGX-1 (MLPerf) at 208; {_HOST}"),),
+            "resnet50": (Compute(V100_C0, 0.666, "fitted", f"to the MLPerf v0.6 log of one DGX-1; {_C0}"),),
         }),
         Device("v100-dgx2h", 32, {
-            "resnet50": (Compute(3.6, 0.6173, "fitted", f"to the MLPerf v0.6 log of one DGX-2H (16 GPUs); {_HOST}"),),
+            "resnet50": (Compute(V100_C0, 0.6015, "fitted", f"to the MLPerf v0.6 log of one DGX-2H (16 GPUs); {_C0}"),),
         }),
         Device("a100", 40, {"resnet50": (Compute(3.63, 0.2892, "fitted", f"{_LOGS} (DGX-A100, v1.1)"),)}),
-        Device("h100", 80, {"resnet50": (Compute(3.65, 0.131, "fitted", f"{_LOGS} (DGX-H100, v3.0)"),)}),
+        Device("h100", 80, {"resnet50": (Compute(2.86, 0.1468, "fitted", _SAME),)}),
         Device("rtx-a5000", 24, {
-            "resnet50": (Compute(3.6, 0.742, "published", f"MLPerf: 2 x A5000, 35 epochs at 408 in 284 min; {_HOST}"),),
+            "resnet50": (Compute(3.6, 0.742, "published", f"MLPerf: two cards, 35 epochs in 284 min; {_LIKE_A100}"),),
         }),
         Device("cpu-replay", None, {
             "alexnet": (Compute(0.0, 1409 / 128, "measured", "layers that sleep 1.409 s for a batch of 128"),),

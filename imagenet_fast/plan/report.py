@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from imagenet_fast.plan.prediction import Planned, Situation, overlapping
+from imagenet_fast.plan.prediction import MODEL_ERROR, Planned, Situation, rivals
 from imagenet_fast.recipe.sync_config import Sync
 
 
@@ -14,8 +14,9 @@ def verdict(rows: Sequence[Planned]) -> str:
     if best is None:
         return "auto takes exact engines of ours only, and none was asked for"
     name = f"{best.engine} {best.wire}"
-    if others := overlapping(rows):
-        return f"no clear winner: auto would take {name}, and its band overlaps those of {', '.join(others)}"
+    if others := rivals(rows):
+        near = f"within {MODEL_ERROR:.0%} of it under the same inputs"
+        return f"no clear winner: auto would take {name}, and {', '.join(others)} come{'s' * (len(others) == 1)} {near}"
     return f"auto would take {name}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,15 +46,34 @@ def test_a_file_of_ones_own(tmp_path: Path):
     ("old", "new", "sentence"),
     [
         ("gbit = 25", "gbit = -25", "mine.toml: nic.gbit is -25: input should be greater than 0; correct it"),
-        ("gbit = 25", "gbit = 25\ncount = 0", "mine.toml: nic.count is 0: input should be greater than 0; correct it"),
+        (
+            "gbit = 25",
+            "gbit = 25\ncount = 0",
+            "mine.toml: nic.count is 0: input should be greater than or equal to 1; correct it",
+        ),
         ("gbit = 25", "", "mine.toml: nic.gbit is missing; add it"),
-        ("nodes = 4", "nodes = 0", "mine.toml: nodes is 0: input should be greater than 0; correct it"),
+        ("nodes = 4", "nodes = 0", "mine.toml: nodes is 0: input should be greater than or equal to 1; correct it"),
         ("nodes = 4", "", "mine.toml: nodes is missing; add it"),
         ("nodes = 4", "nodes = 4\nracks = 2", "mine.toml: unknown key racks; the keys here are source, nodes"),
         ("gbit = 25", "gbit = 25\nspeed = 2", "mine.toml: unknown key nic.speed; the keys here are gbit, count"),
         ("gbit = 25", "gbit = 25\nefficiency = [0.9, 0.8, 1]", "mine.toml: nic: efficiency is low, used, high"),
         ("gbit = 25", "gbit = 25\nefficiency = [0.9]", "mine.toml: nic.efficiency"),
         ("nodes = 4", "nodes = ", "cannot be read as TOML"),
+        ("nodes = 4", f"nodes = {10**20}", "mine.toml: nodes is 100000000000000000000: input should be less than or"),
+        ("nodes = 4", "nodes = 4.5", "mine.toml: nodes is 4.5: input should be a valid integer; correct it"),
+        ("nodes = 4", "nodes = true", "mine.toml: nodes is true: input should be a valid integer; correct it"),
+        ("nodes = 4", 'nodes = "unknown"', 'mine.toml: nodes is "unknown": input should be a valid integer'),
+        ("nodes = 4", 'nodes = 4\n"a\\nb" = 1', "mine.toml: unknown key 'a\\nb'; the keys here are source"),
+        ("gbit = 25", "gbit = nan", "mine.toml: nic.gbit is NaN: input should be a finite number; correct it"),
+        ("gbit = 25", "gbit = inf", "mine.toml: nic.gbit is Infinity: input should be a finite number; correct it"),
+        ("gbit = 25", "gbit = 1e300", "mine.toml: nic.gbit is 1e+300: input should be less than or equal to 1000000"),
+        ("gbit = 25", "gbit = 25\nefficiency = [0.8, nan, 0.9]", "mine.toml: nic.efficiency.1 is NaN: input should be"),
+        ("gbit = 25", "gbit = 25\nlatency_us = -1", "mine.toml: nic.latency_us is -1: input should be greater than 0"),
+        ("[nic]\ngbit = 25", "nic = 25", "mine.toml: nic is 25: input should be an object; correct it"),
+        ("[inside]", "[stragglers]\nsigma = [0, 0, inf]\n[inside]", "mine.toml: stragglers.sigma.2 is Infinity: input"),
+        ("[inside]", "[input]\nimages_per_s = -3\n[inside]", "mine.toml: input.images_per_s is -3: input should be"),
+        ("[nic]", '[kinds]\nnodes = "guessed"\n[nic]', 'mine.toml: kinds.nodes is "guessed": input should be \'meas'),
+        ("[nic]", '[kinds]\n"nic.speed" = "assumed"\n[nic]', 'mine.toml: kinds has a key "nic.speed" that no cluster'),
     ],
 )
 def test_wrong_clusters_get_one_sentence(tmp_path: Path, old: str, new: str, sentence: str):
@@ -61,6 +81,23 @@ def test_wrong_clusters_get_one_sentence(tmp_path: Path, old: str, new: str, sen
         load_cluster(written(tmp_path, old, new))
     assert sentence in str(refused.value)
     assert "\n" not in str(refused.value).removeprefix("mine.toml")
+
+
+def test_files_that_are_no_clusters_get_one_sentence(tmp_path: Path):
+    (tmp_path / "folder.toml").mkdir()
+    wide = tmp_path / "wide.toml"
+    for name, content, sentence in (
+        ("folder.toml", None, "folder.toml is a folder; name the cluster's .toml file in it"),
+        ("gone.toml", None, "gone.toml; correct the path, or take one of abci, cloud-25g"),
+        ("wide.toml", GOOD.encode("utf-16"), "wide.toml is not in UTF-8, as TOML must be; save it in UTF-8"),
+        ("wide.toml", GOOD.replace("a test", "caf\xe9").encode("latin-1"), "wide.toml is not in UTF-8"),
+        ("wide.toml", b"", 'wide.toml: source is missing; add it, or write "unknown" where it may be'),
+    ):
+        if content is not None:
+            wide.write_bytes(content)
+        with pytest.raises(UserError) as refused:
+            load_cluster(str(tmp_path / name))
+        assert sentence in str(refused.value)
 
 
 def test_what_is_unknown_is_asked_for_where_it_matters(tmp_path: Path):
@@ -74,10 +111,20 @@ def test_what_is_unknown_is_asked_for_where_it_matters(tmp_path: Path):
 def test_unknown_devices_are_refused():
     with pytest.raises(UserError, match="device 'abacus' is not known; there are v100"):
         find_device("abacus", None)
-    with pytest.raises(UserError, match="device h100 has no step times of alexnet"):
+    with pytest.raises(UserError, match="device h100 has no step times of alexnet, only of resnet50; record some"):
         DEVICES["h100"].compute("alexnet")
-    with pytest.raises(UserError, match="resnet18 has no layer profile"):
-        DEVICES["h100"].compute("resnet18")
+    with pytest.raises(UserError, match="device v100 has no step times of resnet18, only of alexnet, alexnet_bn, resn"):
+        DEVICES["v100"].compute("resnet18")
+    with pytest.raises(UserError, match="plan cannot predict cifarnet, only alexnet, alexnet_bn, resnet50, resnet18"):
+        DEVICES["v100"].compute("cifarnet")
+
+
+def test_a_recorded_profile_of_resnet18_predicts_resnet18(tmp_path: Path):
+    file = tmp_path / "mine.json"
+    save_profile(replace(load_profile("resnet50"), model="resnet18").lasting(0.1), file)
+    device = find_device(str(file), 100)
+    assert device.compute("resnet18")[0].seconds(100) == pytest.approx(0.1, rel=1e-3)
+    assert device.layers("resnet18").model == "resnet18"
 
 
 def test_a_recorded_profile_is_a_device(tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -10,13 +11,13 @@ import torch
 
 from imagenet_fast.bench.comm_volume import bench_count
 from imagenet_fast.bench.replay import replay
-from imagenet_fast.cost_model.collectives import RankLayout, nic_share, wire_format
+from imagenet_fast.cost_model.collectives import RankLayout, nic_share, piece_bytes, wire_format
 from imagenet_fast.cost_model.declarations import declaration_of
 from imagenet_fast.cost_model.layer_profile import load_profile
 from imagenet_fast.cost_model.messages import divide
 from imagenet_fast.cost_model.stated_link import StatedNetwork
 from imagenet_fast.errors import UserError
-from imagenet_fast.plan.prediction import Step, planned_engines, predict_step
+from imagenet_fast.plan.prediction import Step, planned_engines, predict_step, rivals
 from imagenet_fast.recipe.engine_table import Collective
 from imagenet_fast.recipe.sync_config import LazySync, Sync
 from imagenet_fast.sync import GradientPool, declare
@@ -104,6 +105,27 @@ def test_auto_takes_the_fastest_exact_engine_of_ours():
         name: row.step_s for name, row in rows.items() if row.exact and not name.startswith(("ddp", "allreduce f"))
     }
     assert chosen == min(exact, key=exact.__getitem__)
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_pieces_grow_with_the_ranks_up_to_a_limit(on_gpu: bool):
+    sizes = [piece_bytes(RankLayout((8,) * (ranks // 8), on_gpu)) for ranks in (8, 64, 512, 1024, 4096)]
+    assert sizes == [2**24 if on_gpu else 2**19, 2**24 if on_gpu else 2**22, 2**25, 2**25, 2**25]
+
+
+def test_dear_still_overlaps_on_4096_gpus():
+    found = {gpus: by_engine(gpus, engines="dear")["dear bf16"] for gpus in (512, 4096)}
+    assert found[4096].efficiency > found[512].efficiency - 0.03
+
+
+def test_engines_are_compared_under_the_same_inputs():
+    """Bands overlap where all engines wait for the same NICs; a winner in each case is a winner."""
+    rows = list(by_engine(512, engines="lazy,hybrid,dear").values())
+    by_name = {row.engine: row for row in rows}
+    assert by_name["hybrid"].efficiency_high > by_name["dear"].efficiency_low
+    assert rivals(rows) == []
+    slower = replace(by_name["dear"], engine="near", chosen=False, efficiency=0.9 * by_name["dear"].efficiency)
+    assert rivals([*rows, slower]) == ["near bf16"], "as fast with low inputs"
 
 
 @pytest.mark.parametrize("gpus", [9, 12, 511, 1001])

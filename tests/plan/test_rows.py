@@ -17,7 +17,7 @@ def test_measured_steps_follow_from_the_nominal_link():
     measured = errors(calibrated_on="nothing")
     assert len(measured) == 60
     assert fmean(measured) < 0.02
-    assert sum(error > 0.05 for error in measured) == 1, "dear on eight hosts, where two cores are busy"
+    assert max(measured) < 0.05
 
 
 def test_rows_that_calibrate_are_small_systems():
@@ -28,9 +28,10 @@ def test_rows_that_calibrate_are_small_systems():
 
 def test_large_systems_are_held_out():
     large = [row for row in ROWS if row.name.startswith("MLPerf") and row.gpus >= 512]
-    assert len(large) == 10
+    assert len(large) == 16
     assert {row.calibrated_on for row in large} == {"held out"}
-    assert fmean(abs(row.error) for row in large) < 0.12
+    assert fmean(abs(row.error) for row in large if not row.name.startswith("MLPerf v0.5")) < 0.09
+    assert fmean(abs(row.error) for row in large) < 0.13, "v0.5 is older than trees and fused messages"
 
 
 def test_a_row_that_is_missed_says_what_is_left():
