@@ -41,8 +41,11 @@ class ClusterJob:
     def train(self, recipe: str, data: str | None, folder: str, *more: str) -> list[str]:
         """Return the words of the command `train`, without the program: start in ``folder``, or resume the run there.
 
-        Names and directories are those on the nodes. ``data`` may be None, for no such option; ``more`` are further
-        options.
+        Args:
+            recipe: Name or path of the recipe on the nodes.
+            data: Directory of the images on the nodes; None for no option.
+            folder: Run directory on the nodes.
+            more: Further options.
         """
         where = [] if data is None else ["--data", data]
         ranks = ["--nproc", str(self.ranks_each)]

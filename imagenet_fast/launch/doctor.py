@@ -45,9 +45,13 @@ def launch_doctor(job: DoctorJob, nodes: LaunchConfig) -> list[CheckResult] | No
 
 
 def examine_as_rank(job: DoctorJob, place: RankInfo, patience_s: float, handover: Path) -> None:
-    """Join the other ranks, for at most ``patience_s`` seconds, and run the checks.
+    """Join the other ranks and run the checks; rank 0 writes the results of all ranks to ``handover``.
 
-    Rank 0 writes the results of all ranks to the launcher's directory, ``handover``.
+    Args:
+        job: What to check.
+        place: This process's rank.
+        patience_s: Seconds to wait for the other ranks.
+        handover: The launcher's directory.
 
     Raises:
         UserError: If the ranks cannot meet.

@@ -50,10 +50,13 @@ class EvalResult:
 
 
 def evaluate_as_rank(evaluation: Evaluation, place: RankInfo, patience_s: float, left: Path | None = None) -> None:
-    """Join the other ranks, for at most ``patience_s`` seconds, and evaluate.
+    """Join the other ranks and evaluate; rank 0 prints the result, and writes it to ``evaluation.report`` if given.
 
-    Rank 0 prints the result, and writes it to ``evaluation.report`` if given. Each rank leaves its last position in the
-    directory ``left``, if given.
+    Args:
+        evaluation: What to evaluate.
+        place: This process's rank.
+        patience_s: Seconds to wait for the other ranks.
+        left: Directory where each rank leaves its last position; None for nowhere.
 
     Raises:
         UserError: If the ranks cannot meet or were given different jobs, or the weights or images do not fit.

@@ -134,9 +134,14 @@ class Pods:
     def template(
         self, container: str, ports: Any, first: str, before: Sequence[str] = (), **more: Any
     ) -> dict[str, Any]:
-        """Return the template of the pods, which meet at the host ``first``.
+        """Return the template of the pods.
 
-        ``before`` has words to put before the command, ``more`` further fields of the pod's spec.
+        Args:
+            container: Name of the container.
+            ports: Ports of the container.
+            first: Host name of the first pod.
+            before: Words before the command.
+            more: Further fields of the pod's spec.
         """
         job = self.job
         recipe = job.path.stem if job.shipped else f"{_RECIPES}/{self._file}"

@@ -101,9 +101,13 @@ class Signals:
 
 
 def end_on_signals(saving_s: float = GRACE_S, late: Callable[[], int] = lambda: 1) -> Signals:
-    """Make this rank handle SIGINT, SIGTERM, SIGHUP and SIGUSR1, as ``Signals`` does with the same arguments.
+    """Make this rank handle SIGINT, SIGTERM, SIGHUP and SIGUSR1, as ``Signals`` does.
 
     A signal that is already ignored stays ignored, such as SIGHUP under nohup.
+
+    Args:
+        saving_s: Seconds that the rank has to stop after the first signal, once ``Signals.ask_first`` was called.
+        late: Called after the rank's time is up; returns the exit code.
     """
     return Signals(saving_s, late)
 

@@ -126,8 +126,15 @@ def sbatch_text(
     ranks save together, but end at slightly different times. Only USR1 is trapped. A cancelled job is ended by SIGTERM,
     together with its shell, which must not queue it again.
 
-    With ``gpus`` it asks for one GPU per rank, without ``cores`` for whole nodes. The time limit is written as for
-    Slurm, whose defaults stand for what is None.
+    Args:
+        job: The job, for the number of nodes and ranks.
+        command: Command of each task.
+        label: Name of the job.
+        gpus: Whether to ask for one GPU per rank.
+        cores: Cores per node; None for whole nodes.
+        time_limit: Time limit as Slurm writes it; None for the cluster's default.
+        partition: Slurm's partition; None for the default.
+        account: Slurm's account; None for the default.
 
     Raises:
         UserError: If a name has characters that Slurm does not allow, or the time limit leaves no time to train.

@@ -40,9 +40,14 @@ def meeting_place(hosts: Sequence[str], port: int) -> list[str]:
 def ssh_text(job: ClusterJob, command: Sequence[str], hosts: Sequence[str], port: int) -> str:
     """Return a script that runs ``command`` on every host at once; its exit code is the largest of theirs.
 
-    ssh does not forward signals. So the first host's launcher writes its process id to a file there, named after the
-    ``port`` at which the nodes meet. On SIGINT or SIGTERM the script sends SIGTERM to that process, which makes all
-    ranks save.
+    ssh does not forward signals. So the first host's launcher writes its process id to a file there. On SIGINT or
+    SIGTERM the script sends SIGTERM to that process, which makes all ranks save.
+
+    Args:
+        job: The job, for the script's note.
+        command: Command of each host.
+        hosts: Hosts, one per node.
+        port: Port at which the nodes meet, which also names the file of the process id.
     """
     number = f'"${{TMPDIR:-/tmp}}/imagenet-fast-{port}.pid"'
     start = f"exec {shlex.join(command)}"

@@ -22,10 +22,15 @@ from imagenet_fast.training.trainer import Trainer
 
 
 def run_worker(job: Job, place: RankInfo, patience_s: float, handover: Path | None = None) -> RunResult:
-    """Join the other ranks, for at most ``patience_s`` seconds, train or resume, and return the result.
+    """Join the other ranks, train or resume, and return the result.
 
-    Rank 0 writes the outcome to the run directory. The first rank of each node writes it to ``handover`` too, the
-    launcher's directory; None without our launcher.
+    Rank 0 writes the outcome to the run directory. The first rank of each node writes it to ``handover`` too.
+
+    Args:
+        job: What to train.
+        place: This process's rank.
+        patience_s: Seconds to wait for the other ranks.
+        handover: The launcher's directory; None without our launcher.
 
     Raises:
         UserError: If the ranks do not meet, were given different jobs, or cannot start from the given weights or

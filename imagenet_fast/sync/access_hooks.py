@@ -172,8 +172,11 @@ def _left_out() -> Callable[..., None]:
 def settle_before_trace(settle: Callable[[], None], inputs: object) -> None:
     """Call ``settle`` if the forward that is about to begin is traced, so that no update is recorded.
 
-    Fake tensors among the forward's ``inputs`` are a sign of tracing. Do nothing for torch.compile, which runs the
-    hooks at every call.
+    Do nothing for torch.compile, which runs the hooks at every call.
+
+    Args:
+        settle: Carries out the deferred updates, outside of the trace.
+        inputs: The inputs of the forward. Fake tensors among them are a sign of tracing.
 
     Raises:
         RuntimeError: The forward is traced by torch.export or captured in a CUDA graph: updates cannot be kept out.

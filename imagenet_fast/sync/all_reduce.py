@@ -209,10 +209,17 @@ def line_of(wire: torch.dtype, topology: Topology) -> int:
 
 
 def scatter(chain: OpSequence, values: Tensor, channel: CommStream, own: Tensor | None, divisor: int) -> Tensor:
-    """Add the phase that sums this rank's part of ``values`` over the channel, and return the tensor for the result.
+    """Add the phase that sums this rank's part of ``values`` over the channel and divides it by ``divisor``.
 
-    ``values`` is 1-D, with one part per rank. The sum is divided by ``divisor``, and written to ``own``; if that is
-    None, to this rank's part of ``values``.
+    Args:
+        chain: Where the phase is added.
+        values: 1-D, with one part per rank.
+        channel: The ranks.
+        own: Where the result is written, or None for this rank's part of ``values``.
+        divisor: Number by which the sum is divided.
+
+    Returns:
+        The tensor that holds the result once the phase is done.
     """
     into = values.view(channel.size, -1)[channel.place] if own is None else own
     if own is None and divisor == channel.size and values.dtype == torch.float32 and values.is_cuda:
@@ -225,9 +232,13 @@ def scatter(chain: OpSequence, values: Tensor, channel: CommStream, own: Tensor 
 
 
 def gather(chain: OpSequence, values: Tensor, channel: CommStream, alone: bool) -> None:
-    """Add the phase that sends every rank's part of ``values``, 1-D, to all ranks.
+    """Add the phase that sends every rank's part of ``values`` to all ranks.
 
-    With ``alone``, few scatters share the wire, so that parts are best sent directly: see ``CommStream.all_gather``.
+    Args:
+        chain: Where the phase is added.
+        values: 1-D, with one part per rank.
+        channel: The ranks.
+        alone: Whether few scatters share the wire, so that parts are best sent directly: see ``CommStream.all_gather``.
     """
     chain.over(channel, lambda: channel.all_gather(values, direct=alone), gathers=True)
 

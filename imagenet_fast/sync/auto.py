@@ -45,9 +45,12 @@ class Auto(SyncEngine):
     """
 
     def __init__(self, pool: GradientPool, meanwhile: Engine, candidates: Sequence[Candidate]) -> None:
-        """Start the timing of steps, and the ``meanwhile`` engine, which is used until a candidate is chosen.
+        """Start the ``meanwhile`` engine and the timing of steps.
 
-        All candidates are predicted. Only those that are ``electable`` may be chosen.
+        Args:
+            pool: The pool to work on.
+            meanwhile: The engine used until one is chosen.
+            candidates: The engines to predict. Only those that are ``electable`` may be chosen.
         """
         self._pool = pool
         self._topology = pool.topology.anew()

@@ -109,8 +109,10 @@ class Scheduler(SyncEngine):
     def finish(self, drop: bool = False) -> SyncStats:
         """Launch the remaining messages, wait for those that are not deferred, and plan once steps have been timed.
 
-        While steps are timed nothing is deferred. With ``drop``, wait for all messages, and restore the residual of
-        before the step.
+        While steps are timed nothing is deferred.
+
+        Args:
+            drop: Wait for all messages, and restore the residual of before the step.
         """
         if self._timetable is not None:
             self._timetable.finish()
@@ -144,7 +146,10 @@ class Scheduler(SyncEngine):
     def plan(self, timing: Timing) -> None:
         """Choose the best bucket size and launch order for all later steps. Nothing may be in flight.
 
-        A declared bucket size is kept. ``timing`` must be the same on every rank.
+        A declared bucket size is kept.
+
+        Args:
+            timing: The timing of a step, the same on every rank.
         """
         if self._engine.bucket_bytes is None:
             self._arrange(step_model(self._engine, self._pool, self._wire, self._network).best(timing)[0])

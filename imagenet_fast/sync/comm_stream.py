@@ -106,7 +106,11 @@ class CommStream:
     ) -> Work | None:
         """Send part r of ``values`` to rank r, and receive the parts of all ranks into ``arrived``.
 
-        Parts are equal, unless ``leaving`` has the elements sent to each rank and ``arriving`` those received from it.
+        Args:
+            arrived: The tensor to receive into.
+            values: The tensor to send.
+            arriving: The elements received from each rank; empty for equal parts.
+            leaving: The elements sent to each rank; empty for equal parts.
         """
         itemsize = values.element_size()
         if leaving:
@@ -121,11 +125,13 @@ class CommStream:
         )
 
     def all_gather(self, values: Tensor, direct: bool = False) -> Work | None:
-        """Send this rank's part of ``values``, one of equal parts, to all ranks, and receive theirs, in place.
+        """Send this rank's part of ``values`` to all ranks, and receive theirs, in place.
 
-        With ``direct``, on a CPU, this rank's part is sent to all others in one step. Else gloo forwards parts from
-        neighbour to neighbour in P-1 steps for P ranks. The one step costs a copy, and keeps a wire busier that has
-        nothing else to carry.
+        Args:
+            values: A tensor of one equal part for each rank.
+            direct: On a CPU, send this rank's part to all others in one step. Else gloo forwards parts from neighbour
+                to neighbour in P-1 steps for P ranks. It costs a copy, and keeps a wire busier that has nothing else
+                to carry.
         """
         own = values.view(self.size, -1)[self.place]
         if direct and self._device.type == "cpu":
@@ -142,9 +148,11 @@ class CommStream:
         return work
 
     def all_reduce(self, values: Tensor, mean: bool = False) -> Work | None:
-        """Sum ``values`` over the ranks, in place, or average them (``mean``), which only NCCL can.
+        """Sum ``values`` over the ranks, in place. The backend adds in the tensor's dtype.
 
-        The backend adds in the tensor's dtype.
+        Args:
+            values: The tensor to sum.
+            mean: Average instead, which only NCCL can.
         """
         self._count_ring(2 * (self.size - 1), values)
         operation = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM

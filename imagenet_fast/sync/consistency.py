@@ -43,9 +43,11 @@ class _Described:
 
 
 def compare_models(named: Mapping[str, nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """Check that all ranks of ``group`` (None: all ranks) have the same parameters. All of them must call it.
+    """Check that all ranks of ``group`` have the same parameters. All of them must call it.
 
-    Order, names, shape, dtype, device type, strides, ``requires_grad`` and values count.
+    Args:
+        named: The parameters by name. Order, shape, dtype, device type, strides, ``requires_grad`` and values count.
+        group: The ranks to compare; None: all.
 
     Raises:
         ValueError: The parameters of one rank differ from those of the first.
@@ -58,9 +60,12 @@ def compare_models(named: Mapping[str, nn.Parameter], group: dist.ProcessGroup |
 
 
 def compare_engines(settings: BaseModel | Engine, steps_per_epoch: int, group: dist.ProcessGroup | None) -> None:
-    """Check that all ranks of ``group`` (None: all ranks) use the same engine, settings and ``steps_per_epoch``.
+    """Check that all ranks of ``group`` use the same engine and settings. All of them must call it.
 
-    All of them must call it.
+    Args:
+        settings: A ``[sync]`` table, or an engine.
+        steps_per_epoch: Compared as well.
+        group: The ranks to compare; None: all.
 
     Raises:
         ValueError: The engine or a setting of one rank differs from that of the first.

@@ -59,7 +59,11 @@ class DeferredUpdate:
     ) -> None:
         """Hook every module of ``model``.
 
-        ``used`` puts the gradients of slots into ``p.grad``, and returns the parameters to be updated.
+        Args:
+            model: The model whose forward reads the parameters.
+            engine: The engine that sends the gradients.
+            spans: The pool's slots.
+            used: Puts the gradients of slots into ``p.grad``, and returns the parameters to be updated.
         """
         self.engine = engine
         self._used = used

@@ -147,14 +147,17 @@ class SyncEngine(Protocol):
     def scale_residual(self, ratio: Tensor) -> None:
         """Multiply the residual by ``ratio``, because the loss scale has changed. Nothing is in flight.
 
-        It is an fp32 scalar tensor on the device.
+        Args:
+            ratio: An fp32 scalar tensor on the device.
         """
         return
 
     def store_gradient(self, place: Tensor, gradient: Tensor | None) -> None:
-        """Copy a gradient of backward into its ``place``, a view of the pool.
+        """Copy a gradient of backward into its place in the pool.
 
-        It is None where backward did not reach the parameter.
+        Args:
+            place: The view of the pool to write to.
+            gradient: The gradient; None where backward did not reach the parameter.
         """
         if gradient is None:
             place.zero_()
@@ -164,7 +167,9 @@ class SyncEngine(Protocol):
     def poison(self, span: ParamSlot, gradient: Tensor) -> None:
         """Overwrite with NaN what this step will send of ``span``, because the step is dropped.
 
-        The slot, whose view of the pool is ``gradient``, was not yet pushed in this step.
+        Args:
+            span: The slot, not yet pushed in this step.
+            gradient: The slot's view of the pool.
         """
         gradient.fill_(math.nan)
 
@@ -177,8 +182,9 @@ class SyncEngine(Protocol):
     def finish(self, drop: bool = False) -> SyncStats:
         """End a step's backward: synchronise everything that is not deferred, and return the step's statistics.
 
-        With ``drop``, the step will not be applied on any rank: restore the residual of before the step, and leave
-        nothing in flight.
+        Args:
+            drop: The step will not be applied on any rank: restore the residual of before the step, and leave nothing
+                in flight.
         """
         ...
 

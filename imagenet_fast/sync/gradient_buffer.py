@@ -196,8 +196,13 @@ class ArrivalOrder:
     def agree(self, spans: Sequence[ParamSlot], topology: Topology, whole: bool) -> None:
         """Adopt the order that the first rank saw. Every rank must call it.
 
-        Gradients that backward did not produce are put last. Where the first rank's backward was not complete
-        (``whole``), nothing is adopted and the next backward is recorded.
+        Gradients that backward did not produce are put last. Where the first rank's backward was not complete, nothing
+        is adopted and the next backward is recorded.
+
+        Args:
+            spans: The pool's slots in their current order.
+            topology: The ranks to agree with.
+            whole: Whether this rank's backward was complete.
         """
         if self._came is None:
             return

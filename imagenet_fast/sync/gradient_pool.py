@@ -131,8 +131,10 @@ class GradientPool:
     def guard(self, largest: float) -> None:
         """Check every later gradient before it is sent, and report in ``found_inf``.
 
-        A magnitude above ``largest`` counts as infinite. Costs one pass over the gradients and a tiny all-reduce a
-        step.
+        Costs one pass over the gradients and a tiny all-reduce a step.
+
+        Args:
+            largest: A gradient with a larger magnitude counts as infinite.
         """
         self.reducer.largest = largest
 
@@ -277,7 +279,8 @@ class GradientPool:
     def set_loss_scale(self, scale: Tensor) -> None:
         """Read the loss scale from ``scale`` in every later step, and rescale the engine's residual to match.
 
-        It is an fp32 scalar tensor on the device, by which the caller multiplies the loss.
+        Args:
+            scale: An fp32 scalar tensor on the device, by which the caller multiplies the loss.
         """
         self.reducer.residual_scale.follow(scale)
 
@@ -289,7 +292,10 @@ class GradientPool:
         self.reducer.settle()
 
     def watch(self, layers: bool) -> LayerTimer:
-        """Return a timer of the next steps, and of the call of each layer if ``layers``.
+        """Return a timer of the next steps.
+
+        Args:
+            layers: Whether to record when each layer is called, too.
 
         Raises:
             ValueError: The pool has no model.
@@ -315,7 +321,8 @@ class GradientPool:
     def order(self, names: Collection[str]) -> None:
         """Lay the pool out in the order of ``names``, and keep this order. The caller must lay out the engine, too.
 
-        Nothing happens where they are the names of another model's parameters.
+        Args:
+            names: The names of the pool's parameters. Nothing happens where they are those of another model.
         """
         by_name = {span.name: span for span in self.spans}
         if by_name.keys() != set(names):

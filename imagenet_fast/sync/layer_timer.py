@@ -26,10 +26,15 @@ class LayerTimer:
     def __init__(
         self, model: nn.Module, spans: Iterable[ParamSlot], topology: Topology, layers: bool, steps: int = _TIMED_STEPS
     ) -> None:
-        """Register timing hooks on ``model``, for ``steps`` recorded steps after two that warm up.
+        """Register timing hooks on ``model``.
 
-        With ``layers``, record when each layer is called, too. The hooks for this break compiled blocks; without them
-        only the whole model is timed.
+        Args:
+            model: The model to time.
+            spans: The slots in pool order.
+            topology: The ranks to average over.
+            layers: Whether to record when each layer is called, too. The hooks for this break compiled blocks; without
+                them only the whole model is timed.
+            steps: Number of recorded steps, after two that warm up.
         """
         self._spans = list(spans)
         self._device = topology.device

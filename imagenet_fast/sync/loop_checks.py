@@ -135,7 +135,11 @@ def is_pooled(param: nn.Parameter) -> bool:
 
 
 def check_optimizer(optimizer: Optimizer, in_pool: Mapping[nn.Parameter, ParamSlot]) -> None:
-    """Check that ``optimizer`` updates parameters of this pool (``in_pool``), and none that is in no pool.
+    """Check that ``optimizer`` updates parameters of this pool, and none that is in no pool.
+
+    Args:
+        optimizer: The optimizer whose parameter groups are checked.
+        in_pool: The slots of this pool by parameter.
 
     Raises:
         ValueError: The optimizer has no parameter of this pool, or one with a gradient that is in no pool.
@@ -170,6 +174,10 @@ class ModelWatch:
 
     def check(self, spans: Sequence[ParamSlot], in_pool: Mapping[nn.Parameter, ParamSlot]) -> None:
         """Check that the model's parameters are still those of the pool. Costs a loop over all parameters.
+
+        Args:
+            spans: The slots of the pool.
+            in_pool: The same slots by parameter.
 
         Raises:
             RuntimeError: A module has another parameter than the one in the pool, or one with a gradient that is in no

@@ -52,9 +52,11 @@ class ParamSlot:
 
 
 def slots_of(trainable: dict[str, nn.Parameter], model: nn.Module | None) -> list[ParamSlot]:
-    """Return a slot without a place for each parameter, the one registered last first.
+    """Return a slot without a place for each parameter, the last one first.
 
-    Slots name the modules of ``model`` that own the parameters; None: not known.
+    Args:
+        trainable: The parameters by name, in the order of registration.
+        model: The model whose modules own them; None: not known.
     """
     modules = () if model is None else model.modules()
     owners = {param: module for module in modules for param in module.parameters(recurse=False)}
@@ -64,8 +66,11 @@ def slots_of(trainable: dict[str, nn.Parameter], model: nn.Module | None) -> lis
 def move(values: Tensor, spans: Sequence[ParamSlot], into: Tensor, others: Sequence[ParamSlot]) -> None:
     """Copy values, flags included, to the places that the same parameters have in another layout.
 
-    ``values`` is 1-D and laid out as ``spans``, ``into`` as ``others``. Slots whose parameter is not in ``spans`` stay
-    unchanged.
+    Args:
+        values: A 1-D tensor laid out as ``spans``.
+        spans: The slots to copy from.
+        into: A 1-D tensor laid out as ``others``. Slots whose parameter is not in ``spans`` stay unchanged.
+        others: The slots to copy to.
     """
     places = {span.param: span for span in spans}
     for span in others:
@@ -83,9 +88,13 @@ def places_of(spans: Sequence[ParamSlot]) -> Places:
 
 
 def bring(values: Tensor, places: Places, into: Tensor, spans: Sequence[ParamSlot]) -> None:
-    """Copy values as ``move`` does, from ``places``, the saved layout of an earlier pool.
+    """Copy values as ``move`` does, from a saved layout.
 
-    Slots with no entry of the same size in ``places`` stay unchanged.
+    Args:
+        values: A 1-D tensor laid out as ``places``.
+        places: The layout of an earlier pool.
+        into: A 1-D tensor laid out as ``spans``. Slots with no entry of the same size in ``places`` stay unchanged.
+        spans: The slots to copy to.
     """
     for span in spans:
         start, flag = places.get(span.name, (0, -1))

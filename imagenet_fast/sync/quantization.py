@@ -114,9 +114,12 @@ class ErrorFeedback:
     """
 
     def __init__(self, spans: Sequence[ParamSlot], device: torch.device, left: Tensor | None = None) -> None:
-        """Find the kind of every block of the pool's ``spans``.
+        """Find the kind of every block, and keep ``left`` for the messages to take.
 
-        ``left`` is the residual from before there were these messages, for them to take; None: zero.
+        Args:
+            spans: The pool's slots.
+            device: Device of the residual.
+            left: The residual from before there were these messages; None: zero.
         """
         self._spans = spans
         blocks = spans[-1].stop // BLOCK
@@ -229,9 +232,14 @@ class Packer:
     def __init__(
         self, blocks: BlockMap, owners: int, wire: torch.dtype, device: torch.device, sharing: int = 1
     ) -> None:
-        """Assign a message's blocks to ``owners`` owners, and take their residual.
+        """Assign the blocks to owners, and take their residual.
 
-        ``wire`` is the dtype of the codes; ``sharing`` is the number of ranks that have the residual in common.
+        Args:
+            blocks: The message's blocks.
+            owners: Number of owners.
+            wire: Dtype of the codes.
+            device: Device of the rows.
+            sharing: Number of ranks that have the residual in common.
         """
         self._wire, self._device = wire, device
         coded, coded_rows = _by_owner(blocks.kinds[0], blocks.numbers[0], owners)

@@ -27,8 +27,16 @@ def coded_pairwise(
 ) -> None:
     """Average ``values`` over the channels' ranks, in place, by sending codes straight to the owners of their blocks.
 
-    Codes go over ``push`` to the ranks at the places ``owners``, which send the codes of the means over ``pull`` to
-    all. For ``direct`` see ``CommStream.all_gather``.
+    The owners send the codes of the means to all ranks.
+
+    Args:
+        chain: Where the phases are added.
+        values: The values to average.
+        packing: The message's blocks by owner.
+        push: Channel to the owners.
+        pull: Channel for the means.
+        owners: Places of the ranks that own blocks.
+        direct: See ``CommStream.all_gather``.
     """
     ranks, everybody = push.size, len(owners) == push.size
     mine = owners.index(push.place) if push.place in owners else None

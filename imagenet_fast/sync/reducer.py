@@ -34,8 +34,10 @@ class Reducer:
     def __init__(self, places: GradientBuffer, topology: Topology, model: nn.Module | None) -> None:
         """Start before the first step.
 
-        The ranks of ``topology`` agree on the order and on overflows. The parameters of ``model`` must stay those of
-        ``places``; None: not known.
+        Args:
+            places: The buffer and its slots.
+            topology: The ranks to agree with on the order and on overflows.
+            model: The model whose parameters must stay those of ``places``; None: not known.
         """
         self.places = places
         self.topology = topology
@@ -181,7 +183,11 @@ class Reducer:
         return self.stats
 
     def check_step(self, optimizer: Optimizer, scaled: bool) -> None:
-        """Check that ``optimizer`` may step now; with ``scaled`` a ``GradScaler`` steps it, which needs all gradients.
+        """Check that ``optimizer`` may step now.
+
+        Args:
+            optimizer: The optimizer.
+            scaled: Whether a ``GradScaler`` steps it, which needs all gradients.
 
         Raises:
             ValueError: The engine sends only a part of the gradients, and the optimizer would apply all.

@@ -60,9 +60,13 @@ class Sparse(SyncEngine):
     state_keys = frozenset({"step", "residual", "velocity", "places"})
 
     def __init__(self, settings: SparseSync, pool: GradientPool, wire: torch.dtype, steps_per_epoch: int) -> None:
-        """Take over the pool, lengthened to a whole number of chunks and cleared, with an empty residual.
+        """Take over the pool, with an empty residual.
 
-        ``steps_per_epoch`` converts the settings' epochs to steps.
+        Args:
+            settings: The recipe's settings.
+            pool: The pool to work on. It is lengthened to a whole number of chunks, and cleared.
+            wire: Dtype in which values are sent.
+            steps_per_epoch: Converts the settings' epochs to steps.
         """
         self.defers = settings.defers
         self._pool = pool

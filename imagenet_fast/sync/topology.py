@@ -149,9 +149,13 @@ class Topology:
         return twin
 
     def channel(self, ranks: tuple[int, ...], role: str) -> CommStream:
-        """Return the channel of ``ranks`` (empty: for local work) for one kind of phase, such as ``scatter``.
+        """Return the channel of ``ranks`` for one kind of phase.
 
         The channel is made at the first call, which every rank must make in the same order.
+
+        Args:
+            ranks: The ranks that it connects; empty for local work.
+            role: Kind of phase, such as ``scatter`` or ``gather``.
         """
         key = (ranks, role)
         if key not in self._channels:

@@ -110,7 +110,15 @@ class TracedSteps:
     """
 
     def __init__(self, model: nn.Module, device: torch.device, path: Path, first: int = 10, count: int = 5) -> None:
-        """Prepare to trace ``model``, with a synchroniser attached, once ``first`` steps have passed."""
+        """Prepare to trace ``model``.
+
+        Args:
+            model: The model, with a synchroniser attached.
+            device: Device that computes.
+            path: The file to write.
+            first: Number of steps before the trace begins.
+            count: Number of steps to trace.
+        """
         self._model = model
         self._device = device
         self._path = path

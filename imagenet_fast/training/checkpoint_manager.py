@@ -40,9 +40,14 @@ class CheckpointManager:
     ) -> None:  # fmt: skip
         """Create a manager for one run; a collective call, since it makes a process group.
 
-        Without a ``writer`` nothing is saved. Each checkpoint notes the training ``images`` of one epoch. ``asked``
-        returns whether this rank has been asked to stop. ``store`` tells the other ranks so between steps, and the
-        manager must be its only client; None: they are not told between steps.
+        Args:
+            job: The run and its recipe.
+            world: This rank and its process group.
+            writer: Writer of the checkpoints; None: nothing is saved.
+            images: Training images in one epoch, noted in each checkpoint.
+            asked: Returns whether this rank has been asked to stop.
+            store: Tells the other ranks between steps that this rank was asked to stop. The manager must be its only
+                client. None: they are not told between steps.
         """
         self._job = job
         self._world = world
@@ -81,8 +86,11 @@ class CheckpointManager:
     def __call__(self, state: TrainState, evaluated: bool | None) -> bool:
         """Save a checkpoint if one is due, and return whether all ranks are to stop.
 
-        If they are to stop, the state has been saved before this returns, provided there is a writer. ``evaluated`` is
-        None if the step's evaluation was cut off, so all ranks stop.
+        If they are to stop, the state has been saved before this returns, provided there is a writer.
+
+        Args:
+            state: The training state after the step.
+            evaluated: Whether the step was evaluated. None: the evaluation was cut off, so all ranks stop.
 
         Raises:
             NonFiniteLoss: The ranks are to stop, but the state is not finite and must not be saved.
@@ -107,7 +115,11 @@ class CheckpointManager:
     def finish(self, state: TrainState, evaluated: bool) -> str:
         """Wait for the checkpoint that is being written, and try once more if it fails.
 
-        Call it after the last step, with whether its weights were ``evaluated``.
+        Call it after the last step.
+
+        Args:
+            state: The training state after the last step.
+            evaluated: Whether its weights were evaluated.
 
         Returns:
             Why the state could not be saved, the same on every rank; empty if it was saved, or if there is no writer.
@@ -215,8 +227,13 @@ def open_checkpoints(
 ) -> Iterator[CheckpointManager]:
     """Build the run's checkpoint manager for the block.
 
-    ``ask_first`` is called before the block, from when on a signal asks this rank to stop. It returns a function that
-    tells whether one has. The run starts without a checkpoint if it ``is_new``.
+    Args:
+        job: The run and its recipe.
+        world: This rank and its process group.
+        images: Number of training images.
+        ask_first: Called before the block, from when on a signal asks this rank to stop. Returns a function that tells
+            whether one has.
+        is_new: Whether the run starts without a checkpoint.
 
     Yields:
         The checkpoint manager. It saves nothing if not every node sees the run directory.

@@ -54,11 +54,20 @@ def evaluate(
     mirror: bool = False,
     shift: int = 0,
 ) -> Accuracy:
-    """Classify this rank's shard of the validation set with the whole model; return the accuracy over all ranks.
+    """Classify this rank's shard of the validation set and return the accuracy over all ranks.
 
     Ranks may hold different numbers of batches, so they communicate only at the end. The model is left in the mode it
-    was in. ``asked`` is called before each batch and returns whether to stop. With ``mirror``, measure the accuracy by
-    the mean logits of each image and its mirror image, too; with ``shift``, also by those of ``shifted_logits``.
+    was in.
+
+    Args:
+        model: The whole model.
+        dataset: Loader of this rank's validation images.
+        cast: Context in which the model runs.
+        world: This rank and its process group.
+        asked: Returns whether to stop; called before each batch.
+        mirror: Whether to measure the accuracy by the mean logits of each image and its mirror image, too.
+        shift: If not 0, measure the accuracy by the mean logits of shifted images, too; see ``shifted_logits``. It
+            needs ``mirror``.
 
     Raises:
         Stopped: On every rank, if ``asked`` returned true on any of them.

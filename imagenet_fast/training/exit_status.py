@@ -32,7 +32,13 @@ class Ending:
     """
 
     def __init__(self, job: Job, place: RankInfo, handover: Path | None) -> None:
-        """Begin with the outcome of a run that has not started; without our launcher there is no ``handover``."""
+        """Begin with the outcome of a run that has not started.
+
+        Args:
+            job: What is trained.
+            place: This process's rank.
+            handover: The launcher's directory; None without our launcher.
+        """
         self.outcome = RunResult.beginning(job)
         self.saved_step: Callable[[], int] = lambda: 0
         """Function that returns the step from which the run would resume now."""

@@ -29,9 +29,13 @@ def build_initial_model(
 ) -> nn.Module:  # fmt: skip
     """Build the recipe's model on this rank's device, with rank 0's weights on every rank.
 
-    These are ``weights``, the result of ``load_initial_weights``, or fresh ones if rank 0 has None. ``examples``
-    returns batches of training images, from which fresh weights that depend on images are computed. It is only called
-    on rank 0, and only for such a model. None: those weights are random.
+    Args:
+        recipe: The recipe.
+        classes: Number of classes.
+        world: This rank and its process group.
+        weights: Result of ``load_initial_weights``; None on rank 0: fresh weights.
+        examples: Returns batches of training images, from which fresh weights that depend on images are computed. Only
+            called on rank 0, and only for such a model. None: those weights are random.
 
     Raises:
         UserError: A network defined elsewhere cannot be built, or does not fit the images or the classes.
@@ -56,8 +60,14 @@ def load_initial_weights(
 ) -> Weights | None:
     """Read the weights that ``given`` names, on rank 0 only, and fit them to ``model``.
 
-    Other ranks get theirs from rank 0 (``build_initial_model``), so their nodes need no such file. With ``fresh_head``
-    the weights of the last layer are left out.
+    Other ranks get theirs from rank 0 (``build_initial_model``), so their nodes need no such file.
+
+    Args:
+        given: Any form that ``given_weights`` accepts.
+        model: The recipe's model.
+        classes: Number of classes.
+        world: This rank and its process group.
+        fresh_head: Whether to leave out the weights of the last layer.
 
     Returns:
         The fitted weights on rank 0, None on other ranks.

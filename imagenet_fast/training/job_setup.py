@@ -170,8 +170,13 @@ def plan_evaluation(
 ) -> Evaluation:
     """Build the evaluation of ``weights`` by ``ranks`` ranks: by the recipe ``named``, or by that of the weights' run.
 
-    Without ``data``, the images are in the directory of the run, or in the default. ``report`` is a JSON file for the
-    result.
+    Args:
+        weights: File of weights, run directory or checkpoint.
+        named: Recipe; None for that of the run of ``weights``.
+        overrides: Changes of the recipe, as in ``--set``.
+        ranks: Number of ranks.
+        data: Directory of the images; None for that of the run, or the default.
+        report: JSON file for the result; None for none.
 
     Raises:
         UserError: With the first problem found, as far as it can be checked without torch.

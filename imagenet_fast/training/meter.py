@@ -61,7 +61,16 @@ class Meter:
         most: int,
         outcome: RunResult,
     ) -> None:
-        """Create a meter that starts with an empty interval; a step has ``global_batch`` images over all ranks."""
+        """Create a meter that starts with an empty interval.
+
+        Args:
+            world: This rank and its process group.
+            global_batch: Images in one step, over all ranks.
+            scale: Loss scale to report.
+            streak: Counter of consecutive non-finite losses.
+            most: Consecutive non-finite losses that end the run; 0: never.
+            outcome: Result of the run, to which the time spent waiting for data is added.
+        """
         self._world = world
         self._global_batch = global_batch
         self._scale = scale
@@ -104,9 +113,15 @@ class Meter:
         self._streak.add(loss)
 
     def report(self, record: MetricLogger, step: int, epoch: int, lr: float) -> None:
-        """Close the interval, after ``step`` steps, and record it; on a GPU, record an earlier one instead.
+        """Close the interval and record it; on a GPU, record an earlier one instead.
 
-        ``epoch``, from 1, and ``lr`` are those of the last step. Every rank must call it.
+        Every rank must call it.
+
+        Args:
+            record: Logger of the run.
+            step: Steps taken so far.
+            epoch: Epoch of the last step, from 1.
+            lr: Learning rate of the last step.
 
         Raises:
             NonFiniteLoss: On all ranks alike, if losses have not been finite for too long.

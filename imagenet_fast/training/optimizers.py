@@ -279,7 +279,11 @@ def build_optimizer(
 ) -> SGD:
     """Build the optimiser that a recipe names, over the trainable parameters of ``model``, at its peak rate.
 
-    For ``corrected`` see ``SGD``, for ``whole_norms`` see ``LARS``.
+    Args:
+        settings: The recipe's optimiser table.
+        model: The model, or this rank's part of it.
+        corrected: See ``SGD``.
+        whole_norms: See ``LARS``.
     """
     match settings:
         case optim_config.Sgd():
@@ -354,7 +358,9 @@ def split_parameters(model: nn.Module, scale_biases: bool = False) -> tuple[list
 def total_norm(params: Iterable[nn.Parameter], whole_norms: WholeNorms | None = None) -> Tensor:
     """Return the L2 norm of all gradients of ``params`` together; 0 if there are none.
 
-    There must be a parameter. For ``whole_norms`` see ``LARS``.
+    Args:
+        params: Parameters, at least one.
+        whole_norms: See ``LARS``.
     """
     params = list(params)
     present = [param for param in params if param.grad is not None]

@@ -50,9 +50,12 @@ class LossScaler:
     """
 
     def __init__(self, precision: schema.Precision, wire: Wire, device: torch.device) -> None:
-        """Start at the fixed scale of ``precision``, or at 2^16; only fp16 has a scale.
+        """Start at the fixed scale of ``precision``, or at 2^16.
 
-        The ``wire`` dtype limits how large gradients can be.
+        Args:
+            precision: The recipe's precision; only fp16 has a scale.
+            wire: Wire dtype of the gradients, which limits how large they can be.
+            device: Device of the scale.
         """
         self._active = isinstance(precision, schema.Float16)
         fixed = precision.loss_scale if isinstance(precision, schema.Float16) else 1.0

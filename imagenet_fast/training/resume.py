@@ -157,8 +157,12 @@ def _check_recipe(job: Job, begun: Mapping[str, Any]) -> None:
 def common_folder(folder: Path, world: DistContext, make: bool = False) -> Path | None:
     """Return rank 0's ``folder`` as this rank sees it, by its own path or by rank 0's.
 
-    Return None, on every rank, if some rank sees it by neither path. With ``make`` rank 0 makes the directory, whose
-    parent must exist.
+    Return None, on every rank, if some rank sees it by neither path.
+
+    Args:
+        folder: Directory by this rank's path.
+        world: This rank among all.
+        make: Whether rank 0 makes the directory; its parent must exist.
 
     Raises:
         UserError: On every rank, if rank 0 cannot write there.

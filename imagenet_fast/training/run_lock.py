@@ -71,7 +71,9 @@ def make_and_hold(folder: Path) -> None:
 def hold(folder: Path, patience_s: float = _PATIENCE_S) -> None:
     """Lock the run in ``folder``, if it exists, for this process until the process ends.
 
-    Wait ``patience_s`` seconds for the lock: a rank may be about to notice that its launcher was killed.
+    Args:
+        folder: Run directory.
+        patience_s: Seconds to wait for the lock, as for a rank that is about to notice that its launcher was killed.
 
     Raises:
         UserError: If another process trains there.

@@ -167,7 +167,11 @@ class TrainState:
 def joined(parts: Iterable[Mapping[str, Any]], sharded: bool) -> dict[str, Any]:
     """Merge the ``TrainState.own`` of every rank into one, for each rank of another number of ranks or layout.
 
-    Batch-norm statistics are averaged. Ranks held shards of layers if ``sharded``.
+    Batch-norm statistics are averaged.
+
+    Args:
+        parts: The value of every rank.
+        sharded: Whether ranks held shards of layers.
     """
     own: dict[str, Any] = {"sync": [], "buffers": {}, "average": {}, "averaged": [], "sent_bytes": 0}
     for part in parts:

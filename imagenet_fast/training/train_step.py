@@ -46,11 +46,16 @@ class TrainingStep:
         meter: Meter,
         trace: TracedSteps | None,
     ) -> None:
-        """Create a step that trains ``state`` and writes a timeline if there is a ``trace``.
+        """Create a step that trains ``state``.
 
-        ``backpropagate`` runs forward and backward on images and labels, and returns their part of the step's mean
-        loss. The model runs in the context ``cast``. The L2 norm of all gradients is limited to ``clip_norm``; 0: it
-        is not. Each rank reads ``accumulation`` batches per step.
+        Args:
+            state: The training state.
+            backpropagate: Runs forward and backward on images and labels; returns their part of the step's mean loss.
+            cast: Context in which the model runs.
+            clip_norm: Largest L2 norm of all gradients; 0: not clipped.
+            accumulation: Batches per step that each rank reads.
+            meter: Measures the steps.
+            trace: Writes a timeline of a few steps; None: no timeline.
         """
         self.state = state
         self.cast = cast
@@ -157,9 +162,17 @@ def build_step(
 ) -> TrainingStep:
     """Build the training step of ``model`` with the layout, engine, optimiser and precision of a recipe.
 
-    Every rank must hold the same model at first, on its device. With a layout, the model is reduced in place to this
-    rank's part. ``trace`` is a file for a timeline of a few steps. Without ``clock`` and ``outcome`` the steps belong
-    to no run.
+    Every rank must hold the same model at first. With a layout, the model is reduced in place to this rank's part.
+
+    Args:
+        recipe: The recipe.
+        batching: Split of the global batch over ranks.
+        model: The whole model, on this rank's device.
+        world: This rank and its process group.
+        steps_per_epoch: Optimiser steps in one epoch.
+        trace: File for a timeline of a few steps; None: no timeline.
+        clock: Clock of the run; None: the steps belong to no run.
+        outcome: Result of the run; None: the steps belong to no run.
     """
     set_float32_math(recipe.precision)
     parallel, cast, division = recipe.parallel, autocast(recipe.precision, world.device), None
