@@ -72,6 +72,7 @@ AIRBENCH = {
     "optim.decay_all": True,
     "optim.norm_bias_factor": 64.0,
     "eval_mirror": True,
+    "eval_shift": 1,
     "target_mirrored": True,
 }
 """What its trainings without Muon have in common; rates are compared below."""
@@ -165,7 +166,7 @@ CITED: dict[str, tuple[str, dict[str, Any]]] = {
 OWN = ("cifar10-resnet18", "demo", "smoke")
 """Recipes that follow no source."""
 
-RUN = OWN
+RUN = (*OWN, "cifar10-93", "cifar10-94")
 """Recipes that were run by us."""
 
 
