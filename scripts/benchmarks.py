@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
 SECTIONS = {
-    "Training": ("demo", "cifar10", "accuracy", "sparse-steps"),
+    "Training": ("demo", "airbench", "cifar10", "accuracy", "sparse-steps"),
     "One rank": ("step", "checkpoint", "loaders"),
     "Engines": ("engines", "engines-int8", "powersgd", "ladder", "batches", "profiles", "resnet50-links", "nodes"),
     "Messages": ("collectives", "comm-volume"),

@@ -96,7 +96,7 @@ RUN_BY: tuple[tuple[str, Here | By], ...] = (
         r"imagenet-fast report .*--reference",
         By("tests/metrics/test_reference.py::test_the_command_prints_a_line_a_run_and_the_source"),
     ),
-    (r"imagenet-fast report .*runs/(first|faster)", Here(long=True)),
+    (r"imagenet-fast report .*runs/(first|slower)", Here(long=True)),
     (r"imagenet-fast timeline .*\.json", By("tests/metrics/test_timeline.py::test_the_picture_s_areas_are_the_times")),
     (
         r"imagenet-fast timeline ",
