@@ -130,7 +130,7 @@ def test_launcher_with_fewer_ranks_keeps_the_exit_code(
     code, printed, errors = launched("train", "--recipe", "demo", *options)
     assert (code, errors) == (3, ""), printed
     assert "recipe written for 2 ranks: 1 rank, micro-batch 8, " in printed
-    assert "batch 16 -> 8, lr 1 -> 0.7071 (square-root scaling)" in printed
+    assert "batch 16 -> 8, lr 3 -> 2.121 (square-root scaling)" in printed
     assert "global_batch = 8\n" in (run / "recipe.toml").read_text()
     assert next(e["images"] for e in events_of(run, "eval")) == 7
     assert outcome_of(run)["sync"] == "allreduce"

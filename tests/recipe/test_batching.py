@@ -82,7 +82,7 @@ def test_the_line_about_accumulation():
     [
         ("alexnet-512gpu", 128, 0.5, "batch 65536 -> 16384, lr 32 -> 16 (square-root scaling)"),
         ("cifar10-resnet18", 1, 0.5, "batch 256 -> 128, lr 0.4 -> 0.2 (linear scaling)"),
-        ("demo", 2, 1.0, "2 accumulation steps"),
+        ("demo", 2, 1.0, "1 accumulation step"),
     ],
 )
 def test_scaling_keeps_a_ranks_share_and_scales_every_rate(name: str, ranks: int, factor: float, says: str):
