@@ -7,10 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,10 +29,12 @@ from tests.bench.small import SMALL
 from tests.e2e.command import in_process, wait_for
 
 
-def namespaces(*places: str) -> set[str]:
-    """The network namespaces that some process of this node is in, or holds open."""
+def namespaces(processes: Iterable[int] | None = None, held: bool = True) -> set[str]:
+    """The network namespaces that some of the processes is in or, if ``held``, holds open; None: all of this node."""
     found = set()
-    for link in chain(*(Path("/proc").glob(place) for place in places or ("[0-9]*/ns/net", "[0-9]*/fd/*"))):
+    pids = ["[0-9]*"] if processes is None else processes
+    places = [f"{pid}/{place}" for pid in pids for place in (("ns/net", "fd/*") if held else ("ns/net",))]
+    for link in chain(*(Path("/proc").glob(place) for place in places)):
         try:
             target = str(link.readlink())
         except OSError:
@@ -132,29 +135,41 @@ def test_too_many_or_no_ranks_are_refused(refusal: Callable[..., str]):
 
 
 def test_nothing_is_left_of_a_network(rows: list[dict[str, object]]):
-    before = namespaces()
+    before = namespaces([os.getpid()])
     with shaped_network(3, parse_rate("1gbit")) as hosts:
-        assert len(namespaces() - before) == 4
+        made = namespaces([os.getpid()]) - before
+        assert len(made) == 4
         assert len({host.address for host in hosts}) == 3
-    assert namespaces() == before
+    assert not made & namespaces()
 
 
 @pytest.mark.long
 def test_several_run_at_once_and_an_end_by_force_leaves_nothing(root: None, tmp_path: Path):
-    before = namespaces()
+    before = namespaces([os.getpid()])
     save_profile(SMALL, tmp_path / "small.json")
     command = [sys.executable, "-m", "imagenet_fast", "bench", "sync", "--model", str(tmp_path / "small.json")]
     command += ["--hosts", "2", "--rate", "100mbit", "--rounds", "999"]
     ends = [signal.SIGINT, signal.SIGKILL]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in ends]
-    wait_for(lambda: len(namespaces("[0-9]*/ns/net") - before) == 4, timeout_s=60)  # each has a rank in it
-    assert len(namespaces() - before) == 6
-    for process, end in zip(both, ends, strict=True):
-        process.send_signal(end)
-    for process in both:
-        _, errors = process.communicate(timeout=20)
-        assert errors == b""
-    wait_for(lambda: namespaces() <= before, timeout_s=10)
+
+    def family() -> list[int]:
+        return [one.pid for process in both for one in psutil.Process(process.pid).children(True)] + [
+            process.pid for process in both
+        ]
+
+    try:
+        wait_for(lambda: len(namespaces(family(), held=False) - before) == 4, timeout_s=60)  # each has a rank in it
+        theirs = namespaces(family()) - before
+        assert len(theirs) == 6
+        for process, end in zip(both, ends, strict=True):
+            process.send_signal(end)
+        for process in both:
+            _, errors = process.communicate(timeout=20)
+            assert errors == b""
+        wait_for(lambda: not theirs & namespaces(), timeout_s=10)
+    finally:
+        for process in both:
+            process.kill()
 
 
 def test_unwritable_output_file_is_refused_first(refusal: Callable[..., str]):
