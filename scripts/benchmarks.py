@@ -80,6 +80,7 @@ def read(name: str) -> dict[str, Any]:
 
 def write(result: dict[str, Any]) -> None:
     """Write a results file, with each command, column and row on a line of its own."""
+    from imagenet_fast.atomic_io import atomic_write_text
 
     def lines(value: Any) -> str:
         if not isinstance(value, list):
@@ -87,10 +88,8 @@ def write(result: dict[str, Any]) -> None:
         return "[\n" + ",\n".join(f"    {json.dumps(inner, ensure_ascii=False)}" for inner in value) + "\n  ]"
 
     text = ",\n".join(f"  {json.dumps(key)}: {lines(value)}" for key, value in result.items())
-    file = RESULTS / f"{result['name']}.json"
-    part = file.with_suffix(".part")  # whoever stops this in between leaves the old rows
-    part.write_text(f"{{\n{text}\n}}\n", encoding="utf-8")
-    part.replace(file)
+    # whoever stops this in between leaves the old rows
+    atomic_write_text(RESULTS / f"{result['name']}.json", f"{{\n{text}\n}}\n", shared=True)
 
 
 class _Cell(string.Formatter):
@@ -140,7 +139,7 @@ def table(result: dict[str, Any]) -> Iterator[str]:
         cells = tuple(cell(column["cell"], row) for column in columns)
         lines.setdefault(cells if across else (number, cells), []).append(row)
     if not across:
-        yield from _markdown(headings, (cells for _, cells in lines), [column["cell"] for column in columns])
+        yield from markdown(headings, (cells for _, cells in lines), [column["cell"] for column in columns])
         return
     wide = list(dict.fromkeys(cell(across["heading"], row) for row in result["rows"]))
     mean = result.get("mean")
@@ -150,10 +149,10 @@ def table(result: dict[str, Any]) -> Iterator[str]:
         means = [format(fmean(row[mean["field"]] for row in rows), mean["format"])] if mean else []
         body.append([*cells, *(found.get(heading, "") for heading in wide), *means])
     headings += [*wide, *(["mean"] if mean else [])]
-    yield from _markdown(headings, body, [column["cell"] for column in columns] + [":"] * (len(wide) + bool(mean)))
+    yield from markdown(headings, body, [column["cell"] for column in columns] + [":"] * (len(wide) + bool(mean)))
 
 
-def _markdown(headings: Sequence[str], rows: Any, templates: Sequence[str]) -> Iterator[str]:
+def markdown(headings: Sequence[str], rows: Any, templates: Sequence[str]) -> Iterator[str]:
     """Yield a Markdown table; columns of numbers, whose templates have a format, stand to the right."""
     yield f"| {' | '.join(headings)} |"
     yield f"|{'|'.join('--:' if ':' in template else '---' for template in templates)}|"

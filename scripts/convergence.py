@@ -265,8 +265,8 @@ def cell(rows: Sequence[Row]) -> str:
 
 
 def table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table."""
-    return "\n".join(f"| {' | '.join(line)} |" for line in (headings, ["---"] * len(headings), *lines))
+    """Return a Markdown table, with all columns to the left."""
+    return "\n".join(benchmarks.markdown(headings, lines, [""] * len(headings)))
 
 
 def page(rows: list[Row]) -> str:

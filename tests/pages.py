@@ -7,12 +7,15 @@ Python is fenced as ``python``.
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
+import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).parents[1]
 WRITTEN_BY_SCRIPTS = {"commands.md", "recipe.md", "bench-rows.md"}
@@ -29,6 +32,16 @@ PROGRAMS = re.compile(
     r"(imagenet-fast|scripts/\S+|\.ci/run|srun|sbatch|torchrun|python3?|pip|git|cd|source|tensorboard|docker|kubectl)"
     r"( |$)"
 )
+
+
+def import_script(name: str) -> ModuleType:
+    """Import ``scripts/NAME.py``, which writes a page."""
+    folder = str(ROOT / "scripts")
+    sys.path.insert(0, folder)
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(folder)
 
 
 @dataclass(frozen=True)

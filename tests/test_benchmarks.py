@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import os
 import re
@@ -12,7 +11,6 @@ import subprocess
 import sys
 from datetime import date
 from pathlib import Path
-from types import ModuleType
 from typing import Any, get_type_hints
 
 import pytest
@@ -27,22 +25,9 @@ from imagenet_fast.bench.presets import BatchRow, Rung
 from imagenet_fast.bench.train_step import StepTime
 from imagenet_fast.cli.main import app
 from imagenet_fast.metrics.run_result import RunResult
+from tests.pages import ROOT, import_script
 
-ROOT = Path(__file__).parents[1]
-
-
-def loaded() -> ModuleType:
-    """The script, as a module."""
-    spec = importlib.util.spec_from_file_location("benchmarks", ROOT / "scripts" / "benchmarks.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["benchmarks"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-benchmarks = loaded()
+benchmarks = import_script("benchmarks")
 RESULTS = {name: benchmarks.read(name) for name in benchmarks.names()}
 every_result = pytest.mark.parametrize("result", RESULTS.values(), ids=RESULTS)
 

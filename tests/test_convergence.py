@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shlex
 import statistics
-import sys
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,26 +18,9 @@ from imagenet_fast.data.imagefolder import scan
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.load import find_recipe, load_recipe
 from imagenet_fast.recipe.schema import Recipe
+from tests.pages import ROOT, import_script
 
-ROOT = Path(__file__).parents[1]
-
-
-def loaded() -> ModuleType:
-    """The script, as a module."""
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        spec = importlib.util.spec_from_file_location("convergence", ROOT / "scripts" / "convergence.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["convergence"] = module
-        spec.loader.exec_module(module)
-        return module
-    finally:
-        sys.path.remove(str(ROOT / "scripts"))
-
-
-convergence = loaded()
+convergence = import_script("convergence")
 PLAN = convergence.plan()
 
 

@@ -82,7 +82,7 @@ def broadcast_error(refusal: str, device: torch.device) -> str:
 
 @contextmanager
 def refused_together(device: torch.device) -> Iterator[None]:
-    """Raise the UserError of rank 0's block on every rank. The other ranks' blocks do nothing."""
+    """Raise the UserError of rank 0's block on every rank. Let the other ranks' blocks do nothing."""
     refusal = ""
     try:
         yield

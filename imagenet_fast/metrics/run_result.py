@@ -74,7 +74,7 @@ class RunResult:
     data_wait_of_s: float = 0.0
     """Seconds of training that ``data_wait_pct`` is a share of."""
     target_mirrored: bool = False
-    """Whether the target is for ``top1_shift`` if that is measured, and else for ``top1_mirror``."""
+    """True if the target is for an accuracy by mean logits: ``top1_shift`` if measured, else ``top1_mirror``."""
     top1_mirror: float | None = None
     """Top-1 by the mean logits of each image and its mirror image; None: not measured."""
     top5_mirror: float | None = None

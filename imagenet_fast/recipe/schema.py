@@ -161,9 +161,9 @@ class Recipe(Table):
     Training stops at the first evaluation that reaches it. Absent: train to the end.
     """
     target_mirrored: bool = False
-    """Whether ``target_top1`` is compared with the accuracy of ``eval_mirror`` instead of the plain one.
+    """Compare ``target_top1`` with the accuracy of ``eval_shift`` if that is set, else with that of ``eval_mirror``.
 
-    With ``eval_shift``, it is compared with the accuracy of that.
+    False: compare it with the plain accuracy.
     """
     eval_every: PositiveInt = 1
     """Epochs between evaluations; the last epoch is always evaluated."""

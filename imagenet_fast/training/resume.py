@@ -172,9 +172,9 @@ def common_folder(folder: Path, world: DistContext, make: bool = False) -> Path 
     mark = f".seen-{told[1]}"
     with refused_together(world.device):
         try:
-            if world.is_main and make:
-                folder.mkdir(exist_ok=True)
             if world.is_main:
+                if make:
+                    folder.mkdir(exist_ok=True)
                 (folder / mark).touch()
         except OSError as error:
             raise UserError(
