@@ -120,6 +120,9 @@ class SyncEngine(Protocol):
         """True if the engine adds a residual of earlier steps to a step's gradients."""
         return self.sends_part
 
+    is_local: bool = False
+    """True if the engine neither sends nor changes gradients, as on one rank: they stay where autograd has put them."""
+
     selected: str = ""
     """The name under which ``auto`` chose this engine; empty if it did not."""
 

@@ -86,6 +86,17 @@ class GradientBuffer:
         self._make_views()
         return before
 
+    def adopt(self, span: ParamSlot, gradient: Tensor) -> None:
+        """Take ``gradient`` as the view of ``span`` until ``release``, which costs no copy into the buffer."""
+        self.views[span.index] = gradient
+        self.pending[span.index] = gradient.as_subclass(PendingGrad)
+        self._adopted = True
+
+    def release(self) -> None:
+        """Take the buffer's own views again."""
+        if self._adopted:
+            self._make_views()
+
     def has_moved(self) -> bool:
         """Return whether any parameter's strides have changed since the buffer was laid out.
 
@@ -129,8 +140,9 @@ class GradientBuffer:
             views = [self.values.as_strided(s.param.size(), _dense_strides(s.param), s.start) for s in self.spans]
             known = views, [view.as_subclass(PendingGrad) for view in views]
             self._known_views[self.values.data_ptr()] = known
-        self.views, self.pending = known
+        self.views, self.pending = list(known[0]), list(known[1])
         """The gradients in the order of ``spans``, with their parameters' strides; and placeholders in flight."""
+        self._adopted = False
 
 
 def _dense_strides(param: nn.Parameter) -> tuple[int, ...]:

@@ -264,6 +264,7 @@ class Reducer:
 
     def _start(self) -> None:
         """Reset the state of a step, and adopt a better pool order if one was learned."""
+        self.places.release()
         self.stepped = []
         self.stats = None
         self.is_open = self._zeroed = self._forwarded = self.came_late = self.means_here = self.updated = False
@@ -296,10 +297,13 @@ class Reducer:
         gradient, view = span.param.grad, self.places.views[span.index]
         assert gradient is not None
         if gradient is not view and gradient is not self.places.pending[span.index]:
-            if engine is not None:
-                engine.store_gradient(view, gradient)
-            else:
+            if engine is None:
                 view.copy_(gradient)
+            elif engine.is_local and self.largest is None and gradient.stride() == view.stride():
+                self.places.adopt(span, gradient)
+                view = gradient
+            else:
+                engine.store_gradient(view, gradient)
         span.param.grad = view
         self._unreached.pop(span, None)
         if span in self._flag_behind:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 
-from imagenet_fast.sync import GradientPool, ParamSlot, SyncEngine, SyncStats
+from imagenet_fast.recipe.sync_config import LazySync
+from imagenet_fast.sync import GradientPool, ParamSlot, SyncEngine, SyncStats, build_engine
 from imagenet_fast.sync.engine import Stopwatch
 from imagenet_fast.training.clock import Clock
 
@@ -93,6 +95,50 @@ def test_spans_are_pushed_once_a_step_in_pool_order_and_final():
         for span, seen in zip(pool.spans, listener.at_push, strict=True):
             assert span.param.grad is not None
             assert torch.equal(pool.buffer[span.start : span.flag], seen)
+
+
+def test_one_rank_leaves_gradients_where_autograd_put_them():
+    """Nothing is sent, so nothing is copied, until somebody reads the buffer: gradients are checked in it."""
+    model, expected = network(), network()
+    pool = GradientPool(model)
+    pool.attach(build_engine(LazySync(wire="int8"), pool))
+    optimizer, other = (torch.optim.SGD(m.parameters(), lr=1e-5, momentum=0.9) for m in (model, expected))
+    for step in range(6):
+        if step == 5:
+            pool.guard(1e4)
+        pool.zero_grad()
+        other.zero_grad()
+        for micro in range(1 + step % 3):
+            with nullcontext() if micro == step % 3 else pool.no_sync():
+                model(IMAGES * (micro + 1)).square().sum().backward()
+            expected(IMAGES * (micro + 1)).square().sum().backward()
+        if step == 3:
+            model[0].weight.grad = None
+            expected[0].weight.grad = None
+        pool.step(optimizer)
+        other.step()
+        begin, end = pool.buffer.data_ptr(), pool.buffer.data_ptr() + pool.buffer.nbytes
+        for param, reference in zip(model.parameters(), expected.parameters(), strict=True):
+            if param.grad is not None:
+                assert (begin <= param.grad.data_ptr() < end) == (step == 5)
+            assert torch.equal(param, reference)
+
+
+def test_one_rank_adds_to_gradients_that_a_backward_did_not_reach():
+    """A backward of one part ends while the other part, whose gradients are there already, has one to come."""
+    model = network()
+    pool = GradientPool(model)
+    pool.attach(build_engine(LazySync(), pool))
+    head = torch.ones(1, 180)
+    for _ in range(2):
+        pool.zero_grad()
+        with pool.no_sync():
+            model[3](head).sum().backward()
+        model[:3](IMAGES).sum().backward()
+        with pool.no_sync():
+            model[3](head).sum().backward()
+        pool.finish()
+        assert torch.equal(model[3].weight.grad, torch.full((7, 180), 2.0))
 
 
 def test_an_unreached_parameter_is_pushed_as_zeros():
