@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from imagenet_fast.cli.main import main
-from imagenet_fast.distributed.forkserver import start_fork_server
+from imagenet_fast.distributed.forkserver import freeze_gc, start_fork_server
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.schema import Recipe
 from tests.root import require_root
@@ -25,6 +25,11 @@ torch.set_num_threads(1)
 def pytest_collection() -> None:
     """Begin with the imports of all ranks while tests are collected."""
     start_fork_server("tests.forked")
+
+
+def pytest_collection_finish() -> None:
+    """Keep what has been imported and collected out of the collections that tests ask for."""
+    freeze_gc()
 
 
 def tables(**changes: Any) -> dict[str, Any]:

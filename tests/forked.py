@@ -14,3 +14,6 @@ import imagenet_fast.parallel.pipeline_parallel
 import imagenet_fast.training.trainer
 import tests.conftest
 import tests.spawning
+from imagenet_fast.distributed.forkserver import freeze_gc
+
+freeze_gc()  # else a rank's first collection would look at all this, and copy the pages that it shares with the others
