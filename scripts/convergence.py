@@ -334,6 +334,8 @@ def draw(rows: list[Row]) -> None:
         for row in rows:
             if row["case"] == case:
                 tops.setdefault(row["batch"], []).append(row["top1"])
+        if not tops:
+            continue
         batches = sorted(tops)
         means = [fmean(tops[batch]) for batch in batches]
         bars = [stdev(tops[batch]) if len(tops[batch]) > 1 else 0.0 for batch in batches]
