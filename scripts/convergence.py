@@ -15,6 +15,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -56,12 +57,14 @@ OPTIMISERS = {
     "lars": '{{kind="lars", lr={rate:g}, momentum=0.9, weight_decay=1.33e-3}}',
     "larc": '{{kind="lars", clip=true, trust_coefficient=0.1, lr={rate:g}, momentum=0.9, weight_decay=1.33e-3}}',
 }
-RATES = {
+RATES: dict[str, dict[int, tuple[float, ...]]] = {
     "sgd": {256: (0.125, 0.25, 0.5), 8192: (2, 4, 8)},
     "lars": {256: (1, 2, 4), 8192: (6, 12, 24)},
     "larc": {256: (0.125, 0.25, 0.5), 8192: (2, 4, 8)},
 }
-"""Rates that are tried. SGD's middle one at 256 is that of cifar10-93 in its effect on a constant gradient."""
+"""Rates that are tried first. SGD's middle one at 256 is that of cifar10-93 in its effect on a constant gradient."""
+MOST_RATES = 6
+"""Rates that are tried at most: beyond the best one, while it is the smallest or the largest."""
 SPARSE = 'kind="sparse", sparsity=0.875, chunk=4096'
 ENGINES = {
     "int8": '{kind="lazy", wire="int8"}',
@@ -115,11 +118,11 @@ class Run:
         return EPOCHS * (LEFT if self.group == "rates" else IMAGES) / IMAGES_PER_S + START_S
 
 
-def plan() -> list[Run]:
+def plan(rows: Sequence[Row] = ()) -> list[Run]:
     """Return all runs, the most telling first: a seed of everything before the next seed, rates before their use."""
 
     def tried(case: str) -> Iterator[Run]:
-        return (Run("rates", case, 1, batch, rate) for batch in TUNED for rate in RATES[case][batch])
+        return (Run("rates", case, 1, batch, rate) for batch in TUNED for rate in rates(rows, case, batch))
 
     def batches(case: str, seed: int) -> Iterator[Run]:
         return (Run("batches", case, seed, batch) for batch in BATCHES)
@@ -141,11 +144,25 @@ def tried_rates(rows: Iterable[Row], case: str, batch: int) -> dict[float, float
     return {row["rate"]: row["top1"] or 0.0 for row in here}
 
 
-def rate_for(rows: Iterable[Row], case: str, batch: int) -> float | None:
+def rates(rows: Sequence[Row], case: str, batch: int) -> list[float]:
+    """Return the rates to try, in order: those of ``RATES``, and more where the best so far is at an end."""
+    found, tried = list(RATES[case][batch]), tried_rates(rows, case, batch)
+    while len(found) < MOST_RATES and tried.keys() >= set(found):
+        best = max(found, key=lambda rate: tried[rate])
+        if best == found[0]:
+            found.insert(0, best / 2)
+        elif best == found[-1]:
+            found.append(best * 2)
+        else:
+            break
+    return found
+
+
+def rate_for(rows: Sequence[Row], case: str, batch: int) -> float | None:
     """Return the rate of an optimiser at a batch; None while rates that it follows from have not been tried."""
     near = min(TUNED, key=lambda tuned: abs(math.log(batch / tuned)))
     tried = tried_rates(rows, case, near)
-    if len(tried) < len(RATES[case][near]):
+    if not tried.keys() >= set(rates(rows, case, near)):
         return None
     ratio = batch / near
     return max(tried, key=lambda rate: tried[rate]) * (math.sqrt(ratio) if case == "lars" else ratio)
@@ -232,12 +249,14 @@ def train_missing(most: int) -> int:
     from imagenet_fast.data.download import fetch_dataset
 
     hold_out(fetch_dataset("cifar10", None, None), ROOT / HELD_OUT)
-    for run in plan():
+    while most > 0:
         result = benchmarks.read("convergence")
-        rows = result.pop("rows")
-        text = command(run, rows)
-        if most <= 0 or run.name in {row["run"] for row in rows} or text is None:
-            continue
+        rows = current(result.pop("rows"))
+        there = {row["run"] for row in rows}
+        missing = ((run, command(run, rows)) for run in plan(rows) if run.name not in there)
+        run, text = next(((run, text) for run, text in missing if text is not None), (None, None))
+        if run is None or text is None:
+            break
         most -= 1
         print(f"$ {text}", flush=True)
         code, row = train(run, text)
@@ -248,6 +267,16 @@ def train_missing(most: int) -> int:
         benchmarks.write({**result, "versions": benchmarks.versions(), "rows": [*rows, row]})
         write_page()
     return 0
+
+
+def current(rows: list[Row]) -> list[Row]:
+    """Return the rows without those that had another rate than the one that was chosen since; remove their runs."""
+    commands = {run.name: command(run, rows) for run in plan(rows)}
+    kept = [row for row in rows if commands.get(row["run"]) in (None, row["command"])]
+    for row in rows:
+        if row not in kept:
+            shutil.rmtree(ROOT / FOLDER / row["run"], ignore_errors=True)
+    return kept
 
 
 def cell(rows: Sequence[Row]) -> str:
@@ -277,7 +306,7 @@ def page(rows: list[Row]) -> str:
 
     def tries(case: str, batch: int) -> str:
         tried = tried_rates(rows, case, batch)
-        tops = {rate: f"{tried[rate]:.2f}" if rate in tried else "not run yet" for rate in RATES[case][batch]}
+        tops = {rate: f"{tried[rate]:.2f}" if rate in tried else "not run yet" for rate in rates(rows, case, batch)}
         return ", ".join(f"{rate:g}: {top}" for rate, top in tops.items())
 
     def small(case: str) -> list[str]:
@@ -285,7 +314,7 @@ def page(rows: list[Row]) -> str:
         seconds = f"{fmean(row['train_s'] for row in found):.0f}" if found else "not run yet"
         return [case, str(found[0]["epochs"]) if found else "not run yet", seconds, cell(found)]
 
-    counted, all_runs = len(rows), len(plan())
+    counted, all_runs = len(rows), len(plan(rows))
     state = (
         f"{counted} of {all_runs} runs have been trained." if rows else "Nothing has been trained for this page yet."
     )
@@ -314,7 +343,7 @@ def page(rows: list[Row]) -> str:
 
 def example(rows: list[Row]) -> str:
     """Return the command of the first run that was trained, or else of the first to be, as lines of the page."""
-    text = rows[0]["command"] if rows else command(plan()[0], [])
+    text: str = rows[0]["command"] if rows else command(plan()[0], []) or ""
     return "\n".join(f"    {line}" for line in benchmarks.wrapped(text))
 
 
@@ -365,14 +394,15 @@ def main(arguments: Sequence[str]) -> int:
     """List, train, write or compare; return the exit code."""
     match arguments:
         case []:
-            there = {row["run"] for row in benchmarks.read("convergence")["rows"]}
-            missing = [run for run in plan() if run.name not in there]
-            for run in plan():
+            rows = benchmarks.read("convergence")["rows"]
+            there, runs = {row["run"] for row in rows}, plan(rows)
+            missing = [run for run in runs if run.name not in there]
+            for run in runs:
                 print(f"{'done   ' if run.name in there else 'missing'}  {run.name}")
             hours = sum(run.seconds for run in missing) / 3600
-            print(f"{len(missing)} of {len(plan())} runs are missing: about {hours:.1f} hours on two cores")
+            print(f"{len(missing)} of {len(runs)} runs are missing: about {hours:.1f} hours on two cores")
         case ["run"]:
-            return train_missing(len(plan()))
+            return train_missing(1000)
         case ["run", count] if count.isdecimal():
             return train_missing(int(count))
         case ["--page"]:

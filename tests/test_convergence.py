@@ -29,14 +29,13 @@ def outcome(top1: float, train_s: float = 100.0) -> dict[str, Any]:
 
 
 def trained(runs: list[Any]) -> list[dict[str, Any]]:
-    """Rows as if the runs had been trained in this order; larger rates are better."""
+    """Rows as if the runs had been trained in this order; the middle one of three rates is the best."""
     rows: list[dict[str, Any]] = []
     for run in runs:
         text = convergence.command(run, rows)
         assert text is not None, f"{run.name} comes before what it follows from"
-        rows.append(
-            convergence.row_of(run, text, outcome(80 + (run.rate or run.seed), 90 if run.case == "probe" else 700))
-        )
+        middle = run.rate is not None and run.rate == convergence.RATES[run.case][run.batch][1]
+        rows.append(convergence.row_of(run, text, outcome(80 + run.seed + middle, 90 if run.case == "probe" else 700)))
     return rows
 
 
@@ -80,20 +79,54 @@ def test_every_command_is_a_recipe_whose_batch_norms_see_128_images():
 
 
 def test_rates_follow_from_the_nearer_tuned_batch_by_the_scaling_rule():
-    """All best tried rates are the largest ones here: 0.5 and 8 for SGD and LARC, 4 and 24 for LARS."""
+    """All best tried rates are the middle ones here: 0.25 and 4 for SGD and LARC, 2 and 12 for LARS."""
     rates = {(row["case"], row["batch"]): recipe_of(row).optim.lr for row in ROWS if row["group"] == "batches"}
     for case in ("sgd", "larc"):
-        expected = {256: 0.5, 1024: 2.0, 2048: 2.0, 4096: 4.0, 8192: 8.0, 16384: 16.0}
+        expected = {256: 0.25, 1024: 1.0, 2048: 1.0, 4096: 2.0, 8192: 4.0, 16384: 8.0}
         assert {batch: rates[case, batch] for batch in expected} == pytest.approx(expected)
-    expected = {256: 4.0, 1024: 8.0, 2048: 12.0, 4096: 24 / 2**0.5, 8192: 24.0, 16384: 24 * 2**0.5}
+    expected = {256: 2.0, 1024: 4.0, 2048: 6.0, 4096: 12 / 2**0.5, 8192: 12.0, 16384: 12 * 2**0.5}
     assert {batch: rates["lars", batch] for batch in expected} == pytest.approx(expected, rel=1e-4)
-    assert {recipe_of(row).optim.lr for row in ROWS if row["group"] == "engines"} == {8.0}
+    assert {recipe_of(row).optim.lr for row in ROWS if row["group"] == "engines"} == {4.0}
 
 
 def test_a_rate_that_diverged_is_not_chosen():
     rows = [row | {"top1": None} if row["rate"] == 8 else row for row in ROWS]
     assert convergence.rate_for(rows, "sgd", 8192) == 4
     assert convergence.rate_for(rows[:2], "sgd", 256) is None
+
+
+def tries(tops: dict[float, float]) -> list[dict[str, Any]]:
+    return [{"group": "rates", "case": "sgd", "batch": 8192, "rate": rate, "top1": top} for rate, top in tops.items()]
+
+
+def test_rates_beyond_the_best_one_are_tried_while_it_is_at_an_end():
+    tops = {2.0: 70.0, 4.0: 63.0, 8.0: 60.0}
+    for more, rate in ((70.5, 1.0), (70.2, 0.5)):
+        assert convergence.rates(tries(tops), "sgd", 8192)[0] == rate
+        assert convergence.rate_for(tries(tops), "sgd", 8192) is None
+        tops[rate] = more
+    assert convergence.rates(tries(tops), "sgd", 8192) == [0.5, 1, 2, 4, 8]
+    assert convergence.rate_for(tries(tops), "sgd", 8192) == 1
+    rising = {float(2**n): 70.0 + n for n in range(1, 7)}
+    assert convergence.rates(tries(rising), "sgd", 8192) == [2, 4, 8, 16, 32, 64], "no more than six"
+    assert convergence.rate_for(tries(rising), "sgd", 8192) == 64
+
+
+def test_a_run_with_another_rate_than_the_chosen_one_is_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(convergence, "ROOT", tmp_path)
+    folders = [tmp_path / convergence.FOLDER / run.name for run in PLAN]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    assert convergence.current(ROWS) == ROWS
+    better = [row | {"top1": 99.0} if (row["case"], row["rate"]) == ("lars", 1) else row for row in ROWS]
+    assert convergence.current(better) == better, "until a smaller rate has been tried"
+    (tried,) = (run for run in convergence.plan(better) if (run.case, run.rate) == ("lars", 0.5))
+    text = convergence.command(tried, better)
+    better.append(convergence.row_of(tried, text, outcome(80.0)))
+    gone = [row for row in better if row not in convergence.current(better)]
+    assert {(row["group"], row["case"]) for row in gone} == {("batches", "lars")}
+    assert {row["batch"] for row in gone} == {256, 1024}
+    assert [folder.exists() for folder in folders] == [row not in gone for row in ROWS]
 
 
 def test_the_plain_recipe_gets_no_less_time_than_mild():
@@ -143,7 +176,7 @@ def test_runs_that_are_missing_are_trained_and_a_stopped_one_is_not_recorded(
 
     def train(run: Any, text: str) -> tuple[int, dict[str, Any] | None]:
         asked.append(run.name)
-        done = None if len(asked) == 3 else convergence.row_of(run, text, outcome(91.5))
+        done = None if len(asked) == 3 else convergence.row_of(run, text, outcome(80.0))
         return (4, None) if done is None else (0, done)
 
     monkeypatch.setattr(convergence, "train", train)
