@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from imagenet_fast.metrics.event import Event
+from imagenet_fast.metrics.json_io import read_events
 from imagenet_fast.metrics.run_result import judged_name
 from imagenet_fast.metrics.tables import compact_table, number
 
@@ -39,6 +40,8 @@ class ConsoleSink:
         self._latest |= event.tagged() | {"step": event.step, "run_s": event.run_s}
         match event.name:
             case "run":
+                if event.step > 0:
+                    self._read_evaluations(event.step)
                 self._print(event.values["note"])
                 if self._console.is_terminal:
                     self._live = Live(console=self._console, auto_refresh=False, transient=True)
@@ -55,8 +58,7 @@ class ConsoleSink:
             case "choice":
                 self._console.print(_choice_table(event.values))
             case "eval":
-                judged = judged_name(event.values, bool(self._latest.get("run/target_mirrored")))
-                self._evaluations.append((event.run_s, event.values[judged]))
+                self._keep_evaluation(event.run_s, event.values)
                 self._print(self._evaluation_line(event.values))
             case "end":
                 self.close()
@@ -69,6 +71,17 @@ class ConsoleSink:
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+    def _read_evaluations(self, step: int) -> None:
+        """Read the evaluations of a resumed run up to ``step``."""
+        for past in read_events(self._folder):
+            if past["event"] == "eval" and past["step"] <= step:
+                self._keep_evaluation(past["run_s"], past)
+
+    def _keep_evaluation(self, run_s: float, values: dict[str, Any]) -> None:
+        judged = judged_name(values, bool(self._latest.get("run/target_mirrored")))
+        if (top1 := values.get(judged)) is not None:  # an earlier part of the run may not have measured it
+            self._evaluations.append((run_s, top1))
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, emoji=False, soft_wrap=True)

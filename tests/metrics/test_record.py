@@ -26,6 +26,7 @@ from imagenet_fast.cli.main import app
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics import MetricLogger, RunResult
 from imagenet_fast.metrics.console import ConsoleSink
+from imagenet_fast.metrics.event import Event
 from imagenet_fast.metrics.json_io import JsonLines, read_events, to_json
 from imagenet_fast.metrics.mllog import MLLog
 from imagenet_fast.metrics.plots import new_figure
@@ -289,6 +290,25 @@ def test_without_a_terminal_the_console_prints_plain_lines(tmp_path: Path):
     assert "top-1 76.00 %  top-5 90.00 %  (best 76.00 %, target 75.9 %)" in text
     assert "Target reached: top-1 76.00 % of 75.9 % after 2 epochs." in text
     assert f"tensorboard --logdir {tmp_path}" in text
+
+
+def test_best_accuracy_survives_a_resume(tmp_path: Path):
+    text = io.StringIO()
+    with_file = MetricLogger(Clock().run_s, [JsonLines(tmp_path)])
+    pretend_run(with_file, outcome(), last_top1=61.0)
+    resumed = ConsoleSink(tmp_path, Console(file=text, width=100))
+    resumed.write(Event("run", 800, 140.0, {"note": "", "epochs": 3, "steps": 1200, "target_mirrored": False}))
+    resumed.write(Event("eval", 1200, 210.0, {"epoch": 3, "top1": 58.5, "top5": 90.0, "images": 50000, "eval_s": 9.0}))
+    assert "top-1 58.50 %  top-5 90.00 %  (best 61.00 %)" in text.getvalue()
+    mirrored = ConsoleSink(tmp_path, Console(file=text, width=100))
+    mirrored.write(Event("run", 800, 140.0, {"note": "", "epochs": 3, "steps": 1200, "target_mirrored": True}))
+    mirrored.write(
+        Event(
+            "eval", 1200, 210.0,
+            {"epoch": 3, "top1": 58.5, "top1_mirror": 59.5, "top5": 90.0, "images": 50000, "eval_s": 9.0},
+        )
+    )  # fmt: skip
+    assert "(best 59.50 %)" in text.getvalue(), "plain accuracies are not compared with mirror averaged ones"
 
 
 def test_skipped_steps_are_shown_where_there_is_a_loss_scale(tmp_path: Path):
