@@ -186,6 +186,8 @@ class ConsoleSink:
         if outcome["resumed"]:
             rows["not counted"] = f"{_clock(outcome['gap_s'])} between checkpoints and resuming from them"
         self._print(_verdict(outcome))
+        if outcome["status"] == "failed" and not outcome["steps"]:
+            return  # nothing was measured
         for label, value in rows.items():
             self._print(f"  {label:<17} {value}")
         for line in outcome.get("advice", ()):

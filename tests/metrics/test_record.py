@@ -292,6 +292,13 @@ def test_without_a_terminal_the_console_prints_plain_lines(tmp_path: Path):
     assert f"tensorboard --logdir {tmp_path}" in text
 
 
+def test_a_run_that_failed_before_its_first_step_has_no_figures(tmp_path: Path):
+    text = io.StringIO()
+    record = MetricLogger(Clock().run_s, [ConsoleSink(tmp_path, Console(file=text, width=100))])
+    record("end", 0, **vars(outcome()) | {"message": "torchvision has no classifier 'resnet19'"})
+    assert text.getvalue() == "Failed in step 0: torchvision has no classifier 'resnet19'\n"
+
+
 def test_best_accuracy_survives_a_resume(tmp_path: Path):
     text = io.StringIO()
     with_file = MetricLogger(Clock().run_s, [JsonLines(tmp_path)])
