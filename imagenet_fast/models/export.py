@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo import OptimizedModule
 from torch.export import Dim
 
 from imagenet_fast.atomic_io import atomic_path
@@ -36,11 +37,19 @@ def export_program(network: nn.Module, image_size: int, path: Path, about: Mappi
         about: Description of the weights, stored as JSON.
 
     Raises:
-        UserError: The written file does not give the network's logits.
+        UserError: torch.export cannot trace the network, or the written file does not give its logits.
     """
     network.eval()
     example = torch.randn(2, 3, image_size, image_size)  # not 1, which torch would treat as a constant
-    program = torch.export.export(network, (example,), dynamic_shapes=({0: Dim("batch")},))
+    if isinstance(network, OptimizedModule):  # of torch.compile, whose arguments have no names
+        network = network._orig_mod
+    try:
+        program = torch.export.export(network, (example,), dynamic_shapes=({0: Dim("batch")},))
+    except Exception as error:  # of code that is not ours
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(
+            f"torch.export cannot trace the network ({reason}), so {path} is not written; --format safetensors"
+        ) from None
     archive = BytesIO()  # not the file: torch aborts the process if its name is unusual or the disk is full
     torch.export.save(program, archive, extra_files={ABOUT: json.dumps(about, sort_keys=True)})
     with atomic_path(path) as partial:

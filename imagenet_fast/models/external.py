@@ -6,12 +6,15 @@ import copy
 import difflib
 import importlib
 import sys
+import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, assert_never
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.network import ExternalModel, PythonModel, TimmModel, TorchvisionModel
@@ -47,8 +50,8 @@ def build_external(model: ExternalModel, classes: int) -> nn.Module:
     return network
 
 
-def check_outputs(network: nn.Module, model: ExternalModel, classes: int, image_size: int, eval_size: int) -> None:
-    """Run a copy of ``network`` on two images as in training and as in evaluation.
+def check_network(network: nn.Module, model: ExternalModel, classes: int, image_size: int, eval_size: int) -> None:
+    """Look at the parameters of ``network``, and run a copy of it on two images as in training and as in evaluation.
 
     Args:
         network: The network, on the CPU; it and torch's generator are left as they are.
@@ -58,19 +61,22 @@ def check_outputs(network: nn.Module, model: ExternalModel, classes: int, image_
         eval_size: Side of validation images in pixels.
 
     Raises:
-        UserError: It cannot take such images, or does not give one logit a class.
+        UserError: It has parameters that cannot be trained, cannot take such images, or does not give one logit a
+            class.
     """
+    if reason := _untrainable(network):
+        raise UserError(f"model.name '{model.name}' {reason}")
     trial = copy.deepcopy(network)
     for training, size in ((True, image_size), (False, eval_size)):
         trial.train(training)
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            with torch.set_grad_enabled(training), torch.random.fork_rng(devices=[]):
                 logits = trial(torch.zeros(2, 3, size, size))
         except Exception as error:  # of code that is not ours
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise UserError(
                 f"model.name '{model.name}' cannot take images of {size} pixels ({reason}); choose others by "
-                "data.image_size and data.eval_size, or see to model.options"
+                "data.image_size and data.eval_size, or see to model.options or to the network"
             ) from None
         if not isinstance(logits, Tensor):
             raise UserError(
@@ -82,6 +88,10 @@ def check_outputs(network: nn.Module, model: ExternalModel, classes: int, image_
                 f"model.name '{model.name}' gives an output of shape {list(logits.shape)} for 2 images, and the data "
                 f"has {classes} classes; it must give one logit a class"
             )
+        if training and not logits.requires_grad:
+            raise UserError(
+                f"model.name '{model.name}' gives logits without a gradient; take no detach or torch.no_grad in forward"
+            )
 
 
 def _built(model: ExternalModel, builder: Callable[..., Any], *classes: int, **named_classes: int) -> Any:
@@ -91,6 +101,44 @@ def _built(model: ExternalModel, builder: Callable[..., Any], *classes: int, **n
     except TypeError as error:
         given = f"model.options {model.options}" if model.options else "the number of classes"
         raise UserError(f"model.name '{model.name}' does not take {given} ({error}); correct it") from None
+    except UserError:
+        raise
+    except Exception as error:  # of code that is not ours
+        raise UserError(f"model.name '{model.name}' cannot be built: {_where(error)}; correct it") from None
+
+
+def _untrainable(network: nn.Module) -> str:
+    """Return the end of an error message if the parameters cannot be trained, else an empty string."""
+    if isinstance(network, torch.jit.ScriptModule):
+        return "is a script of torch.jit, which takes no hooks; let it return the torch.nn.Module itself"
+    if isinstance(network, nn.DataParallel | DistributedDataParallel):
+        return f"is wrapped in {type(network).__name__}; let it return the network itself, which every rank trains"
+    for name, parameter in network.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            return f"has no shape for {name}; call it on an image before it is returned, or use no lazy layer"
+        if parameter.requires_grad and not parameter.is_floating_point():
+            return f"has {name} of {parameter.dtype}; let its parameters be real, such as by torch.view_as_real"
+        if parameter.requires_grad and parameter.stride() != torch.empty_like(parameter, device="meta").stride():
+            return f"has {name} as a part of a larger tensor, or with gaps; make it an nn.Parameter of a clone"
+    if not any(parameter.requires_grad for parameter in network.parameters()):
+        return "has no parameter that is trained; let at least one require gradients"
+    for name, value in network.state_dict().items():
+        if not isinstance(value, Tensor):
+            return f"keeps {name} as a {type(value).__name__}, and only tensors are saved; make it a buffer"
+    for name, module in network.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            return f"has sparse gradients in {name}, and only dense ones are sent; make it with sparse=False"
+    return ""
+
+
+def _where(error: BaseException) -> str:
+    """Return an error's type, place and first line."""
+    if isinstance(error, SyntaxError):
+        file, line, text = error.filename, error.lineno, error.msg
+    else:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        file, line, text = last.filename, last.lineno, next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__} in {file}, line {line}" + (f" ({text})" if text else "")
 
 
 def _torchvision(name: str) -> Callable[..., Any]:
@@ -128,6 +176,8 @@ def _function(name: str) -> Callable[..., Any]:
             f"model.name '{name}': {module_name} cannot be imported ({error}); install it, or run the command where it "
             "lies"
         ) from None
+    except Exception as error:  # of code that is not ours
+        raise UserError(f"model.name '{name}': {module_name} cannot be imported: {_where(error)}; correct it") from None
     function = getattr(module, attribute, None)
     if not callable(function):
         raise UserError(f"model.name '{name}': {module_name} has no function {attribute}; correct it")

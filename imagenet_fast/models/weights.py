@@ -97,7 +97,19 @@ def write_weights(tensors: Mapping[str, Tensor], path: Path, about: Mapping[str,
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {_KEY: json.dumps(about, sort_keys=True)} if about else None
     with atomic_path(path) as partial:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, partial, metadata)
+        save_file(_apart(tensors), partial, metadata)
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return ``tensors`` on the CPU, each with memory of its own, as safetensors wants; tied weights are copied."""
+    apart: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        memory = tensor.untyped_storage().data_ptr()
+        apart[name] = tensor.clone() if memory in seen else tensor
+        seen.add(memory)
+    return apart
 
 
 def describe(name: str, recipe: Recipe, class_names: Sequence[str]) -> dict[str, Any]:
@@ -114,7 +126,7 @@ def describe(name: str, recipe: Recipe, class_names: Sequence[str]) -> dict[str,
 
 
 def fit(weights: Weights, model: schema.Model, classes: int, fresh_head: bool = False) -> Weights:
-    """Return the tensors of ``weights`` that a model is filled with, in the model's own dtypes.
+    """Return the tensors of ``weights`` that a model is filled with, by the model's own names and in its dtypes.
 
     Batch counts, which nothing here reads, may be missing, as in files from before torch had them.
 
@@ -127,7 +139,7 @@ def fit(weights: Weights, model: schema.Model, classes: int, fresh_head: bool = 
     Raises:
         UserError: A tensor is missing, unknown, of another shape, not plain or not finite, or a variance is negative.
     """
-    expected = _blank(model, classes).state_dict()
+    own_names, expected = _expected(model, classes)
     found = weights.tensors
     if fresh_head:
         head = _head(model)
@@ -144,10 +156,10 @@ def fit(weights: Weights, model: schema.Model, classes: int, fresh_head: bool = 
             raise UserError(
                 f"{name} in {weights.source} is {form}, and plain {dtype} is wanted; give weights in floating point"
             )
-        fitting[name] = tensor.detach().to(dtype)
-        if not fitting[name].isfinite().all():
+        fitting[own_names[name]] = fits = tensor.detach().to(dtype)
+        if not fits.isfinite().all():
             raise UserError(f"{name} in {weights.source} holds values that are not finite; give other weights")
-        if name.endswith(".running_var") and fitting[name].lt(0).any():
+        if name.endswith(".running_var") and fits.lt(0).any():
             raise UserError(f"{name} in {weights.source} holds variances below 0; give other weights")
     return replace(weights, tensors=fitting)
 
@@ -161,7 +173,7 @@ def recognise(weights: Weights) -> tuple[schema.Model, int] | None:
     """Return the known model that these weights belong to, and their number of classes; None if there is none."""
     for model in _MODELS:
         classes = classes_of(weights, model)
-        if classes and not _differences(weights.tensors, _blank(model, classes).state_dict()):
+        if classes and not _differences(weights.tensors, _expected(model, classes)[1]):
             return model, classes
     return None
 
@@ -243,8 +255,15 @@ def _blank(model: schema.Model, classes: int) -> nn.Module:
     try:
         with torch.device("meta"):
             return build_model(model, classes)
-    except (NotImplementedError, RuntimeError):  # a network defined elsewhere may compute with values while it is made
+    except Exception:  # a network defined elsewhere may compute with values while it is made
         return build_model(model, classes)
+
+
+def _expected(model: schema.Model, classes: int) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Return the network's names of its tensors, and the tensors without memory, both by their plain names."""
+    tensors = {name: t for name, t in _blank(model, classes).state_dict().items() if name != "n_averaged"}
+    plain = _plain_names(tensors)
+    return dict(zip(plain, tensors, strict=True)), plain
 
 
 def _head(model: schema.Model) -> dict[str, int]:
@@ -252,7 +271,7 @@ def _head(model: schema.Model) -> dict[str, int]:
 
     It is found by the number of classes, so it need not be linear.
     """
-    two, three = (_blank(model, classes).state_dict() for classes in (2, 3))
+    two, three = (_expected(model, classes)[1] for classes in (2, 3))
     return {
         name: axis
         for name, tensor in two.items()

@@ -17,7 +17,7 @@ from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.report import FINAL_WEIGHTS, is_checkpoint, split_checkpoint, weights_file
 from imagenet_fast.models import build_model
 from imagenet_fast.models.cifarnet import CifarNet
-from imagenet_fast.models.external import check_outputs
+from imagenet_fast.models.external import check_network
 from imagenet_fast.models.weights import Weights, fill, fit, read_weights
 from imagenet_fast.recipe.network import ExternalModel
 from imagenet_fast.recipe.schema import Model, Recipe
@@ -43,7 +43,7 @@ def build_initial_model(
     torch.manual_seed(recipe.seed)
     model = build_model(recipe.model, classes)
     if isinstance(recipe.model, ExternalModel):
-        check_outputs(model, recipe.model, classes, recipe.data.image_size, recipe.data.evaluated_size)
+        check_network(model, recipe.model, classes, recipe.data.image_size, recipe.data.evaluated_size)
     if weights is not None:
         fill(model, weights)
     elif isinstance(model, CifarNet) and examples is not None and world.is_main:

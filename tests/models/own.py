@@ -52,3 +52,56 @@ class Counting(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return self.head(images.flatten(1)[:, : self.width])
+
+
+def tied(classes: int) -> nn.Module:
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(3 * 32 * 32, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, classes)
+    )
+    model[3].weight = model[2].weight
+    return model
+
+
+def wrapped(classes: int, by: str) -> nn.Module:
+    """A network as the only child of another, as ``torch.compile`` and modules of one's own have it."""
+    model = nn.Sequential()
+    model.add_module(by, build(classes))
+    return model
+
+
+class Flat(nn.Module):
+    """One linear layer, and what spoils it."""
+
+    def __init__(self, classes: int, flaw: str) -> None:
+        super().__init__()
+        self.flaw = flaw
+        self.head = nn.Linear(3 * 32 * 32, classes)
+        match flaw:
+            case "lazy":
+                self.more = nn.LazyLinear(classes)
+            case "complex":
+                self.more = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+            case "part":
+                self.more = nn.Parameter(torch.zeros(4, 4)[:, :2])
+            case "frozen":
+                self.requires_grad_(False)
+            case "sparse":
+                self.more = nn.Embedding(4, 4, sparse=True)
+            case "raises":
+                raise RuntimeError("no luck\ntoday")
+
+    def get_extra_state(self) -> object:
+        return {"calls": 1} if self.flaw == "extra" else torch.zeros(1)
+
+    def set_extra_state(self, state: object) -> None:
+        pass
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.flaw == "untraceable" and images.sum().item() > 0:
+            images = images * 2
+        logits: Tensor = self.head(images.flatten(1))
+        return logits.detach() if self.flaw == "detached" else logits
+
+
+def flawed(classes: int, flaw: str) -> nn.Module:
+    return nn.DataParallel(build(classes)) if flaw == "parallel" else Flat(classes, flaw)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model
 from imagenet_fast.models.blurpool import BlurConv2d
-from imagenet_fast.models.weights import Weights, classes_of, fit
+from imagenet_fast.models.export import export_program
+from imagenet_fast.models.weights import Weights, classes_of, fill, fit, read_weights, write_weights
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.network import PythonModel, TimmModel, TorchvisionModel
 from imagenet_fast.recipe.schema import Model
@@ -112,6 +114,70 @@ def test_what_does_not_fit_is_refused_in_a_sentence(model: dict[str, Any], said:
     with pytest.raises(UserError, match=said) as refused:
         build_initial_model(parse_recipe("test", tables(ranks=1, model=model)), 10, ALONE)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("flaw", "said"),
+    [
+        ("parallel", "is wrapped in DataParallel; let it return the network itself"),
+        ("lazy", "has no shape for more.weight; call it on an image"),
+        ("complex", "has more of torch.complex64; let its parameters be real"),
+        ("part", "has more as a part of a larger tensor.* a clone"),
+        ("frozen", "has no parameter that is trained"),
+        ("sparse", "has sparse gradients in more, .*sparse=False"),
+        ("extra", "keeps _extra_state as a dict, and only tensors are saved; make it a buffer"),
+        ("detached", "gives logits without a gradient"),
+        ("raises", r"cannot be built: RuntimeError in .*own.py, line \d+ \(no luck\); correct it"),
+    ],
+)
+def test_untrainable_networks_are_refused_in_a_sentence(flaw: str, said: str):
+    model = {"kind": "python", "name": f"{OWN}:flawed", "options": {"flaw": flaw}}
+    with pytest.raises(UserError, match=said) as refused:
+        build_initial_model(parse_recipe("test", tables(ranks=1, model=model)), 10, ALONE)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("def build(n) return 1", r"cannot be imported: SyntaxError in .*broken.py, line 1 \("),
+        ("import os\nwidth = os.no_such", r"cannot be imported: AttributeError in .*broken.py, line 2 \("),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_told_with_its_line(
+    code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "broken.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=said) as refused:
+        build_model(PythonModel(kind="python", name="broken:build"), 10)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_network_that_torch_cannot_trace_is_not_exported(tmp_path: Path):
+    network = build_model(PythonModel(kind="python", name=f"{OWN}:flawed", options={"flaw": "untraceable"}), 10)
+    with pytest.raises(UserError, match=r"torch.export cannot trace the network .*--format safetensors"):
+        export_program(network, 32, tmp_path / "network.pt2", {})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("by", ["module", "_orig_mod"])
+def test_weights_of_wrapped_networks_are_read_back(by: str, tmp_path: Path):
+    model = PythonModel(kind="python", name=f"{OWN}:wrapped", options={"by": by})
+    trained, other = build_model(model, 10), build_model(model, 10)
+    write_weights(trained.state_dict(), tmp_path / "wrapped.safetensors", {})
+    weights = read_weights(tmp_path / "wrapped.safetensors")
+    fill(other, fit(weights, model, 10))
+    assert all(torch.equal(a, b) for a, b in zip(trained.parameters(), other.parameters(), strict=True))
+    assert classes_of(weights, model) == 10
+    assert f"{by}.head.weight" not in fit(weights, model, 7, fresh_head=True).tensors
+
+
+def test_tied_weights_are_written_under_both_names(tmp_path: Path):
+    network = build_model(PythonModel(kind="python", name=f"{OWN}:tied"), 10)
+    write_weights(network.state_dict(), tmp_path / "tied.safetensors", {})
+    read = read_weights(tmp_path / "tied.safetensors").tensors
+    assert all(torch.equal(read[name], tensor) for name, tensor in network.state_dict().items())
 
 
 @pytest.mark.parametrize(
