@@ -169,6 +169,12 @@ def _explain(error: ErrorDetails) -> str:
     context = error.get("ctx", {})
     tag = f"{key}.{str(context.get('discriminator')).strip(chr(39))}"
     match error["type"]:
+        case "extra_forbidden" if len(path) == 2 and (others := _tags_with(path[0], path[1])):
+            tagged, given = f"{path[0]}.{_discriminator(path[0])}", location[1]
+            return (
+                f"{key} is for {tagged} {' or '.join(map(repr, others))}, not {given!r}; leave it out, or replace the "
+                f"whole table, as by --set '{path[0]}={{{tagged.partition('.')[2]}=\"{given}\", ...}}'"
+            )
         case "extra_forbidden":
             near = difflib.get_close_matches(path[-1], table.model_fields, n=1, cutoff=0.4)
             prefix = key.removesuffix(path[-1])
@@ -204,6 +210,19 @@ def _member(field: str, tag: str) -> type[BaseModel]:
                 found: type[BaseModel] = member
                 return found
     return Recipe
+
+
+def _discriminator(field: str) -> str:
+    """Return the key that chooses the table of the union at ``field``; empty if there is no union."""
+    return str(Recipe.model_fields[field].discriminator or "") if field in Recipe.model_fields else ""
+
+
+def _tags_with(field: str, key: str) -> list[str]:
+    """Return the tags of those tables of the union at ``field`` that have ``key``; none if there is no union."""
+    if not (discriminator := _discriminator(field)):
+        return []
+    members = [member for member in get_args(Recipe.model_fields[field].annotation) if key in member.model_fields]
+    return [tag for member in members for tag in get_args(member.model_fields[discriminator].annotation)]
 
 
 def _keys(table: type[BaseModel]) -> str:

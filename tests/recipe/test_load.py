@@ -57,6 +57,12 @@ def test_a_shipped_recipe_survives_being_written_out_in_full(name: str, tmp_path
     [
         ({"optim__lrr": 1}, "unknown key optim.lrr; did you mean optim.lr?"),
         ({"epoch": 1}, "unknown key epoch; did you mean epochs?"),
+        (
+            {"optim": {"kind": "lars", "lr": 1.0, "nesterov": True}},
+            "optim.nesterov is for optim.kind 'sgd', not 'lars'; leave it out, or replace the whole table, as by --set "
+            "'optim={kind=\"lars\", ...}'",
+        ),
+        ({"data__cache": "ram"}, "data.cache is for data.loader 'dali' or"),
         ({"data__xyzzy": 1}, "unknown key data.xyzzy; the keys here are loader, image_size"),
         ({"optim__lr": "fast"}, 'optim.lr is "fast": input should be a valid number'),
         ({"global_batch": 1.5}, "global_batch is 1.5: input should be a valid integer"),
