@@ -58,7 +58,7 @@ def test_a_shipped_recipe_survives_being_written_out_in_full(name: str, tmp_path
         ({"optim__lrr": 1}, "unknown key optim.lrr; did you mean optim.lr?"),
         ({"epoch": 1}, "unknown key epoch; did you mean epochs?"),
         (
-            {"optim": {"kind": "lars", "lr": 1.0, "nesterov": True}},
+            {"optim": {"kind": "lars", "lr": 1.0, "weight_decay": 0.0, "nesterov": True}},
             "optim.nesterov is for optim.kind 'sgd', not 'lars'; leave it out, or replace the whole table, as by --set "
             "'optim={kind=\"lars\", ...}'",
         ),
