@@ -86,9 +86,12 @@ def piece_bytes(layout: RankLayout) -> int:
     """Return the bytes of one piece of a long message.
 
     A long message is sent in pieces, so that one is added up while the next is on the wire. Pieces are long enough for
-    every rank's share of one to outweigh a message's latency, but never longer than ``LONGEST_PIECE``.
+    every rank's share of one to outweigh a message's latency, but never longer than ``LONGEST_PIECE``. Between CPUs of
+    one node there is no wire, and every piece costs time of the cores that train: pieces of 512 KiB made ResNet-18's
+    step up to 25 % longer than those of 8 MiB.
     """
-    return min(max(2**24 if layout.on_gpu else 2**19, 2**16 * layout.size), LONGEST_PIECE)
+    shortest = 2**24 if layout.on_gpu else 2**23 if len(layout.nodes) == 1 else 2**19
+    return min(max(shortest, 2**16 * layout.size), LONGEST_PIECE)
 
 
 def piece_elements(layout: RankLayout, wire: WireFormat) -> int:

@@ -109,8 +109,13 @@ def test_auto_takes_the_fastest_exact_engine_of_ours():
 
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_pieces_grow_with_the_ranks_up_to_a_limit(on_gpu: bool):
-    sizes = [piece_bytes(RankLayout((8,) * (ranks // 8), on_gpu)) for ranks in (8, 64, 512, 1024, 4096)]
-    assert sizes == [2**24 if on_gpu else 2**19, 2**24 if on_gpu else 2**22, 2**25, 2**25, 2**25]
+    sizes = [piece_bytes(RankLayout((8,) * (ranks // 8), on_gpu)) for ranks in (16, 64, 512, 1024, 4096)]
+    assert sizes == [2**24 if on_gpu else 2**20, 2**24 if on_gpu else 2**22, 2**25, 2**25, 2**25]
+
+
+def test_between_cpus_of_one_node_pieces_are_long():
+    """They are no network, and each piece costs the time of a core that trains."""
+    assert [piece_bytes(RankLayout((ranks,), on_gpu=False)) for ranks in (2, 8, 64, 512)] == [2**23] * 3 + [2**25]
 
 
 def test_dear_still_overlaps_on_4096_gpus():

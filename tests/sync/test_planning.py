@@ -38,7 +38,7 @@ from tests.spawning import run
 
 def pooled() -> GradientPool:
     """Two large layers, three small ones, of one rank."""
-    sizes = [49999, 199999, 4999, 2499, 2499]
+    sizes = [799_999, 3_199_999, 4999, 2499, 2499]
     return GradientPool((f"{n}.weight", nn.Parameter(torch.zeros(sizes[n]))) for n in reversed(range(len(sizes))))
 
 
