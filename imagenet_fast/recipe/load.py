@@ -169,7 +169,9 @@ def _explain(error: ErrorDetails) -> str:
     context = error.get("ctx", {})
     tag = f"{key}.{str(context.get('discriminator')).strip(chr(39))}"
     match error["type"]:
-        case "extra_forbidden" if len(path) == 2 and (others := _tags_with(path[0], path[1])):
+        case "extra_forbidden" if (
+            len(path) == 2 and "options" not in table.model_fields and (others := _tags_with(path[0], path[1]))
+        ):
             tagged, given = f"{path[0]}.{_discriminator(path[0])}", location[1]
             return (
                 f"{key} is for {tagged} {' or '.join(map(repr, others))}, not {given!r}; leave it out, or replace the "
