@@ -25,6 +25,11 @@ class JobAborted(Exception):
     """
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type if it has none, to be quoted in a sentence."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def warn(sentence: str) -> None:
     """Print a warning to stderr and continue."""
     print(f"warning: {sentence}", file=sys.stderr)

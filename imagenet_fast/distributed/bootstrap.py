@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from imagenet_fast.distributed.network_interfaces import Endpoint, await_listener, is_here, route_to
 from imagenet_fast.distributed.rank_info import RankInfo, ranges
 from imagenet_fast.distributed.store import absent, present, wait_until
-from imagenet_fast.errors import UserError, exit_with_error
+from imagenet_fast.errors import UserError, exit_with_error, first_line
 
 _LOOK_S = 0.05  # between two looks for ranks that have arrived
 _LISTED = 5  # at most, of the keys in which jobs differ
@@ -114,7 +114,7 @@ def connecting(place: RankInfo, store: Store, patience: timedelta) -> Iterator[N
         connected.set()
     except RuntimeError as error:
         connected.set()
-        sentence = f"rank {place.rank} could not connect to the others ({_first_line(error)})"
+        sentence = f"rank {place.rank} could not connect to the others ({first_line(error)})"
         with suppress(dist.DistError):
             store.set("broken", sentence)
             time.sleep(20 * _LOOK_S if place.is_main else 0)  # the store may end with this process: others look first
@@ -143,7 +143,7 @@ def _open_store(place: RankInfo, patience: timedelta, deadline: float) -> Store:
     try:
         store = TCPStore(master.host, master.port, is_master=holds, wait_for_workers=False, timeout=patience)
     except dist.DistError as error:
-        reason = _first_line(error)
+        reason = first_line(error)
         if holds and not is_here(master.host):
             reason = f"{master.host} is no address of the node that has rank 0"
         raise UserError(
@@ -199,7 +199,3 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 def _said(flat: Mapping[str, Any], key: str) -> str:
     return json.dumps(flat[key]) if key in flat else "unset"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

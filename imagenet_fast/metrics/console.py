@@ -165,6 +165,9 @@ class ConsoleSink:
         return max(left, 0.0) if left <= end else None
 
     def _print_summary(self, outcome: dict[str, Any]) -> None:
+        self._print(_verdict(outcome))
+        if outcome["status"] == "failed" and not outcome["steps"]:
+            return  # nothing was measured
         reached = outcome["time_to_accuracy_s"]
         folder = shlex.quote(str(self._folder))  # quoted, so that it can be pasted into a shell
         rows = {
@@ -185,9 +188,6 @@ class ConsoleSink:
             rows["skipped"] = f"{skipped} of {outcome['steps']} steps, since gradients overflowed"
         if outcome["resumed"]:
             rows["not counted"] = f"{_clock(outcome['gap_s'])} between checkpoints and resuming from them"
-        self._print(_verdict(outcome))
-        if outcome["status"] == "failed" and not outcome["steps"]:
-            return  # nothing was measured
         for label, value in rows.items():
             self._print(f"  {label:<17} {value}")
         for line in outcome.get("advice", ()):

@@ -19,7 +19,7 @@ from torch._dynamo import OptimizedModule
 from torch.export import Dim
 
 from imagenet_fast.atomic_io import atomic_path
-from imagenet_fast.errors import UserError
+from imagenet_fast.errors import UserError, first_line
 
 ABOUT = "imagenet_fast.json"
 """File in the archive that describes the weights."""
@@ -46,9 +46,9 @@ def export_program(network: nn.Module, image_size: int, path: Path, about: Mappi
     try:
         program = torch.export.export(network, (example,), dynamic_shapes=({0: Dim("batch")},))
     except Exception as error:  # of code that is not ours
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(
-            f"torch.export cannot trace the network ({reason}), so {path} is not written; --format safetensors"
+            f"torch.export cannot trace the network ({first_line(error)}), so {path} is not written; "
+            "--format safetensors"
         ) from None
     archive = BytesIO()  # not the file: torch aborts the process if its name is unusual or the disk is full
     torch.export.save(program, archive, extra_files={ABOUT: json.dumps(about, sort_keys=True)})

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
-from imagenet_fast.errors import UserError
+from imagenet_fast.errors import UserError, first_line
 from imagenet_fast.recipe.network import ExternalModel, PythonModel, TimmModel, TorchvisionModel
 
 _WITHOUT_AUXILIARIES = {"aux_logits": False, "init_weights": True}
@@ -73,10 +73,9 @@ def check_network(network: nn.Module, model: ExternalModel, classes: int, image_
             with torch.set_grad_enabled(training), torch.random.fork_rng(devices=[]):
                 logits = trial(torch.zeros(2, 3, size, size))
         except Exception as error:  # of code that is not ours
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise UserError(
-                f"model.name '{model.name}' cannot take images of {size} pixels ({reason}); choose others by "
-                "data.image_size and data.eval_size, or see to model.options or to the network"
+                f"model.name '{model.name}' cannot take images of {size} pixels ({first_line(error)}); choose others "
+                "by data.image_size and data.eval_size, or see to model.options or to the network"
             ) from None
         if not isinstance(logits, Tensor):
             raise UserError(
@@ -116,12 +115,14 @@ def _untrainable(network: nn.Module) -> str:
     for name, parameter in network.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             return f"has no shape for {name}; call it on an image before it is returned, or use no lazy layer"
-        if parameter.requires_grad and not parameter.is_floating_point():
-            return f"has {name} of {parameter.dtype}; let its parameters be real, such as by torch.view_as_real"
-        if parameter.requires_grad and parameter.stride() != torch.empty_like(parameter, device="meta").stride():
-            return f"has {name} as a part of a larger tensor, or with gaps; make it an nn.Parameter of a clone"
-    if not any(parameter.requires_grad for parameter in network.parameters()):
+    trained = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
+    if not trained:
         return "has no parameter that is trained; let at least one require gradients"
+    for name, parameter in trained.items():
+        if not parameter.is_floating_point():
+            return f"has {name} of {parameter.dtype}; let its parameters be real, such as by torch.view_as_real"
+        if parameter.stride() != torch.empty_like(parameter, device="meta").stride():
+            return f"has {name} as a part of a larger tensor, or with gaps; make it an nn.Parameter of a clone"
     for name, value in network.state_dict().items():
         if not isinstance(value, Tensor):
             return f"keeps {name} as a {type(value).__name__}, and only tensors are saved; make it a buffer"
@@ -137,7 +138,7 @@ def _where(error: BaseException) -> str:
         file, line, text = error.filename, error.lineno, error.msg
     else:
         last = traceback.extract_tb(error.__traceback__)[-1]
-        file, line, text = last.filename, last.lineno, next(iter(str(error).splitlines()), "")
+        file, line, text = last.filename, last.lineno, first_line(error) if str(error) else ""
     return f"{type(error).__name__} in {file}, line {line}" + (f" ({text})" if text else "")
 
 

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from imagenet_fast.atomic_io import atomic_path
-from imagenet_fast.errors import UserError
+from imagenet_fast.errors import UserError, first_line
 from imagenet_fast.models import build_model
 from imagenet_fast.recipe import schema
 from imagenet_fast.recipe.schema import Recipe
@@ -190,7 +190,7 @@ def _read_safetensors(file: Path) -> Weights:
             said = opened.metadata() or {}
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (it is no dict)
     except Exception as error:  # the errors of a reader on a damaged file are not documented
-        raise UserError(f"{file} is damaged or cut off ({_first_line(error)}); copy or fetch it again") from None
+        raise UserError(f"{file} is damaged or cut off ({_first_sentence(error)}); copy or fetch it again") from None
     try:
         about = json.loads(said.get(_KEY, "{}"))
     except (ValueError, RecursionError):
@@ -214,7 +214,7 @@ def _read_pickle(file: Path) -> object:
                 f"{file} is an archive without a state dict, as a .pt2 is, of which nothing is read; give a "
                 ".safetensors file, a .pth of a state dict, or a run"
             ) from None
-        reason = "" if isinstance(error, UnpicklingError) else f" ({_first_line(error)})"
+        reason = "" if isinstance(error, UnpicklingError) else f" ({_first_sentence(error)})"
         raise UserError(f"{file} is damaged, or no state dict{reason}; copy or fetch it again") from None
 
 
@@ -318,5 +318,5 @@ def _name(model: schema.Model) -> str:
             return model.label
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "").partition(". ")[0] or type(error).__name__
+def _first_sentence(error: Exception) -> str:
+    return first_line(error).partition(". ")[0]

@@ -172,10 +172,10 @@ def _explain(error: ErrorDetails) -> str:
         case "extra_forbidden" if (
             len(path) == 2 and "options" not in table.model_fields and (others := _tags_with(path[0], path[1]))
         ):
-            tagged, given = f"{path[0]}.{_discriminator(path[0])}", location[1]
+            field, given, by = path[0], location[1], _discriminator(path[0])
             return (
-                f"{key} is for {tagged} {' or '.join(map(repr, others))}, not {given!r}; leave it out, or replace the "
-                f"whole table, as by --set '{path[0]}={{{tagged.partition('.')[2]}=\"{given}\", ...}}'"
+                f"{key} is for {field}.{by} {' or '.join(map(repr, others))}, not {given!r}; leave it out, or replace "
+                f"the whole table, as by --set '{field}={{{by}=\"{given}\", ...}}'"
             )
         case "extra_forbidden":
             near = difflib.get_close_matches(path[-1], table.model_fields, n=1, cutoff=0.4)

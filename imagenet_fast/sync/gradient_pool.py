@@ -177,7 +177,7 @@ class GradientPool:
         stats = self.end_backward()
         assert self.reducer.engine is not None
         if self.reducer.means_here:
-            self.reducer.check_means()
+            loop_checks.refuse_replaced(self.reducer.spans, self.reducer.places.views)
         elif not (self.reducer.updated and self.reducer.engine.sends_part):
             self.settle()  # another optimizer may step after one that pool.step deferred
             for span in self.spans:

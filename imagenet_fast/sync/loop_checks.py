@@ -67,6 +67,16 @@ def refuse_gradient(name: str, gradient: Tensor) -> None:
         )
 
 
+def refuse_replaced(spans: Sequence[ParamSlot], views: Sequence[Tensor]) -> None:
+    """Raise RuntimeError if a gradient was replaced since ``finish``: it would not be averaged."""
+    for span, view in zip(spans, views, strict=True):
+        if span.param.grad is not None and span.param.grad is not view:
+            raise RuntimeError(
+                f"the gradient of {span.name} was replaced since pool.finish(), and it is called again; begin each "
+                "step with pool.zero_grad()"
+            )
+
+
 def refuse_state(state: object) -> None:
     """Raise ValueError if ``state`` is not a value of a pool's ``state_dict``."""
     if not isinstance(state, dict) or not {"order", "elected", "engine"} <= state.keys():

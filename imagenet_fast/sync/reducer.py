@@ -205,15 +205,6 @@ class Reducer:
                 "begin each step with pool.zero_grad()"
             )
 
-    def check_means(self) -> None:
-        """Raise RuntimeError if a gradient was replaced since ``finish``: it would not be averaged."""
-        for span, view in zip(self.spans, self.places.views, strict=True):
-            if span.param.grad is not None and span.param.grad is not view:
-                raise RuntimeError(
-                    f"the gradient of {span.name} was replaced since pool.finish(), and it is called again; begin each "
-                    "step with pool.zero_grad()"
-                )
-
     def measure(self) -> None:
         """Check the gradients pushed so far, if ``largest`` is set."""
         if self.largest is not None and self._measured < self._front:
