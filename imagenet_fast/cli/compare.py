@@ -21,7 +21,8 @@ def compare(
         str | None,
         typer.Option(
             metavar="A,B",
-            help=f"Engines to compare, one run each. Default: {_ENGINES}; with --layout: {_ENGINE_OF_LAYOUTS}.",
+            help="Engines to compare, one run each. Of the recipe's sync keys only sync.wire is kept. "
+            f"Default: {_ENGINES}; with --layout: {_ENGINE_OF_LAYOUTS}.",
         ),
     ] = None,
     layout: Annotated[

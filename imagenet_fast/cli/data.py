@@ -76,7 +76,7 @@ def prepare(
             metavar="PIXELS",
             min=32,
             help="Shrink images so that the short side has at most this length; 256 is usual. They take less space and "
-            "are decoded faster, but accuracy is slightly lower, since details are lost. 256 is too small for training "
+            "are decoded faster; accuracy may be lower, since details are lost. 256 is too small for training "
             "at more than 224 pixels.",
         ),
     ] = None,
@@ -184,7 +184,7 @@ def verify(
 @data_app.command("cache")
 def cache(
     data: Annotated[
-        Path, typer.Option(metavar="DIR", help="Directory of the images: train/<class>/* and val/<class>/*.")
+        Path, typer.Option(metavar="DIR", help="Directory of the images: train/<class>/* and val/<class>/*, or shards.")
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Directory of the cache, the later value of data.cache.")],
     side: Annotated[

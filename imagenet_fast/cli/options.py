@@ -94,7 +94,12 @@ OptionalRecipeOption = Annotated[
     str | None, typer.Option("--recipe", metavar="NAME|PATH", help="Name of a shipped recipe, or a TOML file.")
 ]
 SyncOption = Annotated[
-    str | None, typer.Option("--sync", metavar="NAME", help="Gradient-sync engine to use instead of the recipe's.")
+    str | None,
+    typer.Option(
+        "--sync",
+        metavar="NAME",
+        help="Gradient-sync engine to use instead of the recipe's. Of the recipe's sync keys only sync.wire is kept.",
+    ),
 ]
 OnBadImageOption = Annotated[
     Literal["fail", "skip"] | None,

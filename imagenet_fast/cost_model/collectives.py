@@ -88,7 +88,7 @@ def piece_bytes(layout: RankLayout) -> int:
     A long message is sent in pieces, so that one is added up while the next is on the wire. Pieces are long enough for
     every rank's share of one to outweigh a message's latency, but never longer than ``LONGEST_PIECE``. Between CPUs of
     one node there is no wire, and every piece costs time of the cores that train: pieces of 512 KiB made ResNet-18's
-    step up to 25 % longer than those of 8 MiB.
+    step up to 30 % longer than those of 8 MiB.
     """
     shortest = 2**24 if layout.on_gpu else 2**23 if len(layout.nodes) == 1 else 2**19
     return min(max(shortest, 2**16 * layout.size), LONGEST_PIECE)

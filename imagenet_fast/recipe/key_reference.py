@@ -72,9 +72,9 @@ def _of_table(table: type[Table], path: str, kinds: tuple[str, ...]) -> Iterator
             continue
         meaning = " ".join(_description(table, name).replace("``", "`").split())
         if name in _CHOICES and kinds:
-            meaning = field.description or ""
+            meaning = (field.description or "").replace("``", "`")
             listed = " and ".join(f"`{kind}`" for kind in kinds)
-            yield Key(path + name, (), _type(field), _default(field), meaning or f"{listed}: {_summary(table)}")
+            yield Key(path + name, (), _type(field), "required", meaning or f"{listed}: {_summary(table)}")
         else:
             yield Key(path + name, kinds, _type(field), _default(field), meaning)
 

@@ -35,6 +35,7 @@ def test_every_key_of_the_schema_is_listed_with_a_meaning():
     for key in recipe_keys():
         assert key.meaning.endswith((".", ".)")), key
         assert "Pydantic" not in key.default, key
+        assert "``" not in key.meaning, key
 
 
 def test_types_ranges_and_defaults_are_those_of_the_schema():
@@ -47,6 +48,7 @@ def test_types_ranges_and_defaults_are_those_of_the_schema():
     assert one("sync.sparsity").kinds == ("sparse",)
     assert one("sync.fuse_mb").type == 'number ≥ 0 or "auto"'
     assert one("optim.kind").type == '"sgd", "lars"'
+    assert {one(key).default for key in ("sync.kind", "optim.kind", "data.loader")} == {"required"}
     wires = {(key.kinds, key.default) for key in recipe_keys("sync.wire")}
     assert (("allreduce",), '"fp32"') in wires
     assert (("ring", "lazy", "hybrid", "dear", "auto"), '"bf16"') in wires
