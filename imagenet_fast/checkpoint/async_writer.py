@@ -108,6 +108,11 @@ class CheckpointWriter:
         """Whether ``save`` would wait."""
         return self._thread is not None and self._thread.is_alive()
 
+    def join(self, seconds: float) -> None:
+        """Wait for the checkpoint that is being written, if any, for at most ``seconds``."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
     def wait(self) -> Path | None:
         """Wait until the last checkpoint is complete and return its directory; None before the first.
 
@@ -163,11 +168,10 @@ class CheckpointWriter:
 
     def _write(self, number: int, stamp: Stamp, files: dict[str, Iterable[bytes | memoryview]]) -> None:
         """Write the checkpoint, in the thread."""
-        if sys.platform == "linux":  # there, threads have priorities: training goes first
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PRIORITY)
-        letters = StoreCoordinator(PrefixStore(str(number), self._store), self._place.size, self._leaving)
         lost = f"the checkpoint of step {stamp.step} was given up"
         try:
+            _yield_cores()
+            letters = StoreCoordinator(PrefixStore(str(number), self._store), self._place.size, self._leaving)
             self._written = write_checkpoint(
                 self._root, self._place, letters, stamp, files, self._keep, self._patience_s, self._known
             )
@@ -186,3 +190,13 @@ class CheckpointWriter:
             if self._leaving.is_set():
                 raise Leaving
             yield chunk
+
+
+def _yield_cores() -> None:
+    """Give this thread a niceness of ``_PRIORITY`` or more, so that training goes first; on Linux threads have one."""
+    if sys.platform != "linux":
+        return
+    thread = threading.get_native_id()
+    with suppress(OSError):  # a process may be forbidden to
+        now = os.getpriority(os.PRIO_PROCESS, thread)
+        os.setpriority(os.PRIO_PROCESS, thread, max(now, _PRIORITY))  # only root may lower it

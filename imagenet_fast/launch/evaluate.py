@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from imagenet_fast.data.fingerprint import contents
 from imagenet_fast.data.loaders import open_validation
 from imagenet_fast.distributed.init import DistContext, init_distributed
 from imagenet_fast.distributed.rank_info import RankInfo, set_group_rank
@@ -19,6 +20,7 @@ from imagenet_fast.metrics.json_io import to_json
 from imagenet_fast.metrics.tables import compact_table
 from imagenet_fast.models import compile_blocks
 from imagenet_fast.recipe.job import Evaluation
+from imagenet_fast.training.data_consistency import compare_data
 from imagenet_fast.training.evaluation import evaluate
 from imagenet_fast.training.init_weights import build_initial_model, load_initial_weights
 from imagenet_fast.training.precision import autocast, forward_dtype, set_float32_math
@@ -81,6 +83,7 @@ def judge(evaluation: Evaluation, world: DistContext) -> EvalResult:
         recipe.data, evaluation.data, evaluation.batching, world.rank, world.cores, world.device, recipe.seed,
         forward_dtype(recipe.precision),
     )  # fmt: skip
+    compare_data(contents(images.class_names, {"images": 0, "digest": ""}, images.val_contents), world)
     weights = load_initial_weights(evaluation.weights, recipe.model, images.classes, world)
     set_float32_math(recipe.precision)
     model = build_initial_model(recipe, images.classes, world, weights)

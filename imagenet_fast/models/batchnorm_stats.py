@@ -17,12 +17,18 @@ from torch import Tensor, nn
 class StepStatistics:
     """Running statistics of ``model`` over steps of several micro-steps.
 
-    Every micro-step starts from the statistics at the beginning of the step, and the results are averaged. With
-    ``micro_steps`` of 1 it does nothing.
+    Every micro-step starts from the statistics at the beginning of the step, and the results are averaged. A step that
+    is skipped leaves no trace: where a layer overflows in fp16, a running mean would be infinite for good.
     """
 
-    def __init__(self, model: nn.Module, micro_steps: int) -> None:
-        """Find the running statistics of ``model``."""
+    def __init__(self, model: nn.Module, micro_steps: int, skips: bool = False) -> None:
+        """Find the running statistics of ``model``.
+
+        Args:
+            model: The model.
+            micro_steps: Micro-steps of a step.
+            skips: Whether steps may be skipped; it costs a copy of the statistics in every step.
+        """
         norms = _norms(model)
         self._running = [b for m in norms for b in (m.running_mean, m.running_var) if b is not None]
         self._counts = [m.num_batches_tracked for m in norms if m.num_batches_tracked is not None]
@@ -30,13 +36,26 @@ class StepStatistics:
         self._done = 0
         self._before: list[Tensor] = []
         self._sums: list[Tensor] = []
+        self._undone = [buffers for buffers in (self._running, self._counts) if buffers and skips]
+        self._at_begin: list[Tensor] = []
 
+    @torch.no_grad()
     def begin(self) -> None:
         """Begin a step, and undo what a step that was cut off before its last micro-step did to the statistics."""
         if self._before:
-            with torch.no_grad():
-                torch._foreach_copy_(self._running + self._counts, self._before)
+            torch._foreach_copy_(self._running + self._counts, self._before)
         self._before, self._done = [], 0
+        self._at_begin = [_flat(buffers) for buffers in self._undone]
+
+    @torch.no_grad()
+    def end(self, found_inf: Tensor | None) -> None:
+        """End a step: put back the statistics of its beginning if ``found_inf`` is 1. The host does not wait for it."""
+        if found_inf is None:
+            return
+        for buffers, before in zip(self._undone, self._at_begin, strict=True):
+            kept = torch.where(found_inf > 0, before, _flat(buffers))
+            parts = kept.split([buffer.numel() for buffer in buffers])
+            torch._foreach_copy_(buffers, [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)])
 
     @contextmanager
     def micro_step(self) -> Iterator[None]:
@@ -134,6 +153,11 @@ def micro_momentum(momentum: float, micro_batches: int, number: int) -> float:
     """
     each = momentum / micro_batches
     return each / (1 - (micro_batches - 1 - number) * each)
+
+
+def _flat(buffers: list[Tensor]) -> Tensor:
+    """Return a copy of all values in one tensor, since a few large copies are faster than many small ones."""
+    return torch.cat([buffer.reshape(-1) for buffer in buffers])
 
 
 def _norms(model: nn.Module) -> list[nn.modules.batchnorm._NormBase]:

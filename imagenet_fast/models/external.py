@@ -47,6 +47,8 @@ def build_external(model: ExternalModel, classes: int) -> nn.Module:
         raise UserError(
             f"model.name '{model.name}' returned a {type(network).__name__}; let it return a torch.nn.Module"
         )
+    if not any(module.training for module in network.modules()):
+        network.train()  # from_pretrained of other libraries returns networks in evaluation mode
     return network
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +15,32 @@ _KEPT = ("left", "residual", "velocity")
 """Entries of one rank's state that are laid out by pool offset."""
 
 
+class RunningMeans:
+    """Means of tensors by name, to which one rank after another adds its own."""
+
+    def __init__(self) -> None:
+        """Start without tensors."""
+        self._totals: dict[str, Tensor] = {}
+        self._counts: Counter[str] = Counter()
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Add one rank's tensor of this name."""
+        self._counts[name] += 1
+        if (total := self._totals.get(name)) is None:
+            self._totals[name] = value.clone()
+        elif value.is_floating_point():
+            total += value
+        else:
+            torch.maximum(total, value, out=total)
+
+    def all(self) -> dict[str, Tensor]:
+        """Return the means, or the maxima of integers such as batch counts."""
+        return {
+            name: total / self._counts[name] if total.is_floating_point() else total
+            for name, total in self._totals.items()
+        }
+
+
 def reshard_sync_state(states: Iterable[Any], sharded: bool = False) -> dict[str, Any]:
     """Merge the synchroniser states of all ranks into one that each of a different set of ranks can resume from.
 
@@ -22,58 +49,56 @@ def reshard_sync_state(states: Iterable[Any], sharded: bool = False) -> dict[str
     ranks.
 
     Args:
-        states: The ``state_dict`` of every rank's synchroniser; a list where a rank has several pools.
+        states: The ``state_dict`` of every rank's synchroniser; a list where a rank has several pools. Each is dropped
+            before the next is taken.
         sharded: Whether each rank's first pool holds shards of layers. Shards are not put together, so their residual
             is lost.
     """
-    pools = [
-        pool for state in states for pool in (state[sharded:] if isinstance(state, list) else [state]) if pool
-    ]  # fmt: skip
-    engines = [pool["engine"] for pool in pools if pool["engine"]]
+    kept = {kind: RunningMeans() for kind in _KEPT}
+    errors = RunningMeans()
+    memory: dict[str, dict[str, Any]] = {}
+    steps: list[int] = []
+    elected: set[str] = set()
+    loss_scale = None
+    for state in states:
+        for pool in state[sharded:] if isinstance(state, list) else [state]:
+            if not pool:
+                continue
+            elected.add(pool["elected"])
+            loss_scale = pool.get("loss_scale") if loss_scale is None else loss_scale
+            if engine := pool["engine"]:
+                steps.append(engine["step"])
+                _add_kept(engine, kept)
+                for name, own in engine.get("memory", {}).items():  # errors differ between ranks, the rest does not
+                    memory.setdefault(name, {key: value for key, value in own.items() if key != "error"})
+                    errors.add(name, own["error"])
     merged: dict[str, Any] = {}
-    if engines:
-        merged = {"step": max(engine["step"] for engine in engines), "learnt": None}
-        merged |= _kept(engines)
-        merged["memory"] = _memory([engine.get("memory", {}) for engine in engines])
-    elected = {pool["elected"] for pool in pools}
+    if steps:
+        merged = {"step": max(steps), "learnt": None, **_concatenated(kept)}
+        merged["memory"] = {name: memory[name] | {"error": error} for name, error in errors.all().items()}
     return {
         "order": None, "elected": elected.pop() if len(elected) == 1 else "", "engine": merged,
-        "loss_scale": next((scale for pool in pools if (scale := pool.get("loss_scale")) is not None), None),
+        "loss_scale": loss_scale,
     }  # fmt: skip
 
 
-def _kept(engines: list[dict[str, Any]]) -> dict[str, Any]:
+def _add_kept(engine: dict[str, Any], kept: dict[str, RunningMeans]) -> None:
+    """Add the values of one pool that are laid out by offset, parameter by parameter."""
+    for kind, means in kept.items():
+        values = engine.get(kind)
+        if values is not None and values.numel():
+            for name, (start, flag) in engine["places"].items():
+                means.add(name, values[start : flag + 1])
+
+
+def _concatenated(kept: dict[str, RunningMeans]) -> dict[str, Any]:
     """Return the means by parameter, concatenated, and their places."""
-    found: dict[str, dict[str, list[Tensor]]] = {kind: {} for kind in _KEPT}
-    for engine in engines:
-        for kind in _KEPT:
-            values = engine.get(kind)
-            if values is not None and values.numel():
-                for name, (start, flag) in engine["places"].items():
-                    found[kind].setdefault(name, []).append(values[start : flag + 1])
-    names = {name: parts for by_name in found.values() for name, parts in by_name.items()}
+    found = {kind: means.all() for kind, means in kept.items()}
+    sizes = {name: len(value) for values in found.values() for name, value in values.items()}
     places: Places = {}
     begin = 0
-    for name, parts in names.items():
-        places[name] = (begin, begin + len(parts[0]) - 1)
-        begin += len(parts[0])
-    kept: dict[str, Any] = {"places": places}
-    for kind, by_name in found.items():
-        kept[kind] = torch.cat([_mean(by_name[name]) for name in names]) if by_name else None
-    return kept
-
-
-def _memory(memories: list[dict[str, dict[str, Tensor]]]) -> dict[str, dict[str, Tensor]]:
-    """Merge the compressors' memories: errors differ between ranks and are averaged, the rest is equal on all."""
-    merged: dict[str, dict[str, Tensor]] = {}
-    for name in dict.fromkeys(name for memory in memories for name in memory):
-        own = [memory[name] for memory in memories if name in memory]
-        merged[name] = own[0] | {"error": _mean([kept["error"] for kept in own])}
-    return merged
-
-
-def _mean(parts: list[Tensor]) -> Tensor:
-    total = torch.zeros_like(parts[0])
-    for part in parts:
-        total += part
-    return total / len(parts)
+    for name, size in sizes.items():
+        places[name] = (begin, begin + size - 1)
+        begin += size
+    laid_out = {kind: torch.cat([values[name] for name in sizes]) if values else None for kind, values in found.items()}
+    return {"places": places, **laid_out}

@@ -24,6 +24,7 @@ from imagenet_fast.training.state import TrainState
 _LOOK_S = 1.0  # seconds between two polls for another rank's request to stop
 _STOP = "stop"
 _AGAIN_S, _AGAIN_LATER_S = 60.0, 600.0  # first and longest delay in seconds from a failed checkpoint to the next try
+_SLOW_DISK_S = 600.0  # that writing a checkpoint may take before the limits of a step count again
 
 
 class CheckpointManager:
@@ -138,6 +139,10 @@ class CheckpointManager:
         if not self._is_saving:
             return
         self._is_saving = False
+        until = time.monotonic() + _SLOW_DISK_S
+        while writer.under_way and time.monotonic() < until:
+            here.enter("checkpoint")  # renewed: a slow disk is no hang
+            writer.join(1.0)
         try:
             writer.wait()
         except NotSaved as error:

@@ -73,7 +73,7 @@ def evaluate(
         Stopped: On every rank, if ``asked`` returned true on any of them.
         AssertionError: The images seen by all ranks do not add up to the validation set.
     """
-    training = model.training
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     figures = 1 + mirror + (shift > 0)  # plain, with mirror images, with shifted images
     correct = torch.zeros(figures, 2, dtype=torch.int64, device=world.device)  # top-1, top-5
@@ -93,7 +93,9 @@ def evaluate(
                 if shift:
                     correct[2] += _hits(shifted_logits(model, images, both, shift), labels)
             seen += len(labels)
-    model.train(training)
+    model.train(modes[model])  # a network of one's own may do more in it
+    for module, training in modes.items():
+        module.training = training  # frozen norms, for example, stay frozen
     *hits, images_seen, cut_off = all_reduce_sum(
         *correct.flatten().tolist(), float(seen), float(stopped), device=world.device
     )

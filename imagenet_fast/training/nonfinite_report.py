@@ -47,7 +47,9 @@ def examine(take_step: TrainingStep) -> Diagnosis:
     names = {module: name for name, module in state.model.named_modules()}
     if take_step.suspect is not None:
         first, when = _tell(take_step.suspect, names), f"in step {take_step.watched}"
-        return Diagnosis(streak, "watched", f"{when} {first} was the first layer that made of finite values others")
+        return Diagnosis(
+            streak, "watched", f"{when} {first} was the first layer whose output was not finite though its input was"
+        )
     if not is_finite(images):
         return Diagnosis(streak, "images", "the images are not finite")
     params: dict[nn.Parameter, nn.Module] = {}
@@ -57,10 +59,10 @@ def examine(take_step: TrainingStep) -> Diagnosis:
     spoilt = [layer for param, layer in params.items() if not is_finite(param)]
     if spoilt:
         first, many = _tell(spoilt[0], names), f"{len(spoilt)} of its {len(params)} parameters"
-        return Diagnosis(streak, "weights", f"{many} are not finite, and {first} is the first layer that has such")
+        return Diagnosis(streak, "weights", f"{many} are not finite, the first of them in {first}")
     if watch.first is not None:
         first = _tell(watch.first, names)
-        return Diagnosis(streak, "layer", f"{first} is the first layer that makes of finite values others")
+        return Diagnosis(streak, "layer", f"{first} is the first layer whose output is not finite though its input is")
     if not is_finite(loss) and not watch.arrived_so:
         return Diagnosis(streak, "loss", "the loss is not finite, though the network's output is")
     return Diagnosis(streak, "elsewhere", "the last micro-batch, repeated, does not show where")

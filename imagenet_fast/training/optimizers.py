@@ -343,14 +343,16 @@ def param_groups(model: nn.Module, scale_biases: bool = False) -> list[dict[str,
 def split_parameters(model: nn.Module, scale_biases: bool = False) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Split the trainable parameters into decayed and plain ones.
 
-    All parameters of norm layers are plain. So are biases, unless ``scale_biases``.
+    All parameters of norm layers are plain, and so are biases, unless ``scale_biases``. Norm layers that torch does not
+    know are recognised by their parameters' one dimension, as in timm.
     """
     decayed: dict[nn.Parameter, None] = {}
     plain: dict[nn.Parameter, None] = {}
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False):
             if param.requires_grad:
-                is_plain = isinstance(module, _NORMS) or (name == "bias" and not scale_biases)
+                is_bias = name.endswith("bias") and not isinstance(module, _NORMS)
+                is_plain = not scale_biases if is_bias else isinstance(module, _NORMS) or param.dim() <= 1
                 (plain if is_plain else decayed)[param] = None
     return list(decayed), list(plain)
 

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.run_result import read_outcome
 from imagenet_fast.models.weights import Weights, classes_of
 from imagenet_fast.recipe.job import Job, differences
+from imagenet_fast.recipe.parallel_config import chunks_of
 from imagenet_fast.recipe.schema import Model
 from imagenet_fast.training.run_lock import CHECKPOINTS, check_replaceable, hold
 from imagenet_fast.training.state import TrainState, joined
@@ -36,8 +37,9 @@ class ResumePoint:
 
     checkpoint: Checkpoint
     shared: dict[str, Any]
+    """What the ranks shared, on the host: it is only copied from."""
     elsewhere: bool
-    """True if the number of ranks or their layout has changed."""
+    """True if the number of ranks, their layout or their parts of the model have changed."""
     found_at: float
     """Time when the checkpoint was found, in seconds of the wall clock."""
     wrong_from: int | None
@@ -60,6 +62,10 @@ class ResumePoint:
         state.outcome.resumed += 1
         state.outcome.gap_s += self.gap_s
         state.unjudged = checkpoint.manifest.top1 is None
+
+    def without_weights(self) -> ResumePoint:
+        """Return what is of use once the state is loaded, since weights and momenta take memory."""
+        return replace(self, shared={"saved_at": self.shared["saved_at"]})
 
     def check_contents(self, dataset: Loaders, model: Model) -> None:
         """Raise UserError if classes, images or labels have changed since, as far as the checkpoint records them.
@@ -127,10 +133,12 @@ def find_resumption(job: Job, world: DistContext) -> ResumePoint | None:
             f"not every node sees the checkpoints that rank 0 has in {job.folder}; put the run where all of them do"
         )
     checkpoint = open_checkpoint(root / found)
-    shared = checkpoint.shared(world.device)
+    shared = checkpoint.shared()
     _check_recipe(job, shared["recipe"])
-    manifest = checkpoint.manifest
-    elsewhere = (manifest.world, manifest.layout) != (world.size, job.recipe.parallel.axes(world.size))
+    manifest, parallel = checkpoint.manifest, job.recipe.parallel
+    schedule = shared["recipe"].get("parallel", {}).get("schedule", parallel.schedule)
+    elsewhere = (manifest.world, manifest.layout) != (world.size, parallel.axes(world.size))
+    elsewhere |= chunks_of(schedule) != chunks_of(parallel.schedule)  # then a rank trains other layers
     return ResumePoint(checkpoint, shared, elsewhere, time.time(), wrong_from)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from imagenet_fast.distributed.reductions import all_reduce_sum, average_batch_n
 from imagenet_fast.metrics import RunResult
 from imagenet_fast.parallel.parallelize import ParallelModel
 from imagenet_fast.sync import GradientSync
-from imagenet_fast.sync.reshard_state import reshard_sync_state
+from imagenet_fast.sync.reshard_state import RunningMeans, reshard_sync_state
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.ema import ModelEma
 from imagenet_fast.training.nonfinite import NonFiniteCounter
@@ -167,29 +167,27 @@ class TrainState:
 def joined(parts: Iterable[Mapping[str, Any]], sharded: bool) -> dict[str, Any]:
     """Merge the ``TrainState.own`` of every rank into one, for each rank of another number of ranks or layout.
 
-    Batch-norm statistics are averaged.
+    Batch-norm statistics are averaged. Each value is dropped before the next is taken: those of many ranks together
+    may be larger than a device's memory.
 
     Args:
         parts: The value of every rank.
         sharded: Whether ranks held shards of layers.
     """
-    own: dict[str, Any] = {"sync": [], "buffers": {}, "average": {}, "averaged": [], "sent_bytes": 0}
-    for part in parts:
-        own["sync"].append(part["sync"])
-        own["averaged"] += part["averaged"] or []
-        own["sent_bytes"] = own["sent_bytes"] or part["sent_bytes"]
-        for kind in ("buffers", "average"):
-            for name, buffer in (part[kind] or {}).items():
-                own[kind].setdefault(name, []).append(buffer)
-    for kind in ("buffers", "average"):
-        own[kind] = {name: _mean(of_ranks) for name, of_ranks in own[kind].items()}
-    return own | {"sync": reshard_sync_state(own["sync"], sharded)}
+    own: dict[str, Any] = {"averaged": [], "sent_bytes": 0}
+    statistics = {"buffers": RunningMeans(), "average": RunningMeans()}
 
+    def of_engines() -> Iterator[Any]:
+        for part in parts:
+            own["averaged"] += part["averaged"] or []
+            own["sent_bytes"] = own["sent_bytes"] or part["sent_bytes"]
+            for kind, means in statistics.items():
+                for name, buffer in (part[kind] or {}).items():
+                    means.add(name, buffer)
+            yield part["sync"]
 
-def _mean(tensors: list[Tensor]) -> Tensor:
-    """Return the mean, or the maximum of integers such as batch counts."""
-    stacked = torch.stack(tensors)
-    return stacked.mean(0) if stacked.is_floating_point() else stacked.amax(0)
+    own["sync"] = reshard_sync_state(of_engines(), sharded)
+    return own | {kind: means.all() for kind, means in statistics.items()}
 
 
 def _copy(values: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:

@@ -63,7 +63,7 @@ class TrainingStep:
         self._backpropagate = backpropagate
         self._clip_norm = clip_norm
         self._accumulation = accumulation
-        self._statistics = StepStatistics(state.model, accumulation)
+        self._statistics = StepStatistics(state.model, accumulation, skips=state.scale.largest is not None)
         self._trace = trace
         self._last: tuple[Tensor, Tensor] | None = None
         self.watched: int | None = None
@@ -91,6 +91,7 @@ class TrainingStep:
         if self._trace is not None:
             self._trace.end_step(stats)
         here.enter("update")
+        self._statistics.end(state.sync.found_inf)
         self._update(lr)
         state.step += 1
         state.sent_bytes += stats.sent_bytes

@@ -34,6 +34,7 @@ from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import find_recipe, load_recipe
 from imagenet_fast.training.checkpoint_manager import CheckpointManager, open_checkpoints
 from imagenet_fast.training.clock import Clock
+from imagenet_fast.training.data_consistency import compare_data
 from imagenet_fast.training.evaluation import Accuracy, Stopped, evaluate
 from imagenet_fast.training.exit_status import Ending
 from imagenet_fast.training.init_weights import build_initial_model, load_initial_weights
@@ -100,6 +101,7 @@ class Trainer:
         self.metrics: MetricLogger = MetricLogger(lambda: self.clock.run_s())
         self.checkpoints: CheckpointManager | None = None
         self._ask_first = ask_first
+        self._lr = 0.0  # of the last step
 
     @property
     def model(self) -> nn.Module:
@@ -153,10 +155,8 @@ class Trainer:
         job, recipe, world = self.job, self.job.recipe, self.world
         self.resumed_from = found = find_resumption(job, world) if job.resume else None
         self.clock = Clock()
-        self.data = build_loaders(
-            recipe.data, job.data, job.batching, world.rank, world.cores, world.device, recipe.seed,
-            0 if found is None else found.step, forward_dtype(recipe.precision),
-        )  # fmt: skip
+        self.data = self._loaders(0 if found is None else found.step)
+        compare_data(self.data.contents, world)
         self.weights = None
         if found is not None:
             found.check_contents(self.data, recipe.model)
@@ -184,6 +184,15 @@ class Trainer:
         if found is not None:
             found.load(self.state, world)
             self.step.watched = found.wrong_from
+            self.resumed_from = found.without_weights()
+
+    def _loaders(self, first_step: int) -> Loaders:
+        """Return loaders whose training images are those from step ``first_step`` on."""
+        job, recipe, world = self.job, self.job.recipe, self.world
+        return build_loaders(
+            recipe.data, job.data, job.batching, world.rank, world.cores, world.device, recipe.seed, first_step,
+            forward_dtype(recipe.precision),
+        )  # fmt: skip
 
     @property
     def steps_per_epoch(self) -> int:
@@ -275,8 +284,9 @@ class Trainer:
         return {"shared": self.state.shared(), "own": self.state.own()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a value of ``state_dict`` of the same rank, in a run with as many ranks."""
+        """Continue from a value of ``state_dict`` of the same rank, in a run with as many ranks, at the same images."""
         self.state.load(state["shared"], state["own"])
+        self.data = self._loaders(self.state.step)
 
     def _evaluation_is_due(self) -> bool:
         epochs, steps = divmod(self.state.step, self.steps_per_epoch)

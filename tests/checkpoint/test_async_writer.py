@@ -336,3 +336,31 @@ def save_until_killed(root: Path) -> None:
         while True:
             step += 1
             writer.save(stamp(step), state(step), state(step, rank=1))
+
+
+@pytest.mark.parametrize("niceness", [0, 15, "refused"])
+def test_a_job_with_a_niceness_of_its_own_saves_too(
+    niceness: int | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Only root may lower a niceness: a thread under `nice -n 15` keeps its 15."""
+    asked: list[int] = []
+
+    def setpriority(which: int, who: int, priority: int) -> None:
+        asked.append(priority)
+        if niceness == "refused" or priority < int(niceness):
+            raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "setpriority", setpriority)
+    monkeypatch.setattr(os, "getpriority", lambda *_: 0 if niceness == "refused" else niceness)
+    with CheckpointWriter(tmp_path, ALONE) as writer:
+        writer.save(stamp(4), state(4))
+        assert writer.wait() == tmp_path / "step-00000004"
+    assert asked == [15 if niceness == 15 else 10]
+
+
+def test_no_error_of_the_thread_counts_as_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("imagenet_fast.checkpoint.async_writer.StoreCoordinator", lambda *_: 1 / 0)
+    writer = CheckpointWriter(tmp_path, ALONE)
+    writer.save(stamp(4), state(4))
+    with pytest.raises(ZeroDivisionError):
+        writer.wait()

@@ -87,8 +87,8 @@ def test_nonfinite_run_ends_and_resumes_from_before(tmp_path: Path):
         "--set", "schedule.kind=step", "--set", "schedule.warmup_epochs=0", "--set", "schedule.milestones=[1.0]",
         "--set", "schedule.gamma=1e30",
     )  # fmt: skip
-    spoilt = r"62 of its 62 parameters are not finite, and conv1 \(Conv2d\) is the first layer that has such"
-    seen = r"in step 10 \w[\w.]* \(\w+\) was the first layer that made of finite values others"
+    spoilt = r"62 of its 62 parameters are not finite, the first of them in conv1 \(Conv2d\)"
+    seen = r"in step 10 \w[\w.]* \(\w+\) was the first layer whose output was not finite though its input was"
     for resumed, most, steps, where, look in (
         (0, 2, 2, spoilt, " and looks at every layer in step 10"),
         (1, 100, 7, seen, ""),  # at the end of the second epoch, where there are no final weights to be had

@@ -178,3 +178,26 @@ def _average() -> tuple[list[float], list[float], int]:
     norm.num_batches_tracked.fill_(7)
     average_batch_norms(nn.Sequential(norm, nn.BatchNorm1d(3, track_running_stats=False)))
     return norm.running_mean.tolist(), norm.running_var.tolist(), int(norm.num_batches_tracked)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_that_were_frozen_stay_frozen(training: bool):
+    """A network may hold norms whose statistics are not to move, in eval mode while the rest trains."""
+    assert run(1, _modes_around, training) == [([training, True, False, True], [training, True, False, True])]
+
+
+def _modes_around(training: bool) -> tuple[list[bool], list[bool]]:
+    model = nn.Sequential(nn.Conv2d(3, 12, 3), nn.BatchNorm2d(12), nn.Sequential(Guess()))
+    model[1].eval()
+    model.training = training
+    dataset = build_loaders(
+        SyntheticData(loader="synthetic", image_size=16, classes=10, train_images=8, val_images=10),
+        None, Batching(1, 4, 1), 0, 1, CPU, seed=1,
+    )  # fmt: skip
+
+    def modes() -> list[bool]:
+        return [model.training, model[0].training, model[1].training, model[2].training]
+
+    before = modes()
+    evaluate(model, dataset, torch.autocast("cpu", enabled=False), DistContext(0, 1, 0, 1, CPU))
+    return before, modes()

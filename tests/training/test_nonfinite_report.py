@@ -62,11 +62,11 @@ def test_it_ends_alike_under_every_engine_and_names_the_layer_and_the_rank():
         assert EXPECTED.get(name, SPOILT) in told, (name, told)
 
 
-SPOILT = "rank 0 8 of its 8 parameters are not finite, and features.0 (Conv2d) is the first layer that has such; lower "
+SPOILT = "rank 0 8 of its 8 parameters are not finite, the first of them in features.0 (Conv2d); lower "
 EXPECTED = {
-    "sparse": "of its 8 parameters are not finite, and classifier.",  # it has not sent those of others yet
-    "layer": "rank 0 classifier.4 (Linear) is the first layer that makes of finite values others; lower optim.lr",
-    "seen": "rank 0 in step 5 classifier.4 (Linear) was the first layer that made of finite values others; lower ",
+    "sparse": "of its 8 parameters are not finite, the first of them in classifier.",  # others are unsent
+    "layer": "rank 0 classifier.4 (Linear) is the first layer whose output is not finite though its input is; ",
+    "seen": "rank 0 in step 5 classifier.4 (Linear) was the first layer whose output was not finite though its input ",
     "images": "rank 1 the images are not finite; see to data.mean, data.std and the images; ",
 }
 
@@ -85,7 +85,7 @@ def test_the_rank_that_holds_the_layer_says_so():
         assert len({*told}) == 1
         where, sentence = told[0]
         assert f"on rank {where} " in sentence
-        assert " the first layer that ma" in sentence
+        assert " the first layer whose output" in sentence
 
 
 def _with_every_layout() -> list[tuple[str, str]]:

@@ -502,3 +502,21 @@ def test_lars_steps_with_a_closure_and_leaves_unused_parameters():
     assert optimizer.step(closure).item() == loss_of(small_net(), 0).item()
     assert not torch.equal(parameters_of(model), before)
     assert (idle == 1).all()
+
+
+def test_attention_and_unknown_norms_are_recognised_by_their_parameters():
+    class OwnNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16), nn.RMSNorm(8), OwnNorm())
+    names = {param: name for name, param in model.named_parameters()}
+    decayed, plain = split_parameters(model)
+    matrices = ("self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight")
+    assert {names[param] for param in decayed} == {f"0.{name}" for name in matrices}
+    assert len(decayed) + len(plain) == len(names)
+    scaled, _ = split_parameters(model, scale_biases=True)
+    assert {names[param] for param in scaled} - {names[param] for param in decayed} == {
+        f"0.{name}" for name in ("self_attn.in_proj_bias", "self_attn.out_proj.bias", "linear1.bias", "linear2.bias")
+    }

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +21,7 @@ from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.training.checkpoint_manager import CheckpointManager
 from imagenet_fast.training.run_lock import CHECKPOINTS
-from imagenet_fast.training.state import TrainState
+from imagenet_fast.training.state import TrainState, joined
 from imagenet_fast.training.trainer import Trainer
 from tests.conftest import tables
 from tests.spawning import run
@@ -66,6 +69,14 @@ class StopAfter:
         return state.step == self.step
 
 
+def small_network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(3), nn.Flatten(),
+        nn.Linear(72, 10),
+    )  # fmt: skip
+
+
 def trained(folder: Path, stop: int) -> tuple[Seen, dict[str, Tensor]]:
     """Begin in ``folder``, or go on with what is there, and save after ``stop`` steps; what this rank saw meanwhile."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -76,12 +87,7 @@ def trained(folder: Path, stop: int) -> tuple[Seen, dict[str, Tensor]]:
     folder.mkdir(exist_ok=True)
     trainer = Trainer(job, world)
     trainer.open_data()
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(3), nn.Flatten(),
-        nn.Linear(72, 10),
-    )  # fmt: skip
-    trainer.build(model)
+    trainer.build(small_network())
     state = trainer.state
     seen: Seen = []
     images = torch.randn(IMAGES, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -104,3 +110,84 @@ def trained(folder: Path, stop: int) -> tuple[Seen, dict[str, Tensor]]:
     weights = {name: tensor.clone() for name, tensor in state.whole().state_dict().items()}
     state.sync.close()
     return seen, weights
+
+
+def test_another_schedule_of_a_pipeline_cuts_the_model_elsewhere(tmp_path: Path):
+    """Interleaved, each rank holds two stages that do not follow one another, with batch norms of its own."""
+    one, another = {"pipeline": 2, "micro_batches": 2}, {"pipeline": 2, "micro_batches": 2, "schedule": "interleaved"}
+    for before, after in ((one, another), (another, one)):
+        folder = tmp_path / before.get("schedule", "1f1b")
+        saved, *_ = run(2, _in_a_pipeline, folder, before, 2)
+        resumed, *_ = run(2, _in_a_pipeline, folder, after, 2)
+        assert saved.keys() == resumed.keys()
+        for name, tensor in saved.items():
+            torch.testing.assert_close(resumed[name], tensor, msg=name)
+
+
+def _in_a_pipeline(folder: Path, parallel: dict[str, Any], stop: int) -> dict[str, Tensor]:
+    """Train to step ``stop`` and save, or resume there; the weights and statistics of the whole model."""
+    rank = dist.get_rank()
+    world = DistContext(rank, 2, rank, 2, torch.device("cpu"))
+    recipe = parse_recipe("test", tables(global_batch=8, data__train_images=32, parallel=parallel))
+    folder.mkdir(exist_ok=True)
+    trainer = Trainer(Job("test", recipe, split_batch(recipe, 2), None, folder, resume=True), world)
+    trainer.open_data()
+    trainer.build()
+    state = trainer.state
+    store = dist.distributed_c10d._get_default_store()
+    with CheckpointWriter(folder / CHECKPOINTS, world, store) as writer:
+        manager = CheckpointManager(trainer.job, world, writer, 32, lambda: False)
+        trainer.checkpoints = StopAfter(stop, manager)
+        if state.step < stop:
+            trainer.train()
+        manager.close()
+    state.settle()
+    state.level_statistics()
+    weights = {name: tensor.clone() for name, tensor in state.whole().state_dict().items()}
+    state.sync.close()
+    return weights
+
+
+def test_the_checkpoint_itself_is_not_kept_in_memory(tmp_path: Path):
+    run(1, trained, tmp_path / "run", 3)
+    assert run(1, _kept_after_resuming, tmp_path / "run") == [({"saved_at"}, 0)]
+
+
+def _kept_after_resuming(folder: Path) -> tuple[set[str], int]:
+    world = DistContext(0, 1, 0, 1, torch.device("cpu"))
+    changes = {"data__train_images": IMAGES, "global_batch": BATCH, "micro_batch": 1, "eval_every": EPOCHS}
+    recipe = parse_recipe("test", tables(epochs=EPOCHS, **changes))
+    trainer = Trainer(Job("test", recipe, split_batch(recipe, 1), None, folder, resume=True), world)
+    trainer.open_data()
+    assert trainer.resumed_from is not None
+    loaded = [weakref.ref(tensor) for tensor in trainer.resumed_from.shared["model"].values()]
+    trainer.build(small_network())
+    gc.collect()
+    trainer.state.sync.close()
+    return set(trainer.resumed_from.shared), sum(ref() is not None for ref in loaded)
+
+
+def test_what_ranks_have_left_is_added_up_one_rank_after_another():
+    """A GPU could not hold the residuals of hundreds of ranks at once."""
+    places = {"weight": (0, 4)}
+    living: list[weakref.ref[Tensor]] = []
+    most = 0
+
+    def parts() -> Iterator[dict[str, Any]]:
+        nonlocal most
+        for rank in range(8):
+            residual = torch.full((5,), float(rank))
+            living.append(weakref.ref(residual))
+            most = max(most, sum(ref() is not None for ref in living))
+            engine = {"step": 3, "places": places, "residual": residual, "left": None, "memory": {}}
+            yield {
+                "sync": {"engine": engine, "elected": "", "loss_scale": None}, "sent_bytes": 5, "average": None,
+                "averaged": None, "buffers": {"mean": torch.full((2,), rank / 2), "count": torch.tensor(rank)},
+            }  # fmt: skip
+            del residual, engine
+
+    own = joined(parts(), sharded=False)
+    assert most <= 2
+    assert own["sync"]["engine"]["residual"].tolist() == [3.5] * 5
+    assert own["buffers"]["mean"].tolist() == [1.75] * 2
+    assert own["buffers"]["count"] == 7

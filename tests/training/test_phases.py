@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Callable
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from imagenet_fast.checkpoint import CheckpointWriter
 from imagenet_fast.data.loaders import build_loaders
 from imagenet_fast.distributed.heartbeat import Phase, here
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.recipe.batching import split_batch
+from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import parse_recipe
+from imagenet_fast.training.checkpoint_manager import CheckpointManager
 from imagenet_fast.training.init_weights import build_initial_model
 from imagenet_fast.training.train_step import build_step
 from tests.conftest import tables
@@ -69,3 +77,38 @@ def _last_step(steps: int, **changes: Any) -> list[Phase]:
     finally:
         here.enter = enter  # type: ignore[method-assign]
     return [phase for phase, _ in groupby(entered)]
+
+
+def test_whoever_waits_for_a_slow_disk_says_so_all_the_time(tmp_path: Path):
+    """Else the last checkpoint on a slow disk would count as a hang, and a resumed run would end at the same place."""
+    (said,) = run(1, _saved_to_a_slow_disk, tmp_path)
+    assert said >= 4, "once a second, for three"
+
+
+def _saved_to_a_slow_disk(folder: Path) -> int:
+    world = DistContext(0, 1, 0, 1, torch.device("cpu"))
+    recipe = parse_recipe("test", tables(ranks=1, sync=LAZY))
+    batching = split_batch(recipe, 1)
+    state = build_step(recipe, batching, build_initial_model(recipe, 10, world), world, 4).state
+    entered: list[Phase] = []
+    with CheckpointWriter(folder, world) as writer, pytest.MonkeyPatch.context() as patch:
+        manager = CheckpointManager(Job("test", recipe, batching, None, folder), world, writer, 64, lambda: False)
+        patch.setattr(os, "fsync", _slow_once(os.fsync, 3.0))
+        manager(state, evaluated=True)
+        patch.setattr(here, "enter", lambda phase, step=None: entered.append(phase))
+        assert not manager.finish(state, True)
+        manager.close()
+    assert manager.saved_step == state.step
+    return entered.count("checkpoint")
+
+
+def _slow_once(fsync: Callable[[int], None], seconds: float) -> Callable[[int], None]:
+    slept: list[float] = []
+
+    def slow(descriptor: int) -> None:
+        if not slept:
+            slept.append(seconds)
+            time.sleep(seconds)
+        fsync(descriptor)
+
+    return slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -102,3 +104,42 @@ def _float32_math(kinds: list[str]) -> list[tuple[str, bool]]:
         build_step(recipe, split_batch(recipe, 1), build_initial_model(recipe, 10, world), world, 4)
         seen.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
     return seen
+
+
+@pytest.mark.parametrize(("kind", "accumulation"), [("lazy", 1), ("hybrid", 2), ("ddp", 2)])
+def test_a_step_that_is_skipped_moves_no_batch_norm_statistics(kind: str, accumulation: int):
+    """Images of 6e4 overflow in fp16: a running mean of inf would never come back."""
+    for before, skipped, after, averaged, steps in run(2, _overflow_in_a_layer, kind, accumulation):
+        assert steps == 1
+        assert all(torch.equal(value, before[name]) for name, value in skipped.items())
+        assert any(not torch.equal(value, before[name]) for name, value in after.items()), "a good step moves them"
+        assert all(value.isfinite().all() for value in (*after.values(), *averaged.values()))
+
+
+def _overflow_in_a_layer(kind: str, accumulation: int) -> tuple[Any, ...]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    world = DistContext(rank, ranks, rank, ranks, CPU)
+    changes = {
+        "global_batch": 8 * accumulation,
+        "micro_batch": 4,
+        "ema_decay": 0.5,
+        "precision": {"kind": "fp16", "loss_scale": 128},
+    }
+    recipe = parse_recipe("test", tables(sync={"kind": kind, "wire": "fp32"}, **changes))
+    step = build_step(recipe, split_batch(recipe, ranks), build_initial_model(recipe, 10, world), world, 4)
+    state, labels = step.state, torch.arange(4)
+
+    def statistics(model: nn.Module) -> dict[str, torch.Tensor]:
+        return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def images(height: float) -> torch.Tensor:
+        return torch.full((4, 3, 32, 32), height).half() if height else torch.randn(4, 3, 32, 32).half()
+
+    step(iter([(images(0), labels)] * accumulation), lr=0.1)
+    before = statistics(state.model)
+    too_high = 6e4 if rank == 1 else 0  # on one rank, in the last micro-batch
+    step(iter([(images(0), labels)] * (accumulation - 1) + [(images(too_high), labels)]), lr=0.1)
+    skipped = statistics(state.model)
+    step(iter([(images(0), labels)] * accumulation), lr=0.1)
+    state.settle()
+    return before, skipped, statistics(state.model), statistics(state.judged), int(state.scale.state[1])

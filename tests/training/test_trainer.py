@@ -6,7 +6,6 @@ import copy
 import signal
 import subprocess
 import sys
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -115,7 +114,6 @@ def _continue_from_state() -> None:
         for _ in range(3):
             first.train_step()
         other.load_state_dict(copy.deepcopy(first.state_dict()))
-        next(islice(other.data.train, 3 * first.job.batching.accumulation - 1, None))
         for trainer in (first, other):
             for _ in range(2):
                 trainer.train_step()
