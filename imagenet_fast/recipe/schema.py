@@ -300,6 +300,11 @@ class Recipe(Table):
                 f"parallel.tensor {tensor} does not divide the {width} units of {kind}'s fully connected layers; the "
                 f"nearest that do are {below}{above}"
             )
+        if tensor > 1 and self.sync.chooses and self.sync.defers and isinstance(self.optim, Lars):
+            raise ValueError(
+                f"{self.sync.as_written} may choose other engines for other shards, and optim.kind 'lars' adds up "
+                "norms over shards in each update; set sync.defer to false, or name an engine"
+            )
         stages = self.parallel.pipeline * chunks_of(self.parallel.schedule)
         if self.parallel.pipeline > 1 and stages > self.model.most_stages:
             raise ValueError(

@@ -56,6 +56,7 @@ class DeferredUpdate:
         engine: SyncEngine,
         spans: Sequence[ParamSlot],
         used: Callable[[Sequence[ParamSlot]], list[nn.Parameter]],
+        in_step: bool = False,
     ) -> None:
         """Hook every module of ``model``.
 
@@ -64,9 +65,12 @@ class DeferredUpdate:
             engine: The engine that sends the gradients.
             spans: The pool's slots.
             used: Puts the gradients of slots into ``p.grad``, and returns the parameters to be updated.
+            in_step: Whether updates wait for ranks outside the pool, as LARS does for the norms of shards. Then no
+                update is applied early: other messages may have arrived there, and the ranks' calls would not match.
         """
         self.engine = engine
         self._used = used
+        self._in_step = in_step
         self._pending: dict[ParamSlot, None] = {}
         self._updates: list[Update] = []
         self._readers = FirstUseTracker(model, [span.param for span in spans])
@@ -181,7 +185,7 @@ class DeferredUpdate:
         One update of many parameters costs little more than one of a few.
         """
         others: list[ParamSlot] = []
-        for span in arrived:
+        for span in () if self._in_step else arrived:
             for step in (1, -1):
                 index = span.index + step
                 while 0 <= index < len(self._spans):

@@ -167,6 +167,10 @@ class SyncEngine(Protocol):
         else:
             place.copy_(gradient)
 
+    def accumulated(self, place: Tensor) -> None:
+        """Note that a later backward of the step has added a gradient to what ``store_gradient`` wrote to ``place``."""
+        return
+
     def poison(self, span: ParamSlot, gradient: Tensor) -> None:
         """Overwrite with NaN what this step will send of ``span``, because the step is dropped.
 

@@ -119,7 +119,11 @@ def attach(
         peer = DdpPeer(model, wire_dtype(engine.wire), engine.bucket_cap_mb, engine.powersgd_rank)
         return peer.module, peer
     pool = GradientPool(model, topology=topology)
-    pool.attach(_build(engine, pool, steps_per_epoch))
+    try:
+        pool.attach(_build(engine, pool, steps_per_epoch))
+    except BaseException:
+        pool.close()  # nobody else can, and the parameters would stay in it
+        raise
     return model, pool
 
 

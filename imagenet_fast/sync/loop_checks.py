@@ -223,3 +223,27 @@ def _check_members(path: str, module: nn.Module, in_pool: Mapping[nn.Parameter, 
                 + " has a gradient but is in no gradient pool, so every rank would train it for itself; "
                 "make the pool after layers are added or unfrozen"
             )
+
+
+def refuse_second_step(optimizer: Optimizer, stepped: Sequence[Optimizer], scaled: bool) -> None:
+    """Refuse a step of ``optimizer`` that would apply gradients twice, or with a scale that is not theirs.
+
+    Args:
+        optimizer: The optimizer.
+        stepped: The optimizers that have stepped since the last backward.
+        scaled: Whether a ``GradScaler`` steps it.
+
+    Raises:
+        RuntimeError: It has stepped already.
+        ValueError: The scaler has been updated already.
+    """
+    if optimizer in stepped:
+        raise RuntimeError(
+            f"pool.step() was called twice with the same {type(optimizer).__name__}, and no backward between; "
+            "begin each step with pool.zero_grad()"
+        )
+    if scaled and stepped:
+        raise ValueError(
+            "pool.step(optimizer, scaler) updates the scaler, so a second optimizer would be unscaled by the next "
+            "step's scale; call pool.finish(), scaler.step(...) for each optimizer and scaler.update() once"
+        )

@@ -106,3 +106,8 @@ def label_of(spans: Sequence[ParamSlot]) -> str:
     """Return a readable name for neighbouring slots: their layer, or their first and last layer."""
     first, last = spans[0].layer, spans[-1].layer
     return first if first == last else f"{first} to {last}"
+
+
+def at_place(buffer: Tensor, place: Tensor) -> Tensor:
+    """Return the view of ``buffer`` that is where ``place`` is in a buffer of the same layout."""
+    return buffer.as_strided(place.size(), place.stride(), place.storage_offset())

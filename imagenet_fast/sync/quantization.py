@@ -144,7 +144,7 @@ class ErrorFeedback:
         if self._left is not None and ranks not in self._shared:
             left = self._left.clone()
             add_up(left)
-            self._shared[ranks] = left / ranks
+            self._shared[ranks] = (left / ranks).float()
 
     def take(self, blocks: Tensor, real: Tensor, sharing: int) -> FeedbackRows:
         """Hand over the residual of ``blocks`` to the caller, as rows.
@@ -156,7 +156,7 @@ class ErrorFeedback:
         """
         rows = torch.zeros(len(blocks), BLOCK, device=self._device)
         if self._left is not None:
-            left = self._left if sharing == 1 else self._shared[sharing]
+            left = self._left.float() if sharing == 1 else self._shared[sharing]
             torch.index_select(left.view(-1, BLOCK), 0, blocks, out=rows)
         feedback = FeedbackRows(rows)
         self._pieces.append((blocks, feedback, real, sharing))
@@ -169,9 +169,11 @@ class ErrorFeedback:
 
     def gathered(self) -> Tensor:
         """Return this rank's whole residual, 1-D, laid out as the pool. Nothing may be in flight."""
-        left = torch.zeros(self._kinds.shape[1], BLOCK, device=self._device)
+        powers_of_2 = all(sharing & (sharing - 1) == 0 for *_, sharing in self._pieces)
+        exact = torch.float32 if powers_of_2 else torch.float64  # in which the products below are not rounded
+        left = torch.zeros(self._kinds.shape[1], BLOCK, dtype=exact, device=self._device)
         for blocks, feedback, real, sharing in self._pieces:
-            left.index_copy_(0, blocks[real], feedback.rows[real] * sharing)
+            left.index_copy_(0, blocks[real], feedback.rows[real].to(exact) * sharing)
         return left.view(-1)
 
     def drop(self) -> None:

@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer
 from imagenet_fast.sync.deferred_update import DeferredUpdate
 from imagenet_fast.sync.engine import ResidualScale, SyncEngine, SyncStats
 from imagenet_fast.sync.gradient_buffer import ArrivalOrder, GradientBuffer
-from imagenet_fast.sync.loop_checks import ModelWatch, refuse_gradient
+from imagenet_fast.sync.loop_checks import ModelWatch, refuse_gradient, refuse_second_step
 from imagenet_fast.sync.param_slot import USED, ParamSlot
 from imagenet_fast.sync.topology import Topology
 
@@ -190,7 +190,8 @@ class Reducer:
             scaled: Whether a ``GradScaler`` steps it, which needs all gradients.
 
         Raises:
-            ValueError: The engine sends only a part of the gradients, and the optimizer would apply all.
+            ValueError: The engine sends only a part of the gradients, and the optimizer would apply all; or the scaler
+                has been updated in this step.
             RuntimeError: It has stepped already, with no backward since.
         """
         if self.engine is not None and self.engine.sends_part and (scaled or not hasattr(optimizer, "elements")):
@@ -199,11 +200,8 @@ class Reducer:
                 + ("a GradScaler" if scaled else "optimisers of torch")
                 + " would apply the rest as well: take another engine, or imagenet_fast's LARS or SGD without a scaler"
             )
-        if optimizer in self.stepped and not self.came_late:
-            raise RuntimeError(
-                f"pool.step() was called twice with the same {type(optimizer).__name__}, and no backward between; "
-                "begin each step with pool.zero_grad()"
-            )
+        if not self.came_late:
+            refuse_second_step(optimizer, self.stepped, scaled)
 
     def measure(self) -> None:
         """Check the gradients pushed so far, if ``largest`` is set."""
@@ -287,7 +285,10 @@ class Reducer:
         """Copy ``p.grad`` into its place, unless autograd has accumulated it there."""
         gradient, view = span.param.grad, self.places.views[span.index]
         assert gradient is not None
-        if gradient is not view and gradient is not self.places.pending[span.index]:
+        if gradient is self.places.pending[span.index]:
+            if engine is not None:
+                engine.accumulated(view)
+        elif gradient is not view:
             if engine is None:
                 view.copy_(gradient)
             elif engine.is_local and self.largest is None and gradient.stride() == view.stride():

@@ -32,7 +32,7 @@ from imagenet_fast.sync.bucketing import HIGH_PRIORITY
 from imagenet_fast.sync.comm_ops import AllReduceHandle, CommOp, carry
 from imagenet_fast.sync.engine import Elements, Stopwatch, SyncEngine, SyncStats
 from imagenet_fast.sync.gradient_pool import GradientPool
-from imagenet_fast.sync.param_slot import USED, ParamSlot, bring, move, places_of
+from imagenet_fast.sync.param_slot import USED, ParamSlot, at_place, bring, move, places_of
 
 
 @dataclass(frozen=True)
@@ -164,13 +164,9 @@ class Sparse(SyncEngine):
         With momentum correction, the velocity is added instead of the gradient. Where backward did not reach the
         parameter, the gradient is None and counts as zero.
         """
-
-        def same(buffer: Tensor) -> Tensor:
-            return buffer.as_strided(place.size(), place.stride(), place.storage_offset())
-
-        left, new = same(self._left), gradient
+        left, new = at_place(self._left, place), gradient
         if self._momentum is not None:
-            before, velocity = same(self._velocity_before), same(self._velocity)
+            before, velocity = at_place(self._velocity_before, place), at_place(self._velocity, place)
             torch.mul(before, self._momentum, out=velocity)
             new = velocity if gradient is None else velocity.add_(gradient)
         if new is None:
@@ -182,16 +178,21 @@ class Sparse(SyncEngine):
         if gradient is None:  # the flag has no residual; while chunks are unsent, no rank knows the others' use
             place[-1] = 0.0 if len(self._selected) == len(self._chunks) else USED
 
+    def accumulated(self, place: Tensor) -> None:
+        """Add the gradient that was added to ``place`` to the velocity as well."""
+        if self._momentum is not None:
+            velocity = at_place(self._velocity, place)
+            torch.sub(place, at_place(self._left, place), out=velocity).nan_to_num_(0.0, 0.0, 0.0)
+
     def poison(self, span: ParamSlot, gradient: Tensor) -> None:
         """Fill with NaN what this step sends of ``span``."""
         for part in self.sent:
             self._pool.buffer[max(part.start, span.start) : min(part.stop, span.flag)] = math.nan
 
     def gradient_ready(self, span: ParamSlot) -> None:
-        """Launch the chosen chunks that are complete, once they reach the threshold."""
-        last = span.index == len(self._pool.spans) - 1
+        """Launch the chosen chunks that are complete, but for the last one, once they reach the threshold."""
         ready = bisect_right(self._selected, span.stop // self._settings.chunk - 1)
-        while self._packed < (len(self._selected) if last else ready):
+        while self._packed < min(ready, len(self._selected) - 1):
             self._packed += 1
             if (self._packed - self._next) * self._settings.chunk * self._wire.itemsize >= self._threshold:
                 self._launch()
@@ -206,8 +207,11 @@ class Sparse(SyncEngine):
 
         If ``drop``, wait for everything, and restore the residual of before the step.
         """
-        if self._packed > self._next:
-            self._launch()
+        self._packed = len(self._selected)
+        last = self._selected[-1] * self._settings.chunk
+        for span in self._pool.spans if drop else ():  # not between slots, where nothing is ever cleared
+            self._pool.buffer[max(last, span.start) : min(last + self._settings.chunk, span.flag)] = math.nan
+        self._launch()
         if drop or not self.defers:
             self._await(list(self._messages))
         self._next = self._packed = 0
@@ -262,10 +266,7 @@ class Sparse(SyncEngine):
         return inside
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank has not sent, and what decides when it will be sent.
-
-        The state differs between ranks.
-        """
+        """Return what this rank, unlike others, has not sent, and what decides when it will be sent."""
         if self._agreed is not None:
             self._agreed.wait()
         residual, velocity = self._pool.buffer.clone(), self._velocity.clone()

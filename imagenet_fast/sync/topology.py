@@ -67,12 +67,13 @@ class Topology:
         self.device = device
         self.group = group
         alone = group is None and not dist.is_initialized()
-        self.ranks = (0,) if alone else tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+        ranks = [0] if alone else dist.get_process_group_ranks(group or dist.group.WORLD)
+        self.ranks = tuple(sorted(ranks))  # as torch numbers the ranks of the groups that channels make
         self.rank = 0 if alone else dist.get_rank()
         self.size = len(self.ranks)
         if ranks_per_node is not None and self.size % ranks_per_node:
             raise ValueError(f"{self.size} ranks are no whole number of nodes of {ranks_per_node}; give another number")
-        self.nodes = _nodes(self.ranks, group, ranks_per_node)
+        self.nodes = _nodes(ranks, group, ranks_per_node)
         """The ranks of each node; nodes are in the order of their first rank."""
         self.max_ctas: int | None = None
         """Thread blocks that NCCL may use for an operation of a channel made from now on; None: as many as it likes."""
@@ -118,7 +119,7 @@ class Topology:
             )
         row = next(node for node in self.nodes if self.rank in node)
         place = row.index(self.rank)
-        return Grid(row, tuple(node[place] for node in self.nodes))
+        return Grid(row, tuple(sorted(node[place] for node in self.nodes)))
 
     @property
     def square(self) -> Grid:
@@ -202,17 +203,19 @@ class Topology:
 
 
 def _nodes(
-    ranks: tuple[int, ...], group: dist.ProcessGroup | None, ranks_per_node: int | None
+    ranks: list[int], group: dist.ProcessGroup | None, ranks_per_node: int | None
 ) -> tuple[tuple[int, ...], ...]:
+    """Return the rising ranks of each node, given the ranks of ``group`` in its order, which may be another."""
     if ranks_per_node is not None:
-        return tuple(ranks[begin : begin + ranks_per_node] for begin in range(0, len(ranks), ranks_per_node))
+        rising = sorted(ranks)
+        return tuple(tuple(rising[begin : begin + ranks_per_node]) for begin in range(0, len(rising), ranks_per_node))
     if len(ranks) == 1:
-        return (ranks,)
+        return (tuple(ranks),)
     labels: list[str] = [""] * len(ranks)
     dist.all_gather_object(labels, _own_node(), group=group)
+    node_of = dict(sorted(zip(ranks, labels, strict=True)))
     return tuple(
-        tuple(rank for rank, other in zip(ranks, labels, strict=True) if other == label)
-        for label in dict.fromkeys(labels)
+        tuple(rank for rank, other in node_of.items() if other == label) for label in dict.fromkeys(node_of.values())
     )
 
 

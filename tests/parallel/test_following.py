@@ -163,3 +163,15 @@ def _inexact_engines() -> None:
         for layout in (Parallel(tensor=2), piped):
             losses = train("tiny", 8, BATCH["tiny"], parallel=layout, sync=engine, optim=optim).losses
             assert all(math.isfinite(loss) for loss in losses), engine
+
+
+def test_shards_that_put_off_a_part_of_their_updates_stay_in_step():
+    """The two groups of shards send other chunks, and each update of LARS adds up norms over both."""
+    engine = {**SPARSE, "sparsity": 0.75, "timing": "hybrid", "threshold_mb": 0}
+    at_once = {**engine, "timing": "lazy"}
+    for put_off, expected in run(4, _sparse_shards, [engine, at_once]):
+        assert put_off == pytest.approx(expected, rel=1e-5)
+
+
+def _sparse_shards(engines: list[dict[str, Any]]) -> list[list[float]]:
+    return [train("tiny", 20, 12, 0.05, Parallel(tensor=2), sync=sync, optim=LARS).losses for sync in engines]

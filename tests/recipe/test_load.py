@@ -134,6 +134,15 @@ def test_a_shipped_recipe_survives_being_written_out_in_full(name: str, tmp_path
             "parallel.pipeline 5 with schedule interleaved cuts alexnet into 10 stages, and it comes in 8 pieces",
         ),
         (
+            {
+                **ALEXNET,
+                "parallel": {"tensor": 2},
+                "sync": {"kind": "auto"},
+                "optim": {"kind": "lars", "lr": 1, "weight_decay": 0},
+            },
+            "sync.kind 'auto' with sync.defer may choose other engines for other shards, and optim.kind 'lars' adds",
+        ),
+        (
             {"model": {"kind": "resnet50"}, "parallel": {"pipeline": 20, "schedule": "gpipe"}},
             "into 20 stages, and it comes in 19 pieces",
         ),

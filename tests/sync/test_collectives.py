@@ -322,3 +322,30 @@ def _uneven_nodes() -> None:
 def test_a_lost_peer_is_named():
     assert str(PeerLost(3, RuntimeError("Connection closed by peer"))).startswith("rank 3 closed its connection")
     assert math.isfinite(PeerLost(3, RuntimeError("Timed out waiting 10ms")).rank)
+
+
+def test_ranks_may_be_placed_on_nodes_in_any_order():
+    """As by `srun --distribution=arbitrary` or a rankfile; a group of torch has its ranks in rising order."""
+    for errors in run(4, _placed_oddly):
+        for case, (error, allowed) in errors.items():
+            assert error <= allowed, case
+
+
+def _placed_oddly() -> dict[str, tuple[float, float]]:
+    rank = dist.get_rank()
+    os.environ["GROUP_RANK"] = "0110"[rank]
+    errors = {}
+    for group in (None, dist.new_group([2, 0, 3, 1], sort_ranks=False)):
+        topology = Topology(torch.get_default_device(), group)
+        assert topology.nodes == ((0, 3), (1, 2))
+        for collective in COLLECTIVES:
+            for wire, allowed in {torch.float32: 1e-6, torch.bfloat16: 4e-2, torch.int8: 1e-1}.items():
+                if wire == torch.int8 and collective == "native":
+                    continue
+                tensor = values(rank, 8192, 4, integers=False).clone()
+                reduced(tensor, wire, collective, topology)
+                error = (tensor.double() - mean_of(8192, 4, integers=False)).abs().max().item()
+                errors[f"{collective} {wire}, group {group is not None}"] = error, allowed
+        topology.close()
+    del os.environ["GROUP_RANK"]
+    return errors

@@ -100,3 +100,24 @@ def _sparse(settings: SparseSync) -> tuple[Tensor, Tensor]:
             pool.settle()
         seen.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     return seen[-2], seen[-1]
+
+
+def test_sparse_lets_nobody_overlook_it_either():
+    """Even if all chunks that this step sends were complete, and on their way, when a backward failed on one rank."""
+    for weights in run(2, _sparse_on_one_rank):
+        assert all(weight.isnan().any() for weight in weights), "on both ranks, at whichever layer it fails"
+
+
+def _sparse_on_one_rank() -> list[Tensor]:
+    found = []
+    for layer in range(5):
+        model = Layers()
+        few = SparseSync(wire="fp32", sparsity=0.8, chunk=16, threshold_mb=0, dense_epochs=0, ramp_epochs=0)
+        pool = pooled(model, few)
+        optimizer = build_optimizer(Sgd(kind="sgd", lr=0.01, weight_decay=1e-4), model)
+        for step in range(6):
+            if backward(model, pool, step, layer if step == 3 and dist.get_rank() == 1 else None):
+                pool.step(optimizer)
+        pool.close()
+        found.append(torch.cat([param.detach().flatten() for param in model.parameters()]))
+    return found

@@ -10,7 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from imagenet_fast.sync import AutoSync, EngineSettings, GradientPool, LazySync, PowerSgdSync, SparseSync
+from imagenet_fast.sync import (
+    AutoSync,
+    Engine,
+    EngineSettings,
+    GradientPool,
+    LazySync,
+    PowerSgdSync,
+    SparseSync,
+    attach,
+    build_engine,
+)  # fmt: skip
 from tests.sync.loops import (
     DEAR,
     DENSE,
@@ -164,3 +174,49 @@ def test_the_state_of_auto_is_loaded_before_and_after_its_choice():
             pooled(Layers(), LAZY).load_state_dict(kept_)
         with pytest.raises(ValueError, match=r"auto had chosen butterflies.*which is not among"):
             pooled(Layers(), chooser).load_state_dict(kept_ | {"elected": "butterflies"})
+
+
+def test_two_optimizers_with_one_scaler_update_it_once():
+    """`pool.step` with a scaler updates it, so that of a second optimizer is refused; the loop by hand is as ever."""
+
+    def halves() -> tuple[nn.Module, list[torch.optim.SGD], torch.amp.GradScaler]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        optimizers = [torch.optim.SGD(half.parameters(), lr=0.1) for half in model]
+        return model, optimizers, torch.amp.GradScaler("cpu", 2.0**10, growth_interval=1)
+
+    def by_hand(pool: GradientPool | None, model: nn.Module, optimizers: list[torch.optim.SGD], scaler: Any) -> None:
+        scaler.scale(model(torch.ones(3, 4)).square().sum()).backward()
+        if pool is not None:
+            pool.finish()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+
+    model, (first, second), scaler = halves()
+    pool = GradientPool(model)
+    pool.attach(build_engine(LazySync(wire="fp32"), pool))
+    pool.zero_grad()
+    scaler.scale(model(torch.ones(3, 4)).square().sum()).backward()
+    pool.step(first, scaler)
+    with pytest.raises(ValueError, match=r"a second optimizer would be unscaled by the next step's scale; call pool"):
+        pool.step(second, scaler)
+    pool.close()
+    expected, model = halves(), halves()
+    by_hand(None, *expected)
+    pool = GradientPool(model[0])
+    pool.attach(build_engine(LazySync(wire="fp32"), pool))
+    pool.zero_grad()
+    by_hand(pool, *model)
+    pool.close()
+    assert model[2].get_scale() == expected[2].get_scale() == 2.0**11
+    for one, two in zip(model[0].parameters(), expected[0].parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_model_whose_engine_could_not_be_built_is_free_for_another():
+    model = nn.Linear(3, 3)
+    with pytest.raises(ZeroDivisionError):
+        attach(model, Engine(torch.float32, "backward", 1e6, group_key=lambda slot: 1 // 0))
+    _, sync = attach(model, LazySync(wire="fp32"))
+    sync.close()

@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from imagenet_fast.recipe.engine_table import Codes, CodingTable, Collective
 from imagenet_fast.sync import AutoSync, DearSync, GradientPool, HybridSync, LazySync, SyncEngine, build_engine
 from imagenet_fast.sync.engines import wire_dtype
+from imagenet_fast.sync.gradient_buffer import GradientBuffer
+from imagenet_fast.sync.param_slot import slots_of
 from imagenet_fast.sync.quantization import BLOCK, PLAIN, ErrorFeedback, Feedback, Packer, decode, encode
 from tests.spawning import run
 from tests.sync.loops import lending, unmeasured
 
 WIRES = (torch.int8, torch.float8_e4m3fn)
+CPU = torch.device("cpu")
 
 
 def code(values: Tensor, left: Tensor | None, wire: torch.dtype) -> Tensor:
@@ -230,3 +233,20 @@ def _alone() -> None:
 
 def test_names_of_wires_are_torchs_dtypes():
     assert [wire_dtype(wire) for wire in CODES] == list(WIRES)
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_a_residual_that_ranks_of_a_node_share_survives_saving_to_the_bit(ranks: int):
+    """It is saved in the units of one rank, and held in those of the node's mean: thirds, fifths, sevenths."""
+    model = nn.Linear(BLOCK, 64)
+    spans = GradientBuffer(slots_of(dict(model.named_parameters()), model), BLOCK).spans
+    whole = slice(0, spans[-1].stop)
+    before, after = ErrorFeedback(spans, CPU), None
+    Packer(before.blocks(whole), 2, torch.int8, CPU, ranks)
+    rows = before._pieces[0][1].rows
+    rows.copy_(torch.randn(rows.shape, generator=torch.Generator().manual_seed(0)))
+    after = ErrorFeedback(spans, CPU, before.gathered())
+    after.share(ranks, lambda _: None)  # the other ranks of the node hold zeros where this one holds rows
+    Packer(after.blocks(whole), 2, torch.int8, CPU, ranks)
+    real = before._pieces[0][2]
+    assert torch.equal(after._pieces[0][1].rows[real], rows[real])

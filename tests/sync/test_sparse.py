@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.optimizer import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from imagenet_fast.recipe.optim_config import Sgd
 from imagenet_fast.sync import GradientPool, LazySync, SparseSync, build_engine
@@ -305,3 +306,45 @@ def _refused_optimizers() -> None:
         pool.step(torch.optim.AdamW(model.parameters()))
     with pytest.raises(ValueError, match="a GradScaler would apply the rest as well"):
         pool.step(build_optimizer(SGD, model), torch.amp.GradScaler("cpu"))
+
+
+@pytest.mark.parametrize("timing", ["lazy", "hybrid"])
+def test_momentum_correction_takes_in_what_a_later_backward_of_the_step_adds(timing: str):
+    """A reentrant checkpoint's backward ends inside another one; two losses may reach different layers."""
+    corrected = settings(sparsity=0.0, timing=timing, momentum_correction=True, momentum=0.9)
+    plain, nested, apart = (_three_layers(corrected, way) for way in ("plain", "nested", "apart"))
+    assert plain.keys() == nested.keys()
+    for name, expected in plain.items():
+        torch.testing.assert_close(nested[name], expected, msg=name)
+    assert apart == {}, "checked inside, against two losses at once"
+
+
+def _three_layers(chosen: SparseSync, way: str) -> dict[str, torch.Tensor]:
+    if way == "apart":
+        for name, expected in _steps_of(chosen, "at once").items():
+            torch.testing.assert_close(_steps_of(chosen, way)[name], expected, msg=name)
+        return {}
+    return _steps_of(chosen, way)
+
+
+def _steps_of(chosen: SparseSync, way: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    pool, _ = pooled(model, chosen)
+    optimizer = build_optimizer(Sgd(kind="sgd", lr=0.02, weight_decay=0.0), model, True)
+    for step in range(6):
+        pool.zero_grad()
+        images = torch.randn(6, 8, generator=torch.Generator().manual_seed(step)).requires_grad_()
+        if way in ("at once", "apart"):
+            losses = [model[:2](images).square().sum(), model[2:](images).square().sum()]
+            for loss in [losses[0] + losses[1]] if way == "at once" else losses:
+                loss.backward()
+        else:
+            value = images
+            for layer in model:
+                value = (checkpoint(layer, value, use_reentrant=True) if way == "nested" else layer(value)).tanh()
+            value.square().sum().backward()
+        pool.step(optimizer)
+    pool.settle()
+    pool.close()
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
