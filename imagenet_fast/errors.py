@@ -64,7 +64,8 @@ def refusal_in(folder: Path) -> tuple[str, int] | None:
         last = max(int(path.name.removeprefix("attempt-")) for path in folder.glob("attempt-*"))
         left = {tuple(map(int, path.stem.split("-")[2:])): path for path in folder.glob(f"refusal-{last}-*.txt")}
         if left:
-            return left[min(left)].read_text(encoding="utf-8"), max(code for *_, code in left)
+            sentence = left[min(left)].read_text(encoding="utf-8", errors="surrogateescape")
+            return sentence, max(code for *_, code in left)
     return None
 
 
@@ -81,8 +82,9 @@ def exit_with_error(sentence: str, code: int = 2) -> NoReturn:
         rank = os.environ.get("RANK", "0")
         path = _refusals[0] / f"refusal-{_attempt()}-{time.time_ns()}-{rank}-{code}.txt"
         with suppress(OSError):  # the launcher has ended
-            path.with_suffix(".partial").write_text(sentence, encoding="utf-8")
+            # A file name may be no UTF-8.
+            path.with_suffix(".partial").write_text(sentence, encoding="utf-8", errors="surrogateescape")
             path.with_suffix(".partial").rename(path)
-    elif os.environ.get("LOCAL_RANK", "0") == "0":
+    elif os.environ.get("LOCAL_RANK", "0") == "0" or "RANK" not in os.environ:  # without RANK it is no rank
         print(f"error: {sentence}", file=sys.stderr)
     raise SystemExit(code) from None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, assert_never
@@ -128,6 +130,7 @@ def find_split(root: Path, split: SplitName) -> Found:
         some = [str(path[0]) for path in (tars, records) if path] + [f"folders in {split}"] * nested
         raise UserError(f"{root} holds the {split} split in several formats ({' and '.join(some)}); keep one of them")
     if tars:
+        _require_prepared(root, split, tars)
         return Found("webdataset", _complete(tars, _TAR))
     if records:
         return Found("tfrecord", _complete(records, _RECORDS))
@@ -148,6 +151,9 @@ def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 def _complete(shards: list[Path], pattern: re.Pattern[str]) -> list[Path]:
     """Return ``shards``; raise UserError if a number is missing in between, or up to the total in their names."""
+    if twice := [name for name, times in Counter(path.name for path in shards).items() if times > 1]:
+        places = " and ".join(str(path.parent) for path in shards if path.name == twice[0])
+        raise UserError(f"{places} both hold {twice[0]}, whose images would count twice; keep one of them")
     parts = [found.groupdict() for path in shards if (found := pattern.fullmatch(path.name))]
     named = [part for part in parts if part["number"]]
     if len(totals := sorted({part["total"] for part in named if part.get("total")})) > 1:
@@ -161,6 +167,20 @@ def _complete(shards: list[Path], pattern: re.Pattern[str]) -> list[Path]:
                 "first; put them there"
             )
     return shards
+
+
+def _require_prepared(root: Path, split: SplitName, tars: list[Path]) -> None:
+    """Raise UserError if a tar is missing that `data prepare` has put there: gaps at either end show nowhere else."""
+    try:
+        noted = json.loads((root / "prepared.json").read_bytes())["files"][split]
+        lost = sorted(name for name in noted if name.endswith(".tar") and not (root / split / name).is_file())
+    except (OSError, ValueError, KeyError, TypeError):  # not from `data prepare`, or not as shards
+        return
+    if lost and any(path.name in noted for path in tars):
+        raise UserError(
+            f"{root / split} lacks {len(lost)} of the shards that {root / 'prepared.json'} lists, such as {lost[0]}; "
+            "copy them too, or remove that file to train on a part"
+        )
 
 
 def _check(found: Found) -> None:

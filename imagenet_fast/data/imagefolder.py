@@ -166,23 +166,24 @@ def _check_classes(root: Path, split: str, names: list[str]) -> None:
                     return f"is of {before} files in {shown(name)}, where there are {now}"
         return ""
 
-    check_kept(root, split, _KIND, fault)
+    check_kept(root, split, _KIND, _stamps(folder, names), fault)
 
 
 def _open(root: Path, split: str, names: list[str], classes: list[str]) -> ImageFolder:
     folder = root / split
 
-    def stamp() -> Fingerprint:
-        """Return the stamps of the class folders; a folder's times change when a name in it does."""
-        return [index_cache.stamp_of(name, (folder / name).stat()) for name in names]
-
-    index = load_or_build_index(root, split, _KIND, stamp, lambda: _list(folder, names))
+    index = load_or_build_index(root, split, _KIND, lambda: _stamps(folder, names), lambda: _list(folder, names))
     if os.environ.get("RANK", "0") == "0":
         _tell_left_out(folder, index.about)
     kept = index.columns
     number = {name: label for label, name in enumerate(classes)}
     numbers = np.asarray([number[name] for name in names], dtype=np.int64)
     return ImageFolder(folder, kept["names"].tobytes(), kept["ends"], numbers[kept["folders"]], classes)
+
+
+def _stamps(folder: Path, names: list[str]) -> Fingerprint:
+    """Return the stamps of the class folders; a folder's times change when a name in it does."""
+    return [index_cache.stamp_of(name, (folder / name).stat()) for name in names]
 
 
 def _list(folder: Path, names: list[str]) -> Index:

@@ -294,6 +294,9 @@ def summary(found: Verified, root: Path) -> Iterator[str]:
 def _summary(found: Verified, root: Path) -> Iterator[str]:
     for split, classes in found.counts.items():
         counts = sorted(classes.values())
+        if not counts:
+            yield f"{split:<5}  no images in class folders"
+            continue
         yield (
             f"{split:<5}  {sum(counts)} images in {len(counts)} classes: {counts[0]} to {counts[-1]} in each, "
             f"median {counts[len(counts) // 2]}"

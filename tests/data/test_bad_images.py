@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from imagenet_fast.data.formats.shard_writer import Sample, write_tar
 from imagenet_fast.data.imagefolder import scan_training
 from imagenet_fast.data.loaders import build_loaders
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import ImageData
-from tests.data.encoded import BAD
+from tests.data.encoded import BAD, BLOBS, encoded
 
 CPU = torch.device("cpu")
 LOADERS = ("folder", "dali")
@@ -113,3 +114,24 @@ def test_a_image_that_has_gone_is_named_too(image_dir: Path, tmp_path: Path, loa
     gone.unlink()
     with pytest.raises(UserError, match=rf"{gone} cannot be .*No such file"):
         next(train)
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_images_of_a_shard_that_has_gone_are_named_or_skipped(
+    tmp_path: Path, loader: str, capfd: pytest.CaptureFixture[str]
+):
+    sound = encoded(BLOBS, "JPEG")
+    shards = [tmp_path / f"train-{number}.tar" for number in range(4)]
+    for number, path in enumerate([*shards, tmp_path / "val-0.tar"]):
+        write_tar(path, [(n, Sample(f"{number}-{n}", sound, n % 2)) for n in range(5)])
+
+    def first_batch(on_bad_image: str) -> None:
+        train = build_loaders(data(loader, on_bad_image), tmp_path, Batching(1, 20, 1), 0, 2, CPU, seed=1).train
+        shards[1].rename(shards[1].with_suffix(".kept"))
+        assert len(next(train)[0]) == 20
+
+    with pytest.raises(UserError, match=rf"{shards[1]}.*No such file"):
+        first_batch("fail")
+    shards[1].with_suffix(".kept").rename(shards[1])
+    first_batch("skip")
+    assert "bad images so far on this rank: 5" in capfd.readouterr().err

@@ -481,6 +481,7 @@ def test_validation_alone_is_numbered_by_itself(tmp_path: Path):
         (["train-00000-of-00001", "train-00000-of-00002", "train-00001-of-00002"], "-of-00001 and -of-00002; keep one"),
         (["train-0.tar", "train-00000-of-00001"], "in several formats"),
         (["train-0.tar", "train/cat/1.jpg"], "in several formats"),
+        (["train-0.tar", "train/train-0.tar"], "both hold train-0.tar, whose images would count twice; keep one"),
     ],
 )
 def test_an_incomplete_or_ambiguous_directory_is_refused(names: list[str], sentence: str, tmp_path: Path):

@@ -8,6 +8,8 @@ import multiprocessing
 import os
 import random
 import shutil
+import subprocess
+import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from itertools import repeat
@@ -292,3 +294,38 @@ def test_an_index_of_before_is_made_anew(tmp_path: Path, capsys: pytest.CaptureF
         np.savez(file, about=np.frombuffer(json.dumps(about).encode(), np.uint8), numbers=np.full(100, 7))
     assert kept(tmp_path, fill=2) == kept(tmp_path, fill=3) == [2] * 100
     assert f"{tmp_path / NAME} is of another format or version; it is made anew" in capsys.readouterr().err
+
+
+def test_an_index_of_somebody_else_that_is_out_of_date_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It is not used anyway, so it need not be removed."""
+    for split in ("train", "val"):
+        for number in range(3):
+            (tmp_path / split / "cat").mkdir(parents=True, exist_ok=True)
+            (tmp_path / split / f"cat/{number}.jpg").touch()
+    scan_training(tmp_path)
+    (tmp_path / "train/cat/0.jpg").unlink()
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    check_folders(tmp_path)
+    assert len(scan_training(tmp_path)) == 2
+
+
+def test_a_disk_that_fills_up_while_an_index_is_written_ends_nothing(tmp_path: Path):
+    """Also where the rest of a buffer is written only when the file is closed."""
+    for split in ("train", "val"):
+        (tmp_path / split / "cat").mkdir(parents=True)
+        for number in range(2000):
+            (tmp_path / split / f"cat/{number}.jpg").touch()
+    script = (
+        "import resource, signal, sys; from pathlib import Path\n"
+        "from imagenet_fast.data.imagefolder import scan_training\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "print(len(scan_training(Path(sys.argv[1]))))"
+    )
+    done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "2000\n"), done.stderr
+    assert not list(tmp_path.glob("*.partial"))

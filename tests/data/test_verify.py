@@ -228,3 +228,12 @@ def test_read_only_data_with_a_list_that_is_right_needs_no_other(data: Path, rea
     assert f"`train` and `eval` leave out the bad files; they are listed in {data / 'quarantine.json'}" in list(
         summary(verify(data), data)
     )
+
+
+@pytest.mark.parametrize("val", ["val/0.jpg", "val/a/notes.txt"])
+def test_a_split_without_class_folders_is_said(val: str, tmp_path: Path):
+    replica.write_files(tmp_path / "data", {"train/a/0.jpg": replica.encoded(replica.photo(1, 40, 50)), val: b""})
+    command = ["data", "verify", "--data", str(tmp_path / "data"), "--json", str(tmp_path / "all.json")]
+    done = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert "val    no images in class folders" in done.stdout
+    assert json.loads((tmp_path / "all.json").read_text())["classes"]["val"] == {}

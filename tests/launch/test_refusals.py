@@ -6,6 +6,9 @@ import os
 import re
 from pathlib import Path
 
+import pytest
+
+from imagenet_fast import errors
 from tests.conftest import make_images
 from tests.e2e.command import events_of, imagenet_fast
 
@@ -60,3 +63,20 @@ def test_a_run_whose_own_files_are_in_the_way_says_so_once(tmp_path: Path):
         assert "failed" not in ended.stdout
         (run / name).rmdir()
         (tmp_path / name).rename(run / name)
+
+
+def test_a_file_name_that_is_no_utf8_is_heard_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(errors, "_refusals", [])
+    errors.leave_refusals_in(tmp_path)
+    sentence = f"{os.fsdecode(b'caf' + bytes([233]) + b'.jpg')} cannot be decoded; replace it"
+    with pytest.raises(SystemExit) as end:
+        errors.exit_with_error(sentence)
+    assert end.value.code == 2
+    assert errors.refusal_in(tmp_path) == (sentence, 2)
+
+
+def test_a_local_rank_in_the_shell_silences_nothing():
+    """Without RANK this process is no rank, and nobody else would print the error."""
+    ended = imagenet_fast("plan", "--recipe", "nonsense", LOCAL_RANK="3")
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: there is no recipe 'nonsense'")

@@ -95,22 +95,23 @@ def load_or_build_index(
     return make()
 
 
-def check_kept(root: Path, split: str, kind: Kind, fault: Callable[[Index], str]) -> None:
+def check_kept(root: Path, split: str, kind: Kind, stamps: Fingerprint, fault: Callable[[Index], str]) -> None:
     """Remove the stored index of a split under ``root`` if ``fault`` finds an error in it.
 
-    This is for faults that stamps do not show.
+    This is for faults that stamps do not show: an index with other stamps is not used anyway.
 
     Args:
         root: The data directory.
         split: The name of the split.
         kind: The format and the columns that the index must have.
+        stamps: The stamps of the data as it is now.
         fault: Returns what is wrong with an index, or an empty string.
 
     Raises:
         UserError: The index cannot be removed.
     """
     for place in _places(root, split):
-        found = _read(place, kind, None)
+        found = _read(place, kind, stamps)
         if not isinstance(found, Index) or not (what := fault(found)):
             continue
         try:
@@ -193,13 +194,14 @@ def _alone(place: Path) -> Iterator[BinaryIO | None]:
     except OSError:  # no write permission, or a file system without locks
         yield None
         return
-    with file:
-        try:
-            yield file
-        finally:
-            with suppress(OSError):
-                if _is(file, path):
-                    path.unlink()
+    try:
+        yield file
+    finally:
+        with suppress(OSError):
+            if _is(file, path):
+                path.unlink()
+        with suppress(OSError):  # on a full disk it tries again to write what is left in its buffer
+            file.close()
 
 
 def _take(path: Path) -> BinaryIO:

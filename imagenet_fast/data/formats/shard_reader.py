@@ -6,6 +6,7 @@ import os
 import resource
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -99,10 +100,11 @@ class Shards:
             return
         ordered = indices[np.lexsort((self._offsets[indices], self._shards[indices]))]
         for shard, group in groupby(ordered.tolist(), key=lambda index: int(self._shards[index])):
-            descriptor = self._open(self.files[shard])
             places = ((int(self._offsets[index]), int(self._lengths[index])) for index in group)
-            for begin, end in _together(places):
-                os.posix_fadvise(descriptor.number, begin, end - begin, os.POSIX_FADV_WILLNEED)
+            with suppress(OSError):  # whoever reads the image meets it again, and can name the image or skip it
+                descriptor = self._open(self.files[shard])
+                for begin, end in _together(places):
+                    os.posix_fadvise(descriptor.number, begin, end - begin, os.POSIX_FADV_WILLNEED)
 
     def read_at(self, index: int, offset: int, length: int) -> bytes:
         """Return ``length`` bytes at ``offset`` of the shard that holds image ``index``.

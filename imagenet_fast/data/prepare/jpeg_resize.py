@@ -42,12 +42,13 @@ def shrunk(content: bytes, side: int, quality: int) -> bytes:
             exif = image.info.get("exif", b"")
             scale = side / min(width, height)
             small = pixels.resize((round(width * scale), round(height * scale)), Image.Resampling.LANCZOS)
+            written = BytesIO()
+            exif = exif if len(exif) <= _LONGEST_EXIF else b""
+            small.save(written, "JPEG", quality=quality, icc_profile=profile, exif=exif)
+            return written.getvalue()
     # Pillow's decoders raise many types, among them EOFError, SyntaxError and struct.error
     except Exception as error:
         raise Undecodable(str(error)) from None
-    written = BytesIO()
-    small.save(written, "JPEG", quality=quality, icc_profile=profile, exif=exif if len(exif) <= _LONGEST_EXIF else b"")
-    return written.getvalue()
 
 
 def stored(file: SourceFile, settings: Settings) -> tuple[bytes, bool]:

@@ -43,7 +43,8 @@ def _folders(root: Path) -> Source:
     classes = _classes(root, "train")
     hidden = _hidden(root, "train")
     apart = _apart(root, "train", [of.name for of in classes])
-    if not (flat := _flat(root / "val")):
+    flat = _flat(root / "val")
+    if not flat or {of.name for of in classes}.intersection(look_into(root / "val").folders):
         val = _classes(root, "val")
         apart += _apart(root, "val", [of.name for of in val])
         return Source("one folder a class", classes + val, apart=apart, hidden=hidden + _hidden(root, "val"))

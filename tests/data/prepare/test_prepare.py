@@ -23,11 +23,14 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from imagenet_fast.cli.main import app
+from imagenet_fast.data.format_detection import check_folders, open_training
 from imagenet_fast.data.imagefolder import scan
 from imagenet_fast.data.prepare import imagenet_archives, preflight
 from imagenet_fast.data.prepare import prepare as preparing
 from imagenet_fast.data.prepare.imagenet_archives import read_devkit
+from imagenet_fast.data.prepare.jpeg_resize import Undecodable, shrunk
 from imagenet_fast.data.prepare.prepare import prepare
+from imagenet_fast.data.prepare.sources import recognise
 from imagenet_fast.data.prepare.staging_dir import Settings, alone_in
 from imagenet_fast.errors import UserError
 from tests.data.prepare import replica
@@ -500,3 +503,42 @@ def test_options_that_make_no_sense_are_refused(
     tmp_path: Path, tars: Path, refusal: Callable[..., str], options: list[str], told: str
 ):
     assert told in refusal("data", "prepare", "--source", str(tars), "--out", str(tmp_path / "out"), *options)
+
+
+def test_images_that_cannot_be_written_smaller_are_copied(tmp_path: Path):
+    """A GIF's comment may be longer than JPEG allows, and so may a side of a strip."""
+    wordy = replica.encoded(replica.photo(1, 300, 400), "GIF", comment=b"x" * 70_000)
+    strip = replica.encoded(Image.new("L", (140_000, 2)), "PNG")
+    for content, side in ((wordy, 256), (strip, 1)):
+        with pytest.raises(Undecodable):
+            shrunk(content, side, 95)
+    replica.write_files(tmp_path / "source", {"train/a/wordy.JPEG": wordy, "val/a/plain.JPEG": wordy})
+    prepare(tmp_path / "source", tmp_path / "out", SMALL, subset=True)
+    assert (tmp_path / "out/train/a/wordy.JPEG").read_bytes() == wordy
+
+
+def test_an_image_beside_class_folders_does_not_make_them_kaggles(tmp_path: Path, images: Images):
+    source = replica.image_folder(tmp_path / "source", images)
+    shutil.copy(next(source.glob("val/*/*")), source / "val/stray.JPEG")
+    found = recognise(source)
+    assert found.told == "one folder a class"
+    assert found.apart == ["val/stray.JPEG"]
+
+
+@pytest.mark.parametrize("lost", [0, -1])
+def test_shards_missing_at_an_end_are_missed(lost: int, tmp_path: Path, images: Images):
+    """An interrupted copy lacks the last ones, and their names do not say how many there were."""
+    out = tmp_path / "out"
+    few = Settings(format="webdataset", resize=None, quality=None, shard_size=100_000)
+    prepare(replica.image_folder(tmp_path / "source", images), out, few, subset=True)
+    shards = sorted(out.glob("train/*.tar"))
+    assert len(shards) > 2
+    check_folders(out)
+    shards[lost].unlink()
+    for look in (check_folders, open_training):
+        with pytest.raises(
+            UserError, match=rf"lacks 1 of the shards that .*prepared.json lists, such as {shards[lost].name}"
+        ):
+            look(out)
+    (out / "prepared.json").unlink()
+    assert len(open_training(out)) > 0, "a part that is meant"
