@@ -119,7 +119,11 @@ class Run:
 
 
 def plan(rows: Sequence[Row] = ()) -> list[Run]:
-    """Return all runs, the most telling first: a seed of everything before the next seed, rates before their use."""
+    """Return all runs, the most telling first: rates before their use, and a seed of everything before the next seed.
+
+    Before these come all seeds of what README and the engines' pages compare: LARS at eight times the least batch, int8
+    beside bf16, mild beside plain.
+    """
 
     def tried(case: str) -> Iterator[Run]:
         return (Run("rates", case, 1, batch, rate) for batch in TUNED for rate in rates(rows, case, batch))
@@ -132,10 +136,14 @@ def plan(rows: Sequence[Row] = ()) -> list[Run]:
         yield from (Run("small", case, seed) for case in SMALL if case != "probe" or seed == 1)
 
     first = [run for case in ("sgd", "lars") for run in (*tried(case), *batches(case, 1))]
+    for seed in SEEDS:
+        first += [Run("batches", "lars", seed, batch) for batch in (BATCHES[0], 8 * BATCHES[0])]
+        first += [Run("batches", "sgd", seed, ENGINES_AT), Run("engines", "int8", seed, ENGINES_AT)]
+        first += [Run("small", case, seed) for case in SMALL if case != "probe" or seed == 1]
     first += [*others(1), *tried("larc"), *batches("larc", 1)]
     later = [run for seed in SEEDS[1:] for case in OPTIMISERS for run in batches(case, seed)]
     rest = [run for seed in SEEDS[1:] for run in others(seed)]
-    return first + sorted([*later, *rest], key=lambda run: run.seed)
+    return list(dict.fromkeys(first + sorted([*later, *rest], key=lambda run: run.seed)))
 
 
 def tried_rates(rows: Iterable[Row], case: str, batch: int) -> dict[float, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -10,8 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from imagenet_fast.cli.options import JsonOption, PngOption, in_a_directory
-from imagenet_fast.errors import UserError
+from imagenet_fast.cli.options import JsonOption, PngOption, in_a_directory, refuse_beside
 
 bench_app = typer.Typer(help="Measure what this node can do.", no_args_is_help=True)
 
@@ -51,7 +50,7 @@ def bench_step(
     from imagenet_fast.bench.train_step import no_data_parallel, step_recipe
 
     if checkpoint_every is not None:
-        _refuse_beside(context, ("steps",), "goes by --checkpoint-every, if that is given; leave one of them out")
+        refuse_beside(context, ("steps",), "goes by --checkpoint-every, if that is given; leave one of them out")
     variants = [step_recipe(model, image_size, batch, precision, compiled, name) for name in sync.split(",")]
     times = measure(variants[0], variants, rounds, steps, checkpoint_every)
     _show(times, step_table, json_file)
@@ -149,7 +148,7 @@ def bench_sync(
         measuring = (
             "hosts", "ranks_per_host", "rate", "scale", "rounds", "steps", "png", "trace", "ladder", "batches"
         )  # fmt: skip
-        _refuse_beside(context, measuring, "measures a network, and --count does without one; leave one of them out")
+        refuse_beside(context, measuring, "measures a network, and --count does without one; leave one of them out")
         engines = parse_engines(sync or COUNTED, wire, overrides)
         _show(bench_count(profile, engines, ranks, ranks_per_node, link), count_table, json_file)
         return
@@ -160,14 +159,14 @@ def bench_sync(
     from imagenet_fast.bench.tables import batch_table, ladder_table, sync_table
     from imagenet_fast.cost_model.units import whole_numbers
 
-    _refuse_beside(context, ("ranks", "ranks_per_node", "link"), "is for --count; add that, or give --hosts and --rate")
+    refuse_beside(context, ("ranks", "ranks_per_node", "link"), "is for --count; add that, or give --hosts and --rate")
     measure = partial(
         measure_all, hosts=hosts, ranks_per_host=ranks_per_host, rate=rate, scale=scale, rounds=rounds, steps=steps
     )
     if ladder or batches is not None:
         asked, own = ("--ladder", ("batches",)) if ladder else ("--batches", ())
         reason = f"does not go with {asked}, which has engines of its own; leave one of them out"
-        _refuse_beside(context, ("sync", "wire", "overrides", "trace", *own), reason)
+        refuse_beside(context, ("sync", "wire", "overrides", "trace", *own), reason)
     if ladder:
         _show_and_draw(partial(bench_ladder, profile, measure), ladder_table, draw_ladder, (9, 4), json_file, png)
     elif batches is not None:
@@ -342,14 +341,6 @@ def bench_kernels(
     from imagenet_fast.bench.train_step import step_recipe
 
     _show(count_kernels(step_recipe(model, 224, 1, "fp32", compiled=False)), kernel_table, json_file)
-
-
-def _refuse_beside(context: typer.Context, parameters: Sequence[str], reason: str) -> None:
-    """Raise UserError if one of ``parameters`` was given; the message begins with that option."""
-    for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name or "")
-        if parameter.name in parameters and source is not None and source.name != "DEFAULT":
-            raise UserError(f"{parameter.opts[-1]} {reason}")
 
 
 def _show_and_draw(

@@ -139,7 +139,7 @@ def timeline(
     png: PngOption = None,
     until: Annotated[
         float | None,
-        typer.Option(metavar="MS", min=1, help="Where the time axis ends. Default: with the longest step."),
+        typer.Option(metavar="MS", min=1, max=1e9, help="Where the time axis ends. Default: with the longest step."),
     ] = None,
 ) -> None:
     """Show where the time of a step goes: computation, messages and waits, one trace beside the other.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -84,7 +85,11 @@ EndpointOption = Annotated[
 PatienceOption = Annotated[
     float,
     typer.Option(
-        "--join-timeout", metavar="SECONDS", min=1, help="How long nodes and ranks wait for each other at the start."
+        "--join-timeout",
+        metavar="SECONDS",
+        min=1,
+        max=1e8,
+        help="How long nodes and ranks wait for each other at the start.",
     ),
 ]
 RecipeOption = Annotated[
@@ -122,3 +127,11 @@ def written_out(shorthands: dict[str, object]) -> list[str]:
     None means that the option was not given; it is left out.
     """
     return [f"{key}={value}" for key, value in shorthands.items() if value is not None]
+
+
+def refuse_beside(context: typer.Context, parameters: Sequence[str], reason: str) -> None:
+    """Raise UserError if one of ``parameters`` was given; the message begins with that option."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name in parameters and source is not None and source.name != "DEFAULT":
+            raise UserError(f"{parameter.opts[-1]} {reason}")

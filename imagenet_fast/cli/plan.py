@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from imagenet_fast.cli.options import JsonOption, OptionalRecipeOption, PngOption
+from imagenet_fast.cli.options import JsonOption, OptionalRecipeOption, PngOption, refuse_beside
 from imagenet_fast.errors import UserError, warn
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 def plan(
+    context: typer.Context,
     recipe: OptionalRecipeOption = None,
     cluster: Annotated[
         str, typer.Option(metavar="NAME|FILE", help="A shipped cluster's name, or a TOML file.")
@@ -54,22 +55,34 @@ def plan(
     comes with it. Accuracy is assumed.
     """
     if rows:
+        no_rows = ("recipe", "cluster", "gpus", "sync", "sweep", "scaling", "overrides", "validate", "png")
+        refuse_beside(context, no_rows, "does not go with --rows, which has its own; leave one of them out")
         _show_rows(json_file)
         return
     if recipe is None:
         raise UserError("--recipe is missing; name one of `imagenet-fast recipes`, or give --rows")
     from imagenet_fast.plan.cluster import load_cluster
     from imagenet_fast.plan.devices import find_device
-    from imagenet_fast.plan.prediction import Situation, planned_engines
+    from imagenet_fast.plan.prediction import ENGINES, Situation, planned_engines
     from imagenet_fast.plan.sweep import parse_sweep
     from imagenet_fast.recipe.load import find_recipe, load_recipe
 
     if validate:
+        no_validate = ("cluster", "gpus", "sweep", "scaling", "png")
+        refuse_beside(context, no_validate, "does not go with --validate, which has four hosts; leave one of them out")
         _validate(load_recipe(find_recipe(recipe), overrides=overrides).model.kind, sync, json_file)
         return
-    named = {name.partition(":")[0].strip() for name in (sync or "").split(",")}
+    named = {name.partition(":")[0].strip() for name in (ENGINES if sync is None else sync).split(",")}
     own = [override for override in overrides if override.partition(".")[0] in named]
+    for override in overrides:
+        if override.partition("=")[0].partition(".")[0].strip() == "sync":
+            raise UserError(
+                f"--set {override} is of the recipe's engine, and plan predicts those of --sync; write --sync "
+                "NAME:WIRE, or --set NAME.KEY=VALUE with the engine's name"
+            )
     points = parse_sweep(sweep) if sweep is not None else None
+    if points is not None and points.key == "gpus":
+        refuse_beside(context, ("gpus",), "does not go with --sweep gpus=...; leave one of them out")
     written = load_recipe(find_recipe(recipe), overrides=[other for other in overrides if other not in own])
     machine = load_cluster(cluster)
     try:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -28,6 +29,9 @@ from imagenet_fast.cli.options import (
 )
 from imagenet_fast.errors import warn
 from imagenet_fast.launch.signals import stopping_early
+
+if TYPE_CHECKING:
+    from imagenet_fast.distributed.rank_info import RankInfo
 
 
 @stopping_early()
@@ -115,6 +119,10 @@ def train(
         for doubt in lint(written):
             warn(doubt)
     if place is not None:  # started by the user's torchrun or srun: this process is a rank
+        _warn_idle(
+            place,
+            {"--nproc": nproc, "--nodes": nodes, "--rdzv-endpoint": rdzv_endpoint, "--max-restarts": max_restarts},
+        )
         from imagenet_fast.launch.worker import run_worker
 
         job = plan(place.size)
@@ -158,6 +166,7 @@ def evaluate(
     adopt_step(os.environ)
     place = rank_info_from_env()
     if place is not None:  # started by the user's torchrun or srun: this process is a rank
+        _warn_idle(place, {"--nproc": nproc, "--nodes": nodes, "--rdzv-endpoint": rdzv_endpoint})
         from imagenet_fast.launch.evaluate import evaluate_as_rank
 
         evaluate_as_rank(plan(place.size), place, join_timeout)
@@ -168,3 +177,10 @@ def evaluate(
 
     cluster = resolve_nodes(nproc, nodes, rdzv_endpoint, join_timeout)
     raise typer.Exit(launch_evaluation(plan(cluster.ranks), cluster))
+
+
+def _warn_idle(place: RankInfo, options: Mapping[str, object]) -> None:
+    """Warn on rank 0 of options that say how to start ranks, where torchrun or srun has started them."""
+    given = [option for option, value in options.items() if value is not None]
+    if given and place.is_main:
+        warn(f"{' and '.join(given)} would start ranks, and torchrun or srun has started these; it is not used")

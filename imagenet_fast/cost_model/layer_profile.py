@@ -131,7 +131,10 @@ def load_profile(name: str) -> Profile:
             )
             for layer in raw["layers"]
         )  # fmt: skip
-        return Profile(raw["model"], raw["source"], layers)
+        profile = Profile(raw["model"], raw["source"], layers)
+        if not profile.elements or not 0 < profile.compute_s < math.inf:
+            raise ValueError("it has no parameters, or no layer that takes time")
+        return profile
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not a layer profile ({error}); `imagenet-fast bench profile` writes one") from None
 

@@ -60,16 +60,19 @@ def rank_info_from_env() -> RankInfo | None:
     """Return this process's rank from the environment, or None if it was not started as one of several ranks.
 
     Raises:
-        UserError: If a variable is no whole number, or only some are set, as by a pod's ``WORLD_SIZE``. Each such
-            process would train alone, with the whole batch.
+        UserError: If a variable is no whole number or out of range, or only some are set, as by a pod's
+            ``WORLD_SIZE``. Each such process would train alone, with the whole batch.
     """
     found = {key: os.environ[key] for key in TORCHRUN if key in os.environ}
     if len(found) == len(TORCHRUN):
+        given = ", ".join(f"{key}={value}" for key, value in found.items())
         try:
-            return RankInfo(*(int(found[key]) for key in TORCHRUN))
+            place = RankInfo(*(int(found[key]) for key in TORCHRUN))
         except ValueError:
-            given = ", ".join(f"{key}={value}" for key, value in found.items())
             raise UserError(f"the environment says {given}, which are not all whole numbers; correct them") from None
+        if not (0 <= place.local_rank < place.local_size <= place.size and 0 <= place.rank < place.size):
+            raise UserError(f"the environment says {given}, and ranks count from 0 to below their number; correct them")
+        return place
     if found and any(value not in ("0", "1", "") for value in found.values()):
         there, missing = " and ".join(found), ", ".join(key for key in TORCHRUN if key not in found)
         raise UserError(

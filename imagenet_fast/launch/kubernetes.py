@@ -168,7 +168,7 @@ class Pods:
             "metadata": {"annotations": {"sidecar.istio.io/inject": "false"}},  # a sidecar would outlive the training
             "spec": {
                 **more,
-                "terminationGracePeriodSeconds": _GRACE_S,
+                "terminationGracePeriodSeconds": max(_GRACE_S, math.ceil(job.recipe.checkpoint.grace_s) + 10),
                 "containers": [one],
                 "volumes": [{"name": name, **source} for name, (_, source) in volumes.items()],
             },

@@ -59,7 +59,7 @@ def resolve_nodes(
     Args:
         nproc: Ranks per node; None for the usual number.
         asked: Number of nodes, or a range like ``2:4``; None for the nodes that srun has started, or one.
-        endpoint: HOST:PORT where the nodes meet; None for srun's first node, or a single node.
+        endpoint: HOST:PORT where the nodes meet; None for the first node that srun has started, or a single node.
         patience_s: Seconds to wait for the other nodes.
         restarts: How often to restart ranks; None for as often as these nodes need.
 
@@ -67,8 +67,8 @@ def resolve_nodes(
         UserError: If an option is invalid, or an endpoint is missing.
     """
     least, count = parse_nodes("1" if asked is None else str(asked))
-    if asked is None and endpoint is None:
-        count, endpoint = step_nodes() or (1, None)
+    if asked is None and (step := step_nodes()) is not None:
+        count, endpoint = step[0], endpoint or step[1]
     if (count > 1 or least is not None) and endpoint is None:
         raise UserError(f"--nodes {asked} needs --rdzv-endpoint HOST:PORT, the same on every node")
     meeting_place = parse_endpoint(endpoint) if endpoint is not None else None

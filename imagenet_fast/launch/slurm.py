@@ -13,6 +13,7 @@ started does not have them.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -139,8 +140,10 @@ def sbatch_text(
     Raises:
         UserError: If a name has characters that Slurm does not allow, or the time limit leaves no time to train.
     """
-    if time_limit is not None and parse_time_limit(time_limit) <= 2 * _WARNING_S:
-        raise UserError(f"--time {time_limit} leaves no time to train; give more than {2 * _WARNING_S // 60} minutes")
+    warning_s = max(_WARNING_S, math.ceil(job.recipe.checkpoint.grace_s) + 70)
+    if time_limit is not None and parse_time_limit(time_limit) <= 2 * warning_s:
+        minutes = math.ceil(2 * warning_s / 60)
+        raise UserError(f"--time {time_limit} leaves no time to train; give more than {minutes} minutes")
     asked = {
         "job-name": label,
         "nodes": str(job.nodes),
@@ -154,7 +157,7 @@ def sbatch_text(
         "account": _plain("--account", account),
         "open-mode": "append",
         "requeue": "",
-        "signal": f"B:USR1@{_WARNING_S}",
+        "signal": f"B:USR1@{warning_s}",
     }
     given = {key: value for key, value in asked.items() if value is not None}
     directives = [f"#SBATCH --{key}={value}" if value else f"#SBATCH --{key}" for key, value in given.items()]
@@ -166,7 +169,7 @@ def sbatch_text(
         step=shlex.join(step),
         command=shlex.join(command),
         stopped=STOPPED,
-        warning=_WARNING_S,
+        warning=warning_s,
     )
 
 

@@ -169,9 +169,10 @@ class ConsoleSink:
         if outcome["status"] == "failed" and not outcome["steps"]:
             return  # nothing was measured
         reached = outcome["time_to_accuracy_s"]
+        unknown = "not known" if outcome["status"] == "reached" else "not reached"  # an older version did not note it
         folder = shlex.quote(str(self._folder))  # quoted, so that it can be pasted into a shell
         rows = {
-            "time to accuracy": number(reached, ".1f", " s") if reached is not None else "not reached",
+            "time to accuracy": number(reached, ".1f", " s") if reached is not None else unknown,
             "training only": f"{outcome['train_s']:.1f} s",
             "speed": f"{outcome['images_per_s']:.0f} img/s",
             "waited for data": f"{number(outcome['data_wait_pct'], '.1f')} % of training",

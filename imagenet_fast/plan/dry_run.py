@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from imagenet_fast.plan.prediction import Planned, Situation, training_images
 from imagenet_fast.recipe.batching import explain, scale_recipe
+from imagenet_fast.recipe.schema import Recipe
 
 ACTIVATION_MB = {"alexnet": 3.0, "alexnet_bn": 4.0, "resnet18": 11.0, "resnet50": 57.0}
 """Megabytes kept for backward by an image of 224 pixels in 16 bits.
@@ -35,7 +36,7 @@ def dry_run(situation: Situation, row: Planned) -> DryRun:
     recipe = written if situation.scaling == "strong" else scale_recipe(written, gpus)
     batching = situation.batching(gpus)
     images = training_images(recipe)
-    per_epoch = max(1, images // batching.global_batch)
+    per_epoch = images // batching.global_batch
     warmup = getattr(recipe.schedule, "warmup_epochs", 0)
     lines = [
         explain(written, recipe, batching),
@@ -55,7 +56,8 @@ def _memory(situation: Situation, micro_batch: int) -> str:
     recipe, device = situation.recipe, situation.device
     needed = _needed_gb(situation, micro_batch)
     held = "" if device.memory_gb is None else f" of {device.memory_gb:g} GB"
-    momentum = "weights, gradients and momentum in fp32, messages, activations in 16 bits"
+    bits = 16 * _wide(recipe)
+    momentum = f"weights, gradients and momentum in fp32, messages, activations in {bits} bits"
     return f"memory a GPU: about {needed:.1f} GB{held} for {micro_batch} images of {recipe.model.kind} ({momentum})"
 
 
@@ -64,8 +66,12 @@ def _needed_gb(situation: Situation, micro_batch: int) -> float:
     elements = situation.device.layers(recipe.model.kind).elements * situation.device.scale
     state = elements * (4 + 4 + 4 + 2)
     area = (recipe.data.image_size / 224) ** 2
-    wide = 1 if recipe.precision.kind in ("bf16", "fp16") else 2
-    return (state + wide * area * micro_batch * ACTIVATION_MB[recipe.model.kind] * 1e6) / 1e9 + CONTEXT_GB
+    return (state + _wide(recipe) * area * micro_batch * ACTIVATION_MB[recipe.model.kind] * 1e6) / 1e9 + CONTEXT_GB
+
+
+def _wide(recipe: Recipe) -> int:
+    """Return the size of an activation, in units of 16 bits."""
+    return 1 if recipe.precision.kind in ("bf16", "fp16") else 2
 
 
 def _input(situation: Situation, row: Planned) -> str:
@@ -93,6 +99,11 @@ def _warnings(situation: Situation, row: Planned, micro_batch: int) -> Iterator[
         )
     if given.images_per_s is None:
         yield "input.images_per_s of the cluster is unknown, so a slow input is not seen; measure it by `bench data`"
+    if device.on_gpu and device.profile is None and _wide(situation.recipe) > 1:
+        yield (
+            f"the step times of {device.name} are of 16 bits, so with precision.kind {situation.recipe.precision.kind} "
+            "a step takes longer"
+        )
     if situation.recipe.data.sizes:
         yield "images grow with the epochs (data.sizes), and steps are predicted at the last size: training is faster"
     layers = len(device.layers(situation.recipe.model.kind).layers)

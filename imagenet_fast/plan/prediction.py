@@ -246,7 +246,8 @@ class Situation:
             compute: What is known of the device, instead of its first.
 
         Raises:
-            UserError: The GPUs are no whole nodes, the batch does not divide, or a value is unknown.
+            UserError: The GPUs are no whole nodes, the batch does not divide or is larger than the training set, or a
+                value is unknown.
         """
         if self.recipe.parallel.ranks > 1:
             raise UserError("plan predicts data parallelism alone; --set parallel.tensor=1 and parallel.pipeline=1")
@@ -255,7 +256,12 @@ class Situation:
         batching = self.batching(gpus)
         step = self.step(batching, compute or self.device.compute(self.recipe.model.kind)[0])
         images, batch = training_images(self.recipe), batching.global_batch
-        steps = self.recipe.epochs * max(1, images // batch)
+        if images < batch:
+            raise UserError(
+                f"{gpus} GPUs have a global batch of {batch}, more than the {images} training images; take fewer GPUs, "
+                "a smaller --set global_batch, or --scaling strong"
+            )
+        steps = self.recipe.epochs * (images // batch)
         low, used, high = cluster.stragglers.sigma
         node = cluster.layout(min(gpus, cluster.gpus_per_node), on_gpu)
         total = gbit if gbit is not None else cluster.nic.gbit and cluster.nic.gbit * cluster.nic.count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -85,7 +86,7 @@ def parse_recipe(source: str, tables: dict[str, Any]) -> Recipe:
         # Through JSON: strict mode accepts a JSON array for a tuple, but not a Python list.
         return Recipe.model_validate_json(json.dumps(tables, default=str))
     except ValidationError as error:
-        raise UserError(f"{source}: {_explain(error.errors()[0])}") from None
+        raise UserError(f"{source}: {_explain(_first(error))}") from None
 
 
 def engine_names() -> list[str]:
@@ -123,7 +124,7 @@ def parse_engines(text: str, wire: str, overrides: Sequence[str] = ()) -> list[S
         try:
             engine = _OnlySync.model_validate_json(json.dumps({"sync": settings})).sync
         except ValidationError as error:
-            raise UserError(f"--sync {text}: {_explain(error.errors()[0])}") from None
+            raise UserError(f"--sync {text}: {_explain(_first(error))}") from None
         if engine in engines:
             raise UserError(f"--sync {text} names {kind} twice; leave one out")
         engines.append(engine)
@@ -142,15 +143,34 @@ def _override(tables: dict[str, Any], override: str) -> None:
     if not equals or not leaf:
         raise UserError(f"--set {override} is not KEY=VALUE; write for example --set optim.lr=0.5")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        found = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
-        value = text
+        found = {"value": text}
+    except (ValueError, RecursionError) as error:  # a number too long, nesting too deep
+        raise UserError(f"--set {_shortened(override)} cannot be read ({error}); correct it") from None
+    if found.keys() != {"value"}:
+        raise UserError(f"--set {_shortened(override)} sets several keys; give each a --set of its own")
+    value = found["value"]
     table = tables
     for folder in folders:
         table = table.setdefault(folder, {})
         if not isinstance(table, dict):
             raise UserError(f"--set {override}: {folder} is a value, not a table; the keys are {_keys(Recipe)}")
     table[leaf] = value
+
+
+_MEMBER = re.compile(r"bool|int|float|str|constrained-\w+|(?:function-\w+|literal)\[.*\]", re.DOTALL)
+"""What pydantic adds to the path of a key that may have several types: the type at hand."""
+
+
+def _first(error: ValidationError) -> ErrorDetails:
+    """Return the first error, or those of a key that may have several types as one."""
+    first, *others = error.errors()
+    place = first["loc"][:-1]
+    if not place or not _MEMBER.fullmatch(str(first["loc"][-1])):
+        return first
+    said = dict.fromkeys(one["msg"] for one in (first, *others) if one["loc"][:-1] == place)
+    return {**first, "loc": place, "msg": " or ".join(said).replace(" or Input should be", " or")}
 
 
 def _explain(error: ErrorDetails) -> str:
@@ -192,6 +212,8 @@ def _explain(error: ErrorDetails) -> str:
         case "value_error":
             why = str(context["error"])
             return f"{key + ': ' if key else ''}{why}{'' if '; ' in why else '; change one of them'}"
+        case "json_invalid" if "surrogate" in str(context.get("error")):
+            return "a path or name in it is not UTF-8; choose another"
         case "json_invalid":  # the JSON is made here, so it can only be nested too deeply
             return "its arrays or tables lie in one another too deeply; correct them"
         case _:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from imagenet_fast.recipe.base import Fraction, Percent, Table
 from imagenet_fast.recipe.data_config import Data
@@ -110,6 +110,9 @@ class Float16(Table):
 Precision = Annotated[Full | TensorFloat | BFloat16 | Float16, Field(discriminator="kind")]
 
 
+Seconds = Annotated[float, Field(gt=0, le=1e8)]
+
+
 class Checkpointing(Table):
     """Times to save the training state, in addition to each evaluation and the end of the run."""
 
@@ -122,8 +125,11 @@ class Checkpointing(Table):
 
     With 0 there may be no other if the newest is damaged.
     """
-    grace_s: PositiveFloat = 50.0
-    """Seconds that a rank may take to save and end after a signal; above 0. Kubernetes kills 60 s after SIGTERM."""
+    grace_s: Seconds = 50.0
+    """Seconds that a rank may take to save and end after a signal; above 0.
+
+    Jobs of `launch` give it at least as long. Other pods of Kubernetes are killed 30 s after SIGTERM by default.
+    """
 
 
 class Timeout(Table):
@@ -132,12 +138,12 @@ class Timeout(Table):
     Waiting for other ranks counts too.
     """
 
-    first_step_s: PositiveFloat = 300.0
+    first_step_s: Seconds = 300.0
     """Seconds for anything done for the first time, as it may compile and connect; above 0.
 
     This covers everything until the second step, and the first evaluation.
     """
-    step_s: PositiveFloat = 100.0
+    step_s: Seconds = 100.0
     """Seconds in all other phases; above 0."""
 
 

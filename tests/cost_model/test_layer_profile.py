@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,15 @@ def test_a_seed_is_always_the_same_network_and_seeds_differ_in_every_way():
     assert min(giants) < 0.1
     assert max(giants) > 0.9
     assert len({len(profile.layers) for profile in drawn}) > 10
+
+
+@pytest.mark.parametrize(
+    "layers", [[], [{"name": "a", "kind": "linear", "shapes": [[3, 2]], "forward_ms": 0, "backward_ms": 0}]]
+)
+def test_a_profile_without_time_is_refused(layers: list[object], tmp_path: Path):
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({"model": "mine", "source": "me", "layers": layers}))
+    with pytest.raises(
+        UserError, match=r"mine.json is not a layer profile \(it has no parameters, or no layer that takes"
+    ):
+        load_profile(str(file))

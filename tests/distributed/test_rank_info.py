@@ -101,3 +101,18 @@ def test_without_any_of_it_there_is_one_at_least(tmp_path: Path, monkeypatch: py
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: None)
     assert usable_cores(tmp_path) == 1
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        ("1", "1", "0", "1"), ("4", "4", "0", "4"), ("0", "4", "0", "0"), ("-1", "4", "0", "4"), ("0", "4", "2", "2"),
+        ("0", "2", "0", "4"),
+    ],
+)  # fmt: skip
+def test_a_place_that_cannot_be_is_refused(place: tuple[str, ...], monkeypatch: pytest.MonkeyPatch):
+    """Such as ranks that are counted from 1: the others would wait for rank 0."""
+    for key, value in zip(TORCHRUN, place, strict=True):
+        monkeypatch.setenv(key, value)
+    with pytest.raises(UserError, match=f"RANK={place[0]}, WORLD_SIZE={place[1]}, .*, and ranks count from 0 to below"):
+        rank_info_from_env()

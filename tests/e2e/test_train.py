@@ -103,7 +103,7 @@ def test_the_run_directory_is_complete(smoke_run: tuple[Path, str]):
 
 def test_torchrun_is_reproducible_and_exits_with_3(smoke_run: tuple[Path, str], tmp_path: Path):
     run, again = smoke_run[0], tmp_path / "again"
-    options = ("--set", "target_top1=99.9", "--out", str(again), "--seed", "5")
+    options = ("--set", "target_top1=99.9", "--out", str(again), "--seed", "5", "--nproc", "8", "--max-restarts", "1")
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--module", "--")
     done = subprocess.run(
         [*torchrun, "imagenet_fast", *SMOKE, *IN_SMALL, *options],
@@ -111,6 +111,8 @@ def test_torchrun_is_reproducible_and_exits_with_3(smoke_run: tuple[Path, str], 
     )  # fmt: skip
     assert done.returncode == 1, "torchrun flattens every exit code to 1"
     assert "exitcode  : 3" in done.stderr
+    idle = "warning: --nproc and --max-restarts would start ranks, and torchrun or srun has started these"
+    assert done.stderr.count(idle) == 1, "they are not ignored in silence"
     assert done.stdout.count("recipe written for 2 ranks: 2 ranks, micro-batch 2, 2 accumulation steps\n") == 1
     assert "Trained to the end without reaching 99.9 % top-1" in done.stdout
     assert outcome_of(again)["status"] == "finished"

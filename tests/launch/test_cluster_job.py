@@ -550,3 +550,11 @@ def test_what_is_no_time_limit_is_refused(text: str):
 )  # fmt: skip
 def test_a_job_is_named_after_its_recipe_as_far_as_clusters_allow(name: str, label: str):
     assert job_label(name) == label
+
+
+def test_jobs_leave_the_time_to_save_that_the_recipe_asks_for():
+    patient = ("--recipe", "resnet50-512gpu", "--nodes", "64", "--set", "checkpoint.grace_s=299.5")
+    assert "#SBATCH --signal=B:USR1@370\n" in launch(*SLURM, *patient, "--data", "/d")
+    for kind in ("jobset", "pytorchjob"):
+        text = launch("k8s", *patient, "--image", "i", "--run-claim", "r", "--data-claim", "d", "--kind", kind)
+        assert "terminationGracePeriodSeconds: 310\n" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from imagenet_fast.launch.rendezvous import resolve_nodes
 from imagenet_fast.launch.slurm import adopt_step, step_nodes
 
 
@@ -93,3 +94,16 @@ def test_what_a_user_has_set_stays():
     environment = step(4, "2(x2)", "a,b") | {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1234", "OMP_NUM_THREADS": "3"}
     adopt_step(environment)
     assert [environment[key] for key in ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")] == ["10.0.0.7", "1234", "3"]
+
+
+@pytest.mark.parametrize("given", [None, "node0:29400"])
+def test_an_endpoint_of_ones_own_leaves_the_nodes_sruns(given: str | None, monkeypatch: pytest.MonkeyPatch):
+    """Else each node would be a job of its own, and train the whole batch."""
+    for key, value in step(4, "1(x4)", "node[0-3]", rank=2, node=2).items():
+        monkeypatch.setenv(key, value)
+    found = resolve_nodes(1, None, given, 5)
+    assert found.count == 4
+    assert found.endpoint is not None
+    assert found.endpoint.host == "node0"
+    assert (found.endpoint.port == 29400) == (given is not None)
+    assert resolve_nodes(1, "2", "node0:29400", 5).count == 2, "what is asked for counts"

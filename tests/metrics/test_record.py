@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,9 @@ from imagenet_fast.metrics.report import PastRun, distinct_names, draw_curves, r
 from imagenet_fast.metrics.run_result import read_outcome
 from imagenet_fast.metrics.tables import compact_table
 from imagenet_fast.recipe.batching import split_batch
-from imagenet_fast.recipe.load import find_recipe, load_recipe
+from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_recipe
 from imagenet_fast.training.clock import Clock
+from tests.conftest import tables
 from tests.e2e.command import in_process
 
 RECIPE = load_recipe(find_recipe("resnet50-8gpu"))
@@ -526,3 +528,13 @@ def test_runs_that_left_nothing_are_in_the_table_and_the_image(tmp_path: Path):
     assert [row.split() for row in rows] == [[name, "nothing", "recorded"] for name in ("lazy", "ring")]
     draw_curves(runs, tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_resumes_with_a_lower_target_reached_it_when_it_was_measured():
+    recipe = parse_recipe("test", tables(target_top1=97))
+    before, after = (RunResult.of("test", recipe, split_batch(recipe, 2)) for _ in range(2))
+    before.judge(96.0, 99.0, 15.0)
+    assert (before.status, before.time_to_accuracy_s) == ("failed", None)
+    after.target_top1 = 95.0
+    after.go_on(asdict(before))
+    assert (after.status, after.time_to_accuracy_s) == ("reached", 15.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,50 @@ def test_wrong_usage_is_one_sentence(arguments: list[str], sentence: str):
     assert done.returncode == 2
     assert sentence in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_batch_larger_than_the_training_set_is_refused_as_by_train(refusal: Callable[..., str]):
+    many = ("plan", "--recipe", "resnet50-512gpu", "--cluster", "dgx-h100", "--sync", "lazy")
+    told = refusal(*many, "--gpus", "16384")
+    assert "16384 GPUs have a global batch of 2097152, more than the 1281167 training images; take fewer GPUs" in told
+    swept = CliRunner(env={"COLUMNS": "160"}).invoke(app, [*many, "--sweep", "gpus=8192,16384"])
+    assert swept.exit_code == 0
+    assert "warning: 16384 GPUs are left out: 16384 GPUs have a global batch" in swept.stderr
+    assert "lazy bf16" in swept.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            ["--set", "sync.wire=fp32"],
+            "--set sync.wire=fp32 is of the recipe's engine, and plan predicts those of --sync",
+        ),
+        (["--set", "sync={kind='lazy'}"], "is of the recipe's engine"),
+        (["--rows"], "--recipe does not go with --rows"),
+        (["--validate", "--gpus", "64"], "--gpus does not go with --validate"),
+        (["--sweep", "gpus=8..16", "--gpus", "64"], "--gpus does not go with --sweep gpus="),
+    ],
+)
+def test_no_option_is_ignored(arguments: list[str], told: str, refusal: Callable[..., str]):
+    assert told in refusal("plan", "--recipe", "alexnet-512gpu", *arguments)
+
+
+def test_keys_of_an_engine_count_where_all_are_predicted():
+    usual, pairwise = (
+        printed("--recipe", "alexnet-512gpu", *more) for more in ((), ("--set", "lazy.collective=pairwise"))
+    )
+    lines = [
+        {line.split()[0]: line.split() for line in text.splitlines() if "bf16" in line and "GPU" not in line}
+        for text in (usual, pairwise)
+    ]
+    assert lines[0]["lazy"] != lines[1]["lazy"]
+    assert lines[0]["dear"] == lines[1]["dear"]
+
+
+def test_steps_of_16_bits_are_no_promise_for_fp32(capfd: pytest.CaptureFixture[str]):
+    eight = ("--recipe", "resnet50-8gpu", "--cluster", "dgx-h100", "--sync", "lazy")
+    for kind, bits in (("fp32", 32), ("bf16", 16)):
+        done = CliRunner().invoke(app, ["plan", *eight, "--set", f"precision.kind={kind}"])
+        assert f"activations in {bits} bits" in " ".join(done.stdout.split())
+        assert (f"of 16 bits, so with precision.kind {kind} a step takes longer" in done.stderr) == (bits == 32)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
+import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from imagenet_fast.cli.main import app
 from imagenet_fast.cli.options import written_out
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.data_config import ImageData
@@ -388,3 +392,41 @@ def test_what_becomes_of_bad_images_has_an_option_of_its_own(refusal: Callable[.
     said = refusal(*command, "--recipe", "smoke", "--on-bad-image", "skip")
     assert "data.on_bad_image" in said, "of a recipe without images"
     assert written_out({"seed": None, "data.on_bad_image": "skip"}) == ["data.on_bad_image=skip"]
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        (
+            "sync.threshold_mb=16MB",
+            "sync.threshold_mb is \"16MB\": input should be a valid number or 'auto'; correct it",
+        ),
+        ("sync.collective=foo", "sync.collective is \"foo\": input should be 'native', "),
+        ("data.sizes=x", 'data.sizes is "x": input should be a valid '),
+        (
+            "timeout.step_s=1e15",
+            "timeout.step_s is 1000000000000000.0: input should be less than or equal to 100000000",
+        ),
+        ("seed=1\nepochs=2", "sets several keys; give each a --set of its own"),
+        (f"seed={'9' * 5000}", "cannot be read (Exceeds the limit"),
+        (f"data.sizes={'[' * 3000}", "cannot be read ("),
+    ],
+)
+def test_a_wrong_override_is_met_in_words_of_toml(override: str, sentence: str):
+    with pytest.raises(UserError) as error:
+        load_recipe(find_recipe("demo"), overrides=[override])
+    assert sentence in str(error.value)
+    assert not re.search(r"\[_|\.literal\[|constrained|function-", str(error.value))
+
+
+def test_a_path_that_is_no_utf8_is_refused_as_such():
+    place = os.fsdecode(b"/tmp/" + bytes([255]))
+    with pytest.raises(UserError, match="a path or name in it is not UTF-8; choose another"):
+        load_recipe(find_recipe("cifar10-resnet18"), overrides=[f"data.cache={place}"])
+
+
+@pytest.mark.parametrize("seconds", ["inf", "1e12"])
+def test_a_wait_has_an_end(seconds: str):
+    done = CliRunner().invoke(app, ["train", "--recipe", "demo", "--join-timeout", seconds])
+    assert done.exit_code == 2
+    assert "100000000" in done.stderr
