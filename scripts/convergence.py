@@ -52,7 +52,7 @@ NETWORK = (
 )  # fmt: skip
 """Changes of cifar10-93 for every batch. Two ranks of 128 images: batch norm sees as many, and so the batch never
 changes what it computes. No average of weights, which would be over other times at other batches."""
-OPTIMISERS = {
+OPTIMIZERS = {
     "sgd": '{{kind="sgd", lr={rate:g}, momentum=0.9, weight_decay=1.33e-3}}',
     "lars": '{{kind="lars", lr={rate:g}, momentum=0.9, weight_decay=1.33e-3}}',
     "larc": '{{kind="lars", clip=true, trust_coefficient=0.1, lr={rate:g}, momentum=0.9, weight_decay=1.33e-3}}',
@@ -99,7 +99,7 @@ class Run:
     group: str
     """Part of the page: ``rates``, ``batches``, ``engines`` or ``small``."""
     case: str
-    """Optimiser, engine or recipe."""
+    """Optimizer, engine or recipe."""
     seed: int = 1
     batch: int = 256
     rate: float | None = None
@@ -141,7 +141,7 @@ def plan(rows: Sequence[Row] = ()) -> list[Run]:
         first += [Run("batches", "sgd", seed, ENGINES_AT), Run("engines", "int8", seed, ENGINES_AT)]
         first += [Run("small", case, seed) for case in SMALL if case != "probe" or seed == 1]
     first += [*others(1), *tried("larc"), *batches("larc", 1)]
-    later = [run for seed in SEEDS[1:] for case in OPTIMISERS for run in batches(case, seed)]
+    later = [run for seed in SEEDS[1:] for case in OPTIMIZERS for run in batches(case, seed)]
     rest = [run for seed in SEEDS[1:] for run in others(seed)]
     return list(dict.fromkeys(first + sorted([*later, *rest], key=lambda run: run.seed)))
 
@@ -167,7 +167,7 @@ def rates(rows: Sequence[Row], case: str, batch: int) -> list[float]:
 
 
 def rate_for(rows: Sequence[Row], case: str, batch: int) -> float | None:
-    """Return the rate of an optimiser at a batch; None while rates that it follows from have not been tried."""
+    """Return the rate of an optimizer at a batch; None while rates that it follows from have not been tried."""
     near = min(TUNED, key=lambda tuned: abs(math.log(batch / tuned)))
     tried = tried_rates(rows, case, near)
     if not tried.keys() >= set(rates(rows, case, near)):
@@ -192,11 +192,11 @@ def command(run: Run, rows: list[Row]) -> str | None:
                 return None
             changes += [f"epochs={epochs}", f"first_eval={epochs}"]
     else:
-        recipe, optimiser = "cifar10-93", "sgd" if run.group == "engines" else run.case
-        rate = rate_for(rows, optimiser, run.batch) if run.rate is None else run.rate
+        recipe, optimizer = "cifar10-93", "sgd" if run.group == "engines" else run.case
+        rate = rate_for(rows, optimizer, run.batch) if run.rate is None else run.rate
         if rate is None:
             return None
-        changes = [f"global_batch={run.batch}", *NETWORK, f"optim={OPTIMISERS[optimiser].format(rate=rate)}"]
+        changes = [f"global_batch={run.batch}", *NETWORK, f"optim={OPTIMIZERS[optimizer].format(rate=rate)}"]
         if run.group == "engines":
             changes.append(f"sync={ENGINES[run.case]}")
         if run.group == "rates":
@@ -330,15 +330,15 @@ def page(rows: list[Row]) -> str:
     engines += [(case, of("engines", case, ENGINES_AT)) for case in ENGINES]
     parts = {
         "STATE": state,
-        "PICTURE": f"\n![Top-1 over the batch of each optimiser]({PICTURE.name})\n" if drawn(rows) else "",
+        "PICTURE": f"\n![Top-1 over the batch of each optimizer]({PICTURE.name})\n" if drawn(rows) else "",
         "BATCHES": table(
             ["batch", "SGD", "LARS", "LARC"],
-            ([f"{batch}", *(cell(of("batches", case, batch)) for case in OPTIMISERS)] for batch in BATCHES),
+            ([f"{batch}", *(cell(of("batches", case, batch)) for case in OPTIMIZERS)] for batch in BATCHES),
         ),
         "ENGINES": table(["engine, wire dtype", "top-1, %"], ([case, cell(found)] for case, found in engines)),
         "RATES": table(
-            ["optimiser", *(f"batch {batch}" for batch in TUNED)],
-            ([case.upper(), *(tries(case, batch) for batch in TUNED)] for case in OPTIMISERS),
+            ["optimizer", *(f"batch {batch}" for batch in TUNED)],
+            ([case.upper(), *(tries(case, batch) for batch in TUNED)] for case in OPTIMIZERS),
         ),
         "SMALL": table(["recipe", "epochs", "training, s", "top-1, %"], map(small, ("mild", "plain"))),
         "COMMAND": example(rows),
@@ -361,12 +361,12 @@ def drawn(rows: Iterable[Row]) -> list[Row]:
 
 
 def draw(rows: list[Row]) -> None:
-    """Draw top-1 over the batch: the mean of each optimiser, with bars of a standard deviation."""
+    """Draw top-1 over the batch: the mean of each optimizer, with bars of a standard deviation."""
     from imagenet_fast.metrics.plots import new_figure
 
     figure = new_figure(PICTURE, 7, 4)
     axes = figure.subplots()
-    for case in OPTIMISERS:
+    for case in OPTIMIZERS:
         tops: dict[int, list[float]] = {}
         for row in rows:
             if row["case"] == case:

@@ -146,7 +146,7 @@ if [ -n "$dry" ]; then
 fi
 bench "host and GPU time of each engine" 30 step "${size[@]}" "${rounds[@]}"
 gpu_only section "a step as one CUDA graph" 20 "$python" scripts/graphed_step.py
-bench "kernels of an optimiser's step" 20 kernels --model resnet50
+bench "kernels of an optimizer's step" 20 kernels --model resnet50
 if [ -n "$dry" ]; then
     bench "loaders" 35 data --rounds 1 --loaders synthetic,dali --image-size 32 --batch 2 --workers 1 --seconds 0.1
 else

@@ -37,7 +37,7 @@ SECTIONS = {
     "model": "the network",
     "data": "images, loader, augmentation",
     "precision": "the dtype of the computation",
-    "optim": "the optimiser",
+    "optim": "the optimizer",
     "schedule": "the learning rate over the epochs",
     "sync": "the engine that averages gradients",
     "parallel": "how a model is divided over ranks",

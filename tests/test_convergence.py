@@ -62,7 +62,7 @@ def test_a_page_without_rows_says_that_nothing_was_trained():
     assert cells.count("not run yet") >= 18 + 8
 
 
-def test_the_plan_has_each_batch_optimiser_engine_and_seed_once():
+def test_the_plan_has_each_batch_optimizer_engine_and_seed_once():
     assert len({run.name for run in PLAN}) == len(PLAN) == 18 + 6 * 3 * 3 + 7 * 3 + 2 * 3 + 1
     compared = {("lars", 256), ("lars", 2048), ("sgd", 8192), ("int8", 8192), ("mild", 256), ("plain", 256)}
     seeds = [run.seed for run in PLAN if (run.case, run.batch) not in compared]

@@ -52,13 +52,13 @@ class Count:
     host_ms: float
     """CPU time of a step in milliseconds: hooks, launches and waits.
 
-    Autograd, the optimiser and the backend's calls themselves are not included. It is the minimum of 20 measurements,
+    Autograd, the optimizer and the backend's calls themselves are not included. It is the minimum of 20 measurements,
     because other load on the node only adds time.
     """
     meta_ms: float
     """Part of ``host_ms`` spent in kernels on the meta device, which stand in for GPU launches."""
     updates: int
-    """Number of the optimiser's updates in a step; a deferring engine updates what came with one message together."""
+    """Number of the optimizer's updates in a step; a deferring engine updates what came with one message together."""
     update_ms: float
     """CPU time of these updates in milliseconds, by LARS with one scalar for each parameter: the cost of launching."""
     nic_bytes: int

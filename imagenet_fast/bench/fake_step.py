@@ -96,7 +96,7 @@ class CountedStep:
         self._x = torch.zeros(1)
         self._calls: list[Call] = []
         self.updates = 0
-        """Number of the optimiser's updates in the last step; a deferring engine updates what came together at once."""
+        """Number of the optimizer's updates in the last step; a deferring engine updates what came together at once."""
         self._update_s = 0.0  # their CPU time in the last step
         self._scalar = {param: nn.Parameter(torch.ones(())) for param in self._model.parameters()}
         for scalar in self._scalar.values():
@@ -143,7 +143,7 @@ class CountedStep:
         return kernels.seen
 
     def host_s(self, calls: Sequence[Call], kernels: Sequence[Kernel]) -> tuple[float, float, float]:
-        """Measure the CPU time of a step, without its backend calls and the optimiser's updates.
+        """Measure the CPU time of a step, without its backend calls and the optimizer's updates.
 
         Args:
             calls: The step's backend calls; their own time is subtracted.

@@ -1,4 +1,4 @@
-"""Count the kernels of an optimiser's step.
+"""Count the kernels of an optimizer's step.
 
 Each kernel costs host time, however few numbers it touches.
 """
@@ -34,13 +34,13 @@ OPTIMIZERS: dict[str, Optim] = {
 
 @dataclass(frozen=True)
 class StepKernels:
-    """Kernels, copies and device time of one optimiser step.
+    """Kernels, copies and device time of one optimizer step.
 
     Figures of the GPU are None if there is no GPU.
     """
 
     optimizer: str
-    """The optimiser."""
+    """The optimizer."""
     tensors: int
     """Number of parameters."""
     operators: int
@@ -67,7 +67,7 @@ def count_kernels(recipe: Recipe, classes: int = 1000) -> list[StepKernels]:
 
 
 def _count(name: str, settings: Optim, model: nn.Module, device: torch.device) -> StepKernels:
-    """Count the third step of one optimiser."""
+    """Count the third step of one optimizer."""
     optimizer = build_optimizer(settings, model)
     for _ in range(2):
         _give_gradients(optimizer.params)

@@ -282,7 +282,7 @@ def checkpoint_table(times: Sequence[StepTime]) -> Table:
 
 
 def kernel_table(rows: Sequence[StepKernels]) -> Table:
-    """Build a table with one row per optimiser."""
+    """Build a table with one row per optimizer."""
     return rows_table(
         rows,
         [("optimizer", "optimizer", "")],

@@ -1,4 +1,4 @@
-"""Compare our training step with a plain PyTorch loop: same model, precision, optimiser and data, one process.
+"""Compare our training step with a plain PyTorch loop: same model, precision, optimizer and data, one process.
 
 If there are several GPUs, the plain loop also runs on all of them by ``nn.DataParallel``, with as many images on each.
 

@@ -19,7 +19,7 @@ class Event:
 
     name: str
     step: int
-    """Optimiser steps done so far."""
+    """Optimizer steps done so far."""
     run_s: float
     """Seconds since the run began."""
     values: dict[str, Any]

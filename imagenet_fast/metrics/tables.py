@@ -96,13 +96,13 @@ def _packed(widths: Sequence[int], room: int) -> Iterator[list[int]]:
 
 
 def recipe_table() -> Table:
-    """Return a table with one row per recipe: model, optimiser, engine, axes, ranks, batch, epochs and target accuracy.
+    """Return a table of the recipes: model, optimizer, engine, ranks, batch, epochs and target accuracy.
 
-    Axes: ``tp4`` is four shards, ``pp4`` four stages, ``dp`` data parallelism alone.
+    Before the ranks stands their layout: ``tp4`` is four shards, ``pp4`` four stages, ``dp`` data parallelism alone.
     """
     recipes = {name: load_recipe(recipe_folder() / f"{name}.toml") for name in recipe_names()}
     return compact_table(
-        ("recipe", "model", "optim", "engine", "axes"),
+        ("recipe", "model", "optim", "engine"),
         ("ranks", "batch", "epochs", "target"),
         (_row(name, recipe) for name, recipe in recipes.items()),
     )
@@ -121,6 +121,6 @@ def key_list(keys: Iterable[Key]) -> Group:
 
 def _row(name: str, recipe: Recipe) -> tuple[str, ...]:
     target = f"{recipe.target_top1:g} %" if recipe.target_top1 is not None else "–"
-    numbers = (str(recipe.ranks), str(recipe.global_batch), str(recipe.epochs))
-    axes = recipe.parallel.layout(recipe.parallel.ranks) if recipe.parallel.ranks > 1 else "dp"
-    return name, recipe.model.label, recipe.optim.kind, recipe.sync.kind, axes, *numbers, target
+    layout = recipe.parallel.layout(recipe.parallel.ranks) if recipe.parallel.ranks > 1 else "dp"
+    numbers = (f"{layout} {recipe.ranks}", str(recipe.global_batch), str(recipe.epochs))
+    return name, recipe.model.label, recipe.optim.kind, recipe.sync.kind, *numbers, target

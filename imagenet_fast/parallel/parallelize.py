@@ -99,7 +99,7 @@ class ParallelModel:
 
         Args:
             engine: The engine, or its settings.
-            steps_per_epoch: Optimiser steps in one epoch.
+            steps_per_epoch: Optimizer steps in one epoch.
 
         Raises:
             ValueError: The engine is torch's DDP, which has one group for all parameters.

@@ -16,7 +16,7 @@ _LISTED = 5  # most node counts that an error message lists
 class Batching:
     """The split of a global batch over ranks.
 
-    One optimiser step uses ``global_batch = readers * accumulation * micro_batch`` images.
+    One optimizer step uses ``global_batch = readers * accumulation * micro_batch`` images.
     """
 
     ranks: int
@@ -26,7 +26,7 @@ class Batching:
     All ranks of a pipeline read the same images, and the pipeline splits them further.
     """
     accumulation: int
-    """Micro-batches whose gradients are accumulated for one optimiser step."""
+    """Micro-batches whose gradients are accumulated for one optimizer step."""
     stages: int = 1
     """Ranks in one pipeline; 1 without a pipeline."""
 
@@ -37,7 +37,7 @@ class Batching:
 
     @property
     def global_batch(self) -> int:
-        """Images per optimiser step."""
+        """Images per optimizer step."""
         return self.readers * self.accumulation * self.micro_batch
 
 

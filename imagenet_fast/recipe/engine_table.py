@@ -95,7 +95,7 @@ class EngineTable(Table):
 
     @property
     def velocity_momentum(self) -> float | None:
-        """Momentum that the averaged gradients already contain, so that the optimiser adds none; None: none."""
+        """Momentum that the averaged gradients already contain, so that the optimizer adds none; None: none."""
         return None
 
     @property
@@ -118,7 +118,7 @@ class EngineTable(Table):
         return f"sync.kind '{self.kind}'" + (f" in sync.wire '{self.wire}'" if self.wire in get_args(Codes) else "")
 
     def derived(self, warmup_epochs: float, momentum: float | None = None) -> Self:
-        """Return the settings with unset ones derived from the recipe's warm-up and its optimiser's ``momentum``."""
+        """Return the settings with unset ones derived from the recipe's warm-up and its optimizer's ``momentum``."""
         return self
 
 

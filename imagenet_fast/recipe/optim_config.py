@@ -63,7 +63,7 @@ Optim = Annotated[Sgd | Lars, Field(discriminator="kind")]
 
 
 class Warmup(Table):
-    """A learning rate that rises from ``start_lr`` to the optimiser's ``lr`` over ``warmup_epochs``."""
+    """A learning rate that rises from ``start_lr`` to the optimizer's ``lr`` over ``warmup_epochs``."""
 
     warmup_epochs: NonNegativeFloat = 0.0
     """Length of the warm-up, in epochs, at most ``epochs``; 0: no warm-up."""
@@ -77,7 +77,7 @@ class Warmup(Table):
 
 
 class Polynomial(Warmup):
-    """Polynomial decay from the optimiser's ``lr`` down to ``end_lr``.
+    """Polynomial decay from the optimizer's ``lr`` down to ``end_lr``.
 
     The rate above ``end_lr`` falls as (1 - t/T)^power, where t and T are counted from ``decay_from``.
     """
@@ -106,7 +106,7 @@ class StepDecay(Warmup):
 
 
 class Cosine(Warmup):
-    """Decay along half a cosine from the optimiser's ``lr`` down to ``end_lr``, after the warm-up."""
+    """Decay along half a cosine from the optimizer's ``lr`` down to ``end_lr``, after the warm-up."""
 
     kind: Literal["cosine"]
     end_lr: NonNegativeFloat = 0.0

@@ -156,7 +156,7 @@ class Recipe(Table):
     ranks: PositiveInt
     """Number of ranks that the recipe was written for. It sets the micro-batch when ``micro_batch`` is 0."""
     global_batch: PositiveInt
-    """Images per optimiser step, over all ranks; at least 1."""
+    """Images per optimizer step, over all ranks; at least 1."""
     micro_batch: Annotated[int, Field(ge=0)] = 0
     """Images that a rank processes at once, which batch norm takes its statistics over. 0: global_batch / ranks."""
     epochs: PositiveInt

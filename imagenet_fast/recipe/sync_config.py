@@ -105,11 +105,11 @@ class SparseSync(KeepingTable):
     momentum_correction: bool = False
     """Whether each rank adds up its velocity instead of its gradient, so that values not sent gather momentum.
 
-    This is Deep Gradient Compression's (arXiv 1712.01887). The optimiser then applies no momentum of its own to
+    This is Deep Gradient Compression's (arXiv 1712.01887). The optimizer then applies no momentum of its own to
     gradients.
     """
     momentum: Fraction | None = None
-    """Momentum of that correction. Unset: the optimiser's; without a recipe, 0.9."""
+    """Momentum of that correction. Unset: the optimizer's; without a recipe, 0.9."""
 
     @model_validator(mode="after")
     def _can_correct(self) -> Self:

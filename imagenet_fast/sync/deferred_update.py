@@ -1,6 +1,6 @@
 """Updates that wait for the next forward: each layer is updated just before it is read.
 
-With an engine that defers, gradients are still in flight when the optimiser would step. So the update is kept, with the
+With an engine that defers, gradients are still in flight when the optimizer would step. So the update is kept, with the
 learning rate it was made for, and applied layer by layer as the next forward gets there. After hybrid all-reduce (Kim
 et al., KIPS Trans. 10(7), 2021, doi 10.3745/KTCCS.2021.10.7.191). The result is bit for bit that of updating at once.
 """
@@ -210,7 +210,7 @@ class DeferredUpdate:
             params = self._used(spans)
             for apply in updates:
                 apply(params)
-        increment_version(params)  # fused optimisers do not, and autograd would miss a stale read
+        increment_version(params)  # fused optimizers do not, and autograd would miss a stale read
 
 
 class FirstUseTracker:

@@ -118,7 +118,7 @@ class GradientBuffer:
     def gradient(self, span: ParamSlot) -> Tensor:
         """Return the gradient at ``span``, with the strides that the parameter has now.
 
-        A copy is made where the strides have changed: a fused optimiser would mix up the elements.
+        A copy is made where the strides have changed: a fused optimizer would mix up the elements.
         """
         view = self.views[span.index]
         if span.param.stride() != self._strides[span.index]:

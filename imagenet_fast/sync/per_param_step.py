@@ -1,8 +1,8 @@
-"""A torch optimiser's step, applied later and layer by layer with the same result as at once.
+"""A torch optimizer's step, applied later and layer by layer with the same result as at once.
 
 A deferring engine updates a layer just before it is read again. By then a schedule may have changed the
-hyper-parameters, so they are copied when the step is taken. The optimiser sees only the parameters that are due.
-torch's optimisers keep their state per parameter, so the result is that of one ``optimizer.step()``, to the bit.
+hyper-parameters, so they are copied when the step is taken. The optimizer sees only the parameters that are due.
+torch's optimizers keep their state per parameter, so the result is that of one ``optimizer.step()``, to the bit.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _ONE_BY_ONE: frozenset[type[Optimizer]] = frozenset({
     optim.SGD, optim.ASGD, optim.RMSprop, optim.Rprop, optim.Muon, optim.Adagrad, optim.Adadelta, optim.Adafactor,
     optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam,
 })  # fmt: skip
-"""Optimisers that update each parameter from its own gradient and state."""
+"""Optimizers that update each parameter from its own gradient and state."""
 
 _AMP_INPUTS = ("grad_scale", "found_inf")
-"""Attributes of an optimiser that ``torch.amp.GradScaler`` sets for one step."""
+"""Attributes of an optimizer that ``torch.amp.GradScaler`` sets for one step."""
 
 _Settings = dict[str, Any]
 """A parameter group's settings by name, without its parameters."""
@@ -40,22 +40,22 @@ def snapshot_step(optimizer: Optimizer) -> Callable[..., None]:
     and ``found_inf``, which ``torch.amp.GradScaler`` sets, are hyper-parameters too.
 
     Args:
-        optimizer: The optimiser.
+        optimizer: The optimizer.
 
     Returns:
         A function that updates the parameters in the list passed to it, in any order and over any number of calls, and
-        leaves all others alone. A second argument becomes the optimiser's attribute ``elements`` meanwhile: the slices
+        leaves all others alone. A second argument becomes the optimizer's attribute ``elements`` meanwhile: the slices
         of each parameter that it may update. If ``needs_all``, it is ``optimizer.step()`` itself: it needs all
         parameters in one call, before the schedule changes. It then raises RuntimeError if it gets only some of them.
 
     Raises:
-        ValueError: The optimiser's ``step`` requires a closure.
+        ValueError: The optimizer's ``step`` requires a closure.
     """
     kind = type(optimizer)
     if kind not in _ONE_BY_ONE and _requires_closure(kind):
         raise ValueError(
             f"{kind.__name__}.step() requires a closure that repeats forward and backward, but the gradients of a pool "
-            "are those of one: take an optimiser whose step() needs no argument, such as torch.optim.AdamW"
+            "are those of one: take an optimizer whose step() needs no argument, such as torch.optim.AdamW"
         )
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what the scheduler's wrapper of `step` would do
@@ -69,7 +69,7 @@ def needs_all(optimizer: Optimizer) -> bool:
 
     They must in three cases:
 
-    - torch does not have the optimiser, and its attribute ``one_by_one`` is not set: it may use several parameters
+    - torch does not have the optimizer, and its attribute ``one_by_one`` is not set: it may use several parameters
       together, as LAMB does for a global norm;
     - its ``step`` was replaced;
     - it has step hooks, which run once per step and see all of it.
@@ -83,7 +83,7 @@ def needs_all(optimizer: Optimizer) -> bool:
 
 
 def settle_before_state(optimizer: Optimizer, settle: Callable[[], None]) -> None:
-    """Call ``settle`` before the optimiser is copied or pickled, and before its state is saved or loaded.
+    """Call ``settle`` before the optimizer is copied or pickled, and before its state is saved or loaded.
 
     ``state_dict()`` and ``load_state_dict()`` get hooks. A second call changes nothing.
     """
@@ -114,7 +114,7 @@ class _Settle:
 class _Parts:
     """A step of ``optimizer`` in parts, each with the hyper-parameters of when this was created.
 
-    An optimiser that torch does not have may count in its groups, or in numeric attributes of its own. Every part
+    An optimizer that torch does not have may count in its groups, or in numeric attributes of its own. Every part
     starts from the same counts. What a step makes of them is kept once: for each group, the result of the first part.
     What other code, such as a schedule, has changed since then is not overwritten.
     """
@@ -203,7 +203,7 @@ def _step_all(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
     if left:
         raise RuntimeError(
             f"{type(optimizer).__name__} updates its parameters all at once, but {left} that have a gradient are not "
-            "due: see needs_all for why, and give parameters that are not in this pool an optimiser of their own"
+            "due: see needs_all for why, and give parameters that are not in this pool an optimizer of their own"
         )
     optimizer.step()
 
@@ -214,7 +214,7 @@ def _requires_closure(kind: type[Optimizer]) -> bool:
 
 
 def _is_replaced(optimizer: Optimizer) -> bool:
-    """Return whether ``step`` was set on the optimiser itself by anything but an ``lr_scheduler``."""
+    """Return whether ``step`` was set on the optimizer itself by anything but an ``lr_scheduler``."""
     own = vars(optimizer).get("step")
     return own is not None and getattr(own, "__wrapped__", None) is not type(optimizer).step
 

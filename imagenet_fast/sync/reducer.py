@@ -197,7 +197,7 @@ class Reducer:
         if self.engine is not None and self.engine.sends_part and (scaled or not hasattr(optimizer, "elements")):
             raise ValueError(
                 "the engine sends a part of the gradients, and "
-                + ("a GradScaler" if scaled else "optimisers of torch")
+                + ("a GradScaler" if scaled else "optimizers of torch")
                 + " would apply the rest as well: take another engine, or imagenet_fast's LARS or SGD without a scaler"
             )
         if not self.came_late:

@@ -1,1 +1,1 @@
-"""Train a model: loop, step, optimisers, evaluation and training state."""
+"""Train a model: loop, step, optimizers, evaluation and training state."""

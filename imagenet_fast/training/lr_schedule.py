@@ -9,7 +9,7 @@ from imagenet_fast.recipe import optim_config
 
 
 def learning_rate(schedule: optim_config.Schedule, peak: float, step: int, steps_per_epoch: int, epochs: int) -> float:
-    """Return the learning rate of optimiser step ``step``, counted from 0.
+    """Return the learning rate of optimizer step ``step``, counted from 0.
 
     It rises from ``start_lr`` during warm-up, whose last step runs at ``peak``. Then it decays over the remaining
     steps. The first of them also runs at ``peak``, unless the decay is counted from the start of training.
@@ -17,8 +17,8 @@ def learning_rate(schedule: optim_config.Schedule, peak: float, step: int, steps
     Args:
         schedule: The recipe's schedule.
         peak: Highest learning rate.
-        step: Optimiser step, from 0.
-        steps_per_epoch: Optimiser steps in one epoch.
+        step: Optimizer step, from 0.
+        steps_per_epoch: Optimizer steps in one epoch.
         epochs: Epochs of the whole run.
     """
     warmup = round(schedule.warmup_epochs * steps_per_epoch)

@@ -1,4 +1,4 @@
-"""SGD and LARS as optimisers of torch, over lists of tensors at once, with torch's multi-tensor operations."""
+"""SGD and LARS as optimizers of torch, over lists of tensors at once, with torch's multi-tensor operations."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SGD(Optimizer):
 
     one_by_one = True
     """Each parameter's update needs its own gradient and state alone: see ``sync.per_param_step``."""
-    _step_supports_amp_scaling = True  # then GradScaler sets the next two for a step, as for torch's fused optimisers
+    _step_supports_amp_scaling = True  # then GradScaler sets the next two for a step, as for torch's fused optimizers
     grad_scale: Tensor | None
     """Gradients are divided by it in the next steps; None or missing: by nothing."""
     found_inf: Tensor | None
@@ -118,7 +118,7 @@ class SGD(Optimizer):
         """Update every parameter that has a gradient.
 
         Args:
-            closure: Runs forward and backward and returns the loss, as for optimisers of torch.
+            closure: Runs forward and backward and returns the loss, as for optimizers of torch.
 
         Returns:
             What ``closure`` returns.
@@ -277,10 +277,10 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
 def build_optimizer(
     settings: optim_config.Optim, model: nn.Module, corrected: bool = False, whole_norms: WholeNorms | None = None
 ) -> SGD:
-    """Build the optimiser that a recipe names, over the trainable parameters of ``model``, at its peak rate.
+    """Build the optimizer that a recipe names, over the trainable parameters of ``model``, at its peak rate.
 
     Args:
-        settings: The recipe's optimiser table.
+        settings: The recipe's optimizer table.
         model: The model, or this rank's part of it.
         corrected: See ``SGD``.
         whole_norms: See ``LARS``.

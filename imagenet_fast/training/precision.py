@@ -45,7 +45,7 @@ class LossScaler:
 
     The loss is multiplied by the scale, and the gradients are divided by it. The ``GradientSync`` finds whether a step
     is usable, alike on all ranks and before any weight is updated. The host reads nothing back: the result stays on the
-    device, where the optimiser uses it. A dynamic scale starts at 2^16, halves at a non-finite gradient and doubles
+    device, where the optimizer uses it. A dynamic scale starts at 2^16, halves at a non-finite gradient and doubles
     after 2000 steps without one (Micikevicius et al., arXiv 1710.03740). For other precisions the scale is 1.
     """
 

@@ -1,4 +1,4 @@
-"""Take one optimiser step: accumulate, synchronise, update."""
+"""Take one optimizer step: accumulate, synchronise, update."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def build_step(
     clock: Clock | None = None,
     outcome: RunResult | None = None,
 ) -> TrainingStep:
-    """Build the training step of ``model`` with the layout, engine, optimiser and precision of a recipe.
+    """Build the training step of ``model`` with the layout, engine, optimizer and precision of a recipe.
 
     Every rank must hold the same model at first. With a layout, the model is reduced in place to this rank's part.
 
@@ -170,7 +170,7 @@ def build_step(
         batching: Split of the global batch over ranks.
         model: The whole model, on this rank's device.
         world: This rank and its process group.
-        steps_per_epoch: Optimiser steps in one epoch.
+        steps_per_epoch: Optimizer steps in one epoch.
         trace: File for a timeline of a few steps; None: no timeline.
         clock: Clock of the run; None: the steps belong to no run.
         outcome: Result of the run; None: the steps belong to no run.

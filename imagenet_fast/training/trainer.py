@@ -1,6 +1,6 @@
 """Train a recipe from its first image to its final weights. Whoever is new to the program reads this file first.
 
-``Trainer.run`` is a run: claim its directory, open the data, build the model with its gradient engine and optimiser,
+``Trainer.run`` is a run: claim its directory, open the data, build the model with its gradient engine and optimizer,
 take steps, evaluate, save checkpoints, and record how it ended. ``train_step.py`` has what happens inside one step.
 """
 
@@ -67,7 +67,7 @@ class Trainer:
     step: TrainingStep
     """Forward, backward, synchronisation and update; set by ``build``, as is ``state``."""
     state: TrainState
-    """Model, optimiser, gradient engine and all else that later steps depend on."""
+    """Model, optimizer, gradient engine and all else that later steps depend on."""
 
     def __init__(
         self, job: Job | str, world: DistContext | None = None, *, data: Path | str | None = None,
@@ -110,7 +110,7 @@ class Trainer:
 
     @property
     def optimizer(self) -> SGD:
-        """The optimiser."""
+        """The optimizer."""
         return self.state.optimizer
 
     def run(self) -> RunResult:
@@ -166,7 +166,7 @@ class Trainer:
             self.weights = load_initial_weights(job.init_from, recipe.model, self.data.classes, world, job.fresh_head)
 
     def build(self, model: nn.Module | None = None) -> None:
-        """Build the model, its engine and its optimiser, and load the checkpoint. Call ``open_data`` first.
+        """Build the model, its engine and its optimizer, and load the checkpoint. Call ``open_data`` first.
 
         Args:
             model: A model of one's own, the same on every rank, on its device; None: the recipe's.
@@ -196,7 +196,7 @@ class Trainer:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimiser steps in one epoch."""
+        """Optimizer steps in one epoch."""
         return self.data.train_order.steps_per_epoch
 
     def train(self) -> None:

@@ -1,4 +1,4 @@
-"""Steps and optimisers timed on one rank: the figures are there, and say what they are of."""
+"""Steps and optimizers timed on one rank: the figures are there, and say what they are of."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_data_parallel_casts_in_the_forward_itself():
     assert spread(torch.ones(4, 3)).dtype == torch.bfloat16
 
 
-def test_an_optimisers_operators_do_not_grow_with_the_tensors():
+def test_an_optimizers_operators_do_not_grow_with_the_tensors():
     counts = {model: count_kernels(step_recipe(model, 224, 1, "fp32", False)) for model in ("resnet18", "resnet50")}
     small, large = counts.values()
     assert [row.optimizer for row in small] == list(OPTIMIZERS)

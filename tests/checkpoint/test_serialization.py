@@ -90,7 +90,7 @@ def test_what_is_dense_in_no_order_comes_back_dense_in_the_order_it_had():
     assert found.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_an_optimisers_state_continues_it_bit_for_bit():
+def test_an_optimizers_state_continues_it_bit_for_bit():
     torch.manual_seed(0)
     models = [nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())

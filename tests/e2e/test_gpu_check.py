@@ -25,7 +25,7 @@ GPU_ONLY = [
 LONG_ONLY = STEPS[5::2]
 SECTIONS = [
     "environment", "tests on one GPU", "two NCCL ranks on one GPU", *GPU_ONLY[:2], *STEPS,
-    "host and GPU time of each engine", GPU_ONLY[2], "kernels of an optimiser's step", "loaders",
+    "host and GPU time of each engine", GPU_ONLY[2], "kernels of an optimizer's step", "loaders",
 ]  # fmt: skip
 
 

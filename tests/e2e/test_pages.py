@@ -142,7 +142,7 @@ RUN_BY: tuple[tuple[str, Here | By], ...] = (
     (r"imagenet-fast bench step", By("tests/bench/test_one_rank.py::test_a_step_is_timed_beside_the_plain_loop")),
     (
         r"imagenet-fast bench kernels",
-        By("tests/bench/test_one_rank.py::test_an_optimisers_operators_do_not_grow_with_the_tensors"),
+        By("tests/bench/test_one_rank.py::test_an_optimizers_operators_do_not_grow_with_the_tensors"),
     ),
     (
         r"imagenet-fast bench data",

@@ -105,3 +105,14 @@ class Flat(nn.Module):
 
 def flawed(classes: int, flaw: str) -> nn.Module:
     return nn.DataParallel(build(classes)) if flaw == "parallel" else Flat(classes, flaw)
+
+
+def from_elsewhere(classes: int) -> nn.Module:
+    """As Hugging Face's ``from_pretrained`` returns it."""
+    return Own(classes, 8, 0.5).eval()
+
+
+def frozen(classes: int) -> nn.Module:
+    network = Own(classes, 8, 0.5)
+    network.stem[1].eval()
+    return network

@@ -219,3 +219,10 @@ def _build_checked() -> None:
     for one, other in zip(checked.state_dict().values(), plain.state_dict().values(), strict=True):
         assert torch.equal(one, other)
     assert any(isinstance(module, nn.BatchNorm2d) for module in checked.modules())
+
+
+def test_a_network_in_evaluation_mode_trains_and_frozen_layers_stay_so():
+    whole = build_model(PythonModel(kind="python", name=f"{OWN}:from_elsewhere"), 10)
+    assert all(module.training for module in whole.modules()), "else there would be no dropout and no statistics"
+    part = build_model(PythonModel(kind="python", name=f"{OWN}:frozen"), 10)
+    assert [name for name, module in part.named_modules() if not module.training] == ["stem.1"]

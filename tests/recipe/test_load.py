@@ -266,7 +266,7 @@ def test_sparse_dense_epochs_follow_the_warmup():
     assert load_recipe(demo, sync="sparse", overrides=["sync.dense_epochs=0"]).sync == SparseSync(dense_epochs=0)
 
 
-def test_corrected_momentum_is_the_optimisers_unless_told_otherwise():
+def test_corrected_momentum_is_the_optimizers_unless_told_otherwise():
     optim = {"kind": "sgd", "lr": 1, "weight_decay": 0, "momentum": 0.8}
     for momentum, expected in ({}, 0.8), ({"momentum": 0.5}, 0.5):
         sync = parse_recipe("my.toml", tables(sync={**CORRECTED, **momentum}, optim=optim)).sync

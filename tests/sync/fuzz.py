@@ -1,6 +1,6 @@
 """Random user loops, by pool and by hand: `python -m tests.sync.fuzz --seeds 0:500 --ranks 2 --engines all`.
 
-Each seed is a model, an optimiser and a loop (:mod:`tests.sync.fuzz_programs`), which every engine carries out.
+Each seed is a model, an optimizer and a loop (:mod:`tests.sync.fuzz_programs`), which every engine carries out.
 
 - Engines that average in fp32 come to the weights of the loop by hand: to the bit on two ranks, nearly on more, where
   sums are rounded in another order.

@@ -177,7 +177,7 @@ class Pooled:
         self._model, self._engine, self._guarded = model, engine, guarded
         self._family = next(family for family in (EXACT, INEXACT, SPARSE) if engine in family)
         self._open()
-        # torch's optimisers do not know that a part of a gradient has come.
+        # torch's optimizers do not know that a part of a gradient has come.
         self._partly = SGD(self.params, 0.05, weight_decay=0.01) if self.sparse else None
         self._stepped = False
 
@@ -203,7 +203,7 @@ class Pooled:
         self._pool.finish()
 
     def step(self, optimizer: optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
-        if self._partly is not None:  # in place of all of the loop's optimisers
+        if self._partly is not None:  # in place of all of the loop's optimizers
             self._pool.finish()
             if not self._stepped:
                 self._pool.step(self._partly)

@@ -19,13 +19,13 @@ Skipped = tuple[frozenset[int], ...]
 @dataclass(frozen=True)
 class ZeroGrad:
     by_pool: bool
-    """Else by every optimiser."""
+    """Else by every optimizer."""
     also: bool = False
-    """Whether an optimiser fills gradients with zeros first."""
+    """Whether an optimizer fills gradients with zeros first."""
 
     def __str__(self) -> str:
         also = "optimizer.zero_grad(set_to_none=False); " if self.also else ""
-        return also + ("pool.zero_grad()" if self.by_pool else "optimizer.zero_grad()  # every optimiser's")
+        return also + ("pool.zero_grad()" if self.by_pool else "optimizer.zero_grad()  # every optimizer's")
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class Do:
 
 DOES = {
     "schedule": "scheduler.step()  # every scheduler",
-    "save": "save model, optimisers, schedulers, scaler and pool",
+    "save": "save model, optimizers, schedulers, scaler and pool",
     "restore": "load what was saved",
     "swap": "pool.attach(build_engine(another engine, {which}))",
     "renew": "pool.close(); pool = GradientPool(model); pool.attach(...)",

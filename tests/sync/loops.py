@@ -37,7 +37,7 @@ DEFERRING: tuple[EngineSettings, ...] = (HYBRID, DEAR)
 EXACT: tuple[EngineSettings, ...] = (*DEFERRING, LAZY, DENSE, AllReduceSync(wire="fp32"))
 
 Bend = Callable[[Any, Any, Any, int], object]
-"""What happens around a step: it is given the pool, the model, the optimiser and the step's number."""
+"""What happens around a step: it is given the pool, the model, the optimizer and the step's number."""
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -183,7 +183,7 @@ def trained(
         loss: Of a model and a step, by its number.
         before: Happens before each step, with the step's number; ``after``, behind it.
         after: See ``before``.
-        optimizer_of: Makes the optimiser of a model.
+        optimizer_of: Makes the optimizer of a model.
         steps: How many.
         backward: Makes the gradients of a step, in place of ``loss``.
         end: Ends a step.
@@ -212,7 +212,7 @@ def trained(
 
 
 def take_own_step(pool: object, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Of an optimiser, as DDP's users end theirs."""
+    """Of an optimizer, as DDP's users end theirs."""
     optimizer.step()
 
 

@@ -68,7 +68,7 @@ def test_the_optimizers_zero_grad_does_in_place_of_the_pools(settings: EngineSet
 
 @ALL
 @pytest.mark.parametrize("to_none", [True, False])
-def test_gradients_zeroed_by_the_optimiser_as_well_are_not_lost(settings: EngineSettings, to_none: bool):
+def test_gradients_zeroed_by_the_optimizer_as_well_are_not_lost(settings: EngineSettings, to_none: bool):
     def zero(pool: GradientPool, model: nn.Module, optimizer: Optimizer, step: int) -> None:
         optimizer.zero_grad(set_to_none=to_none)
         model.zero_grad(set_to_none=to_none)
@@ -102,7 +102,7 @@ def test_evaluating_anywhere_in_a_step_changes_nothing(
 
 @ALL
 @pytest.mark.parametrize("between", [None, evaluate, evaluate_a_part])
-def test_two_optimisers_of_a_step_both_update(
+def test_two_optimizers_of_a_step_both_update(
     settings: EngineSettings, between: Callable[[GradientPool, nn.Module], None] | None
 ):
     model = Layers()

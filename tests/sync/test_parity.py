@@ -243,8 +243,8 @@ def reversal_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1), (15 - tokens).flatten())
 
 
-def test_a_step_of_torchs_optimisers_is_the_same_put_off_as_at_once():
-    """To the bit, in weights and in the optimiser's state; with a hook it is taken at once, and the hook runs once."""
+def test_a_step_of_torchs_optimizers_is_the_same_put_off_as_at_once():
+    """To the bit, in weights and in the optimizer's state; with a hook it is taken at once, and the hook runs once."""
     for (weights, state, hooked), (others, other_state, _) in run(2, _stepped, ("put off", "settled")):
         _alike(weights, others)
         _alike(state, other_state)

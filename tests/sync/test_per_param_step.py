@@ -1,4 +1,4 @@
-"""An optimiser's step in parts is its step at once."""
+"""An optimizer's step in parts is its step at once."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "foreach": {"foreach": True},
     "fused": {"fused": True},
     "maximize": {"maximize": True},
-    "a tensor as rate": {"lr": 0.05},  # made anew for each optimiser, since a schedule changes it
+    "a tensor as rate": {"lr": 0.05},  # made anew for each optimizer, since a schedule changes it
 }
 FUSED = {"sgd", "sgd momentum", "sgd nesterov", "adam", "adamw", "adamw amsgrad", "adagrad"}
 REFUSED = {("adafactor", "a tensor as rate"), *(("muon", way) for way in ("in a loop", "foreach", "maximize"))}
@@ -119,7 +119,7 @@ def in_parts(
 
 
 def everything(optimizer: Optimizer, params: list[nn.Parameter]) -> list[Tensor]:
-    """Weights, and all that the optimiser keeps of them."""
+    """Weights, and all that the optimizer keeps of them."""
     states = [optimizer.state[param] for param in params]
     return [p.detach() for p in params] + [torch.as_tensor(state[key]) for state in states for key in sorted(state)]
 
@@ -286,7 +286,7 @@ def test_a_part_has_the_name_of_a_step_in_profiles():
 
 
 class Signs(Optimizer):
-    """Somebody's own optimiser."""
+    """Somebody's own optimizer."""
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         super().__init__(params, {"lr": 0.5})
@@ -332,7 +332,7 @@ class Searching(Signs):
 
 @pytest.mark.parametrize("kind", [optim.LBFGS, Searching])
 def test_a_step_that_requires_a_closure_is_refused(kind: type[Optimizer]):
-    with pytest.raises(ValueError, match=rf"{kind.__name__}\.step\(\) requires a closure .* take an optimiser"):
+    with pytest.raises(ValueError, match=rf"{kind.__name__}\.step\(\) requires a closure .* take an optimizer"):
         snapshot_step(kind(parameters()))
 
 
@@ -440,7 +440,7 @@ def test_what_a_schedule_changed_after_a_step_is_not_undone_by_its_parts():
     assert optimizer.param_groups[0]["lr"] == pytest.approx(90.0)
 
 
-def test_a_custom_optimiser_counts_as_by_hand_under_an_engine_that_defers():
+def test_a_custom_optimizer_counts_as_by_hand_under_an_engine_that_defers():
     """Also where a step leaves a layer out, whose update then waits for the end of the next one."""
 
     def left_out(model: Layers, step: int) -> Tensor:

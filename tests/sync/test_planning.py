@@ -179,7 +179,7 @@ def _change_to_codes() -> None:
 
 
 def test_auto_says_at_once_that_it_may_leave_elements_behind():
-    """So that an optimiser of torch is refused in the first step, and not where sparse is elected."""
+    """So that an optimizer of torch is refused in the first step, and not where sparse is elected."""
     for settings in (AutoSync(), AutoSync(inexact=True)):
         pool = GradientPool(nn.Linear(3, 2))
         pool.attach(engine := build_engine(settings, pool))

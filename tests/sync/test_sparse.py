@@ -272,7 +272,7 @@ def _learns() -> tuple[list[float], int, int]:
 
 
 def test_a_second_update_of_a_step_sees_what_the_first_has_updated():
-    """A moving average, which is no optimiser."""
+    """A moving average, which is no optimizer."""
     run(2, _second_update)
 
 
@@ -302,7 +302,7 @@ def _refused_optimizers() -> None:
     pool, _ = pooled(model, settings(sparsity=0.75))
     pool.zero_grad()
     model(torch.randn(4, 3, 8, 8)).square().mean().backward()
-    with pytest.raises(ValueError, match="optimisers of torch would apply the rest as well"):
+    with pytest.raises(ValueError, match="optimizers of torch would apply the rest as well"):
         pool.step(torch.optim.AdamW(model.parameters()))
     with pytest.raises(ValueError, match="a GradScaler would apply the rest as well"):
         pool.step(build_optimizer(SGD, model), torch.amp.GradScaler("cpu"))

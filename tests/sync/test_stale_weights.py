@@ -151,7 +151,7 @@ def test_a_term_of_all_weights_is_right_before_forward_and_after_it(settings: En
 
 @pytest.mark.parametrize("settings", DEFERRING, ids=["hybrid", "dear"])
 def test_a_weight_read_before_its_update_is_an_error(settings: EngineSettings):
-    """Autograd's own: nobody else sees who reads a tensor. A fused optimiser alone would not tell it of the change."""
+    """Autograd's own: nobody else sees who reads a tensor. A fused optimizer alone would not tell it of the change."""
     for fused in (False, True):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             trained(
@@ -290,7 +290,7 @@ def _copied_while_watched() -> None:
 
 @pytest.mark.parametrize("settings", DEFERRING, ids=["hybrid", "dear"])
 def test_an_update_under_autocast_or_in_inference_mode_is_like_any_other(settings: EngineSettings):
-    """Also the first, in which optimisers make their state."""
+    """Also the first, in which optimizers make their state."""
     results = []
     for surroundings in (
         lambda: torch.autocast("cpu", torch.bfloat16), torch.inference_mode, torch.enable_grad, None,

@@ -70,7 +70,7 @@ def descend(optimizer: SGD, steps: int = 8) -> None:
 
 
 def descend_with(theirs: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
-    """The same with an optimiser of somebody else's."""
+    """The same with an optimizer of somebody else's."""
     for step in range(8):
         for param, grad in zip(params, gradients_of(step), strict=True):
             param.grad = grad.clone()
