@@ -10,10 +10,14 @@ COPY . /opt/imagenet-fast
 WORKDIR /opt/imagenet-fast
 # The image pins hundreds of packages by a constraints file, older than what we need of some. What it has and we can
 # use stays as it is all the same: pip upgrades only what is too old. For that reason constraints.txt is not used here.
-RUN python scripts/light_requirements.py > /tmp/light.txt \
+# An OpenCV of the image's own has files that ours would lie among.
+RUN pip uninstall --yes opencv opencv-python opencv-python-headless \
+    && rm -rf "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/cv2" \
+    && python scripts/light_requirements.py > /tmp/light.txt \
     && PIP_CONSTRAINT= pip install --no-cache-dir --upgrade-strategy only-if-needed -r /tmp/light.txt \
     && PIP_CONSTRAINT= pip install --no-cache-dir --no-deps . \
-    && imagenet-fast recipes > /tmp/recipes.txt
+    && imagenet-fast recipes > /tmp/recipes.txt \
+    && python -c 'import cv2'
 
 # A user whom the image does not know has neither home nor name, by which our data sets, matplotlib and torch keep caches.
 ENV HOME=/home/anybody \

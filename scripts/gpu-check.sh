@@ -54,6 +54,7 @@ section() {
 run_section() {
     local part=$1 name=$2 limit=$3 begun=$EPOCHREALTIME code seconds why=
     shift 3
+    trap 'kill $(jobs -p); exit 130' INT TERM # a subshell, as in a dry run, has lost it
     # In the background, since bash hears of Ctrl-C in a `wait` alone.
     timeout --kill-after=5 "$limit" "$@" >"$part.out" 2>&1 </dev/null &
     wait $!

@@ -78,7 +78,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 @pytest.fixture
 def own_signals() -> Iterator[None]:
     """For what answers signals in this process: afterwards it is pytest again that does."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # the last one torchrun's
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)  # the last one torchrun's
     answers = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, answer in answers.items():

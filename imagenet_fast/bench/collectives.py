@@ -22,7 +22,6 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Literal, get_args
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -32,6 +31,7 @@ from imagenet_fast.bench.hosts import TIMEOUT, on_gpus, report_progress, run_on
 from imagenet_fast.bench.netns import parse_rate, shaped_network, time_repetitions
 from imagenet_fast.cost_model.collectives import piece_elements
 from imagenet_fast.cost_model.units import SIZE, UNITS, size_text
+from imagenet_fast.distributed.cgroup_limits import usable_memory
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.recipe.engine_table import Collective, Wire
 from imagenet_fast.sync.all_reduce import format_of
@@ -239,7 +239,7 @@ def parse_collectives(text: str | None, levels: bool, gpus: bool) -> list[Means]
 def _check_memory(size: int, by_mpi: bool, ranks: int) -> None:
     """Raise UserError if memory does not suffice for these messages and ranks."""
     each = _RANK_BYTES + _COPIES * size + (_MPI_RANK_BYTES + _MPI_COPIES * size if by_mpi else 0)
-    free = psutil.virtual_memory().available
+    free = usable_memory()
     if ranks * each > free:
         raise UserError(
             f"--sizes up to {size_text(size)} between {ranks} ranks take {ranks * each / 2**30:.1f} GiB of memory, and "

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from imagenet_fast.bench.netns import Host, end_with_parent, enter, parse_rate, shaped_network
+from imagenet_fast.bench.netns import INTERFACE, Host, end_with_parent, enter, parse_rate, shaped_network
 from imagenet_fast.bench.parallel_layouts import NamedLayout, laid_out, refuse_axes
 from imagenet_fast.distributed.cpu_affinity import cores_per_rank
 from imagenet_fast.distributed.rank_info import RankInfo
@@ -172,7 +172,11 @@ def compare(
                 left_s = (time.monotonic() - begun) / (number - 1) * (len(runs) - number + 1)
                 print(f"about {timedelta(seconds=round(left_s))} left for all runs", file=sys.stderr, flush=True)
             arguments = [sys.executable, "-m", "imagenet_fast", *run.arguments(name, data, folder)]
-            codes[run] = _on_this_node(arguments, ranks) if network is None else _on_hosts(arguments, network)
+            saving_s = jobs[run].recipe.checkpoint.grace_s
+            codes[run] = (
+                _on_this_node(arguments, ranks, saving_s) if network is None
+                else _on_hosts(arguments, network, saving_s)
+            )  # fmt: skip
             if codes[run] == 2 and not any(code in _DONE for code in codes.values()):
                 raise SystemExit(2)
     return [Ended(_past(jobs[run], run.label), code) for run, code in codes.items()]
@@ -187,21 +191,21 @@ def _past(job: Job, label: str) -> PastRun:
     return replace(past, name=label, outcome=past.outcome or RunResult.beginning(job))  # no steps, failed
 
 
-def _on_this_node(arguments: list[str], ranks: int) -> int:
+def _on_this_node(arguments: list[str], ranks: int, saving_s: float) -> int:
     """Run the command with all ranks on this node, and return its exit code."""
-    return _wait([partial(_start, [*arguments, "--nproc", str(ranks)])])
+    return _wait([partial(_start, [*arguments, "--nproc", str(ranks)], first=end_with_parent)], saving_s)
 
 
-def _on_hosts(arguments: list[str], network: list[Host]) -> int:
+def _on_hosts(arguments: list[str], network: list[Host], saving_s: float) -> int:
     """Run the command with one rank per node, by torchrun's environment variables, and return the exit code."""
     starts = []
     for rank, host in enumerate(network):
         place = RankInfo(rank, len(network), 0, 1).variables(node=rank)
-        meeting = {"MASTER_ADDR": network[0].address, "MASTER_PORT": str(_PORT)}
+        meeting = {"MASTER_ADDR": network[0].address, "MASTER_PORT": str(_PORT), "GLOO_SOCKET_IFNAME": INTERFACE}
         threads = {"OMP_NUM_THREADS": str(cores_per_rank(len(network)))}
         environment = threads | dict(os.environ) | place | meeting
         starts.append(partial(_start, arguments, environment, partial(_move_to, host)))
-    return _wait(starts)
+    return _wait(starts, saving_s)
 
 
 def _move_to(host: Host) -> None:
@@ -220,12 +224,14 @@ def _start(
     return subprocess.Popen(arguments, env=environment, preexec_fn=first, process_group=0)
 
 
-def _wait(starts: Sequence[Callable[[], subprocess.Popen[bytes]]]) -> int:
+def _wait(starts: Sequence[Callable[[], subprocess.Popen[bytes]]], saving_s: float) -> int:
     """Start processes, wait for their end, and return the exit code of the first that failed, else the highest.
 
-    If a process fails or this process is interrupted, end all processes.
+    If a process fails or this process is interrupted, end all processes; in the latter case they may take ``saving_s``
+    seconds to save.
     """
     processes: list[subprocess.Popen[bytes]] = []
+    patience_s = 3 * GRACE_S  # a launcher waits for its ranks, which have GRACE_S
     try:
         for start in starts:
             processes.append(start())
@@ -233,15 +239,19 @@ def _wait(starts: Sequence[Callable[[], subprocess.Popen[bytes]]]) -> int:
         while None in codes and not _failures(codes):
             time.sleep(0.1)
             codes = [process.poll() for process in processes]
+    except KeyboardInterrupt:
+        patience_s += saving_s
+        raise
     finally:
         for process in processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
         for process in processes:
             try:
-                process.wait(3 * GRACE_S)  # a launcher waits for its ranks, which have GRACE_S
+                process.wait(patience_s)
             except subprocess.TimeoutExpired:
                 process.kill()
+                process.wait()
     failures = _failures(codes)
     return failures[0] if failures else max(code for code in codes if code is not None)
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import ClassVar, get_args
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -28,6 +27,7 @@ from imagenet_fast.bench.netns import parse_rate, sent_bytes, shaped_network, ti
 from imagenet_fast.bench.replay import Gradients, gradients_of, replay, timing_of, with_moves
 from imagenet_fast.cost_model.layer_profile import Profile
 from imagenet_fast.cost_model.step_simulator import Prediction, step_lower_bound
+from imagenet_fast.distributed.cgroup_limits import usable_memory
 from imagenet_fast.distributed.forkserver import freeze_gc
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.engine_table import Awaits, Cast, Wire
@@ -249,7 +249,7 @@ def _check_memory(profile: Profile, engines: int, hosts: int, ranks_per_host: in
     """Raise UserError if memory does not suffice for so many ranks; counts only the minimum of each rank."""
     ranks = hosts * ranks_per_host
     gradients = 4 * profile.elements * (2 + engines)  # the replay's, each engine's pool, the predictor's pool
-    needed, free = ranks * (_RANK_BYTES + gradients), psutil.virtual_memory().available
+    needed, free = ranks * (_RANK_BYTES + gradients), usable_memory()
     if needed > free:
         raise UserError(
             f"--hosts {hosts} with --ranks-per-host {ranks_per_host} is {ranks} processes, which take more than "

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from imagenet_fast.cli.options import DataOption, PngOption, RecipeOption
+from imagenet_fast.errors import UserError
 
 # Defaults of `compare`. Layouts use an engine that is exact and overlaps as much as it can.
 _ENGINES = "ddp,ring,lazy,hybrid,sparse"
@@ -67,6 +68,7 @@ def compare(
     The curves are drawn to compare.png, and `tensorboard --logdir DIR` shows
     every run. If a run fails, the others continue, and the exit code is 1.
     """
+    import torch
     from rich.console import Console
 
     from imagenet_fast.bench.compare import compare as train_all
@@ -79,6 +81,11 @@ def compare(
 
     folder = out or new_folder(Path(recipe).stem, "compare")
     seeded = [] if seeds is None else whole_numbers("--seeds", seeds, "1,2,3", zero=True)
+    if rate is not None and torch.cuda.device_count():
+        raise UserError(
+            "--rate shapes links that GPUs of one node do not use; leave it out, or set CUDA_VISIBLE_DEVICES= in the "
+            "environment to compare on the CPU"
+        )
     ranks = local_ranks(hosts)
     layouts = [] if layout is None else parse_layouts(layout, ranks)
     usual = _ENGINE_OF_LAYOUTS if layouts else _ENGINES

@@ -11,6 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from imagenet_fast.distributed.cgroup_limits import cpu_quotas
 from imagenet_fast.distributed.rank_info import RankInfo
 
 if TYPE_CHECKING:  # the command line counts cores, too, and starts without torch
@@ -28,7 +29,7 @@ def usable_cores(root: Path = Path("/")) -> int:
         root: Root of the file system with ``proc`` and ``sys``.
     """
     counts = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
-    counts += [math.ceil(quota) for quota in _quotas(root)]
+    counts += [math.ceil(quota) for quota in cpu_quotas(root)]
     return max(1, min(counts))
 
 
@@ -47,48 +48,13 @@ def own_cores(place: RankInfo, store: Store) -> int:
     store.set(f"cores/{node}/{place.local_rank}", json.dumps(sorted(os.sched_getaffinity(0))))
     allowed = [set(json.loads(store.get(f"cores/{node}/{other}"))) for other in range(place.local_size)]
     share = shares(allowed)[place.local_rank]
-    return max(1, min([share, *(math.ceil(quota) // place.local_size for quota in _quotas(Path("/")))]))
+    return max(1, min([share, *(math.ceil(quota) // place.local_size for quota in cpu_quotas())]))
 
 
 def shares(allowed: Sequence[set[int]]) -> list[int]:
     """Return the number of processors for each rank of a node, from the cores that each may use."""
     users = {core: sum(core in cores for cores in allowed) for core in set().union(*allowed)}
     return [int(sum(Fraction(1, users[core]) for core in cores)) for cores in allowed]
-
-
-def _quotas(root: Path) -> list[float]:
-    """Return the processors allowed by each cgroup (version 1 or 2) that this process is in."""
-    try:
-        memberships = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    found = []
-    for line in memberships:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        group = mount / path.strip("/")
-        # In a container the path may be that of the host, where only the mount's own group is visible.
-        for folder in (group, *group.parents):
-            if (quota := _quota(folder)) is not None:
-                found.append(quota)
-            if folder == mount:
-                break
-    return found
-
-
-def _quota(folder: Path) -> float | None:
-    try:
-        if (folder / "cpu.max").exists():
-            limit, period = (folder / "cpu.max").read_text(encoding="utf-8").split()
-        else:
-            limit, period = (
-                (folder / f"cpu.cfs_{name}_us").read_text(encoding="utf-8").strip() for name in ("quota", "period")
-            )
-        return None if limit in ("max", "-1") else float(limit) / float(period)
-    except (OSError, ValueError):
-        return None
 
 
 def bind_to_numa_node(gpu: torch.device, root: Path = Path("/")) -> set[int]:

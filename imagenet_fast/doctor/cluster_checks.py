@@ -16,7 +16,7 @@ from torch import Tensor
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.doctor.report import CheckResult, by_host
 
-_SHORT, _LONG = 2**13, 2**25  # bytes
+_SHORT, _LONG, _LONG_ON_GPUS = 2**13, 2**25, 2**27  # bytes; a fast network needs long messages to be full
 _REPEATS, _ROUNDS = 20, 5
 _DRIFT_S = 1.0  # between clocks; up to this, files and records of several nodes can be told apart
 _POOR = 0.5  # of a card's rated speed
@@ -43,14 +43,15 @@ def _network(world: DistContext) -> Iterator[CheckResult]:
     if world.size == 1:
         yield CheckResult("all-reduce", "ok", "one rank alone needs none")
         return
-    latency_s, long_s = _seconds(_SHORT, world), _seconds(_LONG, world)
-    bus = 2 * (world.size - 1) / world.size * _LONG / long_s
+    cards, size = (world.local_size, _LONG_ON_GPUS) if world.device.type == "cuda" else (0, _LONG)
+    latency_s, long_s = _seconds(_SHORT, world), _seconds(size, world)
+    bus = 2 * (world.size - 1) / world.size * size / long_s
     said = f"{8 * bus / 1e9:.2f} Gbit/s and {1e6 * latency_s:.0f} us over {world.size} ranks"
-    promised = _of_all(_promise(os.environ) if world.is_multi_node else 0.0)
+    promised = _of_all(_promise(os.environ, cards) if world.is_multi_node else 0.0)
     if not promised:
         yield CheckResult("all-reduce", "ok", said)
         return
-    said += f", where the slowest card promises {promised / 1e9:g} Gbit/s"
+    said += f", where the slowest node's cards promise {promised / 1e9:g} Gbit/s"
     if 8 * bus < _POOR * promised:
         fix = "see `imagenet-fast bench collectives`; look for another interface (GLOO_SOCKET_IFNAME), or a busy link"
         yield CheckResult("all-reduce", "warn", said, fix)
@@ -90,18 +91,22 @@ def _of_all(own: float) -> float:
     return min((value for value in told if value), default=0.0)
 
 
-def _promise(environment: Mapping[str, str], root: Path = Path("/sys/class")) -> float:
-    """Return the rated speed of this node's network cards in bit/s, summed over all that NCCL would use.
+def _promise(environment: Mapping[str, str], cards: int, root: Path = Path("/sys/class")) -> float:
+    """Return the rated speed of this node's network in bit/s; 0 if it is not reported.
 
-    Returns 0 if the cards do not report it.
+    Args:
+        environment: Environment of this process, which names gloo's interface.
+        cards: InfiniBand cards that NCCL would use, about one a GPU: the fastest are counted, since others are for
+            storage. 0: ranks use gloo, and its interface.
+        root: Directory of the kernel's classes.
     """
     rates = []
     for port in sorted(root.glob("infiniband/*/ports/*")):
         words = _text(port / "rate").split()  # "200 Gb/sec (4X HDR)"
         if words and _text(port / "state").endswith("ACTIVE"):
             rates.append(1e9 * float(words[0]))
-    if rates:
-        return sum(rates)
+    if rates and cards:
+        return sum(sorted(rates)[-cards:])
     interface = environment.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     megabits = _text(root / "net" / interface / "speed") if interface else ""
     return 1e6 * int(megabits) if megabits.isdecimal() else 0.0

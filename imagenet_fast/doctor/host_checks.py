@@ -17,10 +17,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
 import torch
 
 from imagenet_fast.data.format_detection import check_folders, open_validation
+from imagenet_fast.distributed.cgroup_limits import usable_memory
 from imagenet_fast.distributed.cpu_affinity import usable_cores
 from imagenet_fast.doctor.report import CheckResult
 from imagenet_fast.errors import UserError
@@ -129,6 +129,8 @@ def _graphics(driver: _Driver) -> Iterator[CheckResult]:
     elif available:
         fix = "look at CUDA_VISIBLE_DEVICES, or restart the node"
         yield CheckResult("GPU", "fail", f"CUDA starts, but torch finds no GPU ({named})", fix)
+    elif os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        yield CheckResult("GPU", "ok", "hidden by CUDA_VISIBLE_DEVICES; ranks train on the CPU")
     elif driver.version is not None and torch.version.cuda is None:
         fix = "`pip install torch torchvision` without an index of CPU builds"
         yield CheckResult("GPU", "fail", f"there is one ({named}), but this torch is a CPU build", fix)
@@ -161,7 +163,7 @@ def _processors(ranks: int) -> Iterator[CheckResult]:
 
 
 def _memory() -> Iterator[CheckResult]:
-    available = psutil.virtual_memory().available
+    available = usable_memory()
     said = f"{available / _GIB:.1f} GiB available"
     if available < 2 * _GIB:
         yield CheckResult("memory", "warn", said, "end other programs, or train with a smaller micro_batch")

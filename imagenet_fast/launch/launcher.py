@@ -16,7 +16,7 @@ from imagenet_fast.distributed.cpu_affinity import cores_per_rank
 from imagenet_fast.distributed.network_interfaces import Endpoint, route_to
 from imagenet_fast.errors import JobAborted, UserError, refusal_in
 from imagenet_fast.launch.rendezvous import LaunchConfig, RendezvousInfo, meet
-from imagenet_fast.launch.signals import interrupt_on_signals
+from imagenet_fast.launch.signals import ignore_signals, interrupt_on_signals
 from imagenet_fast.metrics.run_result import NOTHING_LOST, STOPPED, STOPPED_WORDS, RunResult, read_outcome
 from imagenet_fast.recipe.job import AnyJob, DoctorJob, Evaluation, Job, write_job
 from imagenet_fast.training.exit_status import OPENED, TOLD
@@ -28,7 +28,7 @@ _KILLED = (
     "from the last checkpoint"
 )
 
-_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torchrun forwards them to the ranks
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # torchrun forwards them to the ranks
 _LAST_CALL_S = 10  # how long the minimum number of nodes waits for more
 _SETTLING_S = 40  # on top of the grace time: other nodes' ranks end, and a lost node is noticed
 _ENDING_S = 10  # on top of the grace time: after it, ranks are killed
@@ -54,6 +54,7 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
             code, fate = run_ranks(job, here, nodes, job.recipe.checkpoint.grace_s)
         except KeyboardInterrupt:
             interrupted = True
+        ignore_signals()  # what is left takes milliseconds, and is to be written
         left = read_outcome(here)
         has_run, told = (here / OPENED).exists(), (here / TOLD).exists()  # set by rank 0, if it is on this node
     if left is None and not has_run:
@@ -167,9 +168,11 @@ def _run_ranks(job: Path, nodes: LaunchConfig, grace_s: float) -> tuple[int, str
         if nodes.least is not None:
             count = f"{nodes.least}:{nodes.count}"
             where = _meeting_again(endpoint, met, nodes.patience_s + grace_s)
+    # torchrun would no longer ignore what it is told to handle, such as SIGHUP under nohup.
+    handled = [name for name in _SIGNALS if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN]
     torchrun = get_args_parser().parse_args(
         [f"--nnodes={count}", f"--nproc-per-node={nodes.ranks_each}", f"--max-restarts={nodes.restarts}", *where]
-        + [f"--signals-to-handle={_SIGNALS}", "--module", "imagenet_fast.launch"]
+        + [f"--signals-to-handle={','.join(handled)}", "--module", "imagenet_fast.launch"]
     )
     if os.environ.get("TORCH_CPP_LOG_LEVEL") == "FATAL":  # set by our command line for launchers
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
@@ -190,6 +193,8 @@ def _run_ranks(job: Path, nodes: LaunchConfig, grace_s: float) -> tuple[int, str
     except AttributeError as error:  # torchrun's agent has no result if this node was not needed until the end
         if nodes.least is None or error.name != "is_failed":
             raise
+    finally:
+        interrupt_on_signals()  # torchrun leaves its own handlers, whose exception nobody would catch
     return 0, ""
 
 

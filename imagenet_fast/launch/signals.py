@@ -31,6 +31,12 @@ def interrupt_on_signals() -> None:
             signal.signal(number, _interrupt)
 
 
+def ignore_signals() -> None:
+    """Ignore SIGINT, SIGTERM, SIGHUP and SIGUSR1 from now on."""
+    for number in _ENDS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 class Signals:
     """Signal handlers of a rank: a signal raises KeyboardInterrupt, and ends the rank within ``GRACE_S`` seconds.
 
@@ -136,6 +142,5 @@ def stopping_early() -> Iterator[None]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    for ignored in _ENDS:  # a second signal must not interrupt the handling of the first
-        signal.signal(ignored, signal.SIG_IGN)
+    ignore_signals()  # a second signal must not interrupt the handling of the first
     raise KeyboardInterrupt

@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from imagenet_fast.distributed.cgroup_limits import usable_memory
 from imagenet_fast.distributed.cpu_affinity import usable_cores
 from imagenet_fast.distributed.rank_info import TORCHRUN, RankInfo, rank_info_from_env, set_group_rank
 from imagenet_fast.errors import UserError
@@ -116,3 +118,28 @@ def test_a_place_that_cannot_be_is_refused(place: tuple[str, ...], monkeypatch: 
         monkeypatch.setenv(key, value)
     with pytest.raises(UserError, match=f"RANK={place[0]}, WORLD_SIZE={place[1]}, .*, and ranks count from 0 to below"):
         rank_info_from_env()
+
+
+_GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "left"),
+    [
+        ("0::/\n", {"memory.max": "max\n", "memory.current": "5\n", "memory.stat": ""}, 64 * _GIB),
+        ("0::/job\n", {"memory.max": f"{_GIB}", "memory.current": "600", "memory.stat": "anon 5\ninactive_file 500"},
+         _GIB - 100),
+        ("0::/docker/abc\n", {"memory.max": f"{_GIB}", "memory.current": f"{2 * _GIB}", "memory.stat": "anon 0"}, 0),
+        ("9:memory:/j\n", {"memory/j/memory.limit_in_bytes": f"{_GIB}", "memory/j/memory.usage_in_bytes": "7",
+                           "memory/j/memory.stat": "total_inactive_file 3"}, _GIB - 4),
+        ("9:memory:/\n", {"memory/memory.limit_in_bytes": f"{2**63 - 4096}", "memory/memory.usage_in_bytes": "7",
+                          "memory/memory.stat": ""}, 64 * _GIB),
+        ("4:cpu:/\n", {"memory.max": "1"}, 64 * _GIB),
+    ],
+)  # fmt: skip
+def test_memory_that_a_cgroup_denies_does_not_count(
+    membership: str, files: dict[str, str], left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As in a container with `docker run -m`, a pod with a limit, or a job with `--mem`."""
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=64 * _GIB))
+    assert usable_memory(machine(tmp_path, membership, **files)) == left

@@ -46,12 +46,16 @@ def test_what_cards_promise_is_read_from_the_system(tmp_path: Path):
         for file, text in texts.items():
             (tmp_path / name / file).write_text(f"{text}\n")
 
-    assert _promise({}, tmp_path) == 0.0
+    assert _promise({}, 8, tmp_path) == 0.0
     card("net/eth0", speed="25000")
     card("net/wlan0", speed="-1")
-    assert _promise({"GLOO_SOCKET_IFNAME": "eth0,wlan0"}, tmp_path) == 25e9
-    assert _promise({"GLOO_SOCKET_IFNAME": "wlan0"}, tmp_path) == 0.0
-    assert _promise({"GLOO_SOCKET_IFNAME": "gone0"}, tmp_path) == 0.0
+    assert _promise({"GLOO_SOCKET_IFNAME": "eth0,wlan0"}, 8, tmp_path) == 25e9
+    assert _promise({"GLOO_SOCKET_IFNAME": "wlan0"}, 8, tmp_path) == 0.0
+    assert _promise({"GLOO_SOCKET_IFNAME": "gone0"}, 8, tmp_path) == 0.0
     card("infiniband/mlx5_0/ports/1", rate="200 Gb/sec (4X HDR)", state="4: ACTIVE")
     card("infiniband/mlx5_1/ports/1", rate="200 Gb/sec (4X HDR)", state="1: DOWN")
-    assert _promise({"GLOO_SOCKET_IFNAME": "eth0"}, tmp_path) == 200e9
+    assert _promise({"GLOO_SOCKET_IFNAME": "eth0"}, 8, tmp_path) == 200e9
+    card("infiniband/mlx5_2/ports/1", rate="100 Gb/sec (2X HDR)", state="4: ACTIVE")
+    assert _promise({"GLOO_SOCKET_IFNAME": "eth0"}, 1, tmp_path) == 200e9, "the other card is for storage"
+    assert _promise({"GLOO_SOCKET_IFNAME": "eth0"}, 2, tmp_path) == 300e9
+    assert _promise({"GLOO_SOCKET_IFNAME": "eth0"}, 0, tmp_path) == 25e9, "gloo uses no such card"

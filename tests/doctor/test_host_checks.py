@@ -196,3 +196,13 @@ def test_advice_names_options_that_doctor_has_or_says_whose_they_are(
 
 def refuse_dali(*of: object) -> None:
     raise UserError("DALI cannot be used here; install it, or --set data.loader=folder")
+
+
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_gpus_that_are_hidden_on_purpose_are_no_fault(hidden: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    (found,) = host_checks._graphics(host_checks._Driver("580.1"))
+    assert (found.state, found.said) == ("ok", "hidden by CUDA_VISIBLE_DEVICES; ranks train on the CPU")

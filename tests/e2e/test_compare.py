@@ -8,8 +8,10 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -25,8 +27,9 @@ from tests.e2e.command import COMMAND, environment, events_of, imagenet_fast, in
 
 
 @pytest.mark.usefixtures("own_signals")
-def test_engines_are_compared_over_a_network_of_ones_own(root: None, tmp_path: Path):
+def test_engines_are_compared_over_a_network_of_ones_own(root: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     out = tmp_path / "runs"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")  # of this node's network, where the hosts of the other have eth0
     printed = in_process(
         "compare", "--recipe", "smoke", "--sync", "lazy,sparse", "--hosts", "2", "--rate", "1gbit", "--out", str(out),
         "--set", "data.train_images=64", "--set", "epochs=1", "--set", "sparse.dense_epochs=0",
@@ -132,7 +135,7 @@ def test_compare_shows_finished_runs_after_a_failure(tmp_path: Path):
 
 def compared(monkeypatch: pytest.MonkeyPatch, folder: Path, codes: dict[str, int]) -> list[Ended]:
     """Runs that end with these exit codes and record nothing."""
-    monkeypatch.setattr(compare, "_on_this_node", lambda arguments, ranks: codes[Path(arguments[-1]).name])
+    monkeypatch.setattr(compare, "_on_this_node", lambda arguments, ranks, saving_s: codes[Path(arguments[-1]).name])
     runs = compare.contestants("smoke", 2, list(codes), [], [])
     return compare.compare("smoke", runs, data=None, ranks=2, rate=None, folder=folder)
 
@@ -219,3 +222,45 @@ def test_what_is_wrong_is_said_before_anything_is_trained(
     runs = tmp_path / "runs"
     assert sentence in refusal("compare", "--recipe", "smoke", "--out", str(runs), *arguments)
     assert not runs.exists()
+
+
+_SAVES_SLOWLY = (
+    "import signal, sys, time\n"
+    "def save(*_):\n"
+    "    time.sleep(2)\n"
+    "    sys.exit(0)\n"
+    "signal.signal(signal.SIGTERM, save)\n"
+    "open(sys.argv[1], 'w').close()\n"
+    "time.sleep(60)\n"
+)
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_an_interrupted_run_may_save_and_the_others_of_a_failed_one_need_not(
+    interrupted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    ready, started = tmp_path / "ready", []
+
+    def saving() -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen([sys.executable, "-c", _SAVES_SLOWLY, str(ready)]))
+        wait_for(ready.exists)
+        return started[-1]
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compare, "GRACE_S", 0.1)
+    if interrupted:
+        monkeypatch.setattr(compare, "time", SimpleNamespace(sleep=interrupt))
+        with pytest.raises(KeyboardInterrupt):
+            compare._wait([saving], saving_s=20.0)
+    else:
+        assert compare._wait([saving, lambda: subprocess.Popen([sys.executable, "-c", "exit(1)"])], saving_s=20.0) == 1
+    assert started[0].poll() == (0 if interrupted else -signal.SIGKILL)
+
+
+def test_gpus_would_talk_past_shaped_links(refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert "--rate shapes links that GPUs of one node do not use" in refusal(
+        "compare", "--recipe", "smoke", "--rate", "1gbit"
+    )

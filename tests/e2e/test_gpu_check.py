@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.e2e.command import environment
+from tests.e2e.command import environment, wait_for
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu-check.sh"
 
@@ -80,3 +82,23 @@ def test_what_cannot_be_understood_is_refused_before_anything_runs(tmp_path: Pat
         assert done.returncode == 2
         assert sentence in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_that_is_interrupted_leaves_nothing_running(tmp_path: Path):
+    sleeper = tmp_path / "python"
+    sleeper.write_text("#!/bin/sh\nexec sleep 61.25\n")
+    sleeper.chmod(0o755)
+    started = subprocess.Popen(
+        ["bash", str(SCRIPT), "--dry-run", str(tmp_path / "report.md")],
+        env=environment(PYTHON=str(sleeper)), stdout=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+
+    def sleeping() -> list[psutil.Process]:
+        return [
+            process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", "61.25"]
+        ]
+
+    wait_for(lambda: len(sleeping()) >= 5)
+    started.send_signal(signal.SIGTERM)
+    assert started.wait(30) == 130
+    wait_for(lambda: not sleeping())

@@ -80,3 +80,16 @@ def test_a_stop_while_it_compiles_ends_within_its_grace_without_loss(tmp_path: P
     assert time.monotonic() - begun < 20
     assert outcome_of(run)["status"] == "preempted"
     assert outcome_of(run)["message"] in log_of(running)
+
+
+def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which processes inherit
+    try:
+        running = start(tmp_path / "run")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    wait_for(lambda: running.step >= 3)
+    for process in (running.command, *running.ranks):
+        process.send_signal(signal.SIGHUP)
+    assert running.ended(240) == 0, log_of(running)
+    assert outcome_of(tmp_path / "run")["steps"] == 20

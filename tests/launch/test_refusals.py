@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
 
 from imagenet_fast import errors
+from imagenet_fast.launch import launcher
+from imagenet_fast.launch.rendezvous import LaunchConfig
 from tests.conftest import make_images
 from tests.e2e.command import events_of, imagenet_fast
 
@@ -80,3 +84,21 @@ def test_a_local_rank_in_the_shell_silences_nothing():
     ended = imagenet_fast("plan", "--recipe", "nonsense", LOCAL_RANK="3")
     assert ended.returncode == 2
     assert ended.stderr.startswith("error: there is no recipe 'nonsense'")
+
+
+@pytest.mark.usefixtures("own_signals")
+def test_after_torchrun_a_signal_interrupts_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """torchrun leaves its handlers, whose exception nobody would catch; what is ignored stays so, as under nohup."""
+    told: list[str] = []
+
+    def as_torchrun(arguments: argparse.Namespace) -> None:
+        told.extend(arguments.signals_to_handle.split(","))
+        signal.signal(signal.SIGINT, lambda *_: 1 / 0)
+
+    monkeypatch.setattr("torch.distributed.run.run", as_torchrun)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert launcher._run_ranks(tmp_path / "train.json", LaunchConfig(1), 5.0) == (0, "")
+    assert told == ["SIGTERM", "SIGINT", "SIGQUIT", "SIGUSR1"]
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
