@@ -66,15 +66,17 @@ def write_checkpoint(
         folder = root / str(verdict.content)
         letters.write(f"part/{place.rank}", _tried(place, lambda: _write_files(folder, files)))
         if place.is_main:
-            letters.write("verdict", _conclude(root, place, letters, folder, stamp, patience_s))
+            sealed = _conclude(root, place, letters, folder, stamp, patience_s)
+            if not sealed.failure:
+                known[folder] = True
+                # Before others are told: it may take long, and those that train on would wait for this rank in vain.
+                tidied(lambda: retain(root, keep, partial(_is_whole, known)))
+            letters.write("verdict", sealed)
         (verdict,) = letters.read(["verdict"], _FOR_RANK_0 * patience_s)
     letters.confirm()
     removed: list[Path] = []
     if place.is_main:
-        if not verdict.failure:
-            known[folder] = True
-            tidied(lambda: retain(root, keep, partial(_is_whole, known)))
-        elif verdict.remedy == _MAKE_ROOM:
+        if verdict.failure and verdict.remedy == _MAKE_ROOM:
             tidied(lambda: removed.extend(retain(root, 0, partial(_is_whole, known))))
         letters.clear(min(patience_s, _CONFIRMED_S))
     if verdict.failure:

@@ -83,7 +83,8 @@ def plan(
     points = parse_sweep(sweep) if sweep is not None else None
     if points is not None and points.key == "gpus":
         refuse_beside(context, ("gpus",), "does not go with --sweep gpus=...; leave one of them out")
-    written = load_recipe(find_recipe(recipe), overrides=[other for other in overrides if other not in own])
+    # The recipe's own engine is not predicted, and must not refuse what those of --sync can do.
+    written = load_recipe(find_recipe(recipe), "lazy", [other for other in overrides if other not in own])
     machine = load_cluster(cluster)
     try:
         situation = Situation(written, machine, find_device(machine.device, machine.device_batch), scaling)

@@ -173,7 +173,8 @@ def _require_prepared(root: Path, split: SplitName, tars: list[Path]) -> None:
     """Raise UserError if a tar is missing that `data prepare` has put there: gaps at either end show nowhere else."""
     try:
         noted = json.loads((root / "prepared.json").read_bytes())["files"][split]
-        lost = sorted(name for name in noted if name.endswith(".tar") and not (root / split / name).is_file())
+        there = {path.name for path in tars if path.parent == root / split}
+        lost = sorted(name for name in noted if str(name).endswith(".tar") and name not in there)
     except (OSError, ValueError, KeyError, TypeError):  # not from `data prepare`, or not as shards
         return
     if lost and any(path.name in noted for path in tars):

@@ -71,7 +71,10 @@ def rank_info_from_env() -> RankInfo | None:
         except ValueError:
             raise UserError(f"the environment says {given}, which are not all whole numbers; correct them") from None
         if not (0 <= place.local_rank < place.local_size <= place.size and 0 <= place.rank < place.size):
-            raise UserError(f"the environment says {given}, and ranks count from 0 to below their number; correct them")
+            raise UserError(
+                f"the environment says {given}, but ranks count from 0, to below WORLD_SIZE and on each node to below "
+                "LOCAL_WORLD_SIZE, its number of ranks; correct them"
+            )
         return place
     if found and any(value not in ("0", "1", "") for value in found.values()):
         there, missing = " and ".join(found), ", ".join(key for key in TORCHRUN if key not in found)

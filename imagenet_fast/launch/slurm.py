@@ -28,6 +28,7 @@ from imagenet_fast.metrics.run_result import STOPPED
 _FIRST_PORT, _PORTS = 20_000, 10_000
 
 
+_LONGEST_WARNING_S = 65535  # that sbatch takes
 _WARNING_S = 120  # before the time limit; Slurm may send the signal up to a minute earlier
 _SCRIPT = """\
 #!/bin/bash
@@ -140,10 +141,11 @@ def sbatch_text(
     Raises:
         UserError: If a name has characters that Slurm does not allow, or the time limit leaves no time to train.
     """
-    warning_s = max(_WARNING_S, math.ceil(job.recipe.checkpoint.grace_s) + 70)
+    warning_s = min(max(_WARNING_S, math.ceil(job.recipe.checkpoint.grace_s) + 70), _LONGEST_WARNING_S)
     if time_limit is not None and parse_time_limit(time_limit) <= 2 * warning_s:
         minutes = math.ceil(2 * warning_s / 60)
-        raise UserError(f"--time {time_limit} leaves no time to train; give more than {minutes} minutes")
+        grace = f" (checkpoint.grace_s is {job.recipe.checkpoint.grace_s:g})" if warning_s > _WARNING_S else ""
+        raise UserError(f"--time {time_limit} leaves no time to train{grace}; give more than {minutes} minutes")
     asked = {
         "job-name": label,
         "nodes": str(job.nodes),

@@ -257,9 +257,10 @@ class Situation:
         step = self.step(batching, compute or self.device.compute(self.recipe.model.kind)[0])
         images, batch = training_images(self.recipe), batching.global_batch
         if images < batch:
+            strong = ", or --scaling strong" if self.scaling == "weak" else ""
             raise UserError(
-                f"{gpus} GPUs have a global batch of {batch}, more than the {images} training images; take fewer GPUs, "
-                "a smaller --set global_batch, or --scaling strong"
+                f"{gpus} GPUs have a global batch of {batch}, more than the {images} training images; take fewer GPUs "
+                f"or a smaller --set global_batch{strong}"
             )
         steps = self.recipe.epochs * (images // batch)
         low, used, high = cluster.stragglers.sigma

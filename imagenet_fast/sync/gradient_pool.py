@@ -251,8 +251,8 @@ class GradientPool:
 
         Raises:
             ValueError: The optimizer's step requires a closure; it has none of this pool's parameters, or one with a
-                gradient that is in no pool; or the engine sends only a part of the gradients, and the optimizer is not
-                one of ``imagenet_fast.training.optimizers``.
+                gradient that is in no pool; the engine sends only a part of the gradients, and the optimizer is not
+                one of ``imagenet_fast.training.optimizers``; or it is the second of the step, with a scaler.
             RuntimeError: The same optimizer has stepped already, with no backward since; or as for ``end_backward``.
         """
         assert self.reducer.engine is not None, "attach an engine before the first step"
@@ -262,7 +262,7 @@ class GradientPool:
             stats = self.end_backward()
             if not self.reducer.means_here:
                 self.finish()
-            self.reducer.updated = True
+            self.reducer.updated = self.reducer.scaled = True
             scale = scaler.get_scale()
             self.reducer.stepped.append(optimizer)
             scaler.step(optimizer)

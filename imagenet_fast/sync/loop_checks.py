@@ -225,24 +225,25 @@ def _check_members(path: str, module: nn.Module, in_pool: Mapping[nn.Parameter, 
             )
 
 
-def refuse_second_step(optimizer: Optimizer, stepped: Sequence[Optimizer], scaled: bool) -> None:
+def refuse_second_step(optimizer: Optimizer, stepped: Sequence[Optimizer], scaled: bool, was_scaled: bool) -> None:
     """Refuse a step of ``optimizer`` that would apply gradients twice, or with a scale that is not theirs.
 
     Args:
         optimizer: The optimizer.
         stepped: The optimizers that have stepped since the last backward.
         scaled: Whether a ``GradScaler`` steps it.
+        was_scaled: Whether a ``GradScaler`` has stepped one of those.
 
     Raises:
         RuntimeError: It has stepped already.
-        ValueError: The scaler has been updated already.
+        ValueError: Another has stepped, and one of the two with a scaler.
     """
     if optimizer in stepped:
         raise RuntimeError(
             f"pool.step() was called twice with the same {type(optimizer).__name__}, and no backward between; "
             "begin each step with pool.zero_grad()"
         )
-    if scaled and stepped:
+    if stepped and (scaled or was_scaled):
         raise ValueError(
             "pool.step(optimizer, scaler) updates the scaler, so a second optimizer would be unscaled by the next "
             "step's scale; call pool.finish(), scaler.step(...) for each optimizer and scaler.update() once"

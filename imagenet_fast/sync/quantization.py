@@ -156,8 +156,8 @@ class ErrorFeedback:
         """
         rows = torch.zeros(len(blocks), BLOCK, device=self._device)
         if self._left is not None:
-            left = self._left.float() if sharing == 1 else self._shared[sharing]
-            torch.index_select(left.view(-1, BLOCK), 0, blocks, out=rows)
+            left = self._left if sharing == 1 else self._shared[sharing]
+            rows.copy_(left.view(-1, BLOCK).index_select(0, blocks))
         feedback = FeedbackRows(rows)
         self._pieces.append((blocks, feedback, real, sharing))
         return feedback

@@ -201,7 +201,7 @@ class Reducer:
                 + " would apply the rest as well: take another engine, or imagenet_fast's LARS or SGD without a scaler"
             )
         if not self.came_late:
-            refuse_second_step(optimizer, self.stepped, scaled)
+            refuse_second_step(optimizer, self.stepped, scaled, self.scaled)
 
     def measure(self) -> None:
         """Check the gradients pushed so far, if ``largest`` is set."""
@@ -257,7 +257,7 @@ class Reducer:
         self.stepped = []
         self.stats = None
         self.is_open = self._zeroed = self._forwarded = self.came_late = self.means_here = self.updated = False
-        self._end_awaited = self._last_ended = False
+        self._end_awaited = self._last_ended = self.scaled = False
         self._ready = [False] * len(self.spans)
         self._front = self._measured = 0
         if self.order.better is not None:

@@ -49,8 +49,8 @@ def reshard_sync_state(states: Iterable[Any], sharded: bool = False) -> dict[str
     ranks.
 
     Args:
-        states: The ``state_dict`` of every rank's synchroniser; a list where a rank has several pools. Each is dropped
-            before the next is taken.
+        states: The ``state_dict`` of every rank's synchroniser; a list where a rank has several pools. Two are held
+            at a time at most.
         sharded: Whether each rank's first pool holds shards of layers. Shards are not put together, so their residual
             is lost.
     """

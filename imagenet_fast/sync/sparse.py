@@ -98,6 +98,7 @@ class Sparse(SyncEngine):
             self._agreed = None
         self._chunks = self._pool.buffer.view(-1, chunk)
         count = len(self._chunks)
+        self._filled = {n for span in self._pool.spans for n in range(span.start // chunk, -(-span.flag // chunk))}
         self._left = torch.zeros_like(self._pool.buffer)  # during a step: the residual of earlier steps
         if self._momentum is not None:
             before, spans = self._velocity, self._spans
@@ -109,17 +110,19 @@ class Sparse(SyncEngine):
         self._drops = False
         self._ages = torch.zeros(count, dtype=torch.int64, device=device)  # steps since a chunk was last sent
         self._norms = torch.zeros(count, device=device)  # of the means of the sent chunks, in their order
-        fp32 = torch.float32
         self._measurement = [CommOp(topology.channel((), "packing"), self._measure, False)]
         self._agreement = [
             CommOp(topology.channel((), "packing"), self._put_means, False),
-            *all_reduce(self._scores, fp32, usual_collective(fp32, fp32, topology), topology),
+            *all_reduce(
+                self._scores, torch.float32, usual_collective(torch.float32, torch.float32, topology), topology
+            ),
             CommOp(topology.channel((), "landing"), self._choose_next, True),
         ]
         self._here = torch.empty(count, dtype=torch.int64, pin_memory=device.type == "cuda")  # ids, for the host
         self._choose()
         self._sent = self._ids[:0]  # chunks in the pool that have been applied
         self._selected: list[int] = []  # ids of this step's chunks, rising
+        self._held = 0  # index of the last that holds values, not only padding: it waits for `finish`
         self._next = 0  # index of the first that is not launched
         self._packed = 0  # index of the first that is not ready
         self._messages: list[_Message] = []  # in flight
@@ -130,10 +133,8 @@ class Sparse(SyncEngine):
         parts: list[slice] = []
         for number in self._selected:
             begin, end = number * self._settings.chunk, (number + 1) * self._settings.chunk
-            if parts and parts[-1].stop == begin:
-                parts[-1] = slice(parts[-1].start, end)
-            else:
-                parts.append(slice(begin, end))
+            first = parts.pop().start if parts and parts[-1].stop == begin else begin
+            parts.append(slice(first, end))
         return parts
 
     def begin(self) -> None:
@@ -148,6 +149,7 @@ class Sparse(SyncEngine):
         else:
             everything = len(self._ids) == len(self._chunks)
             self._selected = list(range(len(self._chunks))) if everything else self._ids.tolist()
+        self._held = max((place for place, number in enumerate(self._selected) if number in self._filled), default=0)
         self._clear(self._pool.buffer, self._velocity)
         self._sent = self._ids[:0]
 
@@ -190,9 +192,9 @@ class Sparse(SyncEngine):
             self._pool.buffer[max(part.start, span.start) : min(part.stop, span.flag)] = math.nan
 
     def gradient_ready(self, span: ParamSlot) -> None:
-        """Launch the chosen chunks that are complete, but for the last one, once they reach the threshold."""
+        """Launch the chosen chunks that are complete, but for the last with values, once they reach the threshold."""
         ready = bisect_right(self._selected, span.stop // self._settings.chunk - 1)
-        while self._packed < min(ready, len(self._selected) - 1):
+        while self._packed < min(ready, self._held):
             self._packed += 1
             if (self._packed - self._next) * self._settings.chunk * self._wire.itemsize >= self._threshold:
                 self._launch()
@@ -208,7 +210,7 @@ class Sparse(SyncEngine):
         If ``drop``, wait for everything, and restore the residual of before the step.
         """
         self._packed = len(self._selected)
-        last = self._selected[-1] * self._settings.chunk
+        last = self._selected[self._held] * self._settings.chunk
         for span in self._pool.spans if drop else ():  # not between slots, where nothing is ever cleared
             self._pool.buffer[max(last, span.start) : min(last + self._settings.chunk, span.flag)] = math.nan
         self._launch()

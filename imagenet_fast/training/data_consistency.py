@@ -8,6 +8,7 @@ from imagenet_fast.data.bad_images import QUARANTINE
 from imagenet_fast.data.fingerprint import Contents, differences
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
+from imagenet_fast.distributed.reductions import gather_rows
 from imagenet_fast.errors import UserError
 
 
@@ -21,13 +22,16 @@ def compare_data(own: Contents, world: DistContext) -> None:
         UserError: On every rank, if some rank has other images than rank 0.
     """
     rank_0: list[Contents] = [own]
-    found: list[list[str]] = [[]] * world.size
     with here.waiting():
         dist.broadcast_object_list(rank_0, src=0, device=world.device)
-        dist.all_gather_object(found, differences(rank_0[0], own))
-    other = next((rank for rank, changed in enumerate(found) if changed), None)
-    if other is not None:
-        raise UserError(
-            f"rank {other} has other images than rank 0: {' and '.join(found[other])}; copy the same images, and the "
-            f"same {QUARANTINE} if there is one, to every node"
-        )
+    changed = [differences(rank_0[0], own)]
+    differs = gather_rows([float(bool(changed[0]))], world).flatten().tolist()
+    if not any(differs):
+        return
+    other = differs.index(1.0)
+    with here.waiting():
+        dist.broadcast_object_list(changed, src=other, device=world.device)
+    raise UserError(
+        f"rank {other} has other images than rank 0: {' and '.join(changed[0])}; copy the same images, and the same "
+        f"{QUARANTINE} if there is one, to every node"
+    )

@@ -311,8 +311,8 @@ def build_optimizer(
 def _faster_biases(model: nn.Module, plain: dict[str, Any], settings: optim_config.Sgd) -> list[dict[str, Any]]:
     """Take the biases of norm layers out of the group ``plain``, and return them as a group with their own rate."""
     factor = settings.norm_bias_factor
-    norms = [module for module in model.modules() if isinstance(module, _NORMS)]
-    ids = {id(norm.bias) for norm in norms if norm.bias is not None}
+    norms = [module for module in model.modules() if _is_norm(module)]
+    ids = {id(norm.bias) for norm in norms if getattr(norm, "bias", None) is not None}
     biases = [param for param in plain["params"] if id(param) in ids]
     plain["params"] = [param for param in plain["params"] if id(param) not in ids]
     if not biases:
@@ -349,12 +349,19 @@ def split_parameters(model: nn.Module, scale_biases: bool = False) -> tuple[list
     decayed: dict[nn.Parameter, None] = {}
     plain: dict[nn.Parameter, None] = {}
     for module in model.modules():
+        is_norm = _is_norm(module)
         for name, param in module.named_parameters(recurse=False):
             if param.requires_grad:
-                is_bias = name.endswith("bias") and not isinstance(module, _NORMS)
-                is_plain = not scale_biases if is_bias else isinstance(module, _NORMS) or param.dim() <= 1
+                is_plain = is_norm or (not scale_biases if name.endswith("bias") else param.dim() <= 1)
                 (plain if is_plain else decayed)[param] = None
     return list(decayed), list(plain)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Return whether ``module`` is a norm layer, of torch or with weights of one dimension as such layers have."""
+    own = dict(module.named_parameters(recurse=False))
+    looks_so = all(param.dim() <= 1 for param in own.values()) and any(not name.endswith("bias") for name in own)
+    return isinstance(module, _NORMS) or looks_so
 
 
 def total_norm(params: Iterable[nn.Parameter], whole_norms: WholeNorms | None = None) -> Tensor:

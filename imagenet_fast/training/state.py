@@ -167,8 +167,8 @@ class TrainState:
 def joined(parts: Iterable[Mapping[str, Any]], sharded: bool) -> dict[str, Any]:
     """Merge the ``TrainState.own`` of every rank into one, for each rank of another number of ranks or layout.
 
-    Batch-norm statistics are averaged. Each value is dropped before the next is taken: those of many ranks together
-    may be larger than a device's memory.
+    Batch-norm statistics are averaged. At most two values are held at a time: those of many ranks together may be
+    larger than a device's memory.
 
     Args:
         parts: The value of every rank.

@@ -14,6 +14,7 @@ from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from imagenet_fast.checkpoint import CheckpointWriter, newest, open_checkpoint
-from imagenet_fast.checkpoint.retention import survey
+from imagenet_fast.checkpoint.retention import retain, survey
 from imagenet_fast.distributed.rank_info import RankInfo
 from imagenet_fast.errors import UserError
 from imagenet_fast.sync import LazySync, PowerSgdSync, SparseSync
@@ -364,3 +365,21 @@ def test_no_error_of_the_thread_counts_as_saved(tmp_path: Path, monkeypatch: pyt
     writer.save(stamp(4), state(4))
     with pytest.raises(ZeroDivisionError):
         writer.wait()
+
+
+def test_all_ranks_wait_while_one_removes_old_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Else those that train on would wait for it at the next step, as for one that hangs."""
+    retained, removing = threading.Event(), retain
+
+    def slow(*arguments: Any) -> list[Path]:
+        retained.wait(60)
+        return removing(*arguments)
+
+    monkeypatch.setattr("imagenet_fast.checkpoint.commit.retain", slow)
+    writers = together(tmp_path, tmp_path)
+    save_all(writers, 4)
+    time.sleep(1.0)
+    assert [writer.under_way for writer in writers] == [True, True]
+    retained.set()
+    for writer in writers:
+        assert writer.wait() == tmp_path / "step-00000004"

@@ -116,7 +116,7 @@ def test_a_place_that_cannot_be_is_refused(place: tuple[str, ...], monkeypatch: 
     """Such as ranks that are counted from 1: the others would wait for rank 0."""
     for key, value in zip(TORCHRUN, place, strict=True):
         monkeypatch.setenv(key, value)
-    with pytest.raises(UserError, match=f"RANK={place[0]}, WORLD_SIZE={place[1]}, .*, and ranks count from 0 to below"):
+    with pytest.raises(UserError, match=f"RANK={place[0]}, WORLD_SIZE={place[1]}, .*, but ranks count from 0, to"):
         rank_info_from_env()
 
 

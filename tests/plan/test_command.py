@@ -142,3 +142,8 @@ def test_steps_of_16_bits_are_no_promise_for_fp32(capfd: pytest.CaptureFixture[s
         done = CliRunner().invoke(app, ["plan", *eight, "--set", f"precision.kind={kind}"])
         assert f"activations in {bits} bits" in " ".join(done.stdout.split())
         assert (f"of 16 bits, so with precision.kind {kind} a step takes longer" in done.stderr) == (bits == 32)
+
+
+def test_a_recipe_is_planned_though_its_own_engine_could_not_train_it():
+    """`alexnet-512gpu` names `dear`, which cannot clip; `train --sync lazy` may."""
+    assert "lazy bf16" in printed("--recipe", "alexnet-512gpu", "--sync", "lazy", "--set", "clip_norm=1")

@@ -201,6 +201,8 @@ def test_two_optimizers_with_one_scaler_update_it_once():
     pool.step(first, scaler)
     with pytest.raises(ValueError, match=r"a second optimizer would be unscaled by the next step's scale; call pool"):
         pool.step(second, scaler)
+    with pytest.raises(ValueError, match=r"call pool.finish\(\), scaler.step"):
+        pool.step(second)
     pool.close()
     expected, model = halves(), halves()
     by_hand(None, *expected)

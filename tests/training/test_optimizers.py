@@ -509,6 +509,7 @@ def test_attention_and_unknown_norms_are_recognised_by_their_parameters():
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(8))
+            self.bias = nn.Parameter(torch.zeros(8))
 
     model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16), nn.RMSNorm(8), OwnNorm())
     names = {param: name for name, param in model.named_parameters()}
