@@ -63,6 +63,7 @@ class Reducer:
         self.updated = False
         """True if this step's gradients have been applied, or will be."""
         self.stepped: list[Optimizer] = []
+        self.scaled = False  # whether a scaler has stepped one of them
         """The optimizers that have stepped in this step."""
         self._watch = ModelWatch(model)
         self._ready = [False] * len(places.spans)  # by slot: whether its gradient may be sent
