@@ -63,8 +63,9 @@ class Reducer:
         self.updated = False
         """True if this step's gradients have been applied, or will be."""
         self.stepped: list[Optimizer] = []
-        self.scaled = False  # whether a scaler has stepped one of them
         """The optimizers that have stepped in this step."""
+        self.scaled = False
+        """Whether a ``GradScaler`` has stepped one of them."""
         self._watch = ModelWatch(model)
         self._ready = [False] * len(places.spans)  # by slot: whether its gradient may be sent
         self._front = 0  # slots before this index have been pushed to the engine
