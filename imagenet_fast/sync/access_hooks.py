@@ -1,7 +1,8 @@
 """Bring a model up to date before code outside its forward reads, copies, pickles, traces or exports it.
 
 A deferring engine leaves updates pending between a step and the next forward. Code that calls ``parameters()``,
-``train()``, ``eval()`` or ``to()`` in between, or copies or pickles the model, must not see old weights. Copies and
+``modules()``, ``apply()``, ``train()``, ``eval()`` or ``to()`` in between, or copies or pickles the model, must not see
+old weights. Copies and
 pickles have none of our hooks.
 
 Exporting or tracing a model calls its forward, and with it the hooks that carry out deferred updates. These updates
@@ -12,9 +13,9 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -61,25 +62,38 @@ def weak_hook(method: Callable[[Any], None]) -> Callable[[Any], None]:
     return call
 
 
-def settle_before_access(module: nn.Module, settle: Callable[[], None], inside: Callable[[], bool]) -> None:
-    """Call ``settle`` before ``module`` is read, converted, copied or pickled.
+class Pending(NamedTuple):
+    """What applies the pending updates of a model."""
+
+    settle: Callable[[], None]
+    """Applies all of them."""
+    settle_one: Callable[[nn.Parameter], None]
+    """Applies that of one parameter."""
+    inside: Callable[[], bool]
+    """Returns whether this thread is in the model's forward.
+
+    There layers are updated one by one, and ``parameters()``, which many models call to learn their dtype, updates a
+    parameter when it is taken from there.
+    """
+
+
+def settle_before_access(module: nn.Module, pending: Pending) -> None:
+    """Apply pending updates before ``module`` is read, walked through, converted, copied or pickled.
 
     Args:
         module: Its own methods are replaced on the instance. Children need a call of their own.
-        settle: Applies the pending updates.
-        inside: Returns whether this thread is in the model's forward. There layers are updated one by one, and
-            ``parameters()`` (which many models call to learn their dtype) applies nothing.
+        pending: The updates.
     """
     known = _settling(module)
-    (known or _Settling(module)).settles.append((settle, inside))
+    (known or _Settling(module)).owners.append(pending)
 
 
 def remove_copy_hook(module: nn.Module, settle: Callable[[], None]) -> None:
     """Undo ``settle_before_access``."""
     known = _settling(module)
     assert known is not None
-    known.settles = [pair for pair in known.settles if pair[0] != settle]
-    if not known.settles:
+    known.owners = [owner for owner in known.owners if owner.settle != settle]
+    if not known.owners:
         known.leave()
 
 
@@ -91,13 +105,14 @@ class _Settling:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self.settles: list[tuple[Callable[[], None], Callable[[], bool]]] = []
+        self.owners: list[Pending] = []
         self.enter()
 
     def enter(self) -> None:
         own = vars(self._module)
         self._ours: dict[str, Callable[..., Any]] = {  # methods, not partials: torch.compile asks for their functions
             "parameters": self._parameters, "named_parameters": self._named_parameters,
+            "named_modules": self._named_modules, "named_children": self._named_children, "apply": self._visit,
             "train": self._train, "_apply": self._apply, "__deepcopy__": self._copy, "__getstate__": self._state,
         }  # fmt: skip
         self._before = {name: own[name] for name in self._ours if name in own}
@@ -112,14 +127,23 @@ class _Settling:
                     own[name] = self._before[name]
 
     def _settle(self) -> None:
-        for settle, _ in self.settles:
-            settle()
+        for owner in self.owners:
+            owner.settle()
 
     def _parameters(self, *args: Any, **kwargs: Any) -> Any:
         return self._read("parameters", *args, **kwargs)
 
     def _named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         return self._read("named_parameters", *args, **kwargs)
+
+    def _named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        return self._read("named_modules", *args, **kwargs)
+
+    def _named_children(self, *args: Any, **kwargs: Any) -> Any:
+        return self._read("named_children", *args, **kwargs)
+
+    def _visit(self, *args: Any, **kwargs: Any) -> Any:
+        return self._read("apply", *args, **kwargs)
 
     def _train(self, *args: Any, **kwargs: Any) -> Any:
         self._settle()
@@ -130,11 +154,15 @@ class _Settling:
         return self._call("_apply", *args, **kwargs)
 
     def _read(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        inner = []
         if not torch.compiler.is_compiling():
-            for settle, inside in self.settles:
-                if not inside():
-                    settle()
-        return self._call(name, *args, **kwargs)
+            for owner in self.owners:
+                if owner.inside():
+                    inner.append(owner.settle_one)
+                else:
+                    owner.settle()
+        found = self._call(name, *args, **kwargs)
+        return _each_settled(found, inner) if inner and "parameters" in name else found
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         if name in self._before:
@@ -153,6 +181,14 @@ class _Settling:
         self._settle()
         state = type(self._module).__getstate__(self._module)
         return {name: value for name, value in state.items() if self._ours.get(name) is not value} | self._before
+
+
+def _each_settled(found: Iterable[Any], settles: Sequence[Callable[[nn.Parameter], None]]) -> Iterator[Any]:
+    """Yield parameters, or names and parameters, each after its pending update."""
+    for item in found:
+        for settle_one in settles:
+            settle_one(item[1] if isinstance(item, tuple) else item)
+        yield item
 
 
 def _settling(module: nn.Module) -> _Settling | None:
@@ -193,7 +229,16 @@ def settle_before_trace(settle: Callable[[], None], inputs: object) -> None:
 @contextmanager
 def outside_of_traces() -> Iterator[None]:
     """Suspend tracing inside the context, except by dynamo, so that nothing in it is recorded."""
-    if torch.compiler.is_dynamo_compiling() or not _is_traced():
+    if torch.compiler.is_dynamo_compiling():
+        yield
+        return
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # in torch.func.grad, jvp, vmap and the like
+        from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+        with temporarily_clear_interpreter_stack():
+            yield
+        return
+    if not _is_traced():
         yield
         return
     state = torch._C._get_tracing_state()

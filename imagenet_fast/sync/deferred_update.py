@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from imagenet_fast.sync.access_hooks import (
     Hook,
+    Pending,
     outside_of_traces,
     remove_copy_hook,
     settle_before_access,
@@ -73,6 +74,7 @@ class DeferredUpdate:
         self._in_step = in_step
         self._pending: dict[ParamSlot, None] = {}
         self._updates: list[Update] = []
+        self._unchanged: dict[ParamSlot, tuple[int, int]] = {}  # version and place of what is pending
         self._readers = FirstUseTracker(model, [span.param for span in spans])
         self._lock = threading.RLock()  # several threads may call the model, to evaluate it
         self._model = model
@@ -86,7 +88,7 @@ class DeferredUpdate:
             self._hooks.append(module.register_forward_pre_hook(before_forward, prepend=True))
             self._hooks.append(module.register_state_dict_pre_hook(settle))
             self._hooks.append(module.register_load_state_dict_pre_hook(settle))
-            settle_before_access(module, self.settle, self._is_inside)
+            settle_before_access(module, Pending(self.settle, self._settle_one, self._is_inside))
 
     def close(self) -> None:
         """Apply all pending updates, and remove the hooks."""
@@ -129,6 +131,7 @@ class DeferredUpdate:
                 self.engine.wait(span)
             if now:
                 self._apply([apply], now)
+            self._unchanged = {span: (span.param._version, span.param.data_ptr()) for span in self._pending}
             for span in self._pending:
                 span.param.grad = None  # still in flight, so zero_grad must not zero it in place
 
@@ -138,6 +141,11 @@ class DeferredUpdate:
             return
         with self._lock, outside_of_traces():
             self._bring_up_to_date(list(self._pending))
+
+    def _settle_one(self, param: nn.Parameter) -> None:
+        """Apply the pending update of ``param``, if there is one."""
+        with self._lock:
+            self._bring_up_to_date([span for span in self._pending if span.param is param])
 
     def waits(self, span: ParamSlot) -> bool:
         """Return whether the update of ``span`` is pending."""
@@ -174,6 +182,11 @@ class DeferredUpdate:
         for span in late:
             self.engine.wait(span)
             del self._pending[span]
+            if self._unchanged[span] != (span.param._version, span.param.data_ptr()):
+                raise RuntimeError(
+                    f"{span.name} was written to while its update was pending; call pool.settle() before weights are "
+                    "changed in another way than by pool.step()"
+                )
         late += self._came_along(late)
         self._apply(self._updates, late)
         for span in late:
@@ -205,6 +218,7 @@ class DeferredUpdate:
         with (
             torch.inference_mode(False) if infers else nullcontext(),
             torch.no_grad(),
+            outside_of_traces(),
             torch.autocast(device, enabled=False) if casts else nullcontext(),
         ):
             params = self._used(spans)
@@ -262,6 +276,11 @@ class FirstUseTracker:
                 visit(child, reader)
 
         visit(self._model, None)
+        at: dict[int, list[nn.Parameter]] = {}
+        for param in self._params:
+            at.setdefault(param.data_ptr() if param.numel() else id(param), []).append(param)
+        for read in readers.values():  # some may share memory, as after dec.weight.data = enc.weight.data
+            read |= {other: None for param in [*read] if param.numel() for other in at.get(param.data_ptr(), ())}
         return readers
 
     def _enter(self, module: nn.Module, inputs: object) -> None:

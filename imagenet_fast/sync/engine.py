@@ -260,7 +260,7 @@ class ResidualScale:
         if not engine.has_residual:
             return
         if self._ratio != 1:
-            engine.scale_residual(torch.full((), self._ratio, device=self._device))
+            engine.scale_residual(torch.full((), self._ratio, dtype=torch.float32, device=self._device))
             self._ratio = 1.0
         if self._follows is not None:
             if self._scale is not None:
@@ -273,4 +273,4 @@ class ResidualScale:
 
     def load(self, scale: float | None) -> None:
         """Continue from a value of ``state``."""
-        self._scale = None if scale is None else torch.full((), scale, device=self._device)
+        self._scale = None if scale is None else torch.full((), scale, dtype=torch.float32, device=self._device)

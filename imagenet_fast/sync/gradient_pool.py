@@ -118,8 +118,9 @@ class GradientPool:
         """Push the gradients of every later backward to ``engine``, and close the engine attached before.
 
         Raises:
-            ValueError: The engine defers updates, and the pool has no model.
+            ValueError: The engine was built for another pool; or it defers updates, and the pool has no model.
         """
+        loop_checks.refuse_engine_of_another(engine, self)
         if engine.defers and self.model is None:
             raise ValueError("an engine that defers updates needs to see the forward; give the pool model=...")
         if self.reducer.engine is not None:
@@ -274,7 +275,7 @@ class GradientPool:
         apply = snapshot_step(optimizer)
         stats = self.end_backward()
         self.reducer.stepped.append(optimizer)
-        settle_before_state(optimizer, self.settle)
+        settle_before_state(optimizer, self.reducer.settle)
         self.update(apply, at_once=needs_all(optimizer))
         return stats
 

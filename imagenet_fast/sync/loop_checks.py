@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -35,6 +36,8 @@ def named_parameters(
         TypeError: The parameters have no names.
         ValueError: Two parameters have the same name.
     """
+    if isinstance(parameters, DistributedDataParallel):
+        raise ValueError("DistributedDataParallel averages gradients itself; give the pool, and call, the model in it")
     if isinstance(parameters, nn.Module):
         model = _uncompiled(parameters)
         return model, dict(model.named_parameters())
@@ -53,8 +56,28 @@ def named_parameters(
     return model, named
 
 
-def refuse_gradient(name: str, gradient: Tensor) -> None:
-    """Raise RuntimeError if a pool cannot hold the gradient: it is sparse or part of a graph."""
+def refuse_ddp() -> None:
+    """Raise RuntimeError inside a forward of torch's DDP, whose hooks would write to the pool's gradients."""
+    if not torch.compiler.is_compiling() and DistributedDataParallel._get_active_ddp_module() is not None:
+        raise RuntimeError(
+            "DistributedDataParallel calls the model of this gradient pool and averages its gradients as well; call "
+            "the model itself"
+        )
+
+
+def refuse_engine_of_another(engine: SyncEngine, pool: object) -> None:
+    """Raise ValueError if ``engine`` sends the gradients of another pool than ``pool``."""
+    if getattr(engine, "_pool", pool) is not pool:
+        raise ValueError("this engine was built for another pool; build one with build_engine(settings, pool)")
+
+
+def refuse_gradient(name: str, gradient: Tensor | None) -> None:
+    """Raise RuntimeError if a pool cannot hold the gradient: it is gone, sparse or part of a graph."""
+    if gradient is None:
+        raise RuntimeError(
+            f"a hook took the gradient of {name} away before it was averaged, as of an optimizer that steps in "
+            "backward; step after it, by pool.step(optimizer)"
+        )
     if gradient.layout is not torch.strided:
         raise RuntimeError(
             f"the gradient of {name} is sparse, and a pool holds dense ones; take sparse=False for its nn.Embedding"

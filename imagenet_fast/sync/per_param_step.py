@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn, optim
@@ -74,12 +75,13 @@ def needs_all(optimizer: Optimizer) -> bool:
     - its ``step`` was replaced;
     - it has step hooks, which run once per step and see all of it.
     """
+    if type(optimizer) not in _ONE_BY_ONE and not getattr(optimizer, "one_by_one", False):
+        return True
     hooks = (
         optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks,
         torch_hooks._global_optimizer_pre_hooks, torch_hooks._global_optimizer_post_hooks,
     )  # fmt: skip
-    one_by_one = type(optimizer) in _ONE_BY_ONE or getattr(optimizer, "one_by_one", False)
-    return not one_by_one or any(hooks) or _is_replaced(optimizer)
+    return any(hooks) or _is_replaced(optimizer)
 
 
 def settle_before_state(optimizer: Optimizer, settle: Callable[[], None]) -> None:
@@ -87,7 +89,9 @@ def settle_before_state(optimizer: Optimizer, settle: Callable[[], None]) -> Non
 
     ``state_dict()`` and ``load_state_dict()`` get hooks. A second call changes nothing.
     """
-    hook = _Settle(settle)
+    if not hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):
+        return  # a wrapper that is no whole Optimizer: ``needs_all``, so that nothing of it is deferred
+    hook = _Settle(WeakMethod(settle))
     if hook not in optimizer._optimizer_state_dict_pre_hooks.values():
         optimizer.register_state_dict_pre_hook(hook, prepend=True)
         optimizer.register_load_state_dict_pre_hook(hook, prepend=True)
@@ -97,7 +101,7 @@ def settle_before_state(optimizer: Optimizer, settle: Callable[[], None]) -> Non
 def _settled_state(optimizer: Optimizer) -> Any:
     for hook in optimizer._optimizer_state_dict_pre_hooks.values():  # one for each pool that has stepped it
         if isinstance(hook, _Settle):
-            hook.settle()
+            hook(optimizer)
     return type(optimizer).__getstate__(optimizer)
 
 
@@ -105,10 +109,11 @@ def _settled_state(optimizer: Optimizer) -> Any:
 class _Settle:
     """A hook that is equal to another with the same ``settle``."""
 
-    settle: Callable[[], None]
+    settle: WeakMethod[Callable[[], None]]  # an optimizer may outlive many pools
 
     def __call__(self, optimizer: Optimizer, *state: object) -> None:
-        self.settle()
+        if (alive := self.settle()) is not None:
+            alive()
 
 
 class _Parts:

@@ -154,7 +154,7 @@ class ErrorFeedback:
             real: Places in ``blocks`` that are not repetitions.
             sharing: Number of ranks that have the rows in common. The rows are in the units of these ranks' mean.
         """
-        rows = torch.zeros(len(blocks), BLOCK, device=self._device)
+        rows = torch.zeros(len(blocks), BLOCK, dtype=torch.float32, device=self._device)
         if self._left is not None:
             left = self._left if sharing == 1 else self._shared[sharing]
             rows.copy_(left.view(-1, BLOCK).index_select(0, blocks))
@@ -254,7 +254,7 @@ class Packer:
         back[coded.flatten()[coded_rows]] = coded_rows
         back[plain.flatten()[plain_rows]] = plain_rows + coded.numel()
         self._back = back.to(device)
-        self._rows = torch.zeros(len(self._chosen) + 1, BLOCK, device=device)
+        self._rows = torch.zeros(len(self._chosen) + 1, BLOCK, dtype=torch.float32, device=device)
         self.coded = self._rows[: coded.numel()].view(owners, -1, BLOCK)
         self.plain = self._rows[coded.numel() : -1].view(owners, -1, BLOCK)
         self.feedback: Feedback | None = None
@@ -266,7 +266,8 @@ class Packer:
 
     def keep_feedback(self) -> None:
         """Keep the error of the codes, for values that lie in no pool."""
-        self._left = FeedbackRows(torch.zeros(self.coded.numel() // BLOCK, BLOCK, device=self._device))
+        rows = torch.zeros(self.coded.numel() // BLOCK, BLOCK, dtype=torch.float32, device=self._device)
+        self._left = FeedbackRows(rows)
 
     def load(self, values: Tensor) -> None:
         """Copy ``values`` into the rows, and add the residual to the rows with codes."""

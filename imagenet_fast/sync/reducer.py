@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer
 from imagenet_fast.sync.deferred_update import DeferredUpdate
 from imagenet_fast.sync.engine import ResidualScale, SyncEngine, SyncStats
 from imagenet_fast.sync.gradient_buffer import ArrivalOrder, GradientBuffer
-from imagenet_fast.sync.loop_checks import ModelWatch, refuse_gradient, refuse_second_step
+from imagenet_fast.sync.loop_checks import ModelWatch, refuse_ddp, refuse_gradient, refuse_second_step
 from imagenet_fast.sync.param_slot import USED, ParamSlot
 from imagenet_fast.sync.topology import Topology
 
@@ -110,6 +110,7 @@ class Reducer:
 
     def before_forward(self, *_: object) -> None:
         """Note that a training forward has run. Registered as a pre-forward hook on the model."""
+        refuse_ddp()
         if self._zeroed and self.stats is None and not torch.compiler.is_compiling() and torch.is_grad_enabled():
             self._forwarded = True
 
@@ -141,7 +142,6 @@ class Reducer:
                     f"a second backward reached {span.name} in one step, after its gradient had left; wrap every "
                     "backward of a step but the last in pool.no_sync(), and begin each step with pool.zero_grad()"
                 )
-            assert param.grad is not None
             refuse_gradient(span.name, param.grad)
             if self.engine is None:
                 self._take(None, span)

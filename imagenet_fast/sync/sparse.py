@@ -105,17 +105,16 @@ class Sparse(SyncEngine):
             self._velocity, self._spans = torch.zeros_like(self._pool.buffer), list(self._pool.spans)
             move(before, spans, self._velocity, self._spans)
             self._velocity_before = torch.zeros_like(self._velocity)
-        self._scores = torch.zeros(topology.padded(count + 1), device=device)  # and whether a rank drops the step
-        self._scores_before = self._scores.clone()
+        # The last score is whether a rank drops the step. Norms are of the means of the sent chunks, in their order.
+        fp32 = torch.float32
+        self._scores = torch.zeros(topology.padded(count + 1), dtype=fp32, device=device)
+        self._scores_before, self._norms = self._scores.clone(), self._scores[:count].clone()
         self._drops = False
         self._ages = torch.zeros(count, dtype=torch.int64, device=device)  # steps since a chunk was last sent
-        self._norms = torch.zeros(count, device=device)  # of the means of the sent chunks, in their order
         self._measurement = [CommOp(topology.channel((), "packing"), self._measure, False)]
         self._agreement = [
             CommOp(topology.channel((), "packing"), self._put_means, False),
-            *all_reduce(
-                self._scores, torch.float32, usual_collective(torch.float32, torch.float32, topology), topology
-            ),
+            *all_reduce(self._scores, fp32, usual_collective(fp32, fp32, topology), topology),
             CommOp(topology.channel((), "landing"), self._choose_next, True),
         ]
         self._here = torch.empty(count, dtype=torch.int64, pin_memory=device.type == "cuda")  # ids, for the host
@@ -372,7 +371,7 @@ class Sparse(SyncEngine):
         self._scores[len(self._chunks)] = float(self._drops)
 
     def _age(self) -> None:
-        """Increment the ages of all chunks, and reset those of the chunks sent in this step."""
+        """Increment the ages of all chunks, but reset those of the chunks that this step sent."""
         self._ages += 1
         self._ages[self._ids] = 0
 
