@@ -1,9 +1,8 @@
 """Bring a model up to date before code outside its forward reads, copies, pickles, traces or exports it.
 
 A deferring engine leaves updates pending between a step and the next forward. Code that calls ``parameters()``,
-``modules()``, ``apply()``, ``train()``, ``eval()`` or ``to()`` in between, or copies or pickles the model, must not see
-old weights. Copies and
-pickles have none of our hooks.
+``apply()``, ``train()``, ``eval()`` or ``to()`` in between, or copies or pickles the model, must not see old weights.
+Copies and pickles have none of our hooks.
 
 Exporting or tracing a model calls its forward, and with it the hooks that carry out deferred updates. These updates
 would be recorded, and every later call of the program would change the live weights.
@@ -78,7 +77,7 @@ class Pending(NamedTuple):
 
 
 def settle_before_access(module: nn.Module, pending: Pending) -> None:
-    """Apply pending updates before ``module`` is read, walked through, converted, copied or pickled.
+    """Apply pending updates before ``module`` is read, converted, copied or pickled.
 
     Args:
         module: Its own methods are replaced on the instance. Children need a call of their own.
@@ -112,7 +111,7 @@ class _Settling:
         own = vars(self._module)
         self._ours: dict[str, Callable[..., Any]] = {  # methods, not partials: torch.compile asks for their functions
             "parameters": self._parameters, "named_parameters": self._named_parameters,
-            "named_modules": self._named_modules, "named_children": self._named_children, "apply": self._visit,
+            "apply": self._visit,
             "train": self._train, "_apply": self._apply, "__deepcopy__": self._copy, "__getstate__": self._state,
         }  # fmt: skip
         self._before = {name: own[name] for name in self._ours if name in own}
@@ -135,12 +134,6 @@ class _Settling:
 
     def _named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         return self._read("named_parameters", *args, **kwargs)
-
-    def _named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        return self._read("named_modules", *args, **kwargs)
-
-    def _named_children(self, *args: Any, **kwargs: Any) -> Any:
-        return self._read("named_children", *args, **kwargs)
 
     def _visit(self, *args: Any, **kwargs: Any) -> Any:
         return self._read("apply", *args, **kwargs)

@@ -142,7 +142,7 @@ class ErrorFeedback:
     def share(self, ranks: int, add_up: Callable[[Tensor], object]) -> None:
         """Declare that ``ranks`` ranks have rows in common from now on; ``add_up`` sums a tensor over these ranks."""
         if self._left is not None and ranks not in self._shared:
-            left = self._left.clone()
+            left = self._left.to(torch.float64, copy=True)  # on all ranks, whatever ``gathered`` returned on this one
             add_up(left)
             self._shared[ranks] = (left / ranks).float()
 

@@ -87,8 +87,8 @@ def _clamp(module: nn.Module) -> None:
         module.weight.clamp_(-0.2, 0.2)
 
 
-@pytest.mark.parametrize("how", ["apply", "modules", "children", "parameters"])
-def test_weights_may_be_written_between_steps_by_walking_through_the_model(how: str):
+@pytest.mark.parametrize("how", ["apply", "parameters"])
+def test_weights_may_be_written_between_steps_by_asking_the_model(how: str):
     def clamped(settings: EngineSettings) -> Tensor:
         model = network()
         pool, optimizer = pooled(model, settings), torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -97,15 +97,11 @@ def test_weights_may_be_written_between_steps_by_walking_through_the_model(how: 
             loss_of(model, step).backward()
             pool.step(optimizer)
             with torch.no_grad():
-                match how:
-                    case "apply":
-                        model.apply(_clamp)
-                    case "parameters":
-                        for param in model.parameters():
-                            param.clamp_(-0.2, 0.2)
-                    case _:
-                        for module in getattr(model, how)():
-                            _clamp(module)
+                if how == "apply":
+                    model.apply(_clamp)
+                else:
+                    for param in model.parameters():
+                        param.clamp_(-0.2, 0.2)
         pool.settle()
         pool.close()
         return weights(model)
@@ -115,7 +111,8 @@ def test_weights_may_be_written_between_steps_by_walking_through_the_model(how: 
         torch.testing.assert_close(clamped(settings), expected)
 
 
-def test_weights_that_the_optimizer_holds_are_not_written_before_their_update():
+@pytest.mark.parametrize("how", ["param_groups", "modules", "children"])
+def test_weights_are_not_written_before_their_update(how: str):
     model = network()
     pool, optimizer = pooled(model, HYBRID), torch.optim.SGD(model.parameters(), 0.1)
 
@@ -127,8 +124,12 @@ def test_weights_that_the_optimizer_holds_are_not_written_before_their_update():
     for step in range(3):
         take_a_step(step)
     with torch.no_grad():
-        for param in optimizer.param_groups[0]["params"]:
-            param.clamp_(-0.2, 0.2)
+        if how == "param_groups":
+            for param in optimizer.param_groups[0]["params"]:
+                param.clamp_(-0.2, 0.2)
+        else:
+            for module in getattr(model, how)():
+                _clamp(module)
     with pytest.raises(RuntimeError, match=r"was written to while its update was pending; call pool.settle\(\) before"):
         take_a_step(3)
 
