@@ -110,7 +110,7 @@ class ParallelModel:
         for shards, ranks in ((True, self.layout.data), (False, self.layout.stage)):
             chosen = [(name, param) for name, param in self.own.named_parameters() if (param in self.shards) == shards]
             if any(param.requires_grad for _, param in chosen):
-                pools.append(pool := GradientPool(chosen, ranks, model=self.own, in_step=shards))
+                pools.append(pool := GradientPool(chosen, ranks, model=self.own, lockstep=shards))
                 pool.attach(build_engine(engine, pool, steps_per_epoch))
         return Pools(pools, self.largest, self.activations.spent)
 

@@ -57,7 +57,7 @@ class DeferredUpdate:
         engine: SyncEngine,
         spans: Sequence[ParamSlot],
         used: Callable[[Sequence[ParamSlot]], list[nn.Parameter]],
-        in_step: bool = False,
+        lockstep: bool = False,
     ) -> None:
         """Hook every module of ``model``.
 
@@ -66,12 +66,12 @@ class DeferredUpdate:
             engine: The engine that sends the gradients.
             spans: The pool's slots.
             used: Puts the gradients of slots into ``p.grad``, and returns the parameters to be updated.
-            in_step: Whether updates wait for ranks outside the pool, as LARS does for the norms of shards. Then no
+            lockstep: Whether updates wait for ranks outside the pool, as LARS does for the norms of shards. Then no
                 update is applied early: other messages may have arrived there, and the ranks' calls would not match.
         """
         self.engine = engine
         self._used = used
-        self._in_step = in_step
+        self._lockstep = lockstep
         self._pending: dict[ParamSlot, None] = {}
         self._updates: list[Update] = []
         self._unchanged: dict[ParamSlot, tuple[int, int]] = {}  # version and place of what is pending
@@ -198,7 +198,7 @@ class DeferredUpdate:
         One update of many parameters costs little more than one of a few.
         """
         others: list[ParamSlot] = []
-        for span in () if self._in_step else arrived:
+        for span in () if self._lockstep else arrived:
             for step in (1, -1):
                 index = span.index + step
                 while 0 <= index < len(self._spans):
@@ -278,9 +278,10 @@ class FirstUseTracker:
         visit(self._model, None)
         at: dict[int, list[nn.Parameter]] = {}
         for param in self._params:
-            at.setdefault(param.data_ptr() if param.numel() else id(param), []).append(param)
+            at.setdefault(param.data_ptr(), []).append(param)
+        at.pop(0, None)  # empty ones, and those on the meta device, lie nowhere
         for read in readers.values():  # some may share memory, as after dec.weight.data = enc.weight.data
-            read |= {other: None for param in [*read] if param.numel() for other in at.get(param.data_ptr(), ())}
+            read |= {other: None for param in [*read] for other in at.get(param.data_ptr(), ())}
         return readers
 
     def _enter(self, module: nn.Module, inputs: object) -> None:

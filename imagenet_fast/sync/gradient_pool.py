@@ -58,7 +58,7 @@ class GradientPool:
         model: nn.Module | None = None,
         ranks_per_node: int | None = None,
         topology: Topology | None = None,
-        in_step: bool = False,
+        lockstep: bool = False,
     ) -> None:
         """Create a pool and register its hooks. Every rank must call it.
 
@@ -69,7 +69,7 @@ class GradientPool:
             model: The model whose forward reads the parameters, where ``parameters`` are named parameters.
             ranks_per_node: The number of ranks on each node; None: ``Topology`` finds which ranks share a node.
             topology: The ranks and nodes, instead of ``group`` and ``ranks_per_node``.
-            in_step: Whether updates wait for ranks outside ``group``; see ``DeferredUpdate``.
+            lockstep: Whether updates wait for ranks outside ``group``; see ``DeferredUpdate``.
 
         Raises:
             ValueError: No parameter is trainable; ranks have different parameters or values; two parameters have the
@@ -83,7 +83,7 @@ class GradientPool:
         trainable = {name: p for name, p in named.items() if p.requires_grad}
         if not trainable:
             raise ValueError("the model has no trainable parameter")
-        self.model, self._in_step = model, in_step
+        self.model, self._lockstep = model, lockstep
         device = next(iter(trainable.values())).device
         self.topology = topology or Topology(device, group, ranks_per_node)
         self.reducer = Reducer(GradientBuffer(slots_of(trainable, model), self.topology.line), self.topology, model)
@@ -129,7 +129,7 @@ class GradientPool:
         if self.reducer.deferral is not None:
             self.reducer.deferral.engine = engine
         elif engine.defers and self.model is not None:
-            self.reducer.deferral = DeferredUpdate(self.model, engine, self.spans, self.reducer.used, self._in_step)
+            self.reducer.deferral = DeferredUpdate(self.model, engine, self.spans, self.reducer.used, self._lockstep)
 
     def guard(self, largest: float) -> None:
         """Check every later gradient before it is sent, and report in ``found_inf``.

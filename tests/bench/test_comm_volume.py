@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from imagenet_fast.bench.comm_volume import Count, bench_count, stated_link
 from imagenet_fast.cli.main import app
 from imagenet_fast.recipe.engine_table import Collective
-from imagenet_fast.recipe.sync_config import LazySync, SparseSync, Sync
+from imagenet_fast.recipe.sync_config import HybridSync, LazySync, SparseSync, Sync
 from tests.bench.small import SMALL
 from tests.e2e.command import in_process
 
@@ -134,3 +134,8 @@ def test_options_of_a_count_are_refused_without_it(refusal: Callable[..., str]):
     none = CliRunner().invoke(app, ["bench", "sync", "--count", "--ranks-per-node", "0"])
     assert none.exit_code == 2
     assert "--ranks-per-node" in none.output
+
+
+def test_layers_on_the_meta_device_are_updated_each_before_it_is_read():
+    """None of them has a place in memory, by which they could be taken for tied ones."""
+    assert count(HybridSync(fuse_mb=0), 8, 8).updates > 1
