@@ -131,15 +131,18 @@ def plan(rows: Sequence[Row] = ()) -> list[Run]:
     def batches(case: str, seed: int) -> Iterator[Run]:
         return (Run("batches", case, seed, batch) for batch in BATCHES)
 
+    def small(seed: int) -> Iterator[Run]:
+        return (Run("small", case, seed) for case in SMALL if case != "probe" or seed == 1)
+
     def others(seed: int) -> Iterator[Run]:
         yield from (Run("engines", case, seed, ENGINES_AT) for case in ENGINES)
-        yield from (Run("small", case, seed) for case in SMALL if case != "probe" or seed == 1)
+        yield from small(seed)
 
     first = [run for case in ("sgd", "lars") for run in (*tried(case), *batches(case, 1))]
     for seed in SEEDS:
         first += [Run("batches", "lars", seed, batch) for batch in (BATCHES[0], 8 * BATCHES[0])]
         first += [Run("batches", "sgd", seed, ENGINES_AT), Run("engines", "int8", seed, ENGINES_AT)]
-        first += [Run("small", case, seed) for case in SMALL if case != "probe" or seed == 1]
+        first += small(seed)
     first += [*others(1), *tried("larc"), *batches("larc", 1)]
     later = [run for seed in SEEDS[1:] for case in OPTIMIZERS for run in batches(case, seed)]
     rest = [run for seed in SEEDS[1:] for run in others(seed)]

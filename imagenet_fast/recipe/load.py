@@ -160,7 +160,7 @@ def _override(tables: dict[str, Any], override: str) -> None:
 
 
 _MEMBER = re.compile(r"bool|int|float|str|constrained-\w+|(?:function-\w+|literal)\[.*\]", re.DOTALL)
-"""What pydantic adds to the path of a key that may have several types: the type at hand."""
+"""Names of types that pydantic adds to the path of a key with several types."""
 
 
 def _first(error: ValidationError) -> ErrorDetails:

@@ -62,7 +62,7 @@ def weak_hook(method: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 class Pending(NamedTuple):
-    """What applies the pending updates of a model."""
+    """Functions that apply the pending updates of a model."""
 
     settle: Callable[[], None]
     """Applies all of them."""

@@ -37,7 +37,7 @@ class ResumePoint:
 
     checkpoint: Checkpoint
     shared: dict[str, Any]
-    """What the ranks shared, on the host: it is only copied from."""
+    """State that all ranks share, in host memory."""
     elsewhere: bool
     """True if the number of ranks, their layout or their parts of the model have changed."""
     found_at: float

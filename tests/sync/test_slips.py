@@ -14,21 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from imagenet_fast.sync import (
-    DearSync,
-    EngineSettings,
-    GradientPool,
-    HybridSync,
-    LazySync,
-    SparseSync,
-    build_engine,
-)
+from imagenet_fast.sync import DearSync, EngineSettings, GradientPool, HybridSync, LazySync, SparseSync, build_engine
 from imagenet_fast.training.optimizers import SGD
 from tests.spawning import run
+from tests.sync.loops import alike, pooled, trained
 
 LAZY, HYBRID, DEAR = LazySync(wire="fp32"), HybridSync(wire="fp32"), DearSync(wire="fp32")
 EXACT: dict[str, EngineSettings] = {"lazy": LAZY, "hybrid": HYBRID, "dear": DEAR}
-ALL = SparseSync(wire="fp32", sparsity=0.0)
 
 
 def network() -> nn.Sequential:
@@ -39,12 +31,6 @@ def network() -> nn.Sequential:
 def images(step: int) -> Tensor:
     rank = dist.get_rank() if dist.is_initialized() else 0
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-def pooled(model: nn.Module, settings: EngineSettings) -> GradientPool:
-    pool = GradientPool(model)
-    pool.attach(build_engine(settings, pool))
-    return pool
 
 
 def loss_of(model: Callable[..., Tensor], step: int) -> Tensor:
@@ -89,26 +75,17 @@ def _clamp(module: nn.Module) -> None:
 
 @pytest.mark.parametrize("how", ["apply", "parameters"])
 def test_weights_may_be_written_between_steps_by_asking_the_model(how: str):
-    def clamped(settings: EngineSettings) -> Tensor:
-        model = network()
-        pool, optimizer = pooled(model, settings), torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-        for step in range(6):
-            pool.zero_grad()
-            loss_of(model, step).backward()
-            pool.step(optimizer)
-            with torch.no_grad():
-                if how == "apply":
-                    model.apply(_clamp)
-                else:
-                    for param in model.parameters():
-                        param.clamp_(-0.2, 0.2)
-        pool.settle()
-        pool.close()
-        return weights(model)
+    @torch.no_grad()
+    def clamp(pool: GradientPool, model: nn.Module, *_: object) -> None:
+        if how == "apply":
+            model.apply(_clamp)
+        else:
+            for param in model.parameters():
+                param.clamp_(-0.2, 0.2)
 
-    expected = clamped(LAZY)
+    expected = trained(LAZY, network, loss_of, after=clamp)
     for settings in (HYBRID, DEAR):
-        torch.testing.assert_close(clamped(settings), expected)
+        torch.testing.assert_close(trained(settings, network, loss_of, after=clamp), expected)
 
 
 @pytest.mark.parametrize("how", ["param_groups", "modules", "children"])
@@ -167,21 +144,13 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("kind", [Online, Tied])
 def test_parameters_that_a_forward_reads_by_itself_are_up_to_date(kind: Callable[[], nn.Module]):
-    def trained(settings: EngineSettings) -> Tensor:
-        model = kind()
-        pool = pooled(model, settings)
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1, momentum=0.9)
-        for step in range(8):
-            pool.zero_grad()
-            loss_of(model, step).backward()
-            pool.step(optimizer)
-        pool.settle()
-        pool.close()
-        return weights(model)
+    def without_decay(model: nn.Module) -> torch.optim.Optimizer:  # by which the order of two tied updates would count
+        return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1, momentum=0.9)
 
-    expected = trained(LAZY)
+    expected = trained(LAZY, kind, loss_of, optimizer_of=without_decay, steps=8)
     for settings in (HYBRID, HybridSync(wire="fp32", fuse_mb=0), DEAR):
-        torch.testing.assert_close(trained(settings), expected)
+        found = trained(settings, kind, loss_of, optimizer_of=without_decay, steps=8)
+        torch.testing.assert_close(found, expected)
 
 
 def test_an_optimizer_outlives_its_pools_without_them():
@@ -203,19 +172,11 @@ def test_an_optimizer_outlives_its_pools_without_them():
 
 @pytest.mark.parametrize("settings", EXACT.values(), ids=EXACT)
 def test_torch_func_may_call_the_model(settings: EngineSettings):
-    def trained(settings: EngineSettings) -> Tensor:
-        model = network()
-        pool, optimizer = pooled(model, settings), torch.optim.SGD(model.parameters(), 0.1)
-        for step in range(3):
-            pool.zero_grad()
-            values, tangents = torch.func.jvp(model, (images(step),), (torch.ones(4, 8),))
-            (values.square().mean() + tangents.square().mean()).backward()
-            pool.step(optimizer)
-        pool.settle()
-        pool.close()
-        return weights(model)
+    def loss(model: nn.Module, step: int) -> Tensor:
+        values, tangents = torch.func.jvp(model, (images(step),), (torch.ones(4, 8),))
+        return values.square().mean() + tangents.square().mean()
 
-    torch.testing.assert_close(trained(settings), trained(LAZY))
+    torch.testing.assert_close(trained(settings, network, loss, steps=3), trained(LAZY, network, loss, steps=3))
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -230,18 +191,11 @@ class Wrapper(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("settings", EXACT.values(), ids=EXACT)
 def test_an_optimizer_may_be_wrapped(settings: EngineSettings):
-    found = []
-    for wrap in (Wrapper, lambda optimizer: optimizer):
-        model = network()
-        pool, optimizer = pooled(model, settings), wrap(torch.optim.AdamW(model.parameters(), 0.01))
-        for step in range(3):
-            pool.zero_grad()
-            loss_of(model, step).backward()
-            pool.step(optimizer)
-        pool.settle()
-        pool.close()
-        found.append(weights(model))
-    assert torch.equal(*found)
+    def adamw(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), 0.01)
+
+    wrapped = trained(settings, network, loss_of, optimizer_of=lambda model: Wrapper(adamw(model)))
+    assert alike(wrapped, trained(settings, network, loss_of, optimizer_of=adamw))
 
 
 def test_an_optimizer_that_steps_in_backward_is_refused():

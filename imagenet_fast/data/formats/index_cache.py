@@ -140,11 +140,8 @@ def _places(root: Path, split: str) -> list[Path]:
     return [root / name]
 
 
-def _read(place: Path, kind: Kind, stamps: Fingerprint | None) -> Index | str:
-    """Return the index stored at ``place``, or why it is not valid; an empty string if there is none.
-
-    Without ``stamps`` the index may describe data that has changed since.
-    """
+def _read(place: Path, kind: Kind, stamps: Fingerprint) -> Index | str:
+    """Return the index stored at ``place``, or why it is not valid; an empty string if there is none."""
     try:
         with np.load(place, allow_pickle=False) as file:  # a zip file, which has a checksum per part
             about = json.loads(file["about"].tobytes())
@@ -156,7 +153,7 @@ def _read(place: Path, kind: Kind, stamps: Fingerprint | None) -> Index | str:
         return "is damaged"
     if not isinstance(about, dict) or (about.get("version"), about.get("kind")) != (_VERSION, kind.name):
         return "is of another format or version"
-    if stamps is not None and about.get("stamps") != [list(stamp) for stamp in stamps]:
+    if about.get("stamps") != [list(stamp) for stamp in stamps]:
         return "is of files that have changed since"
     if any(columns[name].dtype.str != dtype or columns[name].ndim != 1 for name, dtype in kind.columns.items()):
         return "is damaged"
