@@ -35,8 +35,8 @@ FOLDER = "runs/convergence"
 HELD_OUT = f"{FOLDER}/held-out"
 
 BATCHES = (256, 1024, 2048, 4096, 8192, 16384)
-TUNED = (256, 8192)
-"""Batches at which rates are tried; the others take the rate of the nearer one, by the scaling rule."""
+TUNED = (256, 2048, 8192)
+"""Batches at which rates are tried; the others take the rate of the nearest one, by the scaling rule."""
 SEEDS = (1, 2, 3)
 EPOCHS = 8
 IMAGES, LEFT = 50_000, 45_000
@@ -58,9 +58,9 @@ OPTIMIZERS = {
     "larc": '{{kind="lars", clip=true, trust_coefficient=0.1, lr={rate:g}, momentum=0.9, weight_decay=1.33e-3}}',
 }
 RATES: dict[str, dict[int, tuple[float, ...]]] = {
-    "sgd": {256: (0.125, 0.25, 0.5), 8192: (2, 4, 8)},
-    "lars": {256: (1, 2, 4), 8192: (6, 12, 24)},
-    "larc": {256: (0.125, 0.25, 0.5), 8192: (2, 4, 8)},
+    "sgd": {256: (0.125, 0.25, 0.5), 2048: (0.5, 1, 2), 8192: (2, 4, 8)},
+    "lars": {256: (1, 2, 4), 2048: (12, 24, 48), 8192: (6, 12, 24)},
+    "larc": {256: (0.125, 0.25, 0.5), 2048: (0.5, 1, 2), 8192: (2, 4, 8)},
 }
 """Rates that are tried first. SGD's middle one at 256 is that of cifar10-93 in its effect on a constant gradient."""
 MOST_RATES = 6
@@ -171,7 +171,7 @@ def rates(rows: Sequence[Row], case: str, batch: int) -> list[float]:
 
 def rate_for(rows: Sequence[Row], case: str, batch: int) -> float | None:
     """Return the rate of an optimizer at a batch; None while rates that it follows from have not been tried."""
-    near = min(TUNED, key=lambda tuned: abs(math.log(batch / tuned)))
+    near = min(reversed(TUNED), key=lambda tuned: max(batch / tuned, tuned / batch))
     tried = tried_rates(rows, case, near)
     if not tried.keys() >= set(rates(rows, case, near)):
         return None

@@ -63,7 +63,7 @@ def test_a_page_without_rows_says_that_nothing_was_trained():
 
 
 def test_the_plan_has_each_batch_optimizer_engine_and_seed_once():
-    assert len({run.name for run in PLAN}) == len(PLAN) == 18 + 6 * 3 * 3 + 7 * 3 + 2 * 3 + 1
+    assert len({run.name for run in PLAN}) == len(PLAN) == 27 + 6 * 3 * 3 + 7 * 3 + 2 * 3 + 1
     compared = {("lars", 256), ("lars", 2048), ("sgd", 8192), ("int8", 8192), ("mild", 256), ("plain", 256)}
     seeds = [run.seed for run in PLAN if (run.case, run.batch) not in compared]
     assert seeds == sorted(seeds), "a seed of everything comes before the next"
@@ -81,13 +81,13 @@ def test_every_command_is_a_recipe_whose_batch_norms_see_128_images():
         assert ("--data" in row["command"]) == (row["group"] == "rates"), "only rates are tried on held-out images"
 
 
-def test_rates_follow_from_the_nearer_tuned_batch_by_the_scaling_rule():
-    """All best tried rates are the middle ones here: 0.25 and 4 for SGD and LARC, 2 and 12 for LARS."""
+def test_rates_follow_from_the_nearest_tuned_batch_by_the_scaling_rule():
+    """All best tried rates are the middle ones here: 0.25, 1 and 4 for SGD and LARC, 2, 24 and 12 for LARS."""
     rates = {(row["case"], row["batch"]): recipe_of(row).optim.lr for row in ROWS if row["group"] == "batches"}
     for case in ("sgd", "larc"):
-        expected = {256: 0.25, 1024: 1.0, 2048: 1.0, 4096: 2.0, 8192: 4.0, 16384: 8.0}
+        expected = {256: 0.25, 1024: 0.5, 2048: 1.0, 4096: 2.0, 8192: 4.0, 16384: 8.0}
         assert {batch: rates[case, batch] for batch in expected} == pytest.approx(expected)
-    expected = {256: 2.0, 1024: 4.0, 2048: 6.0, 4096: 12 / 2**0.5, 8192: 12.0, 16384: 12 * 2**0.5}
+    expected = {256: 2.0, 1024: 24 / 2**0.5, 2048: 24.0, 4096: 12 / 2**0.5, 8192: 12.0, 16384: 12 * 2**0.5}
     assert {batch: rates["lars", batch] for batch in expected} == pytest.approx(expected, rel=1e-4)
     assert {recipe_of(row).optim.lr for row in ROWS if row["group"] == "engines"} == {4.0}
 
@@ -121,14 +121,14 @@ def test_a_run_with_another_rate_than_the_chosen_one_is_trained_again(tmp_path: 
     for folder in folders:
         folder.mkdir(parents=True)
     assert convergence.current(ROWS) == ROWS
-    better = [row | {"top1": 99.0} if (row["case"], row["rate"]) == ("lars", 1) else row for row in ROWS]
+    better = [row | {"top1": 99.0} if row["run"] == "rates-lars-2048-rate12" else row for row in ROWS]
     assert convergence.current(better) == better, "until a smaller rate has been tried"
-    (tried,) = (run for run in convergence.plan(better) if (run.case, run.rate) == ("lars", 0.5))
+    (tried,) = (run for run in convergence.plan(better) if (run.case, run.batch, run.rate) == ("lars", 2048, 6))
     text = convergence.command(tried, better)
     better.append(convergence.row_of(tried, text, outcome(80.0)))
     gone = [row for row in better if row not in convergence.current(better)]
     assert {(row["group"], row["case"]) for row in gone} == {("batches", "lars")}
-    assert {row["batch"] for row in gone} == {256, 1024}
+    assert {row["batch"] for row in gone} == {1024, 2048}
     assert [folder.exists() for folder in folders] == [row not in gone for row in ROWS]
 
 
@@ -173,7 +173,7 @@ def test_runs_that_are_missing_are_trained_and_a_stopped_one_is_not_recorded(
     monkeypatch.setattr(convergence, "PICTURE", tmp_path / "convergence.png")
     monkeypatch.setattr(convergence, "hold_out", lambda *_: None)
     monkeypatch.setattr("imagenet_fast.data.download.fetch_dataset", lambda *_: tmp_path)
-    declared = {**json.loads((ROOT / "docs" / "results" / "convergence.json").read_text()), "rows": ROWS[:5]}
+    declared = {**json.loads((ROOT / "docs" / "results" / "convergence.json").read_text()), "rows": ROWS[:8]}
     convergence.benchmarks.write(declared)
     asked: list[str] = []
 
@@ -184,10 +184,10 @@ def test_runs_that_are_missing_are_trained_and_a_stopped_one_is_not_recorded(
 
     monkeypatch.setattr(convergence, "train", train)
     assert convergence.main(["run"]) == 4
-    assert asked == [run.name for run in PLAN[5:8]]
+    assert asked == [run.name for run in PLAN[8:11]]
     rows = convergence.benchmarks.read("convergence")["rows"]
-    assert [row["run"] for row in rows] == [run.name for run in PLAN[:7]]
+    assert [row["run"] for row in rows] == [run.name for run in PLAN[:10]]
     assert (tmp_path / "convergence.png").stat().st_size > 1000
     assert "![Top-1" in (tmp_path / "convergence.md").read_text()
     assert convergence.main(["run", "1"]) == 0
-    assert asked[3:] == [PLAN[7].name], "it goes on where it stopped"
+    assert asked[3:] == [PLAN[10].name], "it goes on where it stopped"
