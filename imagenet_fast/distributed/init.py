@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
+import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +25,11 @@ from imagenet_fast.distributed.rank_info import RankInfo, rank_info_from_env, se
 from imagenet_fast.distributed.watchdog import watching_ranks
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.schema import Timeout
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Options of glibc's mallopt(3): freed bytes at the heap's end, and bytes of an allocation, from which on memory goes
+back to the kernel."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +134,7 @@ def prepare_device(local_rank: int, traces: Path | None = None) -> tuple[torch.d
                 f"this node has {gpus} GPUs that torch cannot use ({_reason()}); `imagenet-fast doctor` says what to "
                 "do, and CUDA_VISIBLE_DEVICES= in the environment trains on the CPU"
             )
+        _keep_freed_memory()
         return torch.device("cpu"), "gloo"
     if local_rank >= gpus > 1:
         raise UserError(f"this node has {gpus} GPUs and more ranks than that; start at most one rank a GPU")
@@ -143,6 +151,19 @@ def prepare_device(local_rank: int, traces: Path | None = None) -> tuple[torch.d
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     record_flights(traces)
     return device, "cpu:gloo,cuda:nccl"
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep the memory of freed tensors for the next ones, unless the environment sets its malloc.
+
+    By default large tensors go back to the kernel, which clears their pages again at each step: that took a tenth to a
+    quarter of the time of steps on the CPU. A rank holds on to its peak instead, which it reaches at every step.
+    """
+    is_set = any(name.startswith("MALLOC_") or "glibc.malloc" in value for name, value in os.environ.items())
+    if platform.libc_ver()[0] == "glibc" and not is_set:
+        libc = ctypes.CDLL(None)
+        for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
+            libc.mallopt(option, 2**31 - 1)
 
 
 def _reason() -> str:

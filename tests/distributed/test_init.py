@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +16,7 @@ import torch.distributed as dist
 
 from imagenet_fast.distributed.init import prepare_device
 from imagenet_fast.errors import UserError
+from tests.pages import ROOT
 from tests.spawning import run
 
 
@@ -85,3 +89,31 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(monkeypatc
         "this node has 8 GPUs that torch cannot use (The NVIDIA driver on your system is too old (found version 11040))"
         "; `imagenet-fast doctor` says what to do, and CUDA_VISIBLE_DEVICES= in the environment trains on the CPU"
     )
+
+
+FREED = """
+import resource, torch
+from pathlib import Path
+from imagenet_fast.distributed.init import prepare_device
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+prepare_device(0)
+before = resident()
+for _ in range(3):
+    torch.ones(48 << 20, dtype=torch.uint8)
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is not glibc's")
+@pytest.mark.parametrize("setting", [{}, {"MALLOC_TOP_PAD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.perturb=0"}])
+def test_freed_tensors_are_kept_for_the_next_unless_the_environment_says_otherwise(setting: dict[str, str]):
+    """Else the kernel clears each page of a large tensor again at every step."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", FREED], env={**ours, **setting, "CUDA_VISIBLE_DEVICES": ""}, cwd=ROOT,
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert (int(done.stdout) > 40 << 20) == (not setting)
