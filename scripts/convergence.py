@@ -304,6 +304,13 @@ def cell(rows: Sequence[Row]) -> str:
     return f"{text} ({', '.join(notes)})".strip() if notes else text
 
 
+def difference(rows: Iterable[Row], exact: Iterable[Row]) -> str:
+    """Return by how many points top-1 differs from that of ``exact``, the mean over the seeds that both have."""
+    tops = {row["seed"]: row["top1"] for row in exact}
+    apart = [row["top1"] - tops[row["seed"]] for row in rows if None not in (row["top1"], tops.get(row["seed"]))]
+    return f"{fmean(apart):+.2f}" if apart else ""
+
+
 def table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table, with all columns to the left."""
     return "\n".join(benchmarks.markdown(headings, lines, [""] * len(headings)))
@@ -329,8 +336,10 @@ def page(rows: list[Row]) -> str:
     state = (
         f"{counted} of {all_runs} runs have been trained." if rows else "Nothing has been trained for this page yet."
     )
-    engines = [("bf16, exact", of("batches", "sgd", ENGINES_AT))]
-    engines += [(case, of("engines", case, ENGINES_AT)) for case in ENGINES]
+    exact = of("batches", "sgd", ENGINES_AT)
+    others = ((case, of("engines", case, ENGINES_AT)) for case in ENGINES)
+    engines = [["bf16, exact", cell(exact), ""]]
+    engines += [[case, cell(found), difference(found, exact)] for case, found in others]
     parts = {
         "STATE": state,
         "PICTURE": f"\n![Top-1 over the batch of each optimizer]({PICTURE.name})\n" if drawn(rows) else "",
@@ -338,7 +347,7 @@ def page(rows: list[Row]) -> str:
             ["batch", "SGD", "LARS", "LARC"],
             ([f"{batch}", *(cell(of("batches", case, batch)) for case in OPTIMIZERS)] for batch in BATCHES),
         ),
-        "ENGINES": table(["engine, wire dtype", "top-1, %"], ([case, cell(found)] for case, found in engines)),
+        "ENGINES": table(["engine, wire dtype", "top-1, %", "less bf16, same seeds"], engines),
         "RATES": table(
             ["optimizer", *(f"batch {batch}" for batch in TUNED)],
             ([case.upper(), *(tries(case, batch) for batch in TUNED)] for case in OPTIMIZERS),

@@ -144,6 +144,9 @@ def test_cells_have_mean_deviation_and_what_is_missing():
     assert convergence.cell(rows[:1]) == "90.00 (1 of 3 seeds)"
     assert convergence.cell([{"top1": None}]) == "(1 of 3 seeds, 1 diverged)"
     assert convergence.cell([]) == "not run yet"
+    exact = [{"seed": 1, "top1": 70.0}, {"seed": 2, "top1": 74.0}, {"seed": 3, "top1": None}]
+    assert convergence.difference([{"seed": seed, "top1": 72.5} for seed in (1, 3)], exact) == "+2.50"
+    assert convergence.difference([{"seed": 1, "top1": None}], exact) == ""
     page = convergence.page(ROWS)
     assert "not run yet" not in page
     assert "82.00 ± 1.00" in page

@@ -110,7 +110,7 @@ OnBadImageOption = Annotated[
     Literal["fail", "skip"] | None,
     typer.Option(
         "--on-bad-image",
-        help="If an image cannot be decoded: end the run (fail, the default), or use another image (skip).",
+        help="If an image cannot be decoded: end the run (fail, the default), or skip it: training takes another, an evaluation counts it as wrong.",
     ),
 ]
 SetOption = Annotated[

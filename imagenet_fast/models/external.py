@@ -158,7 +158,7 @@ def _timm(name: str) -> Callable[..., Any]:
         import timm
     except ImportError:
         raise UserError(
-            "model.kind 'timm' needs the package timm, which is not installed; pip install 'imagenet-fast[timm]'"
+            "model.kind 'timm' needs the package timm, which is not installed; `pip install timm`"
         ) from None
     if not timm.is_model(name):
         raise UserError(f"timm has no model '{name}'; {_nearest(name, timm.list_models())}")

@@ -187,7 +187,7 @@ class HybridSync(CodingTable):
     large: Collective = "ring"
     """All-reduce algorithm for large layers.
 
-    A parameter server for one of the two kinds is the thesis' other hybrid.
+    A parameter server for one of the two kinds is the other hybrid of Kim et al.
     """
     servers: PositiveInt = 1
     """Ranks over which a parameter server is sharded, if ``small`` or ``large`` is ``parameter_server``."""
