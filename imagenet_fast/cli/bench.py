@@ -90,7 +90,9 @@ def bench_sync(
     ] = None,
     sync: Annotated[
         str | None,
-        typer.Option(metavar="A,B", help="Engines to measure. NAME:WIRE sets the wire dtype of one. Default: all but powersgd."),
+        typer.Option(
+            metavar="A,B", help="Engines to measure. NAME:WIRE sets the wire dtype of one. Default: all but powersgd."
+        ),
     ] = None,
     wire: Annotated[
         str, typer.Option(help="Wire dtype: fp32, bf16 or fp16, or int8 or fp8 for engines that support them.")

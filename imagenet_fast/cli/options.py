@@ -110,7 +110,8 @@ OnBadImageOption = Annotated[
     Literal["fail", "skip"] | None,
     typer.Option(
         "--on-bad-image",
-        help="If an image cannot be decoded: end the run (fail, the default), or skip it: training takes another, an evaluation counts it as wrong.",
+        help="If an image cannot be decoded: end the run (fail, the default), or skip it: training takes "
+        "another, and an evaluation counts it as wrong.",
     ),
 ]
 SetOption = Annotated[

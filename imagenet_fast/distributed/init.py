@@ -26,7 +26,6 @@ from imagenet_fast.distributed.watchdog import watching_ranks
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.schema import Timeout
 
-
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Options of glibc's mallopt(3): freed bytes at the heap's end, and bytes of an allocation, from which on memory goes
 back to the kernel."""
@@ -156,8 +155,8 @@ def prepare_device(local_rank: int, traces: Path | None = None) -> tuple[torch.d
 def _keep_freed_memory() -> None:
     """Let glibc keep the memory of freed tensors for the next ones, unless the environment sets its malloc.
 
-    By default large tensors go back to the kernel, which clears their pages again at each step: up to a sixth of a step's
-    time on the CPU (docs/notes/tried.md). A rank holds on to its peak instead, which it reaches at every step.
+    By default large tensors go back to the kernel, which clears their pages again at each step: up to a sixth of a
+    step's time on the CPU (docs/notes/tried.md). A rank keeps its peak instead, which it reaches at every step.
     """
     is_set = any(name.startswith("MALLOC_") or "glibc.malloc" in value for name, value in os.environ.items())
     if platform.libc_ver()[0] == "glibc" and not is_set:

@@ -25,7 +25,7 @@ def broadcast_model(model: nn.Module) -> None:
         alike = [t.detach() for t in tensors if t.dtype == dtype]
         flat = torch.cat([t.reshape(-1) for t in alike])
         with here.waiting():
-            dist.broadcast(flat, src=0)
+            dist.broadcast(flat.view(torch.uint8), src=0)  # backends lack some dtypes, such as int16
         _scatter(flat, alike)
 
 

@@ -11,7 +11,7 @@ from imagenet_fast.metrics.report import run_of
 from imagenet_fast.models import build_model
 from imagenet_fast.models.export import export_program
 from imagenet_fast.models.weights import classes_of, describe, fill, fit, recognise, write_weights
-from imagenet_fast.training.init_weights import given_weights
+from imagenet_fast.training.init_weights import given_weights, warn_of_blurpool
 from imagenet_fast.training.job_setup import recipe_of
 
 
@@ -50,6 +50,7 @@ def _write(given: Path, named: str | None, kind: str, out: Path) -> None:
         write_weights(fit(weights, *recognised).tensors, out, weights.about)
         return
     name, recipe, _ = recipe_of(given, named)
+    warn_of_blurpool(weights, recipe.model)
     classes = classes_of(weights, recipe.model)
     weights = fit(weights, recipe.model, max(1, classes))
     about = describe(name, recipe, weights.class_names)

@@ -15,6 +15,7 @@ from typing import Any
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.report import PastRun
 from imagenet_fast.recipe.load import load_recipe
+from imagenet_fast.recipe.network import ExternalModel
 from imagenet_fast.recipe.schema import Recipe
 
 _TABLE = json.loads(Path(__file__).with_name("reference_points.json").read_text(encoding="utf-8"))
@@ -73,7 +74,7 @@ def judge_by_reference(run: PastRun) -> str:
         recipe = load_recipe(run.folder / "recipe.toml")
     except UserError:
         return "not compared: its recipe.toml is missing or damaged"
-    if (why := _misfit(recipe, begun)) is not None:
+    if (why := _misfit(recipe, begun) or _start(run.folder)) is not None:
         return f"not compared: {why}"
     batch = begun["global_batch"]
     point = reference_at(batch)
@@ -101,6 +102,15 @@ def _misfit(recipe: Recipe, begun: dict[str, Any]) -> str | None:
     if not isinstance(begun.get("global_batch"), int):
         return "its events do not tell its batch"
     return None
+
+
+def _start(folder: Path) -> str | None:
+    """Return that the run starts from weights; None if it does not, or nothing is known."""
+    try:
+        given = json.loads((folder / "job.json").read_text(encoding="utf-8")).get("init_from")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return f"it starts from the weights {given}, and the reference from fresh ones" if given else None
 
 
 def _verdict(point: ReferencePoint, evaluations: list[tuple[int, float]], status: str) -> str:
@@ -136,4 +146,9 @@ def _means(recipe: Recipe) -> str:
         others.append(f"model.blurpool '{recipe.model.blurpool}'")
     if recipe.ema_decay:
         others.append("ema_decay")
+    if recipe.loss != "cross_entropy":
+        others.append(f"loss '{recipe.loss}'")
+    others += ["data.sizes"] * bool(recipe.data.sizes) + ["model.init"] * bool(recipe.model.init)
+    if isinstance(recipe.model, ExternalModel) and recipe.model.options:
+        others.append("model.options")
     return f"; the reference has other means than {', '.join(others)}" if others else ""

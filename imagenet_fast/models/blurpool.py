@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, max_pool2d
 
+from imagenet_fast.errors import UserError
+
 _FEWEST_CHANNELS = 16
 """Convolutions of fewer input channels, as of an image, are left alone, as in Composer and FFCV."""
 
@@ -59,6 +61,9 @@ def add_blurpool(model: nn.Module, layers: Literal["conv", "conv_maxpool"]) -> N
     Args:
         model: The network.
         layers: "conv_maxpool" also blurs strided max pooling.
+
+    Raises:
+        UserError: There is no such layer.
     """
     for layer in model.modules():
         if type(layer) is nn.Conv2d and max(layer.stride) > 1 and layer.in_channels >= _FEWEST_CHANNELS:
@@ -67,6 +72,10 @@ def add_blurpool(model: nn.Module, layers: Literal["conv", "conv_maxpool"]) -> N
         elif type(layer) is nn.MaxPool2d and layers == "conv_maxpool" and _is_strided(layer.stride):
             layer.__class__ = BlurMaxPool2d
             layer.register_buffer("blur", binomial_filter(), persistent=False)
+    if not any(isinstance(layer, BlurConv2d | BlurMaxPool2d) for layer in model.modules()):
+        raise UserError(
+            f"model.blurpool '{layers}' blurs nothing: this network has no such layer of torch's classes; leave it off"
+        )
 
 
 def _is_strided(stride: int | tuple[int, ...]) -> bool:

@@ -52,14 +52,14 @@ def build_external(model: ExternalModel, classes: int) -> nn.Module:
     return network
 
 
-def check_network(network: nn.Module, model: ExternalModel, classes: int, image_size: int, eval_size: int) -> None:
+def check_network(network: nn.Module, model: ExternalModel, classes: int, sizes: Iterable[int], eval_size: int) -> None:
     """Look at the parameters of ``network``, and run a copy of it on two images as in training and as in evaluation.
 
     Args:
-        network: The network, on the CPU; it and torch's generator are left as they are.
+        network: The network; it and torch's generators are left as they are.
         model: The recipe's model table.
         classes: Number of classes.
-        image_size: Side of training images in pixels.
+        sizes: Sides of training images in pixels.
         eval_size: Side of validation images in pixels.
 
     Raises:
@@ -68,17 +68,30 @@ def check_network(network: nn.Module, model: ExternalModel, classes: int, image_
     """
     if reason := _untrainable(network):
         raise UserError(f"model.name '{model.name}' {reason}")
-    trial = copy.deepcopy(network)
-    for training, size in ((True, image_size), (False, eval_size)):
+    try:
+        trial = copy.deepcopy(network)
+    except Exception as error:  # of code that is not ours
+        raise UserError(
+            f"model.name '{model.name}' cannot be copied ({first_line(error)}); let it keep no computed tensors, as "
+            "torch.nn.utils.weight_norm does (torch.nn.utils.parametrizations has one that does not)"
+        ) from None
+    device = next(network.parameters()).device
+    buffers = dict(network.named_buffers()).keys()
+    for training, size in [*((True, size) for size in sizes), (False, eval_size)]:
         trial.train(training)
         try:
-            with torch.set_grad_enabled(training), torch.random.fork_rng(devices=[]):
-                logits = trial(torch.zeros(2, 3, size, size))
+            with torch.set_grad_enabled(training), torch.random.fork_rng([device] if device.type == "cuda" else []):
+                logits = trial(torch.zeros(2, 3, size, size, device=device))
         except Exception as error:  # of code that is not ours
             raise UserError(
                 f"model.name '{model.name}' cannot take images of {size} pixels ({first_line(error)}); choose others "
-                "by data.image_size and data.eval_size, or see to model.options or to the network"
+                "by data.image_size, data.sizes and data.eval_size, or see to model.options or to the network"
             ) from None
+        if new := dict(trial.named_buffers()).keys() - buffers:
+            raise UserError(
+                f"model.name '{model.name}' makes the buffer {min(new)} when it is called, and a resumed run needs it "
+                "before; register it when the network is built"
+            )
         if not isinstance(logits, Tensor):
             raise UserError(
                 f"model.name '{model.name}' returns a {type(logits).__name__} for images; it must return a tensor of "
@@ -99,12 +112,15 @@ def _built(model: ExternalModel, builder: Callable[..., Any], *classes: int, **n
     """Call ``builder`` with the number of classes and the recipe's options."""
     try:
         return builder(*classes, **named_classes, **model.options)
-    except TypeError as error:
-        given = f"model.options {model.options}" if model.options else "the number of classes"
-        raise UserError(f"model.name '{model.name}' does not take {given} ({error}); correct it") from None
     except UserError:
         raise
-    except Exception as error:  # of code that is not ours
+    except (Exception, SystemExit) as error:  # of code that is not ours
+        inside = isinstance(model, PythonModel) and error.__traceback__ is not None and error.__traceback__.tb_next
+        if isinstance(error, TypeError) and not inside:
+            given = f"model.options {model.options}" if model.options else "the number of classes"
+            raise UserError(
+                f"model.name '{model.name}' does not take {given} ({first_line(error)}); correct it"
+            ) from None
         raise UserError(f"model.name '{model.name}' cannot be built: {_where(error)}; correct it") from None
 
 
@@ -179,7 +195,7 @@ def _function(name: str) -> Callable[..., Any]:
             f"model.name '{name}': {module_name} cannot be imported ({error}); install it, or run the command where it "
             "lies"
         ) from None
-    except Exception as error:  # of code that is not ours
+    except (Exception, SystemExit) as error:  # of code that is not ours
         raise UserError(f"model.name '{name}': {module_name} cannot be imported: {_where(error)}; correct it") from None
     function = getattr(module, attribute, None)
     if not callable(function):

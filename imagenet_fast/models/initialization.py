@@ -8,6 +8,7 @@ from typing import assert_never
 
 from torch import nn
 
+from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.network import Init
 
 
@@ -18,7 +19,14 @@ def initialize(model: nn.Module, rules: Sequence[Init], classes: int) -> None:
         model: The network.
         rules: Names of Composer's initialisers.
         classes: Number of classes, by which the last layer is found.
+
+    Raises:
+        UserError: A rule needs a last layer that is linear, and there is none.
     """
+    of_classes = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == classes]
+    last = of_classes[-1] if of_classes and of_classes[-1].bias is not None else None
+    if last is None and "linear_log_constant_bias" in rules:
+        raise UserError("model.init 'linear_log_constant_bias' needs a linear last layer with biases; leave it out")
     for rule in rules:
         for module in model.modules():
             match rule:
@@ -30,7 +38,7 @@ def initialize(model: nn.Module, rules: Sequence[Init], classes: int) -> None:
                         nn.init.uniform_(module.weight)
                         nn.init.zeros_(module.bias)
                 case "linear_log_constant_bias":
-                    if isinstance(module, nn.Linear) and module.bias is not None and module.out_features == classes:
+                    if module is last:
                         nn.init.constant_(module.bias, -math.log(classes))
                 case _:
                     assert_never(rule)

@@ -35,7 +35,7 @@ class Published:
     engine: Sync = FUSED
     model: str = "resnet50"
     calibrated_on: str = "held out"
-    """``itself``: the compute was fitted to this row; ``circular``: it follows from this system's own speed-up."""
+    """The row that the compute was fitted to: ``itself``, or ``circular`` if it follows from this system's speed-up."""
     gbit: float | None = None
     """Rate of all NICs of a node, instead of the cluster's."""
     left: str = ""
@@ -114,7 +114,8 @@ PUBLISHED = (
         left="224 s for 90 epochs include evaluation, start and changes of the batch; their share is not published",
     ),
     Published(
-        "GradientFlow AlexNet", "gradientflow-v", 512, 128, 48.5, _ALEXNET, SparseSync(), "alexnet", calibrated_on="circular",
+        "GradientFlow AlexNet", "gradientflow-v", 512, 128, 48.5, _ALEXNET, SparseSync(), "alexnet",
+        calibrated_on="circular",
         left="80.1 % is less than sparse messages and stragglers explain: selection and input are not modelled",
     ),
     Published(
@@ -127,7 +128,8 @@ PUBLISHED = (
         left="a speed-up of 2.5 on 64 GPUs is far below the link: messages went through host memory, and one by one",
     ),
     Published(
-        "Goyal", "gradientflow-v", 256, 32, 255.6, _P100, LazySync(wire="fp32", collective="native"), calibrated_on="circular", gbit=50,
+        "Goyal", "gradientflow-v", 256, 32, 255.6, _P100, LazySync(wire="fp32", collective="native"),
+        calibrated_on="circular", gbit=50,
         left="their 50 Gbit/s Ethernet went through host memory",
     ),
 )  # fmt: skip

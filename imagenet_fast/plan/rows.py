@@ -46,8 +46,8 @@ class Row:
     error: float
     """``predicted`` over ``reported``, less 1."""
     calibrated_on: str
-    """``itself`` where the compute was fitted to this row; ``circular`` where it follows from the paper's own speed-up, so
-    that the row cannot test the model; ``nothing`` for a nominal link; else ``held out``."""
+    """``itself`` where the compute was fitted to this row; ``circular`` where it follows from the paper's own
+    speed-up, so that the row cannot test the model; ``nothing`` for a nominal link; else ``held out``."""
     ours: str
     """The fastest exact engine of ours at their batch, and its wire dtype."""
     ours_s: float

@@ -51,7 +51,16 @@ def split_batch(recipe: Recipe, ranks: int) -> Batching:
         UserError: No split needs at most twice the fewest possible accumulation steps. The message names the nearest
             global batches that have one.
     """
-    return _split_or_refuse(recipe.global_batch, ranks, *_limits(recipe))
+    batch = recipe.global_batch
+    _, largest, under_way = _limits(recipe)
+    if (found := _split(recipe, batch, ranks)) is not None:
+        return found
+    below = next((b for b in range(batch - 1, 0, -1) if _split(recipe, b, ranks)), 0)
+    above = next(b for b in count(batch + 1) if _split(recipe, b, ranks))
+    raise UserError(
+        f"global_batch {batch} does not divide over {ranks} ranks in micro-batches of at most {largest // under_way}; "
+        f"the nearest that do {_near(below, above)}: --set global_batch={above}, or choose another --nproc"
+    )
 
 
 def check_norms(recipe: Recipe, batching: Batching) -> None:
@@ -87,10 +96,9 @@ def check_splits(recipe: Recipe, nodes: range, ranks_each: int) -> None:
     The message lists the numbers of nodes that work, and a larger global batch that works for all, if there is one.
     """
     batch = recipe.global_batch
-    limits = _limits(recipe)
 
     def fits(batch: int, count: int) -> bool:
-        return _split(batch, count * ranks_each, *limits) is not None
+        return _split(recipe, batch, count * ranks_each) is not None
 
     there = [count for count in nodes if fits(batch, count)]
     if len(there) == len(nodes):
@@ -165,28 +173,24 @@ def _share(recipe: Recipe) -> int:
         below, above = recipe.global_batch - rest, recipe.global_batch - rest + recipe.ranks
         raise UserError(
             f"global_batch {recipe.global_batch} does not divide over the recipe's {recipe.ranks} ranks; "
-            f"the nearest that do {_near(below, above)}: --set global_batch={above}, or set micro_batch"
+            f"the nearest that do {_near(below, above)}: --set global_batch={above}"
+            + ("" if recipe.micro_batch else ", or set micro_batch")
         )
     return share
 
 
-def _split_or_refuse(batch: int, ranks: int, stages: int, largest: int, multiple: int) -> Batching:
-    """Return the split, or raise UserError with the nearest global batches that have one."""
-    if (found := _split(batch, ranks, stages, largest, multiple)) is not None:
-        return found
-    below = next((b for b in range(batch - 1, 0, -1) if _split(b, ranks, stages, largest, multiple)), 0)
-    above = next(b for b in count(batch + 1) if _split(b, ranks, stages, largest, multiple))
-    raise UserError(
-        f"global_batch {batch} does not divide over {ranks} ranks in micro-batches of at most {largest // multiple}; "
-        f"the nearest that do {_near(below, above)}: --set global_batch={above}, or choose another --nproc"
-    )
+def _split(recipe: Recipe, batch: int, ranks: int) -> Batching | None:
+    """Return the split of ``batch`` with the fewest accumulation steps.
 
+    The images that a rank reads at once are a multiple of those under way in a pipeline. Without ``micro_batch`` they
+    are at most the share of a rank that the recipe was written for.
 
-def _split(batch: int, ranks: int, stages: int, largest: int, multiple: int) -> Batching | None:
-    """Return the split with the fewest accumulation steps, or None if it needs over twice the fewest possible.
-
-    The images that a rank reads at once are a multiple of ``multiple``.
+    Returns:
+        None if it needs over twice the fewest steps possible, or the recipe's own ranks have no share of the batch.
     """
+    if not recipe.micro_batch and batch % recipe.ranks:
+        return None
+    stages, largest, multiple = _limits(recipe.model_copy(update={"global_batch": batch}))
     share, rest = divmod(batch, ranks // stages)
     if rest or not share:
         return None

@@ -128,10 +128,10 @@ class ImageData(Table):
         return self.eval_size or self.image_size
 
     @property
-    def size_count(self) -> int:
-        """Largest number of sizes of training images."""
+    def training_sizes(self) -> set[int]:
+        """All sides, in pixels, that training images can have."""
         sizes = {self.image_size, *(size for _, size in self.sizes)}
-        return (max(sizes) - min(sizes)) // self.size_multiple + 1 if self.size_multiple else len(sizes)
+        return sizes | set(range(min(sizes), max(sizes), self.size_multiple)) if self.size_multiple else sizes
 
     @model_validator(mode="after")
     def _crop_fits(self) -> ImageData:
@@ -198,9 +198,9 @@ class SyntheticData(Table):
         return ()
 
     @property
-    def size_count(self) -> int:
-        """Largest number of sizes of training images."""
-        return 1
+    def training_sizes(self) -> set[int]:
+        """The side, in pixels, of training images."""
+        return {self.image_size}
 
     @property
     def evaluated_size(self) -> int:

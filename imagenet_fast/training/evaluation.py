@@ -80,7 +80,7 @@ def evaluate(
     seen, stopped = 0, False
     batches = dataset.next_evaluation()
     here.enter("evaluation")
-    with torch.inference_mode(), cast:
+    with torch.no_grad(), cast:  # what a network keeps from inference mode could not be used in training
         for images, labels in batches:
             if stopped := asked():
                 break

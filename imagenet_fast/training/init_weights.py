@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from imagenet_fast.checkpoint import Checkpoint, best, newest, open_checkpoint
@@ -18,7 +20,7 @@ from imagenet_fast.metrics.report import FINAL_WEIGHTS, is_checkpoint, split_che
 from imagenet_fast.models import build_model
 from imagenet_fast.models.cifarnet import CifarNet
 from imagenet_fast.models.external import check_network
-from imagenet_fast.models.weights import Weights, fill, fit, read_weights
+from imagenet_fast.models.weights import Weights, describe, fill, fit, read_weights
 from imagenet_fast.recipe.network import ExternalModel
 from imagenet_fast.recipe.schema import Model, Recipe
 
@@ -42,15 +44,17 @@ def build_initial_model(
     """
     torch.manual_seed(recipe.seed)
     model = build_model(recipe.model, classes)
-    if isinstance(recipe.model, ExternalModel):
-        check_network(model, recipe.model, classes, recipe.data.image_size, recipe.data.evaluated_size)
     if weights is not None:
         fill(model, weights)
     elif isinstance(model, CifarNet) and examples is not None and world.is_main:
         model.set_whitening(examples())
     model = model.to(world.device)
+    if isinstance(recipe.model, ExternalModel):
+        check_network(model, recipe.model, classes, sorted(recipe.data.training_sizes), recipe.data.evaluated_size)
     if recipe.channels_last:
-        model = model.to(memory_format=torch.channels_last)
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.dim() == 4:  # Module.to would refuse weights of five dimensions
+                tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
     broadcast_model(model)
     return model
 
@@ -79,11 +83,11 @@ def load_initial_weights(
     with refused_together(world.device):
         if world.is_main:
             found = fit(given_weights(given), model, classes, fresh_head)
-            _doubt_blurpool(found, model)
+            warn_of_blurpool(found, model)
     return found
 
 
-def _doubt_blurpool(weights: Weights, model: Model) -> None:
+def warn_of_blurpool(weights: Weights, model: Model) -> None:
     """Warn if the network blurs otherwise than the one that was trained: names of weights are the same."""
     about = weights.about.get("model")
     trained = about.get("blurpool", "off") if isinstance(about, dict) else model.blurpool
@@ -176,7 +180,17 @@ def _saved_weights(checkpoint: Checkpoint) -> Weights:
     except (KeyError, TypeError, AttributeError):
         raise UserError(f"{folder} is a checkpoint of another version, or not of a training; give another") from None
     tensors |= {name: _mean(values) for name, values in of_ranks.items() if name in tensors}
-    return Weights(str(folder), tensors)
+    return Weights(str(folder), tensors, _described(shared))
+
+
+def _described(shared: dict[str, Any]) -> dict[str, Any]:
+    """Return the description of a checkpoint's weights; empty if its recipe cannot be read."""
+    try:
+        recipe = Recipe.model_validate(shared["recipe"])
+        classes: list[str] = shared["data"]["classes"]
+    except (KeyError, TypeError, ValidationError):
+        return {}
+    return {key: value for key, value in describe("", recipe, classes).items() if key != "recipe"}
 
 
 def _mean(values: list[Tensor]) -> Tensor:

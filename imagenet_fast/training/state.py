@@ -87,7 +87,7 @@ class TrainState:
 
         Call ``settle`` first. Every rank must call it; each waits for its device.
         """
-        weights = [param.detach() for param in self.model.parameters() if param.numel()]
+        weights = [param.detach() for param in self.model.parameters() if param.numel() and param.is_floating_point()]
         finite = torch.stack(torch._foreach_norm(weights, math.inf)).isfinite().all()
         (spoilt,) = all_reduce_sum(float(int(self.streak) > 0 or not finite), device=finite.device)
         return not spoilt

@@ -88,7 +88,14 @@ def test_what_cannot_be_compared_says_why(tmp_path: Path, changes: dict[str, Any
 def test_other_means_than_the_references_are_named(tmp_path: Path):
     verdict = judge_by_reference(past_run(tmp_path, {24: 75.4, 27: 76.1}, recipe="resnet50-8gpu-mild", batch=2048))
     assert verdict.startswith("better than the field: 75.9 % in epoch 27")
-    assert verdict.endswith("other means than optim.kind 'sgd', model.blurpool 'conv_maxpool', ema_decay")
+    means = "optim.kind 'sgd', model.blurpool 'conv_maxpool', ema_decay, loss 'bce', data.sizes, model.init"
+    assert verdict.endswith(f"other means than {means}")
+
+
+def test_a_run_that_starts_from_weights_is_not_compared(tmp_path: Path):
+    run = past_run(tmp_path, {3: 76.1})
+    (tmp_path / "job.json").write_text('{"init_from": "/w/resnet50.pth"}')
+    assert judge_by_reference(run).startswith("not compared: it starts from the weights /w/resnet50.pth")
 
 
 def test_a_record_without_a_recipe_is_named(tmp_path: Path):

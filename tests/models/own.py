@@ -87,6 +87,18 @@ class Flat(nn.Module):
                 self.requires_grad_(False)
             case "sparse":
                 self.more = nn.Embedding(4, 4, sparse=True)
+            case "index":
+                self.more = nn.Parameter(torch.ones(4, dtype=torch.int64), requires_grad=False)
+            case "small integers":
+                self.register_buffer("more", torch.ones(4, dtype=torch.int16))
+            case "five dimensions":
+                self.more = nn.Parameter(torch.ones(2, 2, 3, 3, 3))
+            case "kept":
+                self.more = torch.nn.utils.weight_norm(nn.Linear(2, 2))
+            case "mistyped":
+                len(3)  # type: ignore[arg-type]
+            case "exits":
+                raise SystemExit(2)
             case "raises":
                 raise RuntimeError("no luck\ntoday")
 
@@ -99,6 +111,8 @@ class Flat(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         if self.flaw == "untraceable" and images.sum().item() > 0:
             images = images * 2
+        if self.flaw == "late":
+            self.register_buffer("grid", torch.zeros(4))
         logits: Tensor = self.head(images.flatten(1))
         return logits.detach() if self.flaw == "detached" else logits
 

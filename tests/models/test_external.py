@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+import torch.distributed as dist
 import torchvision.models
 from torch import nn
 
@@ -18,7 +19,7 @@ from imagenet_fast.models import build_model
 from imagenet_fast.models.blurpool import BlurConv2d
 from imagenet_fast.models.export import export_program
 from imagenet_fast.models.weights import Weights, classes_of, fill, fit, read_weights, write_weights
-from imagenet_fast.recipe.load import parse_recipe
+from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_recipe
 from imagenet_fast.recipe.network import PythonModel, TimmModel, TorchvisionModel
 from imagenet_fast.recipe.schema import Model
 from imagenet_fast.training.init_weights import build_initial_model
@@ -108,6 +109,9 @@ def test_weights_fit_and_tell_their_classes_wherever_the_last_layer_is(name: str
         ({"kind": "python", "name": f"{OWN}:pair"}, "returns a tuple for images; it must return a tensor"),
         ({"kind": "python", "name": f"{OWN}:build", "dropout": 0.5}, "unknown key model.dropout; .*options"),
         ({"kind": "timm"}, r"model.*name is missing; add it"),
+        ({"kind": "python", "name": f"{OWN}:build", "options": {"wide": 5}}, "does not take model.options {'wide': 5}"),
+        ({"kind": "timm", "name": "test_vit", "blurpool": "conv"}, "blurpool 'conv' blurs nothing"),
+        ({"kind": "torchvision", "name": "squeezenet1_1", "init": ["linear_log_constant_bias"]}, "linear last layer"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_in_a_sentence(model: dict[str, Any], said: str):
@@ -127,6 +131,10 @@ def test_what_does_not_fit_is_refused_in_a_sentence(model: dict[str, Any], said:
         ("sparse", "has sparse gradients in more, .*sparse=False"),
         ("extra", "keeps _extra_state as a dict, and only tensors are saved; make it a buffer"),
         ("detached", "gives logits without a gradient"),
+        ("mistyped", r"cannot be built: TypeError in .*own.py, line \d+ \("),
+        ("exits", r"cannot be built: SystemExit in .*own.py, line \d+ \(2\)"),
+        ("kept", "cannot be copied .*parametrizations"),
+        ("late", "makes the buffer grid when it is called"),
         ("raises", r"cannot be built: RuntimeError in .*own.py, line \d+ \(no luck\); correct it"),
     ],
 )
@@ -137,9 +145,31 @@ def test_untrainable_networks_are_refused_in_a_sentence(flaw: str, said: str):
     assert "\n" not in str(refused.value)
 
 
+def test_every_size_of_training_images_is_tried():
+    model = "model={kind='timm', name='vit_tiny_patch16_224', options={img_size=32, depth=2}}"
+    changes = ("data.image_size=32", "data.eval_size=32", "data.resize=48", model)
+    with pytest.raises(UserError, match=r"cannot take images of 4\d pixels .*data.sizes"):
+        build_initial_model(load_recipe(find_recipe("cifar10-resnet18"), overrides=changes), 10, ALONE)
+
+
+@pytest.mark.parametrize("kind", ["index", "small integers", "five dimensions"])
+def test_unusual_tensors_are_trained_beside_the_others(kind: str):
+    run(2, _build_unusual, kind)
+
+
+def _build_unusual(kind: str) -> None:
+    model = {"kind": "python", "name": f"{OWN}:flawed", "options": {"flaw": kind}}
+    here = DistContext(dist.get_rank(), 2, dist.get_rank(), 2, torch.device("cpu"))
+    network = build_initial_model(parse_recipe("test", tables(ranks=2, model=model)), 10, here)
+    first, *others = (value for name, value in network.state_dict().items() if name == "more")
+    assert not others
+    assert int(first.sum()) == first.numel()
+
+
 @pytest.mark.parametrize(
     ("code", "said"),
     [
+        ("import sys\nsys.exit('no GPU')", r"cannot be imported: SystemExit in .*broken.py, line 2 \(no GPU"),
         ("def build(n) return 1", r"cannot be imported: SyntaxError in .*broken.py, line 1 \("),
         ("import os\nwidth = os.no_such", r"cannot be imported: AttributeError in .*broken.py, line 2 \("),
     ],
@@ -201,7 +231,7 @@ def test_a_missing_timm_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch)
         return real(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", without_timm)
-    with pytest.raises(UserError, match=r"pip install 'imagenet-fast\[timm\]'"):
+    with pytest.raises(UserError, match=r"pip install timm"):
         build_model(TimmModel(kind="timm", name="test_vit"), 10)
 
 

@@ -26,6 +26,12 @@ def test_all_rules_of_composers_mild_recipe():
     assert torch.equal(model.fc.bias, torch.full((100,), -math.log(100)))
 
 
+def test_only_the_last_of_layers_as_wide_as_the_classes_gets_their_bias():
+    plain = build_model(AlexNet(kind="alexnet", init=("linear_log_constant_bias",)), 4096)
+    biases = [layer.bias.detach() for layer in plain.classifier if isinstance(layer, nn.Linear)]
+    assert [torch.equal(bias, bias[:1].expand(4096)) for bias in biases] == [False, False, True]
+
+
 def test_a_rule_leaves_other_weights_as_they_are():
     torch.manual_seed(1)
     plain = build_model(AlexNet(kind="alexnet"), 10).state_dict()

@@ -45,8 +45,17 @@ def test_every_split_keeps_the_global_batch_or_names_one_that_works(make_recipe:
     assert refused
 
 
+@pytest.mark.parametrize(("name", "ranks"), [("resnet50-8gpu", 3), ("resnet50-8gpu", 7), ("resnet50-8gpu-mild", 6)])
+def test_the_batch_that_is_advised_works(name: str, ranks: int):
+    with pytest.raises(UserError, match="--set global_batch=") as refused:
+        split_batch(load_recipe(find_recipe(name)), ranks)
+    advised = str(refused.value).partition("--set ")[2].partition(",")[0]
+    recipe = load_recipe(find_recipe(name), overrides=[advised])
+    assert split_batch(recipe, ranks).global_batch == recipe.global_batch
+
+
 def test_what_does_not_divide_is_told_with_its_neighbours(make_recipe: Callable[..., Recipe]):
-    with pytest.raises(UserError, match=r"16 does not divide over 3 ranks .* nearest that do are 15 and 18"):
+    with pytest.raises(UserError, match=r"16 does not divide over 3 ranks .* nearest that do are 12 and 18"):
         split_batch(make_recipe(), 3)
     with pytest.raises(UserError, match=r"17 does not divide over the recipe's 2 ranks; .* 16 and 18"):
         split_batch(make_recipe(global_batch=17), 2)
