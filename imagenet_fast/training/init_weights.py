@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor, nn
 
 from imagenet_fast.checkpoint import Checkpoint, best, newest, open_checkpoint
@@ -21,6 +20,7 @@ from imagenet_fast.models import build_model
 from imagenet_fast.models.cifarnet import CifarNet
 from imagenet_fast.models.external import check_network
 from imagenet_fast.models.weights import Weights, describe, fill, fit, read_weights
+from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.network import ExternalModel
 from imagenet_fast.recipe.schema import Model, Recipe
 
@@ -184,12 +184,12 @@ def _saved_weights(checkpoint: Checkpoint) -> Weights:
 
 
 def _described(shared: dict[str, Any]) -> dict[str, Any]:
-    """Return the description of a checkpoint's weights; empty if its recipe cannot be read."""
+    """Return the description of a checkpoint's weights; empty if its recipe is of another version."""
     try:
-        recipe = Recipe.model_validate(shared["recipe"])
-        classes: list[str] = shared["data"]["classes"]
-    except (KeyError, TypeError, ValidationError):
+        recipe = parse_recipe("the checkpoint", shared["recipe"])
+    except UserError:
         return {}
+    classes = shared["data"]["classes"] if "data" in shared else []
     return {key: value for key, value in describe("", recipe, classes).items() if key != "recipe"}
 
 

@@ -49,6 +49,13 @@ def test_a_checkpoint_has_several_names(trained: Path, which: str):
     assert chosen_checkpoint(trained, which).folder == steps(trained)[-1]
 
 
+def test_a_checkpoint_describes_its_weights_as_the_final_ones_are(trained: Path):
+    final = given_weights(trained).about
+    assert final.pop("recipe") == "smoke"
+    saved = given_weights(Path(f"{trained}@step-2")).about
+    assert json.loads(json.dumps(saved)) == final
+
+
 def test_checkpoint_statistics_are_the_mean_of_the_ranks(trained: Path):
     checkpoint = open_checkpoint(trained / "checkpoints" / "step-00000002")
     first, second = (part["buffers"]["bn1.running_mean"] for _, part in checkpoint.parts())

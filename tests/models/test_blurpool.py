@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from timm.layers import BlurPool2d
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, max_pool2d
 
+from imagenet_fast.launch.export import export_weights
 from imagenet_fast.models import build_model
 from imagenet_fast.models.blurpool import BlurConv2d, BlurMaxPool2d, add_blurpool, binomial_filter, blurred
+from imagenet_fast.models.weights import write_weights
 from imagenet_fast.recipe.schema import ResNet
 
 BINOMIAL = torch.tensor([[1.0, 2.0, 1.0], [2.0, 4.0, 2.0], [1.0, 2.0, 1.0]]) / 16
@@ -68,3 +71,14 @@ def test_a_copy_in_another_type_blurs_alike():
     add_blurpool(model, "conv")
     values = torch.randn(2, 16, 9, 9)
     torch.testing.assert_close(copy.deepcopy(model).double()(values.double()).float(), model(values))
+
+
+def test_an_export_without_the_blur_that_weights_were_trained_with_warns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Names of weights are the same."""
+    trained = ResNet(kind="resnet18", blurpool="conv")
+    given, out = tmp_path / "trained.safetensors", tmp_path / "exported.safetensors"
+    write_weights(build_model(trained, 10).state_dict(), given, {"model": trained.model_dump()})
+    export_weights(given, "cifar10-resnet18", "safetensors", out)
+    assert "was trained with model.blurpool 'conv', and this network has 'off'" in capsys.readouterr().err
