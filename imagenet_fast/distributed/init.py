@@ -137,10 +137,7 @@ def prepare_device(local_rank: int, traces: Path | None = None) -> tuple[torch.d
         return torch.device("cpu"), "gloo"
     if local_rank >= gpus > 1:
         raise UserError(f"this node has {gpus} GPUs and more ranks than that; start at most one rank a GPU")
-    # Several communicators run at once: NCCL must start their kernels in the order of our calls, and the driver must
-    # have a queue for each stream.
-    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # else streams share queues of the driver
     device = torch.device("cuda", local_rank if gpus > 1 else 0)  # srun may show each of its tasks only one GPU
     torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,6 +11,10 @@ import torch
 import torch.distributed as dist
 
 from imagenet_fast.recipe.parallel_config import Parallel
+
+# Several communicators run at once, and NCCL must start their kernels in the order of our calls. It reads this with the
+# first collective of a process, so it is set where our code is imported, also for loops of users.
+os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 # Public since torch 2.15, where the old name is deprecated.
 set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
@@ -71,12 +76,14 @@ def new_group(
         dist.barrier(group)  # else a rank that ends at once would cut off one that is still connecting
         return group
     options, bound = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent), world.bound_device_id
+    if (limit := patience(device)) is not None:
+        options._timeout = limit  # torch warns of options without it
     if max_ctas is not None:
         options.config.max_ctas = max_ctas
     world.bound_device_id = None  # else it is split off the world's communicator, for which all ranks must call
     try:
         group = dist.new_group(
-            list(ranks), patience(device), "nccl", pg_options=options, use_local_synchronization=True, device_id=device
+            list(ranks), limit, "nccl", pg_options=options, use_local_synchronization=True, device_id=device
         )
     finally:
         world.bound_device_id = bound

@@ -88,7 +88,7 @@ class CommStream:
         if self._stream is None:
             return self._hand_over(start, after, traffic)
         if not after:
-            self._stream.wait_stream(torch.cuda.current_stream())
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for entry in after:
                 entry.wait()
@@ -99,7 +99,7 @@ class CommStream:
                 work.wait()
             done = traffic.ended = record_timestamp(self._device)
             assert isinstance(done, torch.cuda.Event)
-        return PendingOp(lambda: torch.cuda.current_stream().wait_event(done))
+        return PendingOp(lambda: torch.cuda.current_stream(self._device).wait_event(done))
 
     def all_to_all(
         self, arrived: Tensor, values: Tensor, arriving: Sequence[int] = (), leaving: Sequence[int] = ()

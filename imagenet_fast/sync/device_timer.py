@@ -14,11 +14,11 @@ On a GPU the host runs ahead and waits only order streams, so the host's clock w
 
 
 def record_timestamp(device: torch.device) -> Timestamp:
-    """Record the present moment; on a GPU, the moment at which the current stream reaches this point."""
+    """Record the present moment; on a GPU, the moment at which its current stream reaches this point."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
-    event.record()
+    event.record(torch.cuda.current_stream(device))
     return event
 
 

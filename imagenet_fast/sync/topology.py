@@ -191,8 +191,8 @@ class Topology:
         on all ranks, but some ranks make more sub-groups than others. So we count our own groups. Groups made by
         other code are named as if ours did not exist.
         """
-        world, device = dist.distributed_c10d._world, "cuda" if self.device.type == "cuda" else "cpu"
-        number = torch.tensor(Topology._made, device=device)
+        world = dist.distributed_c10d._world
+        number = torch.tensor(Topology._made, device=self.device)
         dist.all_reduce(number, dist.ReduceOp.MAX, group=self.group)
         Topology._made = int(number) + 1
         others, world.group_count = world.group_count, int(number)

@@ -15,6 +15,7 @@ class _Cycle:
 
 @pytest.fixture(autouse=True)
 def _thaw():
+    gc.unfreeze()  # newer pytest may have frozen what it imported
     yield
     gc.unfreeze()
 

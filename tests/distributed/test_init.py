@@ -66,13 +66,23 @@ def test_whoever_has_set_how_gloo_connects_keeps_it():
         assert os.environ["TORCH_GLOO_LAZY_INIT"] == "0"
 
 
-def test_nccl_launch_order_is_implicit_by_default():
+def test_whoever_has_set_the_drivers_queues_keeps_them():
     with one_gpu() as patch:
-        patch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
         patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         prepare_device(0)
-        assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
         assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+
+
+@pytest.mark.parametrize("set_by_user", [None, "0"])
+def test_nccl_launch_order_is_implicit_for_loops_of_users_too(set_by_user: str | None):
+    """They make the process group themselves; NCCL reads the variable with the first collective."""
+    code = "import os, imagenet_fast.sync; print(os.environ['NCCL_LAUNCH_ORDER_IMPLICIT'])"
+    environment = {name: value for name, value in os.environ.items() if name != "NCCL_LAUNCH_ORDER_IMPLICIT"}
+    environment |= {"NCCL_LAUNCH_ORDER_IMPLICIT": set_by_user} if set_by_user else {}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == (set_by_user or "1")
 
 
 def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
