@@ -184,9 +184,9 @@ def _saved_weights(checkpoint: Checkpoint) -> Weights:
 
 
 def _described(shared: dict[str, Any]) -> dict[str, Any]:
-    """Return the description of a checkpoint's weights; empty if its recipe is of another version."""
+    """Return the description of a checkpoint's weights; empty if its recipe is missing or of another version."""
     try:
-        recipe = parse_recipe("the checkpoint", shared["recipe"])
+        recipe = parse_recipe("the checkpoint", shared.get("recipe", {}))
     except UserError:
         return {}
     classes = shared["data"]["classes"] if "data" in shared else []
