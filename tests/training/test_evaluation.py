@@ -201,3 +201,32 @@ def _modes_around(training: bool) -> tuple[list[bool], list[bool]]:
     before = modes()
     evaluate(model, dataset, torch.autocast("cpu", enabled=False), DistContext(0, 1, 0, 1, CPU))
     return before, modes()
+
+
+class Caching(nn.Module):
+    """Keeps a grid for each size of images, as networks with positions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.grids: dict[int, torch.Tensor] = {}
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        side = images.size(-1)
+        if side not in self.grids:
+            self.grids[side] = torch.linspace(0, 1, 10)
+        return images.flatten(1)[:, :10] + self.scale * self.grids[side]
+
+
+def test_what_a_network_keeps_of_an_evaluation_can_be_trained_with():
+    run(1, _train_after_evaluation)
+
+
+def _train_after_evaluation() -> None:
+    world = DistContext(0, 1, 0, 1, CPU)
+    data = SyntheticData(loader="synthetic", image_size=4, train_images=100, val_images=5, classes=10)
+    dataset = build_loaders(data, None, Batching(1, 2, 1), 0, 2, CPU, seed=5)
+    model = Caching()
+    evaluate(model, dataset, torch.autocast("cpu", enabled=False), world)
+    model(torch.randn(2, 3, 4, 4)).sum().backward()
+    assert model.scale.grad is not None
