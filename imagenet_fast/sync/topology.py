@@ -192,7 +192,8 @@ class Topology:
         other code are named as if ours did not exist.
         """
         world = dist.distributed_c10d._world
-        number = torch.tensor(Topology._made, device=self.device)
+        device = self.device if self.device.type == "cuda" else torch.device("cpu")  # a count's is "meta"
+        number = torch.tensor(Topology._made, device=device)
         dist.all_reduce(number, dist.ReduceOp.MAX, group=self.group)
         Topology._made = int(number) + 1
         others, world.group_count = world.group_count, int(number)
