@@ -139,16 +139,15 @@ def _verdict(point: ReferencePoint, evaluations: list[tuple[int, float]], status
 
 def _means(recipe: Recipe) -> str:
     """Return what to bear in mind if the run is trained by other means than the reference; else an empty string."""
-    others = []
-    if recipe.optim.kind != "lars":
-        others.append(f"optim.kind '{recipe.optim.kind}'")
-    if recipe.model.blurpool != "off":
-        others.append(f"model.blurpool '{recipe.model.blurpool}'")
-    if recipe.ema_decay:
-        others.append("ema_decay")
-    if recipe.loss != "cross_entropy":
-        others.append(f"loss '{recipe.loss}'")
-    others += ["data.sizes"] * bool(recipe.data.sizes) + ["model.init"] * bool(recipe.model.init)
-    if isinstance(recipe.model, ExternalModel) and recipe.model.options:
-        others.append("model.options")
+    model = recipe.model
+    means = {
+        f"optim.kind '{recipe.optim.kind}'": recipe.optim.kind != "lars",
+        f"model.blurpool '{model.blurpool}'": model.blurpool != "off",
+        "ema_decay": recipe.ema_decay > 0,
+        f"loss '{recipe.loss}'": recipe.loss != "cross_entropy",
+        "data.sizes": len(recipe.data.sizes) > 0,
+        "model.init": len(model.init) > 0,
+        "model.options": isinstance(model, ExternalModel) and len(model.options) > 0,
+    }
+    others = [name for name, differs in means.items() if differs]
     return f"; the reference has other means than {', '.join(others)}" if others else ""

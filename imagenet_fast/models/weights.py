@@ -112,17 +112,18 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return apart
 
 
-def describe(name: str, recipe: Recipe, class_names: Sequence[str]) -> dict[str, Any]:
+def describe(name: str | None, recipe: Recipe, class_names: Sequence[str]) -> dict[str, Any]:
     """Return what a user of the weights needs: their model, and how images are prepared for it.
 
     Args:
-        name: Name of the recipe.
+        name: Name of the recipe; None leaves it out.
         recipe: The recipe.
         class_names: Names of the classes; if empty, they are left out.
     """
     data = recipe.data.model_dump(include={"resize", "mean", "std"}) | {"image_size": recipe.data.evaluated_size}
     classes = {"classes": list(class_names)} if class_names else {}
-    return {"recipe": name, "model": recipe.model.model_dump(), **data, **classes}
+    named = {} if name is None else {"recipe": name}
+    return {**named, "model": recipe.model.model_dump(), **data, **classes}
 
 
 def fit(weights: Weights, model: schema.Model, classes: int, fresh_head: bool = False) -> Weights:

@@ -52,11 +52,12 @@ def split_batch(recipe: Recipe, ranks: int) -> Batching:
             global batches that have one.
     """
     batch = recipe.global_batch
-    _, largest, under_way = _limits(recipe)
+    stages, largest, under_way = _limits(recipe)
     if (found := _split(recipe, batch, ranks)) is not None:
         return found
-    below = next((b for b in range(batch - 1, 0, -1) if _split(recipe, b, ranks)), 0)
-    above = next(b for b in count(batch + 1) if _split(recipe, b, ranks))
+    unit = math.lcm(ranks // stages, 1 if recipe.micro_batch else recipe.ranks)  # other batches have no shares
+    below = next((b for b in range((batch - 1) // unit * unit, 0, -unit) if _split(recipe, b, ranks)), 0)
+    above = next(b for b in count((batch // unit + 1) * unit, unit) if _split(recipe, b, ranks))
     raise UserError(
         f"global_batch {batch} does not divide over {ranks} ranks in micro-batches of at most {largest // under_way}; "
         f"the nearest that do {_near(below, above)}: --set global_batch={above}, or choose another --nproc"

@@ -65,7 +65,7 @@ class Reducer:
         self.stepped: list[Optimizer] = []
         """The optimizers that have stepped in this step."""
         self.scaled = False
-        """Whether a ``GradScaler`` has stepped an optimizer in this step."""
+        """True once a ``GradScaler`` has stepped an optimizer in this step."""
         self._watch = ModelWatch(model)
         self._ready = [False] * len(places.spans)  # by slot: whether its gradient may be sent
         self._front = 0  # slots before this index have been pushed to the engine

@@ -190,7 +190,7 @@ def _described(shared: dict[str, Any]) -> dict[str, Any]:
     except UserError:
         return {}
     classes = shared["data"]["classes"] if "data" in shared else []
-    return {key: value for key, value in describe("", recipe, classes).items() if key != "recipe"}
+    return describe(None, recipe, classes)
 
 
 def _mean(values: list[Tensor]) -> Tensor:

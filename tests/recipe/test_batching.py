@@ -45,7 +45,10 @@ def test_every_split_keeps_the_global_batch_or_names_one_that_works(make_recipe:
     assert refused
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("resnet50-8gpu", 3), ("resnet50-8gpu", 7), ("resnet50-8gpu-mild", 6)])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("resnet50-8gpu", 3), ("resnet50-8gpu", 7), ("resnet50-8gpu-mild", 6), ("alexnet-512gpu", 10007)],
+)
 def test_the_batch_that_is_advised_works(name: str, ranks: int):
     with pytest.raises(UserError, match="--set global_batch=") as refused:
         split_batch(load_recipe(find_recipe(name)), ranks)
