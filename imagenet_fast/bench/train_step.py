@@ -30,7 +30,7 @@ from imagenet_fast.data.loaders import SyntheticLoader
 from imagenet_fast.data.normalize import Normalizer
 from imagenet_fast.data.progress import measurement_bar
 from imagenet_fast.data.sampler import TrainSampler
-from imagenet_fast.distributed.init import DistContext, prepare_device
+from imagenet_fast.distributed.init import DistContext, computes_bf16, prepare_device
 from imagenet_fast.metrics import MetricLogger
 from imagenet_fast.models import compile_blocks
 from imagenet_fast.recipe.batching import split_batch
@@ -108,6 +108,12 @@ class StepTime:
     def unsaved_loop(self) -> str | None:
         """Name of the same loop without checkpoints; None for a loop that saves none."""
         return None if self.ratio_to_unsaved is None else self.loop.removesuffix(_SAVED)
+
+
+def own_precision() -> str:
+    """Return the precision in which recipes with bf16 train on this node."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return "bf16" if computes_bf16(device) else "fp32"
 
 
 def step_recipe(model: str, image_size: int, batch: int, precision: str, compiled: bool, sync: str = "lazy") -> Recipe:

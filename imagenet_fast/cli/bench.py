@@ -14,6 +14,11 @@ from imagenet_fast.cli.options import JsonOption, PngOption, in_a_directory, ref
 
 bench_app = typer.Typer(help="Measure what this node can do.", no_args_is_help=True)
 
+PrecisionOption = Annotated[
+    str | None,
+    typer.Option(help="Precision: fp32, bf16 or fp16. Default: bf16, or fp32 on a CPU without instructions for bf16."),
+]
+
 
 @bench_app.command("step")
 def bench_step(
@@ -21,7 +26,7 @@ def bench_step(
     model: Annotated[str, typer.Option(help="Model: alexnet, alexnet_bn, resnet18 or resnet50.")] = "resnet18",
     image_size: Annotated[int, typer.Option(min=16, help="Side of the images in pixels.")] = 64,
     batch: Annotated[int, typer.Option(min=1, help="Images in a batch.")] = 128,
-    precision: Annotated[str, typer.Option(help="Precision: fp32, bf16 or fp16.")] = "bf16",
+    precision: PrecisionOption = None,
     sync: Annotated[str, typer.Option(metavar="A,B", help="Engines to time beside the plain loop.")] = "lazy",
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compile both loops with torch.compile, block by block.")
@@ -47,10 +52,11 @@ def bench_step(
     """
     from imagenet_fast.bench.tables import checkpoint_table, step_table
     from imagenet_fast.bench.train_step import bench_step as measure
-    from imagenet_fast.bench.train_step import no_data_parallel, step_recipe
+    from imagenet_fast.bench.train_step import no_data_parallel, own_precision, step_recipe
 
     if checkpoint_every is not None:
         refuse_beside(context, ("steps",), "goes by --checkpoint-every, if that is given; leave one of them out")
+    precision = precision or own_precision()
     variants = [step_recipe(model, image_size, batch, precision, compiled, name) for name in sync.split(",")]
     times = measure(variants[0], variants, rounds, steps, checkpoint_every)
     _show(times, step_table, json_file)
@@ -242,7 +248,7 @@ def bench_pipeline(
     model: Annotated[str, typer.Option(help="Model: alexnet, alexnet_bn, resnet18 or resnet50.")] = "resnet50",
     image_size: Annotated[int, typer.Option(min=16, help="Side of the images in pixels.")] = 64,
     batch: Annotated[int, typer.Option(min=1, help="Images in a batch.")] = 32,
-    precision: Annotated[str, typer.Option(help="Precision: fp32, bf16 or fp16.")] = "bf16",
+    precision: PrecisionOption = None,
     sleep: Annotated[
         float | None,
         typer.Option(
@@ -264,10 +270,10 @@ def bench_pipeline(
     from imagenet_fast.bench.figures import draw_pipeline
     from imagenet_fast.bench.pipeline import bench_pipeline as measure
     from imagenet_fast.bench.tables import pipeline_table
-    from imagenet_fast.bench.train_step import step_recipe
+    from imagenet_fast.bench.train_step import own_precision, step_recipe
     from imagenet_fast.cost_model.units import whole_numbers
 
-    recipe = step_recipe(model, image_size, batch, precision, compiled=False)
+    recipe = step_recipe(model, image_size, batch, precision or own_precision(), compiled=False)
     counts = whole_numbers("--micro-batches", micro_batches, "1,2,4,8,16")
     chosen = [name.strip() for name in schedules.split(",")]
     times = partial(measure, recipe, stages, counts, chosen, sleep, device, rounds)
@@ -281,16 +287,16 @@ def bench_profile(
     model: Annotated[str, typer.Option(help="Model: alexnet, alexnet_bn, resnet18 or resnet50.")] = "alexnet",
     image_size: Annotated[int, typer.Option(min=16, help="Side of the images in pixels.")] = 224,
     batch: Annotated[int, typer.Option(min=1, help="Images in a batch.")] = 64,
-    precision: Annotated[str, typer.Option(help="Precision: fp32, bf16 or fp16.")] = "bf16",
+    precision: PrecisionOption = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to record.")] = 10,
 ) -> None:
     """Record the compute time of each layer on this hardware, for `bench sync`."""
     from imagenet_fast.bench.layer_profiler import record_profile
-    from imagenet_fast.bench.train_step import step_recipe
+    from imagenet_fast.bench.train_step import own_precision, step_recipe
     from imagenet_fast.cost_model.layer_profile import save_profile
     from imagenet_fast.distributed.init import prepare_device
 
-    recipe = step_recipe(model, image_size, batch, precision, compiled=False)
+    recipe = step_recipe(model, image_size, batch, precision or own_precision(), compiled=False)
     profile = record_profile(recipe, prepare_device(0)[0], steps)
     save_profile(profile, file)
     print(f"{len(profile.layers)} layers, {profile.compute_s:.3f} s a step: {file}")

@@ -21,6 +21,12 @@ LONGEST_PIECE = 2**25
 With a piece that is much of a model, little is left to overlap: AlexNet's 122 MB in bf16 are four of these. A tree's
 latency hardly grows beyond the 512 ranks that have pieces of this size.
 """
+ALIGNED_RANKS = 128
+"""Most ranks whose parts of a message begin on multiples of 16 bytes on GPUs.
+
+Every parameter is padded for it, to a multiple of 8 x ranks values in bf16: 0.6 % of ResNet-50 at 128 ranks, and 2.4 %
+at 512.
+"""
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,16 @@ def line_of(layout: RankLayout, wire: WireFormat) -> int:
     Then the message can be cut evenly on every level, and between blocks of codes.
     """
     return math.lcm(layout.size, BLOCK * math.lcm(layout.row, layout.square_row)) if wire.coded else layout.size
+
+
+def aligned_line(layout: RankLayout, wire: WireFormat) -> int:
+    """Return the number of elements that a gradient's place in the buffer is a multiple of.
+
+    It is ``line_of``, and more on up to ``ALIGNED_RANKS`` GPUs, because NCCL copies what does not begin on a multiple
+    of 16 bytes value by value.
+    """
+    aligned = layout.on_gpu and layout.size <= ALIGNED_RANKS
+    return math.lcm(line_of(layout, wire), layout.size * max(1, 16 // wire.itemsize) if aligned else 1)
 
 
 def cost_of(collective: Collective, layout: RankLayout, servers: int = 1) -> float:

@@ -23,7 +23,13 @@ from imagenet_fast.recipe.job import Evaluation
 from imagenet_fast.training.data_consistency import compare_data
 from imagenet_fast.training.evaluation import evaluate
 from imagenet_fast.training.init_weights import build_initial_model, load_initial_weights
-from imagenet_fast.training.precision import autocast, forward_dtype, set_float32_math
+from imagenet_fast.training.precision import (
+    autocast,
+    effective_precision,
+    forward_dtype,
+    set_float32_math,
+    warn_of_precision,
+)
 
 
 @dataclass(frozen=True)
@@ -79,13 +85,16 @@ def evaluate_as_rank(evaluation: Evaluation, place: RankInfo, patience_s: float,
 def judge(evaluation: Evaluation, world: DistContext) -> EvalResult:
     """Classify the whole validation set as training with the recipe does: with its model, precision and batches."""
     recipe = evaluation.recipe
+    precision = effective_precision(recipe.precision, world.bf16)
+    if world.is_main:
+        warn_of_precision(recipe.precision, world.bf16)
     images = open_validation(
         recipe.data, evaluation.data, evaluation.batching, world.rank, world.cores, world.device, recipe.seed,
-        forward_dtype(recipe.precision),
+        forward_dtype(precision),
     )  # fmt: skip
     compare_data(contents(images.class_names, {"images": 0, "digest": ""}, images.val_contents), world)
     weights = load_initial_weights(evaluation.weights, recipe.model, images.classes, world)
-    set_float32_math(recipe.precision)
+    set_float32_math(precision)
     model = build_initial_model(recipe, images.classes, world, weights)
     if recipe.compile and not recipe.ema_decay:  # the moving average is not compiled in training either
         compile_blocks(model)
@@ -93,13 +102,13 @@ def judge(evaluation: Evaluation, world: DistContext) -> EvalResult:
         _doubt_classes(weights.source, weights.class_names, images.class_names)
     begun = time.perf_counter()
     accuracy = evaluate(
-        model, images, autocast(recipe.precision, world.device), world, mirror=recipe.eval_mirror,
+        model, images, autocast(precision, world.device), world, mirror=recipe.eval_mirror,
         shift=recipe.eval_shift,
     )  # fmt: skip
     seconds = time.perf_counter() - begun
     return EvalResult(
         weights.source if weights is not None else str(evaluation.weights), evaluation.name, recipe.model.label,
-        recipe.precision.kind, world.size, accuracy.top1, accuracy.top5, accuracy.images, seconds,
+        precision.kind, world.size, accuracy.top1, accuracy.top5, accuracy.images, seconds,
         accuracy.images / seconds, **accuracy.averaged,
     )  # fmt: skip
 

@@ -83,6 +83,7 @@ def environment(job: Job, world: DistContext) -> dict[str, object]:
         "cores": usable_cores(),
         "ranks": world.size,
         "backend": backend_name(world.device),
+        "bf16": world.bf16,
         "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu",
         "variables": {key: value for key, value in os.environ.items() if key.startswith(steering)},
     }

@@ -11,8 +11,8 @@ from imagenet_fast.cost_model.collectives import (
     BLOCK,
     RankLayout,
     WireFormat,
+    aligned_line,
     exchanges,
-    line_of,
     nic_share,
     wire_format,
 )
@@ -174,7 +174,7 @@ def predict_step(settings: Sync, step: Step, network: StatedNetwork, sigma: floa
     if layout.size == 1:
         return Result(timing.compute_s, math.inf, 0.0, 0)
     wire = wire_format(settings.wire)
-    line = math.lcm(16, line_of(layout, wire))
+    line = math.lcm(16, aligned_line(layout, wire))
     engine = declaration_of(settings)  # type: ignore[arg-type]  # those that choose are refused
     if engine.servers > 1:
         network = replace(network, servers=engine.servers)

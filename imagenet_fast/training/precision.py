@@ -7,9 +7,29 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
+from imagenet_fast.errors import warn
 from imagenet_fast.recipe import schema
 from imagenet_fast.recipe.engine_table import Wire
 from imagenet_fast.sync.engines import wire_dtype
+
+
+def effective_precision(precision: schema.Precision, bf16: bool) -> schema.Precision:
+    """Return the precision in which layers compute: fp32 instead of bf16 on CPUs without instructions for bf16.
+
+    They would take ten times as long, and fp32 holds every value of bf16. Gradients are sent in the recipe's wire dtype
+    all the same. fp16 stays, with its overflows and loss scale.
+
+    Args:
+        precision: The recipe's precision.
+        bf16: Whether all ranks have such instructions, as in ``DistContext``.
+    """
+    return schema.Full(kind="fp32") if isinstance(precision, schema.BFloat16) and not bf16 else precision
+
+
+def warn_of_precision(precision: schema.Precision, bf16: bool) -> None:
+    """Warn if layers compute in another precision than the recipe's."""
+    if effective_precision(precision, bf16) != precision:
+        warn("layers compute in fp32 here, not in bf16: a CPU of this run has no instructions for bf16")
 
 
 def autocast(precision: schema.Precision, device: torch.device) -> torch.autocast:

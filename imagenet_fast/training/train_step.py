@@ -29,7 +29,7 @@ from imagenet_fast.training.loss import build_loss
 from imagenet_fast.training.meter import Meter
 from imagenet_fast.training.nonfinite import NonFiniteCounter, trace_nonfinite
 from imagenet_fast.training.optimizers import build_optimizer, set_rate, total_norm
-from imagenet_fast.training.precision import LossScaler, autocast, forward_dtype, set_float32_math
+from imagenet_fast.training.precision import LossScaler, autocast, effective_precision, forward_dtype, set_float32_math
 from imagenet_fast.training.state import TrainState
 
 
@@ -175,12 +175,13 @@ def build_step(
         clock: Clock of the run; None: the steps belong to no run.
         outcome: Result of the run; None: the steps belong to no run.
     """
-    set_float32_math(recipe.precision)
-    parallel, cast, division = recipe.parallel, autocast(recipe.precision, world.device), None
+    precision = effective_precision(recipe.precision, world.bf16)
+    set_float32_math(precision)
+    parallel, cast, division = recipe.parallel, autocast(precision, world.device), None
     if parallel.ranks > 1:
         size = recipe.data.image_size
         images = torch.empty(
-            batching.micro_batch, 3, size, size, dtype=forward_dtype(recipe.precision), device="meta",
+            batching.micro_batch, 3, size, size, dtype=forward_dtype(precision), device="meta",
             memory_format=torch.channels_last,
         )  # fmt: skip
         division = parallelize(parallel, model, images, cast, shipped_profile(recipe.model.kind))
@@ -192,7 +193,7 @@ def build_step(
         forward, sync = attach(model, recipe.sync, steps_per_epoch)
     else:
         forward, sync = model, division.synchronised(recipe.sync, steps_per_epoch)
-    scale = LossScaler(recipe.precision, recipe.sync.wire, world.device)
+    scale = LossScaler(precision, recipe.sync.wire, world.device)
     if scale.dynamic:
         sync.set_loss_scale(scale.scale)
     if scale.largest is not None:

@@ -43,7 +43,7 @@ from imagenet_fast.training.lr_schedule import learning_rate
 from imagenet_fast.training.nonfinite import NonFiniteLoss
 from imagenet_fast.training.nonfinite_report import explain
 from imagenet_fast.training.optimizers import SGD
-from imagenet_fast.training.precision import forward_dtype
+from imagenet_fast.training.precision import effective_precision, forward_dtype
 from imagenet_fast.training.resume import ResumePoint, find_resumption
 from imagenet_fast.training.run_lock import claimed, move_record_aside
 from imagenet_fast.training.state import TrainState
@@ -191,7 +191,7 @@ class Trainer:
         job, recipe, world = self.job, self.job.recipe, self.world
         return build_loaders(
             recipe.data, job.data, job.batching, world.rank, world.cores, world.device, recipe.seed, first_step,
-            forward_dtype(recipe.precision),
+            forward_dtype(effective_precision(recipe.precision, world.bf16)),
         )  # fmt: skip
 
     @property

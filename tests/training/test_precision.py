@@ -9,15 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from imagenet_fast.distributed.init import DistContext
+from imagenet_fast.distributed import init
+from imagenet_fast.distributed.init import DistContext, all_compute_bf16
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.load import parse_recipe
-from imagenet_fast.recipe.schema import BFloat16, Float16
+from imagenet_fast.recipe.schema import BFloat16, Float16, Full, TensorFloat
 from imagenet_fast.recipe.sync_config import LazySync
 from imagenet_fast.sync import attach
 from imagenet_fast.training.init_weights import build_initial_model
 from imagenet_fast.training.optimizers import SGD
-from imagenet_fast.training.precision import LossScaler
+from imagenet_fast.training.precision import LossScaler, effective_precision, warn_of_precision
 from imagenet_fast.training.train_step import build_step
 from tests.conftest import tables
 from tests.spawning import run
@@ -104,6 +105,54 @@ def _float32_math(kinds: list[str]) -> list[tuple[str, bool]]:
         build_step(recipe, split_batch(recipe, 1), build_initial_model(recipe, 10, world), world, 4)
         seen.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
     return seen
+
+
+def test_without_bf16_instructions_only_bf16_becomes_fp32(capsys: pytest.CaptureFixture[str]):
+    full, fast, half, bf16 = Full(kind="fp32"), TensorFloat(kind="tf32"), Float16(kind="fp16"), BFloat16(kind="bf16")
+    for precision in (full, fast, half, bf16):
+        assert effective_precision(precision, bf16=True) == precision
+        warn_of_precision(precision, bf16=True)
+    assert [effective_precision(precision, bf16=False) for precision in (full, fast, half, bf16)] == [
+        full, fast, half, full
+    ]  # fmt: skip
+    warn_of_precision(half, bf16=False)
+    assert capsys.readouterr().err == ""
+    warn_of_precision(bf16, bf16=False)
+    assert capsys.readouterr().err.startswith("warning: layers compute in fp32 here, not in bf16")
+
+
+def test_ranks_agree_on_bf16():
+    assert run(3, _agreed, [True, True, True]) == [True] * 3
+    assert run(3, _agreed, [True, False, True]) == [False] * 3
+
+
+def _agreed(supported: list[bool]) -> bool:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(init, "computes_bf16", lambda device: supported[dist.get_rank()])
+        return all_compute_bf16(CPU)
+
+
+@pytest.mark.parametrize("kind", ["lazy", "hybrid"])
+def test_without_bf16_instructions_layers_compute_in_fp32_and_gradients_are_sent_in_bf16(kind: str):
+    for (usual, sent), (without, sent_too) in zip(
+        run(2, _dtypes, kind, True), run(2, _dtypes, kind, False), strict=True
+    ):
+        assert (usual, without) == (torch.bfloat16, torch.float32)
+        assert sent == sent_too > 0
+
+
+def _dtypes(kind: str, bf16: bool) -> tuple[torch.dtype, float]:
+    """Return the dtype of the logits in a step, and the bytes that it sent."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    world = DistContext(rank, ranks, rank, ranks, CPU, bf16=bf16)
+    sync, precision = {"kind": kind, "wire": "bf16"}, {"kind": "bf16"}
+    recipe = parse_recipe("test", tables(sync=sync, precision=precision, global_batch=4, micro_batch=2))
+    step = build_step(recipe, split_batch(recipe, ranks), build_initial_model(recipe, 10, world), world, 4)
+    seen: list[torch.dtype] = []
+    layers = [module for module in step.state.model.modules() if isinstance(module, nn.Linear)]
+    layers[-1].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    step(iter([(torch.randn(2, 3, 32, 32), torch.arange(2))]), lr=0.1)
+    return seen[0], step.state.sent_bytes
 
 
 @pytest.mark.parametrize(("kind", "accumulation"), [("lazy", 1), ("hybrid", 2), ("ddp", 2)])
