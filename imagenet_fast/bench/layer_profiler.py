@@ -68,7 +68,7 @@ def record_profile(recipe: Recipe, device: torch.device, steps: int) -> Profile:
     processor = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
     where = f"{processor} ({platform.machine()}), torch {torch.__version__}"
     source = f"recorded by `imagenet-fast bench profile`: {what}, {where}"
-    return Profile(recipe.model.kind, source, _layers(model, order, timer.recorded()))
+    return Profile(recipe.model.kind, source, _layers(model, order, timer.recorded()), recipe.data.image_size)
 
 
 def _layers(model: nn.Module, slots: list[ParamSlot], steps: list[Timing]) -> tuple[Layer, ...]:

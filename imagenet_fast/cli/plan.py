@@ -65,12 +65,13 @@ def plan(
     from imagenet_fast.plan.devices import find_device
     from imagenet_fast.plan.prediction import ENGINES, Situation, planned_engines
     from imagenet_fast.plan.sweep import parse_sweep
-    from imagenet_fast.recipe.load import find_recipe, load_recipe
+    from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_engines
 
     if validate:
         no_validate = ("cluster", "gpus", "sweep", "scaling", "png")
         refuse_beside(context, no_validate, "does not go with --validate, which has four hosts; leave one of them out")
-        _validate(load_recipe(find_recipe(recipe), overrides=overrides).model.kind, sync, json_file)
+        model = load_recipe(find_recipe(recipe)).model.kind
+        _validate(model, parse_engines(sync or "ddp,lazy,hybrid,dear,sparse", "bf16", overrides), json_file)
         return
     named = {name.partition(":")[0].strip() for name in (ENGINES if sync is None else sync).split(",")}
     own = [override for override in overrides if override.partition(".")[0] in named]
@@ -187,7 +188,7 @@ def _show_rows(json_file: Path | None) -> None:
         json_file.write_text(to_json([asdict(row) for row in found], indent=2) + "\n", encoding="utf-8")
 
 
-def _validate(model: str, sync: str | None, json_file: Path | None) -> None:
+def _validate(model: str, engines: Any, json_file: Path | None) -> None:
     """Measure the engines between four shaped hosts, beside predictions from the nominal and the measured link."""
     from rich.console import Console
 
@@ -198,14 +199,12 @@ def _validate(model: str, sync: str | None, json_file: Path | None) -> None:
     from imagenet_fast.plan.devices import PROFILES
     from imagenet_fast.plan.published import Shaped
     from imagenet_fast.plan.rows import shaped_step_s
-    from imagenet_fast.recipe.load import parse_engines
 
     name = PROFILES.get(model)
     if name is None:
         raise UserError(
             f"{model} has no layer profile; record one by `imagenet-fast bench profile FILE --model {model}`"
         )
-    engines = parse_engines(sync or "ddp,lazy,hybrid,dear,sparse", "bf16")
     scale, mbit, hosts = 4, 250, 4
     times = bench_sync(load_profile(name).lasting(1.4), engines, hosts, 1, f"{mbit}mbit", scale, rounds=2, steps=2)
     found: list[dict[str, Any]] = []

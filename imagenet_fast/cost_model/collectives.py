@@ -179,17 +179,23 @@ def nic_share(collective: Collective, layout: RankLayout, servers: int = 1) -> f
 def _torus_share(each: int, ranks: int, width: int) -> float:
     """Return ``nic_share`` of a torus: rows of ``width`` neighbours scatter and gather, columns average a part."""
     height = ranks // width
-    across = 0.0
-    for rank in range(each):
-        row = range(rank - rank % width, rank - rank % width + width)
-        across += sum(1 for other in row if other >= each) / width  # the scatter to ranks of the row on other nodes
-        next_in_row = row[0] + (rank + 1 - row[0]) % width
-        across += (width - 1) / width if width > 1 and next_in_row >= each else 0.0  # the gather's ring
-        column = range(rank % width, ranks, width)
-        across += sum(1 for other in column if other >= each) / height / width
-        below = (rank + width) % ranks
-        across += (height - 1) / height / width if height > 1 and below >= each else 0.0
-    return across
+
+    def across(node: int) -> float:
+        """Return what a node sends to others."""
+        here, sent = range(node * each, (node + 1) * each), 0.0
+        for rank in here:
+            row = range(rank - rank % width, rank - rank % width + width)
+            sent += sum(1 for other in row if other not in here) / width  # the scatter to ranks of the row
+            next_in_row = row[0] + (rank + 1 - row[0]) % width
+            sent += (width - 1) / width if width > 1 and next_in_row not in here else 0.0  # the gather's ring
+            column = range(rank % width, ranks, width)
+            sent += sum(1 for other in column if other not in here) / height / width
+            below = (rank + width) % ranks
+            sent += (height - 1) / height / width if height > 1 and below not in here else 0.0
+        return sent
+
+    repeated = math.lcm(each, width) // each  # nodes after which rows begin at the same place of a node again
+    return max(across(node) for node in range(min(repeated, ranks // each)))
 
 
 def _server_share(each: int, ranks: int, servers: int) -> float:

@@ -149,13 +149,14 @@ def _sparse(settings: SparseSync) -> Declaration[Slot]:
 def _ddp(settings: DdpSync) -> Declaration[Slot]:
     """Declare the engine that the cost model uses for DDP.
 
-    DDP counts the bytes of a bucket before a hook's cast. Its first bucket is smaller.
+    DDP counts the bytes of a bucket before a hook's cast. By default its first bucket has 1 MiB.
     """
     cap = settings.bucket_cap_mb or 25
+    first = 1.0 if settings.bucket_cap_mb else 1 / cap
     fuse = cap * 2**20 * wire_format(settings.wire).itemsize / 4
     compressor = _Factors(settings) if settings.powersgd_rank else None
     return Declaration(
-        settings.wire, "backward", fuse, first_bucket_scale=1 / cap, collective="native", compressor=compressor
+        settings.wire, "backward", fuse, first_bucket_scale=first, collective="native", compressor=compressor
     )
 
 

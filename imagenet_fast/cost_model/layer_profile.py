@@ -9,10 +9,12 @@ from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from imagenet_fast.errors import UserError
 
 SHIPPED = Path(__file__).parent / "profiles"
+_LONGEST = 2**48  # elements, far above any tensor
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Profile:
     source: str
     """Origin of the times."""
     layers: tuple[Layer, ...]
+    pixels: int = 224
+    """Side of the images."""
 
     @property
     def forward_s(self) -> float:
@@ -126,17 +130,32 @@ def load_profile(name: str) -> Profile:
         raw = json.loads(path.read_text(encoding="utf-8"))
         layers = tuple(
             Layer(
-                layer["name"], layer["kind"], tuple(tuple(shape) for shape in layer["shapes"]),
-                float(layer["forward_ms"]), float(layer["backward_ms"]),
+                str(layer["name"]), str(layer["kind"]), tuple(map(_shape, layer["shapes"])),
+                _milliseconds(layer["forward_ms"]), _milliseconds(layer["backward_ms"]),
             )
             for layer in raw["layers"]
         )  # fmt: skip
-        profile = Profile(raw["model"], raw["source"], layers)
+        profile = Profile(str(raw["model"]), str(raw["source"]), layers, *_shape([raw.get("pixels", 224)]))
         if not profile.elements or not 0 < profile.compute_s < math.inf:
             raise ValueError("it has no parameters, or no layer that takes time")
         return profile
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OSError) as error:
         raise UserError(f"{path} is not a layer profile ({error}); `imagenet-fast bench profile` writes one") from None
+
+
+def _shape(lengths: Sequence[Any]) -> tuple[int, ...]:
+    for length in lengths:
+        if not isinstance(length, int) or not 0 <= length <= _LONGEST:
+            raise ValueError(f"{length!r} is no length of a tensor")
+    if math.prod(lengths) > _LONGEST:
+        raise ValueError(f"a tensor of {list(lengths)} is too large")
+    return tuple(lengths)
+
+
+def _milliseconds(value: float | str) -> float:
+    if not 0 <= float(value) <= 1e9:
+        raise ValueError(f"{value!r} is no time of a layer")
+    return float(value)
 
 
 def random_profile(seed: int) -> Profile:
@@ -167,7 +186,8 @@ def random_profile(seed: int) -> Profile:
 
 def save_profile(profile: Profile, path: Path) -> None:
     """Write ``profile`` as JSON, one layer per line."""
-    head = json.dumps({"model": profile.model, "source": profile.source}, indent=2).removesuffix("\n}")
+    about = {"model": profile.model, "source": profile.source, "pixels": profile.pixels}
+    head = json.dumps(about, indent=2).removesuffix("\n}")
     layers = ",\n".join(f"    {json.dumps(asdict(layer))}" for layer in profile.layers)
     path.write_text(f'{head},\n  "layers": [\n{layers}\n  ]\n}}\n', encoding="utf-8")
 

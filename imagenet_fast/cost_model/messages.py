@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Generic, Protocol, TypeVar
 
-from imagenet_fast.cost_model.collectives import RankLayout, WireFormat, cost_of, piece_elements, usual_collective
+from imagenet_fast.cost_model.collectives import (
+    BLOCK,
+    RankLayout,
+    WireFormat,
+    cost_of,
+    piece_elements,
+    usual_collective,
+)
 from imagenet_fast.cost_model.priority_schedule import Task
 from imagenet_fast.cost_model.step_simulator import LinkModel
 from imagenet_fast.recipe.engine_table import Awaits, Collective
@@ -177,6 +185,8 @@ def divide(
             needed = -whose[-1].index  # the next forward reads the pool's last layers first
             urgent = engine.prioritized and whose[-1] is spans[-1]
             lane = HIGH_PRIORITY if urgent else lane_of(piece, layout.on_gpu)
+            if wire.coded and engine.compressor is None:
+                travelling = _coded_values(whose, part, layout)
             size = cost * travelling * wire.itemsize
             if not engine.split_reduce_scatter:
                 messages.append(BucketChunk(whose, part, collective, None, lane, Task(closes, size, (0, needed))))
@@ -201,10 +211,7 @@ def laid_out(slots: Iterable[PlannedSlot], line: int) -> list[PlannedSlot]:
     placed: list[PlannedSlot] = []
     offset = 0
     for index, slot in enumerate(slots):
-        count = 1
-        for length in slot.shape:
-            count *= length
-        stop = offset + (count // line + 1) * line
+        stop = offset + (math.prod(slot.shape) // line + 1) * line
         placed.append(replace(slot, index=index, start=offset, stop=stop))
         offset = stop
     return placed
@@ -217,6 +224,20 @@ def _parts(run: Sequence[S], engine: Declaration[S], elements: int) -> list[tupl
         return [(slice(start, stop), sum(map(engine.compressor.travelling, run)))]
     cuts = [start, stop] if engine.whole_buckets else [*range(start, stop, elements), stop]
     return [(slice(*ends), ends[1] - ends[0]) for ends in pairwise(cuts)]
+
+
+def _coded_values(run: Sequence[Slot], piece: slice, layout: RankLayout) -> int:
+    """Return the number of values in the blocks of codes that are sent of a piece.
+
+    Blocks without values are left out. The ranks of a node have a part each, whose blocks are divided evenly among the
+    nodes, so some blocks are sent twice.
+    """
+    length, total = (piece.stop - piece.start) // layout.row, 0
+    for begin in range(piece.start, piece.stop, length):
+        ends = ((max(s.start, begin), min(s.start + math.prod(s.shape) + 1, begin + length)) for s in run)
+        blocks = sum(-(-max(0, stop - start) // BLOCK) for start, stop in ends)
+        total += -(-blocks // layout.column) * layout.column
+    return total * BLOCK
 
 
 def _runs(spans: Iterable[S], engine: Declaration[S], fuse: float) -> Iterator[list[S]]:

@@ -41,6 +41,8 @@ class StatedNetwork:
     """Whether NVLink's switches can add up (NVLS)."""
     servers: int = 1
     """Servers of a ``parameter_server``."""
+    inside_scale: float = 1.0
+    """Bytes that go inside a node per byte between nodes, for collectives of two levels: 2 for codes, sent as bf16."""
 
     def seconds(self, collective: Collective, message: float) -> float:
         """Return the seconds of an all-reduce of ``message`` bytes, with nothing else on the wire."""
@@ -54,7 +56,11 @@ class StatedNetwork:
         if collective == "hierarchical" and self.layout.on_gpu:
             return self.hierarchy()
         between = nic_share(collective, self.layout, self.servers) / self.nic_bytes_per_s
-        inside = 2 * (each - 1) / each / self.inside_bytes_per_s
+        inside = (
+            self._inside() if collective in ("ring", "butterfly") else 2 * (each - 1) / each / self.inside_bytes_per_s
+        )
+        if len(self.layout.nodes) == 1:
+            inside *= self.relative_bytes(collective)
         if not self.layout.on_gpu:
             return LinkModel(self.between_s, max(between, inside) / self.relative_bytes(collective))
         if collective in ("native", "ring"):
@@ -70,8 +76,13 @@ class StatedNetwork:
         nodes, each = len(self.layout.nodes), self.layout.nodes[0]
         hops_s = (each - 1) * self.inside_s + math.ceil(math.log2(nodes)) * self.between_s
         between = 2 * (nodes - 1) / nodes / self.nic_bytes_per_s
-        inside = 2 * (each - 1) / each / self.inside_bytes_per_s
-        return LinkModel(self.call_s + 2 * hops_s, max(between, inside), self.call_s)
+        return LinkModel(self.call_s + 2 * hops_s, max(between, self._inside()), self.call_s)
+
+    def _inside(self) -> float:
+        """Return the seconds inside a node per byte of a collective of two levels, or of one level on one node."""
+        each = self.layout.nodes[0]
+        scale = self.inside_scale if self.layout.row > 1 else 1.0
+        return scale * 2 * (each - 1) / each / self.inside_bytes_per_s
 
     def _algorithms(self, between: float, inside: float) -> dict[str, LinkModel]:
         nodes, each, call_s = len(self.layout.nodes), self.layout.nodes[0], self.call_s

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     BeforeValidator,
     Field,
-    NonNegativeFloat,
     ValidationError,
     model_validator,
 )
@@ -27,10 +26,11 @@ def _unknown(value: object) -> object:
     return None if value == "unknown" else value
 
 
-Known = Annotated[Annotated[float, Field(gt=0, le=1e6)] | None, BeforeValidator(_unknown)]
+Known = Annotated[Annotated[float, Field(ge=1e-6, le=1e6)] | None, BeforeValidator(_unknown)]
 """A number above 0, or "unknown" (None)."""
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
-Share = Annotated[float, Field(gt=0, le=1)]
+Share = Annotated[float, Field(ge=1e-6, le=1)]
+Sigma = Annotated[float, Field(ge=0, le=10)]
 
 
 class Nic(Table):
@@ -65,7 +65,7 @@ class Inside(Table):
 class Stragglers(Table):
     """Spread of the ranks' step times."""
 
-    sigma: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] = (0.005, 0.01, 0.02)
+    sigma: tuple[Sigma, Sigma, Sigma] = (0.005, 0.01, 0.02)
     """Standard deviation of a rank's step over its mean: low, used, high."""
 
     @model_validator(mode="after")
@@ -193,9 +193,13 @@ def load_cluster(name: str) -> Cluster:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as TOML ({error}); correct it there") from None
     try:
-        return Cluster.model_validate_json(json.dumps(tables, default=str))
+        cluster = Cluster.model_validate_json(json.dumps(tables, default=str))
     except ValidationError as error:
         raise UserError(f"{path.name}: {_explain(error.errors()[0])}") from None
+    beside = path.parent / cluster.device
+    return (
+        cluster.model_copy(update={"device": str(beside)}) if beside.suffix == ".json" and beside.exists() else cluster
+    )
 
 
 def _explain(error: ErrorDetails) -> str:

@@ -20,7 +20,7 @@ PROFILES: dict[str, str] = {
 None of ``resnet18`` is shipped: it comes with a profile that `bench profile` recorded on the device.
 """
 PIXELS = 224
-"""Side of the images for which devices are described; time goes with the area beyond a few pixels more or less."""
+"""Side of the images for which devices are described. If others differ by more than 8, time is scaled by their area."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,10 @@ def find_device(name: str, batch: int | None) -> Device:
                 f"device {name!r} is not known; there are {', '.join(DEVICES)}, or give a layer profile's .json"
             )
         return DEVICES[name]
-    profile = load_profile(name)
+    try:
+        profile = load_profile(name)
+    except UserError as error:
+        raise UserError(f"device: {error}") from None
     if batch is None:
         raise UserError(f"device {name} is a layer profile; write the images of its step as device_batch")
     layers = PROFILES.get(profile.model)
@@ -141,5 +144,6 @@ def find_device(name: str, batch: int | None) -> Device:
         raise UserError(
             f"device {name} is a profile of {profile.model}, which no prediction knows; record another model"
         )
-    times = Compute(0.0, 1e3 * profile.compute_s / batch, "measured", profile.source)
+    each_ms = 1e3 * profile.compute_s / batch * (PIXELS / profile.pixels) ** 2
+    times = Compute(0.0, each_ms, "measured", profile.source)
     return Device(Path(name).stem, None, {layers: (times,)}, profile=profile)

@@ -65,7 +65,7 @@ def _needed_gb(situation: Situation, micro_batch: int) -> float:
     recipe = situation.recipe
     elements = situation.device.layers(recipe.model.kind).elements * situation.device.scale
     state = elements * (4 + 4 + 4 + 2)
-    area = (recipe.data.image_size / 224) ** 2
+    area = (max(recipe.data.training_sizes) / 224) ** 2
     return (state + _wide(recipe) * area * micro_batch * ACTIVATION_MB[recipe.model.kind] * 1e6) / 1e9 + CONTEXT_GB
 
 

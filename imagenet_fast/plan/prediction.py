@@ -14,6 +14,7 @@ from imagenet_fast.cost_model.collectives import (
     aligned_line,
     exchanges,
     nic_share,
+    piece_bytes,
     wire_format,
 )
 from imagenet_fast.cost_model.declarations import declaration_of
@@ -176,8 +177,9 @@ def predict_step(settings: Sync, step: Step, network: StatedNetwork, sigma: floa
     wire = wire_format(settings.wire)
     line = math.lcm(16, aligned_line(layout, wire))
     engine = declaration_of(settings)  # type: ignore[arg-type]  # those that choose are refused
-    if engine.servers > 1:
-        network = replace(network, servers=engine.servers)
+    if isinstance(settings, SparseSync) and engine.bucket_bytes is None:
+        engine = replace(engine, bucket_bytes=piece_bytes(layout) / 4)  # its own, by which it packs chunks
+    network = replace(network, servers=engine.servers, inside_scale=2.0 if wire.coded else 1.0)
     codec = GPU_CODEC if wire.coded and layout.on_gpu else CodecCost()
     spans: Sequence[Slot] = step.slots(line)
     model = StepModel(engine, spans, line, layout, wire, network, lambda: codec, settings.share)
@@ -230,7 +232,9 @@ class Situation:
 
     def step(self, batching: Batching, compute: Compute) -> Step:
         """Return the step of one GPU."""
-        micro_s = compute.seconds(batching.micro_batch, self.recipe.data.image_size)
+        data = self.recipe.data
+        pixels = data.sizes[-1][1] if data.sizes else data.image_size
+        micro_s = compute.seconds(batching.micro_batch, pixels)
         layers = self.device.layers(self.recipe.model.kind)
         return Step(layers, batching.micro_batch, batching.accumulation, micro_s)
 

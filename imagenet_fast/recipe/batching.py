@@ -60,7 +60,7 @@ def split_batch(recipe: Recipe, ranks: int) -> Batching:
     above = next(b for b in count((batch // unit + 1) * unit, unit) if _split(recipe, b, ranks))
     raise UserError(
         f"global_batch {batch} does not divide over {ranks} ranks in micro-batches of at most {largest // under_way}; "
-        f"the nearest that do {_near(below, above)}: --set global_batch={above}, or choose another --nproc"
+        f"the nearest that do {_near(below, above)}: --set global_batch={above}, or choose another number of ranks"
     )
 
 

@@ -34,6 +34,9 @@ def test_wrong_names_and_files_are_refused(tmp_path: Path):
     (tmp_path / "bad.json").write_text('{"model": "x"}')
     with pytest.raises(UserError, match="is not a layer profile"):
         load_profile(str(tmp_path / "bad.json"))
+    (tmp_path / "folder.json").mkdir()
+    with pytest.raises(UserError, match=r"folder\.json is not a layer profile \(.*Is a directory"):
+        load_profile(str(tmp_path / "folder.json"))
     for wrong in ("random:", "random:-1", "random:x", "random:1.5", "random:²"):
         with pytest.raises(UserError, match="give its seed, as random:7"):
             load_profile(wrong)
@@ -74,6 +77,26 @@ def test_a_seed_is_always_the_same_network_and_seeds_differ_in_every_way():
     assert min(giants) < 0.1
     assert max(giants) > 0.9
     assert len({len(profile.layers) for profile in drawn}) > 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"shapes": [[64, 3, 11.5]]}, "11.5 is no length of a tensor"),
+        ({"shapes": [[10**30]]}, "is no length of a tensor"),
+        ({"shapes": [[2**40, 2**40]]}, "is too large"),
+        ({"shapes": [[-3, 2]]}, "-3 is no length of a tensor"),
+        ({"forward_ms": -1.0}, "-1.0 is no time of a layer"),
+        ({"backward_ms": float("nan")}, "nan is no time of a layer"),
+        ({"forward_ms": "soon"}, "could not convert"),
+    ],
+)
+def test_a_profile_with_wrong_numbers_is_refused(changes: dict[str, object], sentence: str, tmp_path: Path):
+    layer = {"name": "a", "kind": "Linear", "shapes": [[3, 2]], "forward_ms": 1.0, "backward_ms": 2.0, **changes}
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({"model": "mine", "source": "me", "layers": [layer]}))
+    with pytest.raises(UserError, match=rf"mine.json is not a layer profile \(.*{sentence}"):
+        load_profile(str(file))
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,11 @@ def test_a_file_of_ones_own(tmp_path: Path):
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [
-        ("gbit = 25", "gbit = -25", "mine.toml: nic.gbit is -25: input should be greater than 0; correct it"),
+        (
+            "gbit = 25",
+            "gbit = -25",
+            "mine.toml: nic.gbit is -25: input should be greater than or equal to 0.000001; correct it",
+        ),
         (
             "gbit = 25",
             "gbit = 25\ncount = 0",
@@ -65,10 +69,12 @@ def test_a_file_of_ones_own(tmp_path: Path):
         ("nodes = 4", 'nodes = "unknown"', 'mine.toml: nodes is "unknown": input should be a valid integer'),
         ("nodes = 4", 'nodes = 4\n"a\\nb" = 1', "mine.toml: unknown key 'a\\nb'; the keys here are source"),
         ("gbit = 25", "gbit = nan", "mine.toml: nic.gbit is NaN: input should be a finite number; correct it"),
+        ("gbit = 25", "gbit = 1e-300", "mine.toml: nic.gbit is 1e-300: input should be greater than or equal to 0.000001"),
+        ("[inside]", "[stragglers]\nsigma = [0, 0, 1e308]\n[inside]", "mine.toml: stragglers.sigma.2 is 1e+308: input"),
         ("gbit = 25", "gbit = inf", "mine.toml: nic.gbit is Infinity: input should be a finite number; correct it"),
         ("gbit = 25", "gbit = 1e300", "mine.toml: nic.gbit is 1e+300: input should be less than or equal to 1000000"),
         ("gbit = 25", "gbit = 25\nefficiency = [0.8, nan, 0.9]", "mine.toml: nic.efficiency.1 is NaN: input should be"),
-        ("gbit = 25", "gbit = 25\nlatency_us = -1", "mine.toml: nic.latency_us is -1: input should be greater than 0"),
+        ("gbit = 25", "gbit = 25\nlatency_us = -1", "mine.toml: nic.latency_us is -1: input should be greater than"),
         ("[nic]\ngbit = 25", "nic = 25", "mine.toml: nic is 25: input should be an object; correct it"),
         ("[inside]", "[stragglers]\nsigma = [0, 0, inf]\n[inside]", "mine.toml: stragglers.sigma.2 is Infinity: input"),
         ("[inside]", "[input]\nimages_per_s = -3\n[inside]", "mine.toml: input.images_per_s is -3: input should be"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -13,13 +14,14 @@ from imagenet_fast.bench.comm_volume import bench_count
 from imagenet_fast.bench.replay import replay
 from imagenet_fast.cost_model.collectives import RankLayout, nic_share, piece_bytes, wire_format
 from imagenet_fast.cost_model.declarations import declaration_of
-from imagenet_fast.cost_model.layer_profile import load_profile
+from imagenet_fast.cost_model.layer_profile import load_profile, save_profile
 from imagenet_fast.cost_model.messages import divide
 from imagenet_fast.cost_model.stated_link import StatedNetwork
 from imagenet_fast.errors import UserError
+from imagenet_fast.plan.devices import find_device
 from imagenet_fast.plan.prediction import Step, planned_engines, predict_step, rivals
 from imagenet_fast.recipe.engine_table import Collective
-from imagenet_fast.recipe.sync_config import LazySync, Sync
+from imagenet_fast.recipe.sync_config import DdpSync, LazySync, Sync
 from imagenet_fast.sync import GradientPool, declare
 from imagenet_fast.sync.bucketing import step_model
 from imagenet_fast.sync.network_benchmark import NetworkProbe
@@ -69,6 +71,79 @@ def test_engines_bytes_are_those_that_bench_sync_counts():
     for row, planned in zip(counted, by_engine(64, engines=names).values(), strict=True):
         assert (row.engine, row.wire) == (planned.engine, planned.wire)
         assert planned.nic_bytes == pytest.approx(row.nic_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("ranks", [16, 120])
+def test_padding_of_codes_is_not_sent(ranks: int):
+    """The line of 120 ranks is 15 360 values, and ResNet-50 has many gradients of 64."""
+    settings, profile = LazySync(wire="int8"), load_profile("resnet50")
+    network = StatedNetwork(RankLayout((8,) * (ranks // 8)), 7e9)
+    (counted,) = bench_count(SMALL, [settings], str(ranks), 8, "56gbit")
+    assert predict_step(settings, Step(SMALL, 1, 1, 0.1), network, 0.0).nic_bytes == pytest.approx(
+        counted.nic_bytes, rel=0.15
+    )
+    plain, coded = (predict_step(LazySync(wire=w), Step(profile, 1, 1, 0.1), network, 0.0) for w in ("bf16", "int8"))
+    assert coded.nic_bytes == pytest.approx(plain.nic_bytes / 2, rel=0.02)
+
+
+def test_codes_go_as_16_bits_inside_a_node():
+    """So 8-bit wires gain nothing where the node's own links are the slower ones."""
+    network = StatedNetwork(RankLayout((8, 8)), 1e12, inside_bytes_per_s=1e9)
+    step = Step(load_profile("resnet50"), 1, 1, 0.001)
+    plain, coded = (predict_step(LazySync(wire=w), step, network, 0.0).step_s for w in ("bf16", "int8"))
+    assert coded >= 0.95 * plain
+
+
+def test_on_one_node_a_single_server_is_slower_than_a_ring():
+    network = StatedNetwork(RankLayout((8,)), 1.0, 8e9)
+    ring, server = (network.seconds(name, 1e8) for name in ("native", "parameter_server"))
+    assert ring == pytest.approx(2 * 7 / 8 * 1e8 / 8e9, rel=0.02)
+    assert server == pytest.approx(7 * 1e8 / 8e9, rel=0.02), "it sends all to seven others"
+
+
+@pytest.mark.parametrize(("nodes", "each"), [(15, 8), (5, 8), (21, 4), (3, 4), (2, 8), (4, 9)])
+def test_the_busiest_node_of_a_torus_counts(nodes: int, each: int):
+    layout = RankLayout((each,) * nodes)
+    assert nic_share("torus2d", layout) == pytest.approx(max(torus_bytes(layout.size, each, n) for n in range(nodes)))
+
+
+def torus_bytes(ranks: int, each: int, node: int) -> float:
+    """Return what a node's ranks send to other nodes, message by message, of a byte."""
+    width = RankLayout((1,) * ranks).square_row
+    sent = 0.0
+    for rank in range(ranks):
+        row = [rank - rank % width + n for n in range(width)]
+        column = list(range(rank % width, ranks, width))
+        messages = [(other, 1 / width) for other in row] + [(other, 1 / width / len(column)) for other in column]
+        for group, part in ((row, 1 / width), (column, 1 / width / len(column))):
+            if len(group) > 1:  # a ring that gathers
+                messages.append((group[(group.index(rank) + 1) % len(group)], (len(group) - 1) * part))
+        if rank // each == node:
+            sent += sum(part for other, part in messages if other // each != node)
+    return sent
+
+
+def test_a_recorded_profile_is_of_its_own_image_size(tmp_path: Path):
+    profile = replace(load_profile("resnet50"), pixels=160)
+    save_profile(profile, tmp_path / "mine.json")
+    (compute,) = find_device(str(tmp_path / "mine.json"), 64).compute("resnet50")
+    assert compute.seconds(64, 160) == pytest.approx(profile.compute_s)
+    assert compute.seconds(64, 320) == pytest.approx(4 * profile.compute_s)
+
+
+def test_growing_images_are_predicted_at_their_last_size():
+    def compute_s(**data: object) -> float:
+        of = situation("resnet50-8gpu", "dgx-a100")
+        of = replace(of, recipe=of.recipe.model_copy(update={"data": of.recipe.data.model_copy(update=data)}))
+        return by_engine(8, engines="lazy", of=of)["lazy bf16"].compute_s
+
+    assert compute_s(image_size=160, sizes=((1, 128), (6, 288))) == compute_s(image_size=288, sizes=())
+
+
+def test_ddp_has_a_small_first_bucket_only_by_default():
+    usual, asked = (declaration_of(DdpSync(bucket_cap_mb=cap)) for cap in (None, 25))
+    assert (usual.first_bucket_scale, asked.first_bucket_scale) == (1 / 25, 1.0)
+    assert usual.bucket_bytes == asked.bucket_bytes
 
 
 def test_more_bandwidth_never_hurts_and_bands_hold_the_value():
