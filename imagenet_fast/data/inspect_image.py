@@ -17,7 +17,7 @@ from imagenet_fast.data.image_source import ImageDecodeError
 KINDS = ("empty", "AppleDouble", "no image", "truncated", "damaged", "unreadable")
 """Kinds of files that loaders cannot read."""
 
-NOTES = ("CMYK", "turned by EXIF", "named otherwise")
+NOTES = ("CMYK", "above 8 bits", "turned by EXIF", "named otherwise")
 """Kinds of images that need care, but that loaders accept."""
 
 _NAMED = {
@@ -80,6 +80,8 @@ def _notes(name: str, content: bytes) -> Iterator[str]:
     with suppress(Exception), Image.open(BytesIO(content)) as image:
         if image.mode == "CMYK":
             yield "CMYK"
+        if image.mode in ("I", "F") or image.mode.startswith("I;16"):  # loaders clip their values at 255, as PIL does
+            yield "above 8 bits"
         if _orientation(image) not in (0, 1):
             yield "turned by EXIF"
         usual = _NAMED.get(image.format or "", ())

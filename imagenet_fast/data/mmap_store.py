@@ -79,9 +79,11 @@ class MmapImageStore:
             return None
         begin, height, width = _unpacked(entry)
         end = begin + 3 * height * width
-        if end > len(self._mapped):  # the file has grown; arrays in the old map stay valid
-            self._mapped = np.frombuffer(mmap.mmap(self._pixels.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
-        return self._mapped[begin:end].reshape(height, width, 3)
+        mapped = self._mapped  # which another thread may replace, even by a shorter one
+        if end > len(mapped):  # the file has grown; arrays in the old map stay valid
+            mapped = np.frombuffer(mmap.mmap(self._pixels.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
+            self._mapped = mapped
+        return mapped[begin:end].reshape(height, width, 3)
 
     def write(self, image: int, pixels: Pixels) -> None:
         """Append the pixels of ``image``, unless their size or position does not fit in an index entry.

@@ -123,6 +123,10 @@ class RunResult:
         else:
             self.time_to_accuracy_s = None
 
+    def reopen(self) -> None:
+        """Take back that the target was reached: by an evaluation of earlier weights than those that training has."""
+        self.status, self.time_to_accuracy_s = "failed", None
+
     @property
     def judged_top1(self) -> float | None:
         """The accuracy that is compared with the target."""
@@ -159,7 +163,8 @@ class RunResult:
         self.top1_shift, self.top5_shift, self.judged_s = top1_shift, top5_shift, run_s
         if self._meets_target:
             self.status = "reached"
-            self.time_to_accuracy_s = run_s
+            if self.time_to_accuracy_s is None:
+                self.time_to_accuracy_s = run_s
 
     @property
     def exit_code(self) -> int:

@@ -47,8 +47,10 @@ def build_external(model: ExternalModel, classes: int) -> nn.Module:
         raise UserError(
             f"model.name '{model.name}' returned a {type(network).__name__}; let it return a torch.nn.Module"
         )
-    if not any(module.training for module in network.modules()):
-        network.train()  # from_pretrained of other libraries returns networks in evaluation mode
+    modules = list(network.modules())
+    frozen = any(type(module).train is not nn.Module.train for module in modules)  # some freeze their norms in train()
+    if frozen or not any(module.training for module in modules):  # from_pretrained may return them in evaluation mode
+        network.train()
     return network
 
 

@@ -56,18 +56,22 @@ class Clock:
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Continue from the times in ``state``.
 
-        The time since this clock was created counts as run time; the gap since ``state`` was saved does not.
+        The time since this clock was created counts as run time; the gap since ``state`` was saved does not. A clock
+        of a run that has trained goes back to ``state``.
         """
-        self._begun -= state["run_s"]
+        if self._training_begun is None:
+            self._begun -= state["run_s"]
+        else:
+            self._begun, self._training_begun, self._paused = time.perf_counter() - state["run_s"], None, 0.0
         self._trained_before = state["train_s"]
 
     @contextmanager
     def pause(self) -> Iterator[Pause]:
         """Leave out the time inside this context from the training time, not from the run time."""
-        pause = Pause()
+        pause, training = Pause(), self._training_begun is not None
         begun = time.perf_counter()
         try:
             yield pause
         finally:
             pause.seconds = time.perf_counter() - begun
-            self._paused += pause.seconds
+            self._paused += pause.seconds if training else 0.0

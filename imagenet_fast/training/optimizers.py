@@ -177,6 +177,11 @@ class SGD(Optimizer):
         for owner, param in enumerate(params):
             grad, velocity = param.grad, self.state[param]["momentum_buffer"]
             assert grad is not None
+            # The fused update walks through memory: with other strides it would mix up the elements.
+            if grad.stride() != param.stride():
+                grad = torch.empty_like(param).copy_(grad)
+            if velocity.stride() != param.stride():
+                self.state[param]["momentum_buffer"] = velocity = torch.empty_like(param).copy_(velocity)
             if self.elements is None:
                 pieces.append(_Piece(param, grad, velocity, owner))
             else:

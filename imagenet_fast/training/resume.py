@@ -62,6 +62,8 @@ class ResumePoint:
         state.outcome.resumed += 1
         state.outcome.gap_s += self.gap_s
         state.unjudged = checkpoint.manifest.top1 is None
+        if state.unjudged:
+            state.outcome.reopen()
 
     def without_weights(self) -> ResumePoint:
         """Return what is of use once the state is loaded, since weights and momenta take memory."""

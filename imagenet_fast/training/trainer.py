@@ -6,6 +6,7 @@ take steps, evaluate, save checkpoints, and record how it ended. ``train_step.py
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -250,7 +251,7 @@ class Trainer:
         Returns:
             The accuracy; None, with nothing changed, if it was cut off because some rank was asked to stop.
         """
-        state, meter, epoch = self.state, self.step.meter, self.state.step // self.steps_per_epoch
+        state, meter, epoch = self.state, self.step.meter, -(-self.state.step // self.steps_per_epoch)
         if state.step > (self.resumed_from.step if self.resumed_from is not None else 0):
             meter.report(self.metrics, state.step, epoch, self._lr)
             meter.flush(self.metrics)
@@ -279,9 +280,9 @@ class Trainer:
         return accuracy
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the training state: what ranks share, and what is this rank's own. Every rank must call it."""
+        """Return a copy of the training state: what ranks share, and this rank's own. Every rank must call it."""
         self.state.settle()
-        return {"shared": self.state.shared(), "own": self.state.own()}
+        return copy.deepcopy({"shared": self.state.shared(), "own": self.state.own()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a value of ``state_dict`` of the same rank, in a run with as many ranks, at the same images."""
@@ -391,9 +392,8 @@ class Trainer:
 def final_advice(job: Job, outcome: RunResult, world: DistContext) -> list[str]:
     """Return rank 0's advice for a run that waited for its images, unless the run failed."""
     data = job.recipe.data
-    if not world.is_main or outcome.status == "failed" or not outcome.is_starved:
-        return []
-    if not isinstance(data, ImageData) or job.data is None:
+    starved = world.is_main and outcome.status != "failed" and outcome.is_starved
+    if not starved or not isinstance(data, ImageData) or job.data is None:
         return []
     with suppress(UserError, OSError):  # the images may be gone by now
         return advice(outcome.data_wait_pct or 0.0, supply_of(data, job.data, world.cores, world.device))

@@ -11,10 +11,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from imagenet_fast.cli.main import main
 from imagenet_fast.data import decoded_cache as caches
+from imagenet_fast.data import mmap_store
 from imagenet_fast.data.decode import decode
 from imagenet_fast.data.decoded_cache import Cache, fill, fill_caches, open_cache
 from imagenet_fast.data.format_detection import Format, open_training
@@ -492,3 +495,37 @@ def test_what_a_damaged_shard_held_is_left_out_of_the_cache(image_dir: Path, tmp
     assert sum(fill(cache, 2)) == len(images)
     left_out = capfd.readouterr().err.count("the shard ends before the image does")
     assert 0 < left_out == len(cache.missing) < len(images)
+
+
+def test_readers_of_a_growing_file_do_not_take_each_others_maps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One maps the file and is held up, and replaces the longer map that another reader has made since."""
+    mmap_store.make_empty(tmp_path, 10)
+    writer, reader = (mmap_store.MmapImageStore(tmp_path, 10, mmap_store.INDEX, True, 2**22) for _ in range(2))
+    writer.write(0, np.full((100, 100, 3), 1, np.uint8))
+    mapped, go_on = threading.Event(), threading.Event()
+    map_file = mmap_store.mmap.mmap
+
+    def held_up(*arguments: Any, **options: Any) -> Any:
+        made = map_file(*arguments, **options)
+        if threading.current_thread().name == "slow":
+            mapped.set()
+            go_on.wait(20)
+        return made
+
+    class Overtaken(mmap_store.MmapImageStore):
+        def __setattr__(self, name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+            if name == "_mapped" and threading.current_thread().name != "slow":
+                go_on.set()
+                slow.join(20)
+
+    monkeypatch.setattr(mmap_store.mmap, "mmap", held_up)
+    slow = threading.Thread(target=lambda: reader.read(0), name="slow")
+    slow.start()
+    mapped.wait(20)
+    for image in range(1, 5):
+        writer.write(image, np.full((100, 100, 3), image, np.uint8))
+    reader.__class__ = Overtaken
+    pixels = reader.read(4)
+    assert pixels is not None
+    assert (pixels == 4).all()

@@ -22,14 +22,18 @@ from imagenet_fast.data.prepare.prepare import prepare
 from imagenet_fast.data.prepare.staging_dir import Settings
 from imagenet_fast.data.verify import summary, verify
 from imagenet_fast.errors import UserError
+from tests.data.encoded import deep_png
 from tests.data.prepare import replica
 from tests.data.prepare.replica import ODD, Images, small_imagenet
 
 
 @pytest.fixture(scope="module")
 def images() -> Images:
-    gif = {"val/n01440764/moving.jpg": replica.encoded(replica.photo(7, 20, 30), "GIF")}
-    return small_imagenet(train=8, val=2) | gif
+    odd = {
+        "val/n01440764/moving.jpg": replica.encoded(replica.photo(7, 20, 30), "GIF"),
+        "val/n01440764/deep.png": deep_png(1),
+    }
+    return small_imagenet(train=8, val=2) | odd
 
 
 @pytest.fixture
@@ -67,13 +71,14 @@ def test_verify_finds_bad_files_and_odd_images(data: Path):
     assert "image file is truncated" in found.bad[ODD["truncated"]]
     assert found.notes == {
         "CMYK": [ODD["cmyk"]],
+        "above 8 bits": ["val/n01440764/deep.png"],
         "turned by EXIF": [ODD["rotated"]],
         "named otherwise": [ODD["png"], "val/n01440764/moving.jpg"],
     }
     assert found.duplicates == [["train/n01443537/n01443537_1.JPEG", ODD["twin"]]]
     assert found.contradictions == found.duplicates
     assert found.leaks == []
-    assert found.counts["val"] == dict.fromkeys(sorted(replica.CLASSES), 2) | {"n01440764": 3}
+    assert found.counts["val"] == dict.fromkeys(sorted(replica.CLASSES), 2) | {"n01440764": 4}
     assert found.counts["train"]["n01443537"] == 5
     assert len(found.sizes) == sum(sum(classes.values()) for classes in found.counts.values())
 
@@ -91,7 +96,7 @@ def test_verify_command_screen_json_and_sizes(tmp_path: Path, data: Path):
     assert f"`train` and `eval` leave out the bad files; they are listed in {data / 'quarantine.json'}" in lines
     told = json.loads(json_file.read_text())
     assert told["quarantine"].keys() == BAD
-    assert told["classes"]["val"] == dict.fromkeys(sorted(replica.CLASSES), 2) | {"n01440764": 3}
+    assert told["classes"]["val"] == dict.fromkeys(sorted(replica.CLASSES), 2) | {"n01440764": 4}
     with Image.open(png) as image:
         assert image.format == "PNG"
 
@@ -111,7 +116,9 @@ def test_shards_are_looked_at_as_folders_are_and_what_is_bad_is_left_out(
     for name in ("leaks", "contradictions", "duplicates"):
         assert len(getattr(found, name)) == len(getattr(folders, name))
     called = {"named otherwise"} if kind == "webdataset" else set()  # which has no name for a GIF
-    assert found.notes.keys() == {"CMYK", "turned by EXIF"} | called  # of others shards call images what they are
+    assert (
+        found.notes.keys() == {"CMYK", "above 8 bits", "turned by EXIF"} | called
+    )  # of others shards call images what they are
     assert found.counts == folders.counts
     assert np.array_equal(np.sort(found.sizes, axis=0), np.sort(folders.sizes, axis=0))
     for whole, rest in zip(before, scan(out), strict=True):
@@ -127,7 +134,7 @@ def test_shards_are_looked_at_as_folders_are_and_what_is_bad_is_left_out(
 def test_what_is_bad_is_left_out_wherever_one_stands(data: Path, monkeypatch: pytest.MonkeyPatch):
     verify(data)
     monkeypatch.chdir(data)
-    assert [len(split) for split in scan(Path())] == [len(split) for split in scan(data)] == [31, 9]
+    assert [len(split) for split in scan(Path())] == [len(split) for split in scan(data)] == [31, 10]
 
 
 def test_a_record_that_is_damaged_is_quarantined_too(tmp_path: Path, data: Path):
@@ -142,7 +149,7 @@ def test_a_record_that_is_damaged_is_quarantined_too(tmp_path: Path, data: Path)
     (damaged,) = (what for path, what in found.bad.items() if path.startswith("val/"))
     assert damaged.startswith("unreadable: ")
     assert "its bytes are not those of its checksum" in damaged
-    assert len(scan(tmp_path / "shards")[1]) == 8
+    assert len(scan(tmp_path / "shards")[1]) == 9
 
 
 def test_a_second_look_finds_what_was_mended(data: Path, images: Images):

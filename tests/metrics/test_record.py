@@ -538,3 +538,14 @@ def test_a_run_that_resumes_with_a_lower_target_reached_it_when_it_was_measured(
     after.target_top1 = 95.0
     after.go_on(asdict(before))
     assert (after.status, after.time_to_accuracy_s) == ("reached", 15.0)
+    after.reopen()
+    assert (after.status, after.time_to_accuracy_s) == ("failed", None), "its checkpoint is of later weights"
+    after.judge(94.0, 99.0, 20.0)
+    assert (after.status, after.time_to_accuracy_s) == ("failed", None)
+
+
+def test_the_first_evaluation_that_meets_the_target_counts():
+    result = RunResult.of("test", recipe := parse_recipe("test", tables(target_top1=50)), split_batch(recipe, 2))
+    for top1, run_s in ((49.0, 90.0), (51.0, 100.0), (52.0, 200.0)):
+        result.judge(top1, 99.0, run_s)
+    assert (result.status, result.top1, result.time_to_accuracy_s) == ("reached", 52.0, 100.0)

@@ -130,3 +130,18 @@ def frozen(classes: int) -> nn.Module:
     network = Own(classes, 8, 0.5)
     network.stem[1].eval()
     return network
+
+
+class _Freezing(nn.Sequential):
+    """It keeps its norm frozen by a ``train`` of its own, as detection networks do."""
+
+    def train(self, mode: bool = True) -> _Freezing:
+        super().train(mode)
+        self[1].eval()
+        return self
+
+
+def freezing(classes: int) -> nn.Module:
+    network = Own(classes, 8, 0.5)
+    network.stem = _Freezing(*network.stem)
+    return network

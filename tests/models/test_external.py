@@ -255,3 +255,5 @@ def test_a_network_in_evaluation_mode_trains_and_frozen_layers_stay_so():
     assert all(module.training for module in whole.modules()), "else there would be no dropout and no statistics"
     part = build_model(PythonModel(kind="python", name=f"{OWN}:frozen"), 10)
     assert [name for name, module in part.named_modules() if not module.training] == ["stem.1"]
+    by_train = build_model(PythonModel(kind="python", name=f"{OWN}:freezing"), 10)
+    assert [name for name, module in by_train.named_modules() if not module.training] == ["stem.1"]

@@ -69,7 +69,11 @@ def test_a_file_of_ones_own(tmp_path: Path):
         ("nodes = 4", 'nodes = "unknown"', 'mine.toml: nodes is "unknown": input should be a valid integer'),
         ("nodes = 4", 'nodes = 4\n"a\\nb" = 1', "mine.toml: unknown key 'a\\nb'; the keys here are source"),
         ("gbit = 25", "gbit = nan", "mine.toml: nic.gbit is NaN: input should be a finite number; correct it"),
-        ("gbit = 25", "gbit = 1e-300", "mine.toml: nic.gbit is 1e-300: input should be greater than or equal to 0.000001"),
+        (
+            "gbit = 25",
+            "gbit = 1e-300",
+            "mine.toml: nic.gbit is 1e-300: input should be greater than or equal to 0.000001",
+        ),
         ("[inside]", "[stragglers]\nsigma = [0, 0, 1e308]\n[inside]", "mine.toml: stragglers.sigma.2 is 1e+308: input"),
         ("gbit = 25", "gbit = inf", "mine.toml: nic.gbit is Infinity: input should be a finite number; correct it"),
         ("gbit = 25", "gbit = 1e300", "mine.toml: nic.gbit is 1e+300: input should be less than or equal to 1000000"),

@@ -521,3 +521,23 @@ def test_attention_and_unknown_norms_are_recognised_by_their_parameters():
     assert {names[param] for param in scaled} - {names[param] for param in decayed} == {
         f"0.{name}" for name in ("self_attn.in_proj_bias", "self_attn.out_proj.bias", "linear1.bias", "linear2.bias")
     }
+
+
+@pytest.mark.parametrize("kind", ["sgd", "lars"])
+def test_gradients_and_momenta_of_other_strides_are_updated_element_by_element(kind: str):
+    """As in a loop that sets ``p.grad`` itself, or loads momenta from a file, for a channels_last model."""
+    torch.manual_seed(0)
+    start, gradients, momentum = torch.randn(4, 3, 2, 2), torch.randn(3, 4, 3, 2, 2), torch.randn(4, 3, 2, 2)
+
+    def trained(format: torch.memory_format) -> tuple[Tensor, Tensor]:
+        param = nn.Parameter(start.clone().to(memory_format=format))
+        optimizer = LARS([param], lr=0.1) if kind == "lars" else SGD([param], lr=0.1, momentum=0.9)
+        state = optimizer.state_dict()
+        optimizer.load_state_dict({**state, "state": {0: {"momentum_buffer": momentum.clone()}}})
+        for gradient in gradients:
+            param.grad = gradient.clone()
+            optimizer.step()
+        return param.detach(), optimizer.velocity[param]
+
+    for got, expected in zip(trained(torch.channels_last), trained(torch.contiguous_format), strict=True):
+        torch.testing.assert_close(got, expected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import signal
 import subprocess
 import sys
@@ -113,7 +112,7 @@ def _continue_from_state() -> None:
             trainer.build()
         for _ in range(3):
             first.train_step()
-        other.load_state_dict(copy.deepcopy(first.state_dict()))
+        other.load_state_dict(first.state_dict())
         for trainer in (first, other):
             for _ in range(2):
                 trainer.train_step()
@@ -122,6 +121,35 @@ def _continue_from_state() -> None:
             assert torch.equal(one, two)
         for trainer in (first, other):
             trainer.state.sync.close()
+
+
+def test_a_trainer_goes_back_to_a_state_of_its_own():
+    run(2, _go_back)
+
+
+def _go_back() -> None:
+    """Weights, images and times, as a cell of a notebook that is run again."""
+    trainer = Trainer("smoke", overrides=["sync.kind=lazy", "ema_decay=0.9"])
+    trainer.open_data()
+    trainer.build()
+    trainer.evaluate()
+    trainer.train_step()
+    assert 0 < trainer.clock.train_s() < trainer.clock.run_s(), "an evaluation before the first step is no training"
+    saved = trainer.state_dict()
+    runs = []
+    for _ in range(2):
+        for _ in range(2):
+            trainer.train_step()
+        trainer.evaluate()
+        assert trainer.outcome.epochs == 1, "in the middle of the first epoch"
+        runs.append({name: value.clone() for name, value in trainer.model.state_dict().items()})
+        trainer.load_state_dict(saved)
+        assert trainer.state.step == 1
+        clock = saved["shared"]["clock"]
+        assert clock["train_s"] <= trainer.clock.train_s() < clock["train_s"] + 0.5
+        assert clock["run_s"] <= trainer.clock.run_s() < clock["run_s"] + 0.5
+    assert all(torch.equal(value, runs[1][name]) for name, value in runs[0].items())
+    trainer.state.sync.close()
 
 
 def world(rank: int = 0) -> DistContext:
