@@ -20,7 +20,7 @@ from imagenet_fast.bench.parallel_layouts import NamedLayout, laid_out, refuse_a
 from imagenet_fast.distributed.cpu_affinity import cores_per_rank
 from imagenet_fast.distributed.rank_info import RankInfo
 from imagenet_fast.errors import UserError, warn
-from imagenet_fast.launch.signals import GRACE_S, interrupt_on_signals
+from imagenet_fast.launch.signals import GRACE_S, interrupt_on_signals, signals_held
 from imagenet_fast.metrics.report import PastRun, read_run
 from imagenet_fast.metrics.run_result import RunResult, read_outcome
 from imagenet_fast.recipe.job import Job
@@ -154,7 +154,7 @@ def compare(
         seed = [f"seed={run.seed}"] if run.seed is not None else []
         recipe = load_recipe(find_recipe(name), run.engine, [*run.overrides, *seed])
         jobs[run] = plan_job(name, recipe, ranks, data=data, folder=folder / run.label)
-        check_writable(folder / run.label)
+        check_writable(folder / run.label, otherwise="")
         doubtful |= dict.fromkeys(lint(recipe))
     for doubt in doubtful:
         warn(doubt)
@@ -193,7 +193,7 @@ def _past(job: Job, label: str) -> PastRun:
 
 def _on_this_node(arguments: list[str], ranks: int, saving_s: float) -> int:
     """Run the command with all ranks on this node, and return its exit code."""
-    return _wait([partial(_start, [*arguments, "--nproc", str(ranks)], first=end_with_parent)], saving_s)
+    return _wait([partial(_start, [*arguments, "--nproc", str(ranks)], end_with_parent)], saving_s)
 
 
 def _on_hosts(arguments: list[str], network: list[Host], saving_s: float) -> int:
@@ -204,7 +204,7 @@ def _on_hosts(arguments: list[str], network: list[Host], saving_s: float) -> int
         meeting = {"MASTER_ADDR": network[0].address, "MASTER_PORT": str(_PORT), "GLOO_SOCKET_IFNAME": INTERFACE}
         threads = {"OMP_NUM_THREADS": str(cores_per_rank(len(network)))}
         environment = threads | dict(os.environ) | place | meeting
-        starts.append(partial(_start, arguments, environment, partial(_move_to, host)))
+        starts.append(partial(_start, arguments, partial(_move_to, host), environment))
     return _wait(starts, saving_s)
 
 
@@ -215,7 +215,7 @@ def _move_to(host: Host) -> None:
 
 
 def _start(
-    arguments: list[str], environment: dict[str, str] | None = None, first: Callable[[], None] | None = None
+    arguments: list[str], first: Callable[[], None], environment: dict[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
     """Start a process in its own process group.
 
@@ -234,7 +234,8 @@ def _wait(starts: Sequence[Callable[[], subprocess.Popen[bytes]]], saving_s: flo
     patience_s = 3 * GRACE_S  # a launcher waits for its ranks, which have GRACE_S
     try:
         for start in starts:
-            processes.append(start())
+            with signals_held():
+                processes.append(start())
         codes = [process.poll() for process in processes]
         while None in codes and not _failures(codes):
             time.sleep(0.1)

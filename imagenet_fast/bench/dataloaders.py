@@ -7,7 +7,7 @@ is timed. The first batches of a turn are not timed, because they may have been 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,8 @@ from torchvision.transforms import v2
 
 from imagenet_fast.data import dali_loader
 from imagenet_fast.data.decode import decode
+from imagenet_fast.data.format_detection import find_split
+from imagenet_fast.data.image_source import ImageDecodeError
 from imagenet_fast.data.imagefolder import scan_training
 from imagenet_fast.data.loaders import open_loader
 from imagenet_fast.data.prefetch import Job, prefetched
@@ -76,7 +78,7 @@ def parse_loaders(text: str) -> list[Loader]:
         UserError: A name is unknown.
     """
     names: tuple[Loader, ...] = get_args(Loader)
-    chosen = [name for wanted in text.split(",") for name in names if name == wanted]
+    chosen = [name for wanted in text.split(",") for name in names if name == wanted.strip()]
     if len(chosen) < len(text.split(",")):
         raise UserError(f"--loaders {text}: a loader is one of {', '.join(names)}; write them with commas between")
     return chosen
@@ -105,6 +107,8 @@ def bench_loading(
     Raises:
         UserError: There are fewer images than a batch needs.
     """
+    if root is not None and root.is_dir() and find_split(root, "train").shards:
+        raise UserError(f"--data {root} holds shards, and bench data reads class folders; give such a directory")
     device, _ = prepare_device(0)
     turns: dict[Loader, list[tuple[float, float]]] = {loader: [] for loader in loaders}
     parts = rounds * len(loaders)
@@ -184,8 +188,14 @@ def decoding(root: Path, batch: int, workers: int) -> Iterator[None]:
     held = [images.read(index) for index in range(min(len(images), _HELD))]
 
     def decode_every(offset: int, share: int) -> Job:
-        for number in range(share):
-            decode(held[(offset + number) % len(held)])
+        for number in range(offset, offset + share):
+            try:
+                decode(held[number % len(held)])
+            except ImageDecodeError as error:
+                raise UserError(
+                    f"{images.name(number % len(held))} cannot be decoded ({error}); `imagenet-fast data verify` "
+                    "finds such files; take them away to measure"
+                ) from None
             yield
 
     def batches() -> Iterator[tuple[None, list[Job]]]:
@@ -264,7 +274,18 @@ def _torchvision(images: ImageFolder, batch: int, workers: int) -> Iterator[Any]
         multiprocessing_context="forkserver",
         worker_init_fn=_end_with_starter,
     )
-    return iter(batches)
+    return _named_faults(batches)
+
+
+def _named_faults(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield ``batches``; a worker's error becomes a sentence without its traceback."""
+    try:
+        yield from batches
+    except Exception as error:
+        raise UserError(
+            f"torchvision cannot read an image ({str(error).strip().splitlines()[-1]}); `imagenet-fast data verify` "
+            "finds such files; take them away to measure"
+        ) from None
 
 
 class _Endless:

@@ -94,7 +94,7 @@ class Checkpoint:
             return read_tree(data, device)
         except (OSError, ValueError, CorruptCheckpoint) as error:
             what = error if isinstance(error, CorruptCheckpoint) else f"{name} {error}"
-            raise UserError(f"{self.folder} is damaged: {what}; resume from another checkpoint") from None
+            raise UserError(f"{self.folder} is damaged: {what}; give another checkpoint") from None
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -159,7 +159,9 @@ def _first_whole(
         return checkpoint
     if damaged:
         listed = "; ".join(f"{folder.name}: {what}" for folder, what in damaged.items())
-        raise UserError(f"no checkpoint in {root} is whole ({listed}); remove them to start from the beginning")
+        raise UserError(
+            f"no checkpoint in {root} is whole ({listed}); remove them to begin anew, or give other weights"
+        )
     return None
 
 

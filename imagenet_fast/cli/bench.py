@@ -57,7 +57,7 @@ def bench_step(
     if checkpoint_every is not None:
         refuse_beside(context, ("steps",), "goes by --checkpoint-every, if that is given; leave one of them out")
     precision = precision or own_precision()
-    variants = [step_recipe(model, image_size, batch, precision, compiled, name) for name in sync.split(",")]
+    variants = [step_recipe(model, image_size, batch, precision, compiled, name.strip()) for name in sync.split(",")]
     times = measure(variants[0], variants, rounds, steps, checkpoint_every)
     _show(times, step_table, json_file)
     if checkpoint_every is not None:

@@ -89,7 +89,7 @@ def compare(
     ranks = local_ranks(hosts)
     layouts = [] if layout is None else parse_layouts(layout, ranks)
     usual = _ENGINE_OF_LAYOUTS if layouts else _ENGINES
-    engines = (usual if sync is None else sync).split(",")
+    engines = [name.strip() for name in (usual if sync is None else sync).split(",")]
     runs = contestants(recipe, ranks, engines, seeded, overrides, layouts)
     ended = train_all(recipe, runs, data=data, ranks=ranks, rate=rate, folder=folder)
     past = [run.past for run in ended]
@@ -99,7 +99,7 @@ def compare(
     if layouts and len(engines) == 1:
         print(f"every layout with the engine {engines[0]}")
     for run in failed:
-        left = f"what there is of it lies in {run.past.folder}" if run.past.folder.exists() else "it left nothing"
+        left = f"its partial results are in {run.past.folder}" if run.past.folder.exists() else "it left nothing"
         print(f"{run.past.label} ended with exit code {run.exit_code}; {left}")
     print(f"in TensorBoard: tensorboard --logdir {shlex.quote(str(folder))}")
     png = folder / "compare.png"

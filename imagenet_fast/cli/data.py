@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, cast, get_args
 
@@ -206,4 +207,5 @@ def cache(
     from imagenet_fast.distributed.cpu_affinity import usable_cores
 
     fill_caches(data, out, side, threads or usable_cores())
-    print(f"filled {out}; train with --set data.loader=folder --set data.cache={out} --set data.cache_side={side}")
+    chosen = shlex.quote(f"data.cache={out}")
+    print(f"filled {out}; train with --set data.loader=folder --set {chosen} --set data.cache_side={side}")

@@ -12,7 +12,9 @@ from imagenet_fast.errors import UserError
 
 
 def in_a_directory(parameter: typer.CallbackParam, file: Path | None) -> Path | None:
-    """Raise UserError for a file whose directory does not exist, before anything is measured for it."""
+    """Raise UserError for a file that cannot be written in its place, before anything is measured for it."""
+    if file is not None and file.is_dir():
+        raise UserError(f"{parameter.opts[0]} {file} is a directory; name a file")
     if file is not None and not file.absolute().parent.is_dir():
         raise UserError(f"{parameter.opts[0]} {file}: there is no directory {file.parent}; make it, or choose another")
     return file

@@ -55,17 +55,26 @@ def fetch_dataset(name: str, out: Path | None, archive: Path | None) -> Path:
     Raises:
         UserError: If the name is unknown, something else lies in the data set's place, or it cannot be fetched.
     """
+    classes = {"digits": tuple(map(str, range(10))), "cifar10": CLASSES}.get(name)
+    if classes is None:
+        raise UserError(f"there is no data set '{name}' to fetch; there are cifar10 and digits")
+    if archive is not None and name != "cifar10":
+        raise UserError(f"--archive {archive} is for cifar10; the {name} are made here, so leave it out")
     place = out or cache_dir() / name
-    match name:
-        case "digits" | "cifar10" if place.exists():
-            check_folders(place)
-        case "digits":
-            make_digits(place)
-        case "cifar10":
-            fetch_cifar10(place, archive)
-        case _:
-            raise UserError(f"there is no data set '{name}' to fetch; there are cifar10 and digits")
+    if place.exists() and not _is_empty(place):
+        for split in ("train", "val"):
+            if sorted(path.name for path in (place / split).glob("*/")) != sorted(classes):
+                raise UserError(f"{place} holds something else than {name}; choose another --out, or remove it")
+        check_folders(place)
+    elif name == "digits":
+        make_digits(place)
+    else:
+        fetch_cifar10(place, archive)
     return place
+
+
+def _is_empty(place: Path) -> bool:
+    return place.is_dir() and not any(place.iterdir())
 
 
 SHA256 = {

@@ -46,8 +46,9 @@ def training_batches(
         device: Device of the batches.
     """
     data = ImageData(
-        dataset="imagenet", loader=loader, image_size=image_size, resize=image_size * 8 // 7, workers=threads
-    )
+        dataset="imagenet", loader=loader, image_size=image_size, resize=image_size * 8 // 7, workers=threads,
+        on_bad_image="skip",
+    )  # fmt: skip
     order = TrainSampler(len(images), Batching(1, batch, 1), 0, seed=1)
     return iter(open_loader(data, images, order, threads, device, seed=1))
 

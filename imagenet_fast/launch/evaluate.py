@@ -27,8 +27,8 @@ from imagenet_fast.training.precision import (
     autocast,
     effective_precision,
     forward_dtype,
+    precision_note,
     set_float32_math,
-    warn_of_precision,
 )
 
 
@@ -87,7 +87,7 @@ def judge(evaluation: Evaluation, world: DistContext) -> EvalResult:
     recipe = evaluation.recipe
     precision = effective_precision(recipe.precision, world.bf16)
     if world.is_main:
-        warn_of_precision(recipe.precision, world.bf16)
+        print(precision_note(recipe.precision, world.bf16), end="")
     images = open_validation(
         recipe.data, evaluation.data, evaluation.batching, world.rank, world.cores, world.device, recipe.seed,
         forward_dtype(precision),

@@ -14,6 +14,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
+from imagenet_fast.distributed.cgroup_limits import usable_memory
 from imagenet_fast.distributed.network_interfaces import Endpoint, await_listener, is_here, parse_endpoint
 from imagenet_fast.distributed.store import wait_until
 from imagenet_fast.errors import UserError
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 _LOOK_S = 0.1  # between two looks for nodes that have arrived
+_RANK_BYTES = 150 * 2**20  # memory that a rank takes at least, with torch loaded
 _RESTARTS = 10  # if nodes may leave: each one that does uses up a restart
 
 
@@ -95,12 +97,21 @@ def parse_fixed_nodes(asked: str) -> int:
 
 
 def local_ranks(asked: int | None) -> int:
-    """Return ``asked`` ranks; if None, one per GPU, or two without GPUs. Raises UserError if more than one per GPU."""
+    """Return ``asked`` ranks; if None, one per GPU, or two without GPUs.
+
+    Raises:
+        UserError: There are more ranks than GPUs, or than fit into memory.
+    """
     import torch
 
     gpus = torch.cuda.device_count()
     if asked is not None and gpus and asked > gpus:
         raise UserError(f"--nproc {asked} is more than this node's {gpus} GPU(s); use at most {gpus}")
+    if asked is not None and asked * _RANK_BYTES > (free := usable_memory()):
+        raise UserError(
+            f"--nproc {asked} takes more than {asked * _RANK_BYTES / 2**30:.0f} GiB of memory, and "
+            f"{free / 2**30:.0f} GiB are free; give at most {max(1, free // _RANK_BYTES)}"
+        )
     return asked or gpus or 2
 
 

@@ -141,6 +141,27 @@ def stopping_early() -> Iterator[None]:
             signal.signal(number, answer)
 
 
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Answer signals only after the block, in which a process is started.
+
+    Python drops what a handler raises while it forks, and the signal would be lost.
+    """
+    held: list[int] = []
+    before = {number: signal.getsignal(number) for number in _ENDS}
+    for number, answer in before.items():
+        if callable(answer):
+            signal.signal(number, lambda came, frame: held.append(came))
+    try:
+        yield
+    finally:
+        for number, answer in before.items():
+            if callable(answer):
+                signal.signal(number, answer)
+        if held:
+            signal.raise_signal(held[0])
+
+
 def _interrupt(number: int, frame: FrameType | None) -> None:
     ignore_signals()  # a second signal must not interrupt the handling of the first
     raise KeyboardInterrupt

@@ -18,7 +18,6 @@ from imagenet_fast.metrics.run_result import RunResult
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.training.exit_status import Ending
 from imagenet_fast.training.job_setup import check_writable
-from imagenet_fast.training.precision import warn_of_precision
 from imagenet_fast.training.trainer import Trainer
 
 
@@ -56,8 +55,6 @@ def run_worker(job: Job, place: RankInfo, patience_s: float, handover: Path | No
         with init_distributed(
             place, job.agreed(), patience, job.recipe.timeout, end, job.folder, handover, binding
         ) as world:
-            if world.is_main:
-                warn_of_precision(job.recipe.precision, world.bf16)
             Trainer(job, world, ending=ending, ask_first=signals.ask_first).run()
     except KeyboardInterrupt:
         if not ending.ended:  # during the start

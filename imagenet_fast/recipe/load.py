@@ -140,7 +140,7 @@ def _override(tables: dict[str, Any], override: str) -> None:
     """Set one ``KEY=VALUE`` in ``tables``; raise UserError if it is malformed."""
     key, equals, text = override.partition("=")
     *folders, leaf = key.strip().split(".")
-    if not equals or not leaf:
+    if not equals or not leaf or "" in folders:
         raise UserError(f"--set {override} is not KEY=VALUE; write for example --set optim.lr=0.5")
     try:
         found = tomllib.loads(f"value = {text}")
@@ -197,6 +197,8 @@ def _explain(error: ErrorDetails) -> str:
                 f"{key} is for {field}.{by} {' or '.join(map(repr, others))}, not {given!r}; leave it out, or replace "
                 f"the whole table, as by --set '{field}={{{by}=\"{given}\", ...}}'"
             )
+        case "extra_forbidden" if len(path) == 1 and (tables := _tables_with(key)):
+            return f"unknown key {key}; {_did_you_mean([f'{name}.{key}' for name in tables])}"
         case "extra_forbidden":
             near = difflib.get_close_matches(path[-1], table.model_fields, n=1, cutoff=0.4)
             prefix = key.removesuffix(path[-1])
@@ -218,7 +220,26 @@ def _explain(error: ErrorDetails) -> str:
             return "its arrays or tables lie in one another too deeply; correct them"
         case _:
             found = _shortened(json.dumps(error["input"], default=str))
-            return f"{key} is {found}: {error['msg'][0].lower()}{error['msg'][1:]}; correct it"
+            return f"{key} is {found}: {error['msg'][0].lower()}{error['msg'][1:]}; {_fix(key, error)}"
+
+
+def _fix(key: str, error: ErrorDetails) -> str:
+    """Return what to do about a value of a wrong type."""
+    match error["type"]:
+        case "bool_parsing" | "bool_type":
+            return "write true or false"
+        case "float_parsing" | "float_type" if isinstance(error["input"], str) and " or " not in error["msg"]:
+            return "write digits before and after the point, as in 0.5 or 1e-4"
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return f"it is a table, so write {key}.{_discriminator(key) or 'KEY'}=VALUE"
+        case _:
+            return "correct it"
+
+
+def _tables_with(key: str) -> list[str]:
+    """Return the names of the recipe's tables that have ``key``."""
+    unions = {name: get_args(field.annotation) or (field.annotation,) for name, field in Recipe.model_fields.items()}
+    return [name for name, members in unions.items() if any(key in getattr(one, "model_fields", ()) for one in members)]
 
 
 def _shortened(found: str) -> str:

@@ -204,6 +204,8 @@ def recipe_of(weights: Path, named: str | None, overrides: Sequence[str] = ()) -
         path = find_recipe(named)
         return path.stem, load_recipe(path, overrides=overrides), None
     run = run_of(weights)
+    if not run.exists():
+        raise UserError(f"there is no run or file {run}; correct the path")
     if not (run / "job.json").is_file():
         raise UserError(f"{weights} does not say by which recipe to use it, as a run directory does; add --recipe NAME")
     try:
@@ -233,18 +235,25 @@ def new_folder(recipe: str, what: str) -> Path:
     return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{recipe}-{what}"
 
 
-def check_writable(folder: Path, resume: bool = False) -> None:
-    """Raise UserError if ``folder`` cannot be written, or holds a run and ``resume`` is False."""
+def check_writable(folder: Path, resume: bool = False, otherwise: str = "go on with it by --resume auto, ") -> None:
+    """Raise UserError if ``folder`` cannot be written, or holds a run and ``resume`` is False.
+
+    Args:
+        folder: The run directory.
+        resume: Whether the run in it is to go on.
+        otherwise: Begins what the message says to do about a run that is there.
+    """
+    nearest = folder
     try:
         if not resume and _holds_run(folder):
-            raise UserError(
-                f"{folder} already holds a run; go on with it by --resume auto, give another --out, or remove it"
-            )
+            raise UserError(f"{folder} already holds a run; {otherwise}give another --out, or remove it")
         nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+        if not nearest.is_dir():
+            raise UserError(f"the run cannot be written to {folder}: {nearest} is a file; give another --out")
         tempfile.TemporaryFile(dir=nearest).close()  # root passes permission checks, but cannot write everywhere
     except OSError as error:
         raise UserError(
-            f"the run cannot be written to {folder} ({error.strerror}: {error.filename}); give another --out"
+            f"the run cannot be written to {folder} ({error.strerror}: {nearest}); give another --out"
         ) from None
 
 

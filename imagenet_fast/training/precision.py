@@ -7,7 +7,6 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from imagenet_fast.errors import warn
 from imagenet_fast.recipe import schema
 from imagenet_fast.recipe.engine_table import Wire
 from imagenet_fast.sync.engines import wire_dtype
@@ -26,10 +25,11 @@ def effective_precision(precision: schema.Precision, bf16: bool) -> schema.Preci
     return schema.Full(kind="fp32") if isinstance(precision, schema.BFloat16) and not bf16 else precision
 
 
-def warn_of_precision(precision: schema.Precision, bf16: bool) -> None:
-    """Warn if layers compute in another precision than the recipe's."""
-    if effective_precision(precision, bf16) != precision:
-        warn("layers compute in fp32 here, not in bf16: a CPU of this run has no instructions for bf16")
+def precision_note(precision: schema.Precision, bf16: bool) -> str:
+    """Return a line to print if layers compute in another precision than the recipe's; else an empty string."""
+    if effective_precision(precision, bf16) == precision:
+        return ""
+    return "layers compute in fp32, not in bf16: a CPU of these ranks has no instructions for bf16\n"
 
 
 def autocast(precision: schema.Precision, device: torch.device) -> torch.autocast:

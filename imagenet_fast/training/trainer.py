@@ -44,7 +44,7 @@ from imagenet_fast.training.lr_schedule import learning_rate
 from imagenet_fast.training.nonfinite import NonFiniteLoss
 from imagenet_fast.training.nonfinite_report import explain
 from imagenet_fast.training.optimizers import SGD
-from imagenet_fast.training.precision import effective_precision, forward_dtype
+from imagenet_fast.training.precision import effective_precision, forward_dtype, precision_note
 from imagenet_fast.training.resume import ResumePoint, find_resumption
 from imagenet_fast.training.run_lock import claimed, move_record_aside
 from imagenet_fast.training.state import TrainState
@@ -202,14 +202,14 @@ class Trainer:
 
     def train(self) -> None:
         """Train until the target is reached, the last epoch ends, or some rank was asked to stop."""
-        recipe, state, outcome = self.job.recipe, self.state, self.outcome
+        job, recipe, state, outcome = self.job, self.job.recipe, self.state, self.outcome
         steps = recipe.epochs * self.steps_per_epoch
         self.metrics(
-            "run", state.step, recipe=self.job.name, sync=recipe.sync.kind, world_size=self.world.size,
-            global_batch=self.job.batching.global_batch, layout=recipe.parallel.layout(self.world.size),
+            "run", state.step, recipe=job.name, sync=recipe.sync.kind, world_size=self.world.size,
+            global_batch=job.batching.global_batch, layout=recipe.parallel.layout(self.world.size),
             epochs=recipe.epochs, steps_per_epoch=self.steps_per_epoch, steps=steps, target_top1=recipe.target_top1,
             target_mirrored=recipe.target_mirrored, train_images=self.data.train_order.images,
-            val_images=self.data.val_order.images, note=self.job.note,
+            val_images=self.data.val_order.images, note=precision_note(recipe.precision, self.world.bf16) + job.note,
         )  # fmt: skip
         freeze_gc()
         self.clock.begin_training()

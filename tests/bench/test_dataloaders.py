@@ -67,8 +67,28 @@ def test_where_dali_is_not_installed_the_table_says_so(monkeypatch: pytest.Monke
 
 
 def test_loaders_are_chosen_by_name(refusal: Callable[..., str], tmp_path: Path):
-    assert parse_loaders("dali,synthetic") == ["dali", "synthetic"]
+    assert parse_loaders("dali, synthetic") == ["dali", "synthetic"]
     assert "--loaders dali,disk" in refusal("bench", "data", "--loaders", "dali,disk")
     make_photos(tmp_path, 2)
     small = ("--data", str(tmp_path), "--batch", "9", "--loaders", "folder")
     assert "holds 2 images, fewer than a batch; --batch 2" in refusal("bench", "data", *small)
+
+
+def test_images_that_cannot_be_decoded_are_named_or_passed_over(refusal: Callable[..., str], tmp_path: Path):
+    make_photos(tmp_path, 4)
+    bad = min((tmp_path / "train").glob("*/*"))
+    bad.write_bytes(bad.read_bytes()[:500])
+    measured = ("bench", "data", "--data", str(tmp_path), "--batch", "4", "--seconds", "0", "--rounds", "1")
+    said = refusal(*measured, "--workers", "1", "--loaders", "decoding")
+    assert f"{bad} cannot be decoded" in said
+    assert "such files; take them away to measure" in refusal(
+        *measured, "--workers", "1", "--loaders", "torchvision-pil"
+    )
+    (rate,) = bench_loading(["folder"], tmp_path, image_size=32, batch=4, workers=1, seconds=0)
+    assert rate.images_per_s
+
+
+def test_shards_are_refused_as_such(refusal: Callable[..., str], tmp_path: Path):
+    for split in ("train", "val"):
+        (tmp_path / f"{split}-000.tar").write_bytes(b"")
+    assert "holds shards, and bench data reads class folders" in refusal("bench", "data", "--data", str(tmp_path))

@@ -161,3 +161,17 @@ def test_the_binary_version_is_downloaded_from_its_address(tmp_path: Path, monke
     served.write_bytes(bytes(range(256)) * 3000)
     monkeypatch.setattr(CIFAR10, "url", f"{served.parent.as_uri()}/cifar-10-python.tar.gz")
     assert download._from_its_authors(tmp_path).read_bytes() == served.read_bytes()
+
+
+def test_what_is_fetched_is_what_was_asked_for(tmp_path: Path):
+    digits = tmp_path / "digits"
+    digits.mkdir()  # an empty directory is filled
+    assert download.fetch_dataset("digits", digits, None) == digits
+    assert download.fetch_dataset("digits", digits, None) == digits
+    with pytest.raises(UserError, match="holds something else than cifar10; choose another --out, or remove it"):
+        download.fetch_dataset("cifar10", digits, None)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file holds something else than digits"):
+        download.fetch_dataset("digits", tmp_path / "file", None)
+    with pytest.raises(UserError, match=r"--archive .* is for cifar10"):
+        download.fetch_dataset("digits", digits, tmp_path / "file")

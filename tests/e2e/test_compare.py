@@ -123,8 +123,8 @@ def test_compare_shows_finished_runs_after_a_failure(tmp_path: Path):
     assert [*allreduce[:3], *allreduce[4:6]] == ["allreduce", "failed", "–", "–", steps], "no top-1, no target"
     assert lazy[:3] == ["lazy", "reached", f"{outcome_of(out / 'lazy')['top1']:.2f}"]
     assert ring[:2] == ["ring", "preempted"], "it was saved"
-    assert f" with exit code 1; what there is of it lies in {out / 'allreduce'}\n" in rest
-    assert f"ring ended with exit code 1; what there is of it lies in {out / 'ring'}\n" in rest
+    assert f" with exit code 1; its partial results are in {out / 'allreduce'}\n" in rest
+    assert f"ring ended with exit code 1; its partial results are in {out / 'ring'}\n" in rest
     assert "lazy ended" not in rest
     assert "dear" not in table + rest
     assert f"tensorboard --logdir '{out}'\n" in rest
@@ -159,7 +159,7 @@ def test_a_run_that_lost_its_rank_0_is_shown_with_what_it_recorded(monkeypatch: 
         ended_by_force.write(Event("train", step, 1.0, {"loss": 1.0, "epoch": 1}))
     ended_by_force.write(Event("eval", 2, 1.0, {"top1": 12.5, "top5": 50.0, "epoch": 1}))
     ended_by_force.close()
-    monkeypatch.setattr(compare, "check_writable", lambda folder: None)  # the run is there already
+    monkeypatch.setattr(compare, "check_writable", lambda folder, otherwise: None)  # the run is there already
     (run,) = compared(monkeypatch, tmp_path, {"lazy": 1})
     text = io.StringIO()
     Console(file=text, width=120).print(report_table([run.past]))

@@ -276,7 +276,7 @@ def test_corrected_momentum_is_the_optimizers_unless_told_otherwise():
     assert SparseSync(momentum=0.5).velocity_momentum is None
 
 
-@pytest.mark.parametrize("override", ["epochs", "=3", "epochs.more=3"])
+@pytest.mark.parametrize("override", ["epochs", "=3", "epochs.more=3", ".optim.lr=1", "optim..lr=1"])
 def test_a_malformed_override_says_how_to_write_it(override: str):
     with pytest.raises(UserError, match=r"--set"):
         load_recipe(find_recipe("demo"), overrides=[override])
@@ -401,6 +401,11 @@ def test_what_becomes_of_bad_images_has_an_option_of_its_own(refusal: Callable[.
             "sync.threshold_mb=16MB",
             "sync.threshold_mb is \"16MB\": input should be a valid number or 'auto'; correct it",
         ),
+        ("compile=True", 'compile is "True": input should be a valid boolean; write true or false'),
+        ("optim.lr=.5", "write digits before and after the point, as in 0.5 or 1e-4"),
+        ("model=resnet50", "it is a table, so write model.kind=VALUE"),
+        ("timeout=5", "it is a table, so write timeout.KEY=VALUE"),
+        ("lr=0.5", "unknown key lr; did you mean optim.lr?"),
         ("sync.collective=foo", "sync.collective is \"foo\": input should be 'native', "),
         ("data.sizes=x", 'data.sizes is "x": input should be a valid '),
         (
