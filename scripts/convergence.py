@@ -51,7 +51,7 @@ NETWORK = (
     "ema_decay=0", "schedule.warmup_epochs=2", "schedule.start_lr=0",
 )  # fmt: skip
 """Changes of cifar10-93 for every batch. Two ranks of 128 images: batch norm sees as many, and so the batch never
-changes what it computes. No average of weights, which would be over other times at other batches."""
+changes what it computes. No EMA of weights, because it would span another time at each batch."""
 OPTIMIZERS = {
     "sgd": '{{kind="sgd", lr={rate:g}, momentum=0.9, weight_decay=1.33e-3}}',
     "lars": '{{kind="lars", lr={rate:g}, momentum=0.9, weight_decay=1.33e-3}}',
@@ -87,7 +87,7 @@ SMALL = {
     "probe": ("epochs=1", "first_eval=1", "data.sizes=[]", "schedule.warmup_epochs=0.5", "target_top1=100"),
     "plain": ("data.sizes=[]", "eval_mirror=true", "target_top1=100"),
 }  # fmt: skip
-"""Changes of cifar10-resnet18. The probe times an epoch of the plain recipe, which then gets epochs for mild's time."""
+"""Changes of cifar10-resnet18. ``probe`` times an epoch of ``plain``, which then trains as long as ``mild``."""
 
 Row = dict[str, Any]
 
@@ -119,7 +119,7 @@ class Run:
 
 
 def plan(rows: Sequence[Row] = ()) -> list[Run]:
-    """Return all runs, the most telling first: rates before their use, and a seed of everything before the next seed.
+    """Return all runs in order of importance: rates before their use, and a seed of everything before the next one.
 
     Before these come all seeds of what README and the engines' pages compare: LARS at eight times the least batch, int8
     beside bf16, mild beside plain.

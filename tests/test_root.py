@@ -22,7 +22,7 @@ def test_an_ordinary_user_is_told_what_a_skipped_test_needs(monkeypatch: pytest.
 
 
 @pytest.mark.usefixtures("somebody")
-def test_in_ci_it_fails_instead(monkeypatch: pytest.MonkeyPatch):
+def test_root_missing_in_ci_is_a_failure(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CI", "true")
     with pytest.raises(pytest.fail.Exception, match=r"needs root .* you are not root"):
         require_root()

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from imagenet_fast.bench.netns import INTERFACE, Host, end_with_parent, enter, parse_rate, shaped_network
+from imagenet_fast.bench.netns import INTERFACE, Host, enter, kill_with_parent, parse_rate, shaped_network
 from imagenet_fast.bench.parallel_layouts import NamedLayout, laid_out, refuse_axes
 from imagenet_fast.distributed.cpu_affinity import cores_per_rank
 from imagenet_fast.distributed.rank_info import RankInfo
@@ -193,7 +193,7 @@ def _past(job: Job, label: str) -> PastRun:
 
 def _on_this_node(arguments: list[str], ranks: int, saving_s: float) -> int:
     """Run the command with all ranks on this node, and return its exit code."""
-    return _wait([partial(_start, [*arguments, "--nproc", str(ranks)], end_with_parent)], saving_s)
+    return _wait([partial(_start, [*arguments, "--nproc", str(ranks)], kill_with_parent)], saving_s)
 
 
 def _on_hosts(arguments: list[str], network: list[Host], saving_s: float) -> int:
@@ -210,7 +210,7 @@ def _on_hosts(arguments: list[str], network: list[Host], saving_s: float) -> int
 
 def _move_to(host: Host) -> None:
     """Move this new process to ``host``, and have it end with its parent."""
-    end_with_parent()
+    kill_with_parent()
     enter(host)
 
 

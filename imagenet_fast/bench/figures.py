@@ -162,7 +162,7 @@ def draw_loading(rates: Sequence[LoadingRate], figure: Any) -> None:
 
 
 def _finish(figure: Any, columns: int = 3) -> None:
-    """Take away the frames' top and right, and put a legend of the first axes below, in ``columns``; 0: no legend."""
+    """Hide the top and right spines, and put the first axes' legend below, in ``columns``; 0: no legend."""
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
     if columns:

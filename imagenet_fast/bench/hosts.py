@@ -152,9 +152,9 @@ def in_processes(
 
 
 def report_progress(text: str, done: int, total: int) -> None:
-    """Tell the process that started this one what is done now, and how much is done of how much.
+    """Report to the parent process what is done now, and that ``done`` of ``total`` is finished.
 
-    Only process 0 is heard. Call this between measurements, not inside.
+    Only reports of process 0 are shown. Call this between measurements, not inside.
     """
     if _progress_file is not None:
         atomic_write_text(_progress_file, json.dumps([text, done, total]))

@@ -31,7 +31,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from imagenet_fast.bench.netns import INTERFACE, Host, end_with_parent, inhabit, time_repetitions
+from imagenet_fast.bench.netns import INTERFACE, Host, inhabit, kill_with_parent, time_repetitions
 from imagenet_fast.errors import UserError
 
 INSTALL = "`pip install mpi4py mpich`"
@@ -74,7 +74,7 @@ def mpi_ranks(hosts: list[Host] | None, ranks_each: int) -> Iterator[Path]:
             [mpiexec, *_HERE, "-n", str(count), *module, place, str(ranks_each), *(h.namespace for h in hosts or ())],
             env=os.environ | (_BY_LINK if hosts is not None else {}),
             stdin=subprocess.DEVNULL, stdout=kept.enter_context(said.open("wb")), stderr=subprocess.STDOUT,
-            preexec_fn=end_with_parent, process_group=0,
+            preexec_fn=kill_with_parent, process_group=0,
         )  # fmt: skip
         kept.callback(_end, process)
         try:
@@ -161,7 +161,7 @@ def serve(folder: Path, ranks_each: int, namespaces: list[str]) -> None:
         ranks_each: Ranks on each node.
         namespaces: Paths of the nodes' network namespaces; empty means this node's own network.
     """
-    end_with_parent()
+    kill_with_parent()
     rank = int(os.environ["PMI_RANK"])  # MPI reports the rank too late: it looks for interfaces when it starts
     if namespaces:
         inhabit(Host("", namespaces[rank // ranks_each]))

@@ -94,7 +94,7 @@ def inhabit(host: Host) -> None:
         raise OSError(ctypes.get_errno(), f"/sys cannot show {INTERFACE}: {os.strerror(ctypes.get_errno())}")
 
 
-def end_with_parent() -> None:
+def kill_with_parent() -> None:
     """Have the kernel kill this process when its parent ends, for whatever reason."""
     if hasattr(_libc, "prctl"):
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -80,7 +80,9 @@ def refuse_axes(overrides: Sequence[str], layouts: Sequence[NamedLayout]) -> Non
     """Raise UserError if an override sets what ``--layout`` sets, or is for pipelines and no layout has one."""
     for override in filter(_is_parallel, overrides):
         if _key(override) in ("parallel", "parallel.tensor", "parallel.pipeline"):
-            raise UserError(f"--set {override} is what --layout says of each run; leave one of them out")
+            raise UserError(
+                f"--set {override} conflicts with --layout, which sets it for each run; leave one of them out"
+            )
         if all(layout.pipeline == 1 for layout in layouts):
             names = ",".join(layout.name for layout in layouts)
             raise UserError(f"--set {override} is for pipelines, and --layout {names} has none; leave it out")

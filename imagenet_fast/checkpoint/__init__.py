@@ -9,8 +9,9 @@ A checkpoint is a directory of a run, written once and never changed:
 
 A file holds a tree of dicts, lists, tensors and plain values (`serialization.py`). The training thread copies it to
 host memory (`staging.py`). A background thread writes that copy (`async_writer.py`), each file under another name
-first, then synced and renamed (`durable_io.py`). The ranks exchange messages through the store they met at, so no
-collective is issued and no stream is touched (`store_coordination.py`). This package does not know what is trained.
+first, then synced and renamed (`manifest.write_durably`). The ranks exchange messages through the store they met at,
+so no collective is issued and no stream is touched (`store_coordination.py`). This package does not know what is
+trained.
 
 torch.distributed.checkpoint would divide a tree over ranks and put it together for others. It is not used for these
 reasons. Its metadata is a pickle, it writes what is no tensor with ``torch.save`` and reads it with

@@ -43,7 +43,7 @@ class RankTimeout(Exception):
 
     def __init__(self, missing: Sequence[str]) -> None:
         """Name the ``missing`` keys."""
-        super().__init__(f"no letter {', '.join(missing)}")
+        super().__init__(f"timed out waiting for the messages {', '.join(missing)}")
         self.missing = missing
 
 

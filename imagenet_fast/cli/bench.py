@@ -55,7 +55,7 @@ def bench_step(
     from imagenet_fast.bench.train_step import no_data_parallel, own_precision, step_recipe
 
     if checkpoint_every is not None:
-        refuse_beside(context, ("steps",), "goes by --checkpoint-every, if that is given; leave one of them out")
+        refuse_beside(context, ("steps",), "has no effect beside --checkpoint-every; leave one of them out")
     precision = precision or own_precision()
     variants = [step_recipe(model, image_size, batch, precision, compiled, name.strip()) for name in sync.split(",")]
     times = measure(variants[0], variants, rounds, steps, checkpoint_every)

@@ -161,7 +161,7 @@ def _ddp(settings: DdpSync) -> Declaration[Slot]:
 
 
 def _compressed(settings: PowerSgdSync) -> Declaration[Slot]:
-    """Declare the engine whose timing it takes, with the values that PowerSGD sends."""
+    """Declare PowerSGD: the engine named by ``timing``, but its low-rank factors are sent."""
     engine = declaration_of(_timing_of(settings))
     collective = chosen_collective(settings.collective) or engine.collective
     return replace(engine, collective=collective, compressor=_Factors(settings))

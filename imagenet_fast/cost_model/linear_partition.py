@@ -20,7 +20,7 @@ def linear_partition(costs: Sequence[float], parts: int) -> list[slice]:
     """
     count = len(costs)
     if not 1 <= parts <= count:
-        raise ValueError(f"{count} costs cannot be shared out among {parts} runs that are not empty")
+        raise ValueError(f"cannot divide {count} costs into {parts} groups that are not empty")
     sums = list(accumulate(costs, initial=0.0))
     least = dict(enumerate(sums))  # by number of costs: cost of the dearest group so far
     begins: list[dict[int, int]] = []  # of each further group, by its end

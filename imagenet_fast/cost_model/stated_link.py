@@ -49,7 +49,7 @@ class StatedNetwork:
         return self.link(collective).seconds(message * cost_of(collective, self.layout, self.servers))
 
     def link(self, collective: Collective) -> LinkModel:
-        """Return the cost of a message of n bytes of a ring, its bytes by the busiest of NIC and node."""
+        """Return latency and seconds per byte, for bytes counted as in a ring: the slower of NIC and node counts."""
         each = self.layout.nodes[0]
         if self.layout.size == 1:
             return LinkModel(0.0, 0.0)
@@ -100,5 +100,5 @@ class StatedNetwork:
         return found
 
     def relative_bytes(self, collective: Collective) -> float:
-        """Return what a long message keeps busy, in units of a ring all-reduce."""
+        """Return the cost of a long message, relative to a ring all-reduce."""
         return cost_of(collective, self.layout, self.servers)

@@ -72,7 +72,7 @@ class SimMessage:
     link: LinkModel
     codec: CodecCost = NO_CODEC
     urgent: bool = False
-    """True if the messages released with it at the end of backward, unless urgent too, wait until it is received."""
+    """Whether messages that are not urgent, released with it at the end of backward, wait until it is received."""
     run: int = 0
     """Number of its bucket; the messages of one bucket are its pieces."""
     queue: str = ""
@@ -80,7 +80,10 @@ class SimMessage:
     abreast: float = math.inf
     """Number of messages of its queue that may be in flight at a time."""
     kind: str = ""
-    """At the end of backward a message waits for the earlier messages of every other kind, except that kind's last."""
+    """Kind of its bucket.
+
+    At the end of backward a message waits for all earlier messages of other kinds, except the last of each kind.
+    """
 
 
 def simulated_step_s(

@@ -21,6 +21,7 @@ from imagenet_fast.distributed.network_interfaces import Endpoint, await_listene
 from imagenet_fast.distributed.rank_info import RankInfo, ranges
 from imagenet_fast.distributed.store import absent, present, wait_until
 from imagenet_fast.errors import UserError, exit_with_error, first_line
+from imagenet_fast.recipe.job import flat_tables
 
 _LOOK_S = 0.05  # between two looks for ranks that have arrived
 _LISTED = 5  # at most, of the keys in which jobs differ
@@ -175,7 +176,7 @@ def _judge(books: Store, size: int, deadline: float, patience: timedelta) -> dic
     other = _unlike_first(cards, "job")
     if other is None:
         return {"refusal": "", "elsewhere": elsewhere}
-    ours, theirs = (dict(_flat(json.loads(books.get(f"job/{cards[rank]['job']}").decode()))) for rank in (0, other))
+    ours, theirs = (flat_tables(json.loads(books.get(f"job/{cards[rank]['job']}").decode())) for rank in (0, other))
     keys = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
     listed = ", ".join(f"{key} is {_said(ours, key)} and {_said(theirs, key)}" for key in keys[:_LISTED])
     more = f" and {len(keys) - _LISTED} more" if len(keys) > _LISTED else ""
@@ -187,14 +188,6 @@ def _judge(books: Store, size: int, deadline: float, patience: timedelta) -> dic
 def _unlike_first(cards: Sequence[Mapping[str, Any]], key: str) -> int | None:
     """Return the first rank whose value for ``key`` differs from rank 0's, or None."""
     return next((rank for rank, card in enumerate(cards) if card[key] != cards[0][key]), None)
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def _said(flat: Mapping[str, Any], key: str) -> str:

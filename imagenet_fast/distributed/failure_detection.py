@@ -62,7 +62,7 @@ def report_failure(error: Exception) -> str:
 
 
 def failure_of_others(store: Store, sleep: Callable[[float], object] = time.sleep) -> str:
-    """Return the failure that another rank has left; an empty string if this rank is to look which ranks are lost.
+    """Return the failure that another rank reported, or an empty string if this rank must find the lost ranks.
 
     One rank looks, and the others wait here for what it leaves. If it is lost before, each looks by itself.
 

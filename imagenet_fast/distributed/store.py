@@ -17,10 +17,10 @@ def wait_until(
     """Call ``come`` until it returns true, and return whether it did before ``deadline``.
 
     Args:
-        come: Looks for what is waited for; may raise, to wait no longer.
+        come: The condition; may raise, to wait no longer.
         deadline: End of the wait, by ``time.monotonic``.
         look_s: Seconds between two looks.
-        longest_s: Where looks are to become rarer: the most seconds between two; None: always ``look_s``.
+        longest_s: Look less and less often, down to once in so many seconds; None: always every ``look_s``.
         sleep: Waits for some seconds; may raise, to wait no longer.
     """
     while not come():

@@ -104,7 +104,7 @@ def _stretches(events: Sequence[dict[str, Any]], track: str) -> Iterator[Stretch
 
 
 def _steps(marks: Sequence[tuple[str, float]]) -> Iterator[tuple[float, float]]:
-    """Yield when each step begins and ends: where the last forward before the end of its own backward has ended."""
+    """Yield the begin and the end of each step. It begins when the last forward before its backward ends."""
     begins, turn = [], None
     for name, moment in sorted(marks, key=itemgetter(1)):
         if name == "forward ends":

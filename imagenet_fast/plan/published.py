@@ -41,11 +41,6 @@ class Published:
     left: str = ""
     """The reason why the model misses, as far as it is known."""
 
-    @property
-    def mlperf(self) -> bool:
-        """Whether it is a log of MLPerf."""
-        return self.name.startswith("MLPerf")
-
 
 _H100, _A100, _DGX2H, _DGX1 = (
     DEVICES[name].computes["resnet50"][0] for name in ("h100", "a100", "v100-dgx2h", "v100-dgx1")

@@ -27,7 +27,7 @@ def expected_max(ranks: int) -> float:
 def straggling(sigma: float, ranks: int) -> float:
     """Return the factor on a step's compute: all ranks wait for the slowest, whose time is 1 + sigma x the maximum.
 
-    Each rank's time is normal around 1 with the standard deviation ``sigma``, drawn anew in each step. An engine that
-    defers absorbs none of it: no rank's next step but one begins before the slowest has ended this one.
+    Each rank's time is normal around 1 with the standard deviation ``sigma``, drawn anew in each step. Deferred
+    updates hide none of this wait: no rank can begin step n + 2 before the slowest has ended step n.
     """
     return 1.0 if ranks == 1 else 1 + sigma * expected_max(ranks)

@@ -20,7 +20,9 @@ class Sweep:
 
 
 def parse_sweep(text: str) -> Sweep:
-    """Parse ``gpus=LIST`` or ``nic=LIST``, a list of numbers and ranges: ``8..64`` doubles, ``8..64:4`` goes by fours.
+    """Parse ``gpus=LIST`` or ``nic=LIST``, a list of numbers and ranges.
+
+    ``8..64`` doubles from 8 to 64, ``8..64:4`` multiplies by 4.
 
     Raises:
         UserError: It is no such sweep.

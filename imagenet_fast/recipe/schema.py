@@ -94,7 +94,7 @@ class TensorFloat(Table):
 
 
 class BFloat16(Table):
-    """bf16 autocast over fp32 weights."""
+    """bf16 autocast over fp32 weights; fp32 if a rank's CPU has no instructions for bf16."""
 
     kind: Literal["bf16"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,9 +18,6 @@ from imagenet_fast.sync.comm_ops import AllReduceHandle
 from imagenet_fast.sync.compressor import Compressor
 from imagenet_fast.sync.device_timer import Timestamp, record_timestamp, seconds_between
 from imagenet_fast.sync.param_slot import ParamSlot
-
-Bucket = Sequence[ParamSlot]
-"""Neighbouring slots of the pool that are sent together."""
 
 Elements = dict[nn.Parameter, list[slice]]
 """The selected elements of each parameter, as slices in memory order."""

@@ -251,7 +251,7 @@ def _backpropagation(
 def seed_step(seed: int, step: int, world: DistContext) -> None:
     """Seed the generators of the CPU and of this rank's device by (seed, step, rank), as dropout uses them.
 
-    A run resumed at a step so draws the same numbers as an uninterrupted one. Compiled code and replayed CUDA graphs
+    So a resumed run draws the same numbers as an uninterrupted one. Compiled code and replayed CUDA graphs
     use the same generators. The CPU's generator uses 32 bits of a seed, a GPU's all 64.
     """
     number = int(bits("step", seed, step, of=world.rank)[0])

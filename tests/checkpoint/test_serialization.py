@@ -112,7 +112,7 @@ def test_an_optimizers_state_continues_it_bit_for_bit():
     assert same(dict(models[0].state_dict()), dict(models[1].state_dict()))
 
 
-def test_generators_come_back():
+def test_states_of_generators_round_trip():
     torch.manual_seed(5)
     numpy = np.random.Generator(np.random.PCG64(3))
     python = random.Random(7)

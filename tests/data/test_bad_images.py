@@ -107,7 +107,7 @@ def test_a_folder_of_nothing_but_bad_images_ends_the_run(tmp_path: Path, loader:
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_a_image_that_has_gone_is_named_too(image_dir: Path, tmp_path: Path, loader: str):
+def test_an_image_that_has_gone_is_named_too(image_dir: Path, tmp_path: Path, loader: str):
     shutil.copytree(image_dir, tmp_path / "data")
     train = build_loaders(data(loader, "fail"), tmp_path / "data", Batching(1, 40, 1), 0, 2, CPU, seed=1).train
     gone = tmp_path / "data" / "train" / "class0" / "003.jpg"

@@ -63,7 +63,7 @@ def test_a_common_image_is_not_left_to_pil(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("changed", range(2, len(JPEG), 97))
-def test_a_image_of_which_a_byte_is_wrong_is_decoded_or_refused(changed: int):
+def test_an_image_of_which_a_byte_is_wrong_is_decoded_or_refused(changed: int):
     damaged = JPEG[:changed] + bytes([JPEG[changed] ^ 0xFF]) + JPEG[changed + 1 :]
     with suppress(ImageDecodeError):
         assert decode(damaged).shape[2] == 3

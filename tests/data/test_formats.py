@@ -140,7 +140,7 @@ def test_resume_mid_epoch_in_any_format(image_dir: Path, tmp_path: Path):
             assert torch.equal(ours[1], theirs[1])
 
 
-def test_what_is_told_of_a_image_leads_to_it(roots: dict[str, Path]):
+def test_what_is_told_of_an_image_leads_to_it(roots: dict[str, Path]):
     for name, root in roots.items():
         images = open_training(root)
         told = [images.name(i) for i in range(len(images))]

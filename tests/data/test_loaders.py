@@ -311,7 +311,7 @@ def test_dali_is_given_pixels_of_what_it_cannot_decode(
         ("CUDA runtime API error cudaErrorECCUncorrectable (214)", "DALI cannot use the GPU (CUDA runtime API error"),
     ],
 )
-def test_what_is_no_fault_of_a_image_is_told_as_what_it_is(
+def test_what_is_no_fault_of_an_image_is_told_as_what_it_is(
     image_dir: Path, error: str, told: str, monkeypatch: pytest.MonkeyPatch
 ):
     def run(*_: object) -> None:

@@ -38,7 +38,7 @@ def mixed(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0), (0.2, 1.0)])
-def test_a_images_label_says_what_it_shows(mixup: float, cutmix: float, dtype: torch.dtype):
+def test_an_images_label_says_what_it_shows(mixup: float, cutmix: float, dtype: torch.dtype):
     order = order_of(1, 0)
     changed = 0
     for (before, classes), (images, labels) in zip(batches(order), mixed(order, mixup, cutmix, dtype), strict=True):

@@ -30,6 +30,6 @@ def test_a_terminal_shows_what_is_done(monkeypatch: pytest.MonkeyPatch):
     assert "decoding" in shown
 
 
-def test_a_pipe_gets_nothing(monkeypatch: pytest.MonkeyPatch):
+def test_progress_is_silent_on_a_pipe(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert moved(io.StringIO(), monkeypatch) == ""

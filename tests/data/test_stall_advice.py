@@ -56,7 +56,7 @@ def test_the_likeliest_remedy_comes_first(given: InputPipeline, expected: list[s
     assert [remedy.written for remedy in suggestions(given)] == expected
 
 
-def test_three_are_told():
+def test_advice_lists_three_remedies():
     lines = advice(12.3, supply(True, 16, 400, loader="dali", workers=6))
     assert lines[0] == (
         "Waited for data 12 % of training: a rank reads with dali, in 6 of 16 cores. "

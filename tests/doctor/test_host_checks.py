@@ -152,7 +152,7 @@ def test_cuda_without_a_device_is_not_passed_over(monkeypatch: pytest.MonkeyPatc
     assert (found.about, found.state) == ("GPU", "fail")
 
 
-def test_a_class_without_a_image_in_val_is_doubtful(tmp_path: Path):
+def test_a_class_without_an_image_in_val_is_doubtful(tmp_path: Path):
     for place in ("train/a", "train/b", "train/c", "val/a"):
         (tmp_path / place).mkdir(parents=True)
         (tmp_path / place / "x.png").write_bytes(b"")

@@ -31,7 +31,7 @@ def test_a_seed_draws_one_program_and_all_kinds_of_disturbances_come():
     assert {damage.file for command in commands for damage in command.afterwards} == {*FILES}
 
 
-def test_damage_is_what_it_says(tmp_path: Path):
+def test_damage_flips_truncates_replaces_and_deletes(tmp_path: Path):
     for name in ("flip", "truncate", "directory", "delete"):
         (tmp_path / name).write_bytes(b"12345678")
     hurts = {how: hurt(tmp_path, Hurt(how, how, 0.5)) for how in ("flip", "truncate", "directory", "delete")}

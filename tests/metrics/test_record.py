@@ -480,7 +480,7 @@ def test_narrow_terminals_wrap_columns_and_cut_no_number(width: int, tmp_path: P
     assert text.count("reached") == 2
 
 
-def test_other_tables_wrap_too():
+def test_compact_tables_wrap_to_the_width():
     table = compact_table(("engine", "kind"), ("first", "second"), [("hybrid", "exact", "123456.78", "98765.4321")])
     text = shown(table, width=24)
     assert {"123456.78", "98765.4321"} <= set(text.split())

@@ -221,7 +221,7 @@ def test_replicated_pipelines_follow_one_process():
     check(4, 2, cases, 5e-5)
 
 
-def test_under_autocast_too():
+def test_a_pipeline_matches_one_rank_under_autocast():
     check(2, 2, [Case(convnet, 15, schedule, 4, cast=True) for schedule in ("gpipe", "1f1b", "interleaved")], 1e-2)
 
 

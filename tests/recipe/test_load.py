@@ -431,7 +431,7 @@ def test_a_path_that_is_no_utf8_is_refused_as_such():
 
 
 @pytest.mark.parametrize("seconds", ["inf", "1e12"])
-def test_a_wait_has_an_end(seconds: str):
+def test_a_join_timeout_above_the_limit_is_refused(seconds: str):
     done = CliRunner().invoke(app, ["train", "--recipe", "demo", "--join-timeout", seconds])
     assert done.exit_code == 2
     assert "100000000" in done.stderr

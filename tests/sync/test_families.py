@@ -65,7 +65,7 @@ def swin() -> nn.Module:
 @pytest.mark.parametrize(
     ("family", "pixels", "steps", "mb"), [(mobilenet, 64, 4, 1.0), (vit, 32, 8, 0.02), (swin, 64, 8, 0.02)]
 )
-def test_it_trains_as_under_ddp(family: Callable[[], nn.Module], pixels: int, steps: int, mb: float):
+def test_families_train_as_under_ddp(family: Callable[[], nn.Module], pixels: int, steps: int, mb: float):
     """In weights and in each rank's own statistics; eight steps are enough for plans to be made and used."""
     statistics = run(3, _as_under_ddp, family, pixels, steps, mb)
     assert len(set(statistics)) == (3 if family is mobilenet else 1), "batch norms are a rank's own"

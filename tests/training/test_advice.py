@@ -41,7 +41,7 @@ def test_a_run_that_waited_is_told_what_may_help_on_this_node(job: Job):
     [("finished", 5.0), ("finished", None), ("failed", 80.0)],
     ids=["bearable", "unmeasured", "failed"],
 )
-def test_others_are_not(status: str, wait_pct: float | None, job: Job):
+def test_no_advice_without_long_data_waits(status: str, wait_pct: float | None, job: Job):
     assert final_advice(job, ended(status, wait_pct), WORLD) == []
 
 

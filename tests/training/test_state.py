@@ -81,7 +81,7 @@ def _same_however_fast() -> None:
             _assert_same(ends[0], end, sync)
 
 
-def test_with_every_layout_too():
+def test_with_every_layout_it_goes_on_to_the_bit():
     run(4, _same_with_every_layout)
 
 
