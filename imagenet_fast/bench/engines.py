@@ -308,7 +308,7 @@ def _predictions(
     """
     model = replay(profile, gradients)
     pool = GradientPool(model, topology=topology)
-    timing = with_moves(timing_of(profile, model, pool.spans), gradients, pool)
+    timing = with_moves(timing_of(profile, model, pool.slots), gradients, pool)
     predicted, networks = dict[Sync | Declared, float](), dict[torch.dtype, NetworkProbe]()
     for settings in engines:
         if settings.chooses:

@@ -107,13 +107,13 @@ class CountedStep:
         self._lars = LARS(groups, lr=0.1)
         noted = _CountedTopology(ranks_per_node, self._calls if noting else None)
         self._pool = pool = GradientPool(self._model, topology=noted)
-        pool.order([span.name for span in pool.spans])  # fixed: ranks without values can't agree on another order
+        pool.order([slot.name for slot in pool.slots])  # fixed: ranks without values can't agree on another order
         self._travelling = settings.travelling
         wire = wire_dtype(settings.wire)
         self._wire = wire_for(pool.buffer.dtype, wire, pool.topology)
         declaration = declare(settings)  # type: ignore[arg-type]  # none that chooses
         network = NetworkProbe(pool.topology, self._wire, link)
-        timing = timing_of(profile, self._model, pool.spans)
+        timing = timing_of(profile, self._model, pool.slots)
         self._engine: SyncEngine
         if isinstance(settings, SparseSync):
             self._engine = _Spread(settings, pool, wire)
@@ -177,9 +177,9 @@ class CountedStep:
         self.updates, self._update_s = 0, 0.0
         self._pool.zero_grad()
         self._model(self._x)
-        for span in self._pool.spans:
-            span.param.grad = self._gradients[span.param]
-            self._pool.reducer.collect(span.param)
+        for slot in self._pool.slots:
+            slot.param.grad = self._gradients[slot.param]
+            self._pool.reducer.collect(slot.param)
         self._pool.end_backward()
         begun = time.thread_time()
         apply = snapshot_step(self._lars)

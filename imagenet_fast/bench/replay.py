@@ -47,17 +47,17 @@ def replay(profile: Profile, gradients: Gradients) -> nn.Sequential:
     )
 
 
-def timing_of(profile: Profile, model: nn.Sequential, spans: Sequence[ParamSlot]) -> Timing:
+def timing_of(profile: Profile, model: nn.Sequential, slots: Sequence[ParamSlot]) -> Timing:
     """Return the recorded timing of a step over the slots of a replayed model.
 
     Args:
         profile: Provides the times.
         model: A model from ``replay``, or one with the same order of layers.
-        spans: The pool's slots of its parameters.
+        slots: The pool's slots of its parameters.
     """
     course = profile.timing
     places: dict[nn.Module | None, int] = {module: place for place, module in enumerate(reversed(list(model)))}
-    own = [places[span.module] for span in spans]
+    own = [places[slot.module] for slot in slots]
     return replace(course, needed=tuple(course.needed[n] for n in own), ready=tuple(course.ready[n] for n in own))
 
 
@@ -72,8 +72,8 @@ def with_moves(timing: Timing, gradients: Gradients, pool: GradientPool) -> Timi
     for _ in range(3):
         dist.barrier()
         begun, moments = time.perf_counter(), []
-        for span, source in zip(pool.spans, sources, strict=True):
-            pool.buffer[span.start : span.flag].copy_(source)
+        for slot, source in zip(pool.slots, sources, strict=True):
+            pool.buffer[slot.start : slot.flag].copy_(source)
             moments.append(time.perf_counter() - begun)
         turns.append(moments)
     late = torch.tensor(min(turns, key=lambda moments: moments[-1]))

@@ -39,7 +39,7 @@ def allreduce(settings: AllReduceSync) -> Declaration[Slot]:
     (``HOROVOD_FUSION_THRESHOLD`` of 64 MB in one group, without overlap).
     """
     return Declaration(
-        settings.wire, "each", math.inf, group_key=alike if settings.fused else lambda span: span.layer,
+        settings.wire, "each", math.inf, group_key=alike if settings.fused else lambda slot: slot.layer,
         collective=settings.collective, servers=settings.servers, whole_buckets=settings.fused,
     )  # fmt: skip
 
@@ -97,12 +97,12 @@ def hybrid(settings: HybridSync) -> Declaration[Slot]:
     )  # fmt: skip
 
 
-def is_connected(span: Slot) -> bool:
+def is_connected(slot: Slot) -> bool:
     """Return whether the slot's layer is fully connected: it has a matrix as its weight.
 
     The weight of a convolution or a norm is not a matrix.
     """
-    return span.connected
+    return slot.connected
 
 
 def _suiting(settings: HybridSync, run: Sequence[Slot], network: Links) -> Collective:
@@ -173,10 +173,10 @@ class _Factors:
 
     settings: PowerSgdSync | DdpSync
 
-    def travelling(self, span: Slot) -> int:
+    def travelling(self, slot: Slot) -> int:
         """Return how many values PowerSGD sends for a slot: its factors and its flag, or all of it."""
-        factors = round(self.settings.travelling(span.shape))
-        return factors + 1 if factors < math.prod(span.shape) else span.stop - span.start
+        factors = round(self.settings.travelling(slot.shape))
+        return factors + 1 if factors < math.prod(slot.shape) else slot.stop - slot.start
 
 
 def _timing_of(settings: PowerSgdSync) -> AllReduceSync | LazySync | HybridSync | DearSync:

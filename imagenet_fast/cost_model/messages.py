@@ -74,14 +74,14 @@ class Links(Protocol):
         ...
 
 
-def alike(span: Slot) -> None:
+def alike(slot: Slot) -> None:
     """Return the same kind for every slot, so that any neighbours may share a bucket."""
 
 
 class SentValues(Protocol[S_contra]):
     """A compressor, as far as the cost model knows it."""
 
-    def travelling(self, span: S_contra) -> int:
+    def travelling(self, slot: S_contra) -> int:
         """Return how many values are sent for this slot."""
         ...
 
@@ -160,14 +160,14 @@ class BucketChunk(Generic[S]):
 
 
 def divide(
-    engine: Declaration[S], spans: Sequence[S], line: int, layout: RankLayout, wire: WireFormat, fuse: float,
+    engine: Declaration[S], slots: Sequence[S], line: int, layout: RankLayout, wire: WireFormat, fuse: float,
     links: Links,
 ) -> list[BucketChunk[S]]:  # fmt: skip
     """Build the messages of a step, in the order in which their gradients are ready.
 
     Args:
         engine: The declaration.
-        spans: The slots, in pool order.
+        slots: The slots, in pool order.
         line: Elements of which the bounds of slots are multiples.
         layout: The ranks.
         wire: The form in which values are sent.
@@ -176,14 +176,14 @@ def divide(
     """
     messages: list[BucketChunk[S]] = []
     elements = -(-piece_elements(layout, wire) // line) * line
-    for run in _runs(spans, engine, fuse / wire.itemsize):
+    for run in _runs(slots, engine, fuse / wire.itemsize):
         collective = _collective(engine, run, layout, wire, links)
         cost = cost_of(collective, layout, engine.servers)
         for piece, (part, travelling) in enumerate(_parts(run, engine, elements)):
             whose = [s for s in run if s.start < part.stop and part.start < s.stop] if engine.prioritized else run
-            closes = len(spans) if engine.awaits == "each" else whose[-1].index
+            closes = len(slots) if engine.awaits == "each" else whose[-1].index
             needed = -whose[-1].index  # the next forward reads the pool's last layers first
-            urgent = engine.prioritized and whose[-1] is spans[-1]
+            urgent = engine.prioritized and whose[-1] is slots[-1]
             lane = HIGH_PRIORITY if urgent else lane_of(piece, layout.on_gpu)
             if wire.coded and engine.compressor is None:
                 travelling = _coded_values(whose, part, layout)
@@ -240,16 +240,16 @@ def _coded_values(run: Sequence[Slot], piece: slice, layout: RankLayout) -> int:
     return total * BLOCK
 
 
-def _runs(spans: Iterable[S], engine: Declaration[S], fuse: float) -> Iterator[list[S]]:
+def _runs(slots: Iterable[S], engine: Declaration[S], fuse: float) -> Iterator[list[S]]:
     """Group neighbouring slots of one kind into buckets, each closed once it holds ``fuse`` elements."""
     runs: list[list[S]] = []
-    for span in spans:
+    for slot in slots:
         run = runs[-1] if runs else []
         enough = fuse * (engine.first_bucket_scale if len(runs) == 1 else 1)
-        if run and engine.group_key(span) == engine.group_key(run[0]) and run[-1].stop - run[0].start < enough:
-            run.append(span)
+        if run and engine.group_key(slot) == engine.group_key(run[0]) and run[-1].stop - run[0].start < enough:
+            run.append(slot)
         else:
-            runs.append([span])
+            runs.append([slot])
     return iter(runs)
 
 

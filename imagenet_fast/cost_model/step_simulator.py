@@ -67,7 +67,7 @@ class SimMessage:
 
     task: Task
     """When it may be launched, its bytes, and the message of which it is the second half."""
-    spans: range
+    slots: range
     """Slots, by number in pool order, that are complete once it and their other messages are received."""
     link: LinkModel
     codec: CodecCost = NO_CODEC
@@ -108,7 +108,7 @@ def simulated_step_s(
     came = _came(sendings, releases, awaits == "each", moments)
     late = 0.0
     for sending, moment in zip(sendings, came, strict=True):
-        needed = min(timing.needed[span] for span in sending.spans) if awaits == "read" else 0.0
+        needed = min(timing.needed[slot] for slot in sending.slots) if awaits == "read" else 0.0
         late = max(late, moment - timing.backward_s - needed)
     return timing.compute_s + late
 
@@ -139,9 +139,9 @@ def step_lower_bound(
             needed = timing.needed
         case _:
             assert_never(awaits)
-    spans = list(zip(timing.ready, needed, seconds, strict=True))
+    slots = list(zip(timing.ready, needed, seconds, strict=True))
     bounds = (
-        timing.forward_s + a - d + share * sum(s for ready, need, s in spans if ready >= a and need <= d)
+        timing.forward_s + a - d + share * sum(s for ready, need, s in slots if ready >= a and need <= d)
         for a in timing.ready
         for d in set(needed)
     )

@@ -181,8 +181,8 @@ def predict_step(settings: Sync, step: Step, network: StatedNetwork, sigma: floa
         engine = replace(engine, bucket_bytes=piece_bytes(layout) / 4)  # its own, by which it packs chunks
     network = replace(network, servers=engine.servers, inside_scale=2.0 if wire.coded else 1.0)
     codec = GPU_CODEC if wire.coded and layout.on_gpu else CodecCost()
-    spans: Sequence[Slot] = step.slots(line)
-    model = StepModel(engine, spans, line, layout, wire, network, lambda: codec, settings.share)
+    slots: Sequence[Slot] = step.slots(line)
+    model = StepModel(engine, slots, line, layout, wire, network, lambda: codec, settings.share)
     if fuse is None:
         fuse, step_s = model.best(timing)
     else:

@@ -101,10 +101,10 @@ class Auto(SyncEngine):
         self._meanwhile.load_state_dict(state)
         self.rebuild_buckets()
 
-    def gradient_ready(self, span: ParamSlot) -> None:
+    def gradient_ready(self, slot: ParamSlot) -> None:
         """Note the time, and push the slot to the ``meanwhile`` engine."""
         self._timetable.gradient_ready()
-        self._meanwhile.gradient_ready(span)
+        self._meanwhile.gradient_ready(slot)
 
     @property
     def has_residual(self) -> bool:

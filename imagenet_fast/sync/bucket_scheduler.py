@@ -92,11 +92,11 @@ class Scheduler(SyncEngine):
         elif self._engine.learns:
             self._timetable = self._pool.watch(layers=self.defers)
 
-    def gradient_ready(self, span: ParamSlot) -> None:
-        """Launch the messages that are due once the gradient of ``span`` is final."""
+    def gradient_ready(self, slot: ParamSlot) -> None:
+        """Launch the messages that are due once the gradient of ``slot`` is final."""
         if self._timetable is not None:
             self._timetable.gradient_ready()
-        self._release(span.index)
+        self._release(slot.index)
 
     def scale_residual(self, ratio: Tensor) -> None:
         """Multiply quantisation errors and compressor residuals by ``ratio``, an fp32 scalar on the device."""
@@ -117,7 +117,7 @@ class Scheduler(SyncEngine):
         """
         if self._timetable is not None:
             self._timetable.finish()
-        self._release(len(self._pool.spans))
+        self._release(len(self._pool.slots))
         # A forward that is being timed must not wait.
         if drop or self._engine.awaits != "read" or self._timetable is not None:
             self._await(list(self._travelling))
@@ -136,13 +136,13 @@ class Scheduler(SyncEngine):
         stats, self._stats = self._stats, SyncStats(Stopwatch(self._pool.buffer.device))
         return stats
 
-    def wait(self, span: ParamSlot) -> None:
-        """Wait for the messages that carry the gradient of ``span``."""
-        self._await([n for n in self._numbers[span] if n in self._travelling])
+    def wait(self, slot: ParamSlot) -> None:
+        """Wait for the messages that carry the gradient of ``slot``."""
+        self._await([n for n in self._numbers[slot] if n in self._travelling])
 
-    def has_arrived(self, span: ParamSlot) -> bool:
-        """Return whether all messages of ``span`` have been waited for."""
-        return self._travelling.keys().isdisjoint(self._numbers[span])
+    def has_arrived(self, slot: ParamSlot) -> bool:
+        """Return whether all messages of ``slot`` have been waited for."""
+        return self._travelling.keys().isdisjoint(self._numbers[slot])
 
     def plan(self, timing: Timing) -> None:
         """Choose the best bucket size and launch order for all later steps. Nothing may be in flight.
@@ -170,7 +170,7 @@ class Scheduler(SyncEngine):
         left = self._left if self._residual is None else self._residual.gathered()
         return {
             "step": self._step, "left": left, "memory": _copied(self._memory),
-            "places": places_of(self._pool.spans), "learnt": learnt,
+            "places": places_of(self._pool.slots), "learnt": learnt,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -181,8 +181,8 @@ class Scheduler(SyncEngine):
         self._step, self._memory = state["step"], _copied(state["memory"])
         self._residual, self._left = None, None
         if state["left"] is not None:
-            self._left = state["left"].new_zeros(self._pool.spans[-1].stop)
-            bring(state["left"], state["places"], self._left, self._pool.spans)
+            self._left = state["left"].new_zeros(self._pool.slots[-1].stop)
+            bring(state["left"], state["places"], self._left, self._pool.slots)
         if learnt := state["learnt"]:
             self._timing = Timing(**learnt["timing"])
             self._network.load_state_dict(learnt["network"])
@@ -215,12 +215,12 @@ class Scheduler(SyncEngine):
         """Build the messages of all later steps, each launched as soon as its gradients are ready."""
         engine, pool = self._engine, self._pool
         self._messages = step_model(engine, pool, self._wire, self._network).messages(fuse)
-        self._releases = [[] for _ in range(len(pool.spans) + 1)]
-        self._numbers: dict[ParamSlot, list[int]] = {span: [] for span in pool.spans}
+        self._releases = [[] for _ in range(len(pool.slots) + 1)]
+        self._numbers: dict[ParamSlot, list[int]] = {slot: [] for slot in pool.slots}
         for number, message in enumerate(self._messages):
             self._releases[message.task.event].append(number)
-            for span in message.run:
-                self._numbers[span].append(number)
+            for slot in message.run:
+                self._numbers[slot].append(number)
         self._prepare()
 
     def _prepare(self) -> None:
@@ -229,8 +229,8 @@ class Scheduler(SyncEngine):
         wire = PLAIN if self._plain and is_coded(self._wire) else self._wire
         residual = None
         if is_coded(wire):
-            left = self._left if self._residual is None else self._residual.moved(pool.spans)
-            residual = ErrorFeedback(pool.spans, pool.buffer.device, left)
+            left = self._left if self._residual is None else self._residual.moved(pool.slots)
+            residual = ErrorFeedback(pool.slots, pool.buffer.device, left)
         self._phases: list[Sequence[CommOp]] = []
         self._compressed: list[Compressed] = []
         rest: Sequence[CommOp] = ()
@@ -280,7 +280,7 @@ class Scheduler(SyncEngine):
         """
         if self._releases[event]:
             self._pool.measure()
-        ended = event == len(self._pool.spans)
+        ended = event == len(self._pool.slots)
         gate: Sequence[PendingOp] = ()
         before: dict[Collective, list[AllReduceHandle]] = {}
         for number in self._releases[event]:

@@ -47,11 +47,11 @@ class Compressed:
 class Compressor(Protocol):
     """A compressor, as a part of an engine's declaration. Its only state is the memory passed to it."""
 
-    def travelling(self, span: ParamSlot) -> int:
+    def travelling(self, slot: ParamSlot) -> int:
         """Return how many values are sent for this slot."""
         ...
 
-    def rounds(self, spans: Sequence[ParamSlot], pool: Tensor, topology: Topology, memory: Memory) -> Compressed:
+    def rounds(self, slots: Sequence[ParamSlot], pool: Tensor, topology: Topology, memory: Memory) -> Compressed:
         """Build the compression of neighbouring slots of the pool.
 
         Tensors that ``memory`` lacks are created there, and kept there from step to step.

@@ -55,7 +55,7 @@ class DeferredUpdate:
         self,
         model: nn.Module,
         engine: SyncEngine,
-        spans: Sequence[ParamSlot],
+        slots: Sequence[ParamSlot],
         used: Callable[[Sequence[ParamSlot]], list[nn.Parameter]],
         lockstep: bool = False,
     ) -> None:
@@ -64,7 +64,7 @@ class DeferredUpdate:
         Args:
             model: The model whose forward reads the parameters.
             engine: The engine that sends the gradients.
-            spans: The pool's slots.
+            slots: The pool's slots.
             used: Puts the gradients of slots into ``p.grad``, and returns the parameters to be updated.
             lockstep: Whether updates wait for ranks outside the pool, as LARS does for the norms of shards. Then no
                 update is applied early: other messages may have arrived there, and the ranks' calls would not match.
@@ -75,12 +75,12 @@ class DeferredUpdate:
         self._pending: dict[ParamSlot, None] = {}
         self._updates: list[Update] = []
         self._unchanged: dict[ParamSlot, tuple[int, int]] = {}  # version and place of what is pending
-        self._readers = FirstUseTracker(model, [span.param for span in spans])
+        self._readers = FirstUseTracker(model, [slot.param for slot in slots])
         self._lock = threading.RLock()  # several threads may call the model, to evaluate it
         self._model = model
         self._thread = threading.local()
         self._called: set[nn.Module] = set()
-        self.lay_out(spans)
+        self.lay_out(slots)
         before_forward, settle = Hook(self._before_forward), Hook(lambda *_: self.settle())
         self._modules = list(model.modules())
         self._hooks = [model.register_forward_hook(Hook(self._after_forward), always_call=True)]
@@ -101,10 +101,10 @@ class DeferredUpdate:
             for module in self._modules:
                 remove_copy_hook(module, self.settle)
 
-    def lay_out(self, spans: Sequence[ParamSlot]) -> None:
+    def lay_out(self, slots: Sequence[ParamSlot]) -> None:
         """Take the pool's new slots. No update may be pending."""
         assert not self._pending
-        self._spans = list(spans)
+        self._slots = list(slots)
         self._read_by: dict[nn.Module, list[ParamSlot]] | None = None
         self._unread: list[ParamSlot] = []
 
@@ -114,26 +114,26 @@ class DeferredUpdate:
             if self._read_by is None and self._readers.called:  # else there was no forward to learn from yet
                 self._readers.close()
                 self._called = set(self._readers.called)
-                by_param = {span.param: span for span in self._spans}
+                by_param = {slot.param: slot for slot in self._slots}
                 readers = self._readers.by_module()
                 self._read_by = {module: [by_param[param] for param in params] for module, params in readers.items()}
-                read = {span for spans in self._read_by.values() for span in spans}
-                self._unread = [span for span in self._spans if span not in read]
-            if at_once or len(self._pending) < len(self._spans) - len(self._unread):
+                read = {slot for slots in self._read_by.values() for slot in slots}
+                self._unread = [slot for slot in self._slots if slot not in read]
+            if at_once or len(self._pending) < len(self._slots) - len(self._unread):
                 self._bring_up_to_date(list(self._pending))  # a forward has read some since the last update
-            now = self._spans if at_once or self._read_by is None else self._unread
+            now = self._slots if at_once or self._read_by is None else self._unread
             if not self._pending and not at_once:
                 self._updates = []
-                self._pending = dict.fromkeys(span for span in self._spans if span not in set(now))
+                self._pending = dict.fromkeys(slot for slot in self._slots if slot not in set(now))
             if not at_once:
                 self._updates.append(apply)
-            for span in now:
-                self.engine.wait(span)
+            for slot in now:
+                self.engine.wait(slot)
             if now:
                 self._apply([apply], now)
-            self._unchanged = {span: (span.param._version, span.param.data_ptr()) for span in self._pending}
-            for span in self._pending:
-                span.param.grad = None  # still in flight, so zero_grad must not zero it in place
+            self._unchanged = {slot: (slot.param._version, slot.param.data_ptr()) for slot in self._pending}
+            for slot in self._pending:
+                slot.param.grad = None  # still in flight, so zero_grad must not zero it in place
 
     def settle(self) -> None:
         """Apply every pending update."""
@@ -145,11 +145,11 @@ class DeferredUpdate:
     def _settle_one(self, param: nn.Parameter) -> None:
         """Apply the pending update of ``param``, if there is one."""
         with self._lock:
-            self._bring_up_to_date([span for span in self._pending if span.param is param])
+            self._bring_up_to_date([slot for slot in self._pending if slot.param is param])
 
-    def waits(self, span: ParamSlot) -> bool:
-        """Return whether the update of ``span`` is pending."""
-        return span in self._pending
+    def waits(self, slot: ParamSlot) -> bool:
+        """Return whether the update of ``slot`` is pending."""
+        return slot in self._pending
 
     def _before_forward(self, module: nn.Module, inputs: object) -> None:
         if not torch.compiler.is_compiling() and module is self._model:
@@ -174,23 +174,23 @@ class DeferredUpdate:
         """Return whether this thread is in a training forward of the whole model."""
         return getattr(self._thread, "inside", False)
 
-    def _bring_up_to_date(self, spans: list[ParamSlot]) -> None:
-        """Apply the pending updates of ``spans``, and set their ``p.grad`` to None."""
-        late = [span for span in spans if span in self._pending]
+    def _bring_up_to_date(self, slots: list[ParamSlot]) -> None:
+        """Apply the pending updates of ``slots``, and set their ``p.grad`` to None."""
+        late = [slot for slot in slots if slot in self._pending]
         if not late:
             return
-        for span in late:
-            self.engine.wait(span)
-            del self._pending[span]
-            if self._unchanged[span] != (span.param._version, span.param.data_ptr()):
+        for slot in late:
+            self.engine.wait(slot)
+            del self._pending[slot]
+            if self._unchanged[slot] != (slot.param._version, slot.param.data_ptr()):
                 raise RuntimeError(
-                    f"{span.name} was written to while its update was pending; call pool.settle() before weights are "
+                    f"{slot.name} was written to while its update was pending; call pool.settle() before weights are "
                     "changed in another way than by pool.step()"
                 )
         late += self._came_along(late)
         self._apply(self._updates, late)
-        for span in late:
-            span.param.grad = None
+        for slot in late:
+            slot.param.grad = None
 
     def _came_along(self, arrived: Sequence[ParamSlot]) -> list[ParamSlot]:
         """Return pending neighbours of ``arrived`` whose messages have been received, and mark them as not pending.
@@ -198,11 +198,11 @@ class DeferredUpdate:
         One update of many parameters costs little more than one of a few.
         """
         others: list[ParamSlot] = []
-        for span in () if self._lockstep else arrived:
+        for slot in () if self._lockstep else arrived:
             for step in (1, -1):
-                index = span.index + step
-                while 0 <= index < len(self._spans):
-                    neighbour = self._spans[index]
+                index = slot.index + step
+                while 0 <= index < len(self._slots):
+                    neighbour = self._slots[index]
                     if neighbour not in self._pending or not self.engine.has_arrived(neighbour):
                         break
                     del self._pending[neighbour]
@@ -210,9 +210,9 @@ class DeferredUpdate:
                     index += step
         return others
 
-    def _apply(self, updates: Sequence[Update], spans: Sequence[ParamSlot]) -> None:
+    def _apply(self, updates: Sequence[Update], slots: Sequence[ParamSlot]) -> None:
         """Apply ``updates`` outside of autocast and inference mode, in either of which the forward may run."""
-        device = spans[0].param.device.type
+        device = slots[0].param.device.type
         infers = torch.is_inference_mode_enabled()
         casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         with (
@@ -221,7 +221,7 @@ class DeferredUpdate:
             outside_of_traces(),
             torch.autocast(device, enabled=False) if casts else nullcontext(),
         ):
-            params = self._used(spans)
+            params = self._used(slots)
             for apply in updates:
                 apply(params)
         increment_version(params)  # fused optimizers do not, and autograd would miss a stale read

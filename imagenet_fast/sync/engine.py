@@ -168,17 +168,17 @@ class SyncEngine(Protocol):
         """Note that a later backward of the step has added a gradient to what ``store_gradient`` wrote to ``place``."""
         return
 
-    def poison(self, span: ParamSlot, gradient: Tensor) -> None:
-        """Overwrite with NaN what this step will send of ``span``, because the step is dropped.
+    def poison(self, slot: ParamSlot, gradient: Tensor) -> None:
+        """Overwrite with NaN what this step will send of ``slot``, because the step is dropped.
 
         Args:
-            span: The slot, not yet pushed in this step.
+            slot: The slot, not yet pushed in this step.
             gradient: The slot's view of the pool.
         """
         gradient.fill_(math.nan)
 
-    def gradient_ready(self, span: ParamSlot) -> None:
-        """Accept the final local gradient of ``span``. Called in pool order, once a step for each slot.
+    def gradient_ready(self, slot: ParamSlot) -> None:
+        """Accept the final local gradient of ``slot``. Called in pool order, once a step for each slot.
 
         The engine must call ``pool.measure()`` before it changes or sends the gradient.
         """
@@ -192,11 +192,11 @@ class SyncEngine(Protocol):
         """
         ...
 
-    def wait(self, span: ParamSlot) -> None:
-        """Wait until the gradient of ``span`` is synchronised. Called before its parameter is read again."""
+    def wait(self, slot: ParamSlot) -> None:
+        """Wait until the gradient of ``slot`` is synchronised. Called before its parameter is read again."""
         return
 
-    def has_arrived(self, span: ParamSlot) -> bool:
+    def has_arrived(self, slot: ParamSlot) -> bool:
         """Return whether ``wait`` would return at once, as far as is known without a device synchronisation."""
         return False
 

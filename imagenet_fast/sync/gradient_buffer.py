@@ -34,18 +34,18 @@ _ZEROING = frozenset({Tensor.zero_, Tensor.requires_grad_, torch._foreach_zero_}
 class GradientBuffer:
     """A flat buffer of gradients, and the views of it that ``p.grad`` holds."""
 
-    def __init__(self, spans: Sequence[ParamSlot], line: int) -> None:
+    def __init__(self, slots: Sequence[ParamSlot], line: int) -> None:
         """Create a buffer of zeros.
 
         Args:
-            spans: The slots in their initial order. Their ``index``, ``start`` and ``stop`` are ignored.
+            slots: The slots in their initial order. Their ``index``, ``start`` and ``stop`` are ignored.
             line: In elements; slots begin and end on multiples of it.
 
         Raises:
             ValueError: The parameters differ in dtype or device, or are complex or of another dtype that is not a
                 floating-point one.
         """
-        kinds = {(span.param.dtype, span.param.device) for span in spans}
+        kinds = {(slot.param.dtype, slot.param.device) for slot in slots}
         if len(kinds) > 1:
             raise ValueError(f"parameters of one pool share a dtype and a device, found {sorted(map(str, kinds))}")
         ((self._dtype, self._device),) = kinds
@@ -59,26 +59,26 @@ class GradientBuffer:
         self.line = math.lcm(_LINE, line)
         self.multiple = 1
         """The number of elements of which the buffer's length is a multiple."""
-        self.spans: list[ParamSlot] = []
-        self.lay_out(spans)
+        self.slots: list[ParamSlot] = []
+        self.lay_out(slots)
 
     def lay_out(self, order: Sequence[ParamSlot]) -> None:
         """Give every slot its place in this order, and move the values along."""
-        old, before = self.values, self.spans
-        self.spans = []
+        old, before = self.values, self.slots
+        self.slots = []
         offset = 0
-        for index, span in enumerate(order):
-            stop = offset + (span.param.numel() // self.line + 1) * self.line
-            self.spans.append(replace(span, index=index, start=offset, stop=stop))
+        for index, slot in enumerate(order):
+            stop = offset + (slot.param.numel() // self.line + 1) * self.line
+            self.slots.append(replace(slot, index=index, start=offset, stop=stop))
             offset = stop
         length = -(-offset // self.multiple) * self.multiple
         self.values = torch.zeros(length, dtype=self._dtype, device=self._device)
-        self.span_of = {span.param: span for span in self.spans}
-        self._strides = [span.param.stride() for span in self.spans]
+        self.slot_of = {slot.param: slot for slot in self.slots}
+        self._strides = [slot.param.stride() for slot in self.slots]
         self._known_views: dict[int, tuple[list[Tensor], list[PendingGrad]]] = {}
         self._make_views()
-        move(old, before, self.values, self.spans)
-        self._flags = torch.tensor([span.flag for span in self.spans], device=self._device)
+        move(old, before, self.values, self.slots)
+        self._flags = torch.tensor([slot.flag for slot in self.slots], device=self._device)
 
     def exchange(self, values: Tensor) -> Tensor:
         """Replace the buffer by another of the same layout, and return the old one."""
@@ -86,10 +86,10 @@ class GradientBuffer:
         self._make_views()
         return before
 
-    def adopt(self, span: ParamSlot, gradient: Tensor) -> None:
-        """Take ``gradient`` as the view of ``span`` until ``release``, which costs no copy into the buffer."""
-        self.views[span.index] = gradient
-        self.pending[span.index] = gradient.as_subclass(PendingGrad)
+    def adopt(self, slot: ParamSlot, gradient: Tensor) -> None:
+        """Take ``gradient`` as the view of ``slot`` until ``release``, which costs no copy into the buffer."""
+        self.views[slot.index] = gradient
+        self.pending[slot.index] = gradient.as_subclass(PendingGrad)
         self._adopted = True
 
     def release(self) -> None:
@@ -104,25 +104,25 @@ class GradientBuffer:
             RuntimeError: A parameter's dtype, device or shape has changed.
         """
         moved = False
-        for span, view, strides in zip(self.spans, self.views, self._strides, strict=True):
-            param = span.param
+        for slot, view, strides in zip(self.slots, self.views, self._strides, strict=True):
+            param = slot.param
             if param.dtype != self._dtype or param.device != self._device or param.shape != view.shape:
                 raise RuntimeError(
-                    f"{span.name} is now {param.dtype} {tuple(param.shape)} on {param.device}, and its gradient pool "
+                    f"{slot.name} is now {param.dtype} {tuple(param.shape)} on {param.device}, and its gradient pool "
                     f"was made for {self._dtype} {tuple(view.shape)} on {self._device}; convert the model first and "
                     "make the pool after that"
                 )
             moved = moved or param.stride() != strides
         return moved
 
-    def gradient(self, span: ParamSlot) -> Tensor:
-        """Return the gradient at ``span``, with the strides that the parameter has now.
+    def gradient(self, slot: ParamSlot) -> Tensor:
+        """Return the gradient at ``slot``, with the strides that the parameter has now.
 
         A copy is made where the strides have changed: a fused optimizer would mix up the elements.
         """
-        view = self.views[span.index]
-        if span.param.stride() != self._strides[span.index]:
-            view = torch.empty_like(span.param).copy_(view)
+        view = self.views[slot.index]
+        if slot.param.stride() != self._strides[slot.index]:
+            view = torch.empty_like(slot.param).copy_(view)
         return view
 
     def mark_used(self, but: Iterable[ParamSlot]) -> None:
@@ -130,18 +130,18 @@ class GradientBuffer:
         left_out = set(but)
         flags = self._flags
         if left_out:
-            here = [span.flag for span in self.spans if span not in left_out]
+            here = [slot.flag for slot in self.slots if slot not in left_out]
             flags = torch.tensor(here, device=self._device, dtype=torch.int64)
         self.values.index_fill_(0, flags, USED)
 
     def _make_views(self) -> None:
         known = self._known_views.get(self.values.data_ptr())
         if known is None:
-            views = [self.values.as_strided(s.param.size(), _dense_strides(s.param), s.start) for s in self.spans]
+            views = [self.values.as_strided(s.param.size(), _dense_strides(s.param), s.start) for s in self.slots]
             known = views, [view.as_subclass(PendingGrad) for view in views]
             self._known_views[self.values.data_ptr()] = known
         self.views, self.pending = list(known[0]), list(known[1])
-        """The gradients in the order of ``spans``, with their parameters' strides; and placeholders in flight."""
+        """The gradients in the order of ``slots``, with their parameters' strides; and placeholders in flight."""
         self._adopted = False
 
 
@@ -200,19 +200,19 @@ class ArrivalOrder:
         """Keep the current order, and learn no other."""
         self._came = self.better = None
 
-    def note(self, span: ParamSlot) -> None:
-        """Record that backward has produced the gradient of ``span``."""
+    def note(self, slot: ParamSlot) -> None:
+        """Record that backward has produced the gradient of ``slot``."""
         if self._came is not None:
-            self._came.append(span)
+            self._came.append(slot)
 
-    def agree(self, spans: Sequence[ParamSlot], topology: Topology, whole: bool) -> None:
+    def agree(self, slots: Sequence[ParamSlot], topology: Topology, whole: bool) -> None:
         """Adopt the order that the first rank saw. Every rank must call it.
 
         Gradients that backward did not produce are put last. Where the first rank's backward was not complete, nothing
         is adopted and the next backward is recorded.
 
         Args:
-            spans: The pool's slots in their current order.
+            slots: The pool's slots in their current order.
             topology: The ranks to agree with.
             whole: Whether this rank's backward was complete.
         """
@@ -220,7 +220,7 @@ class ArrivalOrder:
             return
         came, self._came = self._came, []
         seen = set(came)
-        order = [span.index for span in [*came, *(span for span in spans if span not in seen)]]
+        order = [slot.index for slot in [*came, *(slot for slot in slots if slot not in seen)]]
         agreed = torch.tensor(order if whole else [-1] * len(order), device=topology.device)
         if topology.size > 1:
             dist.broadcast(agreed, topology.ranks[0], topology.group)
@@ -229,4 +229,4 @@ class ArrivalOrder:
             return
         self._came = None
         if indices != list(range(len(indices))):
-            self.better = [spans[index] for index in indices]
+            self.better = [slots[index] for index in indices]

@@ -105,9 +105,9 @@ class GradientPool:
         return self.reducer.places.values
 
     @property
-    def spans(self) -> list[ParamSlot]:
+    def slots(self) -> list[ParamSlot]:
         """The slots of the gradients, in the order in which they are pushed."""
-        return self.reducer.places.spans
+        return self.reducer.places.slots
 
     @property
     def line(self) -> int:
@@ -129,7 +129,7 @@ class GradientPool:
         if self.reducer.deferral is not None:
             self.reducer.deferral.engine = engine
         elif engine.defers and self.model is not None:
-            self.reducer.deferral = DeferredUpdate(self.model, engine, self.spans, self.reducer.used, self._lockstep)
+            self.reducer.deferral = DeferredUpdate(self.model, engine, self.slots, self.reducer.used, self._lockstep)
 
     def guard(self, largest: float) -> None:
         """Check every later gradient before it is sent, and report in ``found_inf``.
@@ -180,12 +180,12 @@ class GradientPool:
         stats = self.end_backward()
         assert self.reducer.engine is not None
         if self.reducer.means_here:
-            loop_checks.refuse_replaced(self.reducer.spans, self.reducer.places.views)
+            loop_checks.refuse_replaced(self.reducer.slots, self.reducer.places.views)
         elif not (self.reducer.updated and self.reducer.engine.sends_part):
             self.settle()  # another optimizer may step after one that pool.step deferred
-            for span in self.spans:
-                self.reducer.engine.wait(span)
-            self.reducer.used(self.spans)
+            for slot in self.slots:
+                self.reducer.engine.wait(slot)
+            self.reducer.used(self.slots)
             self.reducer.means_here = True
         return stats
 
@@ -222,17 +222,17 @@ class GradientPool:
         limited: Update = apply if elements is None else lambda params: apply(params, elements)
         if self.reducer.means_here:
             if not (again and self.reducer.engine.sends_part):  # else no p.grad is left, as below
-                self._due = [span.param for span in self.spans if span.param.grad is not None]
+                self._due = [slot.param for slot in self.slots if slot.param.grad is not None]
             limited(self._due)
         elif self.reducer.engine.defers and self.reducer.deferral is not None:
             self.reducer.deferral.update(limited, at_once)
         else:
-            self._due = self.reducer.used(self.spans)
+            self._due = self.reducer.used(self.slots)
             limited(self._due)
             self.reducer.means_here = True
         if self.reducer.engine.sends_part:  # a later backward must not add its gradients to the residual
-            for span in self.spans:
-                span.param.grad = None
+            for slot in self.slots:
+                slot.param.grad = None
 
     def step(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None = None) -> SyncStats:
         """End the step: call ``end_backward``, unless ``finish`` was called, and then ``optimizer.step()``.
@@ -257,7 +257,7 @@ class GradientPool:
             RuntimeError: The same optimizer has stepped already, with no backward since; or as for ``end_backward``.
         """
         assert self.reducer.engine is not None, "attach an engine before the first step"
-        loop_checks.check_optimizer(optimizer, self.reducer.places.span_of)
+        loop_checks.check_optimizer(optimizer, self.reducer.places.slot_of)
         self.reducer.check_step(optimizer, scaler is not None)
         if scaler is not None:
             stats = self.end_backward()
@@ -308,18 +308,18 @@ class GradientPool:
                 "an engine that plans needs to see the forward; give the pool model=..., or the engine a fixed number "
                 "of MiB"
             )
-        return LayerTimer(self.model, self.spans, self.topology, layers)
+        return LayerTimer(self.model, self.slots, self.topology, layers)
 
     def lengthen(self, multiple: int) -> None:
         """Pad the buffer's length to a multiple of ``multiple`` elements. Engines call it before their first step."""
         self.reducer.places.multiple = multiple
-        self.reducer.lay_out(self.spans)
+        self.reducer.lay_out(self.slots)
 
     def align(self, elements: int) -> None:
         """Have slots begin and end on multiples of ``elements``. Engines call it before their first step."""
         if self.line % elements:
             self.reducer.places.line = math.lcm(self.line, elements)
-            self.reducer.lay_out(self.spans)
+            self.reducer.lay_out(self.slots)
 
     def order(self, names: Collection[str]) -> None:
         """Lay the pool out in the order of ``names``, and keep this order. The caller must lay out the engine, too.
@@ -327,7 +327,7 @@ class GradientPool:
         Args:
             names: The names of the pool's parameters. Nothing happens where they are those of another model.
         """
-        by_name = {span.name: span for span in self.spans}
+        by_name = {slot.name: slot for slot in self.slots}
         if by_name.keys() != set(names):
             return
         self.reducer.order.fix()
@@ -344,7 +344,7 @@ class GradientPool:
             if self.reducer.order.better is not None:
                 self.reducer.learn_order(self.reducer.order.better)
             self.reducer.engine.begin()  # `auto` may have to hand the pool to the engine it chose
-            order = [span.name for span in self.spans] if self.reducer.order.is_known else None
+            order = [slot.name for slot in self.slots] if self.reducer.order.is_known else None
             return {
                 "order": order, "elected": self.reducer.engine.selected, "engine": self.reducer.engine.state_dict(),
                 "loss_scale": self.reducer.residual_scale.state(),
@@ -382,7 +382,7 @@ class GradientPool:
         users = sys.exc_info()[1]
         for hook in self._hooks:
             hook.remove()
-        loop_checks.forget(self.reducer, self.reducer.places.span_of)
+        loop_checks.forget(self.reducer, self.reducer.places.slot_of)
         deferral, self.reducer.deferral = self.reducer.deferral, None
         engine, self.reducer.engine = self.reducer.engine, None
         try:

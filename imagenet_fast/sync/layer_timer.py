@@ -24,19 +24,19 @@ class LayerTimer:
     """
 
     def __init__(
-        self, model: nn.Module, spans: Iterable[ParamSlot], topology: Topology, layers: bool, steps: int = _TIMED_STEPS
+        self, model: nn.Module, slots: Iterable[ParamSlot], topology: Topology, layers: bool, steps: int = _TIMED_STEPS
     ) -> None:
         """Register timing hooks on ``model``.
 
         Args:
             model: The model to time.
-            spans: The slots in pool order.
+            slots: The slots in pool order.
             topology: The ranks to average over.
             layers: Whether to record when each layer is called, too. The hooks for this break compiled blocks; without
                 them only the whole model is timed.
             steps: Number of recorded steps, after two that warm up.
         """
-        self._spans = list(spans)
+        self._slots = list(slots)
         self._device = topology.device
         self._topology = topology
         self.layers = layers
@@ -46,7 +46,7 @@ class LayerTimer:
         self._turned: Timestamp | None = None  # the end of the last forward
         self._pushed: list[Timestamp] = []
         self._rows: list[list[float]] = []
-        owners = dict.fromkeys([model, *(span.module for span in self._spans if layers and span.module is not None)])
+        owners = dict.fromkeys([model, *(slot.module for slot in self._slots if layers and slot.module is not None)])
         self._hooks = [module.register_forward_pre_hook(Hook(self._call)) for module in owners]
         self._hooks.append(model.register_forward_hook(Hook(self._turn)))
         self._model = model
@@ -70,7 +70,7 @@ class LayerTimer:
             first = self._pushed[0]
             begin, turn = self._called.get(self._model, first), self._turned or first
             moments = [
-                *(seconds_between(begin, self._called.get(span.module or self._model, begin)) for span in self._spans),
+                *(seconds_between(begin, self._called.get(slot.module or self._model, begin)) for slot in self._slots),
                 seconds_between(begin, turn),
                 *(seconds_between(turn, pushed) for pushed in self._pushed),
                 seconds_between(turn, end),
@@ -97,7 +97,7 @@ class LayerTimer:
         return list(map(self._as_timing, self._rows))
 
     def _as_timing(self, moments: list[float]) -> Timing:
-        count = len(self._spans)
+        count = len(self._slots)
         return Timing(
             tuple(moments[:count]), moments[count], tuple(moments[count + 1 : 2 * count + 1]), moments[2 * count + 1]
         )

@@ -90,12 +90,12 @@ def refuse_gradient(name: str, gradient: Tensor | None) -> None:
         )
 
 
-def refuse_replaced(spans: Sequence[ParamSlot], views: Sequence[Tensor]) -> None:
+def refuse_replaced(slots: Sequence[ParamSlot], views: Sequence[Tensor]) -> None:
     """Raise RuntimeError if a gradient was replaced since ``finish``: it would not be averaged."""
-    for span, view in zip(spans, views, strict=True):
-        if span.param.grad is not None and span.param.grad is not view:
+    for slot, view in zip(slots, views, strict=True):
+        if slot.param.grad is not None and slot.param.grad is not view:
             raise RuntimeError(
-                f"the gradient of {span.name} was replaced since pool.finish(), and it is called again; begin each "
+                f"the gradient of {slot.name} was replaced since pool.finish(), and it is called again; begin each "
                 "step with pool.zero_grad()"
             )
 
@@ -205,20 +205,20 @@ class ModelWatch:
         self._modules = () if model is None else tuple(model.named_modules())
         self._known = {module for _, module in self._modules}
 
-    def check(self, spans: Sequence[ParamSlot], in_pool: Mapping[nn.Parameter, ParamSlot]) -> None:
+    def check(self, slots: Sequence[ParamSlot], in_pool: Mapping[nn.Parameter, ParamSlot]) -> None:
         """Check that the model's parameters are still those of the pool. Costs a loop over all parameters.
 
         Args:
-            spans: The slots of the pool.
+            slots: The slots of the pool.
             in_pool: The same slots by parameter.
 
         Raises:
             RuntimeError: A module has another parameter than the one in the pool, or one with a gradient that is in no
                 pool.
         """
-        for span in spans:
-            if span.module is not None and span.module._parameters.get(span.name.rpartition(".")[2]) is not span.param:
-                self._check_replaced(span)
+        for slot in slots:
+            if slot.module is not None and slot.module._parameters.get(slot.name.rpartition(".")[2]) is not slot.param:
+                self._check_replaced(slot)
         for path, module in self._modules:
             _check_members(path, module, in_pool)
             for name, child in module._modules.items():
@@ -226,12 +226,12 @@ class ModelWatch:
                     for inner, new in child.named_modules(prefix=f"{path}.{name}" if path else name):
                         _check_members(inner, new, in_pool)
 
-    def _check_replaced(self, span: ParamSlot) -> None:
-        """Raise RuntimeError if the module no longer has the parameter of ``span``, under any name."""
-        assert span.module is not None
-        if all(param is not span.param for param in span.module._parameters.values()):  # else it only has another name
+    def _check_replaced(self, slot: ParamSlot) -> None:
+        """Raise RuntimeError if the module no longer has the parameter of ``slot``, under any name."""
+        assert slot.module is not None
+        if all(param is not slot.param for param in slot.module._parameters.values()):  # else it only has another name
             raise RuntimeError(
-                f"{span.name} is no longer the parameter that this gradient pool was made with, as after "
+                f"{slot.name} is no longer the parameter that this gradient pool was made with, as after "
                 "load_state_dict(assign=True) or a parametrization; make the pool and the optimizer after that"
             )
 

@@ -16,10 +16,7 @@ Every 16-bit float type represents it exactly, and it is too small to hide a gra
 
 @dataclass(frozen=True, eq=False)
 class ParamSlot:
-    """Elements ``start`` to ``stop`` of the pool, including the padding up to the next slot.
-
-    Variables and arguments that hold slots are named ``span`` and ``spans``.
-    """
+    """Elements ``start`` to ``stop`` of the pool, including the padding up to the next slot."""
 
     index: int
     name: str
@@ -63,48 +60,48 @@ def slots_of(trainable: dict[str, nn.Parameter], model: nn.Module | None) -> lis
     return [ParamSlot(0, name, param, owners.get(param), 0, 0) for name, param in reversed(trainable.items())]
 
 
-def move(values: Tensor, spans: Sequence[ParamSlot], into: Tensor, others: Sequence[ParamSlot]) -> None:
+def move(values: Tensor, slots: Sequence[ParamSlot], into: Tensor, others: Sequence[ParamSlot]) -> None:
     """Copy values, flags included, to the places that the same parameters have in another layout.
 
     Args:
-        values: A 1-D tensor laid out as ``spans``.
-        spans: The slots to copy from.
-        into: A 1-D tensor laid out as ``others``. Slots whose parameter is not in ``spans`` stay unchanged.
+        values: A 1-D tensor laid out as ``slots``.
+        slots: The slots to copy from.
+        into: A 1-D tensor laid out as ``others``. Slots whose parameter is not in ``slots`` stay unchanged.
         others: The slots to copy to.
     """
-    places = {span.param: span for span in spans}
-    for span in others:
-        if old := places.get(span.param):
-            into[span.start : span.flag + 1] = values[old.start : old.flag + 1]
+    places = {slot.param: slot for slot in slots}
+    for slot in others:
+        if old := places.get(slot.param):
+            into[slot.start : slot.flag + 1] = values[old.start : old.flag + 1]
 
 
 Places = dict[str, tuple[int, int]]
 """The indices of a gradient's first element and of its flag, by parameter name, in pool order."""
 
 
-def places_of(spans: Sequence[ParamSlot]) -> Places:
-    """Return the layout of ``spans`` in a form that can be saved."""
-    return {span.name: (span.start, span.flag) for span in spans}
+def places_of(slots: Sequence[ParamSlot]) -> Places:
+    """Return the layout of ``slots`` in a form that can be saved."""
+    return {slot.name: (slot.start, slot.flag) for slot in slots}
 
 
-def bring(values: Tensor, places: Places, into: Tensor, spans: Sequence[ParamSlot]) -> None:
+def bring(values: Tensor, places: Places, into: Tensor, slots: Sequence[ParamSlot]) -> None:
     """Copy values as ``move`` does, from a saved layout.
 
     Args:
         values: A 1-D tensor laid out as ``places``.
         places: The layout of an earlier pool.
-        into: A 1-D tensor laid out as ``spans``. Slots with no entry of the same size in ``places`` stay unchanged.
-        spans: The slots to copy to.
+        into: A 1-D tensor laid out as ``slots``. Slots with no entry of the same size in ``places`` stay unchanged.
+        slots: The slots to copy to.
     """
-    for span in spans:
-        start, flag = places.get(span.name, (0, -1))
-        if flag - start == span.param.numel():
-            into[span.start : span.flag + 1] = values[start : flag + 1]
+    for slot in slots:
+        start, flag = places.get(slot.name, (0, -1))
+        if flag - start == slot.param.numel():
+            into[slot.start : slot.flag + 1] = values[start : flag + 1]
 
 
-def label_of(spans: Sequence[ParamSlot]) -> str:
+def label_of(slots: Sequence[ParamSlot]) -> str:
     """Return a readable name for neighbouring slots: their layer, or their first and last layer."""
-    first, last = spans[0].layer, spans[-1].layer
+    first, last = slots[0].layer, slots[-1].layer
     return first if first == last else f"{first} to {last}"
 
 

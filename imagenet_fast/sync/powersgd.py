@@ -3,7 +3,7 @@
 After Vogels, Karimireddy and Jaggi (arXiv 1905.13727).
 
 A rank's matrix M, [n, m], is its gradient plus its error. P = M Q is averaged over the ranks and its columns are made
-orthonormal. Then Q = Mᵀ P is averaged, and all ranks apply P Qᵀ, which is the mean of M projected on the span of P.
+orthonormal. Then Q = Mᵀ P is averaged, and all ranks apply P Qᵀ, which is the mean of M projected on the slot of P.
 Each rank keeps its error, M - P Qᵀ. Q is kept too, and approaches the leading singular vectors from step to step.
 """
 
@@ -43,20 +43,20 @@ class PowerSGD:
 
     rank: int
 
-    def travelling(self, span: ParamSlot) -> int:
+    def travelling(self, slot: ParamSlot) -> int:
         """Return how many values are sent for this slot: its factors and flag, or all of it if uncompressed."""
-        rows, columns = matrix_shape(span.param)
-        return self.rank * (rows + columns) + 1 if self._saves(span) else span.stop - span.start
+        rows, columns = matrix_shape(slot.param)
+        return self.rank * (rows + columns) + 1 if self._saves(slot) else slot.stop - slot.start
 
-    def rounds(self, spans: Sequence[ParamSlot], pool: Tensor, topology: Topology, memory: Memory) -> Compressed:
+    def rounds(self, slots: Sequence[ParamSlot], pool: Tensor, topology: Topology, memory: Memory) -> Compressed:
         """Build the compression of neighbouring slots: a round for P and uncompressed values, then one for Q.
 
         There is no second round if no slot is compressed. Missing errors and factors are created in ``memory``.
         """
-        compressed = [span for span in spans if self._saves(span)]
+        compressed = [slot for slot in slots if self._saves(slot)]
         message = _Message(
-            [self._matrix(span, pool, memory) for span in compressed],
-            [_rest(span, pool, span in compressed) for span in spans],
+            [self._matrix(slot, pool, memory) for slot in compressed],
+            [_rest(slot, pool, slot in compressed) for slot in slots],
             topology,
         )
         rounds = [Round(message.project, message.left)]
@@ -64,21 +64,21 @@ class PowerSGD:
             rounds.append(Round(message.reflect, message.right))
         return Compressed(rounds, message.restore, message.drop, message.scale)
 
-    def _saves(self, span: ParamSlot) -> bool:
-        rows, columns = matrix_shape(span.param)
+    def _saves(self, slot: ParamSlot) -> bool:
+        rows, columns = matrix_shape(slot.param)
         return self.rank * (rows + columns) < rows * columns
 
-    def _matrix(self, span: ParamSlot, pool: Tensor, memory: Memory) -> _Matrix:
-        shape = rows, columns = matrix_shape(span.param)
-        place = pool[span.start : span.start + rows * columns].view(shape)
+    def _matrix(self, slot: ParamSlot, pool: Tensor, memory: Memory) -> _Matrix:
+        shape = rows, columns = matrix_shape(slot.param)
+        place = pool[slot.start : slot.start + rows * columns].view(shape)
         exact = torch.promote_types(pool.dtype, torch.float32)
-        if span.name not in memory:
-            generator = torch.Generator().manual_seed(zlib.crc32(span.name.encode()))  # the same on every rank
+        if slot.name not in memory:
+            generator = torch.Generator().manual_seed(zlib.crc32(slot.name.encode()))  # the same on every rank
             start = torch.randn(columns, self.rank, generator=generator, device="cpu").to(pool.device, exact)
-            memory[span.name] = {"error": pool.new_zeros(shape, dtype=exact), "q": _orthonormal(start).T.contiguous()}
-        own = memory[span.name]
+            memory[slot.name] = {"error": pool.new_zeros(shape, dtype=exact), "q": _orthonormal(start).T.contiguous()}
+        own = memory[slot.name]
         whole = place if pool.dtype == exact else pool.new_zeros(shape, dtype=exact)
-        return _Matrix(place, pool[span.flag], whole, own, {name: torch.zeros_like(kept) for name, kept in own.items()})
+        return _Matrix(place, pool[slot.flag], whole, own, {name: torch.zeros_like(kept) for name, kept in own.items()})
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class _Matrix:
     kept: dict[str, Tensor]
     """``error``, and ``q``: Qᵀ, [rank, m], so that its products go along the rows of M.
 
-    Its rows are orthonormal. The paper's are not, but span the same space, and products with orthonormal rows fit in 16
+    Its rows are orthonormal. The paper's are not, but slot the same space, and products with orthonormal rows fit in 16
     bits.
     """
     spare: dict[str, Tensor]
@@ -188,9 +188,9 @@ class _Message:
             matrix.kept["error"].mul_(ratio)
 
 
-def _rest(span: ParamSlot, pool: Tensor, compressed: bool) -> Tensor:
+def _rest(slot: ParamSlot, pool: Tensor, compressed: bool) -> Tensor:
     """Return the part of a slot that is sent uncompressed: all of it, or only its flag if it is compressed."""
-    return pool[span.flag if compressed else span.start : span.flag + 1]
+    return pool[slot.flag if compressed else slot.start : slot.flag + 1]
 
 
 def _orthonormal(columns: Tensor) -> Tensor:

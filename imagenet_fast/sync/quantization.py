@@ -113,20 +113,20 @@ class ErrorFeedback:
     Messages hold it in pieces, which only their own codes change.
     """
 
-    def __init__(self, spans: Sequence[ParamSlot], device: torch.device, left: Tensor | None = None) -> None:
+    def __init__(self, slots: Sequence[ParamSlot], device: torch.device, left: Tensor | None = None) -> None:
         """Find the kind of every block, and keep ``left`` for the messages to take.
 
         Args:
-            spans: The pool's slots.
+            slots: The pool's slots.
             device: Device of the residual.
             left: The residual from before there were these messages; None: zero.
         """
-        self._spans = spans
-        blocks = spans[-1].stop // BLOCK
+        self._slots = slots
+        blocks = slots[-1].stop // BLOCK
         self._kinds = torch.zeros(2, blocks, dtype=torch.bool)
-        for span in spans:
-            first, last = span.start // BLOCK, span.flag // BLOCK
-            self._kinds[0 if span.param.dim() > 1 else 1, first:last] = True
+        for slot in slots:
+            first, last = slot.start // BLOCK, slot.flag // BLOCK
+            self._kinds[0 if slot.param.dim() > 1 else 1, first:last] = True
             self._kinds[1, last] = True
         self._numbers = _numbered(self._kinds)
         self._device = device
@@ -186,11 +186,11 @@ class ErrorFeedback:
         for _, feedback, _, _ in self._pieces:
             feedback.rows.mul_(ratio)
 
-    def moved(self, spans: Sequence[ParamSlot]) -> Tensor:
-        """Return the residual laid out as other ``spans`` of the same parameters."""
+    def moved(self, slots: Sequence[ParamSlot]) -> Tensor:
+        """Return the residual laid out as other ``slots`` of the same parameters."""
         left = self.gathered()
-        moved = left.new_zeros(spans[-1].stop)
-        move(left, self._spans, moved, spans)
+        moved = left.new_zeros(slots[-1].stop)
+        move(left, self._slots, moved, slots)
         return moved
 
 

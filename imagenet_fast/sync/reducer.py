@@ -67,7 +67,7 @@ class Reducer:
         self.scaled = False
         """True once a ``GradScaler`` has stepped an optimizer in this step."""
         self._watch = ModelWatch(model)
-        self._ready = [False] * len(places.spans)  # by slot: whether its gradient may be sent
+        self._ready = [False] * len(places.slots)  # by slot: whether its gradient may be sent
         self._front = 0  # slots before this index have been pushed to the engine
         self._measured = 0  # slots before this index have been measured
         self._magnitudes: list[Tensor] = []  # the largest magnitudes found in this step
@@ -83,9 +83,9 @@ class Reducer:
         self._end_awaited = False  # whether a callback at the end of this backward is queued
 
     @property
-    def spans(self) -> list[ParamSlot]:
+    def slots(self) -> list[ParamSlot]:
         """The slots of the gradients, in the order in which they are pushed."""
-        return self.places.spans
+        return self.places.slots
 
     def zero_grad(self) -> None:
         """Start a step, and drop an unfinished one, as ``GradientPool.zero_grad`` describes."""
@@ -100,13 +100,13 @@ class Reducer:
                     )
                 self._drop()
             elif self.deferral is not None and engine is not None:
-                for span in self.spans:
-                    if not self.deferral.waits(span):
-                        engine.wait(span)  # it may be in flight, if the step was not applied
+                for slot in self.slots:
+                    if not self.deferral.waits(slot):
+                        engine.wait(slot)  # it may be in flight, if the step was not applied
             self._start()
             self._zeroed = True
-        for span in self.spans:
-            span.param.grad = None
+        for slot in self.slots:
+            slot.param.grad = None
 
     def before_forward(self, *_: object) -> None:
         """Note that a training forward has run. Registered as a pre-forward hook on the model."""
@@ -128,31 +128,31 @@ class Reducer:
     def collect(self, param: nn.Parameter) -> None:
         """Copy the gradient of ``param`` into the pool, and push every slot that is due."""
         with self.lock:
-            span = self.places.span_of[param]
-            if self.deferral is not None and self.deferral.waits(span):
+            slot = self.places.slot_of[param]
+            if self.deferral is not None and self.deferral.waits(slot):
                 raise RuntimeError(
-                    f"{span.name} was read before its update: not by the forward of its own module or of one above, as "
+                    f"{slot.name} was read before its update: not by the forward of its own module or of one above, as "
                     "in the first step; call pool.settle() before such a forward"
                 )
             if self.stats is not None:  # the step is over, so this gradient stays where autograd has put it
                 self.came_late = True
                 return
-            if self._ready[span.index]:
+            if self._ready[slot.index]:
                 raise RuntimeError(
-                    f"a second backward reached {span.name} in one step, after its gradient had left; wrap every "
+                    f"a second backward reached {slot.name} in one step, after its gradient had left; wrap every "
                     "backward of a step but the last in pool.no_sync(), and begin each step with pool.zero_grad()"
                 )
-            refuse_gradient(span.name, param.grad)
+            refuse_gradient(slot.name, param.grad)
             if self.engine is None:
-                self._take(None, span)
+                self._take(None, slot)
             # An engine that leaves elements behind adds to its residual, so it takes a gradient only once a step.
             elif self.sync or not self.engine.sends_part:
                 self._begin()
-                self._take(self.engine, span)
+                self._take(self.engine, slot)
             if self.sync and self.engine is not None:
-                self._hide(span)
-                self._ready[span.index] = True
-                self.order.note(span)
+                self._hide(slot)
+                self._ready[slot.index] = True
+                self.order.note(slot)
                 self._advance(self.engine)
 
     def end_backward(self) -> SyncStats:
@@ -165,23 +165,23 @@ class Reducer:
             if not in_time:  # no zero_grad since the last step: nothing has been sent, and nothing overlaps
                 self._start()
             self._end_last_step()
-            self._watch.check(self.spans, self.places.span_of)
+            self._watch.check(self.slots, self.places.slot_of)
             self._begin()
             engine = self.engine
             self._reached = any(self._ready)  # then every p.grad was a placeholder, and None was set by the user
-            for span in self.spans:
-                self._take_last(engine, span)
-            self._ready = [True] * len(self.spans)
+            for slot in self.slots:
+                self._take_last(engine, slot)
+            self._ready = [True] * len(self.slots)
             self._advance(engine)
             self.found_inf = self._any_overflow()
             self._front = self._measured = 0
             self.is_open = False
             self.stats = engine.finish()
             if in_time:
-                self.order.agree(self.spans, self.topology, whole=True)
+                self.order.agree(self.slots, self.topology, whole=True)
             if not engine.defers:
-                for span, view in zip(self.spans, self.places.views, strict=True):
-                    span.param.grad = None if span in self._cancelled else view
+                for slot, view in zip(self.slots, self.places.views, strict=True):
+                    slot.param.grad = None if slot in self._cancelled else view
         return self.stats
 
     def check_step(self, optimizer: Optimizer, scaled: bool) -> None:
@@ -208,25 +208,25 @@ class Reducer:
     def measure(self) -> None:
         """Check the gradients pushed so far, if ``largest`` is set."""
         if self.largest is not None and self._measured < self._front:
-            since = self.places.values[self.spans[self._measured].start : self.spans[self._front - 1].stop]
+            since = self.places.values[self.slots[self._measured].start : self.slots[self._front - 1].stop]
             self._magnitudes.append(torch.linalg.vector_norm(since, math.inf))
             self._measured = self._front
 
-    def used(self, spans: Sequence[ParamSlot]) -> list[nn.Parameter]:
-        """Put the gradients of ``spans`` into ``p.grad``, and return the parameters to update.
+    def used(self, slots: Sequence[ParamSlot]) -> list[nn.Parameter]:
+        """Put the gradients of ``slots`` into ``p.grad``, and return the parameters to update.
 
         ``p.grad`` is None instead where no rank has used the parameter, or where the user set it to None while it was
         in flight. Costs a device synchronisation for each parameter that this rank has not used.
         """
-        for span in spans:
-            if span in self._nulled:
-                self.places.views[span.index].zero_()
-            span.param.grad = self.places.gradient(span)
-        left_out = {span for span in spans if span in self._unreached and not self.places.values[span.flag].item()}
-        left_out |= self._cancelled.intersection(spans)
-        for span in left_out:
-            span.param.grad = None
-        return [span.param for span in spans if span not in left_out]
+        for slot in slots:
+            if slot in self._nulled:
+                self.places.views[slot.index].zero_()
+            slot.param.grad = self.places.gradient(slot)
+        left_out = {slot for slot in slots if slot in self._unreached and not self.places.values[slot.flag].item()}
+        left_out |= self._cancelled.intersection(slots)
+        for slot in left_out:
+            slot.param.grad = None
+        return [slot.param for slot in slots if slot not in left_out]
 
     def settle(self) -> None:
         """Carry out every deferred update."""
@@ -238,11 +238,11 @@ class Reducer:
         self.settle()
         self.places.lay_out(order)
         self._unreached = {}
-        self._ready = [False] * len(self.spans)
+        self._ready = [False] * len(self.slots)
         self._front = self._measured = 0
         self._magnitudes = []
         if self.deferral is not None:
-            self.deferral.lay_out(self.spans)
+            self.deferral.lay_out(self.slots)
 
     def learn_order(self, order: Sequence[ParamSlot]) -> None:
         """Adopt ``order`` between steps, with the engine's messages."""
@@ -260,12 +260,12 @@ class Reducer:
         self.stats = None
         self.is_open = self._zeroed = self._forwarded = self.came_late = self.means_here = self.updated = False
         self._end_awaited = self._last_ended = self.scaled = False
-        self._ready = [False] * len(self.spans)
+        self._ready = [False] * len(self.slots)
         self._front = self._measured = 0
         if self.order.better is not None:
             self.learn_order(self.order.better)
         if self.places.has_moved() and self.engine is not None:
-            self.learn_order(self.spans)
+            self.learn_order(self.slots)
 
     def _begin(self) -> None:
         """Prepare the engine and the flags before the first gradient of a step."""
@@ -273,68 +273,68 @@ class Reducer:
             return
         if self.engine.sends_part or self.residual_scale.applies_to(self.engine):
             self.settle()
-            for span in self.spans:
-                self.engine.wait(span)
+            for slot in self.slots:
+                self.engine.wait(slot)
         self.engine.begin()  # `auto` may hand the pool to another engine, which replaces self.engine
         self.residual_scale.apply(self.engine)
         self.engine.start_step()
-        self._flag_behind = {span for span in self.spans if self.deferral is not None and self.deferral.waits(span)}
+        self._flag_behind = {slot for slot in self.slots if self.deferral is not None and self.deferral.waits(slot)}
         # The flags of deferred slots are left out: their update still has to read them, or they are still in flight.
         self.places.mark_used(but=self._flag_behind)
         self.is_open = True
 
-    def _take(self, engine: SyncEngine | None, span: ParamSlot) -> None:
+    def _take(self, engine: SyncEngine | None, slot: ParamSlot) -> None:
         """Copy ``p.grad`` into its place, unless autograd has accumulated it there."""
-        gradient, view = span.param.grad, self.places.views[span.index]
+        gradient, view = slot.param.grad, self.places.views[slot.index]
         assert gradient is not None
-        if gradient is self.places.pending[span.index]:
+        if gradient is self.places.pending[slot.index]:
             if engine is not None:
                 engine.accumulated(view)
         elif gradient is not view:
             if engine is None:
                 view.copy_(gradient)
             elif engine.is_local and self.largest is None and gradient.stride() == view.stride():
-                self.places.adopt(span, gradient)
+                self.places.adopt(slot, gradient)
                 view = gradient
             else:
                 engine.store_gradient(view, gradient)
-        span.param.grad = view
-        self._unreached.pop(span, None)
-        if span in self._flag_behind:
-            self.places.values[span.flag] = USED
+        slot.param.grad = view
+        self._unreached.pop(slot, None)
+        if slot in self._flag_behind:
+            self.places.values[slot.flag] = USED
 
-    def _take_rest(self, engine: SyncEngine, span: ParamSlot) -> None:
+    def _take_rest(self, engine: SyncEngine, slot: ParamSlot) -> None:
         """Take in the gradient of a parameter that the last backward has not reached; zero if there is none."""
-        if span.param.grad is not None:
-            self._take(engine, span)
-        elif span not in self._unreached:
-            engine.store_gradient(self.places.values[span.start : span.flag + 1], None)
-            self._unreached[span] = None
-            self._flag_behind.add(span)
+        if slot.param.grad is not None:
+            self._take(engine, slot)
+        elif slot not in self._unreached:
+            engine.store_gradient(self.places.values[slot.start : slot.flag + 1], None)
+            self._unreached[slot] = None
+            self._flag_behind.add(slot)
 
-    def _take_last(self, engine: SyncEngine, span: ParamSlot) -> None:
+    def _take_last(self, engine: SyncEngine, slot: ParamSlot) -> None:
         """Take in a gradient that has not been pushed by the end of backward, and note changes that the user made.
 
         Raises:
             RuntimeError: The user replaced the gradient while it was in flight.
         """
-        gradient, pending, ready = span.param.grad, self.places.pending[span.index], self._ready[span.index]
+        gradient, pending, ready = slot.param.grad, self.places.pending[slot.index], self._ready[slot.index]
         if pending.zeroed:
-            self._nulled.add(span)
+            self._nulled.add(slot)
         if gradient is None and (ready or self._reached):
-            self._cancelled.add(span)
+            self._cancelled.add(slot)
         if not ready and gradient is not pending:
-            self._take_rest(engine, span)
+            self._take_rest(engine, slot)
         elif gradient is not pending and gradient is not None:
             raise RuntimeError(
-                f"the gradient of {span.name} was replaced while it was on its way to the other ranks; call "
+                f"the gradient of {slot.name} was replaced while it was on its way to the other ranks; call "
                 "pool.finish() after backward, before gradients are replaced"
             )
 
-    def _hide(self, span: ParamSlot) -> None:
-        pending = self.places.pending[span.index]
+    def _hide(self, slot: ParamSlot) -> None:
+        pending = self.places.pending[slot.index]
         pending.zeroed = False
-        span.param.grad = pending
+        slot.param.grad = pending
 
     def _hide_rest(self) -> None:
         """Take in the parameters that this backward did not reach, with the gradient they have or with zero.
@@ -346,17 +346,17 @@ class Reducer:
             if self.engine is None or self.stats is not None:
                 return
             self._end_last_step()
-            for span in self.spans:
-                if not self._ready[span.index] and span.param.grad is not self.places.pending[span.index]:
-                    self._take_rest(self.engine, span)
-                    self._hide(span)
+            for slot in self.slots:
+                if not self._ready[slot.index] and slot.param.grad is not self.places.pending[slot.index]:
+                    self._take_rest(self.engine, slot)
+                    self._hide(slot)
 
     def _advance(self, engine: SyncEngine) -> None:
         """Push to the engine every slot that is ready and has no unready slot before it."""
-        while self._front < len(self.spans) and self._ready[self._front]:
-            span = self.spans[self._front]
+        while self._front < len(self.slots) and self._ready[self._front]:
+            slot = self.slots[self._front]
             self._front += 1
-            engine.gradient_ready(span)
+            engine.gradient_ready(slot)
 
     def _end_last_step(self) -> None:
         """Carry out the updates that this step's forward did not reach: new gradients would overwrite theirs."""
@@ -383,14 +383,14 @@ class Reducer:
         self._begin()
         engine = self.engine
         assert engine is not None
-        for span in self.spans[self._front :]:
-            engine.poison(span, self.places.views[span.index])
-        self._ready = [True] * len(self.spans)
+        for slot in self.slots[self._front :]:
+            engine.poison(slot, self.places.views[slot.index])
+        self._ready = [True] * len(self.slots)
         self._advance(engine)
         self._magnitudes.append(self.places.values.new_full((), math.inf))  # also if everything had been sent by then
         self._any_overflow()
         self._front = self._measured = 0
         engine.finish(drop=True)
-        for span in self.spans:
-            engine.wait(span)
-        self.order.agree(self.spans, self.topology, whole=False)
+        for slot in self.slots:
+            engine.wait(slot)
+        self.order.agree(self.slots, self.topology, whole=False)

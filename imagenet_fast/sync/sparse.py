@@ -81,7 +81,7 @@ class Sparse(SyncEngine):
             pool.buffer.dtype, self._wire, self._topology
         )
         self._momentum = settings.velocity_momentum
-        self._spans: list[ParamSlot] = []
+        self._slots: list[ParamSlot] = []
         self._velocity = pool.buffer.new_zeros(0)  # laid out as the pool
         self._step = 0
         self._stats = SyncStats(Stopwatch(pool.buffer.device))
@@ -98,12 +98,12 @@ class Sparse(SyncEngine):
             self._agreed = None
         self._chunks = self._pool.buffer.view(-1, chunk)
         count = len(self._chunks)
-        self._filled = {n for span in self._pool.spans for n in range(span.start // chunk, -(-span.flag // chunk))}
+        self._filled = {n for slot in self._pool.slots for n in range(slot.start // chunk, -(-slot.flag // chunk))}
         self._left = torch.zeros_like(self._pool.buffer)  # during a step: the residual of earlier steps
         if self._momentum is not None:
-            before, spans = self._velocity, self._spans
-            self._velocity, self._spans = torch.zeros_like(self._pool.buffer), list(self._pool.spans)
-            move(before, spans, self._velocity, self._spans)
+            before, slots = self._velocity, self._slots
+            self._velocity, self._slots = torch.zeros_like(self._pool.buffer), list(self._pool.slots)
+            move(before, slots, self._velocity, self._slots)
             self._velocity_before = torch.zeros_like(self._velocity)
         # The last score is whether a rank drops the step. Norms are of the means of the sent chunks, in their order.
         fp32 = torch.float32
@@ -185,14 +185,14 @@ class Sparse(SyncEngine):
             velocity = at_place(self._velocity, place)
             torch.sub(place, at_place(self._left, place), out=velocity).nan_to_num_(0.0, 0.0, 0.0)
 
-    def poison(self, span: ParamSlot, gradient: Tensor) -> None:
-        """Fill with NaN what this step sends of ``span``."""
+    def poison(self, slot: ParamSlot, gradient: Tensor) -> None:
+        """Fill with NaN what this step sends of ``slot``."""
         for part in self.sent:
-            self._pool.buffer[max(part.start, span.start) : min(part.stop, span.flag)] = math.nan
+            self._pool.buffer[max(part.start, slot.start) : min(part.stop, slot.flag)] = math.nan
 
-    def gradient_ready(self, span: ParamSlot) -> None:
+    def gradient_ready(self, slot: ParamSlot) -> None:
         """Launch the chosen chunks that are complete, but for the last with values, once they reach the threshold."""
-        ready = bisect_right(self._selected, span.stop // self._settings.chunk - 1)
+        ready = bisect_right(self._selected, slot.stop // self._settings.chunk - 1)
         while self._packed < min(ready, self._held):
             self._packed += 1
             if (self._packed - self._next) * self._settings.chunk * self._wire.itemsize >= self._threshold:
@@ -210,8 +210,8 @@ class Sparse(SyncEngine):
         """
         self._packed = len(self._selected)
         last = self._selected[self._held] * self._settings.chunk
-        for span in self._pool.spans if drop else ():  # not between slots, where nothing is ever cleared
-            self._pool.buffer[max(last, span.start) : min(last + self._settings.chunk, span.flag)] = math.nan
+        for slot in self._pool.slots if drop else ():  # not between slots, where nothing is ever cleared
+            self._pool.buffer[max(last, slot.start) : min(last + self._settings.chunk, slot.flag)] = math.nan
         self._launch()
         if drop or not self.defers:
             self._await(list(self._messages))
@@ -238,32 +238,32 @@ class Sparse(SyncEngine):
         stats, self._stats = self._stats, SyncStats(Stopwatch(self._pool.buffer.device))
         return stats
 
-    def wait(self, span: ParamSlot) -> None:
-        """Wait for the messages that may hold a part of ``span``."""
-        self._await(self._carrying(span))
+    def wait(self, slot: ParamSlot) -> None:
+        """Wait for the messages that may hold a part of ``slot``."""
+        self._await(self._carrying(slot))
 
-    def has_arrived(self, span: ParamSlot) -> bool:
-        """Return whether no message in flight may hold a part of ``span``."""
-        return not self._carrying(span)
+    def has_arrived(self, slot: ParamSlot) -> bool:
+        """Return whether no message in flight may hold a part of ``slot``."""
+        return not self._carrying(slot)
 
     def sent_slices(self) -> Elements | None:
         """Return the elements of each parameter that the last step sent; None if it sent all."""
         if len(self._selected) == len(self._chunks):
             return None
         inside: Elements = {}
-        spans = iter(self._pool.spans)
-        span = next(spans)
+        slots = iter(self._pool.slots)
+        slot = next(slots)
         for part in self.sent:
-            while span.stop <= part.start:
-                span = next(spans)
+            while slot.stop <= part.start:
+                slot = next(slots)
             while True:
-                begin = max(part.start, span.start) - span.start
-                end = min(part.stop - span.start, span.param.numel())
+                begin = max(part.start, slot.start) - slot.start
+                end = min(part.stop - slot.start, slot.param.numel())
                 if begin < end:
-                    inside.setdefault(span.param, []).append(slice(begin, end))
-                if span.stop >= part.stop or span.index == len(self._pool.spans) - 1:
+                    inside.setdefault(slot.param, []).append(slice(begin, end))
+                if slot.stop >= part.stop or slot.index == len(self._pool.slots) - 1:
                     break
-                span = next(spans)
+                slot = next(slots)
         return inside
 
     def state_dict(self) -> dict[str, Any]:
@@ -274,7 +274,7 @@ class Sparse(SyncEngine):
         self._clear(residual, velocity)
         return {
             "step": self._step, "residual": residual, "velocity": velocity, "scores": self._scores.clone(),
-            "ages": self._ages.clone(), "places": places_of(self._pool.spans),
+            "ages": self._ages.clone(), "places": places_of(self._pool.slots),
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -282,11 +282,11 @@ class Sparse(SyncEngine):
         self._pool.order(state["places"])
         self.rebuild_buckets()
         self._step = state["step"]
-        spans, places = self._pool.spans, state["places"]
-        bring(state["residual"], places, self._pool.buffer, spans)
+        slots, places = self._pool.slots, state["places"]
+        bring(state["residual"], places, self._pool.buffer, slots)
         if self._momentum is not None and state["velocity"] is not None and state["velocity"].numel():
-            bring(state["velocity"], places, self._velocity, spans)
-        measured = "scores" in state and places == places_of(spans) and len(state["ages"]) == len(self._ages)
+            bring(state["velocity"], places, self._velocity, slots)
+        measured = "scores" in state and places == places_of(slots) and len(state["ages"]) == len(self._ages)
         if measured:  # else the chunks hold other values than they did
             self._scores[: len(self._chunks)] = state["scores"][: len(self._chunks)]
             self._ages.copy_(state["ages"])
@@ -348,9 +348,9 @@ class Sparse(SyncEngine):
         self._messages.append(_Message(begin, end, phases, f"{count} chunks", carry(phases)))
         self._next = self._packed
 
-    def _carrying(self, span: ParamSlot) -> list[_Message]:
-        """Return the messages in flight that may hold a part of ``span``."""
-        return [m for m in self._messages if m.begin < span.stop and span.start < m.end]
+    def _carrying(self, slot: ParamSlot) -> list[_Message]:
+        """Return the messages in flight that may hold a part of ``slot``."""
+        return [m for m in self._messages if m.begin < slot.stop and slot.start < m.end]
 
     def _await(self, messages: Iterable[_Message]) -> None:
         """Wait for messages, and count them."""

@@ -25,7 +25,7 @@ def test_tasks_are_released_once_and_in_order():
 
 
 def test_what_is_needed_sooner_overtakes_what_is_held_back():
-    tasks = [Task(span, message / 4, (0, -span)) for span, message in enumerate(MESSAGES) for _ in range(4)]
+    tasks = [Task(slot, message / 4, (0, -slot)) for slot, message in enumerate(MESSAGES) for _ in range(4)]
     releases = plan_release_order(tasks, [*TIMING.ready, TIMING.backward_s], 4e-8)
     flat = [n for event in releases for n in event]
     assert flat != sorted(flat, key=lambda n: tasks[n].event), "some large pieces are held back"

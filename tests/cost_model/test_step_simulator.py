@@ -14,7 +14,7 @@ from imagenet_fast.cost_model.step_simulator import CodecCost, LinkModel, SimMes
 from tests.cost_model.five import MESSAGES, TIMING
 
 END = len(MESSAGES)
-"""The event after the last span's."""
+"""The event after the last slot's."""
 SECOND = Timing((0.5, 0.0), 1.0, (0.5, 1.0), 1.0)
 """Two layers, a second each way."""
 
@@ -32,9 +32,9 @@ def step_s(
 def one_by_one(link: LinkModel, pieces: int = 1, event: int | None = None) -> list[SimMessage]:
     """A message a layer, in pieces, ready with it or with ``event``."""
     return [
-        SimMessage(Task(span if event is None else event, message / pieces, (0, -span)), range(span, span + 1), link,
-                run=span)
-        for span, message in enumerate(MESSAGES) for _ in range(pieces)
+        SimMessage(Task(slot if event is None else event, message / pieces, (0, -slot)), range(slot, slot + 1), link,
+                run=slot)
+        for slot, message in enumerate(MESSAGES) for _ in range(pieces)
     ]  # fmt: skip
 
 
@@ -70,8 +70,8 @@ def test_latencies_of_many_overlap_and_calls_do_not():
 def test_the_next_forward_stands_still_only_where_a_layer_is_missing():
     link = LinkModel(0.0, 1e-6)
 
-    def late(span: int, message: float) -> float:
-        return step_s([SimMessage(Task(2, message, (0,)), range(span, span + 1), link)], "read", SECOND) - 2.0
+    def late(slot: int, message: float) -> float:
+        return step_s([SimMessage(Task(2, message, (0,)), range(slot, slot + 1), link)], "read", SECOND) - 2.0
 
     assert late(0, 0.4e6) == 0.0
     assert late(0, 0.7e6) == pytest.approx(0.2)
@@ -109,8 +109,8 @@ def test_of_a_queue_so_many_are_under_way_at_a_time():
 def test_messages_in_flight_share_the_wire():
     def late(abreast: int) -> float:
         sendings = [
-            SimMessage(Task(2, 0.2e6, (0,)), spans, LinkModel(0.0, 1e-6), abreast=abreast)
-            for spans in (range(1, 2), range(1), range(1), range(1))
+            SimMessage(Task(2, 0.2e6, (0,)), slots, LinkModel(0.0, 1e-6), abreast=abreast)
+            for slots in (range(1, 2), range(1), range(1), range(1))
         ]
         return step_s(sendings, "read", SECOND) - 2.0
 
@@ -155,14 +155,14 @@ def test_nothing_is_predicted_below_the_limit(awaits: Literal["each", "backward"
         timing, raw = profile.timing, chance.uniform(0.05, 3) * profile.compute_s
         link = LinkModel(chance.choice([0.0, 1e-3]), raw / profile.elements, chance.choice([0.0, 1e-4]))
         sendings: list[SimMessage] = []
-        for span, layer in enumerate(reversed(profile.layers)):
-            event = len(profile.layers) if awaits == "each" else span
+        for slot, layer in enumerate(reversed(profile.layers)):
+            event = len(profile.layers) if awaits == "each" else slot
             for _ in range(pieces := chance.randint(1, 5)):
-                part, spans = layer.elements / pieces, range(span, span + 1)
-                first = Task(event, part / 2, (0, -span))
-                second = Task(event, part / 2, (1, -span), after=len(sendings))
-                urgent = span == len(profile.layers) - 1
-                sendings += [SimMessage(task, spans, link, urgent=urgent, run=span) for task in (first, second)]
+                part, slots = layer.elements / pieces, range(slot, slot + 1)
+                first = Task(event, part / 2, (0, -slot))
+                second = Task(event, part / 2, (1, -slot), after=len(sendings))
+                urgent = slot == len(profile.layers) - 1
+                sendings += [SimMessage(task, slots, link, urgent=urgent, run=slot) for task in (first, second)]
         step = step_s(sendings, awaits, timing, planned=awaits == "read" and chance.random() < 0.8)
         least = step_lower_bound(timing, profile.sending(raw), awaits)
         assert step >= least * (1 - 1e-9)

@@ -94,9 +94,9 @@ def test_a_timeline_begins_at_its_first_event(world: DistContext, sync: str, tmp
     labels = torch.arange(16, device=world.device) % 10
     for _ in range(15):
         take_step(iter([(images, labels)]), 0.01)
-    spans = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
-    assert min(e["ts"] for e in spans) == 0
-    assert all(e["dur"] >= 0 for e in spans)
+    slots = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert min(e["ts"] for e in slots) == 0
+    assert all(e["dur"] >= 0 for e in slots)
 
 
 def test_a_mark_is_told_from_a_later_one_whichever_is_given_first(world: DistContext):

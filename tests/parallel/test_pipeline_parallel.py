@@ -226,7 +226,7 @@ def test_a_pipeline_matches_one_rank_under_autocast():
 
 
 class Noting(SyncEngine):
-    """Notes in which pass a span left."""
+    """Notes in which pass a slot left."""
 
     def __init__(self) -> None:
         self.passes: list[tuple[Pass, int]] = []
@@ -237,7 +237,7 @@ class Noting(SyncEngine):
         self.passes.append((which, stage))
         yield
 
-    def gradient_ready(self, span: ParamSlot) -> None:
+    def gradient_ready(self, slot: ParamSlot) -> None:
         self.left.append(len(self.passes))
 
     def finish(self, drop: bool = False) -> SyncStats:

@@ -278,7 +278,7 @@ def _planned(settings: EngineSettings | Engine, pool: GradientPool) -> SyncEngin
     if isinstance(settings, SparseSync | AutoSync):
         return build_engine(settings, pool)
     engine = settings if isinstance(settings, Engine) else declare(settings)
-    rising = tuple(1e-3 * number for number in range(len(pool.spans)))
+    rising = tuple(1e-3 * number for number in range(len(pool.slots)))
     timing = Timing(rising[::-1], len(rising) * 1e-3, rising, len(rising) * 1e-3)
     return Scheduler(engine, pool, NetworkProbe(pool.topology, engine.wire, LINK), timing)
 

@@ -1,4 +1,4 @@
-"""The pool: one buffer, views with the parameters' strides, spans in one order."""
+"""The pool: one buffer, views with the parameters' strides, slots in one order."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Listener(SyncEngine):
         self.buffer: Callable[[], torch.Tensor] = lambda: torch.empty(0)
         self.at_push: list[torch.Tensor] = []
 
-    def gradient_ready(self, span: ParamSlot) -> None:
-        self.pushed.append(span.name)
-        self.at_push.append(self.buffer()[span.start : span.flag].clone())
+    def gradient_ready(self, slot: ParamSlot) -> None:
+        self.pushed.append(slot.name)
+        self.at_push.append(self.buffer()[slot.start : slot.flag].clone())
 
     def finish(self, drop: bool = False) -> SyncStats:
         return SyncStats(Stopwatch(torch.device("cpu")))
@@ -65,20 +65,20 @@ def test_gradients_are_views_of_the_buffer_with_the_parameters_strides():
             torch.testing.assert_close(param.grad, other.grad, rtol=0, atol=0)
 
 
-def test_spans_tile_the_buffer_last_layer_first_on_64_byte_lines():
+def test_slots_tile_the_buffer_last_layer_first_on_64_byte_lines():
     model = network()
     pool, _ = pooled(model)
     names = [name for name, _ in model.named_parameters()]
-    assert [span.name for span in pool.spans] == names[::-1]
-    stops = [0, *(span.stop for span in pool.spans)]
-    for span, previous in zip(pool.spans, stops, strict=False):
-        assert span.start == previous
-        assert span.start % 16 == 0
-        assert span.stop - span.start > span.param.numel(), "an element more says whether a rank has used it"
+    assert [slot.name for slot in pool.slots] == names[::-1]
+    stops = [0, *(slot.stop for slot in pool.slots)]
+    for slot, previous in zip(pool.slots, stops, strict=False):
+        assert slot.start == previous
+        assert slot.start % 16 == 0
+        assert slot.stop - slot.start > slot.param.numel(), "an element more says whether a rank has used it"
     assert stops[-1] == pool.buffer.numel()
 
 
-def test_spans_are_pushed_once_a_step_in_pool_order_and_final():
+def test_slots_are_pushed_once_a_step_in_pool_order_and_final():
     model = network()
     pool, listener = pooled(model)
     for _ in range(2):
@@ -89,12 +89,12 @@ def test_spans_are_pushed_once_a_step_in_pool_order_and_final():
             model(IMAGES).sum().backward()
         assert listener.pushed == []
         model(IMAGES).sum().backward()
-        assert len(listener.pushed) == len(pool.spans), "all leave within backward"
+        assert len(listener.pushed) == len(pool.slots), "all leave within backward"
         pool.end_backward()
-        assert listener.pushed == [span.name for span in pool.spans]
-        for span, seen in zip(pool.spans, listener.at_push, strict=True):
-            assert span.param.grad is not None
-            assert torch.equal(pool.buffer[span.start : span.flag], seen)
+        assert listener.pushed == [slot.name for slot in pool.slots]
+        for slot, seen in zip(pool.slots, listener.at_push, strict=True):
+            assert slot.param.grad is not None
+            assert torch.equal(pool.buffer[slot.start : slot.flag], seen)
 
 
 def test_one_rank_leaves_gradients_where_autograd_put_them():
@@ -148,7 +148,7 @@ def test_an_unreached_parameter_is_pushed_as_zeros():
     pool.zero_grad()
     model[3](torch.ones(1, 180)).sum().backward()
     pool.end_backward()
-    assert listener.pushed == [span.name for span in pool.spans]
+    assert listener.pushed == [slot.name for slot in pool.slots]
     assert model[0].weight.grad.count_nonzero() == 0
 
 

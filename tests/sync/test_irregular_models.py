@@ -151,7 +151,7 @@ def test_the_pool_learns_in_which_order_gradients_come():
 def _oddly_registered() -> None:
     def check_order(pool: GradientPool | None, model: object, optimizer: object, step: int) -> None:
         if pool is not None:
-            layers = list(dict.fromkeys(span.layer for span in pool.spans))
+            layers = list(dict.fromkeys(slot.layer for slot in pool.slots))
             assert layers == ["layer2", "layer1", "layer4", "layer0", "layer3"] if step == 0 else sorted(layers)[::-1]
 
     together = partial(trained, build=partial(Layers, ODDLY), after=check_order, steps=8)

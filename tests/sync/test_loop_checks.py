@@ -50,7 +50,7 @@ def test_a_compiled_model_is_pooled_as_the_model_that_it_compiles(settings: Engi
     model = Layers()
     compiled = torch.compile(model, backend="eager")
     pool, optimizer = pooled(compiled, settings), sgd(model)
-    assert {span.name for span in pool.spans} == dict(model.named_parameters()).keys()
+    assert {slot.name for slot in pool.slots} == dict(model.named_parameters()).keys()
     for number in range(5):
         pool.zero_grad()
         loss_of(compiled, number).backward()
@@ -71,7 +71,7 @@ def test_two_parameters_of_one_name_are_refused():
     with pytest.raises(ValueError, match=r"two parameters are named layer0\.weight; give each a name of its own"):
         GradientPool([*one.named_parameters(), *other.named_parameters()])
     named = list(one.named_parameters())
-    assert len(GradientPool([*named, *named]).spans) == len(named), "of one parameter that is given twice"
+    assert len(GradientPool([*named, *named]).slots) == len(named), "of one parameter that is given twice"
 
 
 @pytest.mark.filterwarnings("ignore:.*create_graph=True.*:UserWarning")

@@ -55,13 +55,13 @@ def test_messages_tile_the_pool_and_none_is_longer_than_a_piece():
                 assert parts[-1].stop == len(pool.buffer)
                 assert all((part.stop - part.start) * engine.wire.itemsize <= piece for part in parts)
             runs = list(dict.fromkeys(tuple(message.run) for message in messages))
-            assert [span for run in runs for span in run] == pool.spans
+            assert [slot for run in runs for slot in run] == pool.slots
             assert all((run[-2].stop - run[0].start) * engine.wire.itemsize < fuse for run in runs if len(run) > 1)
             for number, message in enumerate(messages):
-                assert message.task.event == (len(pool.spans) if engine.awaits == "each" else message.run[-1].index)
+                assert message.task.event == (len(pool.slots) if engine.awaits == "each" else message.run[-1].index)
                 assert message.task.after == (number - 1 if message.half == 1 else None), "a gather follows its scatter"
     pieces = step_model(declare(AllReduceSync()), pool, torch.float32, network).messages(math.inf)
-    assert len(pieces) > len(pool.spans)
+    assert len(pieces) > len(pool.slots)
 
 
 @pytest.fixture(scope="module")

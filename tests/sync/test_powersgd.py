@@ -124,7 +124,7 @@ def test_a_parameter_is_the_matrix_that_it_is_in_memory():
 
 def test_only_what_becomes_smaller_is_compressed():
     model = nn.ModuleList([nn.Linear(40, 30), nn.Linear(4, 4), nn.Conv2d(3, 12, 3)])
-    travelling = {span.name: PowerSGD(2).travelling(span) for span in GradientPool(model).spans}
+    travelling = {slot.name: PowerSGD(2).travelling(slot) for slot in GradientPool(model).slots}
     assert travelling["0.weight"] == 2 * (40 + 30) + 1, "and whether it has been used"
     assert travelling["2.weight"] == 2 * (12 + 27) + 1
     assert 16 < travelling["1.weight"] <= 32, "two factors of 8 values are no smaller"

@@ -63,10 +63,10 @@ def test_a_block_that_is_not_finite_arrives_so_and_leaves_no_trace(wire: torch.d
     assert torch.equal(arrived[[0, 2]] + left[[0, 2]], values[[0, 2]])
 
 
-def test_all_own_equally_many_blocks_however_spans_are_filled_up():
+def test_all_own_equally_many_blocks_however_slots_are_filled_up():
     pool = GradientPool(nn.Sequential(*(nn.Linear(64, 256, bias=n % 3 == 0) for n in range(40))))
     pool.align(16 * BLOCK)
-    blocks = ErrorFeedback(pool.spans, torch.device("cpu")).blocks(slice(0, pool.spans[-1].stop))
+    blocks = ErrorFeedback(pool.slots, torch.device("cpu")).blocks(slice(0, pool.slots[-1].stop))
     values = [int(of_kind.sum()) for of_kind in blocks.kinds]
     assert values == [40 * 32, 40 + 14]
     for owners in (1, 3, 16, 64):
@@ -126,11 +126,11 @@ class Steps:
         left = torch.zeros_like(self.pool.buffer) if left is None else left.clone()
         dist.all_reduce(left)
         lost = 0.0
-        for span in self.pool.spans:
-            total = self.given[span.param].clone()
+        for slot in self.pool.slots:
+            total = self.given[slot.param].clone()
             dist.all_reduce(total)
-            behind = left[span.start : span.flag].view_as(total)
-            missing = total - dist.get_world_size() * self.applied[span.param] - behind
+            behind = left[slot.start : slot.flag].view_as(total)
+            missing = total - dist.get_world_size() * self.applied[slot.param] - behind
             lost = max(lost, float(missing.abs().max()))
         return lost
 
@@ -239,13 +239,13 @@ def test_names_of_wires_are_torchs_dtypes():
 def test_a_residual_that_ranks_of_a_node_share_survives_saving_to_the_bit(ranks: int):
     """It is saved in the units of one rank, and held in those of the node's mean: thirds, fifths, sevenths."""
     model = nn.Linear(BLOCK, 64)
-    spans = GradientBuffer(slots_of(dict(model.named_parameters()), model), BLOCK).spans
-    whole = slice(0, spans[-1].stop)
-    before, after = ErrorFeedback(spans, CPU), None
+    slots = GradientBuffer(slots_of(dict(model.named_parameters()), model), BLOCK).slots
+    whole = slice(0, slots[-1].stop)
+    before, after = ErrorFeedback(slots, CPU), None
     Packer(before.blocks(whole), 2, torch.int8, CPU, ranks)
     rows = before._pieces[0][1].rows
     rows.copy_(torch.randn(rows.shape, generator=torch.Generator().manual_seed(0)))
-    after = ErrorFeedback(spans, CPU, before.gathered())
+    after = ErrorFeedback(slots, CPU, before.gathered())
     after.share(ranks, lambda _: None)  # the other ranks of the node hold zeros where this one holds rows
     Packer(after.blocks(whole), 2, torch.int8, CPU, ranks)
     real = before._pieces[0][2]

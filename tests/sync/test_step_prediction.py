@@ -56,7 +56,7 @@ def pooled(profile: Profile, hosts: int) -> tuple[GradientPool, Timing]:
     model = replay(profile, shapes)
     pool = GradientPool(model)
     pool.topology = Hosts(hosts)
-    return pool, timing_of(profile, model, pool.spans)
+    return pool, timing_of(profile, model, pool.slots)
 
 
 def predicted(
@@ -245,7 +245,7 @@ def _moves() -> None:
     gradients = gradients_of(profile)
     model = replay(profile, gradients)
     pool = GradientPool(model)
-    course = timing_of(profile, model, pool.spans)
+    course = timing_of(profile, model, pool.slots)
     moved = with_moves(course, gradients, pool)
     late = [after - before for before, after in zip(course.ready, moved.ready, strict=True)]
     assert late[0] > 0
@@ -253,5 +253,5 @@ def _moves() -> None:
     assert moved.backward_s == pytest.approx(course.backward_s + late[-1])
     assert (moved.needed, moved.forward_s) == (course.needed, course.forward_s)
     given = dict(zip(model.parameters(), chain.from_iterable(gradients), strict=True))
-    for span in pool.spans:
-        assert torch.equal(pool.buffer[span.start : span.flag], given[span.param].flatten()), span.name
+    for slot in pool.slots:
+        assert torch.equal(pool.buffer[slot.start : slot.flag], given[slot.param].flatten()), slot.name
