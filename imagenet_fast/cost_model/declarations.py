@@ -105,12 +105,12 @@ def is_connected(slot: Slot) -> bool:
     return slot.connected
 
 
-def _suiting(settings: HybridSync, run: Sequence[Slot], network: Links) -> Collective:
-    return settings.large if is_connected(run[0]) else settings.small
+def _suiting(settings: HybridSync, bucket: Sequence[Slot], network: Links) -> Collective:
+    return settings.large if is_connected(bucket[0]) else settings.small
 
 
-def _faster(settings: HybridSync, run: Sequence[Slot], network: Links) -> Collective:
-    message = (run[-1].stop - run[0].start) * wire_format(settings.wire).itemsize
+def _faster(settings: HybridSync, bucket: Sequence[Slot], network: Links) -> Collective:
+    message = (bucket[-1].stop - bucket[0].start) * wire_format(settings.wire).itemsize
     return min((settings.small, settings.large), key=lambda name: network.seconds(name, message))
 
 

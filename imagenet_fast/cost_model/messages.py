@@ -143,7 +143,7 @@ class PlannedSlot:
 class BucketChunk(Generic[S]):
     """One message: a piece of a bucket, or one half of that piece's all-reduce."""
 
-    run: Sequence[S]
+    bucket: Sequence[S]
     """The bucket that the piece belongs to.
 
     For a planned engine, only the slots that the piece overlaps, since a plan launches pieces one by one.
@@ -176,11 +176,11 @@ def divide(
     """
     messages: list[BucketChunk[S]] = []
     elements = -(-piece_elements(layout, wire) // line) * line
-    for run in _runs(slots, engine, fuse / wire.itemsize):
-        collective = _collective(engine, run, layout, wire, links)
+    for bucket in _buckets(slots, engine, fuse / wire.itemsize):
+        collective = _collective(engine, bucket, layout, wire, links)
         cost = cost_of(collective, layout, engine.servers)
-        for piece, (part, travelling) in enumerate(_parts(run, engine, elements)):
-            whose = [s for s in run if s.start < part.stop and part.start < s.stop] if engine.prioritized else run
+        for piece, (part, travelling) in enumerate(_parts(bucket, engine, elements)):
+            whose = [s for s in bucket if s.start < part.stop and part.start < s.stop] if engine.prioritized else bucket
             closes = len(slots) if engine.awaits == "each" else whose[-1].index
             needed = -whose[-1].index  # the next forward reads the pool's last layers first
             urgent = engine.prioritized and whose[-1] is slots[-1]
@@ -217,16 +217,16 @@ def laid_out(slots: Iterable[PlannedSlot], line: int) -> list[PlannedSlot]:
     return placed
 
 
-def _parts(run: Sequence[S], engine: Declaration[S], elements: int) -> list[tuple[slice, int]]:
+def _parts(bucket: Sequence[S], engine: Declaration[S], elements: int) -> list[tuple[slice, int]]:
     """Return a bucket's pieces, each with the number of values sent for it; a compressed bucket is one piece."""
-    start, stop = run[0].start, run[-1].stop
+    start, stop = bucket[0].start, bucket[-1].stop
     if engine.compressor is not None:
-        return [(slice(start, stop), sum(map(engine.compressor.travelling, run)))]
+        return [(slice(start, stop), sum(map(engine.compressor.travelling, bucket)))]
     cuts = [start, stop] if engine.whole_buckets else [*range(start, stop, elements), stop]
     return [(slice(*ends), ends[1] - ends[0]) for ends in pairwise(cuts)]
 
 
-def _coded_values(run: Sequence[Slot], piece: slice, layout: RankLayout) -> int:
+def _coded_values(bucket: Sequence[Slot], piece: slice, layout: RankLayout) -> int:
     """Return the number of values in the blocks of codes that are sent of a piece.
 
     Blocks without values are left out. The ranks of a node have a part each, whose blocks are divided evenly among the
@@ -234,27 +234,31 @@ def _coded_values(run: Sequence[Slot], piece: slice, layout: RankLayout) -> int:
     """
     length, total = (piece.stop - piece.start) // layout.row, 0
     for begin in range(piece.start, piece.stop, length):
-        ends = ((max(s.start, begin), min(s.start + math.prod(s.shape) + 1, begin + length)) for s in run)
+        ends = ((max(s.start, begin), min(s.start + math.prod(s.shape) + 1, begin + length)) for s in bucket)
         blocks = sum(-(-max(0, stop - start) // BLOCK) for start, stop in ends)
         total += -(-blocks // layout.column) * layout.column
     return total * BLOCK
 
 
-def _runs(slots: Iterable[S], engine: Declaration[S], fuse: float) -> Iterator[list[S]]:
+def _buckets(slots: Iterable[S], engine: Declaration[S], fuse: float) -> Iterator[list[S]]:
     """Group neighbouring slots of one kind into buckets, each closed once it holds ``fuse`` elements."""
-    runs: list[list[S]] = []
+    buckets: list[list[S]] = []
     for slot in slots:
-        run = runs[-1] if runs else []
-        enough = fuse * (engine.first_bucket_scale if len(runs) == 1 else 1)
-        if run and engine.group_key(slot) == engine.group_key(run[0]) and run[-1].stop - run[0].start < enough:
-            run.append(slot)
+        bucket = buckets[-1] if buckets else []
+        enough = fuse * (engine.first_bucket_scale if len(buckets) == 1 else 1)
+        if (
+            bucket
+            and engine.group_key(slot) == engine.group_key(bucket[0])
+            and bucket[-1].stop - bucket[0].start < enough
+        ):
+            bucket.append(slot)
         else:
-            runs.append([slot])
-    return iter(runs)
+            buckets.append([slot])
+    return iter(buckets)
 
 
 def _collective(
-    engine: Declaration[S], run: Sequence[S], layout: RankLayout, wire: WireFormat, links: Links
+    engine: Declaration[S], bucket: Sequence[S], layout: RankLayout, wire: WireFormat, links: Links
 ) -> Collective:
     match engine.collective:
         case None:
@@ -263,4 +267,4 @@ def _collective(
         case str():
             return engine.collective
         case _:
-            return engine.collective(run, links)
+            return engine.collective(bucket, links)

@@ -54,12 +54,12 @@ class StepModel(Generic[S]):
         sendings = [
             SimMessage(
                 replace(message.task, message=self.share * message.task.message),
-                range(message.run[0].index, message.run[-1].index + 1),
-                self.links.link(message.collective), self.codec(), message.lane == HIGH_PRIORITY, run,
+                range(message.bucket[0].index, message.bucket[-1].index + 1),
+                self.links.link(message.collective), self.codec(), message.lane == HIGH_PRIORITY, bucket,
                 f"{message.lane}{message.collective} {message.half}", _abreast(message, self.layout),
                 message.collective if self.engine.prioritized else "",
             )
-            for run, pieces in enumerate(_by_run(messages)) for message in pieces
+            for bucket, pieces in enumerate(_by_bucket(messages)) for message in pieces
         ]  # fmt: skip
         releases = releases_of(self.engine, messages, timing, self.links)
         return simulated_step_s(sendings, releases, self.engine.awaits, timing)
@@ -92,9 +92,9 @@ def thresholds(engine: Declaration[S], layout: RankLayout) -> list[float]:
     return [size for size in THRESHOLDS if size >= piece] if engine.prioritized else THRESHOLDS
 
 
-def _by_run(messages: Sequence[BucketChunk[S]]) -> list[list[BucketChunk[S]]]:
+def _by_bucket(messages: Sequence[BucketChunk[S]]) -> list[list[BucketChunk[S]]]:
     """Group messages by bucket: ``each`` waits for all pieces of a bucket before it sends the next."""
-    return [list(pieces) for _, pieces in groupby(messages, key=lambda message: message.run[0])]
+    return [list(pieces) for _, pieces in groupby(messages, key=lambda message: message.bucket[0])]
 
 
 def _abreast(message: BucketChunk[S], layout: RankLayout) -> int:

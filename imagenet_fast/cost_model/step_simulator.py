@@ -73,7 +73,7 @@ class SimMessage:
     codec: CodecCost = NO_CODEC
     urgent: bool = False
     """Whether messages that are not urgent, released with it at the end of backward, wait until it is received."""
-    run: int = 0
+    bucket: int = 0
     """Number of its bucket; the messages of one bucket are its pieces."""
     queue: str = ""
     """Name of its queue; messages of one queue are launched in their order."""
@@ -229,7 +229,7 @@ class _Wire:
 def _behind(sendings: Sequence[SimMessage], releases: Sequence[Sequence[int]], one_by_one: bool) -> list[list[int]]:
     """Return, by message, the messages that must be received before it is sent."""
     behind: list[list[int]] = [[] for _ in sendings]
-    run: list[int] = []
+    bucket: list[int] = []
     before: list[int] = []  # the bucket before it
     urgent: list[int] = []  # the last urgent message
     for event, released in enumerate(releases):
@@ -240,9 +240,9 @@ def _behind(sendings: Sequence[SimMessage], releases: Sequence[Sequence[int]], o
             if sending.task.after is not None:
                 behind[number].append(sending.task.after)
             if one_by_one:
-                if run and sending.run != sendings[run[0]].run:
-                    before, run = run, []
-                run.append(number)
+                if bucket and sending.bucket != sendings[bucket[0]].bucket:
+                    before, bucket = bucket, []
+                bucket.append(number)
                 behind[number] += before
             if last:
                 behind[number] += [n for kind, ns in kinds.items() if kind != sending.kind for n in ns[-2:-1]]

@@ -219,7 +219,7 @@ class Scheduler(SyncEngine):
         self._numbers: dict[ParamSlot, list[int]] = {slot: [] for slot in pool.slots}
         for number, message in enumerate(self._messages):
             self._releases[message.task.event].append(number)
-            for slot in message.run:
+            for slot in message.bucket:
                 self._numbers[slot].append(number)
         self._prepare()
 
@@ -263,7 +263,7 @@ class Scheduler(SyncEngine):
         elif topology.size == 1:
             return [], []
         else:
-            compressed = engine.compressor.rounds(message.run, pool.buffer, topology, self._memory)
+            compressed = engine.compressor.rounds(message.bucket, pool.buffer, topology, self._memory)
             self._compressed.append(compressed)
             first, *others = phases_by_round(compressed.rounds, compressed.land, topology, message.lane, average)
             phases = [*first, *chain.from_iterable(others)]
@@ -285,7 +285,7 @@ class Scheduler(SyncEngine):
         before: dict[Collective, list[AllReduceHandle]] = {}
         for number in self._releases[event]:
             message = self._messages[number]
-            if self._engine.awaits == "each" and message.run is not self._messages[number - 1].run:
+            if self._engine.awaits == "each" and message.bucket is not self._messages[number - 1].bucket:
                 self._await(list(self._travelling))
             urgent = message.lane == HIGH_PRIORITY
             after = [] if urgent else [*gate]
@@ -303,7 +303,7 @@ class Scheduler(SyncEngine):
         """Wait for messages, and add them to the step's statistics."""
         assert self._stats.exposed is not None
         for number in numbers:
-            transfer, label = self._travelling.pop(number), label_of(self._messages[number].run)
+            transfer, label = self._travelling.pop(number), label_of(self._messages[number].bucket)
             if transfer.last:  # else nothing was sent, as on one rank
                 with self._stats.exposed(label):
                     transfer.wait()

@@ -33,7 +33,7 @@ def one_by_one(link: LinkModel, pieces: int = 1, event: int | None = None) -> li
     """A message a layer, in pieces, ready with it or with ``event``."""
     return [
         SimMessage(Task(slot if event is None else event, message / pieces, (0, -slot)), range(slot, slot + 1), link,
-                run=slot)
+                bucket=slot)
         for slot, message in enumerate(MESSAGES) for _ in range(pieces)
     ]  # fmt: skip
 
@@ -162,7 +162,7 @@ def test_nothing_is_predicted_below_the_limit(awaits: Literal["each", "backward"
                 first = Task(event, part / 2, (0, -slot))
                 second = Task(event, part / 2, (1, -slot), after=len(sendings))
                 urgent = slot == len(profile.layers) - 1
-                sendings += [SimMessage(task, slots, link, urgent=urgent, run=slot) for task in (first, second)]
+                sendings += [SimMessage(task, slots, link, urgent=urgent, bucket=slot) for task in (first, second)]
         step = step_s(sendings, awaits, timing, planned=awaits == "read" and chance.random() < 0.8)
         least = step_lower_bound(timing, profile.sending(raw), awaits)
         assert step >= least * (1 - 1e-9)

@@ -54,11 +54,11 @@ def test_messages_tile_the_pool_and_none_is_longer_than_a_piece():
                 assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
                 assert parts[-1].stop == len(pool.buffer)
                 assert all((part.stop - part.start) * engine.wire.itemsize <= piece for part in parts)
-            runs = list(dict.fromkeys(tuple(message.run) for message in messages))
+            runs = list(dict.fromkeys(tuple(message.bucket) for message in messages))
             assert [slot for run in runs for slot in run] == pool.slots
             assert all((run[-2].stop - run[0].start) * engine.wire.itemsize < fuse for run in runs if len(run) > 1)
             for number, message in enumerate(messages):
-                assert message.task.event == (len(pool.slots) if engine.awaits == "each" else message.run[-1].index)
+                assert message.task.event == (len(pool.slots) if engine.awaits == "each" else message.bucket[-1].index)
                 assert message.task.after == (number - 1 if message.half == 1 else None), "a gather follows its scatter"
     pieces = step_model(declare(AllReduceSync()), pool, torch.float32, network).messages(math.inf)
     assert len(pieces) > len(pool.slots)
