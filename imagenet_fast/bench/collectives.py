@@ -145,7 +145,7 @@ def bench_collectives(
     levels = rate is not None and min(hosts, ranks_per_host) > 1
     means = parse_collectives(collectives, levels, gpus)
     if rate is not None:
-        _check_patience(max(asked), hosts, rate)
+        _check_timeout(max(asked), hosts, rate)
     if not gpus:
         _check_memory(max(asked), "mpi" in means, ranks)
     ranks_each = ranks if rate is None else ranks_per_host
@@ -247,7 +247,7 @@ def _check_memory(size: int, by_mpi: bool, ranks: int) -> None:
         )
 
 
-def _check_patience(size: int, hosts: int, rate: str) -> None:
+def _check_timeout(size: int, hosts: int, rate: str) -> None:
     """Raise UserError if an all-reduce would come near gloo's timeout."""
     least_s = _leaving(size, hosts) * 8 / parse_rate(rate)
     if 4 * least_s > TIMEOUT.total_seconds():

@@ -231,7 +231,7 @@ def _wait(starts: Sequence[Callable[[], subprocess.Popen[bytes]]], saving_s: flo
     seconds to save.
     """
     processes: list[subprocess.Popen[bytes]] = []
-    patience_s = 3 * GRACE_S  # a launcher waits for its ranks, which have GRACE_S
+    wait_s = 3 * GRACE_S  # a launcher waits for its ranks, which have GRACE_S
     try:
         for start in starts:
             with signals_held():
@@ -241,7 +241,7 @@ def _wait(starts: Sequence[Callable[[], subprocess.Popen[bytes]]], saving_s: flo
             time.sleep(0.1)
             codes = [process.poll() for process in processes]
     except KeyboardInterrupt:
-        patience_s += saving_s
+        wait_s += saving_s
         raise
     finally:
         for process in processes:
@@ -249,7 +249,7 @@ def _wait(starts: Sequence[Callable[[], subprocess.Popen[bytes]]], saving_s: flo
                 process.send_signal(signal.SIGTERM)
         for process in processes:
             try:
-                process.wait(patience_s)
+                process.wait(wait_s)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -43,7 +43,7 @@ class CheckpointWriter:
         place: RankInfo,
         store: Store | None = None,
         keep: int = 1,
-        patience: timedelta = timedelta(minutes=10),
+        timeout: timedelta = timedelta(minutes=10),
     ) -> None:
         """Remove what killed writes have left under ``root``, on rank 0.
 
@@ -52,13 +52,13 @@ class CheckpointWriter:
             place: This rank.
             store: Store at which the ranks met; None: one of this process alone.
             keep: Checkpoints kept besides the newest and the best.
-            patience: A checkpoint fails if a rank takes this much longer than rank 0 to write its part.
+            timeout: A checkpoint fails if a rank takes this much longer than rank 0 to write its part.
         """
         self._root = root
         self._place = place
         self._store = PrefixStore("checkpoint", (store or HashStore()).clone())
         self._keep = keep
-        self._patience_s = patience.total_seconds()
+        self._timeout_s = timeout.total_seconds()
         self._copies: dict[str, StagingBuffer] = {}
         self._saves = 0
         self._thread: threading.Thread | None = None
@@ -171,9 +171,9 @@ class CheckpointWriter:
         lost = f"the checkpoint of step {stamp.step} was given up"
         try:
             _yield_cores()
-            letters = StoreCoordinator(PrefixStore(str(number), self._store), self._place.size, self._leaving)
+            coordinator = StoreCoordinator(PrefixStore(str(number), self._store), self._place.size, self._leaving)
             self._written = write_checkpoint(
-                self._root, self._place, letters, stamp, files, self._keep, self._patience_s, self._known
+                self._root, self._place, coordinator, stamp, files, self._keep, self._timeout_s, self._known
             )
             self.written_step = stamp.step
         except Leaving:

@@ -24,18 +24,18 @@ _REMEDIES = {
     errno.ENOENT: "have every node see that directory, and nobody remove it",
 }  # fmt: skip
 
-_FOR_RANK_0 = 5  # how many times the patience others wait for it: it writes the shared file, then waits for all
+_FOR_RANK_0 = 5  # times as long others wait for rank 0: it writes the shared file, then waits for all
 _CONFIRMED_S = 30.0  # seconds in which a rank that lives has read the result
 
 
 def write_checkpoint(
     root: Path,
     place: RankInfo,
-    letters: StoreCoordinator,
+    coordinator: StoreCoordinator,
     stamp: Stamp,
     files: Mapping[str, Iterable[bytes | memoryview]],
     keep: int,
-    patience_s: float,
+    timeout_s: float,
     known: dict[Path, bool],
 ) -> Path:
     """Write this rank's files into a new checkpoint, and return its directory when all ranks have written theirs.
@@ -46,42 +46,42 @@ def write_checkpoint(
     Args:
         root: Directory of the checkpoints.
         place: This rank.
-        letters: Messages between the ranks about this checkpoint.
+        coordinator: Messages between the ranks about this checkpoint.
         stamp: The step and the run.
         files: Content of this rank's files, by name.
         keep: Checkpoints kept besides the newest and the best.
-        patience_s: Seconds for which a rank may be silent after rank 0 has written.
+        timeout_s: Seconds for which a rank may be silent after rank 0 has written.
         known: Which checkpoints are whole, as far as this process has written or read them; updated.
 
     Raises:
-        NotSaved: On all ranks alike, if one of them could not write, or was silent for ``patience_s``.
+        NotSaved: On all ranks alike, if one of them could not write, or was silent for ``timeout_s``.
         RankTimeout: Rank 0 is silent.
         Leaving: This rank gives up the checkpoint.
     """
     if place.is_main:
         begun = _tried(place, lambda: new_folder(root, stamp.step).name)
-        letters.write("folder", _refused(root, [begun]) if begun.failure else begun)
-    (verdict,) = letters.read(["folder"], _FOR_RANK_0 * patience_s)
-    if not verdict.failure:
-        folder = root / str(verdict.content)
-        letters.write(f"part/{place.rank}", _tried(place, lambda: _write_files(folder, files)))
+        coordinator.write("folder", _refused(root, [begun]) if begun.failure else begun)
+    (result,) = coordinator.read(["folder"], _FOR_RANK_0 * timeout_s)
+    if not result.failure:
+        folder = root / str(result.content)
+        coordinator.write(f"part/{place.rank}", _tried(place, lambda: _write_files(folder, files)))
         if place.is_main:
-            sealed = _conclude(root, place, letters, folder, stamp, patience_s)
+            sealed = _conclude(root, place, coordinator, folder, stamp, timeout_s)
             if not sealed.failure:
                 known[folder] = True
                 # Before others are told: it may take long, and those that train on would wait for this rank in vain.
                 tidied(lambda: retain(root, keep, partial(_is_whole, known)))
-            letters.write("verdict", sealed)
-        (verdict,) = letters.read(["verdict"], _FOR_RANK_0 * patience_s)
-    letters.confirm()
+            coordinator.write("result", sealed)
+        (result,) = coordinator.read(["result"], _FOR_RANK_0 * timeout_s)
+    coordinator.confirm()
     removed: list[Path] = []
     if place.is_main:
-        if verdict.failure and verdict.remedy == _MAKE_ROOM:
+        if result.failure and result.remedy == _MAKE_ROOM:
             tidied(lambda: removed.extend(retain(root, 0, partial(_is_whole, known))))
-        letters.clear(min(patience_s, _CONFIRMED_S))
-    if verdict.failure:
-        failure = f"the checkpoint of step {stamp.step} failed: {verdict.failure}"
-        raise NotSaved(failure, verdict.remedy, str(verdict.content), freed=bool(removed))
+        coordinator.clear(min(timeout_s, _CONFIRMED_S))
+    if result.failure:
+        failure = f"the checkpoint of step {stamp.step} failed: {result.failure}"
+        raise NotSaved(failure, result.remedy, str(result.content), freed=bool(removed))
     return folder
 
 
@@ -109,14 +109,14 @@ def tidied(attempt: Callable[[], object]) -> None:
 
 
 def _conclude(
-    root: Path, place: RankInfo, letters: StoreCoordinator, folder: Path, stamp: Stamp, patience_s: float
+    root: Path, place: RankInfo, coordinator: StoreCoordinator, folder: Path, stamp: Stamp, timeout_s: float
 ) -> RankReply:
     """Write the manifest once all parts are there, on rank 0; if some are missing, remove the directory."""
     try:
-        parts = letters.read([f"part/{rank}" for rank in range(place.size)], patience_s)
+        parts = coordinator.read([f"part/{rank}" for rank in range(place.size)], timeout_s)
     except RankTimeout as silence:
         late = ", ".join(key.removeprefix("part/") for key in silence.missing)
-        failure = f"rank {late} did not write its part within {patience_s:g} s"
+        failure = f"rank {late} did not write its part within {timeout_s:g} s"
         parts = [RankReply(failure=failure, remedy="see its output, and whether its disk is slow")]
     failed = [part for part in parts if part.failure]
     if not failed:

@@ -57,17 +57,17 @@ class StoreCoordinator:
         self._leaving = leaving
         self._keys = [_READ]
 
-    def write(self, key: str, letter: RankReply) -> None:
-        """Write ``letter`` under ``key``."""
+    def write(self, key: str, reply: RankReply) -> None:
+        """Write ``reply`` under ``key``."""
         self._keys.append(key)
-        self._store.set(key, json.dumps(asdict(letter)))
+        self._store.set(key, json.dumps(asdict(reply)))
 
-    def read(self, keys: Sequence[str], patience_s: float) -> list[RankReply]:
+    def read(self, keys: Sequence[str], timeout_s: float) -> list[RankReply]:
         """Wait for the messages under ``keys`` and return them.
 
         Args:
             keys: Keys that other ranks write.
-            patience_s: Longest wait, in seconds.
+            timeout_s: Longest wait, in seconds.
 
         Raises:
             RankTimeout: Some are not there in time.
@@ -75,7 +75,7 @@ class StoreCoordinator:
             DistError: The store is gone.
         """
         self._keys += keys
-        if not self._await(lambda: self._store.check([*keys]), patience_s):
+        if not self._await(lambda: self._store.check([*keys]), timeout_s):
             raise RankTimeout([key for key in keys if not self._store.check([key])])
         return [RankReply(**json.loads(self._store.get(key))) for key in keys]
 
@@ -83,17 +83,17 @@ class StoreCoordinator:
         """Tell rank 0 that this rank has read all messages for it."""
         self._store.add(_READ, 1)
 
-    def clear(self, patience_s: float) -> None:
+    def clear(self, timeout_s: float) -> None:
         """Wait until all ranks have confirmed, and delete the messages; leave them if one does not in time.
 
         It waits because the store may end with this process.
         """
-        if self._await(lambda: self._store.add(_READ, 0) == self._ranks, patience_s):
+        if self._await(lambda: self._store.add(_READ, 0) == self._ranks, timeout_s):
             for key in dict.fromkeys(self._keys):
                 self._store.delete_key(key)
 
-    def _await(self, come: Callable[[], bool], patience_s: float) -> bool:
-        return wait_until(come, time.monotonic() + patience_s, _FIRST_LOOK_S, _LAST_LOOK_S, self._sleep)
+    def _await(self, come: Callable[[], bool], timeout_s: float) -> bool:
+        return wait_until(come, time.monotonic() + timeout_s, _FIRST_LOOK_S, _LAST_LOOK_S, self._sleep)
 
     def _sleep(self, seconds: float) -> None:
         if self._leaving.wait(seconds):

@@ -20,10 +20,10 @@ from imagenet_fast.cli.launch import launch_app
 from imagenet_fast.cli.options import (
     DataOption,
     EndpointOption,
+    JoinTimeoutOption,
     JsonOption,
     NodesOption,
     NprocOption,
-    PatienceOption,
     WeightsOption,
     WeightsRecipeOption,
     in_a_directory,
@@ -130,7 +130,7 @@ def doctor(
     nproc: NprocOption = None,
     nodes: NodesOption = None,
     rdzv_endpoint: EndpointOption = None,
-    join_timeout: PatienceOption = 300,
+    join_timeout: JoinTimeoutOption = 300,
     json_file: JsonOption = None,
 ) -> None:
     """Check for anything that would prevent training here, and say how to fix it.

@@ -84,7 +84,7 @@ EndpointOption = Annotated[
         "--rdzv-endpoint", metavar="HOST:PORT", help="Where several nodes meet: one of them, and a free port of it."
     ),
 ]
-PatienceOption = Annotated[
+JoinTimeoutOption = Annotated[
     float,
     typer.Option(
         "--join-timeout",

@@ -15,11 +15,11 @@ from imagenet_fast.cli.options import (
     DataOption,
     ElasticNodesOption,
     EndpointOption,
+    JoinTimeoutOption,
     NodesOption,
     NprocOption,
     OnBadImageOption,
     OptionalRecipeOption,
-    PatienceOption,
     SetOption,
     SyncOption,
     WeightsOption,
@@ -43,7 +43,7 @@ def train(
     nproc: NprocOption = None,
     nodes: ElasticNodesOption = None,
     rdzv_endpoint: EndpointOption = None,
-    join_timeout: PatienceOption = 300,
+    join_timeout: JoinTimeoutOption = 300,
     init_from: Annotated[
         Path | None,
         typer.Option(
@@ -144,7 +144,7 @@ def evaluate(
     nproc: NprocOption = None,
     nodes: NodesOption = None,
     rdzv_endpoint: EndpointOption = None,
-    join_timeout: PatienceOption = 300,
+    join_timeout: JoinTimeoutOption = 300,
     json_file: Annotated[
         Path | None,
         typer.Option(

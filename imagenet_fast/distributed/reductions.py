@@ -104,14 +104,14 @@ class AsyncAnyReduce:
     and 8 more, about five times a second. A flag has effect at most two votes later; with one rank at once.
     """
 
-    def __init__(self, world: DistContext, wishes: int) -> None:
-        """Make a gloo group of all ranks, for ``wishes`` flags."""
+    def __init__(self, world: DistContext, flags: int) -> None:
+        """Make a gloo group of all ranks, for ``flags`` flags."""
         self._group: dist.ProcessGroup | None = None
         if world.size > 1:
             group = dist.new_group(backend="gloo")
             assert isinstance(group, dist.ProcessGroup)
             self._group = group
-        self._ballot = torch.zeros(wishes + 1, dtype=torch.int64)  # last: steps until the next vote
+        self._ballot = torch.zeros(flags + 1, dtype=torch.int64)  # last: steps until the next vote
         self._under_way: dist.Work | None = None
         self._steps = 0
         self._stride = 1
@@ -119,7 +119,7 @@ class AsyncAnyReduce:
         self.cast = False
         """True if the last call took this rank's flags."""
 
-    def __call__(self, *wishes: bool) -> list[bool]:
+    def __call__(self, *flags: bool) -> list[bool]:
         """Vote with this rank's flags; return which flags any rank has set.
 
         Flags are taken only if ``cast`` is True afterwards; else pass them again. All results are False at a step at
@@ -127,14 +127,14 @@ class AsyncAnyReduce:
         """
         self.cast = True
         if self._group is None:
-            return list(wishes)
+            return list(flags)
         self._steps += 1
         if self._steps < self._stride:
             self.cast = False
-            return [False] * len(wishes)
+            return [False] * len(flags)
         heard = self._heard()
         step_s = (time.perf_counter() - self._begun) / self._steps
-        self._ballot = torch.tensor([*wishes, min(_MOST_STEPS, max(1, round(_EVERY_S / step_s)))])
+        self._ballot = torch.tensor([*flags, min(_MOST_STEPS, max(1, round(_EVERY_S / step_s)))])
         self._under_way = dist.all_reduce(self._ballot, dist.ReduceOp.MAX, self._group, async_op=True)
         self._steps, self._begun = 0, time.perf_counter()
         return heard

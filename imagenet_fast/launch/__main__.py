@@ -29,7 +29,7 @@ Starting them again would end the same way.
 def main() -> None:
     """Do the job in FILE, which is named after its task, and wait at most SECONDS for the other ranks."""
     end_with_parent()
-    path, patience_s = Path(sys.argv[1]), float(sys.argv[2])
+    path, join_timeout_s = Path(sys.argv[1]), float(sys.argv[2])
     if (path.parent / _FINAL).exists():
         raise SystemExit(2)  # torchrun has restarted the ranks, which would end the same way
     leave_refusals_in(path.parent)
@@ -38,11 +38,11 @@ def main() -> None:
         assert place is not None, "torchrun tells a rank its place"
         match path.stem:
             case "eval":
-                well = _evaluate(path, place, patience_s)
+                well = _evaluate(path, place, join_timeout_s)
             case "doctor":
-                well = _examine(path, place, patience_s)
+                well = _examine(path, place, join_timeout_s)
             case _:
-                well = _train(path, place, patience_s)
+                well = _train(path, place, join_timeout_s)
     except UserError as error:
         if _have_met():
             (path.parent / _FINAL).touch()
@@ -64,7 +64,7 @@ def _have_met() -> bool:
     return dist.is_initialized()
 
 
-def _train(path: Path, place: RankInfo, patience_s: float) -> bool:
+def _train(path: Path, place: RankInfo, join_timeout_s: float) -> bool:
     from imagenet_fast.launch.worker import run_worker  # takes seconds, in which Ctrl-C may arrive
     from imagenet_fast.recipe.job import Job, read_job
     from imagenet_fast.training.job_setup import on_ranks
@@ -72,26 +72,26 @@ def _train(path: Path, place: RankInfo, patience_s: float) -> bool:
     job = read_job(path, Job)
     if job.elastic:
         job = on_ranks(job, place.size)
-    outcome = run_worker(job, place, patience_s, handover=path.parent)
+    outcome = run_worker(job, place, join_timeout_s, handover=path.parent)
     # If nodes may leave, a stop that was saved concerns only the nodes that got the signal; torchrun restarts the
     # others.
     return outcome.status in ("reached", "finished") or (outcome.status == "preempted" and not job.elastic)
 
 
-def _evaluate(path: Path, place: RankInfo, patience_s: float) -> bool:
+def _evaluate(path: Path, place: RankInfo, join_timeout_s: float) -> bool:
     from imagenet_fast.launch.evaluate import evaluate_as_rank
     from imagenet_fast.recipe.job import Evaluation, read_job
 
-    evaluate_as_rank(read_job(path, Evaluation), place, patience_s, left=path.parent)
+    evaluate_as_rank(read_job(path, Evaluation), place, join_timeout_s, left=path.parent)
     refuse_if_lost()
     return True
 
 
-def _examine(path: Path, place: RankInfo, patience_s: float) -> bool:
+def _examine(path: Path, place: RankInfo, join_timeout_s: float) -> bool:
     from imagenet_fast.launch.doctor import examine_as_rank
     from imagenet_fast.recipe.job import DoctorJob, read_job
 
-    examine_as_rank(read_job(path, DoctorJob), place, patience_s, handover=path.parent)
+    examine_as_rank(read_job(path, DoctorJob), place, join_timeout_s, handover=path.parent)
     return True
 
 

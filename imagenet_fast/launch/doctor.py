@@ -44,13 +44,13 @@ def launch_doctor(job: DoctorJob, nodes: LaunchConfig) -> list[CheckResult] | No
     return [*own, CheckResult("ranks", "fail", said, "see what they said above")]
 
 
-def examine_as_rank(job: DoctorJob, place: RankInfo, patience_s: float, handover: Path) -> None:
+def examine_as_rank(job: DoctorJob, place: RankInfo, join_timeout_s: float, handover: Path) -> None:
     """Join the other ranks and run the checks; rank 0 writes the results of all ranks to ``handover``.
 
     Args:
         job: What to check.
         place: This process's rank.
-        patience_s: Seconds to wait for the other ranks.
+        join_timeout_s: Seconds to wait for the other ranks.
         handover: The launcher's directory.
 
     Raises:
@@ -62,7 +62,7 @@ def examine_as_rank(job: DoctorJob, place: RankInfo, patience_s: float, handover
     if place.is_local_main:
         own = examine(job.data, job.out, place.local_size, job.timeout)
         own += try_loaders(job.data, place.local_size)
-    with init_distributed(place, {}, timedelta(seconds=patience_s), job.timeout, left=handover) as world:
+    with init_distributed(place, {}, timedelta(seconds=join_timeout_s), job.timeout, left=handover) as world:
         found = gather_results(own, world, socket.gethostname())
         if world.is_main:
             (handover / _FINDINGS).write_text(

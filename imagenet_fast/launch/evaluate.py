@@ -57,13 +57,13 @@ class EvalResult:
     top5_shift: float | None = None
 
 
-def evaluate_as_rank(evaluation: Evaluation, place: RankInfo, patience_s: float, left: Path | None = None) -> None:
+def evaluate_as_rank(evaluation: Evaluation, place: RankInfo, join_timeout_s: float, left: Path | None = None) -> None:
     """Join the other ranks and evaluate; rank 0 prints the result, and writes it to ``evaluation.report`` if given.
 
     Args:
         evaluation: What to evaluate.
         place: This process's rank.
-        patience_s: Seconds to wait for the other ranks.
+        join_timeout_s: Seconds to wait for the other ranks.
         left: Directory where each rank leaves its last position; None for nowhere.
 
     Raises:
@@ -71,9 +71,9 @@ def evaluate_as_rank(evaluation: Evaluation, place: RankInfo, patience_s: float,
     """
     set_group_rank(place)
     end_on_signals()
-    recipe, patience = evaluation.recipe, timedelta(seconds=patience_s)
+    recipe, join_timeout = evaluation.recipe, timedelta(seconds=join_timeout_s)
     with init_distributed(
-        place, evaluation.agreed(), patience, recipe.timeout, left=left, numa_binding=recipe.numa_binding
+        place, evaluation.agreed(), join_timeout, recipe.timeout, left=left, numa_binding=recipe.numa_binding
     ) as world:
         verdict = judge(evaluation, world)
         if world.is_main:

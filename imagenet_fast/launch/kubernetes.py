@@ -34,7 +34,7 @@ _RESTARTS = 10
 
 _RECIPES = "/recipes"
 _GRACE_S = 60  # between SIGTERM and SIGKILL; ranks save within checkpoint.grace_s, by default 50
-_PATIENCE_S = 900  # for launchers to wait for each other: Kubernetes delays restarts by up to 6 minutes
+_JOIN_TIMEOUT_S = 900  # for launchers to wait for each other: Kubernetes delays restarts by up to 6 minutes
 
 _JOB = "workers"
 _CONTAINER = "trainer"
@@ -145,7 +145,7 @@ class Pods:
         """
         job = self.job
         recipe = job.path.stem if job.shipped else f"{_RECIPES}/{self._file}"
-        words = job.train(recipe, self.data_claim and DATA, str(self._where), "--join-timeout", str(_PATIENCE_S))
+        words = job.train(recipe, self.data_claim and DATA, str(self._where), "--join-timeout", str(_JOIN_TIMEOUT_S))
         meeting = ["--nodes", str(job.nodes), "--rdzv-endpoint", f"{first}:{self.port}"] if job.nodes > 1 else []
         volumes: dict[str, tuple[str, dict[str, Any]]] = {
             "shm": ("/dev/shm", {"emptyDir": {"medium": "Memory"}}),

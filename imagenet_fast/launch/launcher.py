@@ -79,7 +79,7 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
         print(outcome.message)
     if has_run and not (job.elastic and interrupted):  # after this node left, others may have resumed
         with suppress(OSError, UserError):  # rank 0 may have written it; a new run has started; the disk is full
-            hold(job.folder, patience_s=0.0)
+            hold(job.folder, timeout_s=0.0)
             outcome.write(job.folder)
     return code if code == 2 else outcome.exit_code
 
@@ -163,11 +163,11 @@ def _run_ranks(job: Path, nodes: LaunchConfig, grace_s: float) -> tuple[int, str
     where = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=127.0.0.1"]
     count = str(nodes.count)
     if endpoint is not None:
-        met = meet(endpoint, nodes.count, nodes.patience_s, nodes.least)
+        met = meet(endpoint, nodes.count, nodes.join_timeout_s, nodes.least)
         where = [f"--node-rank={met.number}", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={met.name}"]
         if nodes.least is not None:
             count = f"{nodes.least}:{nodes.count}"
-            where = _meeting_again(endpoint, met, nodes.patience_s + grace_s)
+            where = _meeting_again(endpoint, met, nodes.join_timeout_s + grace_s)
     # torchrun would no longer ignore what it is told to handle, such as SIGHUP under nohup.
     handled = [name for name in _SIGNALS if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN]
     torchrun = get_args_parser().parse_args(
@@ -176,7 +176,7 @@ def _run_ranks(job: Path, nodes: LaunchConfig, grace_s: float) -> tuple[int, str
     )
     if os.environ.get("TORCH_CPP_LOG_LEVEL") == "FATAL":  # set by our command line for launchers
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    torchrun.training_script_args = [str(job), str(nodes.patience_s)]
+    torchrun.training_script_args = [str(job), str(nodes.join_timeout_s)]
     try:
         run(torchrun)
     except ChildFailedError as error:
@@ -198,7 +198,7 @@ def _run_ranks(job: Path, nodes: LaunchConfig, grace_s: float) -> tuple[int, str
     return 0, ""
 
 
-def _meeting_again(endpoint: Endpoint, met: RendezvousInfo, patience_s: float) -> list[str]:
+def _meeting_again(endpoint: Endpoint, met: RendezvousInfo, join_timeout_s: float) -> list[str]:
     """Return the options by which torchrun has the nodes meet again, in the same store, whenever one leaves or joins.
 
     Each time another node may become the first, and a new store is made there for the ranks. Hence torchrun must not
@@ -207,7 +207,7 @@ def _meeting_again(endpoint: Endpoint, met: RendezvousInfo, patience_s: float) -
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     holds = met.number == 0
     route = None if holds else route_to(endpoint.host)
-    seconds = {"join_timeout": math.ceil(patience_s) + _SETTLING_S, "last_call_timeout": _LAST_CALL_S}
+    seconds = {"join_timeout": math.ceil(join_timeout_s) + _SETTLING_S, "last_call_timeout": _LAST_CALL_S}
     settings = {"is_host": int(holds), **seconds}
     return [
         "--rdzv-backend=c10d",

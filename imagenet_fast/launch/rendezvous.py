@@ -36,7 +36,7 @@ class LaunchConfig:
     count: int = 1
     """Number of nodes; the maximum if it may vary."""
     endpoint: Endpoint | None = None
-    patience_s: float = 300.0
+    join_timeout_s: float = 300.0
     restarts: int = 0
     """The number of times that torchrun restarts the ranks after one was lost."""
     least: int | None = None
@@ -54,7 +54,7 @@ class LaunchConfig:
 
 
 def resolve_nodes(
-    nproc: int | None, asked: str | int | None, endpoint: str | None, patience_s: float, restarts: int | None = None
+    nproc: int | None, asked: str | int | None, endpoint: str | None, join_timeout_s: float, restarts: int | None = None
 ) -> LaunchConfig:
     """Build the launch configuration that the command line asks for.
 
@@ -62,7 +62,7 @@ def resolve_nodes(
         nproc: Ranks per node; None for the usual number.
         asked: Number of nodes, or a range like ``2:4``; None for the nodes that srun has started, or one.
         endpoint: HOST:PORT where the nodes meet; None for the first node that srun has started, or a single node.
-        patience_s: Seconds to wait for the other nodes.
+        join_timeout_s: Seconds to wait for the other nodes.
         restarts: How often to restart ranks; None for as often as these nodes need.
 
     Raises:
@@ -76,7 +76,7 @@ def resolve_nodes(
     meeting_place = parse_endpoint(endpoint) if endpoint is not None else None
     if restarts is None:
         restarts = 0 if least is None else _RESTARTS
-    return LaunchConfig(local_ranks(nproc), count, meeting_place, patience_s, restarts, least)
+    return LaunchConfig(local_ranks(nproc), count, meeting_place, join_timeout_s, restarts, least)
 
 
 def parse_nodes(asked: str) -> tuple[int | None, int]:
@@ -129,7 +129,7 @@ class RendezvousInfo:
     """Store of the nodes. Keep it as long as ranks train: they use it too."""
 
 
-def meet(endpoint: Endpoint, count: int, patience_s: float, least: int | None = None) -> RendezvousInfo:
+def meet(endpoint: Endpoint, count: int, join_timeout_s: float, least: int | None = None) -> RendezvousInfo:
     """Meet ``count`` nodes at ``endpoint``, which is an address of one of them; that node gets number 0.
 
     torchrun's own rendezvous compares host names to find out which node holds the store, numbers nodes arbitrarily, and
@@ -138,7 +138,7 @@ def meet(endpoint: Endpoint, count: int, patience_s: float, least: int | None = 
     Args:
         endpoint: Where the nodes meet.
         count: Number of nodes; the maximum if ``least`` is given.
-        patience_s: Seconds to wait for the other nodes.
+        join_timeout_s: Seconds to wait for the other nodes.
         least: Number of nodes that is enough; a later node joins at once. None if all ``count`` are needed.
 
     Raises:
@@ -146,7 +146,7 @@ def meet(endpoint: Endpoint, count: int, patience_s: float, least: int | None = 
     """
     from torch.distributed import DistError
 
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + join_timeout_s
     here = is_here(endpoint.host)
     if not here:
         # The name of a new pod does not resolve for a while, or resolves to the pod before it.
@@ -155,7 +155,7 @@ def meet(endpoint: Endpoint, count: int, patience_s: float, least: int | None = 
     held = _hold(endpoint) if here else None
     try:
         store = held or _visit(endpoint, deadline)
-        number, name = _arrive(store, held is not None, endpoint, count, least, deadline, patience_s)
+        number, name = _arrive(store, held is not None, endpoint, count, least, deadline, join_timeout_s)
     except DistError:
         raise UserError(
             f"the node at {endpoint} has ended before {f'all {count}' if least is None else f'at least {least}'} nodes "
@@ -165,60 +165,66 @@ def meet(endpoint: Endpoint, count: int, patience_s: float, least: int | None = 
 
 
 def _arrive(
-    store: TCPStore, holds: bool, endpoint: Endpoint, count: int, least: int | None, deadline: float, patience_s: float
+    store: TCPStore,
+    holds: bool,
+    endpoint: Endpoint,
+    count: int,
+    least: int | None,
+    deadline: float,
+    join_timeout_s: float,
 ) -> tuple[int, str]:
     """Take a number, and wait until all nodes have arrived, or enough."""
     from torch._C._distributed_c10d import PrefixStore
 
     told = str(count) if least is None else f"{least}:{count}"
     needed, enough = (count, f"{count}") if least is None else (least, f"at least {least}")
-    books = PrefixStore("imagenet-fast", store)
+    records = PrefixStore("imagenet-fast", store)
     if holds:
-        books.set("name", uuid.uuid4().hex)
-        books.set("count", told)
-    if not holds and not wait_until(partial(books.check, ["open"]), deadline, _LOOK_S):
+        records.set("name", uuid.uuid4().hex)
+        records.set("count", told)
+    if not holds and not wait_until(partial(records.check, ["open"]), deadline, _LOOK_S):
         raise UserError(f"nodes of another program meet at {endpoint}; give every node another --rdzv-endpoint")
-    with _telling_others(books):
-        if (theirs := books.get("count").decode()) != told:
+    with _telling_others(records):
+        if (theirs := records.get("count").decode()) != told:
             raise UserError(f"one node was told --nodes {told}, the one at {endpoint} --nodes {theirs}; correct one")
-    number = books.add("arrived", 1) - 1
+    number = records.add("arrived", 1) - 1
     if holds:
-        books.set("open", "")  # not earlier: the first number is the holder's
+        records.set("open", "")  # not earlier: the first number is the holder's
     if least is None and number >= count:
         raise UserError(
             f"{count} nodes have already met at {endpoint}: this one is too many, or belongs to another run, which "
             "needs another --rdzv-endpoint"
         )
-    with _telling_others(books):
-        books.set(f"host/{number}", socket.gethostname())
-        if not wait_until(partial(_have_come, books, needed), deadline, _LOOK_S):
-            come = books.add("arrived", 0)
-            names = ", ".join(books.get(f"host/{other}").decode() for other in range(come))
+    with _telling_others(records):
+        records.set(f"host/{number}", socket.gethostname())
+        if not wait_until(partial(_have_come, records, needed), deadline, _LOOK_S):
+            come = records.add("arrived", 0)
+            names = ", ".join(records.get(f"host/{other}").decode() for other in range(come))
             raise UserError(
-                f"{come} of {enough} nodes came to {endpoint} within {patience_s:g} s ({names}); start the same "
+                f"{come} of {enough} nodes came to {endpoint} within {join_timeout_s:g} s ({names}); start the same "
                 "command on the others, or wait longer with --join-timeout"
             )
-    return number, books.get("name").decode()
+    return number, records.get("name").decode()
 
 
-def _have_come(books: PrefixStore, needed: int) -> bool:
+def _have_come(records: PrefixStore, needed: int) -> bool:
     """Return whether ``needed`` nodes have arrived; raise UserError if one has ended the meeting."""
-    if books.add("arrived", 0) >= needed:
+    if records.add("arrived", 0) >= needed:
         return True
-    if books.check(["end"]):
-        raise UserError(books.get("end").decode())
+    if records.check(["end"]):
+        raise UserError(records.get("end").decode())
     return False
 
 
 @contextmanager
-def _telling_others(books: PrefixStore) -> Iterator[None]:
+def _telling_others(records: PrefixStore) -> Iterator[None]:
     """Publish an error in the block, which ends the meeting for all nodes."""
     try:
         yield
     except BaseException as error:
         said = str(error) if isinstance(error, UserError) else f"{socket.gethostname()} left before all had come"
         with suppress(Exception):
-            books.set("end", said)
+            records.set("end", said)
             time.sleep(5 * _LOOK_S)  # the store may end with this process: the others look first
         raise
 
@@ -241,17 +247,17 @@ def _visit(endpoint: Endpoint, deadline: float) -> TCPStore:
     from torch.distributed import DistError
 
     await_listener(endpoint, deadline)
-    patience_s = max(1.0, min(5.0, deadline - time.monotonic()))
+    wait_s = max(1.0, min(5.0, deadline - time.monotonic()))
     answered: list[TCPStore] = []
 
     def ask() -> None:
         with suppress(DistError):
-            limit = timedelta(seconds=patience_s)
+            limit = timedelta(seconds=wait_s)
             answered.append(TCPStore(endpoint.host, endpoint.port, is_master=False, timeout=limit))
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(patience_s)
+    thread.join(wait_s)
     if not answered:
         where = f"port {endpoint.port} on {endpoint.host} is in use by another program"
         raise UserError(f"{where}; give every node another --rdzv-endpoint HOST:PORT")

@@ -21,7 +21,7 @@ from imagenet_fast.training.job_setup import check_writable
 from imagenet_fast.training.trainer import Trainer
 
 
-def run_worker(job: Job, place: RankInfo, patience_s: float, handover: Path | None = None) -> RunResult:
+def run_worker(job: Job, place: RankInfo, join_timeout_s: float, handover: Path | None = None) -> RunResult:
     """Join the other ranks, train or resume, and return the result.
 
     Rank 0 writes the outcome to the run directory. The first rank of each node writes it to ``handover`` too.
@@ -29,7 +29,7 @@ def run_worker(job: Job, place: RankInfo, patience_s: float, handover: Path | No
     Args:
         job: What to train.
         place: This process's rank.
-        patience_s: Seconds to wait for the other ranks.
+        join_timeout_s: Seconds to wait for the other ranks.
         handover: The launcher's directory; None without our launcher.
 
     Raises:
@@ -50,10 +50,10 @@ def run_worker(job: Job, place: RankInfo, patience_s: float, handover: Path | No
         ending.fail(reason)
         ending.leave()
 
-    patience, binding = timedelta(seconds=patience_s), job.recipe.numa_binding
+    join_timeout, binding = timedelta(seconds=join_timeout_s), job.recipe.numa_binding
     try:
         with init_distributed(
-            place, job.agreed(), patience, job.recipe.timeout, end, job.folder, handover, binding
+            place, job.agreed(), join_timeout, job.recipe.timeout, end, job.folder, handover, binding
         ) as world:
             Trainer(job, world, ending=ending, ask_first=signals.ask_first).run()
     except KeyboardInterrupt:

@@ -56,7 +56,7 @@ class CheckpointManager:
         self._images = images
         self._contents: Contents | None = None
         self._asked = asked
-        self._vote = AsyncAnyReduce(world, wishes=2)
+        self._vote = AsyncAnyReduce(world, flags=2)
         self._saved_at = time.monotonic()
         self._told = False  # whether this rank has voted that a checkpoint is late
         self._store = None if store is None else PrefixStore("keeper", store)

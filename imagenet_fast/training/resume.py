@@ -28,7 +28,7 @@ from imagenet_fast.recipe.schema import Model
 from imagenet_fast.training.run_lock import CHECKPOINTS, check_replaceable, hold
 from imagenet_fast.training.state import TrainState, joined
 
-_PATIENCE_S = 5.0  # for another node's file to become visible over NFS
+_NFS_TIMEOUT_S = 5.0  # for another node's file to become visible over NFS
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def common_folder(folder: Path, world: DistContext, make: bool = False) -> Path 
             raise UserError(
                 f"{folder} cannot be written ({error.strerror}); make it writable, or free space there"
             ) from None
-    deadline = time.monotonic() + (0.0 if world.size == world.local_size else _PATIENCE_S)
+    deadline = time.monotonic() + (0.0 if world.size == world.local_size else _NFS_TIMEOUT_S)
     places = (folder.absolute(), Path(told[0]))
     wait_until(lambda: _first_with(mark, *places) is not None, deadline, 0.05)
     seen = _first_with(mark, *places)

@@ -26,7 +26,7 @@ from imagenet_fast.training.job_setup import check_writable
 CHECKPOINTS = "checkpoints"
 """Directory of the checkpoints in a run directory."""
 
-_PATIENCE_S = 5.0  # for another process to release the lock: a rank takes a moment to see that its launcher was killed
+_LOCK_TIMEOUT_S = 5.0  # for another process to release the lock: a rank needs a moment to see that its launcher died
 _RECORD = (
     "events.jsonl", "mllog.txt", "outcome.json", "job.json", "recipe.toml", "environment.json", "trace.json", "tb",
 )  # fmt: skip
@@ -68,19 +68,19 @@ def make_and_hold(folder: Path) -> None:
     hold(folder)
 
 
-def hold(folder: Path, patience_s: float = _PATIENCE_S) -> None:
+def hold(folder: Path, timeout_s: float = _LOCK_TIMEOUT_S) -> None:
     """Lock the run in ``folder``, if it exists, for this process until the process ends.
 
     Args:
         folder: Run directory.
-        patience_s: Seconds to wait for the lock, as for a rank that is about to notice that its launcher was killed.
+        timeout_s: Seconds to wait for the lock, as for a rank that is about to notice that its launcher was killed.
 
     Raises:
         UserError: If another process trains there.
     """
     if not folder.is_dir() or folder.absolute() in _held:
         return
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     while True:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:

@@ -36,11 +36,11 @@ def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
-def together(*roots: Path, patience: timedelta = timedelta(seconds=30)) -> list[CheckpointWriter]:
+def together(*roots: Path, timeout: timedelta = timedelta(seconds=30)) -> list[CheckpointWriter]:
     """A writer a rank, in one process: they meet in a store alone."""
     store, size = HashStore(), len(roots)
     return [
-        CheckpointWriter(root, RankInfo(rank, size, rank, size), store, keep=9, patience=patience)
+        CheckpointWriter(root, RankInfo(rank, size, rank, size), store, keep=9, timeout=timeout)
         for rank, root in enumerate(roots)
     ]
 
@@ -148,7 +148,7 @@ def test_rank_without_the_directory_is_named(tmp_path: Path):
 
 def test_a_rank_that_writes_nothing_fails_the_checkpoint_in_time(tmp_path: Path):
     saved(tmp_path, 1)
-    writers = together(*[tmp_path] * 3, patience=timedelta(seconds=0.5))
+    writers = together(*[tmp_path] * 3, timeout=timedelta(seconds=0.5))
     for rank in (0, 1):
         writers[rank].save(stamp(2, world=3), state(2))
     told = failures(writers[:2])
@@ -160,13 +160,13 @@ def test_a_rank_that_writes_nothing_fails_the_checkpoint_in_time(tmp_path: Path)
 
 
 def test_a_rank_0_that_is_gone_is_missed(tmp_path: Path):
-    writers = together(*[tmp_path] * 2, patience=timedelta(seconds=0.1))
+    writers = together(*[tmp_path] * 2, timeout=timedelta(seconds=0.1))
     writers[1].save(stamp(2, world=2), None, state(2))
     assert failures(writers[1:]) == ["the checkpoint of step 2 was given up, as rank 0 does not answer; see its output"]
 
 
 def test_after_an_error_nobody_waits_and_the_next_run_sweeps(tmp_path: Path):
-    writers = together(tmp_path, tmp_path, patience=timedelta(minutes=10))
+    writers = together(tmp_path, tmp_path, timeout=timedelta(minutes=10))
     with suppress(ZeroDivisionError), writers[0]:
         writers[0].save(stamp(2, world=2), state(2), state(2))
         while not list(tmp_path.glob("*/shared.safetensors")):

@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from imagenet_fast.distributed.process_groups import build_mesh, patience
+from imagenet_fast.distributed.process_groups import build_mesh, group_timeout
 from imagenet_fast.recipe.parallel_config import Parallel
 from imagenet_fast.sync import AllReduceSync, attach
 from tests.spawning import run
@@ -37,7 +37,7 @@ def _groups() -> list[tuple[tuple[int, ...], ...]]:
         layout = build_mesh(parallel, CPU)
         axes = (layout.pipeline, layout.data, layout.tensor)
         found.append(tuple(tuple(dist.get_process_group_ranks(group)) for group in axes))
-        assert patience(CPU) == timedelta(seconds=60), "of the group of all ranks, as tests make it"
+        assert group_timeout(CPU) == timedelta(seconds=60), "of the group of all ranks, as tests make it"
         for group in axes:
             assert group._get_backend(CPU).options._timeout == timedelta(seconds=60)
             sums = torch.ones(1)

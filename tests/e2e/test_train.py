@@ -284,7 +284,7 @@ def test_of_the_ranks_of_a_torchrun_the_first_alone_warns(
     for key, value in zip(TORCHRUN, (rank, "2", rank, "2"), strict=True):
         monkeypatch.setenv(key, value)
     trained = RunResult("finished", "smoke", "lazy", 2, 32)
-    monkeypatch.setattr("imagenet_fast.launch.worker.run_worker", lambda job, place, patience_s: trained)
+    monkeypatch.setattr("imagenet_fast.launch.worker.run_worker", lambda job, place, join_timeout_s: trained)
     monkeypatch.setattr(sys, "argv", ["imagenet-fast", *SMOKE, "--set", "target_top1=0.85"])
     with pytest.raises(SystemExit) as end:
         main()
@@ -306,4 +306,4 @@ def test_a_port_in_use_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"port {port} on 127.0.0.1 is in use by another program; give every node"):
-            meet(Endpoint("127.0.0.1", port), count=1, patience_s=1)
+            meet(Endpoint("127.0.0.1", port), count=1, join_timeout_s=1)

@@ -70,17 +70,17 @@ def test_a_node_that_nobody_joins_says_so_and_leaves_nothing(tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
-def number(endpoint: str, count: int, patience_s: float, late_s: float = 0.0, least: int | None = None) -> int:
+def number(endpoint: str, count: int, join_timeout_s: float, late_s: float = 0.0, least: int | None = None) -> int:
     """This node's number, once all have met."""
-    return named(endpoint, count, patience_s, late_s, least)[0]
+    return named(endpoint, count, join_timeout_s, late_s, least)[0]
 
 
 def named(
-    endpoint: str, count: int, patience_s: float, late_s: float = 0.0, least: int | None = None
+    endpoint: str, count: int, join_timeout_s: float, late_s: float = 0.0, least: int | None = None
 ) -> tuple[int, str]:
     """The number, and the name of the meeting."""
     time.sleep(late_s)
-    met = meet(parse_endpoint(endpoint), count, patience_s, least)
+    met = meet(parse_endpoint(endpoint), count, join_timeout_s, least)
     time.sleep(0.5)  # the number 0 holds the store, as long as its ranks train
     return met.number, met.name
 
@@ -158,12 +158,12 @@ def test_a_host_that_cannot_be_reached_is_named_in_time(network: Hosts):
 
 
 def introduced(
-    place: RankInfo, agreed: dict[str, Any], port: int, patience_s: float = 20.0, device: str = "cpu"
+    place: RankInfo, agreed: dict[str, Any], port: int, join_timeout_s: float = 20.0, device: str = "cpu"
 ) -> str | None:
     """The interface that is settled upon, by ranks of a torchrun of the user's own at node0."""
     os.environ |= {"MASTER_ADDR": "node0", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(place.rank), "WORLD_SIZE": str(place.size)}
-    store = rendezvous_ranks(place, agreed, timedelta(seconds=patience_s), device)
+    store = rendezvous_ranks(place, agreed, timedelta(seconds=join_timeout_s), device)
     time.sleep(0.5)
     del store  # of which rank 0 holds the other end
     return os.environ.get("GLOO_SOCKET_IFNAME")

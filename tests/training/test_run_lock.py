@@ -169,7 +169,7 @@ def test_locked_directory_is_refused_untouched(tmp_path: Path):
     assert refusal == f"{folder} is being trained by another process; stop that first"
     assert time.monotonic() - begun_at < 30
     with pytest.raises(UserError):
-        hold(folder, patience_s=0.0)
+        hold(folder, timeout_s=0.0)
     os.close(descriptor)
     assert run(1, claim, folder, True) == [""]
     assert "already holds a run" in run(1, claim, folder, False)[0]

@@ -83,28 +83,28 @@ def prepare(
     stop = threading.Event()
     with alone_in(out), ThreadPoolExecutor(workers or usable_cores()) as pool:
         try:
-            shop = StagingDir(out)
-            before = shop.open(settings)
+            staging = StagingDir(out)
+            before = staging.open(settings)
             classes = _classes(found, before, source, subset)
             with Console(stderr=True).status("listing"):
                 sized = dict(zip(classes, pool.map(SourceClass.measured, classes), strict=True))
-            _check_same(before, shop, sized, source)
+            _check_same(before, staging, sized, source)
             rest = {of: size for of, size in sized.items() if of.split not in before.splits}
-            if not rest and not shop.folder.exists():
+            if not rest and not staging.folder.exists():
                 return Prepared(before, found.told, already=True)
-            shop.begin(settings)
+            staging.begin(settings)
             with progress_bars("bytes") as bars:
                 if rest and md5 and not subset:
-                    check_archives(found.md5, shop.folder, pool, bars, stop)
+                    check_archives(found.md5, staging.folder, pool, bars, stop)
                 fill = _fill_folders if settings.format == "folder" else _fill_shards
-                record = fill(rest, before, WorkerPool(shop, source, pool, bars, stop), counted)
+                record = fill(rest, before, WorkerPool(staging, source, pool, bars, stop), counted)
                 kinds = ("others", "apart", "hidden")
                 left_out = {kind: {*getattr(before, kind), *getattr(found, kind)} for kind in kinds}
                 record = record.model_copy(update={kind: tuple(sorted(paths)) for kind, paths in left_out.items()})
-            shop.land(record)
+            staging.publish(record)
             if record.files:
                 _look_through(out, record)
-            shop.close()
+            staging.close()
         except BaseException as error:
             stop.set()
             pool.shutdown(cancel_futures=True)
@@ -120,44 +120,44 @@ def _check_outside(source: Path, out: Path) -> None:
         raise UserError(f"--out {out} lies in --source {source}; give a directory beside it")
 
 
-def _fill_folders(rest: _Sized, before: Record, crew: WorkerPool, counted: Callable[[Splits], None]) -> Record:
+def _fill_folders(rest: _Sized, before: Record, workers: WorkerPool, counted: Callable[[Splits], None]) -> Record:
     """Make the classes ``rest``, of splits that are not in their places, and return the new record."""
     pieces = folder_pieces(rest, before.settings)
-    kept = crew.kept(pieces)
+    kept = workers.kept(pieces)
     missing = [piece for piece in pieces if piece not in kept]
     size = sum(piece.size for piece in missing)
-    check_space(crew.shop.out, size, len(missing), before.settings, lambda: sample_of_classes(list(rest)))
+    check_space(workers.staging.out, size, len(missing), before.settings, lambda: sample_of_classes(list(rest)))
     made: Splits = {}
-    for piece, what in crew.make(pieces, kept).items():
+    for piece, what in workers.make(pieces, kept).items():
         made.setdefault(piece.split, {})[piece.name] = what
     splits = _in_order({**before.splits, **made})
     counted(splits)
     return before.model_copy(update={"splits": splits})
 
 
-def _fill_shards(rest: _Sized, before: Record, crew: WorkerPool, counted: Callable[[Splits], None]) -> Record:
+def _fill_shards(rest: _Sized, before: Record, workers: WorkerPool, counted: Callable[[Splits], None]) -> Record:
     """Make the shards of the classes ``rest``, and return the new record.
 
     Which image goes into which shard is decided, and all images are counted, before the first shard is written.
     """
-    out, settings = crew.shop.out, before.settings
+    out, settings = workers.staging.out, before.settings
     names = _names(rest, before)
     check_classes(out, names)
-    listed = crew.list(rest)
+    listed = workers.list(rest)
     counted({**before.splits, **classes_made(listed, rest, {})})
     placed = {split: in_shards(split, listed, names) for split in SPLITS}
     pieces = shard_pieces(placed, names, settings)
-    kept = crew.kept(pieces)
+    kept = workers.kept(pieces)
     missing = [piece for piece in pieces if piece not in kept]
     around = BYTES_AROUND * sum(map(len, placed.values())) * len(missing) // max(1, len(pieces))
     size = sum(piece.size for piece in missing) + around
     check_space(out, size, 2 * len(missing), settings, lambda: chain.from_iterable(map(sample_of, placed.values())))
-    made = crew.make(pieces, kept)
+    made = workers.make(pieces, kept)
     write_classes(out, names)
     return before.model_copy(
         update={
             "splits": _in_order({**before.splits, **classes_made(listed, rest, made)}),
-            "files": _in_order({**before.files, **crew.shop.sizes(pieces)}),
+            "files": _in_order({**before.files, **workers.staging.sizes(pieces)}),
         }
     )
 
@@ -207,7 +207,7 @@ def _classes(found: Source, before: Record, source: Path, subset: bool) -> list[
     return sorted(kept, key=lambda of: (SPLITS.index(of.split), of.name))
 
 
-def _check_same(before: Record, shop: StagingDir, sized: _Sized, source: Path) -> None:
+def _check_same(before: Record, staging: StagingDir, sized: _Sized, source: Path) -> None:
     """Raise UserError if ``out`` was made from another source, or has been changed since."""
     now = {split: {of.name: size for of, size in sized.items() if of.split == split} for split in SPLITS}
     for split, classes in before.splits.items():
@@ -217,19 +217,19 @@ def _check_same(before: Record, shop: StagingDir, sized: _Sized, source: Path) -
         strangers |= now[split].keys() - classes.keys()
         if strangers:
             raise UserError(
-                f"{shop.out} was made from another source than {source}, by {split}/{min(strangers)}; give that one, "
-                "or another --out"
+                f"{staging.out} was made from another source than {source}, by {split}/{min(strangers)}; give that "
+                "one, or another --out"
             )
     if before.settings.format == "folder":
-        _check_folders(before, shop)
+        _check_folders(before, staging)
     else:
-        _check_files(before, shop)
+        _check_files(before, staging)
 
 
-def _check_folders(before: Record, shop: StagingDir) -> None:
+def _check_folders(before: Record, staging: StagingDir) -> None:
     for split, classes in before.splits.items():
         for name, made in classes.items():
-            folder = shop.out / split / name
+            folder = staging.out / split / name
             if not folder.is_dir() or len(look_into(folder).images) != made.images:
                 raise UserError(
                     f"{folder} has not the {made.images} images any more that were put there; remove "
@@ -237,10 +237,10 @@ def _check_folders(before: Record, shop: StagingDir) -> None:
                 )
 
 
-def _check_files(before: Record, shop: StagingDir) -> None:
+def _check_files(before: Record, staging: StagingDir) -> None:
     for split, files in before.files.items():
         for name, size in files.items():
-            path = shop.out / split / name
+            path = staging.out / split / name
             if not path.is_file() or path.stat().st_size != size:
                 raise UserError(
                     f"{path} has not the {size} bytes any more that were put there; remove {path.parent}, and it is "

@@ -214,7 +214,7 @@ class StagingDir:
                 found.setdefault(piece.split, {})[file] = (self.folder / piece.split / file).stat().st_size
         return found
 
-    def land(self, record: Record) -> None:
+    def publish(self, record: Record) -> None:
         """Write the record, and move all splits to their places."""
         sync_disk(self.folder)
         atomic_write_text(self.out / RECORD, record.model_dump_json(indent=1) + "\n", fsync=True)

@@ -19,9 +19,9 @@ from imagenet_fast.errors import UserError
 
 @dataclass(frozen=True)
 class WorkerPool:
-    """Threads that make the pieces of ``source`` in the staging directory ``shop``, until ``stop`` is set."""
+    """Threads that make the pieces of ``source`` in the staging directory ``staging``, until ``stop`` is set."""
 
-    shop: StagingDir
+    staging: StagingDir
     source: Path
     pool: Executor
     bars: Progress
@@ -35,12 +35,12 @@ class WorkerPool:
         """
         known = {(piece.split, piece.name): piece for piece in pieces}
         kept = {}
-        for entry in self.shop.noted():
+        for entry in self.staging.noted():
             piece = known.get((entry.split, entry.name))
             if piece is None or (piece.files, piece.size) != (entry.files, entry.made.size):
                 raise UserError(
-                    f"{self.shop.out} was begun from another source than {self.source}, by {entry.split}/{entry.name}; "
-                    f"give that one or another --out, or remove {self.shop.folder}"
+                    f"{self.staging.out} was begun from another source than {self.source}, by "
+                    f"{entry.split}/{entry.name}; give that one or another --out, or remove {self.staging.folder}"
                 )
             kept[piece] = entry.made
         return kept
@@ -72,13 +72,13 @@ class WorkerPool:
             if (size := sum(piece.size for piece in rest if piece.split == split))
         }
         pending = {
-            self.pool.submit(self.shop.make, piece, partial(self._tell, tasks[piece.split])): piece for piece in rest
+            self.pool.submit(self.staging.make, piece, partial(self._tell, tasks[piece.split])): piece for piece in rest
         }
         made, images = dict(kept), dict.fromkeys(SPLITS, 0)
         while pending:
             done, _ = wait(pending, return_when=FIRST_COMPLETED)
             ready = {pending[future]: future.result() for future in done if future.exception() is None}
-            self.shop.keep(ready)
+            self.staging.keep(ready)
             for future in done:
                 future.result()
                 del pending[future]
