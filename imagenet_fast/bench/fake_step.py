@@ -238,13 +238,13 @@ class _Spread(Sparse):
 
 
 class _CountedTopology(Topology):
-    """A topology of all ranks whose channels record their calls in ``calls``; None records nothing."""
+    """A topology of all ranks whose streams record their calls in ``calls``; None records nothing."""
 
     def __init__(self, ranks_per_node: int, calls: list[Call] | None) -> None:
         super().__init__(_META, ranks_per_node=ranks_per_node)
         self._calls = calls
 
-    def _new_channel(self, ranks: tuple[int, ...]) -> CommStream:
+    def _new_stream(self, ranks: tuple[int, ...]) -> CommStream:
         return _CountedStream(ranks, self._calls)
 
 

@@ -75,7 +75,7 @@ def all_reduce(
     if is_coded(wire) and blocks is None:
         blocks = all_coded(values.numel())
     _average(chain, values, _Way(wire, collective, topology, servers, cut, lane, blocks), grid)
-    chain.land(topology.channel((), lane + "landing"))
+    chain.land(topology.stream((), lane + "landing"))
     return chain.phases
 
 
@@ -92,8 +92,8 @@ class _Way:
     blocks: BlockMap | None
     """The message's blocks, for a wire of codes."""
 
-    def channel(self, ranks: tuple[int, ...], role: str) -> CommStream:
-        return self.topology.channel(ranks, self.lane + role)
+    def stream(self, ranks: tuple[int, ...], role: str) -> CommStream:
+        return self.topology.stream(ranks, self.lane + role)
 
 
 def _average(chain: OpSequence, values: Tensor, way: _Way, grid: Grid) -> None:
@@ -114,7 +114,7 @@ def _average(chain: OpSequence, values: Tensor, way: _Way, grid: Grid) -> None:
         if short:
             chain.locally(lambda: message.copy_(values))
         own = values.new_empty(values.numel() // inside, dtype=exact) if (halving or coded) and wire != exact else None
-        shard = scatter(chain, message, way.channel(grid.row, "scatter"), own, inside * early)
+        shard = scatter(chain, message, way.stream(grid.row, "scatter"), own, inside * early)
     elif coded:
         shard = values
     elif halving:
@@ -137,7 +137,7 @@ def _average(chain: OpSequence, values: Tensor, way: _Way, grid: Grid) -> None:
         if own is not None:
             part = message.view(inside, -1)[grid.row.index(way.topology.rank)]
             chain.locally(lambda: part.copy_(own))
-        gather(chain, message, way.channel(grid.row, "gather"), way.cut)
+        gather(chain, message, way.stream(grid.row, "gather"), way.cut)
         arrived = message
     if arrived is not values:
         chain.locally(lambda: values.copy_(arrived))
@@ -146,20 +146,20 @@ def _average(chain: OpSequence, values: Tensor, way: _Way, grid: Grid) -> None:
 def _between(
     chain: OpSequence, shard: Tensor, way: _Way, ranks: tuple[int, ...], backend_adds: bool, mean: bool
 ) -> None:
-    def channel(role: str) -> CommStream:
-        return way.channel(ranks, role)
+    def stream(role: str) -> CommStream:
+        return way.stream(ranks, role)
 
     if backend_adds:
-        whole = channel("all-reduce")
+        whole = stream("all-reduce")
         chain.over(whole, lambda: whole.all_reduce(shard, mean=mean))
     elif way.collective == "butterfly":
-        steps = channel("butterfly")
+        steps = stream("butterfly")
         chain.over(steps, lambda: butterfly(shard, way.wire, steps))
     elif way.collective == "parameter_server":
-        parameter_server(chain, shard, channel("scatter"), channel("gather"), way.servers)
+        parameter_server(chain, shard, stream("scatter"), stream("gather"), way.servers)
     else:
-        scatter(chain, shard, channel("scatter"), None, len(ranks))
-        gather(chain, shard, channel("gather"), way.cut)
+        scatter(chain, shard, stream("scatter"), None, len(ranks))
+        gather(chain, shard, stream("gather"), way.cut)
 
 
 def _between_coded(chain: OpSequence, shard: Tensor, way: _Way, grid: Grid) -> None:
@@ -167,10 +167,10 @@ def _between_coded(chain: OpSequence, shard: Tensor, way: _Way, grid: Grid) -> N
     ranks, inside = grid.column, len(grid.row)
     blocks = way.blocks.part(grid.row.index(way.topology.rank), inside)
     if blocks.residual is not None and inside > 1:
-        row = way.channel(grid.row, "residual")
+        row = way.stream(grid.row, "residual")
         blocks.residual.share(inside, lambda left: carry([CommOp(row, lambda: row.all_reduce(left), False)]).wait())
     halving = way.collective == "butterfly"
-    channels = [way.channel(ranks, role) for role in (["butterfly"] if halving else ["scatter", "gather"])]
+    streams = [way.stream(ranks, role) for role in (["butterfly"] if halving else ["scatter", "gather"])]
     if not blocks.kinds.any():
         return  # only padding
     owners = list(range(len(core_of(len(ranks))) if halving else len(ranks)))
@@ -178,10 +178,10 @@ def _between_coded(chain: OpSequence, shard: Tensor, way: _Way, grid: Grid) -> N
         owners = server_places(len(ranks), way.servers)
     packing = Packer(blocks, len(owners), way.wire, shard.device, inside)
     if halving:
-        (steps,) = channels
+        (steps,) = streams
         chain.over(steps, lambda: coded_butterfly(shard, packing, steps))
     else:
-        push, pull = channels
+        push, pull = streams
         coded_pairwise(chain, shard, packing, push, pull, owners, way.cut)
 
 
@@ -208,43 +208,43 @@ def line_of(wire: torch.dtype, topology: Topology) -> int:
     return collectives.line_of(topology.layout, format_of(wire))
 
 
-def scatter(chain: OpSequence, values: Tensor, channel: CommStream, own: Tensor | None, divisor: int) -> Tensor:
-    """Add the phase that sums this rank's part of ``values`` over the channel and divides it by ``divisor``.
+def scatter(chain: OpSequence, values: Tensor, stream: CommStream, own: Tensor | None, divisor: int) -> Tensor:
+    """Add the phase that sums this rank's part of ``values`` over the stream and divides it by ``divisor``.
 
     Args:
         chain: Where the phase is added.
         values: 1-D, with one part per rank.
-        channel: The ranks.
+        stream: The ranks.
         own: Where the result is written, or None for this rank's part of ``values``.
         divisor: Number by which the sum is divided.
 
     Returns:
         The tensor that holds the result once the phase is done.
     """
-    into = values.view(channel.size, -1)[channel.place] if own is None else own
-    if own is None and divisor == channel.size and values.dtype == torch.float32 and values.is_cuda:
-        chain.over(channel, lambda: channel.reduce_scatter(values))  # NCCL adds fp32 itself, without a copy
+    into = values.view(stream.size, -1)[stream.place] if own is None else own
+    if own is None and divisor == stream.size and values.dtype == torch.float32 and values.is_cuda:
+        chain.over(stream, lambda: stream.reduce_scatter(values))  # NCCL adds fp32 itself, without a copy
         return into
     arrived = torch.empty_like(values)
-    chain.over(channel, lambda: channel.all_to_all(arrived, values))
-    chain.locally(lambda: mean_of(arrived, channel.size, divisor, into))
+    chain.over(stream, lambda: stream.all_to_all(arrived, values))
+    chain.locally(lambda: mean_of(arrived, stream.size, divisor, into))
     return into
 
 
-def gather(chain: OpSequence, values: Tensor, channel: CommStream, alone: bool) -> None:
+def gather(chain: OpSequence, values: Tensor, stream: CommStream, alone: bool) -> None:
     """Add the phase that sends every rank's part of ``values`` to all ranks.
 
     Args:
         chain: Where the phase is added.
         values: 1-D, with one part per rank.
-        channel: The ranks.
+        stream: The ranks.
         alone: Whether few scatters share the wire, so that parts are best sent directly: see ``CommStream.all_gather``.
     """
-    chain.over(channel, lambda: channel.all_gather(values, direct=alone), gathers=True)
+    chain.over(stream, lambda: stream.all_gather(values, direct=alone), gathers=True)
 
 
 def parameter_server(chain: OpSequence, values: Tensor, push: CommStream, pull: CommStream, servers: int) -> None:
-    """Average ``values`` over the channels' ranks, in place; each of ``servers`` ranks adds up a part in fp32.
+    """Average ``values`` over the streams' ranks, in place; each of ``servers`` ranks adds up a part in fp32.
 
     It is the starting point of the papers that this package follows. A server's link carries P-1 parts in and P-1 parts
     out. Ranks send to the servers over ``push``, and servers answer over ``pull``.

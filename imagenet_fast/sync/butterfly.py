@@ -17,30 +17,30 @@ SHORT_BYTES = 65536
 """Bytes on the wire up to which a message is exchanged whole: fewer steps, more bytes."""
 
 
-def butterfly(values: Tensor, wire: torch.dtype, channel: CommStream) -> None:
-    """Replace ``values`` by their sum over ``channel``, added in their dtype and rounded to the wire dtype.
+def butterfly(values: Tensor, wire: torch.dtype, stream: CommStream) -> None:
+    """Replace ``values`` by their sum over ``stream``, added in their dtype and rounded to the wire dtype.
 
     The order of additions does not depend on an element's place, so on an fp32 wire fusing tensors changes no bit.
     """
-    core = core_of(channel.size)
-    folded = channel.place < 2 * (channel.size - len(core))  # of these, even places send to their odd neighbour
-    if folded and channel.place % 2 == 0:
+    core = core_of(stream.size)
+    folded = stream.place < 2 * (stream.size - len(core))  # of these, even places send to their odd neighbour
+    if folded and stream.place % 2 == 0:
         message = _landing(values, wire)
-        channel.exchange([(channel.place + 1, values.to(wire))], [])
-        channel.exchange([], [(channel.place + 1, message)])
+        stream.exchange([(stream.place + 1, values.to(wire))], [])
+        stream.exchange([], [(stream.place + 1, message)])
         _land(values, message)
         return
     if folded:
         message = _room(values, wire)
-        channel.exchange([], [(channel.place - 1, message)])
+        stream.exchange([], [(stream.place - 1, message)])
         values += message
     if values.numel() * wire.itemsize <= SHORT_BYTES:
-        _double(values, wire, channel, core)
+        _double(values, wire, stream, core)
     else:
-        _halve_and_double(values, wire, channel, core)
+        _halve_and_double(values, wire, stream, core)
     message = _round_to(values, wire)
     if folded:
-        channel.exchange([(channel.place - 1, message)], [])
+        stream.exchange([(stream.place - 1, message)], [])
 
 
 def core_of(ranks: int) -> list[int]:
@@ -49,20 +49,20 @@ def core_of(ranks: int) -> list[int]:
     return [*range(1, 2 * surplus, 2), *range(2 * surplus, ranks)]
 
 
-def _double(values: Tensor, wire: torch.dtype, channel: CommStream, members: list[int]) -> None:
+def _double(values: Tensor, wire: torch.dtype, stream: CommStream, members: list[int]) -> None:
     """Exchange whole messages: partners add the same two rounded values, so all ranks end with the same bits."""
-    place = members.index(channel.place)
+    place = members.index(stream.place)
     distance = 1
     while distance < len(members):
         partner = members[place ^ distance]
         theirs = _room(values, wire)
-        channel.exchange([(partner, _round_to(values, wire))], [(partner, theirs)])
+        stream.exchange([(partner, _round_to(values, wire))], [(partner, theirs)])
         values += theirs
         distance *= 2
 
 
-def _halve_and_double(values: Tensor, wire: torch.dtype, channel: CommStream, members: list[int]) -> None:
-    place = members.index(channel.place)
+def _halve_and_double(values: Tensor, wire: torch.dtype, stream: CommStream, members: list[int]) -> None:
+    place = members.index(stream.place)
     kept: list[tuple[int, Tensor, Tensor]] = []  # per step: partner, half kept, half sent
     mine = values
     distance = 1
@@ -71,7 +71,7 @@ def _halve_and_double(values: Tensor, wire: torch.dtype, channel: CommStream, me
         keep, give = (high, low) if place & distance else (low, high)
         theirs = _room(keep, wire)
         partner = members[place ^ distance]
-        channel.exchange([(partner, give.to(wire))], [(partner, theirs)])
+        stream.exchange([(partner, give.to(wire))], [(partner, theirs)])
         keep += theirs
         kept.append((partner, keep, give))
         mine = keep
@@ -79,7 +79,7 @@ def _halve_and_double(values: Tensor, wire: torch.dtype, channel: CommStream, me
     _round_to(mine, wire)
     for partner, keep, give in reversed(kept):
         arriving = _landing(give, wire)
-        channel.exchange([(partner, keep.to(wire))], [(partner, arriving)])
+        stream.exchange([(partner, keep.to(wire))], [(partner, arriving)])
         _land(give, arriving)
 
 

@@ -1,4 +1,4 @@
-"""The parts of a collective: phases, run one after another, each on its own channel."""
+"""The parts of a collective: phases, run one after another, each on its own stream."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from imagenet_fast.sync.comm_stream import CommStats, CommStream, PendingOp
 
 @dataclass(frozen=True)
 class CommOp:
-    """A phase of a collective: local work, then at most one operation over a channel."""
+    """A phase of a collective: local work, then at most one operation over a stream."""
 
-    channel: CommStream
+    stream: CommStream
     start: Callable[[], Work | None]
     gathers: bool
     """True if the phase belongs to the second half, which distributes finished means and may be delayed."""
@@ -40,7 +40,7 @@ def carry(phases: Sequence[CommOp], after: Sequence[PendingOp] = ()) -> AllReduc
     """Launch the phases of a message, one after another, the first once all of ``after`` are done."""
     traffic = [CommStats() for _ in phases]
     for phase, cost in zip(phases, traffic, strict=True):
-        after = [phase.channel.enter(phase.start, after, cost)]
+        after = [phase.stream.enter(phase.start, after, cost)]
     return AllReduceHandle(after[0].wait if phases else _nothing, traffic, after if phases else ())
 
 
@@ -61,8 +61,8 @@ class OpSequence:
         """Add local work."""
         self._before.append(act)
 
-    def over(self, channel: CommStream, act: Callable[[], Work | None], gathers: bool = False) -> None:
-        """Add a phase over ``channel`` that does the local work added before, then ``act``."""
+    def over(self, stream: CommStream, act: Callable[[], Work | None], gathers: bool = False) -> None:
+        """Add a phase over ``stream`` that does the local work added before, then ``act``."""
         before, self._before = self._before, []
 
         def start() -> Work | None:
@@ -70,12 +70,12 @@ class OpSequence:
                 work()
             return act()
 
-        self.phases.append(CommOp(channel, start, gathers))
+        self.phases.append(CommOp(stream, start, gathers))
 
-    def land(self, channel: CommStream) -> None:
-        """Add the remaining local work, if any, as a last phase over ``channel``, which has no ranks."""
+    def land(self, stream: CommStream) -> None:
+        """Add the remaining local work, if any, as a last phase over ``stream``, which has no ranks."""
         if self._before:
-            self.over(channel, _nothing, gathers=True)
+            self.over(stream, _nothing, gathers=True)
 
 
 def mean_of(arrived: Tensor, ranks: int, divisor: int, own: Tensor) -> None:

@@ -1,6 +1,6 @@
 """A communication stream: one process group whose operations run in one order, on a thread or on a CUDA stream.
 
-Topologies call it a channel. A phase is a ``CommOp``: local work, then at most one collective operation.
+A phase is a ``CommOp``: local work, then at most one collective operation.
 """
 
 from __future__ import annotations

@@ -80,4 +80,4 @@ def _locally(act: Callable[[], object], topology: Topology, role: str) -> CommOp
     def start() -> None:
         act()
 
-    return CommOp(topology.channel((), role), start, False)
+    return CommOp(topology.stream((), role), start, False)

@@ -25,7 +25,7 @@ def coded_pairwise(
     owners: list[int],
     direct: bool,
 ) -> None:
-    """Average ``values`` over the channels' ranks, in place, by sending codes straight to the owners of their blocks.
+    """Average ``values`` over the streams' ranks, in place, by sending codes straight to the owners of their blocks.
 
     The owners send the codes of the means to all ranks.
 
@@ -81,37 +81,37 @@ def coded_pairwise(
     chain.locally(land)
 
 
-def coded_butterfly(values: Tensor, packing: Packer, channel: CommStream) -> None:
-    """Average ``values`` over ``channel``, in place, by halves and then by doubles: see ``butterfly``.
+def coded_butterfly(values: Tensor, packing: Packer, stream: CommStream) -> None:
+    """Average ``values`` over ``stream``, in place, by halves and then by doubles: see ``butterfly``.
 
     A block's owner is the rank that ends with its sum, one of the largest power of two of ranks.
     """
-    core = core_of(channel.size)
-    folded = channel.place < 2 * (channel.size - len(core))  # of these, even places send to their odd neighbour
+    core = core_of(stream.size)
+    folded = stream.place < 2 * (stream.size - len(core))  # of these, even places send to their odd neighbour
     packing.load(values)
     means = packing.message(len(core))
-    if folded and channel.place % 2 == 0:
+    if folded and stream.place % 2 == 0:
         message = packing.message(len(core))
         _write(packing, message, packing.coded, packing.plain, packing.feedback)
-        channel.exchange([(channel.place + 1, message)], [])
-        channel.exchange([], [(channel.place + 1, means)])
+        stream.exchange([(stream.place + 1, message)], [])
+        stream.exchange([], [(stream.place + 1, means)])
     else:
         if folded:
             message = packing.message(len(core))
-            channel.exchange([], [(channel.place - 1, message)])
+            stream.exchange([], [(stream.place - 1, message)])
             _add(packing, message, packing.coded, packing.plain)
-        _halve_and_double(packing, means, channel, core)
+        _halve_and_double(packing, means, stream, core)
         if folded:
-            channel.exchange([(channel.place - 1, means)], [])
+            stream.exchange([(stream.place - 1, means)], [])
     scales, codes, plain = packing.parts(means)
-    torch.div(decode(scales, codes), channel.size, out=packing.coded)
-    torch.div(plain, channel.size, out=packing.plain)
+    torch.div(decode(scales, codes), stream.size, out=packing.coded)
+    torch.div(plain, stream.size, out=packing.plain)
     packing.land(values)
 
 
-def _halve_and_double(packing: Packer, means: Tensor, channel: CommStream, members: list[int]) -> None:
+def _halve_and_double(packing: Packer, means: Tensor, stream: CommStream, members: list[int]) -> None:
     """Split the blocks by owner, lowest bit of its place first; send those of the other bit to the partner."""
-    place, bits = members.index(channel.place), len(members).bit_length() - 1
+    place, bits = members.index(stream.place), len(members).bit_length() - 1
     cube = (2,) * bits
     coded, plain = packing.coded.unflatten(0, cube), packing.plain.unflatten(0, cube)
     feedback = None if packing.feedback is None else packing.feedback.unflatten(0, cube)
@@ -124,7 +124,7 @@ def _halve_and_double(packing: Packer, means: Tensor, channel: CommStream, membe
         given = None if feedback is None else feedback.select(last, theirs)
         _write(packing, leaving, coded.select(last, theirs), plain.select(last, theirs), given)
         arriving = torch.empty_like(leaving)
-        channel.exchange([(partner, leaving)], [(partner, arriving)])
+        stream.exchange([(partner, leaving)], [(partner, arriving)])
         coded, plain = coded.select(last, ours), plain.select(last, ours)
         feedback = None if feedback is None else feedback.select(last, ours)
         halves.append((partner, known.select(last, ours), known.select(last, theirs)))
@@ -133,7 +133,7 @@ def _halve_and_double(packing: Packer, means: Tensor, channel: CommStream, membe
     _write(packing, known, coded, plain, feedback)
     for partner, ours_known, theirs_known in reversed(halves):
         arriving = torch.empty_like(theirs_known)
-        channel.exchange([(partner, ours_known.contiguous())], [(partner, arriving)])
+        stream.exchange([(partner, ours_known.contiguous())], [(partner, arriving)])
         theirs_known.copy_(arriving)
 
 

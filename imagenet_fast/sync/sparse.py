@@ -111,11 +111,11 @@ class Sparse(SyncEngine):
         self._scores_before, self._norms = self._scores.clone(), self._scores[:count].clone()
         self._drops = False
         self._ages = torch.zeros(count, dtype=torch.int64, device=device)  # steps since a chunk was last sent
-        self._measurement = [CommOp(topology.channel((), "packing"), self._measure, False)]
+        self._measurement = [CommOp(topology.stream((), "packing"), self._measure, False)]
         self._agreement = [
-            CommOp(topology.channel((), "packing"), self._put_means, False),
+            CommOp(topology.stream((), "packing"), self._put_means, False),
             *all_reduce(self._scores, fp32, usual_collective(fp32, fp32, topology), topology),
-            CommOp(topology.channel((), "landing"), self._choose_next, True),
+            CommOp(topology.stream((), "landing"), self._choose_next, True),
         ]
         self._here = torch.empty(count, dtype=torch.int64, pin_memory=device.type == "cuda")  # ids, for the host
         self._choose()
@@ -341,9 +341,9 @@ class Sparse(SyncEngine):
 
         phases = all_reduce(values.view(-1), self._wire, self._collective, topology, lane=lane)
         if apart:
-            phases.insert(0, CommOp(topology.channel((), lane + "packing"), pack, False))
+            phases.insert(0, CommOp(topology.stream((), lane + "packing"), pack, False))
         if apart or norms is not None:
-            phases.append(CommOp(topology.channel((), lane + "landing"), land, True))
+            phases.append(CommOp(topology.stream((), lane + "landing"), land, True))
         begin, end = first * chunk, (last + 1) * chunk
         self._messages.append(_Message(begin, end, phases, f"{count} chunks", carry(phases)))
         self._next = self._packed

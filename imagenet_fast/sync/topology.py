@@ -1,4 +1,4 @@
-"""The topology: which ranks share a node, and the channels between ranks."""
+"""The topology: which ranks share a node, and the streams between ranks."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Grid:
 
 
 class Topology:
-    """The ranks of a process group, by node, and the channels between them.
+    """The ranks of a process group, by node, and the streams between them.
 
     A node is ``ranks_per_node`` neighbouring ranks if that is given. Otherwise it follows from torchrun's
     ``GROUP_RANK`` or ``LOCAL_WORLD_SIZE``, or from the host name, which the ranks exchange. So every rank of the group
     must create the same topologies in the same order.
 
-    With ``lends``, the topologies that ``anew`` returns use the channels of this one. That is for engines of which only
+    With ``lends``, the topologies that ``anew`` returns use the streams of this one. That is for engines of which only
     one works at a time. Each gloo process group has a thread that wakes a hundred times a second, so the groups of many
     idle engines disturb the one that works.
     """
@@ -58,7 +58,7 @@ class Topology:
             device: Device of the values to be sent.
             group: Process group; None: all ranks, or a single rank without torch.distributed.
             ranks_per_node: Ranks per node; None: found from the environment.
-            lends: Whether topologies made by ``anew`` share the channels.
+            lends: Whether topologies made by ``anew`` share the streams.
 
         Raises:
             ValueError: The ranks are no whole number of nodes of ``ranks_per_node``.
@@ -68,7 +68,7 @@ class Topology:
         self.group = group
         alone = group is None and not dist.is_initialized()
         ranks = [0] if alone else dist.get_process_group_ranks(group or dist.group.WORLD)
-        self.ranks = tuple(sorted(ranks))  # as torch numbers the ranks of the groups that channels make
+        self.ranks = tuple(sorted(ranks))  # as torch numbers the ranks of the groups that streams make
         self.rank = 0 if alone else dist.get_rank()
         self.size = len(self.ranks)
         if ranks_per_node is not None and self.size % ranks_per_node:
@@ -76,8 +76,8 @@ class Topology:
         self.nodes = _nodes(ranks, group, ranks_per_node)
         """The ranks of each node; nodes are in the order of their first rank."""
         self.max_ctas: int | None = None
-        """Thread blocks that NCCL may use for an operation of a channel made from now on; None: as many as it likes."""
-        self._channels: dict[tuple[tuple[int, ...], str], CommStream] = {}
+        """Thread blocks that NCCL may use for an operation of a stream made from now on; None: as many as it likes."""
+        self._streams: dict[tuple[tuple[int, ...], str], CommStream] = {}
 
     @property
     def even(self) -> bool:
@@ -143,45 +143,45 @@ class Topology:
         return -(-elements // self.line) * self.line
 
     def anew(self) -> Topology:
-        """Return the same ranks and nodes, with channels of its own unless this topology lends its channels."""
+        """Return the same ranks and nodes, with streams of its own unless this topology lends its streams."""
         twin = copy.copy(self)
         if not self.lends:
-            twin._channels = {}
+            twin._streams = {}
         return twin
 
-    def channel(self, ranks: tuple[int, ...], role: str) -> CommStream:
-        """Return the channel of ``ranks`` for one kind of phase.
+    def stream(self, ranks: tuple[int, ...], role: str) -> CommStream:
+        """Return the stream of ``ranks`` for one kind of phase.
 
-        The channel is made at the first call, which every rank must make in the same order.
+        The stream is made at the first call, which every rank must make in the same order.
 
         Args:
             ranks: The ranks that it connects; empty for local work.
             role: Kind of phase, such as ``scatter`` or ``gather``.
         """
         key = (ranks, role)
-        if key not in self._channels:
+        if key not in self._streams:
             with self._counted_apart() if len(ranks) > 1 else nullcontext():
-                self._channels[key] = self._new_channel(ranks)
-        return self._channels[key]
+                self._streams[key] = self._new_stream(ranks)
+        return self._streams[key]
 
-    def _new_channel(self, ranks: tuple[int, ...]) -> CommStream:
+    def _new_stream(self, ranks: tuple[int, ...]) -> CommStream:
         return CommStream(self.device, ranks, self.max_ctas)
 
     def close(self) -> None:
         """End the process groups and threads, unless they are lent. Nothing may be in flight."""
         if self.lends:
             return
-        for channel in self._channels.values():
-            channel.close()
-        self._channels.clear()
+        for stream in self._streams.values():
+            stream.close()
+        self._streams.clear()
 
     def drop(self) -> None:
-        """Stop using the channels, on which an operation may be in flight that never ends.
+        """Stop using the streams, on which an operation may be in flight that never ends.
 
         Their process groups end with all others. None is ended alone, because that would wait too.
         """
-        Topology._dropped.extend(self._channels.values())
-        self._channels.clear()
+        Topology._dropped.extend(self._streams.values())
+        self._streams.clear()
 
     @contextmanager
     def _counted_apart(self) -> Iterator[None]:

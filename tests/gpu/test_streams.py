@@ -37,7 +37,7 @@ def sparsely_trained(device: torch.device) -> Tensor:
         pool.zero_grad()
         model([gradient.to(device) for gradient in integers(step, 0)]).backward()
         if device.type == "cuda":
-            with torch.cuda.stream(engine._topology.channel((), "packing")._stream):
+            with torch.cuda.stream(engine._topology.stream((), "packing")._stream):
                 torch.cuda._sleep(10**7)
         pool.end_backward()
         for elements in range(1, 17):

@@ -69,7 +69,7 @@ PAGEABLE = "aten::_to_copy between pageable memory and the GPU"
 MAY_WAIT = frozenset({
     "aten::_to_copy in agree", f"{PAGEABLE} in agree",  # on the order of the first step
     f"{PAGEABLE} in lay_out", f"{PAGEABLE} in __init__",  # of the pool in that order, and of its messages
-    "aten::_local_scalar_dense in _counted_apart", f"{PAGEABLE} in _counted_apart",  # sparse makes its first channels
+    "aten::_local_scalar_dense in _counted_apart", f"{PAGEABLE} in _counted_apart",  # sparse makes its first streams
     "aten::_to_copy in begin",  # in sparse's first step, there are no ids of one before
     "Event.synchronize in begin",  # of those of the step before, which came during its forward
     "Event.synchronize in seconds_between", f"{PAGEABLE} in timing", "aten::_to_copy in timing",  # of watched steps

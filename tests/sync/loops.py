@@ -108,7 +108,7 @@ def unmeasured(link: LinkModel = LINK) -> Iterator[None]:
 
 @cache
 def lending(ranks_per_node: int | None = None) -> Topology:
-    """All ranks, with channels that pools use one after the other: connecting takes longer than most of what tests do
+    """All ranks, with streams that pools use one after the other: connecting takes longer than most of what tests do
     with them. Every rank must make the first call alike."""
     return Topology(torch.get_default_device(), ranks_per_node=ranks_per_node, lends=True)
 

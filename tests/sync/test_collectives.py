@@ -287,11 +287,11 @@ def test_engines_that_take_turns_share_channels():
 def _lending() -> None:
     apart, lending = all_ranks(), Topology(torch.get_default_device(), lends=True)
     pair = (0, 1)
-    assert apart.anew().channel(pair, "scatter") is not apart.anew().channel(pair, "scatter")
+    assert apart.anew().stream(pair, "scatter") is not apart.anew().stream(pair, "scatter")
     first, second = lending.anew(), lending.anew()
-    channel = first.channel(pair, "scatter")
+    stream = first.stream(pair, "scatter")
     first.close()
-    assert second.channel(pair, "scatter") is channel
+    assert second.stream(pair, "scatter") is stream
     for topology in (second, lending.anew()):
         tensor = values(dist.get_rank(), 300, 2, True).clone()
         reduced(tensor, torch.bfloat16, "pairwise", topology)

@@ -23,7 +23,7 @@ def test_chunks_on_their_way_are_kept_until_they_have_landed():
     assert isinstance(engine, Sparse)
     for step in range(2):  # in the first there is no telling who reads what
         gate = threading.Event()
-        engine._topology.channel((), "packing").enter(lambda gate=gate: gate.wait() and None, (), CommStats())
+        engine._topology.stream((), "packing").enter(lambda gate=gate: gate.wait() and None, (), CommStats())
         pool.zero_grad()
         loss_of(model, step).backward()
         pool.end_backward()

@@ -233,7 +233,7 @@ def test_a_prediction_needs_no_process_group():
         engine = declare(settings)  # type: ignore[arg-type]
         network = NetworkProbe(pool.topology, engine.wire, LinkModel(1e-4, 1e-9))
         step_model(engine, pool, engine.wire, network).best(timing)
-    assert not pool.topology._channels
+    assert not pool.topology._streams
 
 
 def test_pooling_gradients_prolongs_backward():
