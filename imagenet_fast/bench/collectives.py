@@ -30,7 +30,7 @@ from imagenet_fast.bench import mpi
 from imagenet_fast.bench.hosts import TIMEOUT, on_gpus, report_progress, run_on
 from imagenet_fast.bench.netns import parse_rate, shaped_network, time_repetitions
 from imagenet_fast.cost_model.collectives import piece_elements
-from imagenet_fast.cost_model.units import SIZE, UNITS, size_text
+from imagenet_fast.cost_model.units import SIZE, UNITS, geometric_range, size_text
 from imagenet_fast.distributed.cgroup_limits import usable_memory
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.recipe.engine_table import Collective, Wire
@@ -194,10 +194,7 @@ def parse_sizes(text: str) -> list[int]:
             raise UserError(f"--sizes {text} is not a list of sizes above 0; write for example 4KB,2MB or 2KB..64MB:4")
         if first > last:
             raise UserError(f"--sizes {text} has a range that begins above its end; write the smaller size first")
-        sizes.add(last)
-        while first < last:
-            sizes.add(first)
-            first *= step
+        sizes |= set(geometric_range(first, last, step))
     return sorted(sizes)
 
 

@@ -120,7 +120,7 @@ def newest(root: Path) -> Checkpoint | None:
     Raises:
         UserError: All checkpoints are damaged, or ``root`` cannot be read.
     """
-    found, damaged = _survey(root)
+    found, damaged = read_survey(root)
     return _first_whole(root, found, found, damaged)
 
 
@@ -132,11 +132,12 @@ def best(root: Path) -> Checkpoint | None:
     Raises:
         UserError: As ``newest``.
     """
-    found, damaged = _survey(root)
+    found, damaged = read_survey(root)
     return _first_whole(root, by_merit(found), found, damaged)
 
 
-def _survey(root: Path) -> tuple[dict[Path, Manifest], dict[Path, CorruptCheckpoint]]:
+def read_survey(root: Path) -> tuple[dict[Path, Manifest], dict[Path, CorruptCheckpoint]]:
+    """Return what ``survey`` does. Raises UserError if ``root`` cannot be read."""
     try:
         return survey(root)
     except OSError as error:

@@ -374,8 +374,8 @@ def _show(rows: list[Any], table: Callable[[list[Any]], Any], json_file: Path | 
     """Print dataclass rows as a table, and write them as JSON if a file is given."""
     from rich.console import Console
 
-    from imagenet_fast.metrics.json_io import to_json
+    from imagenet_fast.metrics.json_io import write_json
 
     Console().print(table(rows))
     if json_file is not None:
-        json_file.write_text(to_json([asdict(row) for row in rows], indent=2) + "\n", encoding="utf-8")
+        write_json([asdict(row) for row in rows], json_file)

@@ -171,9 +171,9 @@ def verify(
     for line in summary(found, data):
         print(line)
     if json_file is not None:
-        from imagenet_fast.metrics.json_io import to_json
+        from imagenet_fast.metrics.json_io import write_json
 
-        json_file.write_text(to_json(as_json(found), indent=1) + "\n", encoding="utf-8")
+        write_json(as_json(found), json_file, indent=1)
         print(f"written to {json_file}")
     if png is not None:
         from imagenet_fast.metrics.plots import draw_sizes

@@ -146,7 +146,7 @@ def doctor(
     from imagenet_fast.doctor.report import findings_table
     from imagenet_fast.launch.doctor import launch_doctor
     from imagenet_fast.launch.rendezvous import resolve_nodes
-    from imagenet_fast.metrics.json_io import to_json
+    from imagenet_fast.metrics.json_io import write_json
     from imagenet_fast.recipe.job import DoctorJob
     from imagenet_fast.recipe.schema import Timeout
 
@@ -156,7 +156,7 @@ def doctor(
         return
     Console().print(findings_table(found))
     if json_file is not None:
-        json_file.write_text(to_json([asdict(finding) for finding in found], indent=2) + "\n", encoding="utf-8")
+        write_json([asdict(finding) for finding in found], json_file)
     if any(finding.state == "fail" for finding in found):
         raise typer.Exit(1)
 

@@ -106,9 +106,9 @@ def plan(
         ) from None
     _print_plan(situation, engines, predicted, points is None)
     if json_file is not None:
-        from imagenet_fast.metrics.json_io import to_json
+        from imagenet_fast.metrics.json_io import write_json
 
-        json_file.write_text(to_json([asdict(row) for row in predicted], indent=2) + "\n", encoding="utf-8")
+        write_json([asdict(row) for row in predicted], json_file)
     if figure is not None:
         from imagenet_fast.plan.figures import draw_plan
 
@@ -172,7 +172,7 @@ def _print_plan(situation: Situation, engines: Any, predicted: list[Planned], al
 def _show_rows(json_file: Path | None) -> None:
     from rich.console import Console
 
-    from imagenet_fast.metrics.json_io import to_json
+    from imagenet_fast.metrics.json_io import write_json
     from imagenet_fast.plan.rows import all_rows, summary
     from imagenet_fast.plan.tables import rows_table
 
@@ -185,7 +185,7 @@ def _show_rows(json_file: Path | None) -> None:
     print()
     print(*summary(found), sep="\n")
     if json_file is not None:
-        json_file.write_text(to_json([asdict(row) for row in found], indent=2) + "\n", encoding="utf-8")
+        write_json([asdict(row) for row in found], json_file)
 
 
 def _validate(model: str, engines: Any, json_file: Path | None) -> None:
@@ -194,7 +194,7 @@ def _validate(model: str, engines: Any, json_file: Path | None) -> None:
 
     from imagenet_fast.bench.engines import bench_sync
     from imagenet_fast.cost_model.layer_profile import load_profile
-    from imagenet_fast.metrics.json_io import to_json
+    from imagenet_fast.metrics.json_io import write_json
     from imagenet_fast.metrics.tables import compact_table
     from imagenet_fast.plan.devices import PROFILES
     from imagenet_fast.plan.published import Shaped
@@ -219,4 +219,4 @@ def _validate(model: str, engines: Any, json_file: Path | None) -> None:
     lines = ([*(r[key] for key in text), *(f"{r[key]:.3f}" for key in numbers), f"{r['error']:+.1%}"] for r in found)
     Console().print(compact_table(text, ("nominal link", "fitted link", "measured", "nominal's error"), lines))
     if json_file is not None:
-        json_file.write_text(to_json(found, indent=2) + "\n", encoding="utf-8")
+        write_json(found, json_file)

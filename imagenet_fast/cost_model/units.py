@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from imagenet_fast.errors import UserError
 
@@ -38,6 +39,14 @@ def exact_size(size: int) -> str:
     """Return a size as text that ``parse_size`` reads back, exact to the byte."""
     unit = next(unit for unit in ("G", "M", "K", "") if size % UNITS[unit] == 0)
     return f"{size // UNITS[unit]}{unit}B"
+
+
+def geometric_range(first: int, last: int, factor: int) -> Iterator[int]:
+    """Yield ``first``, ``first`` times ``factor`` and so on, and at the end ``last``."""
+    while first < last:
+        yield first
+        first *= factor
+    yield last
 
 
 def whole_numbers(option: str, text: str, example: str, *, zero: bool = False) -> list[int]:

@@ -14,9 +14,9 @@ from imagenet_fast.data.fingerprint import contents
 from imagenet_fast.data.loaders import open_validation
 from imagenet_fast.distributed.init import DistContext, init_distributed
 from imagenet_fast.distributed.rank_info import RankInfo, set_group_rank
-from imagenet_fast.errors import UserError, warn
+from imagenet_fast.errors import warn
 from imagenet_fast.launch.signals import end_on_signals
-from imagenet_fast.metrics.json_io import to_json
+from imagenet_fast.metrics.json_io import write_json
 from imagenet_fast.metrics.tables import compact_table
 from imagenet_fast.models import compile_blocks
 from imagenet_fast.recipe.job import Evaluation
@@ -79,7 +79,7 @@ def evaluate_as_rank(evaluation: Evaluation, place: RankInfo, join_timeout_s: fl
         if world.is_main:
             Console().print(verdict_table(verdict))
             if evaluation.report is not None:
-                _write(verdict, evaluation.report)
+                write_json(asdict(verdict), evaluation.report)
 
 
 def judge(evaluation: Evaluation, world: DistContext) -> EvalResult:
@@ -122,13 +122,6 @@ def verdict_table(verdict: EvalResult) -> Table:
         numbers["shift %"] = f"{verdict.top1_shift:.2f}"
     numbers |= {"images": str(verdict.images), "img/s": f"{verdict.images_per_s:.0f}"}
     return compact_table(("recipe", "model"), list(numbers), [(verdict.recipe, verdict.model, *numbers.values())])
-
-
-def _write(verdict: EvalResult, path: Path) -> None:
-    try:
-        path.write_text(to_json(asdict(verdict), indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--json {path} cannot be written ({error.strerror}); choose another place") from None
 
 
 def _doubt_classes(source: str, trained: list[str], there: list[str]) -> None:

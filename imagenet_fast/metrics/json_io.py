@@ -22,6 +22,14 @@ def to_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
 
+def write_json(value: Any, path: Path, indent: int = 2) -> None:
+    """Write the result of a command to ``path``. Raises UserError if it cannot be written."""
+    try:
+        path.write_text(to_json(value, indent=indent) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--json {path} cannot be written ({error.strerror}); choose another place") from None
+
+
 def _finite(value: Any) -> Any:
     """Return ``value`` with Python's numbers, and None for those that are not finite."""
     match value:

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from imagenet_fast.cost_model.units import geometric_range
 from imagenet_fast.errors import UserError
 
 _MOST = 1_000_000
@@ -38,8 +39,5 @@ def parse_sweep(text: str) -> Sweep:
             raise UserError(
                 f"--sweep {text}: ranges go up from 1 or more, by a factor of 2 or more; correct {part.strip()}"
             )
-        values.add(last)
-        while first < last:
-            values.add(first)
-            first *= by
+        values |= set(geometric_range(first, last, by))
     return Sweep("gpus" if key == "gpus" else "nic", tuple(sorted(values)))

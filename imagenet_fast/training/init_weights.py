@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from imagenet_fast.checkpoint import Checkpoint, best, newest, open_checkpoint
 from imagenet_fast.checkpoint.manifest import Manifest
-from imagenet_fast.checkpoint.retention import survey
+from imagenet_fast.checkpoint.reader import read_survey
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import broadcast_model, refused_together
 from imagenet_fast.errors import UserError, warn
@@ -130,10 +130,7 @@ def chosen_checkpoint(run: Path, which: str) -> Checkpoint:
         UserError: There is no such checkpoint; the message lists those that exist. Or the directory cannot be read.
     """
     root = run / "checkpoints"
-    try:
-        found, _ = survey(root)
-    except OSError as error:
-        raise UserError(f"{error.filename} cannot be read ({error.strerror}); see to that, or give another") from None
+    found, _ = read_survey(root)
     match which:
         case "best":
             chosen = best(root)
