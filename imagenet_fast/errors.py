@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -28,6 +30,23 @@ class JobAborted(Exception):
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type if it has none, to be quoted in a sentence."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def did_you_mean(
+    name: str, known: Iterable[str], otherwise: str, most: int = 3, cutoff: float = 0.5, prefix: str = ""
+) -> str:
+    """Return a question that suggests the names like ``name``; ``otherwise`` if there are none.
+
+    Args:
+        name: What was written.
+        known: The names that there are.
+        otherwise: What to say if none of them is alike.
+        most: Number of names to suggest at most.
+        cutoff: How alike names must be, from 0 to 1, by difflib.
+        prefix: Shown before each name.
+    """
+    near = difflib.get_close_matches(name, list(known), n=most, cutoff=cutoff)
+    return f"did you mean {' or '.join(prefix + one for one in near)}?" if near else otherwise
 
 
 def warn(sentence: str) -> None:

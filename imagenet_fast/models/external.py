@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import importlib
 import sys
 import traceback
@@ -16,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
-from imagenet_fast.errors import UserError, first_line
+from imagenet_fast.errors import UserError, did_you_mean, first_line
 from imagenet_fast.recipe.network import ExternalModel, PythonModel, TimmModel, TorchvisionModel
 
+_CORRECT = "correct model.name"
 _WITHOUT_AUXILIARIES = {"aux_logits": False, "init_weights": True}
 _OPTIONS = {"googlenet": _WITHOUT_AUXILIARIES, "inception_v3": _WITHOUT_AUXILIARIES}
 """Options of torchvision's models that otherwise give several outputs in training."""
@@ -167,7 +167,7 @@ def _torchvision(name: str) -> Callable[..., Any]:
 
     known = models.list_models(module=models)
     if name not in known:
-        raise UserError(f"torchvision has no classifier '{name}'; {_nearest(name, known)}")
+        raise UserError(f"torchvision has no classifier '{name}'; {did_you_mean(name, known, _CORRECT)}")
     return lambda **options: models.get_model(name, weights=None, **(_OPTIONS.get(name, {}) | options))
 
 
@@ -179,7 +179,7 @@ def _timm(name: str) -> Callable[..., Any]:
             "model.kind 'timm' needs the package timm, which is not installed; `pip install timm`"
         ) from None
     if not timm.is_model(name):
-        raise UserError(f"timm has no model '{name}'; {_nearest(name, timm.list_models())}")
+        raise UserError(f"timm has no model '{name}'; {did_you_mean(name, timm.list_models(), _CORRECT)}")
     return lambda **options: timm.create_model(name, pretrained=False, **options)
 
 
@@ -204,9 +204,3 @@ def _function(name: str) -> Callable[..., Any]:
         raise UserError(f"model.name '{name}': {module_name} has no function {attribute}; correct it")
     found: Callable[..., Any] = function
     return found
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error message: names like ``name``."""
-    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(near)}?" if near else "correct model.name"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import tomllib
 from pathlib import Path
@@ -18,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from imagenet_fast.cost_model.collectives import RankLayout
 from imagenet_fast.cost_model.stated_link import StatedNetwork
-from imagenet_fast.errors import UserError
+from imagenet_fast.errors import UserError, did_you_mean
 from imagenet_fast.recipe.base import Table
 
 
@@ -174,11 +173,8 @@ def load_cluster(name: str) -> Cluster:
     if path.suffix != ".toml" and len(path.parts) <= 1:
         names = cluster_names()
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=2, cutoff=0.4)
-            known = (
-                f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names)}, or give a .toml file"
-            )
-            raise UserError(f"there is no cluster '{name}'; {known}")
+            otherwise = f"there are {', '.join(names)}, or give a .toml file"
+            raise UserError(f"there is no cluster '{name}'; {did_you_mean(name, names, otherwise, 2, 0.4)}")
         path = cluster_folder() / f"{name}.toml"
     try:
         tables: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import annotated_types
 from pydantic.fields import FieldInfo
 
-from imagenet_fast.errors import UserError
+from imagenet_fast.errors import UserError, did_you_mean
 from imagenet_fast.recipe.base import Table
 from imagenet_fast.recipe.schema import Recipe
 
@@ -48,9 +47,8 @@ def recipe_keys(prefix: str = "") -> list[Key]:
     keys = sorted(_merged(_of_table(Recipe, "", ())), key=_place)
     found = [key for key in keys if key.name.startswith(prefix)]
     if not found:
-        near = difflib.get_close_matches(prefix, {key.name for key in keys}, n=3, cutoff=0.5)
-        said = f"did you mean {' or '.join(near)}?" if near else "`imagenet-fast recipes keys` lists all"
-        raise UserError(f"no recipe key begins with '{prefix}'; {said}")
+        near = did_you_mean(prefix, {key.name for key in keys}, "`imagenet-fast recipes keys` lists all")
+        raise UserError(f"no recipe key begins with '{prefix}'; {near}")
     return found
 
 

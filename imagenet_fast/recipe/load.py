@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -14,7 +13,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from imagenet_fast.errors import UserError
+from imagenet_fast.errors import UserError, did_you_mean
 from imagenet_fast.recipe.base import Table
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.sync_config import Sync
@@ -47,10 +46,8 @@ def find_recipe(name: str) -> Path:
     names = recipe_names()
     if name in names:
         return recipe_folder() / f"{name}.toml"
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    raise UserError(
-        f"there is no recipe '{name}'; " + (_did_you_mean(near) if near else f"there are {', '.join(names)}")
-    )
+    near = did_you_mean(name, names, f"there are {', '.join(names)}")
+    raise UserError(f"there is no recipe '{name}'; {near}")
 
 
 def load_recipe(path: Path, sync: str | None = None, overrides: Sequence[str] = ()) -> Recipe:
@@ -198,13 +195,11 @@ def _explain(error: ErrorDetails) -> str:
                 f"the whole table, as by --set '{field}={{{by}=\"{given}\", ...}}'"
             )
         case "extra_forbidden" if len(path) == 1 and (tables := _tables_with(key)):
-            return f"unknown key {key}; {_did_you_mean([f'{name}.{key}' for name in tables])}"
+            return f"unknown key {key}; did you mean {' or '.join(f'{name}.{key}' for name in tables)}?"
         case "extra_forbidden":
-            near = difflib.get_close_matches(path[-1], table.model_fields, n=1, cutoff=0.4)
-            prefix = key.removesuffix(path[-1])
-            return f"unknown key {key}; " + (
-                _did_you_mean([prefix + near[0]]) if near else f"the keys here are {_keys(table)}"
-            )
+            prefix, otherwise = key.removesuffix(path[-1]), f"the keys here are {_keys(table)}"
+            near = did_you_mean(path[-1], table.model_fields, otherwise, 1, 0.4, prefix)
+            return f"unknown key {key}; {near}"
         case "union_tag_invalid":
             return f"{tag} is {_shortened(repr(context['tag']))}; it must be one of {context['expected_tags']}"
         case "union_tag_not_found":
@@ -273,8 +268,3 @@ def _tags_with(field: str, key: str) -> list[str]:
 def _keys(table: type[BaseModel]) -> str:
     """Return the keys of a table, comma-separated."""
     return ", ".join(table.model_fields)
-
-
-def _did_you_mean(names: Iterable[str]) -> str:
-    """Return a question that suggests ``names``."""
-    return f"did you mean {' or '.join(names)}?"
