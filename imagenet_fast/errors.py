@@ -58,7 +58,7 @@ _refusals: list[Path] = []
 """The folder for this process's error messages, if it is a launcher's rank; else empty."""
 
 
-def leave_refusals_in(folder: Path) -> None:
+def write_errors_to(folder: Path) -> None:
     """Make ``exit_with_error`` write its message to a file in ``folder`` from now on.
 
     The launcher that started the ranks then prints the message of any one of them. A single rank that prints for all is
@@ -73,7 +73,7 @@ def _attempt() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
-def refusal_in(folder: Path) -> tuple[str, int] | None:
+def first_error_in(folder: Path) -> tuple[str, int] | None:
     """Return the first error message that ranks left in ``folder`` since their last start, and an exit code.
 
     Returns:
@@ -91,7 +91,7 @@ def refusal_in(folder: Path) -> tuple[str, int] | None:
 def exit_with_error(sentence: str, code: int = 2) -> NoReturn:
     """Print ``sentence`` as an error on stderr, once per node, and exit with ``code``.
 
-    Only local rank 0 prints, because every rank of a node finds the same error. After ``leave_refusals_in`` each rank
+    Only local rank 0 prints, because every rank of a node finds the same error. After ``write_errors_to`` each rank
     writes its message to a file instead.
 
     Raises:

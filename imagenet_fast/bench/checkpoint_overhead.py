@@ -20,7 +20,7 @@ from imagenet_fast.training.state import TrainState
 
 
 @dataclass
-class Stood:
+class CheckpointStalls:
     """Seconds for which each checkpoint blocked the training thread."""
 
     all_s: list[float] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Saving:
         state.step = every_steps - 1 - warmup % every_steps
         self._keep(state, evaluated=True)  # a run allocates the copy's memory only once
         self.settle()
-        self._writer.stood = Stood()
+        self._writer.stood = CheckpointStalls()
 
     def __call__(self, state: TrainState) -> None:
         """Save ``state`` if a checkpoint is due, and record how long that blocked the caller."""
@@ -69,7 +69,7 @@ class Saving:
             self.stood.all_s.append(time.perf_counter() - begun)
 
     @property
-    def stood(self) -> Stood:
+    def stood(self) -> CheckpointStalls:
         """Times of the checkpoints so far."""
         return self._writer.stood
 
@@ -87,7 +87,7 @@ class _TimedWriter(CheckpointWriter):
 
     def __init__(self, root: Path, world: DistContext) -> None:
         super().__init__(root, world)
-        self.stood = Stood()
+        self.stood = CheckpointStalls()
 
     def save(self, stamp: Stamp, shared: Tree, own: Tree = None) -> None:
         begun = time.perf_counter()

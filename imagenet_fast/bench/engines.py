@@ -128,7 +128,7 @@ class Declared:
     chooses: ClassVar[bool] = False
     share: ClassVar[float] = 1.0
 
-    def travelling(self, shape: Sequence[int]) -> float:
+    def values_sent(self, shape: Sequence[int]) -> float:
         """Return the number of values sent for a parameter of ``shape``: all of them."""
         return float(math.prod(shape))
 
@@ -201,7 +201,7 @@ def bench_sync(
     }
     chosen += [peer for peer in dict.fromkeys(peers.values()) if peer not in chosen]
     wires = list(dict.fromkeys(settings.wire for settings in chosen))
-    small = profile.shrunk(scale)
+    small = profile.downscaled(scale)
     _check_memory(small, len(chosen), hosts, ranks_per_host)
     if traces is not None:
         traces.mkdir(parents=True, exist_ok=True)
@@ -216,12 +216,12 @@ def bench_sync(
         key: [max(of_rank[key][turn].step_s for of_rank in by_rank) for turn in range(rounds)] for key in by_rank[0]
     }
     compute = median(seconds[None])
-    timing = small.lasting(compute).timing
+    timing = small.scaled_to(compute).timing
 
     def row(settings: Sync | Declared) -> EngineTime:
         times, wire = seconds[settings], settings.wire
         raw = min(seconds[wire])  # the fastest, so that noise does not raise the limit
-        limit = step_lower_bound(timing, small.sending(raw, settings.travelling), settings.awaits)
+        limit = step_lower_bound(timing, small.all_reduce_seconds(raw, settings.values_sent), settings.awaits)
 
         def over_ranks(field: str) -> float:
             return median(

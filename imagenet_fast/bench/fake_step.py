@@ -108,7 +108,7 @@ class CountedStep:
         noted = _CountedTopology(ranks_per_node, self._calls if noting else None)
         self._pool = pool = GradientPool(self._model, topology=noted)
         pool.order([slot.name for slot in pool.slots])  # fixed: ranks without values can't agree on another order
-        self._travelling = settings.travelling
+        self._travelling = settings.values_sent
         wire = wire_dtype(settings.wire)
         self._wire = wire_for(pool.buffer.dtype, wire, pool.topology)
         declaration = declare(settings)  # type: ignore[arg-type]  # none that chooses

@@ -91,7 +91,7 @@ def bench_batches(profile: Profile, batches: Sequence[int], measure: Measure) ->
     """
     rows = []
     for batch in batches:
-        at = profile.lasting(profile.compute_s * batch / max(batches))
+        at = profile.scaled_to(profile.compute_s * batch / max(batches))
         ddp, hybrid = measure(at, [DdpSync(wire="bf16"), HybridSync(wire="bf16")])
         rows.append(BatchRow(batch, 1 - hybrid.step_s / ddp.step_s, ddp, hybrid))
     return rows

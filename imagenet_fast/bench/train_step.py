@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
-from imagenet_fast.bench.checkpoint_overhead import Saving, Stood
+from imagenet_fast.bench.checkpoint_overhead import CheckpointStalls, Saving
 from imagenet_fast.data.loaders import SyntheticLoader
 from imagenet_fast.data.normalize import Normalizer
 from imagenet_fast.data.progress import measurement_bar
@@ -59,7 +59,7 @@ class Loop:
     """Run a number of steps."""
     settle: Callable[[], None]
     """Wait for work that the steps have started: on the GPU, and checkpoints being written."""
-    stood: Stood | None = None
+    stood: CheckpointStalls | None = None
     """Times of its checkpoints; None if the loop saves none."""
 
 
@@ -207,7 +207,7 @@ def _ratio(times: list[float], to: list[float]) -> float:
     return median(ours / theirs for ours, theirs in zip(times, to, strict=True))
 
 
-def _saved(stood: Stood | None, times: list[float], unsaved: list[float]) -> tuple[float | None, ...]:
+def _saved(stood: CheckpointStalls | None, times: list[float], unsaved: list[float]) -> tuple[float | None, ...]:
     """Return the last four fields of a ``StepTime``."""
     if stood is None:
         return (None,) * 4

@@ -148,7 +148,7 @@ def bench_sync(
 
     profile = load_profile(model)
     if compute is not None:
-        profile = profile.lasting(compute)
+        profile = profile.scaled_to(compute)
     if count:
         from imagenet_fast.bench.comm_volume import COUNTED, bench_count
         from imagenet_fast.bench.tables import count_table

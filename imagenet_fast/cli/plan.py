@@ -206,7 +206,7 @@ def _validate(model: str, engines: Any, json_file: Path | None) -> None:
             f"{model} has no layer profile; record one by `imagenet-fast bench profile FILE --model {model}`"
         )
     scale, mbit, hosts = 4, 250, 4
-    times = bench_sync(load_profile(name).lasting(1.4), engines, hosts, 1, f"{mbit}mbit", scale, rounds=2, steps=2)
+    times = bench_sync(load_profile(name).scaled_to(1.4), engines, hosts, 1, f"{mbit}mbit", scale, rounds=2, steps=2)
     found: list[dict[str, Any]] = []
     for settings, time in zip(engines, times, strict=False):
         nominal_s = shaped_step_s(Shaped(name, scale, hosts, mbit, time.compute_s, ()), settings)

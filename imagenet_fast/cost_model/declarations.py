@@ -173,9 +173,9 @@ class _Factors:
 
     settings: PowerSgdSync | DdpSync
 
-    def travelling(self, slot: Slot) -> int:
+    def values_sent(self, slot: Slot) -> int:
         """Return how many values PowerSGD sends for a slot: its factors and its flag, or all of it."""
-        factors = round(self.settings.travelling(slot.shape))
+        factors = round(self.settings.values_sent(slot.shape))
         return factors + 1 if factors < math.prod(slot.shape) else slot.stop - slot.start
 
 

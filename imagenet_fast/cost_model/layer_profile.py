@@ -74,16 +74,18 @@ class Profile:
         ready = accumulate(layer.backward_ms / 1e3 for layer in reversed(self.layers))
         return Timing(tuple(reversed(needed)), self.forward_s, tuple(ready), self.backward_s)
 
-    def sending(self, raw_s: float, travelling: Callable[[Sequence[int]], float] = math.prod) -> list[float]:
+    def all_reduce_seconds(
+        self, raw_s: float, values_sent: Callable[[Sequence[int]], float] = math.prod
+    ) -> list[float]:
         """Return each layer's share of the seconds of an all-reduce, last layer first.
 
         Args:
             raw_s: Seconds of an all-reduce of all gradients.
-            travelling: Returns how many values are sent for a parameter of a shape; by default all.
+            values_sent: Returns how many values are sent for a parameter of a shape; by default all.
         """
-        return [raw_s * sum(map(travelling, layer.shapes)) / self.elements for layer in reversed(self.layers)]
+        return [raw_s * sum(map(values_sent, layer.shapes)) / self.elements for layer in reversed(self.layers)]
 
-    def lasting(self, compute_s: float) -> Profile:
+    def scaled_to(self, compute_s: float) -> Profile:
         """Return the profile scaled to ``compute_s`` seconds, with the same proportions."""
         factor = compute_s / self.compute_s
         return replace(
@@ -94,7 +96,7 @@ class Profile:
             ),
         )
 
-    def shrunk(self, scale: int) -> Profile:
+    def downscaled(self, scale: int) -> Profile:
         """Return the profile with about 1/``scale`` of each gradient's elements.
 
         The first dimension is divided, and never less than 1.

@@ -81,7 +81,7 @@ def alike(slot: Slot) -> None:
 class SentValues(Protocol[S_contra]):
     """A compressor, as far as the cost model knows it."""
 
-    def travelling(self, slot: S_contra) -> int:
+    def values_sent(self, slot: S_contra) -> int:
         """Return how many values are sent for this slot."""
         ...
 
@@ -179,15 +179,15 @@ def divide(
     for bucket in _buckets(slots, engine, fuse / wire.itemsize):
         collective = _collective(engine, bucket, layout, wire, links)
         cost = cost_of(collective, layout, engine.servers)
-        for piece, (part, travelling) in enumerate(_parts(bucket, engine, elements)):
+        for piece, (part, values_sent) in enumerate(_parts(bucket, engine, elements)):
             whose = [s for s in bucket if s.start < part.stop and part.start < s.stop] if engine.prioritized else bucket
             closes = len(slots) if engine.awaits == "each" else whose[-1].index
             needed = -whose[-1].index  # the next forward reads the pool's last layers first
             urgent = engine.prioritized and whose[-1] is slots[-1]
             lane = HIGH_PRIORITY if urgent else lane_of(piece, layout.on_gpu)
             if wire.coded and engine.compressor is None:
-                travelling = _coded_values(whose, part, layout)
-            size = cost * travelling * wire.itemsize
+                values_sent = _coded_values(whose, part, layout)
+            size = cost * values_sent * wire.itemsize
             if not engine.split_reduce_scatter:
                 messages.append(BucketChunk(whose, part, collective, None, lane, Task(closes, size, (0, needed))))
                 continue
@@ -221,7 +221,7 @@ def _parts(bucket: Sequence[S], engine: Declaration[S], elements: int) -> list[t
     """Return a bucket's pieces, each with the number of values sent for it; a compressed bucket is one piece."""
     start, stop = bucket[0].start, bucket[-1].stop
     if engine.compressor is not None:
-        return [(slice(start, stop), sum(map(engine.compressor.travelling, bucket)))]
+        return [(slice(start, stop), sum(map(engine.compressor.values_sent, bucket)))]
     cuts = [start, stop] if engine.whole_buckets else [*range(start, stop, elements), stop]
     return [(slice(*ends), ends[1] - ends[0]) for ends in pairwise(cuts)]
 

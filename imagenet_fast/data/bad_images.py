@@ -209,5 +209,5 @@ class _Rest:
     def digest(self) -> str:
         return digest_of(self._split.digest().encode(), self._kept)
 
-    def expect(self, indices: NDArray[np.int64]) -> None:
-        self._split.expect(self._kept[indices])
+    def readahead(self, indices: NDArray[np.int64]) -> None:
+        self._split.readahead(self._kept[indices])

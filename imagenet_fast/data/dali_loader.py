@@ -97,7 +97,7 @@ class DaliLoader:
 
     def _begin(self, batch: BatchIndices) -> tuple[_Given, list[Job]]:
         """Allocate a batch and return it with the jobs that fill it, at most one per reader thread."""
-        self._images.expect(batch.images)
+        self._images.readahead(batch.images)
         shown_at = resolution(self._data, self._order, batch)
         given = _Given(batch, shown_at, self._chance is not None, pinned=self._device.type == "cuda")
         count = len(batch.images)

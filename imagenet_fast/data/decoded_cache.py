@@ -34,10 +34,10 @@ from imagenet_fast.data.mmap_store import (
     MmapImageStore,
     alone,
     bytes_taken,
-    go_back,
     make_empty,
     read_alone,
     read_entries,
+    restore_synced,
 )
 from imagenet_fast.data.prefetch import Job, prefetched
 from imagenet_fast.data.progress import progress_bars
@@ -178,7 +178,7 @@ def open_cache(root: Path, split: str, images: ImageSource, side: int) -> Cache:
                     (folder / _ABOUT).unlink(missing_ok=True)
                     make_empty(folder, len(images))
                 else:
-                    go_back(folder, len(images))
+                    restore_synced(folder, len(images))
                 (folder / _ABOUT).write_text(
                     json.dumps({**about, "boot": _boot(), "bytes": needed}) + "\n", encoding="utf-8"
                 )

@@ -46,5 +46,5 @@ class ImageSource(Protocol):
     def read(self, index: int) -> bytes:
         """Return the encoded bytes of image ``index``. Thread-safe."""
 
-    def expect(self, indices: NDArray[np.int64]) -> None:
+    def readahead(self, indices: NDArray[np.int64]) -> None:
         """Announce that these images will be read next, so that a file server can be asked for all of them."""

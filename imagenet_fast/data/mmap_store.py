@@ -154,7 +154,7 @@ def make_empty(folder: Path, images: int) -> None:
         os.posix_fallocate(file.fileno(), 0, 8 * images)
 
 
-def go_back(folder: Path, images: int) -> None:
+def restore_synced(folder: Path, images: int) -> None:
     """Reset the index to what was certainly on the disk when the node went down.
 
     Raises:

@@ -33,7 +33,7 @@ def cache_dir() -> Path:
         ) from None
 
 
-def locate(dataset: Literal["imagenet", "cifar10", "digits"], given: Path | None) -> Path:
+def resolve_data_dir(dataset: Literal["imagenet", "cifar10", "digits"], given: Path | None) -> Path:
     """Return the directory to train from: ``given``, or the data set's own place in the cache directory.
 
     The digits are created there if they are missing.

@@ -69,7 +69,7 @@ class FolderLoader:
 
         There is at most one job per thread: to schedule small images one by one would take as long as to decode them.
         """
-        self._images.expect(batch.images)
+        self._images.readahead(batch.images)
         count, pinned = len(batch.images), self._device.type == "cuda"
         size, _ = resolution(self._data, self._order, batch)
         shape = (count, size, size, 3)

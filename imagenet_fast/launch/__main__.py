@@ -16,7 +16,7 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
 
 from imagenet_fast.distributed.forkserver import end_with_parent
 from imagenet_fast.distributed.rank_info import RankInfo, rank_info_from_env
-from imagenet_fast.errors import JobAborted, UserError, exit_with_error, leave_refusals_in
+from imagenet_fast.errors import JobAborted, UserError, exit_with_error, write_errors_to
 from imagenet_fast.launch.stdio import keep_printing, leave, refuse_if_lost
 
 _FINAL = "final"
@@ -32,7 +32,7 @@ def main() -> None:
     path, join_timeout_s = Path(sys.argv[1]), float(sys.argv[2])
     if (path.parent / _FINAL).exists():
         raise SystemExit(2)  # torchrun has restarted the ranks, which would end the same way
-    leave_refusals_in(path.parent)
+    write_errors_to(path.parent)
     try:
         place = rank_info_from_env()
         assert place is not None, "torchrun tells a rank its place"

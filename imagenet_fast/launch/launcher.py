@@ -14,14 +14,14 @@ from typing import Literal, assert_never
 
 from imagenet_fast.distributed.cpu_affinity import cores_per_rank
 from imagenet_fast.distributed.network_interfaces import Endpoint, route_to
-from imagenet_fast.errors import JobAborted, UserError, refusal_in
+from imagenet_fast.errors import JobAborted, UserError, first_error_in
 from imagenet_fast.launch.rendezvous import LaunchConfig, RendezvousInfo, meet
 from imagenet_fast.launch.signals import ignore_signals, interrupt_on_signals
 from imagenet_fast.metrics.run_result import NOTHING_LOST, STOPPED, STOPPED_WORDS, RunResult, read_outcome
 from imagenet_fast.recipe.job import AnyJob, DoctorJob, Evaluation, Job, write_job
 from imagenet_fast.training.exit_status import OPENED, TOLD
 from imagenet_fast.training.job_setup import check_writable
-from imagenet_fast.training.run_lock import hold
+from imagenet_fast.training.run_lock import lock_run_dir
 
 _KILLED = (
     f"{STOPPED_WORDS}, and its ranks were killed before they had saved; the same command with --resume auto goes on "
@@ -79,7 +79,7 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
         print(outcome.message)
     if has_run and not (job.elastic and interrupted):  # after this node left, others may have resumed
         with suppress(OSError, UserError):  # rank 0 may have written it; a new run has started; the disk is full
-            hold(job.folder, timeout_s=0.0)
+            lock_run_dir(job.folder, timeout_s=0.0)
             outcome.write(job.folder)
     return code if code == 2 else outcome.exit_code
 
@@ -127,7 +127,7 @@ def run_ranks(job: AnyJob, handover: Path, nodes: LaunchConfig, grace_s: float =
     write_job(job, path)
     code, fate = _run_ranks(path, nodes, grace_s)
     if code:
-        fate, code = refusal_in(handover) or (fate, code)
+        fate, code = first_error_in(handover) or (fate, code)
     if code == 2:
         print(f"error: {fate}", file=sys.stderr)
     return code, fate

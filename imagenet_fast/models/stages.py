@@ -25,7 +25,7 @@ class ActivationSpec:
     """Whether they are sent as they lie in memory, [n, height, width, channels], which backends take for contiguous."""
 
     @property
-    def likeness(self) -> Tensor:
+    def meta_tensor(self) -> Tensor:
         """Tensor on the meta device, like the one that is sent."""
         shape = [self.shape[axis] for axis in (0, 2, 3, 1)] if self.channels_last else self.shape
         return torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
@@ -92,7 +92,7 @@ class LocalStages(nn.Module):
         """Bytes of one micro-batch's activations that are received from other ranks and sent to them."""
         arriving = [stage.arriving for stage in self.stages if stage.arriving is not None]
         leaving = [stage.leaving for stage in self.stages if stage.index < self.count - 1]
-        return sum(crossing.likeness.nbytes for crossing in arriving + leaving)
+        return sum(crossing.meta_tensor.nbytes for crossing in arriving + leaving)
 
     def forward(self, values: Tensor, number: int = 0) -> Tensor:
         """Run one of this rank's stages.
@@ -128,7 +128,7 @@ def split_model(
     """
     count = ranks * chunks
     pieces = segments_of(model, count)
-    crossings, work = _rehearse(model, pieces, images)
+    crossings, work = _trace_shapes(model, pieces, images)
     runs = linear_partition(work if profile is None else recorded_times(pieces, profile), count)
     leaving = [crossings[run.stop - 1] for run in runs]
     stages = [
@@ -156,7 +156,9 @@ def recorded_times(pieces: Sequence[Segment], profile: Profile) -> list[float]:
     return [sum(times[name] for name in piece) for piece in pieces]
 
 
-def _rehearse(model: nn.Module, pieces: Sequence[Segment], images: Tensor) -> tuple[list[ActivationSpec], list[float]]:
+def _trace_shapes(
+    model: nn.Module, pieces: Sequence[Segment], images: Tensor
+) -> tuple[list[ActivationSpec], list[float]]:
     """Run the pieces once; return the output spec and the forward FLOPs of each, and leave the model as it was."""
     modes = {module: module.training for module in model.modules()}
     norms = [module for module in modes if isinstance(module, nn.modules.batchnorm._BatchNorm)]

@@ -138,8 +138,8 @@ class _MicroStage(PipelineStage):
         observe: Observe,
     ) -> None:
         stage = part.stages[number]
-        arriving = part.images if stage.arriving is None else stage.arriving.likeness
-        super().__init__(part, stage.index, part.count, part.device, arriving, stage.leaving.likeness, group=group)
+        arriving = part.images if stage.arriving is None else stage.arriving.meta_tensor
+        super().__init__(part, stage.index, part.count, part.device, arriving, stage.leaving.meta_tensor, group=group)
         self._number = number
         self._sync = sync
         self._observe = observe

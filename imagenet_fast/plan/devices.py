@@ -72,7 +72,7 @@ class Device:
     def layers(self, model: str) -> Profile:
         """Return the layers of ``model`` with their shares of a step."""
         found = self.profile or load_profile(PROFILES[model])
-        return found.shrunk(self.scale) if self.scale > 1 else found
+        return found.downscaled(self.scale) if self.scale > 1 else found
 
 
 _LOGS = "solved from MLPerf logs of 1 and 8 nodes, less the model's messages and stragglers"

@@ -142,7 +142,7 @@ class Step:
 
         Gradients of earlier micro-batches are added up; those of the last are sent.
         """
-        layers = self.profile.lasting(self.micro_s * factor).timing
+        layers = self.profile.scaled_to(self.micro_s * factor).timing
         counts = [len(layer.shapes) for layer in reversed(self.profile.layers)]
         needed = tuple(at for at, count in zip(layers.needed, counts, strict=True) for _ in range(count))
         ready = tuple(at for at, count in zip(layers.ready, counts, strict=True) for _ in range(count))

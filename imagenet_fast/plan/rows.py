@@ -98,7 +98,7 @@ def shaped_rows(shaped: Shaped) -> list[Row]:
 
 def shaped_step_s(shaped: Shaped, engine: Sync) -> float:
     """Return the predicted seconds of a step between shaped hosts, by the nominal rate of their links."""
-    profile = load_profile(shaped.profile).shrunk(shaped.scale)
+    profile = load_profile(shaped.profile).downscaled(shaped.scale)
     layout = RankLayout((shaped.ranks_per_host,) * shaped.hosts, on_gpu=False)
     latency_s = GLOO_PAIR_S * layout.size * (layout.size - 1)
     network = StatedNetwork(layout, TCP_PAYLOAD * shaped.mbit * 1e6 / 8, between_s=latency_s)

@@ -108,7 +108,7 @@ class EngineTable(Table):
         """Share of the values that it sends after its ramp."""
         return 1.0
 
-    def travelling(self, shape: Sequence[int]) -> float:
+    def values_sent(self, shape: Sequence[int]) -> float:
         """Return how many values it sends for a parameter of ``shape`` after its ramp."""
         return self.share * math.prod(shape)
 

@@ -161,7 +161,7 @@ class PowerSgdSync(KeepingTable):
     collective: Collective | Literal["auto"] = "auto"
     """All-reduce algorithm; ``auto``: that of the engine ``timing``."""
 
-    def travelling(self, shape: Sequence[int]) -> float:
+    def values_sent(self, shape: Sequence[int]) -> float:
         """Return how many values it sends for a parameter of ``shape``: its two factors, if fewer."""
         return _in_factors(shape, self.rank)
 
@@ -270,7 +270,7 @@ class DdpSync(EngineTable):
         """Whether it treats the first steps differently: with PowerSGD."""
         return self.powersgd_rank > 0
 
-    def travelling(self, shape: Sequence[int]) -> float:
+    def values_sent(self, shape: Sequence[int]) -> float:
         """Return how many values it sends for a parameter of ``shape``."""
         return _in_factors(shape, self.powersgd_rank) if self.powersgd_rank else math.prod(shape)
 

@@ -47,7 +47,7 @@ class Compressed:
 class Compressor(Protocol):
     """A compressor, as a part of an engine's declaration. Its only state is the memory passed to it."""
 
-    def travelling(self, slot: ParamSlot) -> int:
+    def values_sent(self, slot: ParamSlot) -> int:
         """Return how many values are sent for this slot."""
         ...
 

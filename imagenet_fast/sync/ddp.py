@@ -143,12 +143,12 @@ class DdpPeer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a value of ``state_dict``."""
         if state.get("order"):
-            self._rehearse(state["order"])
+            self._trace_shapes(state["order"])
         if self._powersgd is not None and state.get("hook"):
             for name, value in state["hook"].items():
                 setattr(self._powersgd, name, value)
 
-    def _rehearse(self, order: list[str]) -> None:
+    def _trace_shapes(self, order: list[str]) -> None:
         """Run a backward of zeros that produces gradients in the order of the first step.
 
         DDP builds its buckets from that order in the next forward, and the buckets decide how sums are rounded.

@@ -43,7 +43,7 @@ class PowerSGD:
 
     rank: int
 
-    def travelling(self, slot: ParamSlot) -> int:
+    def values_sent(self, slot: ParamSlot) -> int:
         """Return how many values are sent for this slot: its factors and flag, or all of it if uncompressed."""
         rows, columns = matrix_shape(slot.param)
         return self.rank * (rows + columns) + 1 if self._saves(slot) else slot.stop - slot.start

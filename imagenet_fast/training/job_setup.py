@@ -12,7 +12,7 @@ from pathlib import Path
 
 from imagenet_fast.data.bad_images import QUARANTINE, quarantined
 from imagenet_fast.data.format_detection import check_folders, check_validation
-from imagenet_fast.data.paths import locate
+from imagenet_fast.data.paths import resolve_data_dir
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.report import run_of
 from imagenet_fast.recipe.batching import Batching, check_norms, check_splits, explain, scale_recipe, split_batch
@@ -219,7 +219,7 @@ def recipe_of(weights: Path, named: str | None, overrides: Sequence[str] = ()) -
 def _find_data(data: Data, given: Path | None, check: Callable[[Path], None]) -> Path | None:
     """Return the directory of the images after a ``check``, or None for synthetic images."""
     if not isinstance(data, SyntheticData):
-        root = locate(data.dataset, given).absolute()
+        root = resolve_data_dir(data.dataset, given).absolute()
         check(root)
         return root
     if given is not None:

@@ -25,7 +25,7 @@ from imagenet_fast.models.weights import Weights, classes_of
 from imagenet_fast.recipe.job import Job, differences
 from imagenet_fast.recipe.parallel_config import chunks_of
 from imagenet_fast.recipe.schema import Model
-from imagenet_fast.training.run_lock import CHECKPOINTS, check_replaceable, hold
+from imagenet_fast.training.run_lock import CHECKPOINTS, check_replaceable, lock_run_dir
 from imagenet_fast.training.state import TrainState, joined
 
 _NFS_TIMEOUT_S = 5.0  # for another node's file to become visible over NFS
@@ -118,7 +118,7 @@ def find_resumption(job: Job, world: DistContext) -> ResumePoint | None:
     found, wrong_from = "", None
     with refused_together(world.device):
         if world.is_main:
-            hold(job.folder)
+            lock_run_dir(job.folder)
             last = newest(job.folder / CHECKPOINTS)
             if last is not None:
                 found, wrong_from = last.folder.name, _wrong_from(job.folder)

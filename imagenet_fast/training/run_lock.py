@@ -56,19 +56,19 @@ def claimed(job: Job, world: DistContext) -> Iterator[None]:
 def _claim(job: Job) -> None:
     try:
         check_writable(job.folder, job.resume)
-        make_and_hold(job.folder)
+        make_and_lock_run_dir(job.folder)
         check_writable(job.folder, job.resume)  # another run may have started meanwhile
     except OSError as error:
         raise UserError(f"the run cannot be written to {job.folder} ({error.strerror}); give another --out") from None
 
 
-def make_and_hold(folder: Path) -> None:
-    """Make ``folder`` if it does not exist, and lock it as ``hold`` does."""
+def make_and_lock_run_dir(folder: Path) -> None:
+    """Make ``folder`` if it does not exist, and lock it as ``lock_run_dir`` does."""
     folder.mkdir(parents=True, exist_ok=True)
-    hold(folder)
+    lock_run_dir(folder)
 
 
-def hold(folder: Path, timeout_s: float = _LOCK_TIMEOUT_S) -> None:
+def lock_run_dir(folder: Path, timeout_s: float = _LOCK_TIMEOUT_S) -> None:
     """Lock the run in ``folder``, if it exists, for this process until the process ends.
 
     Args:

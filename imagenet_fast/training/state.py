@@ -158,10 +158,10 @@ class TrainState:
         velocity = self.optimizer.velocity
         if self.division is None:
             return {name: velocity[param] for name, param in self.model.named_parameters() if param in velocity}
-        likeness = copy.deepcopy(self.model)  # a model that holds momenta is gathered like one that holds weights
-        for param, like in zip(self.model.parameters(), likeness.parameters(), strict=True):
+        holder = copy.deepcopy(self.model)  # a model that holds momenta is gathered like one that holds weights
+        for param, like in zip(self.model.parameters(), holder.parameters(), strict=True):
             like.data = velocity.get(param, torch.zeros_like(param))
-        return self._whole(likeness)
+        return self._whole(holder)
 
 
 def joined(parts: Iterable[Mapping[str, Any]], sharded: bool) -> dict[str, Any]:

@@ -51,15 +51,15 @@ def test_its_course_begins_with_the_last_layer():
 
 
 def test_it_is_stretched_and_shrunk_in_proportion():
-    assert TWO.lasting(2.0).compute_s == pytest.approx(2.0)
-    assert TWO.lasting(2.0).forward_s == pytest.approx(0.8)
-    assert TWO.shrunk(4).layers[0].shapes == ((2, 3, 3, 3), (2,))
-    assert TWO.shrunk(100).layers[1].shapes == ((1, 8), (1,)), "never less than one"
-    assert (TWO.shrunk(4).compute_s, TWO.shrunk(4).layers[0].kind) == (TWO.compute_s, "Conv2d")
+    assert TWO.scaled_to(2.0).compute_s == pytest.approx(2.0)
+    assert TWO.scaled_to(2.0).forward_s == pytest.approx(0.8)
+    assert TWO.downscaled(4).layers[0].shapes == ((2, 3, 3, 3), (2,))
+    assert TWO.downscaled(100).layers[1].shapes == ((1, 8), (1,)), "never less than one"
+    assert (TWO.downscaled(4).compute_s, TWO.downscaled(4).layers[0].kind) == (TWO.compute_s, "Conv2d")
 
 
 def test_an_all_reduce_is_shared_out_by_elements_the_last_layer_first():
-    assert TWO.sending(3.14) == pytest.approx([0.90, 2.24])  # 90 and 224 elements
+    assert TWO.all_reduce_seconds(3.14) == pytest.approx([0.90, 2.24])  # 90 and 224 elements
 
 
 def test_a_seed_is_always_the_same_network_and_seeds_differ_in_every_way():

@@ -77,7 +77,7 @@ def test_it_lies_between_simpler_bounds_for_any_network():
     for seed in range(50):
         profile = random_profile(seed)
         raw = Random(seed).uniform(0.1, 3) * profile.compute_s
-        seconds = profile.sending(raw)
+        seconds = profile.all_reduce_seconds(raw)
         each, backward, read = (
             step_lower_bound(profile.timing, seconds, awaits) for awaits in ("each", "backward", "read")
         )
@@ -86,5 +86,5 @@ def test_it_lies_between_simpler_bounds_for_any_network():
 
 def test_alexnets_on_four_hosts_of_250_mbit():
     """With the compute and the raw all-reduce that were measured there on 22 November 2026."""
-    profile = load_profile("alexnet").shrunk(4).lasting(1.407)
-    assert step_lower_bound(profile.timing, profile.sending(1.534), "read") == pytest.approx(1.558, abs=1e-3)
+    profile = load_profile("alexnet").downscaled(4).scaled_to(1.407)
+    assert step_lower_bound(profile.timing, profile.all_reduce_seconds(1.534), "read") == pytest.approx(1.558, abs=1e-3)

@@ -164,7 +164,7 @@ def test_nothing_is_predicted_below_the_limit(awaits: Literal["each", "backward"
                 urgent = slot == len(profile.layers) - 1
                 sendings += [SimMessage(task, slots, link, urgent=urgent, bucket=slot) for task in (first, second)]
         step = step_s(sendings, awaits, timing, planned=awaits == "read" and chance.random() < 0.8)
-        least = step_lower_bound(timing, profile.sending(raw), awaits)
+        least = step_lower_bound(timing, profile.all_reduce_seconds(raw), awaits)
         assert step >= least * (1 - 1e-9)
         if awaits == "backward" and link.latency_s == 0.0 == link.call_s:
             assert step == pytest.approx(least), "as soon as it is ready is soonest"

@@ -18,29 +18,29 @@ from torchvision.datasets import CIFAR10
 from imagenet_fast.atomic_io import atomic_directory
 from imagenet_fast.data import download
 from imagenet_fast.data.imagefolder import scan
-from imagenet_fast.data.paths import locate
+from imagenet_fast.data.paths import resolve_data_dir
 from imagenet_fast.errors import UserError
 
 
 def test_the_digits_are_made_once_and_split_by_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("IMAGENET_FAST_CACHE", str(tmp_path))
-    place = locate("digits", None)
+    place = resolve_data_dir("digits", None)
     train, val = scan(place)
     assert (len(train), len(val)) == (1433, 364)
     assert train.classes == [str(digit) for digit in range(10)]
     with Image.open(train.name(0)) as image:
         assert (image.size, image.format, image.mode) == ((64, 64), "JPEG", "RGB")
     written = Path(train.name(0)).stat().st_mtime_ns
-    assert locate("digits", None) == place
+    assert resolve_data_dir("digits", None) == place
     assert Path(train.name(0)).stat().st_mtime_ns == written
 
 
 def test_a_missing_data_set_is_told_with_the_way_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("IMAGENET_FAST_CACHE", str(tmp_path))
     with pytest.raises(UserError, match="imagenet-fast data fetch cifar10"):
-        locate("cifar10", None)
+        resolve_data_dir("cifar10", None)
     with pytest.raises(UserError, match="--data DIR"):
-        locate("imagenet", None)
+        resolve_data_dir("imagenet", None)
 
 
 def test_a_user_without_a_home_is_told_where_to_say_one(monkeypatch: pytest.MonkeyPatch):
@@ -49,14 +49,14 @@ def test_a_user_without_a_home_is_told_where_to_say_one(monkeypatch: pytest.Monk
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 987_654)
     with pytest.raises(UserError, match="no home directory; set IMAGENET_FAST_CACHE"):
-        locate("digits", None)
+        resolve_data_dir("digits", None)
 
 
 def test_a_cache_that_cannot_be_written_is_named_with_the_way_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "a file").write_text("")
     monkeypatch.setenv("IMAGENET_FAST_CACHE", str(tmp_path / "a file" / "cache"))
     with pytest.raises(UserError, match=r"/a file/cache/digits cannot be made .*; set IMAGENET_FAST_CACHE"):
-        locate("digits", None)
+        resolve_data_dir("digits", None)
 
 
 def test_nothing_is_left_of_a_folder_whose_making_is_interrupted(tmp_path: Path):

@@ -165,7 +165,7 @@ def test_many_threads_read_from_few_open_files(roots: dict[str, Path], name: str
     everything = np.random.default_rng(0).permutation(np.tile(np.arange(54), 20))
     with ThreadPoolExecutor(8) as threads:
         for begin in range(0, len(everything), 40):
-            images.expect(everything[begin : begin + 40])
+            images.readahead(everything[begin : begin + 40])
         read = list(threads.map(images.read, everything))
     assert read == [folder.read(i) for i in everything]
     assert len(list(Path("/proc/self/fd").iterdir())) - before <= 3

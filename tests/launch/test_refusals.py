@@ -71,12 +71,12 @@ def test_a_run_whose_own_files_are_in_the_way_says_so_once(tmp_path: Path):
 
 def test_a_file_name_that_is_no_utf8_is_heard_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(errors, "_refusals", [])
-    errors.leave_refusals_in(tmp_path)
+    errors.write_errors_to(tmp_path)
     sentence = f"{os.fsdecode(b'caf' + bytes([233]) + b'.jpg')} cannot be decoded; replace it"
     with pytest.raises(SystemExit) as end:
         errors.exit_with_error(sentence)
     assert end.value.code == 2
-    assert errors.refusal_in(tmp_path) == (sentence, 2)
+    assert errors.first_error_in(tmp_path) == (sentence, 2)
 
 
 def test_a_local_rank_in_the_shell_silences_nothing():

@@ -44,7 +44,7 @@ def through(parts: list[LocalStages], values: Tensor) -> Tensor:
         if (arriving := part.stages[number].arriving) is not None:
             values = values.detach().requires_grad_()
             assert values.is_contiguous()
-            assert (arriving.likeness.shape, arriving.likeness.dtype) == (values.shape, values.dtype)
+            assert (arriving.meta_tensor.shape, arriving.meta_tensor.dtype) == (values.shape, values.dtype)
         values = part(values, number)
     return values
 

@@ -131,7 +131,7 @@ def test_unknown_devices_are_refused():
 
 def test_a_recorded_profile_of_resnet18_predicts_resnet18(tmp_path: Path):
     file = tmp_path / "mine.json"
-    save_profile(replace(load_profile("resnet50"), model="resnet18").lasting(0.1), file)
+    save_profile(replace(load_profile("resnet50"), model="resnet18").scaled_to(0.1), file)
     device = find_device(str(file), 100)
     assert device.compute("resnet18")[0].seconds(100) == pytest.approx(0.1, rel=1e-3)
     assert device.layers("resnet18").model == "resnet18"
@@ -139,7 +139,7 @@ def test_a_recorded_profile_of_resnet18_predicts_resnet18(tmp_path: Path):
 
 def test_a_recorded_profile_is_a_device(tmp_path: Path):
     file = tmp_path / "mine.json"
-    save_profile(load_profile("resnet50").lasting(0.2), file)
+    save_profile(load_profile("resnet50").scaled_to(0.2), file)
     with pytest.raises(UserError, match="write the images of its step as device_batch"):
         find_device(str(file), None)
     (compute,) = find_device(str(file), 100).compute("resnet50")

@@ -35,7 +35,7 @@ ENGINES = planned_engines(None, "bf16")
 @pytest.mark.parametrize("settings", ENGINES, ids=lambda settings: f"{settings.kind}-{settings.wire}")
 def test_messages_are_those_of_the_engine(settings: Sync):
     """Slot by slot, on four CPU hosts, as ``auto`` predicts them on a pool."""
-    profile = load_profile("alexnet").shrunk(4)
+    profile = load_profile("alexnet").downscaled(4)
     model = replay(profile, [[torch.empty(shape, device="meta") for shape in layer.shapes] for layer in profile.layers])
     pool = GradientPool(model)
     pool.topology = Hosts(4)

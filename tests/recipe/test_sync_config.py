@@ -62,11 +62,11 @@ def test_all_send_everything_but_sparse_and_powersgd_of_matrices():
     assert kinds([engine for engine in ALL if engine.share < 1]) == ["sparse"]
     assert SparseSync(sparsity=0.875).share == 0.125
     shape = (32, 3, 5, 5)
-    assert {engine.kind: engine.travelling(shape) for engine in ALL if engine.travelling(shape) != 2400} == {
+    assert {engine.kind: engine.values_sent(shape) for engine in ALL if engine.values_sent(shape) != 2400} == {
         "sparse": 300, "powersgd": 4 * (32 + 75),
     }  # fmt: skip
     for settings in (PowerSgdSync(rank=2), DdpSync(powersgd_rank=2)):
-        assert [settings.travelling(shape) for shape in ((), (7,), (1, 9), (3, 9), (0, 4))] == [1, 7, 9, 24, 0]
+        assert [settings.values_sent(shape) for shape in ((), (7,), (1, 9), (3, 9), (0, 4))] == [1, 7, 9, 24, 0]
 
 
 def test_engines_that_keep_unsent_values():
@@ -98,7 +98,7 @@ def test_an_engine_is_told_apart_as_a_recipe_writes_it():
 def test_what_is_asked_is_no_setting():
     """So that no recipe can say it, and no recipe written out in full does."""
     asked = {
-        "awaits", "defers", "exact", "learns", "share", "ours", "keeps", "chooses", "as_written", "travelling",
+        "awaits", "defers", "exact", "learns", "share", "ours", "keeps", "chooses", "as_written", "values_sent",
         "velocity_momentum",
     }  # fmt: skip
     for engine in ALL:

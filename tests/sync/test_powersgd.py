@@ -124,11 +124,11 @@ def test_a_parameter_is_the_matrix_that_it_is_in_memory():
 
 def test_only_what_becomes_smaller_is_compressed():
     model = nn.ModuleList([nn.Linear(40, 30), nn.Linear(4, 4), nn.Conv2d(3, 12, 3)])
-    travelling = {slot.name: PowerSGD(2).travelling(slot) for slot in GradientPool(model).slots}
-    assert travelling["0.weight"] == 2 * (40 + 30) + 1, "and whether it has been used"
-    assert travelling["2.weight"] == 2 * (12 + 27) + 1
-    assert 16 < travelling["1.weight"] <= 32, "two factors of 8 values are no smaller"
-    assert 30 < travelling["0.bias"] < 64
+    values_sent = {slot.name: PowerSGD(2).values_sent(slot) for slot in GradientPool(model).slots}
+    assert values_sent["0.weight"] == 2 * (40 + 30) + 1, "and whether it has been used"
+    assert values_sent["2.weight"] == 2 * (12 + 27) + 1
+    assert 16 < values_sent["1.weight"] <= 32, "two factors of 8 values are no smaller"
+    assert 30 < values_sent["0.bias"] < 64
 
 
 def test_powersgd_error_feedback_bitwise():

@@ -80,7 +80,7 @@ def link_of(raw_s: float, profile: Profile) -> LinkModel:
     return LinkModel(3e-3, raw_s / (2 * profile.elements))
 
 
-ALEXNET = load_profile("alexnet").shrunk(4).lasting(1.409)
+ALEXNET = load_profile("alexnet").downscaled(4).scaled_to(1.409)
 ALEXNETS_LINK = link_of(1.534, ALEXNET)
 """Of four hosts of 250 Mbit/s, as measured on 22 November 2026."""
 
@@ -121,11 +121,11 @@ def transformer(blocks: int = 24) -> Profile:
 
 def test_a_transformers_engines_on_four_hosts():
     """250 Mbit/s, in two runs, whose compute was not the same."""
-    profile = transformer().lasting(1.423)
+    profile = transformer().scaled_to(1.423)
     link = link_of(1.362, profile)
     later = predicted(profile, [SparseSync(), LazySync(), RingSync(), DdpSync(wire="bf16")], link)
     assert later == pytest.approx({"sparse": 1.520, "lazy": 1.889, "ring": 1.889, "ddp": 2.473}, rel=0.05)
-    profile = transformer().lasting(1.444)
+    profile = transformer().scaled_to(1.444)
     deferring = predicted(profile, [HybridSync(), DearSync()], link_of(1.361, profile))
     assert deferring == pytest.approx({"hybrid": 1.785, "dear": 1.824}, rel=0.05)
     assert later["sparse"] < min(deferring.values()) <= max(deferring.values()) < later["lazy"] < later["ddp"]
@@ -133,12 +133,12 @@ def test_a_transformers_engines_on_four_hosts():
 
 def test_a_network_of_no_family_on_four_hosts():
     """250 Mbit/s: two thirds of its gradients are ready last and needed first."""
-    profile = load_profile("random:7").lasting(1.021)
+    profile = load_profile("random:7").scaled_to(1.021)
     engines = [LazySync(), DearSync(), HybridSync(), DdpSync(wire="bf16")]
     seconds = predicted(profile, engines, link_of(1.340, profile))
     hybrid = seconds.pop("hybrid")
     assert seconds == pytest.approx({"lazy": 2.014, "dear": 1.953, "ddp": 2.321}, rel=0.05)
-    least = step_lower_bound(profile.timing, profile.sending(1.340), "read")
+    least = step_lower_bound(profile.timing, profile.all_reduce_seconds(1.340), "read")
     assert least < hybrid < 1.04 * least, "its two collectives do not share the wire at the end of backward"
 
 
@@ -157,7 +157,7 @@ def test_other_models_batches_and_numbers_of_hosts(
     model: str, scale: int, hosts: int, compute_s: float, raw_s: float, measured: dict[str, float]
 ):
     """Measured on 21 and 22 November 2026."""
-    profile = load_profile(model).shrunk(scale).lasting(compute_s)
+    profile = load_profile(model).downscaled(scale).scaled_to(compute_s)
     engines = [engine for engine in USUAL if engine.kind in measured]
     assert predicted(profile, engines, link_of(raw_s, profile), hosts) == pytest.approx(measured, rel=0.05)
 
@@ -187,7 +187,7 @@ def test_no_engine_is_predicted_below_its_limit(hosts: int):
             network = NetworkProbe(pool.topology, engine.wire, link)
             _, step_s = step_model(engine, pool, engine.wire, network, settings.share).best(timing)
             least = step_lower_bound(
-                profile.timing, profile.sending(engine.wire.itemsize * raw), settings.awaits, settings.share
+                profile.timing, profile.all_reduce_seconds(engine.wire.itemsize * raw), settings.awaits, settings.share
             )
             assert step_s >= 0.999 * least, (seed, settings)
 
@@ -241,7 +241,7 @@ def test_pooling_gradients_prolongs_backward():
 
 
 def _moves() -> None:
-    profile = random_profile(3).shrunk(64)
+    profile = random_profile(3).downscaled(64)
     gradients = gradients_of(profile)
     model = replay(profile, gradients)
     pool = GradientPool(model)

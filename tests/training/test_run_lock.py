@@ -25,7 +25,7 @@ from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job, recipe_tables
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.training.resume import find_resumption
-from imagenet_fast.training.run_lock import claimed, hold, make_and_hold, move_record_aside
+from imagenet_fast.training.run_lock import claimed, lock_run_dir, make_and_lock_run_dir, move_record_aside
 from tests.checkpoint.trees import ALONE, stamp
 from tests.conftest import tables
 from tests.spawning import run
@@ -169,7 +169,7 @@ def test_locked_directory_is_refused_untouched(tmp_path: Path):
     assert refusal == f"{folder} is being trained by another process; stop that first"
     assert time.monotonic() - begun_at < 30
     with pytest.raises(UserError):
-        hold(folder, timeout_s=0.0)
+        lock_run_dir(folder, timeout_s=0.0)
     os.close(descriptor)
     assert run(1, claim, folder, True) == [""]
     assert "already holds a run" in run(1, claim, folder, False)[0]
@@ -195,7 +195,7 @@ def test_removed_directory_is_made_anew_by_waiting_run(tmp_path: Path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fcntl, "flock", and_meanwhile_it_is_removed)
-        make_and_hold(folder)
+        make_and_lock_run_dir(folder)
     assert len(locked) == 2
     assert os.fstat(locked[1]).st_ino == folder.stat().st_ino
     assert removed

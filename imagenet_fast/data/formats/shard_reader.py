@@ -91,7 +91,7 @@ class Shards:
         names = b"\0".join(os.fsencode(os.path.basename(file)) for file in self.files)  # noqa: PTH119
         return digest_of(names, self._shards, self._offsets, self._lengths, self.labels)
 
-    def expect(self, indices: NDArray[np.int64]) -> None:
+    def readahead(self, indices: NDArray[np.int64]) -> None:
         """Ask the system to start reading these images, close neighbours in one request.
 
         A file server is then waited for once, not once per image. Does nothing without ``posix_fadvise``.
