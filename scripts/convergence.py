@@ -257,8 +257,14 @@ def row_of(run: Run, text: str, outcome: Row) -> Row:
 
 def train_missing(most: int) -> int:
     """Train missing runs, at most ``most``, and write each row and the page; return the exit code."""
-    from imagenet_fast.data.download import fetch_dataset
+    import torch
 
+    from imagenet_fast.data.download import fetch_dataset
+    from imagenet_fast.distributed.init import computes_bf16
+
+    if not computes_bf16(torch.device("cpu")):
+        print("the table is of runs in bf16, and this CPU would compute in fp32; train on another", file=sys.stderr)
+        return 2
     hold_out(fetch_dataset("cifar10", None, None), ROOT / HELD_OUT)
     while most > 0:
         result = benchmarks.read("convergence")

@@ -176,6 +176,7 @@ def test_runs_that_are_missing_are_trained_and_a_stopped_one_is_not_recorded(
     monkeypatch.setattr(convergence, "PICTURE", tmp_path / "convergence.png")
     monkeypatch.setattr(convergence, "hold_out", lambda *_: None)
     monkeypatch.setattr("imagenet_fast.data.download.fetch_dataset", lambda *_: tmp_path)
+    monkeypatch.setattr("imagenet_fast.distributed.init.computes_bf16", lambda _: True)
     declared = {**json.loads((ROOT / "docs" / "results" / "convergence.json").read_text()), "rows": ROWS[:8]}
     convergence.benchmarks.write(declared)
     asked: list[str] = []
@@ -194,3 +195,6 @@ def test_runs_that_are_missing_are_trained_and_a_stopped_one_is_not_recorded(
     assert "![Top-1" in (tmp_path / "convergence.md").read_text()
     assert convergence.main(["run", "1"]) == 0
     assert asked[3:] == [PLAN[10].name], "it goes on where it stopped"
+    monkeypatch.setattr("imagenet_fast.distributed.init.computes_bf16", lambda _: False)
+    assert convergence.main(["run"]) == 2
+    assert len(asked) == 4, "its rows are of bf16, and here layers would compute in fp32"
