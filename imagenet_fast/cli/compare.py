@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from imagenet_fast.cli.options import DataOption, PngOption, RecipeOption
+from imagenet_fast.cli.options import DataOption, PngOption, RecipeOption, run_directory
 from imagenet_fast.errors import UserError
 
 # Defaults of `compare`. Layouts use an engine that is exact and overlaps as much as it can.
@@ -54,7 +54,10 @@ def compare(
         typer.Option(metavar="RATE", help="Give each rank a host with its own link of this rate, such as 250mbit."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Directory for all runs. Default: runs/<time>-<recipe>-compare.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", parser=run_directory, help="Directory for all runs. Default: runs/<time>-<recipe>-compare."
+        ),
     ] = None,
 ) -> None:
     """Train a recipe once per engine or layout, with the same seed, and compare time and steps to accuracy.

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from imagenet_fast.cli.options import DataOption, RecipeOption, SetOption, SyncOption, in_a_directory, whole_nodes
+from imagenet_fast.cli.options import (
+    DataOption,
+    RecipeOption,
+    SetOption,
+    SyncOption,
+    in_a_directory,
+    run_directory,
+    whole_nodes,
+)
 from imagenet_fast.errors import warn
 
 if TYPE_CHECKING:
@@ -29,7 +37,10 @@ _NoGpus = Annotated[bool, typer.Option("--no-gpus", help="Train on CPUs.")]
 _Out = Annotated[
     Path | None,
     typer.Option(
-        "--out", metavar="DIR", help="Run directory, as every node sees it. Default: runs/<time>-<recipe>-<sync>."
+        "--out",
+        metavar="DIR",
+        parser=run_directory,
+        help="Run directory, as every node sees it. Default: runs/<time>-<recipe>-<sync>.",
     ),
 ]
 _Program = Annotated[

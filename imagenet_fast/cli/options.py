@@ -27,6 +27,13 @@ def whole_nodes(text: str) -> int:
     return parse_fixed_nodes(text)
 
 
+def run_directory(text: str) -> Path:
+    """Parse ``--out``; an empty one, as of a shell variable that is not set, is refused."""
+    if not text:
+        raise UserError("--out is empty; name a directory, or leave it out")
+    return Path(text)
+
+
 JsonOption = Annotated[
     Path | None,
     typer.Option("--json", metavar="FILE", callback=in_a_directory, help="Also write the rows to this file, as JSON."),

@@ -25,6 +25,7 @@ from imagenet_fast.cli.options import (
     WeightsOption,
     WeightsRecipeOption,
     in_a_directory,
+    run_directory,
     written_out,
 )
 from imagenet_fast.errors import warn
@@ -70,7 +71,8 @@ def train(
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Run directory. Default: runs/<time>-<recipe>-<sync>.")
+        Path | None,
+        typer.Option(metavar="DIR", parser=run_directory, help="Run directory. Default: runs/<time>-<recipe>-<sync>."),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Random seed to use instead of the recipe's.")] = None,
     on_bad_image: OnBadImageOption = None,
