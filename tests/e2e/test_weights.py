@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torchvision.models import alexnet, resnet18
 
-from imagenet_fast.distributed.init import DistContext
+from imagenet_fast.distributed.init import DistContext, computes_bf16
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.evaluate import EvalResult, judge
 from imagenet_fast.metrics.report import FINAL_WEIGHTS
@@ -72,7 +72,8 @@ def test_three_ranks_judge_a_run_as_it_judged_itself_to_the_image(trained: Path,
     verdict = json.loads((tmp_path / "v.json").read_text())
     said = events_of(trained, "eval")[-1]
     assert (verdict["top1"], verdict["top5"], verdict["images"]) == (said["top1"], said["top5"], 63)
-    assert (verdict["recipe"], verdict["model"], verdict["precision"]) == ("smoke", "resnet18", "bf16")
+    computed = "bf16" if computes_bf16(torch.device("cpu")) else "fp32"
+    assert (verdict["recipe"], verdict["model"], verdict["precision"]) == ("smoke", "resnet18", computed)
     assert (verdict["world_size"], verdict["weights"]) == (3, str(trained / FINAL_WEIGHTS))
     header, row = done.stdout.splitlines()
     assert header.split() == ["recipe", "model", "top-1", "%", "top-5", "%", "images", "img/s"]
@@ -238,7 +239,7 @@ def _check_program(file: Path, network: nn.Module, state: dict[str, Tensor], siz
 
 USAGE = [
     (("eval", "--weights", "nowhere.pth", "--recipe", "smoke", "--data", "/d"), "--data /d would not be read"),
-    (("eval", "--weights", "nowhere.pth"), "nowhere.pth does not say by which recipe to use it"),
+    (("eval", "--weights", "nowhere.pth"), "there is no run or file nowhere.pth"),
     (
         ("eval", "--weights", "nowhere.pth", "--recipe", "resnet50-1gpu", "--data", "/nowhere"),
         "no data directory /nowhere",

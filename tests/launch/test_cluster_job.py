@@ -486,7 +486,7 @@ def test_ranks_a_node_are_those_the_recipe_was_written_for_unless_said():
         ((*SLURM, "--recipe", "smoke", "--program", " "), "--program is empty"),
         ((*SLURM, "--recipe", "smoke", "--out", "/runs/\udcff"), "not UTF-8"),
         ((*K8S, "--recipe", "smoke", "--out", "/runs/\udcff"), "not UTF-8"),
-        ((*SLURM, "--recipe", "smoke", "--file", "/dev"), "--file /dev cannot be written (Is a directory)"),
+        ((*SLURM, "--recipe", "smoke", "--file", "/dev"), "--file /dev is a directory; name a file"),
         ((*SLURM, "--recipe", "smoke", "--file", "/none/x"), "there is no directory /none"),
         ((*K8S, "--recipe", "smoke", "--out", "/here/a"), "--out /here/a is not on --run-claim"),
         ((*K8S, "--recipe", "smoke", "--out", "/runs/../a"), "is not on --run-claim"),
