@@ -55,6 +55,7 @@ def main() -> None:
     """Train, evaluate after every epoch, and save the weights."""
     asked = options()
     world = current_world()  # torchrun's ranks, or this process alone
+    dtype = torch.bfloat16 if world.bf16 else torch.float32  # some CPUs have no instructions for bf16
     torch.manual_seed(0)
 
     data: ImageData | SyntheticData
@@ -68,9 +69,7 @@ def main() -> None:
             crop_area=(0.05, 1.0),
         )  # fmt: skip
     batching = Batching(world.size, asked.batch, accumulation=1)
-    loaders = build_loaders(
-        data, asked.data, batching, world.rank, world.cores, world.device, seed=0, dtype=torch.bfloat16
-    )
+    loaders = build_loaders(data, asked.data, batching, world.rank, world.cores, world.device, seed=0, dtype=dtype)
     steps_per_epoch = loaders.train_order.steps_per_epoch
     schedule = Polynomial(kind="polynomial", warmup_epochs=asked.warmup, power=2, end_lr=1e-4)
 
@@ -81,7 +80,7 @@ def main() -> None:
     pool.attach(build_engine(ENGINES[asked.engine](wire="bf16"), pool))
     optimizer = LARS(param_groups(model), asked.lr, momentum=0.9, weight_decay=5e-5, trust_coefficient=0.001)
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    cast = torch.autocast(world.device.type, torch.bfloat16)
+    cast = torch.autocast(world.device.type, dtype, enabled=world.bf16)
 
     begun = time.perf_counter()
     for step in range(asked.epochs * steps_per_epoch):

@@ -88,7 +88,7 @@ def init_distributed(
 
 
 def current_world() -> DistContext:
-    """Return this process among all ranks, for code of one's own.
+    """Return this process among all ranks, for code of one's own. Every rank must call this.
 
     The process group is the one that exists. Else it is made: of the ranks that torchrun, srun or mpirun has started,
     or of this process alone.
@@ -108,8 +108,9 @@ def current_world() -> DistContext:
     set_group_rank(place)
     store = dist.distributed_c10d._get_default_store()
     return DistContext(
-        dist.get_rank(), dist.get_world_size(), place.local_rank, place.local_size, device, own_cores(place, store)
-    )
+        dist.get_rank(), dist.get_world_size(), place.local_rank, place.local_size, device, own_cores(place, store),
+        all_compute_bf16(device),
+    )  # fmt: skip
 
 
 def _leave() -> None:

@@ -90,7 +90,7 @@ def test_what_is_said_of_pipelines_is_for_layouts_that_have_one():
     with pytest.raises(UserError, match=r"--set parallel.micro_batches=16 is for pipelines, and --layout dp4,tp4 has"):
         refuse_axes(overrides, layouts[:2])
     for override in ("parallel.tensor=2", "parallel.pipeline=2", "parallel={tensor=2}", " parallel.tensor = 2"):
-        with pytest.raises(UserError, match="is what --layout says of each run"):
+        with pytest.raises(UserError, match="conflicts with --layout, which sets it for each run"):
             refuse_axes([override], layouts)
 
 

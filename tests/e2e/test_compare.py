@@ -209,7 +209,7 @@ def test_layouts_of_a_single_engine_are_named_without_it():
         (("--layout", "dp2,dp3"), "--layout dp2,dp3: dp3 is of 3 ranks, and there are 2; write for example dp2"),
         (("--layout", "dp2,tp2"), "--layout tp2 with hybrid: smoke.toml: parallel.tensor 2 divides AlexNet's large"),
         (("--layout", "pp2", "--sync", "lazy,ddp"), "--layout pp2 with ddp: smoke.toml: parallel.pipeline 2 averages"),
-        (("--layout", "dp2", "--set", "parallel.tensor=2"), "--set parallel.tensor=2 is what --layout says"),
+        (("--layout", "dp2", "--set", "parallel.tensor=2"), "--set parallel.tensor=2 conflicts with --layout"),
         (("--layout", "dp2", "--set", "parallel.schedule=gpipe"), "is for pipelines, and --layout dp2 has none"),
     ],
 )
