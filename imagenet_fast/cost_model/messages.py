@@ -179,14 +179,12 @@ def divide(
     for bucket in _buckets(slots, engine, fuse / wire.itemsize):
         collective = _collective(engine, bucket, layout, wire, links)
         cost = cost_of(collective, layout, engine.servers)
-        for piece, (part, values_sent) in enumerate(_parts(bucket, engine, elements)):
+        for piece, (part, values_sent) in enumerate(_parts(bucket, engine, elements, layout, wire)):
             whose = [s for s in bucket if s.start < part.stop and part.start < s.stop] if engine.prioritized else bucket
             closes = len(slots) if engine.awaits == "each" else whose[-1].index
             needed = -whose[-1].index  # the next forward reads the pool's last layers first
             urgent = engine.prioritized and whose[-1] is slots[-1]
             lane = HIGH_PRIORITY if urgent else lane_of(piece, layout.on_gpu)
-            if wire.coded and engine.compressor is None:
-                values_sent = _coded_values(whose, part, layout)
             size = cost * values_sent * wire.itemsize
             if not engine.split_reduce_scatter:
                 messages.append(BucketChunk(whose, part, collective, None, lane, Task(closes, size, (0, needed))))
@@ -217,13 +215,18 @@ def laid_out(slots: Iterable[PlannedSlot], line: int) -> list[PlannedSlot]:
     return placed
 
 
-def _parts(bucket: Sequence[S], engine: Declaration[S], elements: int) -> list[tuple[slice, int]]:
+def _parts(
+    bucket: Sequence[S], engine: Declaration[S], elements: int, layout: RankLayout, wire: WireFormat
+) -> list[tuple[slice, int]]:
     """Return a bucket's pieces, each with the number of values sent for it; a compressed bucket is one piece."""
     start, stop = bucket[0].start, bucket[-1].stop
     if engine.compressor is not None:
         return [(slice(start, stop), sum(map(engine.compressor.values_sent, bucket)))]
     cuts = [start, stop] if engine.whole_buckets else [*range(start, stop, elements), stop]
-    return [(slice(*ends), ends[1] - ends[0]) for ends in pairwise(cuts)]
+    pieces = [slice(*ends) for ends in pairwise(cuts)]
+    if wire.coded:
+        return [(piece, _coded_values(bucket, piece, layout)) for piece in pieces]
+    return [(piece, piece.stop - piece.start) for piece in pieces]
 
 
 def _coded_values(bucket: Sequence[Slot], piece: slice, layout: RankLayout) -> int:

@@ -50,15 +50,12 @@ class StatedNetwork:
 
     def link(self, collective: Collective) -> LinkModel:
         """Return latency and seconds per byte, for bytes counted as in a ring: the slower of NIC and node counts."""
-        each = self.layout.nodes[0]
         if self.layout.size == 1:
             return LinkModel(0.0, 0.0)
         if collective == "hierarchical" and self.layout.on_gpu:
             return self.hierarchy()
         between = nic_share(collective, self.layout, self.servers) / self.nic_bytes_per_s
-        inside = (
-            self._inside() if collective in ("ring", "butterfly") else 2 * (each - 1) / each / self.inside_bytes_per_s
-        )
+        inside = self._inside(self.inside_scale if collective in ("ring", "butterfly") else 1.0)
         if len(self.layout.nodes) == 1:
             inside *= self.relative_bytes(collective)
         if not self.layout.on_gpu:
@@ -76,13 +73,12 @@ class StatedNetwork:
         nodes, each = len(self.layout.nodes), self.layout.nodes[0]
         hops_s = (each - 1) * self.inside_s + math.ceil(math.log2(nodes)) * self.between_s
         between = 2 * (nodes - 1) / nodes / self.nic_bytes_per_s
-        return LinkModel(self.call_s + 2 * hops_s, max(between, self._inside()), self.call_s)
+        return LinkModel(self.call_s + 2 * hops_s, max(between, self._inside(self.inside_scale)), self.call_s)
 
-    def _inside(self) -> float:
-        """Return the seconds inside a node per byte of a collective of two levels, or of one level on one node."""
+    def _inside(self, scale: float) -> float:
+        """Return the seconds inside a node per byte; with two levels, ``scale`` bytes go inside for one between."""
         each = self.layout.nodes[0]
-        scale = self.inside_scale if self.layout.row > 1 else 1.0
-        return scale * 2 * (each - 1) / each / self.inside_bytes_per_s
+        return (scale if self.layout.row > 1 else 1.0) * 2 * (each - 1) / each / self.inside_bytes_per_s
 
     def _algorithms(self, between: float, inside: float) -> dict[str, LinkModel]:
         nodes, each, call_s = len(self.layout.nodes), self.layout.nodes[0], self.call_s

@@ -72,7 +72,7 @@ class SimMessage:
     link: LinkModel
     codec: CodecCost = NO_CODEC
     urgent: bool = False
-    """Whether messages that are not urgent, released with it at the end of backward, wait until it is received."""
+    """True if it goes first at the end of backward: others released then wait for it, unless they are urgent too."""
     bucket: int = 0
     """Number of its bucket; the messages of one bucket are its pieces."""
     queue: str = ""
