@@ -102,11 +102,11 @@ def piece_bytes(layout: RankLayout) -> int:
 
 def piece_elements(layout: RankLayout, wire: WireFormat) -> int:
     """Return ``piece_bytes`` in values of ``wire``, rounded up so that a piece can be cut evenly."""
-    line = line_of(layout, wire)
-    return -(-(piece_bytes(layout) // wire.itemsize) // line) * line
+    alignment = message_alignment(layout, wire)
+    return -(-(piece_bytes(layout) // wire.itemsize) // alignment) * alignment
 
 
-def line_of(layout: RankLayout, wire: WireFormat) -> int:
+def message_alignment(layout: RankLayout, wire: WireFormat) -> int:
     """Return the number that a message's length in elements must be a multiple of.
 
     Then the message can be cut evenly on every level, and between blocks of codes.
@@ -114,14 +114,14 @@ def line_of(layout: RankLayout, wire: WireFormat) -> int:
     return math.lcm(layout.size, BLOCK * math.lcm(layout.row, layout.square_row)) if wire.coded else layout.size
 
 
-def aligned_line(layout: RankLayout, wire: WireFormat) -> int:
+def slot_alignment(layout: RankLayout, wire: WireFormat) -> int:
     """Return the number of elements that a gradient's place in the buffer is a multiple of.
 
-    It is ``line_of``, and more on up to ``ALIGNED_RANKS`` GPUs, because NCCL copies what does not begin on a multiple
-    of 16 bytes value by value.
+    It is ``message_alignment``, and more on up to ``ALIGNED_RANKS`` GPUs, because NCCL copies what does not begin on a
+    multiple of 16 bytes value by value.
     """
     aligned = layout.on_gpu and layout.size <= ALIGNED_RANKS
-    return math.lcm(line_of(layout, wire), layout.size * max(1, 16 // wire.itemsize) if aligned else 1)
+    return math.lcm(message_alignment(layout, wire), layout.size * max(1, 16 // wire.itemsize) if aligned else 1)
 
 
 def cost_of(collective: Collective, layout: RankLayout, servers: int = 1) -> float:

@@ -160,7 +160,7 @@ class BucketChunk(Generic[S]):
 
 
 def divide(
-    engine: Declaration[S], slots: Sequence[S], line: int, layout: RankLayout, wire: WireFormat, fuse: float,
+    engine: Declaration[S], slots: Sequence[S], alignment: int, layout: RankLayout, wire: WireFormat, fuse: float,
     links: Links,
 ) -> list[BucketChunk[S]]:  # fmt: skip
     """Build the messages of a step, in the order in which their gradients are ready.
@@ -168,14 +168,14 @@ def divide(
     Args:
         engine: The declaration.
         slots: The slots, in pool order.
-        line: Elements of which the bounds of slots are multiples.
+        alignment: Elements of which the bounds of slots are multiples.
         layout: The ranks.
         wire: The form in which values are sent.
         fuse: Bytes on the wire at which a bucket is full.
         links: Costs of collectives, where the engine chooses a collective by them.
     """
     messages: list[BucketChunk[S]] = []
-    elements = -(-piece_elements(layout, wire) // line) * line
+    elements = -(-piece_elements(layout, wire) // alignment) * alignment
     for bucket in _buckets(slots, engine, fuse / wire.itemsize):
         collective = _collective(engine, bucket, layout, wire, links)
         cost = cost_of(collective, layout, engine.servers)
@@ -204,12 +204,12 @@ def lane_of(piece: int, on_gpu: bool) -> str:
     return "second " if piece % 2 and not on_gpu else ""
 
 
-def laid_out(slots: Iterable[PlannedSlot], line: int) -> list[PlannedSlot]:
-    """Give every slot its place: one element more than the parameter has, rounded up to a multiple of ``line``."""
+def laid_out(slots: Iterable[PlannedSlot], alignment: int) -> list[PlannedSlot]:
+    """Give every slot its place: one element more than the parameter has, rounded up to a multiple of ``alignment``."""
     placed: list[PlannedSlot] = []
     offset = 0
     for index, slot in enumerate(slots):
-        stop = offset + (math.prod(slot.shape) // line + 1) * line
+        stop = offset + (math.prod(slot.shape) // alignment + 1) * alignment
         placed.append(replace(slot, index=index, start=offset, stop=stop))
         offset = stop
     return placed

@@ -22,7 +22,7 @@ class StepModel(Generic[S]):
     """The engine's declaration. If it has a bucket size of its own, only that is predicted."""
     slots: Sequence[S]
     """The slots of the gradients, in pool order."""
-    line: int
+    alignment: int
     """Elements of which the bounds of slots are multiples."""
     layout: RankLayout
     """The ranks."""
@@ -66,7 +66,7 @@ class StepModel(Generic[S]):
 
     def messages(self, fuse: float) -> list[BucketChunk[S]]:
         """Return the messages of a step with buckets of ``fuse`` bytes on the wire."""
-        return divide(self.engine, self.slots, self.line, self.layout, self.wire, fuse / self.share, self.links)
+        return divide(self.engine, self.slots, self.alignment, self.layout, self.wire, fuse / self.share, self.links)
 
 
 def releases_of(

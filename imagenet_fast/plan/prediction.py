@@ -11,10 +11,10 @@ from imagenet_fast.cost_model.collectives import (
     BLOCK,
     RankLayout,
     WireFormat,
-    aligned_line,
     exchanges,
     nic_share,
     piece_bytes,
+    slot_alignment,
     wire_format,
 )
 from imagenet_fast.cost_model.declarations import declaration_of
@@ -127,14 +127,14 @@ class Step:
         """Seconds that the step computes."""
         return self.accumulation * self.micro_s
 
-    def slots(self, line: int) -> list[PlannedSlot]:
+    def slots(self, alignment: int) -> list[PlannedSlot]:
         """Return the slots of the gradients in the order in which they are ready."""
         return laid_out(
             (
                 PlannedSlot(0, layer.name, shape, any(len(other) == 2 for other in layer.shapes), 0, 0)
                 for layer in reversed(self.profile.layers) for shape in reversed(layer.shapes)
             ),
-            line,
+            alignment,
         )  # fmt: skip
 
     def timing(self, factor: float) -> Timing:
@@ -175,14 +175,14 @@ def predict_step(settings: Sync, step: Step, network: StatedNetwork, sigma: floa
     if layout.size == 1:
         return Result(timing.compute_s, math.inf, 0.0, 0)
     wire = wire_format(settings.wire)
-    line = math.lcm(16, aligned_line(layout, wire))
+    alignment = math.lcm(16, slot_alignment(layout, wire))
     engine = declaration_of(settings)  # type: ignore[arg-type]  # those that choose are refused
     if isinstance(settings, SparseSync) and engine.bucket_bytes is None:
         engine = replace(engine, bucket_bytes=piece_bytes(layout) / 4)  # its own, by which it packs chunks
     network = replace(network, servers=engine.servers, inside_scale=2.0 if wire.coded else 1.0)
     codec = GPU_CODEC if wire.coded and layout.on_gpu else CodecCost()
-    slots: Sequence[Slot] = step.slots(line)
-    model = StepModel(engine, slots, line, layout, wire, network, lambda: codec, settings.share)
+    slots: Sequence[Slot] = step.slots(alignment)
+    model = StepModel(engine, slots, alignment, layout, wire, network, lambda: codec, settings.share)
     if fuse is None:
         fuse, step_s = model.best(timing)
     else:

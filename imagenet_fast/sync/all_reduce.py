@@ -43,7 +43,7 @@ def all_reduce(
     do so around their own algorithm where there are several equal nodes of several ranks each.
 
     Args:
-        values: 1-D; its length is a multiple of ``line_of``.
+        values: 1-D; its length is a multiple of ``message_alignment``.
         wire: Dtype in which values are sent; values of a dtype that is no wider are sent as they are.
         collective: The algorithm.
         topology: The ranks to average over.
@@ -59,7 +59,7 @@ def all_reduce(
     if topology.size == 1 or not values.numel():
         return []
     wire = wire_for(values.dtype, wire, topology)
-    assert values.numel() % line_of(wire, topology) == 0, "a message must be cut evenly"
+    assert values.numel() % message_alignment(wire, topology) == 0, "a message must be cut evenly"
     match collective:
         case "native" | "pairwise" | "parameter_server":
             grid = topology.flat
@@ -203,9 +203,9 @@ def format_of(wire: torch.dtype) -> WireFormat:
     return WireFormat(wire.itemsize, is_coded(wire))
 
 
-def line_of(wire: torch.dtype, topology: Topology) -> int:
+def message_alignment(wire: torch.dtype, topology: Topology) -> int:
     """Return the number that a message's length in elements must be a multiple of."""
-    return collectives.line_of(topology.layout, format_of(wire))
+    return collectives.message_alignment(topology.layout, format_of(wire))
 
 
 def scatter(chain: OpSequence, values: Tensor, stream: CommStream, own: Tensor | None, divisor: int) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imagenet_fast.cost_model.collectives import aligned_line
+from imagenet_fast.cost_model.collectives import slot_alignment
 from imagenet_fast.cost_model.layer_profile import Timing
 from imagenet_fast.cost_model.step_prediction import releases_of, thresholds
 from imagenet_fast.recipe.engine_table import Collective
@@ -71,7 +71,7 @@ class Scheduler(SyncEngine):
         self._timing = timing
         self._residual: ErrorFeedback | None = None
         self._left: Tensor | None = None  # loaded quantisation errors, until there is an ErrorFeedback to hold them
-        pool.align(aligned_line(self._topology.layout, format_of(self._wire)))
+        pool.align(slot_alignment(self._topology.layout, format_of(self._wire)))
         self._timetable: LayerTimer | None = None
         self._travelling: dict[int, AllReduceHandle] = {}  # in flight, by index of the message
         self._releases: list[list[int]] = []  # messages to launch at each event: each push, then backward's end

@@ -36,6 +36,6 @@ def step_model(
         share: Share of the values that the engine sends.
     """
     return StepModel(
-        engine, pool.slots, pool.line, pool.topology.layout, format_of(wire), network, lambda: network.codec(wire),
+        engine, pool.slots, pool.alignment, pool.topology.layout, format_of(wire), network, lambda: network.codec(wire),
         share,
     )  # fmt: skip

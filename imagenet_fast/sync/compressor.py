@@ -28,7 +28,7 @@ class Round:
     fill: Callable[[], object]
     """Local work before it, which may read what the round before has averaged."""
     values: Tensor
-    """1-D; its length is a multiple of ``topology.line``."""
+    """1-D; its length is a multiple of ``topology.alignment``."""
 
 
 @dataclass(frozen=True)

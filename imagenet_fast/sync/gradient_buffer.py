@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from imagenet_fast.sync.param_slot import USED, ParamSlot, move
 from imagenet_fast.sync.topology import Topology
 
-_LINE = 16  # elements: slots start on 64-byte lines in fp32, which keeps the fast path of vectorised kernels
+_CACHE_LINE = 16  # elements: slots start on 64-byte lines in fp32, which keeps the fast path of vectorised kernels
 
 _METADATA = frozenset({
     *(getattr(Tensor, name).__get__ for name in (
@@ -34,12 +34,12 @@ _ZEROING = frozenset({Tensor.zero_, Tensor.requires_grad_, torch._foreach_zero_}
 class GradientBuffer:
     """A flat buffer of gradients, and the views of it that ``p.grad`` holds."""
 
-    def __init__(self, slots: Sequence[ParamSlot], line: int) -> None:
+    def __init__(self, slots: Sequence[ParamSlot], alignment: int) -> None:
         """Create a buffer of zeros.
 
         Args:
             slots: The slots in their initial order. Their ``index``, ``start`` and ``stop`` are ignored.
-            line: In elements; slots begin and end on multiples of it.
+            alignment: In elements; slots begin and end on multiples of it.
 
         Raises:
             ValueError: The parameters differ in dtype or device, or are complex or of another dtype that is not a
@@ -56,7 +56,7 @@ class GradientBuffer:
             )
         self.values = torch.zeros(0, dtype=self._dtype, device=self._device)
         """The whole buffer, 1-D."""
-        self.line = math.lcm(_LINE, line)
+        self.alignment = math.lcm(_CACHE_LINE, alignment)
         self.multiple = 1
         """The number of elements of which the buffer's length is a multiple."""
         self.slots: list[ParamSlot] = []
@@ -68,7 +68,7 @@ class GradientBuffer:
         self.slots = []
         offset = 0
         for index, slot in enumerate(order):
-            stop = offset + (slot.param.numel() // self.line + 1) * self.line
+            stop = offset + (slot.param.numel() // self.alignment + 1) * self.alignment
             self.slots.append(replace(slot, index=index, start=offset, stop=stop))
             offset = stop
         length = -(-offset // self.multiple) * self.multiple

@@ -86,7 +86,9 @@ class GradientPool:
         self.model, self._lockstep = model, lockstep
         device = next(iter(trainable.values())).device
         self.topology = topology or Topology(device, group, ranks_per_node)
-        self.reducer = Reducer(GradientBuffer(slots_of(trainable, model), self.topology.line), self.topology, model)
+        self.reducer = Reducer(
+            GradientBuffer(slots_of(trainable, model), self.topology.alignment), self.topology, model
+        )
         self._due: list[nn.Parameter] = []  # updated by the last update that was not deferred
         loop_checks.register(self.reducer, trainable)
         on_gradient = weak_hook(self.reducer.on_gradient)
@@ -102,17 +104,17 @@ class GradientPool:
     @property
     def buffer(self) -> Tensor:
         """The buffer of all gradients, 1-D."""
-        return self.reducer.places.values
+        return self.reducer.buffer.values
 
     @property
     def slots(self) -> list[ParamSlot]:
         """The slots of the gradients, in the order in which they are pushed."""
-        return self.reducer.places.slots
+        return self.reducer.buffer.slots
 
     @property
-    def line(self) -> int:
+    def alignment(self) -> int:
         """The number of elements of which the bounds of slots are multiples."""
-        return self.reducer.places.line
+        return self.reducer.buffer.alignment
 
     def attach(self, engine: SyncEngine) -> None:
         """Push the gradients of every later backward to ``engine``, and close the engine attached before.
@@ -180,7 +182,7 @@ class GradientPool:
         stats = self.end_backward()
         assert self.reducer.engine is not None
         if self.reducer.means_here:
-            loop_checks.refuse_replaced(self.reducer.slots, self.reducer.places.views)
+            loop_checks.refuse_replaced(self.reducer.slots, self.reducer.buffer.views)
         elif not (self.reducer.updated and self.reducer.engine.sends_part):
             self.settle()  # another optimizer may step after one that pool.step deferred
             for slot in self.slots:
@@ -257,7 +259,7 @@ class GradientPool:
             RuntimeError: The same optimizer has stepped already, with no backward since; or as for ``end_backward``.
         """
         assert self.reducer.engine is not None, "attach an engine before the first step"
-        loop_checks.check_optimizer(optimizer, self.reducer.places.slot_of)
+        loop_checks.check_optimizer(optimizer, self.reducer.buffer.slot_of)
         self.reducer.check_step(optimizer, scaler is not None)
         if scaler is not None:
             stats = self.end_backward()
@@ -312,13 +314,13 @@ class GradientPool:
 
     def lengthen(self, multiple: int) -> None:
         """Pad the buffer's length to a multiple of ``multiple`` elements. Engines call it before their first step."""
-        self.reducer.places.multiple = multiple
+        self.reducer.buffer.multiple = multiple
         self.reducer.lay_out(self.slots)
 
     def align(self, elements: int) -> None:
         """Have slots begin and end on multiples of ``elements``. Engines call it before their first step."""
-        if self.line % elements:
-            self.reducer.places.line = math.lcm(self.line, elements)
+        if self.alignment % elements:
+            self.reducer.buffer.alignment = math.lcm(self.alignment, elements)
             self.reducer.lay_out(self.slots)
 
     def order(self, names: Collection[str]) -> None:
@@ -370,7 +372,7 @@ class GradientPool:
 
     def exchange_buffer(self, buffer: Tensor) -> Tensor:
         """Replace the buffer by another of the same layout, and return the old one. Engines call it before a step."""
-        return self.reducer.places.exchange(buffer)
+        return self.reducer.buffer.exchange(buffer)
 
     def close(self) -> None:
         """Carry out deferred updates, close the engine with its threads and process groups, and remove all hooks.
@@ -382,7 +384,7 @@ class GradientPool:
         users = sys.exc_info()[1]
         for hook in self._hooks:
             hook.remove()
-        loop_checks.forget(self.reducer, self.reducer.places.slot_of)
+        loop_checks.forget(self.reducer, self.reducer.buffer.slot_of)
         deferral, self.reducer.deferral = self.reducer.deferral, None
         engine, self.reducer.engine = self.reducer.engine, None
         try:

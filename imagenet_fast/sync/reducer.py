@@ -31,20 +31,20 @@ class Reducer:
     memory instead of four for a memset and an in-place add. Later micro-steps of one step do add in place.
     """
 
-    def __init__(self, places: GradientBuffer, topology: Topology, model: nn.Module | None) -> None:
+    def __init__(self, buffer: GradientBuffer, topology: Topology, model: nn.Module | None) -> None:
         """Start before the first step.
 
         Args:
-            places: The buffer and its slots.
+            buffer: The buffer and its slots.
             topology: The ranks to agree with on the order and on overflows.
-            model: The model whose parameters must stay those of ``places``; None: not known.
+            model: The model whose parameters must stay those of ``buffer``; None: not known.
         """
-        self.places = places
+        self.buffer = buffer
         self.topology = topology
         self.engine: SyncEngine | None = None
         self.deferral: DeferredUpdate | None = None
         self.order = ArrivalOrder()
-        self.residual_scale = ResidualScale(places.values.device)
+        self.residual_scale = ResidualScale(buffer.values.device)
         self.largest: float | None = None
         """The magnitude above which a gradient counts as infinite; None: gradients are not checked."""
         self.found_inf: Tensor | None = None
@@ -67,7 +67,7 @@ class Reducer:
         self.scaled = False
         """True once a ``GradScaler`` has stepped an optimizer in this step."""
         self._watch = ModelWatch(model)
-        self._ready = [False] * len(places.slots)  # by slot: whether its gradient may be sent
+        self._ready = [False] * len(buffer.slots)  # by slot: whether its gradient may be sent
         self._front = 0  # slots before this index have been pushed to the engine
         self._measured = 0  # slots before this index have been measured
         self._magnitudes: list[Tensor] = []  # the largest magnitudes found in this step
@@ -85,7 +85,7 @@ class Reducer:
     @property
     def slots(self) -> list[ParamSlot]:
         """The slots of the gradients, in the order in which they are pushed."""
-        return self.places.slots
+        return self.buffer.slots
 
     def zero_grad(self) -> None:
         """Start a step, and drop an unfinished one, as ``GradientPool.zero_grad`` describes."""
@@ -128,7 +128,7 @@ class Reducer:
     def collect(self, param: nn.Parameter) -> None:
         """Copy the gradient of ``param`` into the pool, and push every slot that is due."""
         with self.lock:
-            slot = self.places.slot_of[param]
+            slot = self.buffer.slot_of[param]
             if self.deferral is not None and self.deferral.waits(slot):
                 raise RuntimeError(
                     f"{slot.name} was read before its update: not by the forward of its own module or of one above, as "
@@ -165,7 +165,7 @@ class Reducer:
             if not in_time:  # no zero_grad since the last step: nothing has been sent, and nothing overlaps
                 self._start()
             self._end_last_step()
-            self._watch.check(self.slots, self.places.slot_of)
+            self._watch.check(self.slots, self.buffer.slot_of)
             self._begin()
             engine = self.engine
             self._reached = any(self._ready)  # then every p.grad was a placeholder, and None was set by the user
@@ -180,7 +180,7 @@ class Reducer:
             if in_time:
                 self.order.agree(self.slots, self.topology, whole=True)
             if not engine.defers:
-                for slot, view in zip(self.slots, self.places.views, strict=True):
+                for slot, view in zip(self.slots, self.buffer.views, strict=True):
                     slot.param.grad = None if slot in self._cancelled else view
         return self.stats
 
@@ -208,7 +208,7 @@ class Reducer:
     def measure(self) -> None:
         """Check the gradients pushed so far, if ``largest`` is set."""
         if self.largest is not None and self._measured < self._front:
-            since = self.places.values[self.slots[self._measured].start : self.slots[self._front - 1].stop]
+            since = self.buffer.values[self.slots[self._measured].start : self.slots[self._front - 1].stop]
             self._magnitudes.append(torch.linalg.vector_norm(since, math.inf))
             self._measured = self._front
 
@@ -220,9 +220,9 @@ class Reducer:
         """
         for slot in slots:
             if slot in self._nulled:
-                self.places.views[slot.index].zero_()
-            slot.param.grad = self.places.gradient(slot)
-        left_out = {slot for slot in slots if slot in self._unreached and not self.places.values[slot.flag].item()}
+                self.buffer.views[slot.index].zero_()
+            slot.param.grad = self.buffer.gradient(slot)
+        left_out = {slot for slot in slots if slot in self._unreached and not self.buffer.values[slot.flag].item()}
         left_out |= self._cancelled.intersection(slots)
         for slot in left_out:
             slot.param.grad = None
@@ -236,7 +236,7 @@ class Reducer:
     def lay_out(self, order: Sequence[ParamSlot]) -> None:
         """Lay the buffer out in ``order``, moving its values along. Carry out deferred updates first."""
         self.settle()
-        self.places.lay_out(order)
+        self.buffer.lay_out(order)
         self._unreached = {}
         self._ready = [False] * len(self.slots)
         self._front = self._measured = 0
@@ -255,7 +255,7 @@ class Reducer:
 
     def _start(self) -> None:
         """Reset the state of a step, and adopt a better pool order if one was learned."""
-        self.places.release()
+        self.buffer.release()
         self.stepped = []
         self.stats = None
         self.is_open = self._zeroed = self._forwarded = self.came_late = self.means_here = self.updated = False
@@ -264,7 +264,7 @@ class Reducer:
         self._front = self._measured = 0
         if self.order.better is not None:
             self.learn_order(self.order.better)
-        if self.places.has_moved() and self.engine is not None:
+        if self.buffer.has_moved() and self.engine is not None:
             self.learn_order(self.slots)
 
     def _begin(self) -> None:
@@ -280,35 +280,35 @@ class Reducer:
         self.engine.start_step()
         self._flag_behind = {slot for slot in self.slots if self.deferral is not None and self.deferral.waits(slot)}
         # The flags of deferred slots are left out: their update still has to read them, or they are still in flight.
-        self.places.mark_used(but=self._flag_behind)
+        self.buffer.mark_used(but=self._flag_behind)
         self.is_open = True
 
     def _take(self, engine: SyncEngine | None, slot: ParamSlot) -> None:
         """Copy ``p.grad`` into its place, unless autograd has accumulated it there."""
-        gradient, view = slot.param.grad, self.places.views[slot.index]
+        gradient, view = slot.param.grad, self.buffer.views[slot.index]
         assert gradient is not None
-        if gradient is self.places.pending[slot.index]:
+        if gradient is self.buffer.pending[slot.index]:
             if engine is not None:
                 engine.accumulated(view)
         elif gradient is not view:
             if engine is None:
                 view.copy_(gradient)
             elif engine.is_local and self.largest is None and gradient.stride() == view.stride():
-                self.places.adopt(slot, gradient)
+                self.buffer.adopt(slot, gradient)
                 view = gradient
             else:
                 engine.store_gradient(view, gradient)
         slot.param.grad = view
         self._unreached.pop(slot, None)
         if slot in self._flag_behind:
-            self.places.values[slot.flag] = USED
+            self.buffer.values[slot.flag] = USED
 
     def _take_rest(self, engine: SyncEngine, slot: ParamSlot) -> None:
         """Take in the gradient of a parameter that the last backward has not reached; zero if there is none."""
         if slot.param.grad is not None:
             self._take(engine, slot)
         elif slot not in self._unreached:
-            engine.store_gradient(self.places.values[slot.start : slot.flag + 1], None)
+            engine.store_gradient(self.buffer.values[slot.start : slot.flag + 1], None)
             self._unreached[slot] = None
             self._flag_behind.add(slot)
 
@@ -318,7 +318,7 @@ class Reducer:
         Raises:
             RuntimeError: The user replaced the gradient while it was in flight.
         """
-        gradient, pending, ready = slot.param.grad, self.places.pending[slot.index], self._ready[slot.index]
+        gradient, pending, ready = slot.param.grad, self.buffer.pending[slot.index], self._ready[slot.index]
         if pending.zeroed:
             self._nulled.add(slot)
         if gradient is None and (ready or self._reached):
@@ -332,7 +332,7 @@ class Reducer:
             )
 
     def _hide(self, slot: ParamSlot) -> None:
-        pending = self.places.pending[slot.index]
+        pending = self.buffer.pending[slot.index]
         pending.zeroed = False
         slot.param.grad = pending
 
@@ -347,7 +347,7 @@ class Reducer:
                 return
             self._end_last_step()
             for slot in self.slots:
-                if not self._ready[slot.index] and slot.param.grad is not self.places.pending[slot.index]:
+                if not self._ready[slot.index] and slot.param.grad is not self.buffer.pending[slot.index]:
                     self._take_rest(self.engine, slot)
                     self._hide(slot)
 
@@ -384,10 +384,10 @@ class Reducer:
         engine = self.engine
         assert engine is not None
         for slot in self.slots[self._front :]:
-            engine.poison(slot, self.places.views[slot.index])
+            engine.poison(slot, self.buffer.views[slot.index])
         self._ready = [True] * len(self.slots)
         self._advance(engine)
-        self._magnitudes.append(self.places.values.new_full((), math.inf))  # also if everything had been sent by then
+        self._magnitudes.append(self.buffer.values.new_full((), math.inf))  # also if everything had been sent by then
         self._any_overflow()
         self._front = self._measured = 0
         engine.finish(drop=True)

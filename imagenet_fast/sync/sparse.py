@@ -324,7 +324,7 @@ class Sparse(SyncEngine):
         norms = self._norms[self._next : self._packed] if self._density(self._step + 1) < 1 else None
         topology, chunk = self._topology, self._settings.chunk
         lane = HIGH_PRIORITY if self.defers and self._packed == len(self._selected) else ""
-        apart = last - first + 1 != count or count * chunk % topology.line != 0
+        apart = last - first + 1 != count or count * chunk % topology.alignment != 0
         values = (
             self._pool.buffer.new_zeros(topology.padded(count * chunk)) if apart else self._chunks[first : last + 1]
         )

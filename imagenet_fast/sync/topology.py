@@ -134,13 +134,13 @@ class Topology:
         return self.by_node if self.even and 1 < self.per_node < self.size else self.flat
 
     @property
-    def line(self) -> int:
+    def alignment(self) -> int:
         """The number that a message's length in elements must be a multiple of, to be cut evenly on every level."""
         return self.size
 
     def padded(self, elements: int) -> int:
         """Return the length of a message that holds ``elements`` and can be cut evenly."""
-        return -(-elements // self.line) * self.line
+        return -(-elements // self.alignment) * self.alignment
 
     def anew(self) -> Topology:
         """Return the same ranks and nodes, with streams of its own unless this topology lends its streams."""

@@ -6,7 +6,13 @@ from typing import get_args
 
 import pytest
 
-from imagenet_fast.cost_model.collectives import ALIGNED_RANKS, RankLayout, aligned_line, line_of, wire_format
+from imagenet_fast.cost_model.collectives import (
+    ALIGNED_RANKS,
+    RankLayout,
+    message_alignment,
+    slot_alignment,
+    wire_format,
+)
 from imagenet_fast.recipe.engine_table import Wire
 
 LAYOUTS = [(ranks,) for ranks in (1, 2, 3, 7, 8, 96, ALIGNED_RANKS, 509)] + [(8,) * 16, (8,) * 64, (4, 3), (1,) * 6]
@@ -17,10 +23,10 @@ LAYOUTS = [(ranks,) for ranks in (1, 2, 3, 7, 8, 96, ALIGNED_RANKS, 509)] + [(8,
 def test_parts_begin_on_16_bytes_on_gpus(nodes: tuple[int, ...], wire: Wire):
     """Each rank's part of a gradient's place, of a row's and of a column's ranks; beyond 128 ranks it pads too much."""
     form, cpus, gpus = wire_format(wire), RankLayout(nodes, on_gpu=False), RankLayout(nodes, on_gpu=True)
-    assert aligned_line(cpus, form) == line_of(cpus, form)
-    line = aligned_line(gpus, form)
-    assert line % line_of(gpus, form) == 0
+    assert slot_alignment(cpus, form) == message_alignment(cpus, form)
+    alignment = slot_alignment(gpus, form)
+    assert alignment % message_alignment(gpus, form) == 0
     if gpus.size <= ALIGNED_RANKS:
-        assert line // gpus.size * form.itemsize % 16 == 0
+        assert alignment // gpus.size * form.itemsize % 16 == 0
     else:
-        assert line == line_of(gpus, form)
+        assert alignment == message_alignment(gpus, form)

@@ -45,8 +45,8 @@ def test_messages_are_those_of_the_engine(settings: Sync):
     network = NetworkProbe(pool.topology, engine.wire, links.link("ring"))
     for fuse in (2.0**20, math.inf):
         theirs = step_model(engine, pool, engine.wire, network).messages(fuse)
-        slots = Step(profile, 1, 1, 1.0).slots(pool.line)
-        ours = divide(declaration_of(settings), slots, pool.line, layout, wire_format(settings.wire), fuse, links)  # type: ignore[arg-type]
+        slots = Step(profile, 1, 1, 1.0).slots(pool.alignment)
+        ours = divide(declaration_of(settings), slots, pool.alignment, layout, wire_format(settings.wire), fuse, links)  # type: ignore[arg-type]
         assert [(m.part, m.collective, m.half, m.task.event) for m in ours] == [
             (m.part, m.collective, m.half, m.task.event) for m in theirs
         ]
