@@ -68,7 +68,8 @@ class StepTime:
     """Step time of one loop in seconds: the median, fastest and slowest of its blocks."""
 
     loop: str
-    """Name of the loop: an engine, or ``plain`` for the loop that a user would write."""
+    """Name of the loop: ``plain PyTorch``, which a user would write, ``nn.DataParallel, N GPUs``, or ``ours,`` and the
+    engine; ``, saved`` follows where it also saves checkpoints."""
     step_s: float
     """Step time, the median of its blocks."""
     step_s_min: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from itertools import count
@@ -10,17 +11,19 @@ from pathlib import Path
 from imagenet_fast.atomic_io import sync_folder
 from imagenet_fast.checkpoint.manifest import MANIFEST, CorruptCheckpoint, Manifest, read_manifest
 
+_NAME = re.compile(r"step-\d{8,}(-\d+)?")
+"""What ``new_folder`` names a checkpoint."""
 _NONE_YET = ".none-yet"
 
 
 def _folders(root: Path) -> list[Path]:
-    """Return the directories that may be checkpoints or were meant to be; links belong to the user.
+    """Return the directories that may be checkpoints or were meant to be; links and other names belong to the user.
 
     Raises:
         OSError: ``root`` cannot be listed.
     """
     try:
-        named = [path for path in root.iterdir() if path.name.startswith("step-")]
+        named = [path for path in root.iterdir() if _NAME.fullmatch(path.name)]
     except FileNotFoundError:
         return []
     return sorted(path for path in named if path.is_dir() and not path.is_symlink())
@@ -149,10 +152,12 @@ def sweep(root: Path) -> None:
     """Remove what killed writes and removals have left; no rank may be writing.
 
     Raises:
-        OSError: ``root`` cannot be listed, or a directory cannot be removed.
+        OSError: ``root`` cannot be listed, a manifest cannot be looked for, or a directory cannot be removed.
     """
     for folder in _folders(root):
-        if not (folder / MANIFEST).exists():
+        try:
+            (folder / MANIFEST).stat()  # exists() takes any error for a missing file from Python 3.14 on
+        except FileNotFoundError:
             shutil.rmtree(folder)
 
 

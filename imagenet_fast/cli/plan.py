@@ -155,7 +155,8 @@ def _print_plan(situation: Situation, engines: Any, predicted: list[Planned], al
     print()
     for place in dict.fromkeys((row.gpus, row.nic_gbit) for row in predicted):
         own = [row for row in predicted if (row.gpus, row.nic_gbit) == place]
-        prefix = "" if alone else f"{place[0]} GPUs, {place[1] or 0:g} Gbit/s: "
+        rate = "" if place[1] is None else f", {place[1]:g} Gbit/s"
+        prefix = "" if alone else f"{place[0]} GPUs{rate}: "
         print(prefix + verdict(own))
     last = next((row for row in reversed(predicted) if row.chosen), predicted[-1])
     if alone:

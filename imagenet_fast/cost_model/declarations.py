@@ -111,7 +111,7 @@ def _suiting(settings: HybridSync, bucket: Sequence[Slot], network: Links) -> Co
 
 def _faster(settings: HybridSync, bucket: Sequence[Slot], network: Links) -> Collective:
     message = (bucket[-1].stop - bucket[0].start) * wire_format(settings.wire).itemsize
-    return min((settings.small, settings.large), key=lambda name: network.seconds(name, message))
+    return min((settings.small, settings.large), key=lambda name: network.seconds(name, message, settings.servers))
 
 
 def declaration_of(settings: DeclaredSettings) -> Declaration[Slot]:

@@ -86,8 +86,8 @@ class Profile:
         return [raw_s * sum(map(values_sent, layer.shapes)) / self.elements for layer in reversed(self.layers)]
 
     def scaled_to(self, compute_s: float) -> Profile:
-        """Return the profile scaled to ``compute_s`` seconds, with the same proportions."""
-        factor = compute_s / self.compute_s
+        """Return the profile scaled to ``compute_s`` seconds, with the same proportions; one without any stays so."""
+        factor = compute_s / self.compute_s if self.compute_s else 0.0
         return replace(
             self,
             layers=tuple(

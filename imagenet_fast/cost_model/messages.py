@@ -69,8 +69,11 @@ class Links(Protocol):
         """Return the cost of a message, in bytes of a ring."""
         ...
 
-    def seconds(self, collective: Collective, message: float) -> float:
-        """Return the seconds of an all-reduce of ``message`` bytes, with nothing else on the wire."""
+    def seconds(self, collective: Collective, message: float, servers: int = 1) -> float:
+        """Return the seconds of an all-reduce of ``message`` bytes, with nothing else on the wire.
+
+        A ``parameter_server`` has so many ``servers``.
+        """
         ...
 
 

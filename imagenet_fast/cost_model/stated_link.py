@@ -43,10 +43,14 @@ class StatedNetwork:
     """Servers of a ``parameter_server``."""
     inside_scale: float = 1.0
     """Bytes that go inside a node per byte between nodes, for collectives of two levels: 2 for codes, sent as bf16."""
+    typical_bytes_per_s: float | None = None
+    """Payload of the NICs for which NCCL's algorithm is chosen, so that it stays the same at a better or worse rate;
+    None: ``nic_bytes_per_s``."""
 
-    def seconds(self, collective: Collective, message: float) -> float:
+    def seconds(self, collective: Collective, message: float, servers: int = 1) -> float:
         """Return the seconds of an all-reduce of ``message`` bytes, with nothing else on the wire."""
-        return self.link(collective).seconds(message * cost_of(collective, self.layout, self.servers))
+        bytes_of_ring = message * cost_of(collective, self.layout, servers)
+        return replace(self, servers=servers).link(collective).seconds(bytes_of_ring)
 
     def link(self, collective: Collective) -> LinkModel:
         """Return latency and seconds per byte, for bytes counted as in a ring: the slower of NIC and node counts."""
@@ -54,14 +58,17 @@ class StatedNetwork:
             return LinkModel(0.0, 0.0)
         if collective == "hierarchical" and self.layout.on_gpu:
             return self.hierarchy()
-        between = nic_share(collective, self.layout, self.servers) / self.nic_bytes_per_s
+        share = nic_share(collective, self.layout, self.servers)
+        between = share / self.nic_bytes_per_s
         inside = self._inside(self.inside_scale if collective in ("ring", "butterfly") else 1.0)
         if len(self.layout.nodes) == 1:
             inside *= self.relative_bytes(collective)
         if not self.layout.on_gpu:
             return LinkModel(self.between_s, max(between, inside) / self.relative_bytes(collective))
         if collective in ("native", "ring"):
-            return min(self._algorithms(between, inside).values(), key=lambda link: link.seconds(_LONG))
+            typical = self._algorithms(share / (self.typical_bytes_per_s or self.nic_bytes_per_s), inside)
+            fastest = min(typical, key=lambda name: typical[name].seconds(_LONG))
+            return self._algorithms(between, inside)[fastest]
         return replace(self.hierarchy(), s_per_byte=max(between, inside) / self.relative_bytes(collective))
 
     def hierarchy(self) -> LinkModel:

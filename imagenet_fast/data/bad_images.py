@@ -112,7 +112,7 @@ class BadImagePolicy:
         sentence = f"{self._images.name(index)} {fault}"
         if not self._skips:
             raise UserError(
-                f"{sentence}; replace the file or take it away, or go on without it by --set data.on_bad_image=skip"
+                f"{sentence}; put a sound copy in its place, or go on without it by --set data.on_bad_image=skip"
             ) from None
         instead = "another is shown instead" if isinstance(self._order, TrainSampler) else "it counts as wrong"
         with self._lock:  # held while warning too, so that the counts are printed in order

@@ -100,7 +100,8 @@ def find_lost_ranks(store: Store, ranks: Sequence[int], sleep: Callable[[float],
 
 def leave_failure(store: Store, message: str) -> str:
     """Publish ``message`` as the reason why all ranks must end; return the first reason that any rank published."""
-    return store.compare_set(_FAILURE, "", message).decode()
+    text = message.encode(errors="backslashreplace").decode()  # a path in it may not be UTF-8
+    return store.compare_set(_FAILURE, "", text).decode()
 
 
 def reported_failure() -> str:

@@ -43,7 +43,7 @@ class ConsoleSink:
                 if event.step > 0:
                     self._read_evaluations(event.step)
                 self._print(event.values["note"])
-                if self._console.is_terminal:
+                if self._console.file.isatty() and not self._console.is_dumb_terminal:
                     self._live = Live(console=self._console, auto_refresh=False, transient=True)
                     self._live.start()
             case "resume":

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from imagenet_fast.atomic_io import atomic_write_text
+from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.event import Event
 from imagenet_fast.metrics.json_io import AppendedFile, to_json
 from imagenet_fast.recipe.batching import Batching
@@ -31,6 +32,8 @@ class MLLog:
         """
         self._path = folder / "mllog.txt"
         self._file = AppendedFile(self._path)
+        self._lines: list[str] = []
+        """The lines of the event at hand. They are written at once, so that a full disk delays an event as a whole."""
         self._recipe = recipe
         self._batching = batching
         self._epoch: int | None = None
@@ -40,6 +43,11 @@ class MLLog:
 
     def write(self, event: Event) -> None:
         """Write the lines of one event."""
+        self._lines.clear()
+        self._add_lines(event)
+        self._file.write("".join(self._lines))
+
+    def _add_lines(self, event: Event) -> None:
         values = event.values
         match event.name:
             case "run" if self._resumed is not None and self._path.stat().st_size:
@@ -66,11 +74,18 @@ class MLLog:
         self._file.close()
 
     def _go_on(self, done: int, into: int) -> None:
-        """Resume after ``done`` epochs and ``into`` steps of the next: remove all later lines."""
+        """Resume after ``done`` epochs and ``into`` steps of the next: remove all later lines.
+
+        Raises:
+            UserError: The file cannot be written anew.
+        """
         lines = self._path.read_text(errors="replace", encoding="utf-8").splitlines(keepends=True)
         kept = [line for line in lines if line.endswith("\n") and _belongs(line, done, into > 0)]
+        try:
+            atomic_write_text(self._path, "".join(kept), shared=True)
+        except OSError as error:
+            raise UserError(f"{self._path} cannot be written ({error.strerror}); see to that, or restore it") from None
         self._file.close()
-        atomic_write_text(self._path, "".join(kept), shared=True)
         self._file = AppendedFile(self._path)
         self._epoch = done + 1 if into else None
         self._before_ms = max((_entry(line)["time_ms"] for line in kept), default=0)
@@ -127,7 +142,7 @@ class MLLog:
         self._line("INTERVAL_START", "run_start", ago_s=ago_s)
 
     def _line(self, kind: Kind, key: str, value: Any = None, ago_s: float = 0.0, **metadata: Any) -> None:
-        """Write one line, dated ``ago_s`` seconds ago."""
+        """Add one line, dated ``ago_s`` seconds ago."""
         entry = {
             "namespace": "",
             "time_ms": self._now_ms(ago_s),
@@ -136,7 +151,7 @@ class MLLog:
             "value": value,
             "metadata": {"file": "imagenet_fast/training/trainer.py", "lineno": 0, **metadata},
         }
-        self._file.write(f":::MLLOG {to_json(entry)}\n")
+        self._lines.append(f":::MLLOG {to_json(entry)}\n")
 
 
 def _belongs(line: str, done: int, begun: bool) -> bool:

@@ -26,6 +26,11 @@ def new_figure(png: Path, width: float, height: float) -> Any:
     return Figure(figsize=(width, height), dpi=120, layout="constrained")
 
 
+def plot_label(text: str) -> str:
+    """Return ``text`` for a title or a legend: no ``$`` begins a formula, no underscore keeps it out of the legend."""
+    return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
+
+
 def draw_sizes(sizes: NDArray[np.int32], png: Path) -> None:
     """Draw histograms of the short and the long side of images of ``sizes`` [images, 2], width and height."""
     figure = new_figure(png, 9, 4)

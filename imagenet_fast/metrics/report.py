@@ -13,12 +13,11 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.json_io import read_events
-from imagenet_fast.metrics.plots import new_figure
+from imagenet_fast.metrics.plots import new_figure, plot_label
 from imagenet_fast.metrics.run_result import RunResult, judged_name, read_outcome
 from imagenet_fast.metrics.tables import NOTHING, compact_table, number
 
@@ -216,7 +215,7 @@ def report_table(runs: list[PastRun]) -> Table:
     return compact_table(
         ("run", "status"),
         filled,
-        ((escape(name), run.status, *(row[heading] for heading in filled)) for name, run, row in named),
+        ((name, run.status, *(row[heading] for heading in filled)) for name, run, row in named),
     )
 
 
@@ -248,7 +247,7 @@ def draw_curves(runs: list[PastRun], png: Path) -> None:
     figure = new_figure(png, 10, 4)
     accuracy, loss = figure.subplots(1, 2)
     for name, run in zip(distinct_names(runs), runs, strict=True):
-        label = name if run.status in ("reached", "finished") else f"{name} ({run.status})"
+        label = plot_label(name if run.status in ("reached", "finished") else f"{name} ({run.status})")
         (line,) = accuracy.plot(*run.curve("eval", "top1"), marker="o", markersize=4, label=label)
         if run.outcome is not None and run.outcome.target_mirrored:
             judged = judged_name(vars(run.outcome), mirrored=True)

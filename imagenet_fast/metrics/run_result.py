@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
@@ -122,6 +122,14 @@ class RunResult:
                 self.time_to_accuracy_s = self.judged_s
         else:
             self.time_to_accuracy_s = None
+
+    def time_from(self, events: Iterable[Mapping[str, Any]]) -> None:
+        """Set the time to accuracy to the first evaluation among ``events`` that reached the target, if one did."""
+        for event in events:
+            top1 = event.get(judged_name(event, self.target_mirrored)) if event["event"] == "eval" else None
+            if isinstance(top1, int | float) and self.target_top1 is not None and top1 >= self.target_top1:
+                self.time_to_accuracy_s = event["run_s"]
+                return
 
     def reopen(self) -> None:
         """Take back that the target was reached: by an evaluation of earlier weights than those that training has."""

@@ -29,13 +29,13 @@ def compact_table(text: Sequence[str], numbers: Sequence[str], rows: Iterable[Se
     """Return a table of left-aligned columns ``text``, then right-aligned columns ``numbers``.
 
     If they do not fit side by side, the first column is folded. If that is not enough, the other columns are shown in
-    several pieces, one below the other, each with the first column. So no number is ever cut.
+    several pieces, one below the other, each with the first column. So no number is ever cut. Cells are no markup.
     """
     columns = [Column(name, no_wrap=True) for name in text]
     columns += [Column(name, justify="right", no_wrap=True) for name in numbers]
     table = _WrappedTable(*columns, box=None, padding=(0, _GAP, 0, 0), pad_edge=False)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     return table
 
 

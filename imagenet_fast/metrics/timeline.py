@@ -10,11 +10,10 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.plots import new_figure
+from imagenet_fast.metrics.plots import new_figure, plot_label
 from imagenet_fast.metrics.tables import compact_table
 
 _FORWARD, _BACKWARD, _MESSAGE, _WAIT = "#a9bfe0", "#4c72b0", "#6b6b6b", "#dd8452"  # differ in lightness, too
@@ -150,7 +149,7 @@ def timeline_table(steps: Sequence[StepTimeline]) -> Table:
         ("step ms", "compute", "wait", "wire busy", "messages"),
         (
             (
-                escape(step.label), f"{step.step_ms:.0f}", f"{covered_ms([*step.backward, *step.forward]):.0f}",
+                step.label, f"{step.step_ms:.0f}", f"{covered_ms([*step.backward, *step.forward]):.0f}",
                 f"{covered_ms(step.waits):.0f}", f"{covered_ms(step.messages):.0f}", str(len(step.messages)),
             )
             for step in steps
@@ -202,5 +201,7 @@ def _draw_lanes(step: StepTimeline, axes: Any, inches_per_ms: float) -> None:
     axes.tick_params(axis="x", labelsize=8)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.set_title(
-        f"{step.label}: {step.step_ms:.0f} ms, of which {covered_ms(step.waits):.0f} ms waits", fontsize=9, loc="left"
+        f"{plot_label(step.label)}: {step.step_ms:.0f} ms, of which {covered_ms(step.waits):.0f} ms waits",
+        fontsize=9,
+        loc="left",
     )

@@ -141,11 +141,11 @@ class Cluster(Table):
             raise UserError("nic.latency_us is unknown, and several nodes exchange gradients; write it, NCCL takes 14")
         if each > 1 and self.inside.gb_per_s is None:
             raise UserError(f"inside.gb_per_s is unknown, and {each} GPUs of a node exchange gradients; write it")
-        payload = self.nic.efficiency[which] * (total or 1.0) * 1e9 / 8
+        low, used, high = (share * (total or 1.0) * 1e9 / 8 for share in self.nic.efficiency)
         return StatedNetwork(
-            layout, payload, (self.inside.gb_per_s or 1.0) * 1e9 if each > 1 else float("inf"),
+            layout, (low, used, high)[which], (self.inside.gb_per_s or 1.0) * 1e9 if each > 1 else float("inf"),
             (self.inside.latency_us or 3.4) * 1e-6, (self.nic.latency_us or 14.0) * 1e-6,
-            in_switches=self.inside.in_switches,
+            in_switches=self.inside.in_switches, typical_bytes_per_s=used,
         )  # fmt: skip
 
 

@@ -67,8 +67,8 @@ class Planned:
     """Bytes that the busiest node sends to others in a step."""
     launches: int
     """Operations that a rank's host launches in a step."""
-    bucket_bytes: float
-    """Bucket size that the cost model chooses, in bytes on the wire; infinite: everything at once."""
+    bucket_bytes: float | None
+    """Bucket size that the cost model chooses, in bytes on the wire; None: everything at once."""
     images_per_s: float
     """Images a second of all GPUs."""
     efficiency: float
@@ -276,11 +276,12 @@ class Situation:
             worst = predict_step(settings, step, cluster.network(layout, 0, gbit), high, found.fuse).step_s
             best = predict_step(settings, step, cluster.network(layout, 2, gbit), low, found.fuse).step_s
             one_node = predict_step(settings, step, cluster.network(node, 1, gbit), used).step_s
+            bucket_bytes = found.fuse if math.isfinite(found.fuse) else None
             exposed = found.step_s - step.compute_s * straggling(used, gpus)
             rows.append(
                 Planned(
                     label(settings), settings.wire, gpus, total, batch // gpus, found.step_s, step.compute_s,
-                    max(0.0, exposed), found.nic_bytes, found.launches, found.fuse, batch / found.step_s,
+                    max(0.0, exposed), found.nic_bytes, found.launches, bucket_bytes, batch / found.step_s,
                     step.compute_s / found.step_s, step.compute_s / worst, step.compute_s / best,
                     one_node / found.step_s, steps, steps * found.step_s, settings.exact, False,
                 )

@@ -105,7 +105,7 @@ class ImageData(Table):
     replaces it; in an evaluation it counts as wrong.
     """
     cache: str = ""
-    """Directory on a disk of each node for decoded images; empty: no cache.
+    """Directory on a disk of each node for decoded images, with ``loader`` = ``folder``; empty: no cache.
 
     Later epochs, and later runs, crop from the decoded images.
     """

@@ -74,9 +74,9 @@ class NetworkProbe:
         self._links = {collective: LinkModel(*figures) for collective, figures in state["links"].items()}
         self._codecs = {getattr(torch, wire): CodecCost(*figures) for wire, figures in state["codecs"].items()}
 
-    def seconds(self, collective: Collective, message: float) -> float:
+    def seconds(self, collective: Collective, message: float, servers: int = 1) -> float:
         """Return the seconds of an all-reduce of ``message`` bytes, with nothing else on the wire."""
-        return self.link(collective).seconds(message * cost_of(collective, self._topology.layout))
+        return self.link(collective).seconds(message * cost_of(collective, self._topology.layout, servers))
 
     def codec(self, wire: torch.dtype) -> CodecCost:
         """Return the cost of quantising to ``wire``, measured at the first call; zero where nothing is to be measured.

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from imagenet_fast.data.bad_images import QUARANTINE, quarantined
 from imagenet_fast.data.format_detection import check_folders, check_validation
+from imagenet_fast.data.image_names import shown
 from imagenet_fast.data.paths import resolve_data_dir
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.report import run_of
@@ -244,6 +245,10 @@ def check_writable(folder: Path, resume: bool = False, otherwise: str = "go on w
         otherwise: Begins what the message says to do about a run that is there.
     """
     nearest = folder
+    try:
+        str(folder.absolute()).encode()
+    except UnicodeEncodeError:  # TensorBoard cannot write there
+        raise UserError(f"--out {shown(str(folder.absolute()))} is not UTF-8; give another --out") from None
     try:
         if not resume and _holds_run(folder):
             raise UserError(f"{folder} already holds a run; {otherwise}give another --out, or remove it")

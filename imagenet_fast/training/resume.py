@@ -20,6 +20,7 @@ from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import all_reduce_sum, refused_together
 from imagenet_fast.distributed.store import wait_until
 from imagenet_fast.errors import UserError, warn
+from imagenet_fast.metrics.json_io import read_events
 from imagenet_fast.metrics.run_result import read_outcome
 from imagenet_fast.models.weights import Weights, classes_of
 from imagenet_fast.recipe.job import Job, differences
@@ -59,6 +60,10 @@ class ResumePoint:
         else:
             own = checkpoint.part(world.rank, world.device)
         state.load(self.shared, own)
+        if world.is_main and state.outcome.status == "reached":  # perhaps earlier, if the target was higher until now
+            with suppress(UserError):
+                events = read_events(checkpoint.folder.parents[1])
+                state.outcome.time_from(event for event in events if event["step"] <= self.step)
         state.outcome.resumed += 1
         state.outcome.gap_s += self.gap_s
         state.unjudged = checkpoint.manifest.top1 is None

@@ -129,10 +129,8 @@ class Trainer:
             self.open_data()
             with self._recorded():
                 self.build()
-                if self.resumed_from is not None:
-                    self.metrics(
-                        "resume", self.state.step, gap_s=self.resumed_from.gap_s, moved=self.resumed_from.elsewhere
-                    )
+                if (at := self.resumed_from) is not None:
+                    self.metrics("resume", at.step, gap_s=at.gap_s, moved=at.elsewhere)
                 with self._saving():
                     unsaved = self._train_soundly()
                 here.enter("checkpoint")
@@ -142,8 +140,7 @@ class Trainer:
                         raise JobAborted(f"trained to the end, but {unsaved}")
             if self.outcome.status != "interrupted":
                 with here.waiting():
-                    # A rank that missed the target exits with a non-zero code. If it were the first to exit, torchrun
-                    # would stop the ranks that still write.
+                    # a rank that missed the target exits with 3; if first, torchrun would stop those that still write
                     dist.barrier()
         return self.outcome
 
@@ -212,6 +209,8 @@ class Trainer:
             val_images=self.data.val_order.images, note=precision_note(recipe.precision, self.world.bf16) + job.note,
         )  # fmt: skip
         freeze_gc()
+        if self.world.is_main and state.step < steps:
+            (job.folder / FINAL_WEIGHTS).unlink(missing_ok=True)  # of an earlier end
         self.clock.begin_training()
         self.step.meter.restart()
         stop = cut_off = False

@@ -100,10 +100,16 @@ def test_what_is_not_ours_stays(tmp_path: Path):
     (elsewhere / "thesis.txt").touch()
     (root / "step-by-step.txt").touch()
     (root / "notes").mkdir()
+    (root / "step-analysis").mkdir()
+    shutil.copytree(root / "step-00000001", root / "step-00000001-submitted")
     (root / "final.safetensors").touch()
     (root / "step-00000000").symlink_to(elsewhere)
     saved(root, 2, keep=0)
-    assert names(root) == ["final.safetensors", "notes", "step-00000000", "step-00000002", "step-by-step.txt"]
+    sweep(root)
+    assert names(root) == [
+        "final.safetensors", "notes", "step-00000000", "step-00000001-submitted", "step-00000002", "step-analysis",
+        "step-by-step.txt",
+    ]  # fmt: skip
     assert names(elsewhere) == ["thesis.txt"]
 
 

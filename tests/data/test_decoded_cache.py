@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import multiprocessing
@@ -346,6 +347,36 @@ def test_one_that_is_not_right_is_made_anew(
     assert len(cache.missing) == len(split)
     assert sum(fill(cache, 2)) == len(split)
     assert all(np.array_equal(cache.pixels(index), expected(split, index)) for index in range(len(split)))
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ESTALE, "Stale file handle"), ImageDecodeError("cannot be decoded")])
+def test_images_that_cannot_be_read_say_nothing_against_a_cache(
+    error: Exception, image_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    split = scan_training(image_dir)
+    filled(tmp_path, split)
+    gc.collect()
+
+    def fails(self: ImageFolder, index: int) -> bytes:
+        raise error
+
+    monkeypatch.setattr(ImageFolder, "read", fails)
+    assert not opened_after_the_end(tmp_path, split).missing
+
+
+def test_a_cache_of_shards_is_known_by_the_shards(image_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Reading a million names inside them would take longer than ranks wait for each other."""
+    settings = Settings(format="webdataset", resize=None, quality=None, shard_size=30_000)
+    prepare(image_dir, tmp_path / "shards", settings, subset=True)
+    images = open_training(tmp_path / "shards")
+    monkeypatch.setattr(images, "name", None)
+    filled(tmp_path / "cache", images)
+    gc.collect()
+    assert not opened_after_the_end(tmp_path / "cache", images).missing
+    (tmp_path / "shards").rename(tmp_path / "moved")
+    gc.collect()
+    moved = opened_after_the_end(tmp_path / "cache", open_training(tmp_path / "moved"))
+    assert len(moved.missing) == len(images)
 
 
 def test_one_in_use_is_not_made_anew_for_other_images(image_dir: Path, tmp_path: Path):

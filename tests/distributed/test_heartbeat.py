@@ -203,6 +203,10 @@ def test_first_step_is_published_at_once(position: Here):
     assert published(store, [0])[0].step == 2
 
 
+def test_a_failure_may_name_a_file_that_is_not_utf8():
+    assert leave_failure(HashStore(), "d\udcff/1.png cannot be read") == r"d\udcff/1.png cannot be read"
+
+
 def test_watchdog_ends_a_stuck_rank_after_a_failure(position: Here, capsys: pytest.CaptureFixture[str]):
     store, told = HashStore(), list[str]()
     stuck = Watchdog(store, 0, 2, Timeout(), told.append)

@@ -113,5 +113,5 @@ def test_images_that_are_removed_while_it_trains_are_named(tmp_path: Path):
     shutil.rmtree(images)
     log = said(running)
     assert f"{images}/train/class" in log
-    assert "cannot be read (No such file or directory); replace the file or take it away" in log
+    assert "cannot be read (No such file or directory); put a sound copy in its place" in log
     assert json.loads((tmp_path / "run" / "outcome.json").read_text())["status"] == "failed"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
+import os
 import random
 import re
 import shlex
@@ -28,9 +30,9 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.metrics import MetricLogger, RunResult
 from imagenet_fast.metrics.console import ConsoleSink
 from imagenet_fast.metrics.event import Event
-from imagenet_fast.metrics.json_io import JsonLines, read_events, to_json
+from imagenet_fast.metrics.json_io import AppendedFile, JsonLines, read_events, to_json
 from imagenet_fast.metrics.mllog import MLLog
-from imagenet_fast.metrics.plots import new_figure
+from imagenet_fast.metrics.plots import new_figure, plot_label
 from imagenet_fast.metrics.report import PastRun, distinct_names, draw_curves, read_run, report_table
 from imagenet_fast.metrics.run_result import read_outcome
 from imagenet_fast.metrics.tables import compact_table
@@ -262,6 +264,42 @@ def test_mllog_order_after_clock_set_back(set_back_s: int, tmp_path: Path, monke
     assert times == sorted(times)
 
 
+def test_mllog_on_a_full_disk_has_every_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    times, lines = [], []
+    for folder, full in ((tmp_path / "a", set()), (tmp_path / "b", {3, 4, 5})):
+        folder.mkdir()
+        sink = MLLog(folder, RECIPE, split_batch(RECIPE, 8))
+
+        class FullAtTimes(MetricLogger):
+            def __call__(self, name: str, step: int, sink: MLLog = sink, full: set[int] = full, **values: Any) -> None:
+                count = len(times)
+                times.append(name)
+                with monkeypatch.context() as patch:
+                    if count in full:
+                        patch.setattr(AppendedFile, "_flush", _no_space)
+                    super().__call__(name, step, **values)
+
+        pretend_run(FullAtTimes(Clock().run_s, [sink]), outcome())
+        times.clear()
+        entries = [
+            json.loads(line.removeprefix(":::MLLOG ")) for line in (folder / "mllog.txt").read_text().splitlines()
+        ]
+        lines.append([(entry["key"], entry["metadata"].get("epoch_num")) for entry in entries])
+    assert lines[0] == lines[1]
+
+
+def test_mllog_that_cannot_be_cut_back_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pretend_run(MetricLogger(Clock().run_s, [MLLog(tmp_path, RECIPE, split_batch(RECIPE, 8))]), outcome())
+    monkeypatch.setattr("imagenet_fast.metrics.mllog.atomic_write_text", _no_space)
+    resumed = MetricLogger(Clock().run_s, [MLLog(tmp_path, RECIPE, split_batch(RECIPE, 8), 400)])
+    with pytest.raises(UserError, match=r"mllog\.txt cannot be written \(No space left"):
+        pretend_run(resumed, outcome())
+
+
+def _no_space(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_mlperfs_own_checker_accepts_the_log(tmp_path: Path):
     pretend_run(MetricLogger(Clock().run_s, [MLLog(tmp_path, RECIPE, split_batch(RECIPE, 8))]), outcome())
     log = tmp_path / "mllog.txt"
@@ -276,9 +314,14 @@ def shown(table: Table, width: int = 120) -> str:
     return text.getvalue()
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 def follow(tmp_path: Path, terminal: bool, **pretended: Any) -> str:
-    text = io.StringIO()
-    console = Console(file=text, force_terminal=terminal, width=100, color_system=None)
+    text = Terminal() if terminal else io.StringIO()
+    console = Console(file=text, width=100, color_system=None, _environ={"TERM": "xterm"})
     pretend_run(MetricLogger(Clock().run_s, [ConsoleSink(tmp_path, console)]), outcome(), **pretended)
     return text.getvalue()
 
@@ -292,6 +335,20 @@ def test_without_a_terminal_the_console_prints_plain_lines(tmp_path: Path):
     assert "top-1 76.00 %  top-5 90.00 %  (best 76.00 %, target 75.9 %)" in text
     assert "Target reached: top-1 76.00 % of 75.9 % after 2 epochs." in text
     assert f"tensorboard --logdir {tmp_path}" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "variables"),
+    [(Terminal, {"TERM": "dumb"}), (io.StringIO, {"TERM": "xterm", "FORCE_COLOR": "1"})],
+    ids=["a dumb terminal", "a log with colours"],
+)
+def test_where_no_panel_can_stand_there_are_plain_lines(
+    text: type[io.StringIO], variables: dict[str, str], tmp_path: Path
+):
+    shown = text()
+    console = Console(file=shown, width=100, _environ=variables)
+    pretend_run(MetricLogger(Clock().run_s, [ConsoleSink(tmp_path, console)]), outcome())
+    assert shown.getvalue().count("  loss ") == 2
 
 
 def test_a_run_that_failed_before_its_first_step_has_no_figures(tmp_path: Path):
@@ -448,8 +505,16 @@ def test_the_report_of_a_run_given_twice_has_it_once(tmp_path: Path):
     assert in_process("report", *ways).count("resnet50-8gpu") == 2
 
 
-def test_labels_are_no_markup(tmp_path: Path):
-    assert "a [red]b[/]" in shown(report_table([PastRun(tmp_path, None, [], "a [red]b[/]")]))
+@pytest.mark.parametrize("label", ["a [red]b[/]", "c:100:d", "b$x_{$y", "_draft"])
+@pytest.mark.filterwarnings("error")
+def test_labels_are_shown_as_they_are(label: str, tmp_path: Path):
+    runs = [PastRun(tmp_path, None, [{"event": "eval", "run_s": 60.0, "top1": 92.0}], label)]
+    assert label in shown(report_table(runs))
+    draw_curves(runs, tmp_path / "curve.png")
+    figure = new_figure(tmp_path / "curve.png", 10, 4)
+    axes = figure.subplots()
+    axes.plot([1], [1], label=plot_label(label))
+    assert [text.get_text().strip().replace("\\$", "$") for text in axes.legend().get_texts()] == [label]
 
 
 def test_one_damaged_outcome_is_a_warning_and_all_runs_are_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
@@ -542,6 +607,14 @@ def test_a_run_that_resumes_with_a_lower_target_reached_it_when_it_was_measured(
     assert (after.status, after.time_to_accuracy_s) == ("failed", None), "its checkpoint is of later weights"
     after.judge(94.0, 99.0, 20.0)
     assert (after.status, after.time_to_accuracy_s) == ("failed", None)
+
+
+@pytest.mark.parametrize(("target", "reached_s"), [(97.0, 300.0), (95.0, 200.0), (98.0, 400.0)])
+def test_a_lower_target_was_reached_by_the_first_evaluation_that_meets_it(target: float, reached_s: float):
+    result = RunResult("reached", "r", "lazy", 2, 512, target_top1=target, time_to_accuracy_s=400.0)
+    accuracies = ((90.0, 100.0), (96.0, 200.0), (97.5, 300.0), (98.0, 400.0))
+    result.time_from({"event": "eval", "run_s": run_s, "top1": top1} for top1, run_s in accuracies)
+    assert result.time_to_accuracy_s == reached_s
 
 
 def test_the_first_evaluation_that_meets_the_target_counts():

@@ -101,6 +101,16 @@ def test_on_one_node_a_single_server_is_slower_than_a_ring():
     assert server == pytest.approx(7 * 1e8 / 8e9, rel=0.02), "it sends all to seven others"
 
 
+def test_nccls_algorithm_is_that_of_the_typical_rate():
+    """A tree is faster for 16 MiB on a fast NIC, and slower for long messages; a better rate changes no algorithm."""
+    slow = StatedNetwork(RankLayout((8,) * 8), 5e9, 1e11)
+    fast = replace(slow, nic_bytes_per_s=5e10)
+    kept = replace(fast, typical_bytes_per_s=5e9)
+    assert fast.link("native").latency_s < slow.link("native").latency_s, "a tree, and a ring"
+    assert kept.link("native").latency_s == slow.link("native").latency_s
+    assert kept.seconds("native", 1e9) < fast.seconds("native", 1e9)
+
+
 @pytest.mark.parametrize(("nodes", "each"), [(15, 8), (5, 8), (21, 4), (3, 4), (2, 8), (4, 9)])
 def test_the_busiest_node_of_a_torus_counts(nodes: int, each: int):
     layout = RankLayout((each,) * nodes)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from imagenet_fast.cost_model.collectives import piece_bytes
+from imagenet_fast.cost_model.collectives import cost_of, piece_bytes
 from imagenet_fast.cost_model.step_simulator import NO_CODEC, LinkModel
 from imagenet_fast.recipe.optim_config import Sgd
 from imagenet_fast.sync import (
@@ -202,6 +202,9 @@ def _measure() -> list[float]:
     link = network.link("butterfly")
     assert network.link("butterfly") is link, "measured once"
     assert network.seconds("butterfly", 1e6) == link.seconds(1e6)
+    one, two = (network.seconds("parameter_server", 1e6, servers) for servers in (1, 2))
+    assert one == network.link("parameter_server").seconds(1e6 * cost_of("parameter_server", topology.layout, 1))
+    assert two == network.link("parameter_server").seconds(1e6 * cost_of("parameter_server", topology.layout, 2))
     codec = network.codec(torch.int8)
     assert network.codec(torch.int8) is codec, "measured once"
     assert network.codec(torch.bfloat16) == NO_CODEC

@@ -50,6 +50,28 @@ def _train_with_and_without(folder: Path) -> None:
         assert (outcome.status, outcome.steps) == ("finished", epochs)
 
 
+def test_final_weights_are_never_of_an_earlier_end(tmp_path: Path):
+    """A finished run that goes on for more epochs has none until it ends again."""
+    run(1, _train_longer, tmp_path)
+
+
+def _train_longer(folder: Path) -> None:
+    world, final = DistContext(0, 1, 0, 1, torch.device("cpu")), folder / "checkpoints" / "final.safetensors"
+
+    def job(epochs: int, resume: bool) -> Job:
+        schedule = {"kind": "step", "milestones": []}
+        recipe = parse_recipe("test", tables(ranks=1, epochs=epochs, data__train_images=16, schedule=schedule))
+        return Job("test", recipe, split_batch(recipe, 1), None, folder, resume=resume)
+
+    Trainer(job(1, False), world).run()
+    assert final.exists()
+    longer = Trainer(job(2, True), world, ask_first=lambda: lambda: True)
+    assert longer.run().status == "preempted"
+    assert not final.exists()
+    Trainer(job(2, True), world).run()
+    assert final.exists()
+
+
 BY_NAME = """
 import sys
 from imagenet_fast.training.trainer import Trainer
