@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from statistics import fmean
 
 from imagenet_fast.plan.rows import LARGE_MISS, all_rows
+from tests.plan.situations import by_engine
 
 ROWS = all_rows()
+PAGE = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
 
 
 def errors(**wanted: str) -> list[float]:
@@ -42,3 +45,30 @@ def test_a_row_that_is_missed_says_what_is_left():
 
 def test_ours_overlap_and_are_never_slower_than_one_message_after_backward():
     assert all(row.ours_s <= row.predicted for row in ROWS if row.engine == "allreduce fused bf16")
+
+
+def test_the_page_has_the_rows():
+    for row in ROWS:
+        if row.calibrated_on != "nothing":
+            reported, predicted, ours = (
+                f"{1e3 * seconds:.2f}" for seconds in (row.reported, row.predicted, row.ours_s)
+            )
+            figures = f"{row.batch} | {reported} | {predicted} | {row.error:+.1%} | {row.calibrated_on}"
+            assert f"| {row.name} | {row.gpus} | {figures} | {row.ours.split()[0]} {ours} |" in PAGE
+    assert f"mean error {100 * fmean(errors(calibrated_on='nothing')):.1f} %, worst" in PAGE
+
+
+def test_the_page_has_alexnet_on_512_gpus():
+    rows = by_engine(512)
+    for name, engine in (("`dear`", "dear bf16"), ("`lazy`, int8", "lazy int8"), ("`sparse`", "sparse bf16")):
+        row = rows[engine]
+        band = f"{100 * row.efficiency_low:.0f}-{100 * row.efficiency_high:.0f}"
+        figures = f"{1e3 * row.step_s:.2f} | {1e3 * row.exposed_s:.2f} | {row.nic_bytes / 1e6:.1f}"
+        assert f"| {name} | {figures} | {100 * row.efficiency:.1f} % ({band}) |" in PAGE
+
+
+def test_the_page_has_efficiency_over_bandwidth():
+    for gbit in (10, 25, 56, 100, 400):
+        rows = by_engine(512, float(gbit), "lazy,hybrid,dear,sparse")
+        shares = (100 * rows[f"{engine} bf16"].efficiency for engine in ("lazy", "hybrid", "dear", "sparse"))
+        assert f"| {gbit} | {' | '.join(f'{share:.0f}' for share in shares)} |" in PAGE
