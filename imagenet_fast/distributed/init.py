@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import os
 import platform
@@ -20,7 +19,7 @@ from torch._C._distributed_c10d import HashStore
 from imagenet_fast.distributed.bootstrap import connecting, rendezvous_ranks
 from imagenet_fast.distributed.cpu_affinity import bind_to_numa_node, own_cores
 from imagenet_fast.distributed.flight_recorder import record_flights
-from imagenet_fast.distributed.process_groups import SLACK_S
+from imagenet_fast.distributed.process_groups import SLACK_S, leave_at_exit
 from imagenet_fast.distributed.rank_info import RankInfo, rank_info_from_env, set_group_rank
 from imagenet_fast.distributed.watchdog import watching_ranks
 from imagenet_fast.errors import UserError
@@ -104,19 +103,13 @@ def current_world() -> DistContext:
         else:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=bound)
         if bound is None:
-            atexit.register(_leave)
+            leave_at_exit()
     set_group_rank(place)
     store = dist.distributed_c10d._get_default_store()
     return DistContext(
         dist.get_rank(), dist.get_world_size(), place.local_rank, place.local_size, device, own_cores(place, store),
         all_compute_bf16(device),
     )  # fmt: skip
-
-
-def _leave() -> None:
-    """Destroy the process group, if there is one. gloo's threads must end before the interpreter does, or it aborts."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def prepare_device(local_rank: int, traces: Path | None = None) -> tuple[torch.device, str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,20 @@ SLACK_S = 30.0
 The watchdog thread names a rank that hangs. A backend's limit names no rank; it takes effect only if that thread waits
 for a store whose node is gone.
 """
+
+
+@cache
+def leave_at_exit() -> None:
+    """Destroy all process groups when this process ends: gloo's threads must end before the interpreter, or it aborts.
+
+    An abort would make torchrun kill the other ranks, which may still be saving.
+    """
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def set_group_timeouts(seconds: float) -> None:

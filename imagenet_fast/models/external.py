@@ -6,7 +6,9 @@ import copy
 import importlib
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -54,7 +56,9 @@ def build_external(model: ExternalModel, classes: int) -> nn.Module:
     return network
 
 
-def check_network(network: nn.Module, model: ExternalModel, classes: int, sizes: Iterable[int], eval_size: int) -> None:
+def check_network(
+    network: nn.Module, model: ExternalModel, classes: int, sizes: Iterable[int], eval_size: int, all_used: bool = False
+) -> None:
     """Look at the parameters of ``network``, and run a copy of it on two images as in training and as in evaluation.
 
     Args:
@@ -63,6 +67,7 @@ def check_network(network: nn.Module, model: ExternalModel, classes: int, sizes:
         classes: Number of classes.
         sizes: Sides of training images in pixels.
         eval_size: Side of validation images in pixels.
+        all_used: Whether every parameter must have a gradient, as torch's DDP wants it.
 
     Raises:
         UserError: It has parameters that cannot be trained, cannot take such images, or does not give one logit a
@@ -108,6 +113,20 @@ def check_network(network: nn.Module, model: ExternalModel, classes: int, sizes:
             raise UserError(
                 f"model.name '{model.name}' gives logits without a gradient; take no detach or torch.no_grad in forward"
             )
+        if training and all_used and (unused := _unused(trial, logits)):
+            raise UserError(
+                f"model.name '{model.name}' does not use {unused}, and torch's DDP waits for the gradients of all "
+                "parameters; take another engine than sync.kind 'ddp', or a network without it"
+            )
+
+
+def _unused(network: nn.Module, logits: Tensor) -> str:
+    """Return the name of a parameter that gets no gradient from ``logits``; empty if there is none, or no backward."""
+    network.zero_grad()
+    with suppress(Exception):  # of code that is not ours; training meets it, too
+        logits.sum().backward()
+        return next((n for n, p in network.named_parameters() if p.requires_grad and p.grad is None), "")
+    return ""
 
 
 def _built(model: ExternalModel, builder: Callable[..., Any], *classes: int, **named_classes: int) -> Any:
@@ -138,11 +157,14 @@ def _untrainable(network: nn.Module) -> str:
     trained = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
     if not trained:
         return "has no parameter that is trained; let at least one require gradients"
+    (usual, _), *_ = Counter(parameter.dtype for parameter in trained.values()).most_common()
     for name, parameter in trained.items():
         if not parameter.is_floating_point():
             return f"has {name} of {parameter.dtype}; let its parameters be real, such as by torch.view_as_real"
         if parameter.stride() != torch.empty_like(parameter, device="meta").stride():
             return f"has {name} as a part of a larger tensor, or with gaps; make it an nn.Parameter of a clone"
+        if parameter.dtype != usual:
+            return f"has {name} of {parameter.dtype} beside others of {usual}; convert it, as by .to({usual})"
     for name, value in network.state_dict().items():
         if not isinstance(value, Tensor):
             return f"keeps {name} as a {type(value).__name__}, and only tensors are saved; make it a buffer"

@@ -22,7 +22,8 @@ Wire = Literal[Cast, Codes]
 """The wire dtype: the dtype in which values are sent.
 
 ``int8`` and ``fp8`` (e4m3) are codes with one scale per 512 values. Their rounding error is added to a later step's
-gradients. With them, norms and biases are sent in bf16, and so is everything sent inside a node.
+gradients. With them, norms and biases are sent in bf16, and so is everything sent inside a node if there are several
+equal nodes of several ranks.
 """
 Collective = Literal["native", "ring", "butterfly", "pairwise", "hierarchical", "torus2d", "parameter_server"]
 """All-reduce algorithm.

@@ -261,9 +261,14 @@ class DdpSync(EngineTable):
     """
 
     @property
-    def exact(self) -> bool:
-        """Whether every step's gradients are the mean over ranks: without PowerSGD."""
-        return self.powersgd_rank == 0
+    def keeps(self) -> bool:
+        """Whether values that are not sent in a step are added up for later steps: with PowerSGD."""
+        return self.powersgd_rank > 0
+
+    @property
+    def as_written(self) -> str:
+        """The setting as a recipe writes it, for error messages."""
+        return super().as_written + (f" with sync.powersgd_rank {self.powersgd_rank}" if self.powersgd_rank else "")
 
     @property
     def learns(self) -> bool:

@@ -34,8 +34,8 @@ def all_reduce(
     in fp32 and rounded once per level. The exception is the backend's own all-reduce (``native``, and ``ring`` between
     nodes), which adds in the wire dtype.
 
-    With an 8-bit wire, values are sent as codes between nodes and as 16-bit values inside a node. No backend can add
-    codes, so ``native`` and ``ring`` then work as ``pairwise``.
+    With an 8-bit wire, values are sent as codes and, inside a node of a collective of two levels, as 16-bit values. No
+    backend can add codes, so ``native`` and ``ring`` then work as ``pairwise``.
 
     ``hierarchical`` reduce-scatters inside the node, averages between ranks of the same place in their nodes, and
     gathers inside the node. So a node's link carries no more than one node's share (Mikami et al., arXiv 1811.05233,

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from imagenet_fast.distributed.failure_detection import PeerLost
-from imagenet_fast.distributed.process_groups import new_group
+from imagenet_fast.distributed.process_groups import leave_at_exit, new_group
 from imagenet_fast.sync.device_timer import Timestamp, record_timestamp
 
 # Renamed in torch 2.13.
@@ -71,6 +71,8 @@ class CommStream:
         """The index of this rank in ``ranks``."""
         self._device = device
         self._group = new_group(device, ranks, True, max_ctas) if len(ranks) > 1 else None
+        if device.type == "cpu" and self._group is not None:
+            leave_at_exit()
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._idle = True
@@ -180,9 +182,9 @@ class CommStream:
     def close(self) -> None:
         """End the process group and the thread. Nothing may be in flight."""
         self._queue.put(None)
-        if self._group is not None:
+        if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
-            self._group = None
+        self._group = None
 
     def _count(self, sent: int, received: int) -> None:
         self._traffic.sent_bytes += sent

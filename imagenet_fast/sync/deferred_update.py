@@ -26,7 +26,7 @@ from imagenet_fast.sync.access_hooks import (
     settle_before_trace,
 )
 from imagenet_fast.sync.engine import SyncEngine
-from imagenet_fast.sync.param_slot import ParamSlot
+from imagenet_fast.sync.param_slot import ParamSlot, label_of
 
 Update = Callable[..., object]
 """A function that applies the gradients of the parameters in a list, and needs no others to do so.
@@ -75,6 +75,7 @@ class DeferredUpdate:
         self._pending: dict[ParamSlot, None] = {}
         self._updates: list[Update] = []
         self._unchanged: dict[ParamSlot, tuple[int, int]] = {}  # version and place of what is pending
+        self._failed = ""  # the layers whose update ended in an exception that the user has not been told of again
         self._readers = FirstUseTracker(model, [slot.param for slot in slots])
         self._lock = threading.RLock()  # several threads may call the model, to evaluate it
         self._model = model
@@ -147,6 +148,14 @@ class DeferredUpdate:
         with self._lock:
             self._bring_up_to_date([slot for slot in self._pending if slot.param is param])
 
+    def refuse_failed(self) -> None:
+        """Raise RuntimeError, once, if an update has failed halfway: a loop that goes on has lost a part of a step."""
+        failed, self._failed = self._failed, ""
+        if failed:
+            raise RuntimeError(
+                f"an update of {failed} failed halfway, and its weights are of no step; go on from a checkpoint"
+            )
+
     def waits(self, slot: ParamSlot) -> bool:
         """Return whether the update of ``slot`` is pending."""
         return slot in self._pending
@@ -188,7 +197,11 @@ class DeferredUpdate:
                     "changed in another way than by pool.step()"
                 )
         late += self._came_along(late)
-        self._apply(self._updates, late)
+        try:
+            self._apply(self._updates, late)
+        except BaseException:
+            self._failed = label_of(late)
+            raise
         for slot in late:
             slot.param.grad = None
 

@@ -117,6 +117,9 @@ class SyncEngine(Protocol):
         """True if the engine adds a residual of earlier steps to a step's gradients."""
         return self.sends_part
 
+    adds_momentum: bool = False
+    """True if gradients contain momentum, so that the optimizer must add none."""
+
     is_local: bool = False
     """True if the engine neither sends nor changes gradients, as on one rank: they stay where autograd has put them."""
 

@@ -138,8 +138,11 @@ def build_engine(engine: EngineSettings | Engine, pool: GradientPool, steps_per_
         steps_per_epoch: Converts those settings that are given in epochs.
 
     Raises:
+        TypeError: These are no settings of an engine for pools.
         ValueError: The ranks gave different arguments. Raised on every rank.
     """
+    if isinstance(engine, DdpSync) or not isinstance(engine, EngineTable | Engine):
+        raise TypeError(f"{engine!r} is no engine for a pool; give the settings of one, such as LazySync()")
     compare_engines(engine, steps_per_epoch, pool.topology.group)
     return _build(engine, pool, steps_per_epoch)
 

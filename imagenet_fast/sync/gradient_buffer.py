@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from imagenet_fast.sync.engine import Elements
 from imagenet_fast.sync.param_slot import USED, ParamSlot, move
 from imagenet_fast.sync.topology import Topology
 
@@ -47,7 +48,13 @@ class GradientBuffer:
         """
         kinds = {(slot.param.dtype, slot.param.device) for slot in slots}
         if len(kinds) > 1:
-            raise ValueError(f"parameters of one pool share a dtype and a device, found {sorted(map(str, kinds))}")
+            first = slots[0].param
+            odd = next(s for s in slots if (s.param.dtype, s.param.device) != (first.dtype, first.device))
+            raise ValueError(
+                f"parameters of one pool share a dtype and a device, and {odd.name} is of {odd.param.dtype} on "
+                f"{odd.param.device} beside {first.dtype} on {first.device}; make a pool of each kind, by "
+                "GradientPool(named, model=model)"
+            )
         ((self._dtype, self._device),) = kinds
         if not self._dtype.is_floating_point:
             raise ValueError(
@@ -61,6 +68,15 @@ class GradientBuffer:
         """The number of elements of which the buffer's length is a multiple."""
         self.slots: list[ParamSlot] = []
         self.lay_out(slots)
+
+    def show_only(self, sent: Elements) -> None:
+        """Put copies of the gradients into ``p.grad`` that are zero where nothing was sent: the rest is a residual."""
+        for slot in self.slots:
+            if (whole := slot.param.grad) is not None:
+                shown = self.values.new_zeros(slot.param.numel())
+                for part in sent.get(slot.param, ()):
+                    shown[part] = self.values[slot.start + part.start : slot.start + part.stop]
+                slot.param.grad = shown.as_strided(whole.size(), whole.stride())
 
     def lay_out(self, order: Sequence[ParamSlot]) -> None:
         """Give every slot its place in this order, and move the values along."""

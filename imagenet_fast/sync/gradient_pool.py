@@ -40,7 +40,7 @@ class GradientPool:
     - Under ``no_sync``: this rank's own sum, as usual.
     - Between the last backward and ``finish`` or ``step``: a ``PendingGrad``, which must not be used.
     - After ``finish``: the mean over ranks, which the user may change, or None where no rank has used the parameter.
-      A parameter whose gradient is None is not updated.
+      A parameter whose gradient is None is not updated. Of ``sparse``: the mean of what was sent, and zeros.
     - After a step, until the next ``zero_grad``: this rank's own gradient again, if a backward runs.
 
     Pool order is the same on every rank: in the first step the reverse of the order of registration, from the second
@@ -94,7 +94,8 @@ class GradientPool:
         on_gradient = weak_hook(self.reducer.on_gradient)
         self._hooks = [p.register_post_accumulate_grad_hook(on_gradient) for p in trainable.values()]
         if model is not None:
-            self._hooks.append(model.register_forward_pre_hook(Hook(self.reducer.before_forward), prepend=True))
+            before, called = Hook(self.reducer.before_forward), loop_checks.called_modules(parameters, model)
+            self._hooks += [module.register_forward_pre_hook(before, prepend=True) for module in called]
 
     @property
     def found_inf(self) -> Tensor | None:
@@ -120,6 +121,7 @@ class GradientPool:
         """Push the gradients of every later backward to ``engine``, and close the engine attached before.
 
         Raises:
+            TypeError: It is no engine.
             ValueError: The engine was built for another pool; or it defers updates, and the pool has no model.
         """
         loop_checks.refuse_engine_of_another(engine, self)
@@ -181,13 +183,16 @@ class GradientPool:
         """
         stats = self.end_backward()
         assert self.reducer.engine is not None
-        if self.reducer.means_here:
+        sent = self.reducer.engine.sent_slices()
+        if self.reducer.means_here and sent is None:
             loop_checks.refuse_replaced(self.reducer.slots, self.reducer.buffer.views)
-        elif not (self.reducer.updated and self.reducer.engine.sends_part):
+        elif not self.reducer.means_here and not (self.reducer.updated and self.reducer.engine.sends_part):
             self.settle()  # another optimizer may step after one that pool.step deferred
             for slot in self.slots:
                 self.reducer.engine.wait(slot)
             self.reducer.used(self.slots)
+            if sent is not None:
+                self.reducer.buffer.show_only(sent)
             self.reducer.means_here = True
         return stats
 
@@ -260,17 +265,12 @@ class GradientPool:
         """
         assert self.reducer.engine is not None, "attach an engine before the first step"
         loop_checks.check_optimizer(optimizer, self.reducer.buffer.slot_of)
-        self.reducer.check_step(optimizer, scaler is not None)
+        self.reducer.check_step(optimizer, scaler)
         if scaler is not None:
             stats = self.end_backward()
             if not self.reducer.means_here:
                 self.finish()
-            self.reducer.updated = self.reducer.scaled = True
-            scale = scaler.get_scale()
-            self.reducer.stepped.append(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            self.reducer.residual_scale.change(scaler.get_scale() / scale)
+            self.reducer.step_scaled(optimizer, scaler)
             return stats
         if not self.reducer.updated:
             self.settle()  # deferred updates may change counters in the optimizer's groups, which are copied next

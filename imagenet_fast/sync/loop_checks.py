@@ -6,11 +6,14 @@ between ranks.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
@@ -18,9 +21,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from imagenet_fast.sync.engine import SyncEngine
 from imagenet_fast.sync.param_slot import ParamSlot
+from imagenet_fast.sync.topology import Topology
 
 _POOL_OF: Any = WeakIdKeyDictionary()
 """A weak reference to the pool of each parameter."""
+_UPDATED_AT: Any = WeakKeyDictionary()
+"""When a pool last updated each ``GradScaler``, as ``now`` counts."""
+_MOMENTS = itertools.count(1)
 
 
 def named_parameters(
@@ -65,10 +72,36 @@ def refuse_ddp() -> None:
         )
 
 
+def called_modules(given: object, model: nn.Module) -> list[nn.Module]:
+    """Return the modules whose forward may begin a step.
+
+    They are the model; torch.compile's wrapper, if that was ``given``; and the members of a list or a dict of modules,
+    which has no forward itself.
+    """
+    modules = [model, given] if isinstance(given, nn.Module) and given is not model else [model]
+    for module in modules:  # grows
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            modules += module.children()
+    return modules
+
+
 def refuse_engine_of_another(engine: SyncEngine, pool: object) -> None:
-    """Raise ValueError if ``engine`` sends the gradients of another pool than ``pool``."""
+    """Raise an error if ``engine`` is none, or sends the gradients of another pool than ``pool``."""
+    if not hasattr(engine, "gradient_ready"):
+        raise TypeError(
+            f"{engine!r} is no engine that is ready to send; give pool.attach what build_engine(settings, pool) returns"
+        )
     if getattr(engine, "_pool", pool) is not pool:
         raise ValueError("this engine was built for another pool; build one with build_engine(settings, pool)")
+
+
+def refuse_late_group(topology: Topology) -> None:
+    """Raise RuntimeError if other ranks have come since ``topology`` was made without a process group."""
+    if topology.alone and dist.is_initialized() and dist.get_world_size() > 1:
+        raise RuntimeError(
+            f"this pool was made before the process group, so each of {dist.get_world_size()} ranks would train for "
+            "itself; call init_process_group() first"
+        )
 
 
 def refuse_gradient(name: str, gradient: Tensor | None) -> None:
@@ -148,7 +181,10 @@ def register(pool: object, named: Mapping[str, nn.Parameter]) -> None:
     """
     for name, param in named.items():
         if is_pooled(param):
-            raise ValueError(f"{name} is in another gradient pool; close() that one before this one is made")
+            raise ValueError(
+                f"{name} is in another gradient pool; close() that one before this one is made or, if you no longer "
+                "have it, train copy.deepcopy(model)"
+            )
     for param in named.values():
         _POOL_OF[param] = weakref.ref(pool)
 
@@ -184,6 +220,11 @@ def check_optimizer(optimizer: Optimizer, in_pool: Mapping[nn.Parameter, ParamSl
             if param in in_pool:
                 any_here = True
             elif param.grad is not None and not is_pooled(param):
+                if not param.requires_grad:
+                    raise ValueError(
+                        f"{kind}'s param_groups[{number}]['params'][{place}], of shape {tuple(param.shape)}, is frozen "
+                        "and has an old gradient, which would be applied; set its .grad to None"
+                    )
                 raise ValueError(
                     f"{kind}'s param_groups[{number}]['params'][{place}], of shape {tuple(param.shape)}, has a "
                     "gradient but is in no gradient pool, so every rank would train it for itself; make the pool of "
@@ -270,4 +311,46 @@ def refuse_second_step(optimizer: Optimizer, stepped: Sequence[Optimizer], scale
         raise ValueError(
             "pool.step(optimizer, scaler) updates the scaler, so a second optimizer would be unscaled by the next "
             "step's scale; call pool.finish(), scaler.step(...) for each optimizer and scaler.update() once"
+        )
+
+
+def refuse_unfit(engine: SyncEngine, optimizer: Optimizer, scaled: bool) -> None:
+    """Raise ValueError if ``optimizer`` would apply more than ``engine`` sends, or momentum that is in it already.
+
+    Args:
+        engine: The engine.
+        optimizer: The optimizer.
+        scaled: Whether a ``GradScaler`` steps it, which needs all gradients.
+    """
+    if engine.sends_part and (scaled or not hasattr(optimizer, "elements")):
+        raise ValueError(
+            "the engine sends a part of the gradients, and "
+            + ("a GradScaler" if scaled else "optimizers of torch")
+            + " would apply the rest as well: take another engine, or imagenet_fast's LARS or SGD without a scaler"
+        )
+    if engine.adds_momentum and any(
+        group.get("momentum", 1) and not group.get("corrected") for group in optimizer.param_groups
+    ):
+        raise ValueError(
+            "momentum_correction adds momentum before gradients are averaged, and the optimizer would add it again; "
+            "give imagenet_fast's SGD corrected=True, or turn momentum_correction off"
+        )
+
+
+def now() -> int:
+    """Return the next of the moments that tell what came before what."""
+    return next(_MOMENTS)
+
+
+def note_update(scaler: torch.amp.GradScaler) -> None:
+    """Note that a pool has updated ``scaler``."""
+    _UPDATED_AT[scaler] = now()
+
+
+def refuse_updated(scaler: torch.amp.GradScaler, since: int) -> None:
+    """Raise ValueError if another pool has updated ``scaler`` after the moment ``since``, when a backward began."""
+    if _UPDATED_AT.get(scaler, 0) > since:
+        raise ValueError(
+            "another pool has updated this scaler since the backward, whose scale is lost; call pool.finish() on each "
+            "pool, scaler.step(...) for each optimizer and scaler.update() once"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -97,6 +97,30 @@ def bring(values: Tensor, places: Places, into: Tensor, slots: Sequence[ParamSlo
         start, flag = places.get(slot.name, (0, -1))
         if flag - start == slot.param.numel():
             into[slot.start : slot.flag + 1] = values[start : flag + 1]
+
+
+def elements_in(parts: Iterable[slice], slots: Sequence[ParamSlot]) -> dict[nn.Parameter, list[slice]]:
+    """Return the elements of each parameter that lie in ``parts`` of the pool.
+
+    Args:
+        parts: Rising, and apart from each other.
+        slots: All slots, in pool order.
+    """
+    inside: dict[nn.Parameter, list[slice]] = {}
+    following = iter(slots)
+    slot = next(following)
+    for part in parts:
+        while slot.stop <= part.start:
+            slot = next(following)
+        while True:
+            begin = max(part.start, slot.start) - slot.start
+            end = min(part.stop - slot.start, slot.param.numel())
+            if begin < end:
+                inside.setdefault(slot.param, []).append(slice(begin, end))
+            if slot.stop >= part.stop or slot.index == len(slots) - 1:
+                break
+            slot = next(following)
+    return inside
 
 
 def label_of(slots: Sequence[ParamSlot]) -> str:

@@ -72,7 +72,9 @@ class PowerSGD:
         shape = rows, columns = matrix_shape(slot.param)
         place = pool[slot.start : slot.start + rows * columns].view(shape)
         exact = torch.promote_types(pool.dtype, torch.float32)
-        if slot.name not in memory:
+        known = memory.get(slot.name)
+        fits = known is not None and known["error"].shape == shape and known["q"].shape == (self.rank, columns)
+        if not fits:  # perhaps it is of another shard
             generator = torch.Generator().manual_seed(zlib.crc32(slot.name.encode()))  # the same on every rank
             start = torch.randn(columns, self.rank, generator=generator, device="cpu").to(pool.device, exact)
             memory[slot.name] = {"error": pool.new_zeros(shape, dtype=exact), "q": _orthonormal(start).T.contiguous()}

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from imagenet_fast.sync import loop_checks
 from imagenet_fast.sync.deferred_update import DeferredUpdate
 from imagenet_fast.sync.engine import ResidualScale, SyncEngine, SyncStats
 from imagenet_fast.sync.gradient_buffer import ArrivalOrder, GradientBuffer
-from imagenet_fast.sync.loop_checks import ModelWatch, refuse_ddp, refuse_gradient, refuse_second_step
 from imagenet_fast.sync.param_slot import USED, ParamSlot
 from imagenet_fast.sync.topology import Topology
 
@@ -64,9 +64,11 @@ class Reducer:
         """True if this step's gradients have been applied, or will be."""
         self.stepped: list[Optimizer] = []
         """The optimizers that have stepped in this step."""
+        self.begun_at = 0
+        """When this step's backward began, as ``loop_checks.now`` counts."""
         self.scaled = False
         """True once a ``GradScaler`` has stepped an optimizer in this step."""
-        self._watch = ModelWatch(model)
+        self._watch = loop_checks.ModelWatch(model)
         self._ready = [False] * len(buffer.slots)  # by slot: whether its gradient may be sent
         self._front = 0  # slots before this index have been pushed to the engine
         self._measured = 0  # slots before this index have been measured
@@ -89,6 +91,8 @@ class Reducer:
 
     def zero_grad(self) -> None:
         """Start a step, and drop an unfinished one, as ``GradientPool.zero_grad`` describes."""
+        if self.deferral is not None:
+            self.deferral.refuse_failed()
         with self.lock:
             engine = self.engine
             if engine is not None and self.stats is None and (self._forwarded or any(self._ready)):
@@ -110,7 +114,7 @@ class Reducer:
 
     def before_forward(self, *_: object) -> None:
         """Note that a training forward has run. Registered as a pre-forward hook on the model."""
-        refuse_ddp()
+        loop_checks.refuse_ddp()
         if self._zeroed and self.stats is None and not torch.compiler.is_compiling() and torch.is_grad_enabled():
             self._forwarded = True
 
@@ -142,7 +146,7 @@ class Reducer:
                     f"a second backward reached {slot.name} in one step, after its gradient had left; wrap every "
                     "backward of a step but the last in pool.no_sync(), and begin each step with pool.zero_grad()"
                 )
-            refuse_gradient(slot.name, param.grad)
+            loop_checks.refuse_gradient(slot.name, param.grad)
             if self.engine is None:
                 self._take(None, slot)
             # An engine that leaves elements behind adds to its residual, so it takes a gradient only once a step.
@@ -184,26 +188,24 @@ class Reducer:
                     slot.param.grad = None if slot in self._cancelled else view
         return self.stats
 
-    def check_step(self, optimizer: Optimizer, scaled: bool) -> None:
-        """Check that ``optimizer`` may step now.
-
-        Args:
-            optimizer: The optimizer.
-            scaled: Whether a ``GradScaler`` steps it, which needs all gradients.
-
-        Raises:
-            ValueError: The engine sends only a part of the gradients, and the optimizer would apply all; or the scaler
-                has been updated in this step.
-            RuntimeError: It has stepped already, with no backward since.
-        """
-        if self.engine is not None and self.engine.sends_part and (scaled or not hasattr(optimizer, "elements")):
-            raise ValueError(
-                "the engine sends a part of the gradients, and "
-                + ("a GradScaler" if scaled else "optimizers of torch")
-                + " would apply the rest as well: take another engine, or imagenet_fast's LARS or SGD without a scaler"
-            )
+    def check_step(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
+        """Raise the errors of ``GradientPool.step`` if ``optimizer`` may not step now, by ``scaler`` if any."""
+        if self.engine is not None:
+            loop_checks.refuse_unfit(self.engine, optimizer, scaler is not None)
         if not self.came_late:
-            refuse_second_step(optimizer, self.stepped, scaled, self.scaled)
+            loop_checks.refuse_second_step(optimizer, self.stepped, scaler is not None, self.scaled)
+            if scaler is not None and (self.is_open or self.stats is not None):  # else this step has no backward yet
+                loop_checks.refuse_updated(scaler, self.begun_at)
+
+    def step_scaled(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
+        """Step ``optimizer`` by ``scaler`` with gradients that are here, update it, and note how the scale changed."""
+        self.updated = self.scaled = True
+        scale = scaler.get_scale()
+        self.stepped.append(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        loop_checks.note_update(scaler)
+        self.residual_scale.change(scaler.get_scale() / scale)
 
     def measure(self) -> None:
         """Check the gradients pushed so far, if ``largest`` is set."""
@@ -271,6 +273,7 @@ class Reducer:
         """Prepare the engine and the flags before the first gradient of a step."""
         if self.is_open or self.engine is None:
             return
+        loop_checks.refuse_late_group(self.topology)
         if self.engine.sends_part or self.residual_scale.applies_to(self.engine):
             self.settle()
             for slot in self.slots:
@@ -281,7 +284,7 @@ class Reducer:
         self._flag_behind = {slot for slot in self.slots if self.deferral is not None and self.deferral.waits(slot)}
         # The flags of deferred slots are left out: their update still has to read them, or they are still in flight.
         self.buffer.mark_used(but=self._flag_behind)
-        self.is_open = True
+        self.is_open, self.begun_at = True, loop_checks.now()
 
     def _take(self, engine: SyncEngine | None, slot: ParamSlot) -> None:
         """Copy ``p.grad`` into its place, unless autograd has accumulated it there."""

@@ -32,7 +32,7 @@ from imagenet_fast.sync.bucketing import HIGH_PRIORITY
 from imagenet_fast.sync.comm_ops import AllReduceHandle, CommOp, carry
 from imagenet_fast.sync.engine import Elements, Stopwatch, SyncEngine, SyncStats
 from imagenet_fast.sync.gradient_pool import GradientPool
-from imagenet_fast.sync.param_slot import USED, ParamSlot, at_place, bring, move, places_of
+from imagenet_fast.sync.param_slot import USED, ParamSlot, at_place, bring, elements_in, move, places_of
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ class Sparse(SyncEngine):
             pool.buffer.dtype, self._wire, self._topology
         )
         self._momentum = settings.velocity_momentum
+        self.adds_momentum = self._momentum is not None
         self._slots: list[ParamSlot] = []
         self._velocity = pool.buffer.new_zeros(0)  # laid out as the pool
         self._step = 0
@@ -248,23 +249,7 @@ class Sparse(SyncEngine):
 
     def sent_slices(self) -> Elements | None:
         """Return the elements of each parameter that the last step sent; None if it sent all."""
-        if len(self._selected) == len(self._chunks):
-            return None
-        inside: Elements = {}
-        slots = iter(self._pool.slots)
-        slot = next(slots)
-        for part in self.sent:
-            while slot.stop <= part.start:
-                slot = next(slots)
-            while True:
-                begin = max(part.start, slot.start) - slot.start
-                end = min(part.stop - slot.start, slot.param.numel())
-                if begin < end:
-                    inside.setdefault(slot.param, []).append(slice(begin, end))
-                if slot.stop >= part.stop or slot.index == len(self._pool.slots) - 1:
-                    break
-                slot = next(slots)
-        return inside
+        return None if len(self._selected) == len(self._chunks) else elements_in(self.sent, self._pool.slots)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank, unlike others, has not sent, and what decides when it will be sent."""
@@ -337,7 +322,7 @@ class Sparse(SyncEngine):
             if apart:
                 self._chunks.index_copy_(0, ids, rows)
             if norms is not None:
-                torch.linalg.vector_norm(rows, 1, dim=1, out=norms)
+                norms.copy_(_norms(rows))
 
         phases = all_reduce(values.view(-1), self._wire, self._collective, topology, lane=lane)
         if apart:
@@ -363,7 +348,7 @@ class Sparse(SyncEngine):
 
     def _measure(self) -> None:
         """Compute the L1 norm of every chunk as it is on this rank."""
-        torch.linalg.vector_norm(self._chunks, 1, dim=1, out=self._scores[: len(self._chunks)])
+        self._scores[: len(self._chunks)] = _norms(self._chunks)
 
     def _put_means(self) -> None:
         """Replace the scores of sent chunks by the norms of their means, and add whether this rank drops the step."""
@@ -398,3 +383,9 @@ class Sparse(SyncEngine):
         by_urgency = by_score[torch.sort(urgency[by_score], descending=True, stable=True).indices]
         self._ids = by_urgency[:count].sort().values
         self._here[:count].copy_(self._ids, non_blocking=True)
+
+
+def _norms(chunks: Tensor) -> Tensor:
+    """Return the L1 norm of each chunk, in fp32 or better."""
+    norms: Tensor = torch.linalg.vector_norm(chunks, 1, dim=1, dtype=torch.promote_types(chunks.dtype, torch.float32))
+    return norms

@@ -50,7 +50,8 @@ def build_initial_model(
         model.set_whitening(examples())
     model = model.to(world.device)
     if isinstance(recipe.model, ExternalModel):
-        check_network(model, recipe.model, classes, sorted(recipe.data.training_sizes), recipe.data.evaluated_size)
+        sizes, all_used = sorted(recipe.data.training_sizes), not recipe.sync.ours
+        check_network(model, recipe.model, classes, sizes, recipe.data.evaluated_size, all_used)
     if recipe.channels_last:
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.dim() == 4:  # Module.to would refuse weights of five dimensions

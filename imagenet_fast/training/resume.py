@@ -59,7 +59,15 @@ class ResumePoint:
             own = joined(parts, sharded=checkpoint.manifest.layout.get("tp", 1) > 1)
         else:
             own = checkpoint.part(world.rank, world.device)
-        state.load(self.shared, own)
+        try:
+            state.load(self.shared, own)
+        except (KeyError, RuntimeError):
+            if change := _change_of_network(self.shared, state):
+                raise UserError(
+                    f"the network {change} since {checkpoint.folder} was written; restore it, or begin another run "
+                    "with --init-from"
+                ) from None
+            raise
         if world.is_main and state.outcome.status == "reached":  # perhaps earlier, if the target was higher until now
             with suppress(UserError):
                 events = read_events(checkpoint.folder.parents[1])
@@ -147,6 +155,20 @@ def find_resumption(job: Job, world: DistContext) -> ResumePoint | None:
     elsewhere = (manifest.world, manifest.layout) != (world.size, parallel.axes(world.size))
     elsewhere |= chunks_of(schedule) != chunks_of(parallel.schedule)  # then a rank trains other layers
     return ResumePoint(checkpoint, shared, elsewhere, time.time(), wrong_from)
+
+
+def _change_of_network(shared: Mapping[str, Any], state: TrainState) -> str:
+    """Return how the model differs from that of a checkpoint, in words; empty if it has the same parameters."""
+    before, now = shared["model"], state.model.state_dict()
+    if other := sorted(now.keys() ^ before.keys()):
+        return f"has {'got' if other[0] in now else 'lost'} {other[0]}"
+    for name in now:
+        if now[name].shape != before[name].shape:
+            return f"has {name} of shape {list(now[name].shape)}, and had {list(before[name].shape)}"
+    for name, param in state.model.named_parameters():
+        if param.requires_grad and name not in shared["velocity"]:
+            return f"trains {name}, which was frozen,"
+    return ""
 
 
 def _wrong_from(folder: Path) -> int | None:

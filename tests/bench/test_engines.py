@@ -81,9 +81,10 @@ def test_there_is_a_row_an_engine_with_every_figure(rows: list[dict[str, object]
 
 
 def test_the_kernel_counts_what_the_engines_count(rows: list[dict[str, object]]):
-    for row in rows:
-        if row["sent_bytes"] > 1e5:  # beside which acknowledgements and barriers weigh little
-            assert row["kernel_bytes"] == pytest.approx(row["sent_bytes"], rel=0.1), row["engine"]
+    large = [row for row in rows if row["sent_bytes"] > 1e5]  # beside which acknowledgements and barriers weigh little
+    assert len(large) >= 5
+    for row in large:
+        assert row["kernel_bytes"] == pytest.approx(row["sent_bytes"], rel=0.1), row["engine"]
 
 
 def told_and_counted() -> tuple[list[str], int, int]:

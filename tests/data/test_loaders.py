@@ -246,9 +246,10 @@ def test_synthetic_images_belong_to_their_labels():
     assert labels.max() < 3
     val, val_labels = next(dataset.val)
     assert val_labels.tolist() == [0, 1, 2, 0, 1, 2, 0]
-    for image, label in zip(torch.cat([images, more]), torch.cat([labels, more_labels]), strict=True):
-        matches = [i for i, known in enumerate(val) if torch.equal(known, image)]
-        assert all(val_labels[i] == label for i in matches)
+    pairs = zip(torch.cat([images, more]), torch.cat([labels, more_labels]), strict=True)
+    same = [(val_labels[i], label) for image, label in pairs for i in range(len(val)) if torch.equal(val[i], image)]
+    assert same
+    assert all(known == label for known, label in same)
 
 
 def test_a_batch_beyond_the_data_set_is_refused(image_dir: Path):

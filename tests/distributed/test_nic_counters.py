@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import socket
 
 import pytest
@@ -13,8 +14,9 @@ from imagenet_fast.distributed.rank_info import RankInfo
 
 def test_what_is_sent_by_an_interface_is_counted():
     before = sent_bytes("lo")
-    if before is None:
+    if before is None and "CI" not in os.environ:
         pytest.skip("this kernel does not tell, or has another loopback interface")
+    assert before is not None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
         for _ in range(10):
             sender.sendto(bytes(1000), ("127.0.0.1", 9))
@@ -45,5 +47,7 @@ def test_a_rank_counts_its_share_of_what_its_host_sends_to_others(
     share, after = link_bytes(place), sent_bytes("lo")
     if not told:
         assert math.isnan(share)
-    elif before is not None and after is not None:
+    elif before is not None or "CI" in os.environ:
+        assert before is not None
+        assert after is not None
         assert before / 2 <= share <= after / 2

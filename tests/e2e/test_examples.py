@@ -30,6 +30,8 @@ def test_train_imagenet_learns_random_images(tmp_path: Path):
     first, second = by_torchrun("examples/train_imagenet.py", *sizes, f"--out={weights}")
     assert first.startswith("epoch 1: loss ")
     assert second.startswith("epoch 2: loss ")
+    losses = [float(line.split("loss ")[1].split()[0].rstrip(",;")) for line in (first, second)]
+    assert losses[1] < losses[0]
     assert all(tensor.isfinite().all() for tensor in torch.load(weights).values())
 
 

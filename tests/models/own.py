@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 
@@ -81,6 +83,10 @@ class Flat(nn.Module):
                 self.more = nn.LazyLinear(classes)
             case "complex":
                 self.more = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+            case "double":
+                self.more = nn.Parameter(torch.ones((), dtype=torch.float64))
+            case "unused":
+                self.more = nn.Parameter(torch.ones(2))
             case "part":
                 self.more = nn.Parameter(torch.zeros(4, 4)[:, :2])
             case "frozen":
@@ -145,3 +151,14 @@ def freezing(classes: int) -> nn.Module:
     network = Own(classes, 8, 0.5)
     network.stem = _Freezing(*network.stem)
     return network
+
+
+WIDTHS = [8]
+"""Of the layers of ``edited``, which a test edits as a user would its file."""
+FROZEN = False
+
+
+def edited(classes: int) -> nn.Module:
+    layers = [nn.Linear(3 * 32 * 32, WIDTHS[0]), *(nn.Linear(a, b) for a, b in pairwise(WIDTHS))]
+    layers[0].requires_grad_(not FROZEN)
+    return nn.Sequential(nn.Flatten(), *layers, nn.Linear(WIDTHS[-1], classes))

@@ -18,6 +18,7 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model
 from imagenet_fast.models.blurpool import BlurConv2d
 from imagenet_fast.models.export import export_program
+from imagenet_fast.models.external import check_network
 from imagenet_fast.models.weights import Weights, classes_of, fill, fit, read_weights, write_weights
 from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_recipe
 from imagenet_fast.recipe.network import PythonModel, TimmModel, TorchvisionModel
@@ -131,6 +132,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(model: dict[str, Any], said:
         ("sparse", "has sparse gradients in more, .*sparse=False"),
         ("extra", "keeps _extra_state as a dict, and only tensors are saved; make it a buffer"),
         ("detached", "gives logits without a gradient"),
+        ("double", r"has more of torch.float64 beside others of torch.float32; convert it, as by .to\(torch.float32\)"),
         ("mistyped", r"cannot be built: TypeError in .*own.py, line \d+ \("),
         ("exits", r"cannot be built: SystemExit in .*own.py, line \d+ \(2\)"),
         ("kept", "cannot be copied .*parametrizations"),
@@ -143,6 +145,14 @@ def test_untrainable_networks_are_refused_in_a_sentence(flaw: str, said: str):
     with pytest.raises(UserError, match=said) as refused:
         build_initial_model(parse_recipe("test", tables(ranks=1, model=model)), 10, ALONE)
     assert "\n" not in str(refused.value)
+
+
+def test_ddp_is_given_no_network_with_an_unused_parameter():
+    model = {"kind": "python", "name": f"{OWN}:flawed", "options": {"flaw": "unused"}}
+    with pytest.raises(UserError, match=r"does not use more, and torch's DDP waits .* another engine than sync.kind"):
+        build_initial_model(parse_recipe("test", tables(ranks=1, model=model, sync={"kind": "ddp"})), 10, ALONE)
+    named = PythonModel(**model)
+    check_network(build_model(named, 10), named, 10, [32], 32)
 
 
 def test_every_size_of_training_images_is_tried():

@@ -105,6 +105,10 @@ def test_a_shipped_recipe_survives_being_written_out_in_full(name: str, tmp_path
             "sync.kind 'auto' with sync.inexact adds up gradients over steps, so it cannot clip",
         ),
         ({"sync": {"kind": "powersgd"}, "clip_norm": 1.0}, "it cannot clip the norm of one (clip_norm 1.0)"),
+        (
+            {"sync": {"kind": "ddp", "powersgd_rank": 2}, "precision": {"kind": "fp16"}},
+            "sync.kind 'ddp' with sync.powersgd_rank 2 adds up gradients over steps, so it cannot drop one that",
+        ),
         ({"sync": {"kind": "powersgd", "timing": "dear"}, "compile": True}, "with sync.timing 'dear' waits for single"),
         ({"sync": CORRECTED, "optim": {"kind": "lars", "lr": 1, "weight_decay": 0}}, "optim.kind 'lars' is another"),
         (

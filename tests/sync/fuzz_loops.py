@@ -178,7 +178,8 @@ class Pooled:
         self._family = next(family for family in (EXACT, INEXACT, SPARSE) if engine in family)
         self._open()
         # torch's optimizers do not know that a part of a gradient has come.
-        self._partly = SGD(self.params, 0.05, weight_decay=0.01) if self.sparse else None
+        corrected = "corrected" in engine
+        self._partly = SGD(self.params, 0.05, weight_decay=0.01, corrected=corrected) if self.sparse else None
         self._stepped = False
 
     @property

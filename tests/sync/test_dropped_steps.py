@@ -35,8 +35,10 @@ KEEPING: dict[str, EngineSettings] = {
 }  # fmt: skip
 
 
-def own_sgd(model: nn.Module, momentum: float = 0.9, weight_decay: float = 0.0) -> optimizers.SGD:
-    return build_optimizer(Sgd(kind="sgd", lr=0.02, momentum=momentum, weight_decay=weight_decay), model)
+def own_sgd(
+    model: nn.Module, momentum: float = 0.9, weight_decay: float = 0.0, corrected: bool = False
+) -> optimizers.SGD:
+    return build_optimizer(Sgd(kind="sgd", lr=0.02, momentum=momentum, weight_decay=weight_decay), model, corrected)
 
 
 def unfinished(model: Layers, pool: GradientPool) -> None:
@@ -68,8 +70,9 @@ def _leaves_no_trace() -> None:
             drop(model, pool)
             model.fails = None
 
-    together = partial(trained, optimizer_of=partial(own_sgd, weight_decay=1e-4), steps=8)
     for name, settings in KEEPING.items():
+        optimizer_of = partial(own_sgd, weight_decay=1e-4, corrected=settings.velocity_momentum is not None)
+        together = partial(trained, optimizer_of=optimizer_of, steps=8)
         expected = together(settings)
         for drop in (unfinished, failed, micro_step, after_step):
             with pytest.warns(UserWarning, match="drops gradients") if drop is unfinished else _quietly():

@@ -91,7 +91,8 @@ def _sparse_at_once_and_put_off() -> list[tuple[Tensor, Tensor]]:
 def _sparse(settings: SparseSync) -> tuple[Tensor, Tensor]:
     model = Layers()
     pool = pooled(model, settings)
-    optimizer = build_optimizer(Sgd(kind="sgd", lr=0.01, weight_decay=1e-4), model)
+    plain = Sgd(kind="sgd", lr=0.01, weight_decay=1e-4)
+    optimizer = build_optimizer(plain, model, corrected=settings.velocity_momentum is not None)
     seen = []
     for step in range(10):
         if not backward(model, pool, step, (3, 1)[dist.get_rank()] if step in (2, 4) else None):

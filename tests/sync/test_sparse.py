@@ -112,9 +112,9 @@ def _put_off() -> None:
         for changes in ({"sparsity": 0.75}, ramped, {**ramped, "momentum_correction": True}):
             weights = []
             for timing in ("lazy", "hybrid"):
-                model = build()
+                model, corrected = build(), "momentum_correction" in changes
                 pool, _ = pooled(model, settings(timing=timing, **changes))
-                _train(model, pool, build_optimizer(SGD, model), range(20))
+                _train(model, pool, build_optimizer(SGD, model, corrected), range(20))
                 pool.settle()
                 weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
             assert torch.equal(*weights), (build, changes)
@@ -184,16 +184,19 @@ def _continues() -> None:
 
 
 def _continues_so(**changes: object) -> None:
-    chosen = settings(sparsity=0.75, dense_epochs=2, ramp_epochs=2, **changes)
+    chosen, corrected = (
+        settings(sparsity=0.75, dense_epochs=2, ramp_epochs=2, **changes),
+        "momentum_correction" in changes,
+    )
     model = network()
     pool, engine = pooled(model, chosen)
-    optimizer = build_optimizer(SGD, model)
+    optimizer = build_optimizer(SGD, model, corrected)
     _train(model, pool, optimizer, range(7))
     other = copy.deepcopy(network())
     other.load_state_dict(model.state_dict())
     other_pool, other_engine = pooled(other, chosen)
     other_engine.load_state_dict(engine.state_dict())
-    other_optimizer = build_optimizer(SGD, other)
+    other_optimizer = build_optimizer(SGD, other, corrected)
     for mine, theirs in zip(other_optimizer.params, optimizer.params, strict=True):
         other_optimizer.velocity[mine].copy_(optimizer.velocity[theirs])
     assert _train(model, pool, optimizer, range(7, 12)) == _train(other, other_pool, other_optimizer, range(7, 12))

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from imagenet_fast.distributed.init import DistContext
+from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.run_result import read_outcome
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
@@ -20,6 +22,7 @@ from imagenet_fast.training.train_step import seed_step
 from imagenet_fast.training.trainer import Trainer
 from tests.conftest import tables
 from tests.e2e.command import environment, wait_for
+from tests.models import own
 from tests.spawning import run
 from tests.training.jobs import train_job
 
@@ -70,6 +73,35 @@ def _train_longer(folder: Path) -> None:
     assert not final.exists()
     Trainer(job(2, True), world).run()
     assert final.exists()
+
+
+def test_a_network_that_was_edited_is_not_gone_on_with(tmp_path: Path):
+    run(1, _edit_and_resume, tmp_path)
+
+
+def _edit_and_resume(folder: Path) -> None:
+    world = DistContext(0, 1, 0, 1, torch.device("cpu"))
+
+    def job(name: str, resume: bool, epochs: int) -> Job:
+        recipe = parse_recipe(
+            "test",
+            tables(
+                ranks=1, epochs=epochs, data__train_images=16, schedule={"kind": "step", "milestones": []},
+                model={"kind": "python", "name": "tests.models.own:edited"},
+            ),
+        )  # fmt: skip
+        return Job("test", recipe, split_batch(recipe, 1), None, folder / name, resume=resume)
+
+    for name, before, after, change in (
+        ("wider", ([8], False), ([4], False), r"has 1.weight of shape \[4, 3072\], and had \[8, 3072\]"),
+        ("deeper", ([8], False), ([8, 8], False), "has got 3.bias"),
+        ("thawed", ([8], True), ([8], False), "trains 1.weight, which was frozen,"),
+    ):
+        own.WIDTHS[:], own.FROZEN = before
+        Trainer(job(name, False, 1), world).run()
+        own.WIDTHS[:], own.FROZEN = after
+        with pytest.raises(UserError, match=f"the network {change} since .* was written; restore it, or begin another"):
+            Trainer(job(name, True, 2), world).run()
 
 
 BY_NAME = """
