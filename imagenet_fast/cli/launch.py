@@ -139,8 +139,9 @@ def k8s(
     check_data(job.recipe, data_claim, "--data-claim")
     limit_s = parse_time_limit(time) if time is not None else None
     pods = Pods(
-        job, name or job_label(job.path.stem), image, run_claim, data_claim, out, namespace, not no_gpus, port, limit_s
-    )
+        job, job_label(job.path.stem) if name is None else name, image, run_claim, data_claim, out, namespace,
+        not no_gpus, port, limit_s,
+    )  # fmt: skip
     hand_over(jobset_text(pods) if kind == "jobset" else pytorchjob_text(pods), file)
 
 
@@ -168,7 +169,7 @@ def ssh(
     chosen = parse_hosts(hosts, nodes)
     job = _settle(recipe, sync, overrides, len(chosen), nproc, scale_batch)
     command = _command(job, program, data, out, *meeting_place(chosen, port))
-    hand_over(ssh_text(job, command, chosen, port), file)
+    hand_over(ssh_text(job, command, chosen), file)
 
 
 def _settle(

@@ -60,7 +60,7 @@ def rendezvous_ranks(place: RankInfo, agreed: Mapping[str, Any], join_timeout: t
         "job": hashlib.sha256(text.encode()).hexdigest(),
     }
     try:
-        if place.is_local_main:
+        if place.is_local_main or not records.check([f"job/{record['job']}"]):  # ranks of a node are mostly told alike
             records.set(f"job/{record['job']}", text)
         records.set(f"rank/{place.rank}", json.dumps(record))
         if place.is_main:

@@ -21,6 +21,7 @@ from imagenet_fast.distributed.cpu_affinity import bind_to_numa_node, own_cores
 from imagenet_fast.distributed.flight_recorder import record_flights
 from imagenet_fast.distributed.process_groups import SLACK_S, leave_at_exit
 from imagenet_fast.distributed.rank_info import RankInfo, rank_info_from_env, set_group_rank
+from imagenet_fast.distributed.slurm import adopt_step
 from imagenet_fast.distributed.watchdog import watching_ranks
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.schema import Timeout
@@ -93,6 +94,7 @@ def current_world() -> DistContext:
     or of this process alone.
     """
     there = dist.is_initialized()
+    adopt_step(os.environ, chosen=True, one_a_node=True)
     rank, size = (dist.get_rank(), dist.get_world_size()) if there else (0, 1)
     place = rank_info_from_env() or RankInfo(rank, size, rank, size)
     device, backend = prepare_device(place.local_rank)

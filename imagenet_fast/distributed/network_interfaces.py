@@ -48,6 +48,8 @@ def parse_endpoint(text: str) -> Endpoint:
         raise UserError(
             f"--rdzv-endpoint {text} is not HOST:PORT; write for example node0:29400, 10.0.0.1:29400 or [fd00::1]:29400"
         )
+    if "%" in host:
+        raise UserError(f"--rdzv-endpoint {text} has a zone, which torchrun refuses; give a name, or another address")
     return Endpoint(host, int(port))
 
 

@@ -168,6 +168,8 @@ class Pods:
             "metadata": {"annotations": {"sidecar.istio.io/inject": "false"}},  # a sidecar would outlive the training
             "spec": {
                 **more,
+                # Volumes are made for root, and our Dockerfile's user is another.
+                "securityContext": {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"},
                 "terminationGracePeriodSeconds": max(_GRACE_S, math.ceil(job.recipe.checkpoint.grace_s) + 10),
                 "containers": [one],
                 "volumes": [{"name": name, **source} for name, (_, source) in volumes.items()],
@@ -200,7 +202,7 @@ class Pods:
 
     @property
     def _where(self) -> PurePosixPath:
-        return PurePosixPath(self.folder or f"{RUNS}/{self.label}")
+        return PurePosixPath(f"{RUNS}/{self.label}" if self.folder is None else self.folder)
 
     @property
     def _file(self) -> str:

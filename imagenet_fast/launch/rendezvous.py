@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from imagenet_fast.distributed.cgroup_limits import usable_memory
 from imagenet_fast.distributed.network_interfaces import Endpoint, await_listener, is_here, parse_endpoint
+from imagenet_fast.distributed.slurm import step_nodes
 from imagenet_fast.distributed.store import wait_until
 from imagenet_fast.errors import UserError
-from imagenet_fast.launch.slurm import step_nodes
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import PrefixStore, TCPStore

@@ -1,32 +1,19 @@
-"""SLURM: translate srun's description of a job step into torchrun's variables.
+"""Slurm's batch script: one task per node starts its ranks, and a pre-empted job is queued again.
 
-    srun --nodes 64 --ntasks-per-node 8 imagenet-fast train ...     a task is a rank
-    srun --nodes 64 --ntasks-per-node 1 imagenet-fast train ...     a task starts its node's ranks
-
-The variables are srun's output environment (https://slurm.schedmd.com/srun.html). A batch script that srun has not
-started does not have them.
-
-``sbatch_text`` is a batch script: one task per node starts its ranks, and a pre-empted job is queued again. Slurm's
-`--signal=B:` signals only the batch shell; srun forwards the signals it receives to its tasks
+Slurm's `--signal=B:` signals only the batch shell; srun forwards the signals it receives to its tasks
 (https://slurm.schedmd.com/sbatch.html, https://slurm.schedmd.com/srun.html).
 """
 
 from __future__ import annotations
 
 import math
-import os
 import re
 import shlex
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Sequence
 
-from imagenet_fast.distributed.cpu_affinity import cores_per_rank
-from imagenet_fast.distributed.rank_info import TORCHRUN, RankInfo
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.cluster_job import ClusterJob, parse_time_limit
 from imagenet_fast.metrics.run_result import STOPPED
-
-_FIRST_PORT, _PORTS = 20_000, 10_000
-
 
 _LONGEST_WARNING_S = 65535  # that sbatch takes
 _WARNING_S = 120  # before the time limit; Slurm may send the signal up to a minute earlier
@@ -37,7 +24,8 @@ _SCRIPT = """\
 # {note}
 #
 # {warning} s before the time limit, and before a pre-emption that gives notice, this shell is told by USR1. It tells
-# the ranks, which save, and end with exit code {stopped}; the job is then queued again, and goes on where it was.
+# the ranks, which save, and end with exit code {stopped}; the job is then queued again, and goes on where it was, or
+# from the checkpoint before if they could not save in time (exit code 1).
 
 {step} \\
     {command} &
@@ -51,64 +39,12 @@ if [ -n "$told" ]; then # which has ended the waiting, not the step
     code=$?
 fi
 
-if [ "$code" -eq {stopped} ]; then
+if [ "$code" -eq {stopped} ] || {{ [ -n "$told" ] && [ "$code" -eq 1 ]; }}; then
     scontrol requeue "$SLURM_JOB_ID" && exit 0
     echo "job $SLURM_JOB_ID is not queued again; submit the same script, which goes on where it was" >&2
 fi
 exit "$code"
 """
-
-
-def adopt_step(environment: MutableMapping[str, str]) -> None:
-    """Set torchrun's variables, unless set, if srun has started several tasks on a node: each task is a rank."""
-    if any(key in environment for key in TORCHRUN) or not _is_step(environment):
-        return
-    tasks = _tasks_by_node(environment["SLURM_STEP_TASKS_PER_NODE"])
-    if max(tasks) == 1:
-        return
-    node = int(environment["SLURM_NODEID"])
-    here = tasks[node]
-    rank, size, local_rank = (int(environment[f"SLURM_{key}"]) for key in ("PROCID", "STEP_NUM_TASKS", "LOCALID"))
-    environment.update(RankInfo(rank, size, local_rank, here).variables(node))
-    environment.setdefault("MASTER_ADDR", _first_host(environment["SLURM_STEP_NODELIST"]))
-    environment.setdefault("MASTER_PORT", str(_port(environment)))
-    cores = int(environment.get("SLURM_CPUS_PER_TASK") or cores_per_rank(here))
-    environment.setdefault("OMP_NUM_THREADS", str(cores))
-
-
-def step_nodes(environment: Mapping[str, str] = os.environ) -> tuple[int, str] | None:
-    """Return the number of nodes and where to meet if srun started one task on each of several nodes, else None."""
-    if not _is_step(environment) or max(_tasks_by_node(environment["SLURM_STEP_TASKS_PER_NODE"])) > 1:
-        return None
-    first = _first_host(environment["SLURM_STEP_NODELIST"])
-    return int(environment["SLURM_STEP_NUM_TASKS"]), f"{first}:{_port(environment)}"
-
-
-def _is_step(environment: Mapping[str, str]) -> bool:
-    """Return whether srun has started this process as one of several tasks."""
-    needed = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
-    return int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and all(key in environment for key in needed)
-
-
-def _tasks_by_node(text: str) -> list[int]:
-    """Parse SLURM's task counts: ``8(x2),4`` as 8, 8, 4."""
-    counts: list[int] = []
-    for part in text.split(","):
-        count, _, times = part.rstrip(")").partition("(x")
-        counts += [int(count)] * int(times or 1)
-    return counts
-
-
-def _first_host(nodes: str) -> str:
-    """Return the first host of SLURM's list: rack1-node07 for ``rack[1-2]-node[07,09-12],login``."""
-    first = re.match(r"(?:[^,\[]|\[[^]]*\])+", nodes)
-    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", first[0]) if first else nodes
-
-
-def _port(environment: Mapping[str, str]) -> int:
-    """Return a port that another job step on the same nodes is unlikely to use."""
-    job, step = (int(environment.get(f"SLURM_{key}_ID", "0")) for key in ("JOB", "STEP"))
-    return _FIRST_PORT + (job + 101 * step) % _PORTS
 
 
 def sbatch_text(

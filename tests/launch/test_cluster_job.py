@@ -54,7 +54,8 @@ FAKES = {
     'echo >begun; while [ ! -e end ]; do sleep 0.02; done; read -r code <end; exit "$code"',
     "scontrol": 'echo "$@" >>"$SEEN/scontrol"; exit "${REFUSED:-0}"',
     # As ssh does: the host, and the rest to the host's shell.
-    "ssh": '[ "$*" != "${*#-n -o BatchMode=yes }" ] || exit 9; host=$4; shift 4; HOST=$host exec sh -c "$*" </dev/null',
+    "ssh": '[ "$*" != "${*#-n -o BatchMode=yes }" ] || exit 9; host=${10}; shift 10\n'
+    'HOST=$host exec sh -c "$*" </dev/null',
     "trainer": 'printf "%s\\0" "$@" >"$SEEN/words-$HOST"; cd "$SEEN" || exit 9\n'
     "trap 'echo \"$HOST\" >>told; echo 4 >end' TERM\n"
     'echo >"begun-$HOST"; while [ ! -e end ]; do sleep 0.02; done; read -r code <end; exit "$code"',
@@ -388,6 +389,18 @@ def test_sbatch_forwards_signal_and_requeues(tmp_path: Path, cluster: dict[str, 
     assert ("not queued again; submit the same script" in said) == (refuses == "1")
 
 
+def test_sbatch_requeues_what_could_not_be_saved_in_time(tmp_path: Path, cluster: dict[str, str]):
+    """A slow moment of a file system does not end a chain of jobs: the next goes on from the checkpoint before."""
+    seen = Path(cluster["SEEN"])
+    slow = (Path(cluster["PATH"].split(":")[0]) / "srun").read_text().replace("exit 4", "exit 1")
+    (Path(cluster["PATH"].split(":")[0]) / "srun").write_text(slow)
+    shell = batch(cluster, tmp_path)
+    shell.send_signal(signal.SIGUSR1)
+    shell.communicate()
+    assert (seen / "scontrol").read_text() == "requeue 1234\n"
+    assert shell.returncode == 0
+
+
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 4, 137])
 def test_sbatch_requeues_only_after_a_stop(tmp_path: Path, cluster: dict[str, str], code: int):
     seen = Path(cluster["SEEN"])
@@ -421,8 +434,45 @@ def test_ssh_script_forwards_signal(tmp_path: Path, cluster: dict[str, str], num
     assert (seen / "told").read_text() == "a\n"
 
 
+def test_a_second_start_of_an_ssh_script_takes_nothing_from_the_first(tmp_path: Path, cluster: dict[str, str]):
+    """Also if it ends at once: the first can still be told to stop, and neither leaves a file."""
+    seen = Path(cluster["SEEN"])
+    script = tmp_path / "job.sh"
+    script.write_text(launch(*SSH, "--recipe", "smoke", "--program", str(tmp_path / "bin" / "trainer")))
+    first = subprocess.Popen(["bash", script], env=cluster)
+    wait_for(lambda: (seen / "begun-a").exists() and (seen / "begun-me@b").exists())
+    wait_for(lambda: answers(first, signal.SIGTERM))
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "end").write_text("2\n")
+    assert subprocess.run(["bash", script], env=cluster | {"SEEN": str(other)}, check=False).returncode == 2
+    first.send_signal(signal.SIGTERM)
+    assert first.wait() == 4
+    assert (seen / "told").read_text() == "a\n"
+    assert not list(tmp_path.glob("*.pid"))
+
+
+def test_an_ssh_job_runs_where_it_was_printed(tmp_path: Path, cluster: dict[str, str], monkeypatch: pytest.MonkeyPatch):
+    place, program = tmp_path / "it's $HOME", tmp_path / "bin" / "tell"
+    place.mkdir()
+    program.write_text('#!/bin/sh\npwd >"$SEEN/where-$HOST"\n')
+    program.chmod(0o755)
+    monkeypatch.chdir(place)
+    script = launch(*SSH, "--recipe", "smoke", "--program", str(program))
+    monkeypatch.chdir(tmp_path)
+    assert subprocess.run(["bash", "-c", script], env=cluster, check=False).returncode == 0
+    for host in ("a", "me@b"):
+        assert (Path(cluster["SEEN"]) / f"where-{host}").read_text() == f"{place}\n"
+
+
+def test_pods_of_our_image_may_write_the_claim_of_runs():
+    for kind in (K8S, PYTORCHJOB):
+        assert "fsGroup: 1000" in launch(*kind, "--recipe", "smoke")
+    assert "USER 1000:1000" in (Path(__file__).parents[2] / "Dockerfile").read_text()
+
+
 def hosts_of(text: str) -> list[str]:
-    return re.findall(r"^ssh -n -o \S+ (\S+)", text, re.MULTILINE)
+    return re.findall(r"^ssh -n (?:-o \S+ )+(\S+) .* & pids", text, re.MULTILINE)
 
 
 def test_hosts_may_be_addresses():
@@ -500,6 +550,15 @@ def test_ranks_a_node_are_those_the_recipe_was_written_for_unless_said():
         (("ssh", "--recipe", "smoke", "--hosts", "a,-oProxyCommand=x"), "is no host"),
         (("ssh", "--recipe", "smoke", "--hosts", "a,$(b)"), "is no host"),
         (("ssh", "--recipe", "smoke", "--hosts", "a,,b"), "is no host"),
+        (("ssh", "--recipe", "smoke", "--hosts", "fe80::1%eth0,b"), "is no host"),
+        (
+            ("ssh", "--recipe", "smoke", "--hosts", "node0:2222,b"),
+            "'node0:2222' has a port; write it into",
+        ),
+        (("ssh", "--recipe", "smoke", "--hosts", "localhost,b"), "to the others localhost is themselves"),
+        (("ssh", "--recipe", "smoke", "--hosts", "me@127.0.0.1,b"), "to the others 127.0.0.1 is themselves"),
+        ((*K8S, "--recipe", "smoke", "--name", ""), "--name ''"),
+        ((*K8S, "--recipe", "smoke", "--out", ""), "is not on --run-claim"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_printed(arguments: tuple[str, ...], reason: str):

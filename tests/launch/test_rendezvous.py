@@ -189,6 +189,15 @@ def test_ranks_with_different_jobs_are_refused(network: Hosts):
     }
 
 
+def test_ranks_of_one_node_with_different_jobs_are_refused(network: Hosts):
+    """As with `srun bash -c 'imagenet-fast train --seed $SLURM_PROCID'`; mostly a node's first rank speaks for it."""
+    calls = [(0, introduced, (RankInfo(n, 2, n, 2), {"seed": n}, 29417, 5.0)) for n in range(2)]
+    assert set(said(network.call(calls))) == {
+        "rank 0 (node0) and rank 1 (node0) were told different things: seed is 0 and 1; give every node the same "
+        "command"
+    }
+
+
 def test_ranks_with_a_gpu_and_without_refuse_each_other(network: Hosts):
     devices = ["cuda", "cuda", "cpu"]
     answers = network.call([(n, introduced, (RankInfo(n, 3, 0, 1), {}, 29416, 20.0, devices[n])) for n in range(3)])

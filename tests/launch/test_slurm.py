@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
+from imagenet_fast.distributed.slurm import adopt_step, step_nodes
+from imagenet_fast.errors import UserError
 from imagenet_fast.launch.rendezvous import resolve_nodes
-from imagenet_fast.launch.slurm import adopt_step, step_nodes
+from tests.ports import free_port
 
 
 def step(tasks: int, per_node: str, nodes: str, rank: int = 0, node: int = 0, local: int = 0) -> dict[str, str]:
@@ -107,3 +113,42 @@ def test_an_endpoint_of_ones_own_leaves_the_nodes_sruns(given: str | None, monke
     assert found.endpoint.host == "node0"
     assert (found.endpoint.port == 29400) == (given is not None)
     assert resolve_nodes(1, "2", "node0:29400", 5).count == 2, "what is asked for counts"
+
+
+def test_the_shell_of_srun_pty_is_no_task_of_several():
+    environment = step(8, "8", "a") | {"SLURM_PTY_PORT": "40000"}
+    with pytest.raises(
+        UserError, match=r"srun --pty has started 8 tasks, .* give --nproc and --nodes 1 to start ranks"
+    ):
+        adopt_step(environment)
+    adopt_step(environment, chosen=True)
+    assert "RANK" not in environment
+    nodes = step(4, "1(x4)", "n[1-4]") | {"SLURM_PTY_PORT": "40000"}
+    adopt_step(nodes, chosen=True)
+    assert step_nodes(nodes) is None
+
+
+def test_to_a_loop_of_ones_own_one_task_a_node_is_a_rank():
+    environment = step(4, "1(x4)", "n[1-4]", rank=2, node=2)
+    adopt_step(environment, one_a_node=True)
+    asked = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    assert [environment[key] for key in asked] == ["2", "4", "0", "1", "n1"]
+
+
+def test_tasks_of_srun_are_the_ranks_of_a_loop_of_ones_own():
+    program = (
+        "from imagenet_fast.distributed.init import current_world\n"
+        "world = current_world(); print(world.rank, world.size, world.local_rank)"
+    )
+    environments = [
+        os.environ | step(2, "2", "127.0.0.1", rank=rank, local=rank) | {"MASTER_ADDR": "127.0.0.1"} for rank in (0, 1)
+    ]
+    with free_port() as port:
+        tasks = [
+            subprocess.Popen(
+                [sys.executable, "-c", program], env={**environment, "MASTER_PORT": str(port)}, text=True,
+                stdout=subprocess.PIPE,
+            )
+            for environment in environments
+        ]  # fmt: skip
+        assert [task.communicate(timeout=120)[0].split() for task in tasks] == [["0", "2", "0"], ["1", "2", "1"]]
