@@ -165,7 +165,7 @@ class Scheduler(SyncEngine):
         learnt = None
         if self._timing is not None:
             learnt = {"timing": asdict(self._timing), "network": self._network.state_dict()}
-        if not self.has_residual and learnt is None:
+        if not self.has_residual and learnt is None and self._left is None:  # one rank keeps what several have left
             return {}
         left = self._left if self._residual is None else self._residual.gathered()
         return {

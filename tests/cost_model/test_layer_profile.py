@@ -53,6 +53,7 @@ def test_its_course_begins_with_the_last_layer():
 def test_it_is_stretched_and_shrunk_in_proportion():
     assert TWO.scaled_to(2.0).compute_s == pytest.approx(2.0)
     assert TWO.scaled_to(2.0).forward_s == pytest.approx(0.8)
+    assert TWO.scaled_to(0.0).scaled_to(2.0).compute_s == 0.0, "communication alone: there is nothing to scale"
     assert TWO.downscaled(4).layers[0].shapes == ((2, 3, 3, 3), (2,))
     assert TWO.downscaled(100).layers[1].shapes == ((1, 8), (1,)), "never less than one"
     assert (TWO.downscaled(4).compute_s, TWO.downscaled(4).layers[0].kind) == (TWO.compute_s, "Conv2d")

@@ -231,6 +231,36 @@ def _alone() -> None:
     steps.close()
 
 
+def test_a_rank_alone_keeps_what_several_have_left():
+    """For the time when there are several again, as in an elastic job."""
+    state = run(2, _left_by_two)[0]
+    run(1, _alone_between, state)
+
+
+@unmeasured()
+def _left_by_two() -> dict[str, Any]:
+    steps = Steps(LazySync(wire="int8", bf16_steps=1)).take(3)
+    state = {
+        key: value.clone() if isinstance(value, Tensor) else value for key, value in steps.engine.state_dict().items()
+    }
+    steps.close()
+    return state
+
+
+@unmeasured()
+def _alone_between(state: dict[str, Any]) -> None:
+    steps = Steps(LazySync(wire="int8", bf16_steps=1))
+    steps.engine.load_state_dict(state)
+    steps.take(2)
+    after = steps.engine.state_dict()
+    steps.close()
+    assert after["step"] == state["step"] + 2
+    for name, (start, flag) in state["places"].items():
+        begin, end = after["places"][name]
+        assert torch.equal(after["left"][begin:end], state["left"][start:flag])
+    assert state["left"].any()
+
+
 def test_names_of_wires_are_torchs_dtypes():
     assert [wire_dtype(wire) for wire in CODES] == list(WIRES)
 
