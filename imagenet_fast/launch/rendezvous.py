@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -197,6 +199,7 @@ def _arrive(
         )
     with _telling_others(records):
         records.set(f"host/{number}", socket.gethostname())
+        records.set(f"place/{number}", _place_in_job())
         if not wait_until(partial(_have_come, records, needed), deadline, _LOOK_S):
             come = records.add("arrived", 0)
             names = ", ".join(records.get(f"host/{other}").decode() for other in range(come))
@@ -204,7 +207,26 @@ def _arrive(
                 f"{come} of {enough} nodes came to {endpoint} within {join_timeout_s:g} s ({names}); start the same "
                 "command on the others, or wait longer with --join-timeout"
             )
+        if least is None:
+            number = _number_by_place(records, number, count)
     return number, records.get("name").decode()
+
+
+def _place_in_job(environment: Mapping[str, str] = os.environ) -> str:
+    """Return this node's place among those of the job, as Slurm or Kubernetes counts them; 0 where nobody does."""
+    place = environment.get("SLURM_NODEID") or environment.get("JOB_COMPLETION_INDEX") or ""
+    return place if place.isascii() and place.isdecimal() else "0"
+
+
+def _number_by_place(records: PrefixStore, arrival: int, count: int) -> int:
+    """Return the number of the node that came as the ``arrival``-th: behind the holder, nodes are in the job's order.
+
+    Rings go from node to node in this order, and a scheduler counts neighbours on one switch one after the other.
+    """
+    if arrival == 0:
+        places = [int(records.get(f"place/{other}").decode()) for other in range(count)]
+        records.set("numbers", json.dumps([0, *sorted(range(1, count), key=lambda other: (places[other], other))]))
+    return int(json.loads(records.get("numbers").decode()).index(arrival))
 
 
 def _have_come(records: PrefixStore, needed: int) -> bool:

@@ -102,6 +102,18 @@ def test_whoever_has_the_endpoint_is_the_first(network: Hosts):
     assert {name for _, name in met}.isdisjoint(name for _, name in again), "torchrun takes it for the run's id"
 
 
+def placed(endpoint: str, place: int, late_s: float) -> int:
+    """The number of the node that the scheduler counts as ``place``."""
+    os.environ["SLURM_NODEID"] = str(place)
+    return number(endpoint, 3, 20.0, late_s)
+
+
+def test_nodes_are_numbered_as_the_scheduler_counts_them(network: Hosts):
+    """Whenever they come, behind the one that has the endpoint: neighbours in a ring are then on one switch."""
+    calls = [(n, placed, ("node1:29406", 10 * n, 0.6 if n == 0 else 0.0)) for n in range(3)]
+    assert network.call(calls) == [1, 0, 2]
+
+
 @pytest.mark.long
 def test_one_that_is_missing_ends_the_meeting_for_all_in_the_same_words(network: Hosts):
     answers = network.call([(0, number, ("node0:29404", 3, 1.5)), (1, number, ("node0:29404", 3, 9.0))])
@@ -113,7 +125,7 @@ def test_one_that_is_missing_ends_the_meeting_for_all_in_the_same_words(network:
 
 
 def test_one_too_many_is_turned_away_and_the_others_meet(network: Hosts):
-    calls = [(n, number, ("node0:29405", 2, 20.0, 0.0 if n < 2 else 0.3)) for n in range(3)]
+    calls = [(n, number, ("node0:29405", 2, 20.0, 0.0 if n < 2 else 1.0)) for n in range(3)]
     *met, third = network.call(calls)
     assert met == [0, 1]
     assert "2 nodes have already met at node0:29405: this one is too many" in str(third)
