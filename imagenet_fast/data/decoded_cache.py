@@ -230,7 +230,7 @@ def _fault(folder: Path, found: dict[str, Any], about: dict[str, Any], images: I
     if not found:
         return "is damaged"
     if {key: found.get(key) for key in about} != about:
-        return "is of other images"
+        return "is of other images or of an earlier version"
     try:
         entries = read_entries(folder, INDEX if found.get("boot") == _boot() else SYNCED, len(images))
         if entries is None:

@@ -94,8 +94,10 @@ def current_world() -> DistContext:
     or of this process alone.
     """
     there = dist.is_initialized()
-    adopt_step(os.environ, chosen=True, one_a_node=True)
     rank, size = (dist.get_rank(), dist.get_world_size()) if there else (0, 1)
+    tasks = (os.environ.get("SLURM_PROCID"), os.environ.get("SLURM_STEP_NUM_TASKS"))
+    if not there or tasks == (str(rank), str(size)):  # else a task has started ranks of its own
+        adopt_step(os.environ, chosen=True, one_a_node=True)
     place = rank_info_from_env() or RankInfo(rank, size, rank, size)
     device, backend = prepare_device(place.local_rank)
     if not there:

@@ -33,7 +33,7 @@ def adopt_step(environment: MutableMapping[str, str], chosen: bool = False, one_
     """
     if any(key in environment for key in TORCHRUN) or not _is_step(environment):
         return
-    if "SLURM_PTY_PORT" in environment:
+    if _is_shell(environment):
         if not chosen:
             raise UserError(
                 f"srun --pty has started {environment['SLURM_STEP_NUM_TASKS']} tasks, of which only this one has a "
@@ -52,6 +52,22 @@ def adopt_step(environment: MutableMapping[str, str], chosen: bool = False, one_
     environment.setdefault("MASTER_PORT", str(_port(environment)))
     cores = int(environment.get("SLURM_CPUS_PER_TASK") or cores_per_rank(here))
     environment.setdefault("OMP_NUM_THREADS", str(cores))
+
+
+def _is_shell(environment: Mapping[str, str]) -> bool:
+    """Return whether this process runs in the shell of ``srun --pty``, whose variables its own steps have, too.
+
+    Tasks of those steps have no terminal.
+    """
+    return "SLURM_PTY_PORT" in environment and environment["SLURM_PROCID"] == "0" and _has_terminal()
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR))
+    except OSError:
+        return False
+    return True
 
 
 def step_nodes(environment: Mapping[str, str] = os.environ) -> tuple[int, str] | None:

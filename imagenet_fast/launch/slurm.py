@@ -24,9 +24,10 @@ _SCRIPT = """\
 # {note}
 #
 # {warning} s before the time limit, and before a pre-emption that gives notice, this shell is told by USR1. It tells
-# the ranks, which save, and end with exit code {stopped}; the job is then queued again, and goes on where it was, or
-# from the checkpoint before if they could not save in time (exit code 1).
+# the ranks, which save, and end with exit code {stopped}; the job is then queued again, and goes on where it was. If
+# they could not save in time (exit code 1), it goes on from the last checkpoint, if this start has made one.
 
+begun=$(date +%s)
 {step} \\
     {command} &
 step=$!
@@ -39,7 +40,8 @@ if [ -n "$told" ]; then # which has ended the waiting, not the step
     code=$?
 fi
 
-if [ "$code" -eq {stopped} ] || {{ [ -n "$told" ] && [ "$code" -eq 1 ]; }}; then
+saved() {{ find {checkpoints} -mindepth 2 -maxdepth 2 -name manifest.json -newermt "@$begun" 2>/dev/null | grep -q .; }}
+if [ "$code" -eq {stopped} ] || {{ [ -n "$told" ] && [ "$code" -eq 1 ] && saved; }}; then
     scontrol requeue "$SLURM_JOB_ID" && exit 0
     echo "job $SLURM_JOB_ID is not queued again; submit the same script, which goes on where it was" >&2
 fi
@@ -66,7 +68,7 @@ def sbatch_text(
 
     Args:
         job: The job, for the number of nodes and ranks.
-        command: Command of each task.
+        command: Command of each task, with ``--out``.
         label: Name of the job.
         gpus: Whether to ask for one GPU per rank.
         cores: Cores per node; None for whole nodes.
@@ -106,6 +108,7 @@ def sbatch_text(
         note=job.note,
         step=shlex.join(step),
         command=shlex.join(command),
+        checkpoints=shlex.quote(f"{command[command.index('--out') + 1]}/checkpoints"),
         stopped=STOPPED,
         warning=warning_s,
     )

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -183,7 +184,8 @@ class CommStream:
         """End the process group and the thread. Nothing may be in flight."""
         self._queue.put(None)
         if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
+            with suppress(ValueError):  # the user has destroyed all groups, and made others since
+                dist.destroy_process_group(self._group)
         self._group = None
 
     def _count(self, sent: int, received: int) -> None:

@@ -83,12 +83,13 @@ class DeferredUpdate:
         self._called: set[nn.Module] = set()
         self.lay_out(slots)
         before_forward, settle = Hook(self._before_forward), Hook(lambda *_: self.settle())
+        loading = Hook(lambda *_: self._settle_before_loading())
         self._modules = list(model.modules())
         self._hooks = [model.register_forward_hook(Hook(self._after_forward), always_call=True)]
         for module in self._modules:
             self._hooks.append(module.register_forward_pre_hook(before_forward, prepend=True))
             self._hooks.append(module.register_state_dict_pre_hook(settle))
-            self._hooks.append(module.register_load_state_dict_pre_hook(settle))
+            self._hooks.append(module.register_load_state_dict_pre_hook(loading))
             settle_before_access(module, Pending(self.settle, self._settle_one, self._is_inside))
 
     def close(self) -> None:
@@ -155,6 +156,14 @@ class DeferredUpdate:
             raise RuntimeError(
                 f"an update of {failed} failed halfway, and its weights are of no step; go on from a checkpoint"
             )
+
+    def forget_failure(self) -> None:
+        """Note that the weights are of a checkpoint now."""
+        self._failed = ""
+
+    def _settle_before_loading(self) -> None:
+        self.settle()
+        self.forget_failure()
 
     def waits(self, slot: ParamSlot) -> bool:
         """Return whether the update of ``slot`` is pending."""

@@ -72,14 +72,15 @@ class GradientPool:
             lockstep: Whether updates wait for ranks outside ``group``; see ``DeferredUpdate``.
 
         Raises:
-            ValueError: No parameter is trainable; ranks have different parameters or values; two parameters have the
-                same name; a parameter is in another pool; dtypes or devices differ or cannot be pooled; or
-                ``ranks_per_node`` does not divide the number of ranks.
+            ValueError: There are other ranks but no process group; no parameter is trainable; ranks have different
+                parameters or values; two have the same name; one is in another pool; dtypes or devices differ or cannot
+                be pooled; or ``ranks_per_node`` does not divide the number of ranks.
             TypeError: The parameters have no names.
         """
-        model, named = loop_checks.named_parameters(parameters, model)
-        # Compare before any check that may fail on one rank only: the other ranks would hang.
-        compare_models(named, topology.group if topology else group)
+        if topology is None:
+            loop_checks.refuse_missing_group()
+        model, named, called = loop_checks.named_parameters(parameters, model)
+        compare_models(named, topology.group if topology else group)  # before checks that may fail on one rank alone
         trainable = {name: p for name, p in named.items() if p.requires_grad}
         if not trainable:
             raise ValueError("the model has no trainable parameter")
@@ -93,9 +94,8 @@ class GradientPool:
         loop_checks.register(self.reducer, trainable)
         on_gradient = weak_hook(self.reducer.on_gradient)
         self._hooks = [p.register_post_accumulate_grad_hook(on_gradient) for p in trainable.values()]
-        if model is not None:
-            before, called = Hook(self.reducer.before_forward), loop_checks.called_modules(parameters, model)
-            self._hooks += [module.register_forward_pre_hook(before, prepend=True) for module in called]
+        before = Hook(self.reducer.before_forward)
+        self._hooks += [module.register_forward_pre_hook(before, prepend=True) for module in called]
 
     @property
     def found_inf(self) -> Tensor | None:

@@ -7,6 +7,7 @@ between ranks.
 from __future__ import annotations
 
 import itertools
+import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -32,8 +33,8 @@ _MOMENTS = itertools.count(1)
 
 def named_parameters(
     parameters: nn.Module | Iterable[tuple[str, nn.Parameter]], model: nn.Module | None
-) -> tuple[nn.Module | None, dict[str, nn.Parameter]]:
-    """Return the model without torch.compile's wrapper, and the parameters by name.
+) -> tuple[nn.Module | None, dict[str, nn.Parameter], list[nn.Module]]:
+    """Return the model without torch.compile's wrapper, the parameters by name, and the ``called_modules``.
 
     Args:
         parameters: A model, or its named parameters as pairs or as a dict.
@@ -47,9 +48,8 @@ def named_parameters(
         raise ValueError("DistributedDataParallel averages gradients itself; give the pool, and call, the model in it")
     if isinstance(parameters, nn.Module):
         model = _uncompiled(parameters)
-        return model, dict(model.named_parameters())
-    if model is not None:
-        model = _uncompiled(model)
+        return model, dict(model.named_parameters()), called_modules(parameters, model)
+    given, model = model, None if model is None else _uncompiled(model)
     named: dict[str, nn.Parameter] = {}
     for item in parameters.items() if isinstance(parameters, dict) else parameters:
         if isinstance(item, Tensor) or not isinstance(item, tuple | list) or len(item) != 2:
@@ -60,7 +60,7 @@ def named_parameters(
         name, param = item
         if named.setdefault(name, param) is not param:
             raise ValueError(f"two parameters are named {name}; give each a name of its own")
-    return model, named
+    return model, named, [] if model is None else called_modules(given, model)
 
 
 def refuse_ddp() -> None:
@@ -75,7 +75,7 @@ def refuse_ddp() -> None:
 def called_modules(given: object, model: nn.Module) -> list[nn.Module]:
     """Return the modules whose forward may begin a step.
 
-    They are the model; torch.compile's wrapper, if that was ``given``; and the members of a list or a dict of modules,
+    They are the model; torch.compile's wrapper, if ``given`` is one; and the members of a list or a dict of modules,
     which has no forward itself.
     """
     modules = [model, given] if isinstance(given, nn.Module) and given is not model else [model]
@@ -93,6 +93,16 @@ def refuse_engine_of_another(engine: SyncEngine, pool: object) -> None:
         )
     if getattr(engine, "_pool", pool) is not pool:
         raise ValueError("this engine was built for another pool; build one with build_engine(settings, pool)")
+
+
+def refuse_missing_group() -> None:
+    """Raise ValueError if several ranks were started, and there is no process group."""
+    started = os.environ.get("WORLD_SIZE", "")
+    if not dist.is_initialized() and started not in ("", "0", "1"):
+        raise ValueError(
+            f"WORLD_SIZE is {started}, and each of these ranks would train for itself; call "
+            "torch.distributed.init_process_group() before the pool is made, or unset WORLD_SIZE"
+        )
 
 
 def refuse_late_group(topology: Topology) -> None:
@@ -343,8 +353,9 @@ def now() -> int:
 
 
 def note_update(scaler: torch.amp.GradScaler) -> None:
-    """Note that a pool has updated ``scaler``."""
-    _UPDATED_AT[scaler] = now()
+    """Note that a pool has updated ``scaler``, unless it is disabled, and so has no scale."""
+    if scaler.is_enabled():
+        _UPDATED_AT[scaler] = now()
 
 
 def refuse_updated(scaler: torch.amp.GradScaler, since: int) -> None:

@@ -91,8 +91,6 @@ class Reducer:
 
     def zero_grad(self) -> None:
         """Start a step, and drop an unfinished one, as ``GradientPool.zero_grad`` describes."""
-        if self.deferral is not None:
-            self.deferral.refuse_failed()
         with self.lock:
             engine = self.engine
             if engine is not None and self.stats is None and (self._forwarded or any(self._ready)):
@@ -111,6 +109,8 @@ class Reducer:
             self._zeroed = True
         for slot in self.slots:
             slot.param.grad = None
+        if self.deferral is not None:
+            self.deferral.refuse_failed()
 
     def before_forward(self, *_: object) -> None:
         """Note that a training forward has run. Registered as a pre-forward hook on the model."""

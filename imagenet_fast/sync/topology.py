@@ -64,18 +64,12 @@ class Topology:
             lends: Whether topologies made by ``anew`` share the streams.
 
         Raises:
-            ValueError: The ranks are no whole number of nodes of ``ranks_per_node``, or torchrun has started more than
-                one and no process group is there.
+            ValueError: The ranks are no whole number of nodes of ``ranks_per_node``.
         """
         self.lends = lends
         self.device = device
         self.group = group
         self.alone = alone = group is None and not dist.is_initialized()
-        if alone and (started := os.environ.get("WORLD_SIZE", "1")) != "1":
-            raise ValueError(
-                f"{started} ranks were started, and each would train for itself; call "
-                "torch.distributed.init_process_group() before the pool is made"
-            )
         ranks = [0] if alone else dist.get_process_group_ranks(group or dist.group.WORLD)
         self.ranks = tuple(sorted(ranks))  # as torch numbers the ranks of the groups that streams make
         self.rank = 0 if alone else dist.get_rank()

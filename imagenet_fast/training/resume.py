@@ -158,7 +158,9 @@ def find_resumption(job: Job, world: DistContext) -> ResumePoint | None:
 
 
 def _change_of_network(shared: Mapping[str, Any], state: TrainState) -> str:
-    """Return how the model differs from that of a checkpoint, in words; empty if it has the same parameters."""
+    """Return how the model differs from that of a checkpoint, in words; empty if not, or if ranks divide the model."""
+    if state.division is not None:
+        return ""
     before, now = shared["model"], state.model.state_dict()
     if other := sorted(now.keys() ^ before.keys()):
         return f"has {'got' if other[0] in now else 'lost'} {other[0]}"

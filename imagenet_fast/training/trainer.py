@@ -209,7 +209,7 @@ class Trainer:
             val_images=self.data.val_order.images, note=precision_note(recipe.precision, self.world.bf16) + job.note,
         )  # fmt: skip
         freeze_gc()
-        if self.world.is_main and state.step < steps:
+        if self.world.is_main and state.step < steps and outcome.status != "reached":
             (job.folder / FINAL_WEIGHTS).unlink(missing_ok=True)  # of an earlier end
         self.clock.begin_training()
         self.step.meter.restart()

@@ -358,10 +358,10 @@ def test_sbatch_part_of_a_node():
     assert "--exclusive" not in text
 
 
-def batch(cluster: dict[str, str], tmp_path: Path) -> subprocess.Popen[str]:
+def batch(cluster: dict[str, str], tmp_path: Path, *more: str) -> subprocess.Popen[str]:
     """A batch shell whose step is under way."""
     script = tmp_path / "job.sh"
-    script.write_text(launch(*SLURM, "--recipe", "smoke"))
+    script.write_text(launch(*SLURM, "--recipe", "smoke", *more))
     shell = subprocess.Popen(["bash", script], env=cluster, text=True, stderr=subprocess.PIPE)
     wait_for((Path(cluster["SEEN"]) / "begun").exists)
     wait_for(lambda: answers(shell, signal.SIGUSR1))
@@ -389,16 +389,22 @@ def test_sbatch_forwards_signal_and_requeues(tmp_path: Path, cluster: dict[str, 
     assert ("not queued again; submit the same script" in said) == (refuses == "1")
 
 
-def test_sbatch_requeues_what_could_not_be_saved_in_time(tmp_path: Path, cluster: dict[str, str]):
-    """A slow moment of a file system does not end a chain of jobs: the next goes on from the checkpoint before."""
+@pytest.mark.parametrize("saves", [True, False])
+def test_sbatch_requeues_what_could_not_be_saved_in_time(saves: bool, tmp_path: Path, cluster: dict[str, str]):
+    """A slow moment of a file system does not end a chain of jobs: the next goes on from the checkpoint before. If this
+    start has made none, the next would train the same steps again, and so on for ever."""
     seen = Path(cluster["SEEN"])
     slow = (Path(cluster["PATH"].split(":")[0]) / "srun").read_text().replace("exit 4", "exit 1")
     (Path(cluster["PATH"].split(":")[0]) / "srun").write_text(slow)
-    shell = batch(cluster, tmp_path)
+    shell = batch(cluster, tmp_path, "--out", str(tmp_path / "run"))
+    if saves:
+        step = tmp_path / "run" / "checkpoints" / "step-00000100"
+        step.mkdir(parents=True)
+        (step / "manifest.json").touch()
     shell.send_signal(signal.SIGUSR1)
     shell.communicate()
-    assert (seen / "scontrol").read_text() == "requeue 1234\n"
-    assert shell.returncode == 0
+    assert (seen / "scontrol").exists() == saves
+    assert shell.returncode == (0 if saves else 1)
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 4, 137])

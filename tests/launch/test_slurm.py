@@ -115,7 +115,8 @@ def test_an_endpoint_of_ones_own_leaves_the_nodes_sruns(given: str | None, monke
     assert resolve_nodes(1, "2", "node0:29400", 5).count == 2, "what is asked for counts"
 
 
-def test_the_shell_of_srun_pty_is_no_task_of_several():
+def test_the_shell_of_srun_pty_is_no_task_of_several(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("imagenet_fast.distributed.slurm._has_terminal", lambda: True)
     environment = step(8, "8", "a") | {"SLURM_PTY_PORT": "40000"}
     with pytest.raises(
         UserError, match=r"srun --pty has started 8 tasks, .* give --nproc and --nodes 1 to start ranks"
@@ -126,6 +127,15 @@ def test_the_shell_of_srun_pty_is_no_task_of_several():
     nodes = step(4, "1(x4)", "n[1-4]") | {"SLURM_PTY_PORT": "40000"}
     adopt_step(nodes, chosen=True)
     assert step_nodes(nodes) is None
+
+
+@pytest.mark.parametrize(("rank", "terminal"), [(0, False), (3, True)])
+def test_steps_that_such_a_shell_starts_have_tasks(rank: int, terminal: bool, monkeypatch: pytest.MonkeyPatch):
+    """They inherit its variables; only the shell is task 0 and has a terminal."""
+    monkeypatch.setattr("imagenet_fast.distributed.slurm._has_terminal", lambda: terminal)
+    environment = step(8, "8", "a", rank=rank, local=rank) | {"SLURM_PTY_PORT": "40000"}
+    adopt_step(environment, chosen=True, one_a_node=True)
+    assert (environment["RANK"], environment["WORLD_SIZE"]) == (str(rank), "8")
 
 
 def test_to_a_loop_of_ones_own_one_task_a_node_is_a_rank():

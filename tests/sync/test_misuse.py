@@ -145,9 +145,25 @@ def test_two_pools_do_not_update_one_scaler_in_turns(shared: bool):
         pool.close()
 
 
+def test_a_disabled_scaler_has_no_scale_to_lose():
+    models = network(), network()
+    pools, scaler = [pooled(model, LAZY) for model in models], torch.amp.GradScaler("cpu", enabled=False)
+    for pool in pools:
+        pool.zero_grad()
+    (loss_of(models[0], 0) + loss_of(models[1], 0)).backward()
+    for model, pool in zip(models, pools, strict=True):
+        pool.step(torch.optim.SGD(model.parameters(), 0.1), scaler)
+        pool.close()
+
+
 def test_a_pool_without_the_other_ranks_is_refused(monkeypatch: pytest.MonkeyPatch):
+    for alone in ("", "0", "1"):
+        monkeypatch.setenv("WORLD_SIZE", alone)
+        GradientPool(network()).close()
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"2 ranks were started, .*; call torch\.distributed\.init_process_group\(\)"):
+    with pytest.raises(
+        ValueError, match=r"WORLD_SIZE is 2, .*; call torch\.distributed\.init_process_group\(\) before"
+    ):
         GradientPool(network())
 
 
@@ -224,6 +240,14 @@ def test_an_update_that_failed_is_not_passed_over(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(RuntimeError, match=told):
         pool.zero_grad()
     pool.zero_grad()  # told once
+    loss_of(model, 3).backward()
+    pool.step(optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["torch.optim.sgd"], "sgd", _no_memory)
+        with pytest.raises(MemoryError):
+            loss_of(model, 4)
+    model.load_state_dict(network().state_dict())  # as from a checkpoint
+    pool.zero_grad()
     pool.close()
 
 
@@ -258,7 +282,7 @@ def test_a_model_of_two_dtypes_is_told_which():
         GradientPool(model)
 
 
-@pytest.mark.parametrize("how", ["list", "compiled"])
+@pytest.mark.parametrize("how", ["list", "compiled", "compiled, by name"])
 def test_ranks_that_fail_before_and_in_backward_stay_in_step(how: str):
     """Also where the pool's model is not called itself."""
     assert torch.equal(*run(2, _fails_apart, how))
@@ -270,7 +294,9 @@ def _fails_apart(how: str) -> Tensor:
         model, forward = nn.ModuleList([inner]), inner
     else:
         model = forward = torch.compile(inner, backend="eager")
-    pool, optimizer = pooled(model, LAZY), torch.optim.SGD(inner.parameters(), 0.1)
+    pool = GradientPool(inner.named_parameters(), model=model) if "name" in how else GradientPool(model)
+    pool.attach(build_engine(LAZY, pool))
+    optimizer = torch.optim.SGD(inner.parameters(), 0.1)
     for step in range(4):
         pool.zero_grad()
         loss = forward(images(step)).square().mean()
