@@ -353,7 +353,7 @@ def page(rows: list[Row]) -> str:
             ["batch", "SGD", "LARS", "LARC"],
             ([f"{batch}", *(cell(of("batches", case, batch)) for case in OPTIMIZERS)] for batch in BATCHES),
         ),
-        "ENGINES": table(["engine, wire dtype", "top-1, %", "less bf16, same seeds"], engines),
+        "ENGINES": table(["engine, wire dtype", "top-1, %", "minus bf16, same seeds, points"], engines),
         "RATES": table(
             ["optimizer", *(f"batch {batch}" for batch in TUNED)],
             ([case.upper(), *(tries(case, batch) for batch in TUNED)] for case in OPTIMIZERS),

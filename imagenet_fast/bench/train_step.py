@@ -31,6 +31,7 @@ from imagenet_fast.data.normalize import Normalizer
 from imagenet_fast.data.progress import measurement_bar
 from imagenet_fast.data.sampler import TrainSampler
 from imagenet_fast.distributed.init import DistContext, computes_bf16, prepare_device
+from imagenet_fast.errors import UserError
 from imagenet_fast.metrics import MetricLogger
 from imagenet_fast.models import compile_blocks
 from imagenet_fast.recipe.batching import split_batch
@@ -46,6 +47,7 @@ from imagenet_fast.training.train_step import TrainingStep, build_step
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 
+_NETWORKS = ("alexnet", "alexnet_bn", "resnet18", "resnet50")
 _PLAIN = "plain PyTorch"
 _SAVED = ", saved"  # suffix for a loop that also saves checkpoints
 _WARMUP_STEPS = 2
@@ -131,6 +133,8 @@ def step_recipe(model: str, image_size: int, batch: int, precision: str, compile
     Raises:
         UserError: A name is unknown.
     """
+    if model not in _NETWORKS:
+        raise UserError(f"--model {model} is not known; write {', '.join(_NETWORKS[:-1])} or {_NETWORKS[-1]}")
     return parse_recipe(
         "bench step",
         {

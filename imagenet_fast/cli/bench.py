@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from imagenet_fast.cli.options import JsonOption, PngOption, in_a_directory, refuse_beside
+from imagenet_fast.errors import UserError
 
 bench_app = typer.Typer(help="Measure what this node can do.", no_args_is_help=True)
 
@@ -101,7 +102,8 @@ def bench_sync(
         ),
     ] = None,
     wire: Annotated[
-        str, typer.Option(help="Wire dtype: fp32, bf16 or fp16, or int8 or fp8 for engines that support them.")
+        str,
+        typer.Option(help="Wire dtype: fp32, bf16 or fp16. For int8 or fp8 name engines, as lazy:int8."),
     ] = "bf16",
     overrides: Annotated[
         list[str], typer.Option("--set", metavar="ENGINE.KEY=VALUE", help="Change a key of an engine. Can be repeated.")
@@ -296,6 +298,8 @@ def bench_profile(
     from imagenet_fast.cost_model.layer_profile import save_profile
     from imagenet_fast.distributed.init import prepare_device
 
+    if file.suffix != ".json":
+        raise UserError(f"{file} does not end in .json, by which `bench sync` knows a profile; name it so")
     recipe = step_recipe(model, image_size, batch, precision or own_precision(), compiled=False)
     profile = record_profile(recipe, prepare_device(0)[0], steps)
     save_profile(profile, file)

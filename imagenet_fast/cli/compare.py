@@ -47,7 +47,8 @@ def compare(
         ),
     ] = [],  # noqa: B006
     hosts: Annotated[
-        int | None, typer.Option(min=1, help="Number of ranks. Default: one per GPU, or 2 without GPUs.")
+        int | None,
+        typer.Option(min=1, help="Number of ranks, all on this node. Default: one per GPU, or 2 on CPUs."),
     ] = None,
     rate: Annotated[
         str | None,

@@ -30,6 +30,8 @@ def export_weights(given: Path, named: str | None, kind: str, out: Path) -> Path
     """
     if kind not in ("safetensors", "pt2"):
         raise UserError(f"--format {kind} is not known; there are safetensors and pt2")
+    if out.suffix in (".pt2", ".safetensors") and out.suffix != f".{kind}":
+        raise UserError(f"--out {out} and --format {kind} differ; add --format {out.suffix[1:]}, or name it *.{kind}")
     if out.suffix != f".{kind}":
         raise UserError(f"--out {out} does not end in .{kind}, which --format {kind} is read by; name it so")
     if out.exists():
@@ -51,7 +53,7 @@ def _write(given: Path, named: str | None, kind: str, out: Path) -> None:
         return
     name, recipe, _ = recipe_of(given, named)
     warn_of_blurpool(weights, recipe.model)
-    classes = classes_of(weights, recipe.model)
+    classes = len(weights.class_names) or classes_of(weights, recipe.model)
     weights = fit(weights, recipe.model, max(1, classes))
     about = describe(name, recipe, weights.class_names)
     if kind == "safetensors":

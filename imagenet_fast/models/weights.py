@@ -37,6 +37,8 @@ _ENTRIES = ("state_dict_ema", "model_ema", "state_dict", "model")
 
 A moving average is first: it is what they report.
 """
+_AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
+"""Prefixes of GoogLeNet's and Inception v3's classifiers that only trainings use."""
 _LISTED = 3  # number of misfitting weights that a message lists
 _MODELS: tuple[schema.Model, ...] = (
     schema.AlexNet(kind="alexnet"),
@@ -141,7 +143,7 @@ def fit(weights: Weights, model: schema.Model, classes: int, fresh_head: bool = 
         UserError: A tensor is missing, unknown, of another shape, not plain or not finite, or a variance is negative.
     """
     own_names, expected = _expected(model, classes)
-    found = weights.tensors
+    found = {name: tensor for name, tensor in weights.tensors.items() if _is_read(name, tensor, expected)}
     if fresh_head:
         head = _head(model)
         expected = {name: tensor for name, tensor in expected.items() if name not in head}
@@ -154,15 +156,25 @@ def fit(weights: Weights, model: schema.Model, classes: int, fresh_head: bool = 
         plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
         if not plain or tensor.is_floating_point() != dtype.is_floating_point:
             form = f"{tensor.layout} {tensor.dtype} on {tensor.device}"
-            raise UserError(
-                f"{name} in {weights.source} is {form}, and plain {dtype} is wanted; give weights in floating point"
-            )
+            fix = "give weights in floating point" if dtype.is_floating_point else "give the weights as they were saved"
+            raise UserError(f"{name} in {weights.source} is {form}, and plain {dtype} is wanted; {fix}")
         fitting[own_names[name]] = fits = tensor.detach().to(dtype)
         if not fits.isfinite().all():
             raise UserError(f"{name} in {weights.source} holds values that are not finite; give other weights")
         if name.endswith(".running_var") and fits.lt(0).any():
             raise UserError(f"{name} in {weights.source} holds variances below 0; give other weights")
     return replace(weights, tensors=fitting)
+
+
+def _is_read(name: str, tensor: Tensor, expected: Mapping[str, Tensor]) -> bool:
+    """Return whether a network needs the tensor of a file.
+
+    It needs no batch counts, which conversions of a whole file spoil, and in an evaluation no auxiliary classifiers,
+    which published weights of GoogLeNet and Inception v3 have.
+    """
+    if name.endswith(".num_batches_tracked") and name in expected:
+        return tensor.dtype == expected[name].dtype and tensor.shape == expected[name].shape
+    return name in expected or not name.startswith(_AUXILIARY) or any(own.startswith(_AUXILIARY) for own in expected)
 
 
 def fill(network: nn.Module, fitting: Weights) -> None:
@@ -248,13 +260,15 @@ def _plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     plain = {name.replace("_orig_mod.", ""): tensor for name, tensor in tensors.items() if name != "n_averaged"}
     while plain and all(name.startswith("module.") for name in plain):
         plain = {name.removeprefix("module."): tensor for name, tensor in plain.items()}
-    return plain
+    # pytorch/examples wraps only the features of AlexNet and VGG in DataParallel
+    return {name.replace("features.module.", "features."): tensor for name, tensor in plain.items()}
 
 
 def _blank(model: schema.Model, classes: int) -> nn.Module:
     """Return the network without memory for its weights."""
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of each tensor that a network of a user's loads while it is made
             return build_model(model, classes)
     except Exception:  # a network defined elsewhere may compute with values while it is made
         return build_model(model, classes)

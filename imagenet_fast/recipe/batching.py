@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.recipe.schema import AlexNetBN, Recipe, ResNet
+from imagenet_fast.recipe.schema import AlexNetBN, CifarNet, Recipe, ResNet
 
 _LISTED = 5  # most node counts that an error message lists
 
@@ -87,6 +87,8 @@ def _largest_with_a_pixel(recipe: Recipe) -> int:
             return 32
         case AlexNetBN(pool5_norm=True):
             return 98
+        case CifarNet():
+            return 16
         case _:
             return 0
 

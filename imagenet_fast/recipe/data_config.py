@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -130,8 +131,12 @@ class ImageData(Table):
     @property
     def training_sizes(self) -> set[int]:
         """All sides, in pixels, that training images can have."""
-        sizes = {self.image_size, *(size for _, size in self.sizes)}
-        return sizes | set(range(min(sizes), max(sizes), self.size_multiple)) if self.size_multiple else sizes
+        sizes = [size for _, size in self.sizes]
+        found = {self.image_size, *sizes}
+        if self.size_multiple:
+            for one, next_one in pairwise(sizes):
+                found |= {*range(min(one, next_one), max(one, next_one), self.size_multiple)}
+        return found
 
     @model_validator(mode="after")
     def _crop_fits(self) -> ImageData:

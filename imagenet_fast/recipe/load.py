@@ -121,7 +121,8 @@ def parse_engines(text: str, wire: str, overrides: Sequence[str] = ()) -> list[S
         try:
             engine = _OnlySync.model_validate_json(json.dumps({"sync": settings})).sync
         except ValidationError as error:
-            raise UserError(f"--sync {text}: {_explain(_first(error))}") from None
+            told = [f"--sync {kind}:{own_wire or wire}", *(f"--set {o}" for o in overrides if o.startswith(f"{kind}."))]
+            raise UserError(f"{' '.join(told)}: {_explain(_first(error))}") from None
         if engine in engines:
             raise UserError(f"--sync {text} names {kind} twice; leave one out")
         engines.append(engine)
@@ -221,7 +222,7 @@ def _explain(error: ErrorDetails) -> str:
 def _fix(key: str, error: ErrorDetails) -> str:
     """Return what to do about a value of a wrong type."""
     match error["type"]:
-        case "bool_parsing" | "bool_type":
+        case "bool_parsing" | "bool_type" if " or " not in error["msg"]:
             return "write true or false"
         case "float_parsing" | "float_type" if isinstance(error["input"], str) and " or " not in error["msg"]:
             return "write digits before and after the point, as in 0.5 or 1e-4"

@@ -23,8 +23,9 @@ class Parallel(Table):
     pipeline: PositiveInt = 1
     """Number of consecutive stages into which the model is split, each on ranks of its own; 1: off."""
     micro_batches: PositiveInt = 1
-    """Micro-batches into which a pipeline splits the images it reads at once; at least 1.
+    """Micro-batches into which a pipeline splits the images it reads at once.
 
+    With the schedule 1f1b at least as many as stages, so set it together with ``pipeline``; gpipe also takes fewer.
     With 1, only one stage works at a time.
     """
     schedule: str = "1f1b"

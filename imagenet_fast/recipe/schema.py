@@ -250,7 +250,8 @@ class Recipe(Table):
             raise ValueError(
                 f"compile true compiles known blocks, and model.kind '{self.model.kind}' has none; set compile to false"
             )
-        smallest = {"alexnet": 63, "alexnet_bn": 67, "resnet18": 32, "resnet50": 32}.get(self.model.kind, 1)
+        each = {"alexnet": 63, "alexnet_bn": 67, "resnet18": 32, "resnet50": 32, "cifarnet": 9}
+        smallest = each.get(self.model.kind, 1)
         sizes = {"image_size": self.data.image_size, "eval_size": self.data.evaluated_size}
         sizes |= {f"sizes from epoch {epoch:g} on": size for epoch, size in self.data.sizes}
         for key, size in sizes.items():

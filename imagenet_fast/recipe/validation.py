@@ -48,7 +48,11 @@ def _nearest(recipe: Recipe, ranks: int) -> list[str]:
 
 def lint(recipe: Recipe) -> list[str]:
     """Return one sentence for each value that is allowed, but looks like a mistake."""
-    target = recipe.target_top1
+    target, doubts = recipe.target_top1, list[str]()
     if target is not None and target < 1:
-        return [f"target_top1 is {target:g} %; did you mean {100 * target:g}?"]
-    return []
+        doubts = [f"target_top1 is {target:g} %; did you mean {100 * target:g}?"]
+    for key in ("start_lr", "end_lr"):
+        rate = getattr(recipe.schedule, key, 0.0)
+        if rate > recipe.optim.lr:
+            doubts.append(f"schedule.{key} is {rate:g}, above optim.lr ({recipe.optim.lr:g}); lower it, too")
+    return doubts

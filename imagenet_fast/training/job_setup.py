@@ -208,6 +208,8 @@ def recipe_of(weights: Path, named: str | None, overrides: Sequence[str] = ()) -
     if not run.exists():
         raise UserError(f"there is no run or file {run}; correct the path")
     if not (run / "job.json").is_file():
+        if run.is_dir():
+            raise UserError(f"{run} is a directory without a run; give one that `train` made, or a file of weights")
         raise UserError(f"{weights} does not say by which recipe to use it, as a run directory does; add --recipe NAME")
     try:
         job = read_job(run / "job.json", Job)

@@ -85,6 +85,11 @@ def test_sizes_a_step_are_composers():
     assert [resolution(data, resumed, b).size for b in islice(resumed, 100)] == sizes[500:600]
 
 
+def test_every_size_on_the_way_is_known_before():
+    data = image_data(image_size=100, resize=232, sizes=[[2, 128], [6, 192]], size_multiple=32)
+    assert data.training_sizes == {100, 128, 160, 192}
+
+
 @pytest.mark.parametrize("loader", ["dali", "folder"])
 def test_both_loaders_grow_images_within_an_epoch(image_dir: Path, loader: str):
     dataset = opened(image_dir, loader, sizes=[[1, 36], [2, 48]], size_multiple=4)

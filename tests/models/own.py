@@ -162,3 +162,10 @@ def edited(classes: int) -> nn.Module:
     layers = [nn.Linear(3 * 32 * 32, WIDTHS[0]), *(nn.Linear(a, b) for a, b in pairwise(WIDTHS))]
     layers[0].requires_grad_(not FROZEN)
     return nn.Sequential(nn.Flatten(), *layers, nn.Linear(WIDTHS[-1], classes))
+
+
+def loaded(classes: int) -> nn.Module:
+    """As with weights of its own file."""
+    network = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, classes))
+    network.load_state_dict({"1.weight": torch.zeros(classes, 3 * 32 * 32), "1.bias": torch.zeros(classes)})
+    return network

@@ -22,6 +22,7 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model
 from imagenet_fast.models.weights import Weights, describe, fill, fit, read_weights, recognise, write_weights
 from imagenet_fast.recipe.load import parse_recipe
+from imagenet_fast.recipe.network import PythonModel, TorchvisionModel
 from imagenet_fast.recipe.schema import AlexNetBN, Model, ResNet
 from tests.conftest import tables
 from tests.models.test_models import NETWORKS
@@ -207,6 +208,35 @@ def test_torchvision_weights_load():
     for name, tensor in ours.state_dict().items():
         assert tensor.dtype == theirs.state_dict()[name].dtype
         assert torch.equal(tensor, state[name].to(tensor.dtype)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_files_converted_as_a_whole_load(dtype: torch.dtype):
+    """With their batch counts, which nothing reads."""
+    whole = {name: tensor.to(dtype) for name, tensor in resnet18().tensors.items()}
+    assert "bn1.num_batches_tracked" not in fit(Weights("w", whole), RESNET18, 10).tensors
+
+
+def test_alexnets_of_pytorchs_examples_load(tmp_path: Path):
+    """Which wrap only the features in DataParallel."""
+    tensors = zeros(NETWORKS["alexnet"], 10)
+    named = {name.replace("features.", "features.module."): tensor for name, tensor in tensors.items()}
+    assert any("features.module." in name for name in named)
+    torch.save(named, tmp_path / "w.pth")
+    assert fit(read_weights(tmp_path / "w.pth"), NETWORKS["alexnet"], 10).tensors.keys() == tensors.keys()
+
+
+def test_published_weights_with_classifiers_for_training_load():
+    model = TorchvisionModel(kind="torchvision", name="googlenet")
+    tensors = dict(build_model(model, 7).state_dict())
+    published = tensors | {"aux1.conv.conv.weight": torch.zeros(1), "aux2.fc2.bias": torch.zeros(7)}
+    assert fit(Weights("w", published), model, 7).tensors.keys() == tensors.keys()
+
+
+def test_a_network_that_loads_weights_while_it_is_made_says_nothing_of_it(recwarn: pytest.WarningsRecorder):
+    model = PythonModel(kind="python", name="tests.models.own:loaded")
+    fit(Weights("w", dict(build_model(model, 7).state_dict())), model, 7)
+    assert not [one for one in recwarn if "meta" in str(one.message)]
 
 
 HEADLESS: dict[str, Tensor | None] = {"fc.weight": None, "fc.bias": None}

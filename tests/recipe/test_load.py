@@ -216,9 +216,10 @@ def test_default_checkpoints():
         ({"target_top1": 1}, []),
         ({"target_top1": 85}, []),
         ({}, []),
+        ({"schedule__start_lr": 0.5}, ["schedule.start_lr is 0.5, above optim.lr (0.1); lower it, too"]),
     ],
 )
-def test_a_target_below_one_per_cent_is_doubted_and_kept(target: dict[str, float], doubt: list[str]):
+def test_what_looks_like_a_mistake_is_doubted_and_kept(target: dict[str, float], doubt: list[str]):
     recipe = parse_recipe("my.toml", tables(**target))
     assert lint(recipe) == doubt
     assert recipe.target_top1 == target.get("target_top1")
