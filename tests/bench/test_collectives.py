@@ -83,7 +83,7 @@ def test_three_ranks_of_one_machine_take_part_in_all_that_can_be():
     assert all(row.utilisation is None and row.kernel_bytes is None for row in rows)
     table, figure = bandwidth_table(rows), new_figure(Path("x.png"), 11, 5)
     assert "3 ranks, loopback, fp16" in str(table.title)
-    assert next(iter(table.columns[0].cells)) == "6 B"
+    assert str(next(iter(table.columns[0].cells))) == "6 B"
     draw_bandwidth(rows, figure)
     assert figure.axes[1].get_ylabel() == "bus bandwidth, MB/s"
 

@@ -37,7 +37,7 @@ def test_what_checkpoints_cost_is_timed_beside_the_same_loop_without():
     assert all(row.ratio_to_unsaved is row.stood_s is None for row in rows[:2])
     assert rows[2].ratio_to_unsaved == rows[2].step_s / rows[1].step_s
     assert rows[2].stood_s > rows[2].copied_s > 0
-    assert list(checkpoint_table(rows).columns[0].cells) == ["ours, lazy"]
+    assert list(map(str, checkpoint_table(rows).columns[0].cells)) == ["ours, lazy"]
 
 
 def test_a_rounds_first_step_is_saved_and_the_next_rounds_again(tmp_path: Path):
