@@ -176,13 +176,17 @@ def check(world: int, stages: int, cases: list[Case], tolerance: float = 1e-5) -
             assert gradients.keys() == expected.gradients.keys()
             assert_near(gradients, expected.gradients, tolerance, case)
         assert list(ranks[0].state) == list(expected.state), "names and their order are those of the whole"
-        assert_near(ranks[0].state, expected.state, tolerance, case)
+        assert_near(ranks[0].state, expected.state, tolerance, case, least=1e-3)
 
 
-def assert_near(some: dict[str, Tensor], others: dict[str, Tensor], tolerance: float, case: Case) -> None:
+def assert_near(
+    some: dict[str, Tensor], others: dict[str, Tensor], tolerance: float, case: Case, least: float = 0.0
+) -> None:
+    """Relative to the largest value. One below ``least`` counts as that: biases that have moved by 4e-6 from zero
+    are sums of steps that cancel out, and depend on the CPU's kernels."""
     for name, value in some.items():
         far = (value - others[name]).abs().max().item()
-        assert far <= tolerance * others[name].abs().max().item(), f"{name} is {far} away: {case.name}"
+        assert far <= tolerance * max(least, others[name].abs().max().item()), f"{name} is {far} away: {case.name}"
 
 
 def test_two_stages_follow_one_process_that_accumulates():
