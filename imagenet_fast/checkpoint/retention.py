@@ -12,7 +12,7 @@ from imagenet_fast.atomic_io import sync_folder
 from imagenet_fast.checkpoint.manifest import MANIFEST, CorruptCheckpoint, Manifest, read_manifest
 
 _NAME = re.compile(r"step-\d{8,}(-\d+)?")
-"""What ``new_folder`` names a checkpoint."""
+"""The names that ``new_folder`` gives to checkpoints."""
 _NONE_YET = ".none-yet"
 
 

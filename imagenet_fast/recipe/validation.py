@@ -48,9 +48,10 @@ def _nearest(recipe: Recipe, ranks: int) -> list[str]:
 
 def lint(recipe: Recipe) -> list[str]:
     """Return one sentence for each value that is allowed, but looks like a mistake."""
-    target, doubts = recipe.target_top1, list[str]()
+    doubts: list[str] = []
+    target = recipe.target_top1
     if target is not None and target < 1:
-        doubts = [f"target_top1 is {target:g} %; did you mean {100 * target:g}?"]
+        doubts.append(f"target_top1 is {target:g} %; did you mean {100 * target:g}?")
     for key in ("start_lr", "end_lr"):
         rate = getattr(recipe.schedule, key, 0.0)
         if rate > recipe.optim.lr:

@@ -33,6 +33,13 @@ PART = SparseSync(wire="fp32", sparsity=0.5, chunk=16, dense_epochs=0, ramp_epoc
 LAZY, HYBRID = LazySync(wire="fp32"), HybridSync(wire="fp32")
 
 
+def take_steps(model: nn.Module, pool: GradientPool, optimizer: torch.optim.Optimizer, count: int) -> None:
+    for step in range(count):
+        pool.zero_grad()
+        loss_of(model, step).backward()
+        pool.step(optimizer)
+
+
 def clipped(kind: type[torch.optim.Optimizer], by_pool: bool) -> tuple[Tensor, list[Tensor]]:
     """Weights after steps with a clipped norm, and all norms."""
     model = network()
@@ -185,10 +192,7 @@ FORGOTTEN = """
 meet()
 model = network()
 pool, optimizer = pooled(model, HYBRID), torch.optim.SGD(model.parameters(), 0.1)
-for step in range(4):
-    pool.zero_grad()
-    loss_of(model, step).backward()
-    pool.step(optimizer)
+take_steps(model, pool, optimizer, 4)
 if sys.argv[2] == "0":
     time.sleep(1)
 """
@@ -228,10 +232,7 @@ def test_an_update_that_failed_is_not_passed_over(monkeypatch: pytest.MonkeyPatc
     """Under a deferring engine it fails in the next forward, and a loop that skips that batch would lose it."""
     model = network()
     pool, optimizer = pooled(model, HYBRID), torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(3):
-        pool.zero_grad()
-        loss_of(model, step).backward()
-        pool.step(optimizer)
+    take_steps(model, pool, optimizer, 3)
     with monkeypatch.context() as patch:
         patch.setattr(sys.modules["torch.optim.sgd"], "sgd", _no_memory)
         with pytest.raises(MemoryError):
@@ -319,17 +320,9 @@ def _no_memory(*_: Any, **__: Any) -> Any:
 
 
 def _resharded(settings: EngineSettings) -> None:
-    def steps(model: nn.Module, pool: GradientPool) -> None:
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for step in range(3):
-            pool.zero_grad()
-            loss_of(model, step).backward()
-            pool.step(optimizer)
-        pool.settle()
-
     model = network()
     pool = pooled(model, settings)
-    steps(model, pool)
+    take_steps(model, pool, torch.optim.SGD(model.parameters(), 0.1), 3)
     state = copy.deepcopy(pool.state_dict())
     pool.close()
     assert state["engine"]["memory"]
@@ -337,7 +330,7 @@ def _resharded(settings: EngineSettings) -> None:
         own["error"] = own["error"].repeat(2, 1)
     pool = pooled(model, settings)
     pool.load_state_dict(state)
-    steps(model, pool)
+    take_steps(model, pool, torch.optim.SGD(model.parameters(), 0.1), 3)
     pool.close()
     assert weights(model).isfinite().all()
 
