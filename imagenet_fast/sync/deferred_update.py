@@ -157,13 +157,9 @@ class DeferredUpdate:
                 f"an update of {failed} failed halfway, and its weights are of no step; go on from a checkpoint"
             )
 
-    def forget_failure(self) -> None:
-        """Note that the weights are of a checkpoint now."""
-        self._failed = ""
-
     def _settle_before_loading(self) -> None:
         self.settle()
-        self.forget_failure()
+        self._failed = ""  # from now on the weights are of a checkpoint
 
     def waits(self, slot: ParamSlot) -> bool:
         """Return whether the update of ``slot`` is pending."""
