@@ -63,7 +63,7 @@ def small_model(kind: str) -> nn.Module:
 
 
 UNDIVIDED = Parallel()
-PIXELS = {"tiny": 5, "alexnet": 63, "alexnet_bn": 67, "resnet18": 32, "cifarnet": 32}
+PIXELS = {"tiny": 5, "alexnet": 63, "alexnet_bn": 67, "resnet18": 96, "cifarnet": 32}
 
 
 def images_of(kind: str, step: int, batch: int) -> tuple[Tensor, Tensor]:
