@@ -119,7 +119,8 @@ class Run:
 
 
 def plan(rows: Sequence[Row] = ()) -> list[Run]:
-    """Return all runs in order of importance: rates before their use, and a seed of everything before the next one.
+    """Return all runs in order of importance: rates before their use, one seed of everything, the optimizers' other
+    seeds, the engines'.
 
     Before these come all seeds of what README and the engines' pages compare: LARS at eight times the least batch, int8
     beside bf16, mild beside plain.
@@ -146,7 +147,7 @@ def plan(rows: Sequence[Row] = ()) -> list[Run]:
     first += [*others(1), *tried("larc"), *batches("larc", 1)]
     later = [run for seed in SEEDS[1:] for case in OPTIMIZERS for run in batches(case, seed)]
     rest = [run for seed in SEEDS[1:] for run in others(seed)]
-    return list(dict.fromkeys(first + sorted([*later, *rest], key=lambda run: run.seed)))
+    return list(dict.fromkeys(first + later + rest))
 
 
 def tried_rates(rows: Iterable[Row], case: str, batch: int) -> dict[float, float]:

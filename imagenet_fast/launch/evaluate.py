@@ -14,7 +14,6 @@ from imagenet_fast.data.fingerprint import contents
 from imagenet_fast.data.loaders import open_validation
 from imagenet_fast.distributed.init import DistContext, init_distributed
 from imagenet_fast.distributed.rank_info import RankInfo, set_group_rank
-from imagenet_fast.errors import warn
 from imagenet_fast.launch.signals import end_on_signals
 from imagenet_fast.metrics.json_io import write_json
 from imagenet_fast.metrics.tables import compact_table
@@ -93,13 +92,13 @@ def judge(evaluation: Evaluation, world: DistContext) -> EvalResult:
         forward_dtype(precision),
     )  # fmt: skip
     compare_data(contents(images.class_names, {"images": 0, "digest": ""}, images.val_contents), world)
-    weights = load_initial_weights(evaluation.weights, recipe.model, images.classes, world)
+    weights = load_initial_weights(
+        evaluation.weights, recipe.model, images.classes, world, class_names=images.class_names
+    )
     set_float32_math(precision)
     model = build_initial_model(recipe, images.classes, world, weights)
     if recipe.compile and not recipe.ema_decay:  # the moving average is not compiled in training either
         compile_blocks(model)
-    if weights is not None:
-        _doubt_classes(weights.source, weights.class_names, images.class_names)
     begun = time.perf_counter()
     accuracy = evaluate(
         model, images, autocast(precision, world.device), world, mirror=recipe.eval_mirror,
@@ -122,11 +121,3 @@ def verdict_table(verdict: EvalResult) -> Table:
         numbers["shift %"] = f"{verdict.top1_shift:.2f}"
     numbers |= {"images": str(verdict.images), "img/s": f"{verdict.images_per_s:.0f}"}
     return compact_table(("recipe", "model"), list(numbers), [(verdict.recipe, verdict.model, *numbers.values())])
-
-
-def _doubt_classes(source: str, trained: list[str], there: list[str]) -> None:
-    """Warn if class names differ: labels are numbers, which may then mean other classes."""
-    for trained_on, shown in zip(trained, there, strict=False):
-        if trained_on != shown:
-            warn(f"{source} was trained on other classes: on '{trained_on}' where the data has '{shown}'")
-            return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +61,13 @@ def build_initial_model(
 
 
 def load_initial_weights(
-    given: Path, model: Model, classes: int, world: DistContext, fresh_head: bool = False
-) -> Weights | None:
+    given: Path, model: Model, classes: int, world: DistContext, fresh_head: bool = False,
+    class_names: Sequence[str] = (),
+) -> Weights | None:  # fmt: skip
     """Read the weights that ``given`` names, on rank 0 only, and fit them to ``model``.
 
-    Other ranks get theirs from rank 0 (``build_initial_model``), so their nodes need no such file.
+    Other ranks get theirs from rank 0 (``build_initial_model``), so their nodes need no such file. Warn if the network
+    blurs otherwise than the one that was trained, or the images are of other classes.
 
     Args:
         given: Any form that ``given_weights`` accepts.
@@ -73,6 +75,7 @@ def load_initial_weights(
         classes: Number of classes.
         world: This rank and its process group.
         fresh_head: Whether to leave out the weights of the last layer.
+        class_names: Names of the images' classes by label; empty if they are not known.
 
     Returns:
         The fitted weights on rank 0, None on other ranks.
@@ -85,7 +88,17 @@ def load_initial_weights(
         if world.is_main:
             found = fit(given_weights(given), model, classes, fresh_head)
             warn_of_blurpool(found, model)
+            if not fresh_head:
+                _warn_of_classes(found, class_names)
     return found
+
+
+def _warn_of_classes(weights: Weights, class_names: Sequence[str]) -> None:
+    """Warn if the names of classes differ: labels are numbers, which may then mean other classes."""
+    for trained, given in zip(weights.class_names, class_names, strict=False):
+        if trained != given:
+            warn(f"{weights.source} was trained on other classes: on '{trained}' where the data has '{given}'")
+            return
 
 
 def warn_of_blurpool(weights: Weights, model: Model) -> None:

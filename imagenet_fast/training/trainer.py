@@ -161,7 +161,9 @@ class Trainer:
             found.check_images(self.data.train_order.images)
             found.check_length(recipe.epochs, self.steps_per_epoch)
         elif job.init_from is not None:
-            self.weights = load_initial_weights(job.init_from, recipe.model, self.data.classes, world, job.fresh_head)
+            self.weights = load_initial_weights(
+                job.init_from, recipe.model, self.data.classes, world, job.fresh_head, self.data.class_names
+            )
 
     def build(self, model: nn.Module | None = None) -> None:
         """Build the model, its engine and its optimizer, and load the checkpoint. Call ``open_data`` first.
@@ -372,11 +374,9 @@ class Trainer:
     def _write_final_weights(self) -> None:
         """Write the final weights on rank 0. Raises JobAborted, on every rank, if they cannot be written."""
         self.state.settle()
-        whole = self.state.whole()
-        failure = ""
+        whole, path, failure = self.state.whole(), self.job.folder / FINAL_WEIGHTS, ""
         if self.world.is_main:
             about = describe(self.job.name, self.job.recipe, self.data.class_names)
-            path = self.job.folder / FINAL_WEIGHTS
             try:
                 write_weights(whole.state_dict(), path, about)
             except (OSError, SafetensorError) as error:

@@ -130,6 +130,25 @@ def _judged_images(weights: Path, places: list[Path]) -> tuple[EvalResult, EvalR
     return first, second, said.getvalue()
 
 
+def test_weights_of_other_classes_are_doubted_but_for_a_fresh_head(tmp_path: Path):
+    file = tmp_path / "w.safetensors"
+    names = ["cat", "cow", "dog"]
+    write_weights(resnet18(num_classes=3).state_dict(), file, describe("test", parse_recipe("test", tables()), names))
+    others = ["cat", "bee", "dog"]
+    (said,) = run(1, _doubted, file, [(False, names), (False, []), (True, others), (False, others)])
+    assert said[:3] == ["", "", ""]
+    assert f"{file} was trained on other classes: on 'cow' where the data has 'bee'\n" in said[3]
+
+
+def _doubted(file: Path, ways: list[tuple[bool, list[str]]]) -> list[str]:
+    said, model = [], parse_recipe("test", tables()).model
+    for fresh_head, names in ways:
+        with redirect_stderr(StringIO()) as told:
+            load_initial_weights(file, model, 3, _world(), fresh_head, names)
+        said.append(told.getvalue())
+    return said
+
+
 def test_a_run_starts_from_weights_that_rank_0_alone_can_read(trained: Path, tmp_path: Path):
     """With a moving average, which starts there too; and with other classes only where a fresh head is asked for."""
     for found in run(2, _start, trained / FINAL_WEIGHTS, tmp_path):
