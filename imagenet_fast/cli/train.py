@@ -91,7 +91,7 @@ def train(
 
     Ctrl-C, SIGTERM or SIGUSR1, sent to this command or to any rank, saves the
     state and ends the run, within checkpoint.grace_s seconds. A second signal
-    ends it at once. The same command with --resume auto resumes the run. With
+    ends it at once. The same command with --resume RUN resumes the run. With
     --nodes MIN:MAX only the node that gets the signal ends; the others
     continue.
 

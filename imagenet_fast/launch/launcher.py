@@ -17,16 +17,11 @@ from imagenet_fast.distributed.network_interfaces import Endpoint, route_to
 from imagenet_fast.errors import JobAborted, UserError, first_error_in
 from imagenet_fast.launch.rendezvous import LaunchConfig, RendezvousInfo, meet
 from imagenet_fast.launch.signals import ignore_signals, interrupt_on_signals
-from imagenet_fast.metrics.run_result import NOTHING_LOST, STOPPED, STOPPED_WORDS, RunResult, read_outcome
+from imagenet_fast.metrics.run_result import NOT_BEGUN, NOTHING_LOST, STOPPED, STOPPED_WORDS, RunResult, read_outcome
 from imagenet_fast.recipe.job import AnyJob, DoctorJob, Evaluation, Job, write_job
 from imagenet_fast.training.exit_status import OPENED, TOLD
 from imagenet_fast.training.job_setup import check_writable
 from imagenet_fast.training.run_lock import lock_run_dir
-
-_KILLED = (
-    f"{STOPPED_WORDS}, and its ranks were killed before they had saved; the same command with --resume auto goes on "
-    "from the last checkpoint"
-)
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # torchrun forwards them to the ranks
 _LAST_CALL_S = 10  # how long the minimum number of nodes waits for more
@@ -59,7 +54,7 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
         has_run, told = (here / OPENED).exists(), (here / TOLD).exists()  # set by rank 0, if it is on this node
     if left is None and not has_run:
         if interrupted:
-            print(NOTHING_LOST)
+            print(NOT_BEGUN)
             return STOPPED
         if fate and code != 2:  # 2: already printed
             print(f"failed: {fate}")
@@ -67,10 +62,13 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
     outcome = left or RunResult.beginning(job)
     if interrupted and outcome.status == "failed":
         outcome.status = "interrupted"
-        outcome.message = outcome.message or _KILLED
-    elif code and not interrupted and (outcome.status != "preempted" or outcome.message == NOTHING_LOST):
+        outcome.message = outcome.message or (
+            f"{STOPPED_WORDS}, and its ranks were killed before they had saved; {job.resuming} goes on from the last "
+            "checkpoint"
+        )
+    elif code and not interrupted and (outcome.status != "preempted" or outcome.message.startswith(NOTHING_LOST)):
         outcome.status = "failed"  # a rank that reports no loss was stopped since another one failed
-        outcome.message = fate if outcome.message == NOTHING_LOST else outcome.message or fate
+        outcome.message = fate if outcome.message.startswith(NOTHING_LOST) else outcome.message or fate
         if code != 2:  # 2: the rank's error is already printed
             print(
                 f"failed: {outcome.message}" + (f"; what there is of the run lies in {job.folder}" if has_run else "")

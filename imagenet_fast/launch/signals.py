@@ -132,9 +132,9 @@ def stopping_early() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        from imagenet_fast.metrics.run_result import NOTHING_LOST, STOPPED
+        from imagenet_fast.metrics.run_result import NOT_BEGUN, STOPPED
 
-        print(NOTHING_LOST, flush=True)
+        print(NOT_BEGUN, flush=True)
         raise SystemExit(STOPPED) from None
     finally:
         for number, answer in before.items():

@@ -77,7 +77,7 @@ class MetricLogger:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise UserError(
                         f"the run cannot be recorded ({error.strerror or error}); see to the disk of its directory, "
-                        "then go on by --resume auto"
+                        "then resume the run"
                     ) from None
                 full = True
         if full and not self._is_full:

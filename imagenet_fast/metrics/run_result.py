@@ -20,8 +20,10 @@ STOPPED = 4
 """Exit code of a run that a signal stopped without loss. The same command resumes it."""
 
 STOPPED_WORDS = "stopped by a signal"
-NOTHING_LOST = f"{STOPPED_WORDS}, and nothing is lost; the same command with --resume auto goes on"
-"""Message of a run that was stopped while all its training was saved."""
+NOTHING_LOST = f"{STOPPED_WORDS}, and nothing is lost"
+"""Begins the message of a run that was stopped while all its training was saved."""
+NOT_BEGUN = f"{NOTHING_LOST}; the same command starts it again"
+"""Message of a run that was stopped before it wrote anything."""
 
 _BEARABLE_PCT = 5.0
 """Percent of training spent waiting for images, above which a run reports it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -61,6 +62,16 @@ class Job:
     """Whether nodes may leave and join; the number of ranks, and ``batching``, then change."""
     overrides: tuple[str, ...] = ()
     """Keys of the recipe, or tables of keys, that the user has set, here or when the run began."""
+
+    @property
+    def resuming(self) -> str:
+        """The command that resumes the run, in words. It need not have been given an ``--out``."""
+        if self.resume:
+            return "the same command"
+        folder = self.folder
+        with suppress(OSError, ValueError):  # ValueError: not below the working directory, which may be gone
+            folder = folder.relative_to(Path.cwd())
+        return f"the same command with --resume {shlex.quote(str(folder))}"
 
     def agreed(self) -> dict[str, Any]:
         """Return the settings that must be equal on all nodes.

@@ -94,7 +94,7 @@ class Ending:
         self.outcome.message = reason
         self.outcome.status = "failed"
         if reason.startswith(STOPPED_WORDS):
-            self.outcome.status = "preempted" if reason == NOTHING_LOST else "interrupted"
+            self.outcome.status = "preempted" if reason.startswith(NOTHING_LOST) else "interrupted"
 
     def leave(self) -> None:
         """Write the outcome, and print it if no other process does."""
@@ -113,13 +113,13 @@ class Ending:
     def _stop(self, why: str) -> None:
         saved = self.saved_step()
         if self.outcome.steps <= saved:
-            self.outcome.status, self.outcome.message = "preempted", NOTHING_LOST
+            self.outcome.status, self.outcome.message = "preempted", f"{NOTHING_LOST}; {self._job.resuming} goes on"
             return
         then = f"goes on from the checkpoint of step {saved}" if saved else "begins again, as no checkpoint was written"
         self.outcome.status = "interrupted"
         self.outcome.message = (
-            f"{STOPPED_WORDS} in step {self.outcome.steps + 1}, and not saved {why or 'since it came again'}; the same "
-            f"command with --resume auto {then}"
+            f"{STOPPED_WORDS} in step {self.outcome.steps + 1}, and not saved {why or 'since it came again'}; "
+            f"{self._job.resuming} {then}"
         )
 
 

@@ -324,7 +324,7 @@ class Trainer:
         if outcome.status == "preempted":
             outcome.message = f"{STOPPED_WORDS} after step {outcome.steps}, and "
             if checkpoints.saves:
-                outcome.message += "saved; the same command with --resume auto goes on"
+                outcome.message += f"saved; {self.job.resuming} goes on"
             else:
                 outcome.status = "interrupted"
                 outcome.message += "not saved, as not every node sees the run; give an --out that all of them share"
@@ -381,8 +381,8 @@ class Trainer:
                 write_weights(whole.state_dict(), path, about)
             except (OSError, SafetensorError) as error:
                 failure = (
-                    f"trained to the end, but {path} cannot be written ({error}); see to that disk, and the same "
-                    "command with --resume auto writes them"
+                    f"trained to the end, but {path} cannot be written ({error}); see to that disk, and "
+                    f"{self.job.resuming} writes them"
                 )
         if failure := broadcast_error(failure, self.world.device):
             raise JobAborted(failure)

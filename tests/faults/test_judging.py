@@ -55,7 +55,7 @@ def test_damage_flips_truncates_replaces_and_deletes(tmp_path: Path):
         (2, "error: x; do y\n", NOTHING, "fails though nothing was damaged: error: x; do y"),
         (
             4,
-            "Stopped by a signal after step 4, and saved; the same command with --resume auto goes on.",
+            "Stopped by a signal after step 4, and saved; the same command goes on.",
             NOTHING,
             "though no signal was sent",
         ),

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.job import Evaluation, Job, read_job, write_job
@@ -34,6 +37,18 @@ def test_a_job_from_before_runs_could_start_from_weights_is_read_too(tmp_path: P
     del table["init_from"], table["fresh_head"], table["resume"], table["elastic"]
     (tmp_path / "job.json").write_text(json.dumps(table))
     assert read_job(tmp_path / "job.json", Job) == job
+
+
+def test_a_stopped_run_is_resumed_by_its_directory_unless_it_was_resumed_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    job = Job("test", RECIPE, Batching(3, 5, 2), None, tmp_path / "runs" / "my run")
+    assert job.resuming == "the same command with --resume 'runs/my run'"
+    assert replace(job, folder=Path("/shared/a")).resuming == "the same command with --resume /shared/a"
+    assert replace(job, resume=True).resuming == "the same command"
+    tmp_path.rmdir()
+    assert job.resuming.endswith(f"'{tmp_path}/runs/my run'"), "also where the working directory is gone"
 
 
 def test_nodes_that_start_from_different_weights_disagree(tmp_path: Path):
