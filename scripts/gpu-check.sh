@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All that one GPU can tell of this checkout in 8 minutes: its tests, two NCCL ranks on it, what a step costs the GPU
-# and the host, what DALI decodes. Needs torch from 2.11 and pyproject.toml's packages (not DALI), and no network.
+# and the host, what DALI decodes. Needs torch from 2.11, pyproject.toml's packages (not DALI) and pytest; no network.
 #
 #     scripts/gpu-check.sh [REPORT]              # default: gpu-check.md; PYTHON=... chooses the interpreter
 #     scripts/gpu-check.sh --long [REPORT]       # more rounds, more sections, no limits: half an hour or so

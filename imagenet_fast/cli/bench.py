@@ -98,7 +98,9 @@ def bench_sync(
     sync: Annotated[
         str | None,
         typer.Option(
-            metavar="A,B", help="Engines to measure. NAME:WIRE sets the wire dtype of one. Default: all but powersgd."
+            metavar="A,B",
+            help="Engines to measure. NAME:WIRE sets the wire dtype of one. Default: all but powersgd; with --count: "
+            "lazy, dear, ring, hybrid and sparse.",
         ),
     ] = None,
     wire: Annotated[

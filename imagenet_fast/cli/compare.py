@@ -81,6 +81,7 @@ def compare(
     from imagenet_fast.cost_model.units import whole_numbers
     from imagenet_fast.launch.rendezvous import local_ranks
     from imagenet_fast.metrics.report import draw_curves, report_table
+    from imagenet_fast.metrics.run_result import STOPPED
     from imagenet_fast.training.job_setup import new_folder
 
     folder = out or new_folder(Path(recipe).stem, "compare")
@@ -105,6 +106,8 @@ def compare(
     for run in failed:
         left = f"its partial results are in {run.past.folder}" if run.past.folder.exists() else "it left nothing"
         print(f"{run.past.label} ended with exit code {run.exit_code}; {left}")
+        if run.exit_code == STOPPED:
+            print(f"imagenet-fast train --resume {shlex.quote(str(run.past.folder))} --nproc {ranks} goes on with it")
     print(f"in TensorBoard: tensorboard --logdir {shlex.quote(str(folder))}")
     png = folder / "compare.png"
     folder.mkdir(parents=True, exist_ok=True)

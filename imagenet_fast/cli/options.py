@@ -105,7 +105,10 @@ RecipeOption = Annotated[
     str, typer.Option("--recipe", metavar="NAME|PATH", help="Name of a shipped recipe, or a TOML file.")
 ]
 OptionalRecipeOption = Annotated[
-    str | None, typer.Option("--recipe", metavar="NAME|PATH", help="Name of a shipped recipe, or a TOML file.")
+    str | None,
+    typer.Option(
+        "--recipe", metavar="NAME|PATH", help="Name of a shipped recipe, or a TOML file. Default: that of --resume RUN."
+    ),
 ]
 SyncOption = Annotated[
     str | None,

@@ -65,13 +65,13 @@ class Job:
 
     @property
     def resuming(self) -> str:
-        """The command that resumes the run, in words. It need not have been given an ``--out``."""
+        """The command that resumes the run, in words. It may have begun without an ``--out``, or by ``compare``."""
         if self.resume:
             return "the same command"
         folder = self.folder
         with suppress(OSError, ValueError):  # ValueError: not below the working directory, which may be gone
             folder = folder.relative_to(Path.cwd())
-        return f"the same command with --resume {shlex.quote(str(folder))}"
+        return f"the same train command with --resume {shlex.quote(str(folder))}"
 
     def agreed(self) -> dict[str, Any]:
         """Return the settings that must be equal on all nodes.

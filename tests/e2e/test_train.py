@@ -211,7 +211,7 @@ def test_ctrl_c_saves_and_ends_every_rank(tmp_path: Path):
         assert "Traceback" not in errors
         outcome = outcome_of(run)
         step = f"Stopped by a signal after step {outcome['steps']}"
-        assert f"{step}, and saved; the same command with --resume {run} goes on." in printed
+        assert f"{step}, and saved; the same train command with --resume {run} goes on." in printed
         assert outcome["status"] == "preempted"
         assert newest(run / "checkpoints").manifest.step == outcome["steps"] > 0
         assert events_of(run, "end")

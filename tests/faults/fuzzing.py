@@ -270,7 +270,7 @@ class Round:
             case 4:
                 if not launch.signalled:
                     self._blame(launch.name, "ends with exit code 4 though no signal was sent")
-                if "the same command" not in printed:
+                if "; the same " not in printed:
                     self._blame(launch.name, "ends with exit code 4 without a sentence")
             case _ if code < 0 and not left_alone:
                 pass

@@ -44,8 +44,8 @@ def test_a_stopped_run_is_resumed_by_its_directory_unless_it_was_resumed_before(
 ):
     monkeypatch.chdir(tmp_path)
     job = Job("test", RECIPE, Batching(3, 5, 2), None, tmp_path / "runs" / "my run")
-    assert job.resuming == "the same command with --resume 'runs/my run'"
-    assert replace(job, folder=Path("/shared/a")).resuming == "the same command with --resume /shared/a"
+    assert job.resuming == "the same train command with --resume 'runs/my run'"
+    assert replace(job, folder=Path("/shared/a")).resuming == "the same train command with --resume /shared/a"
     assert replace(job, resume=True).resuming == "the same command"
     tmp_path.rmdir()
     assert job.resuming.endswith(f"'{tmp_path}/runs/my run'"), "also where the working directory is gone"

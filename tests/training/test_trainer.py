@@ -150,7 +150,7 @@ def test_ctrl_c_in_a_plain_process_is_on_the_record(tmp_path: Path):
     outcome = read_outcome(tmp_path / "run")
     assert "KeyboardInterrupt" in said
     assert outcome.status == "interrupted"
-    assert "and not saved in the middle of it; the same command with --resume run " in outcome.message
+    assert "and not saved in the middle of it; the same train command with --resume run " in outcome.message
 
 
 def test_trainer_by_name_continues_from_its_state():

@@ -189,7 +189,8 @@ def _classes(found: Source, before: Record, source: Path, subset: bool) -> list[
     """
     names = {split: {of.name for of in found.classes if of.split == split} for split in SPLITS}
     if not subset:
-        for split, there in names.items():
+        for split, given in names.items():
+            there = given | before.splits.get(split, {}).keys()
             if len(there) != CLASSES:
                 raise UserError(
                     f"{source} has {len(there)} classes of {split}, and ImageNet has {CLASSES}; give all of it, or "
