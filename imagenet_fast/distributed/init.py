@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, Store
 
 from imagenet_fast.distributed.bootstrap import connecting, rendezvous_ranks
 from imagenet_fast.distributed.cpu_affinity import bind_to_numa_node, own_cores
@@ -26,6 +26,7 @@ from imagenet_fast.distributed.watchdog import watching_ranks
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.schema import Timeout
 
+_JOIN_TIMEOUT = timedelta(minutes=5)  # of ranks that a loop of one's own is
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Options of glibc's mallopt(3): freed bytes at the heap's end, and bytes of an allocation, from which on memory goes
 back to the kernel."""
@@ -102,10 +103,12 @@ def current_world() -> DistContext:
     device, backend = prepare_device(place.local_rank)
     if not there:
         bound = device if device.type == "cuda" else None
-        if place.size > 1:
-            dist.init_process_group(backend, device_id=bound)
-        else:
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=bound)
+        store: Store | None = None  # torch's own, at MASTER_ADDR
+        if place.size == 1:
+            store = HashStore()
+        elif place.is_multi_node:  # this sets gloo's interface, too
+            store = rendezvous_ranks(place, {}, _JOIN_TIMEOUT, device.type)
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, device_id=bound)
         if bound is None:
             leave_at_exit()
     set_group_rank(place)
@@ -144,19 +147,22 @@ def prepare_device(local_rank: int, traces: Path | None = None) -> tuple[torch.d
     device = torch.device("cuda", local_rank if gpus > 1 else 0)  # srun may show each of its tasks only one GPU
     torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True
-    # What we send through this group is on the GPU, barriers too (`init_distributed` binds the group to its device).
-    # Its gloo serves a calling program that sends from the CPU; if not lazy, it would hold a socket to every rank for
-    # each group. So only NCCL tests the connections at the start.
+    # What we send in steps is on the GPU, barriers too (`init_distributed` binds the group to its device). Gloo serves
+    # objects, which torch sends from the CPU where it can, and a calling program; if not lazy, it would hold a socket
+    # to every rank for each group. So only NCCL tests the connections at the start.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     record_flights(traces)
     return device, "cpu:gloo,cuda:nccl"
 
 
 def computes_bf16(device: torch.device) -> bool:
-    """Return whether ``device`` has instructions for bf16, as GPUs have and CPUs with AVX-512.
+    """Return whether ``device`` has instructions for bf16, as GPUs have from Ampere on and CPUs with AVX-512.
 
-    Other CPUs convert each value by itself: a convolution in bf16 took 9.6 times as long as in fp32 with AVX2.
+    Other CPUs convert each value by itself: a convolution in bf16 took 9.6 times as long as in fp32 with AVX2. For
+    other GPUs torch has no convolutions of cuDNN's in bf16.
     """
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
     return device.type != "cpu" or (torch.backends.mkldnn.is_available() and _mkldnn_computes_bf16())
 
 
@@ -170,9 +176,7 @@ def all_compute_bf16(device: torch.device) -> bool:
 
     Ranks must agree, since those of a layout send each other what they have computed.
     """
-    if device.type != "cpu":
-        return True
-    lacking = torch.tensor(not computes_bf16(device), dtype=torch.int32)
+    lacking = torch.tensor(not computes_bf16(device), dtype=torch.int32, device=device)
     dist.all_reduce(lacking)
     return not lacking
 

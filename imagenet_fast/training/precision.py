@@ -29,7 +29,7 @@ def precision_note(precision: schema.Precision, bf16: bool) -> str:
     """Return a line to print if layers compute in another precision than the recipe's; else an empty string."""
     if effective_precision(precision, bf16) == precision:
         return ""
-    return "layers compute in fp32, not in bf16: a CPU of these ranks has no instructions for bf16\n"
+    return "layers compute in fp32, not in bf16: a CPU or GPU of these ranks has no instructions for bf16\n"
 
 
 def autocast(precision: schema.Precision, device: torch.device) -> torch.autocast:

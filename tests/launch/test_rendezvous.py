@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from imagenet_fast.distributed.bootstrap import rendezvous_ranks
-from imagenet_fast.distributed.init import init_distributed
+from imagenet_fast.distributed.init import current_world, init_distributed
 from imagenet_fast.distributed.network_interfaces import parse_endpoint
 from imagenet_fast.distributed.rank_info import RankInfo
 from imagenet_fast.errors import UserError
@@ -56,6 +58,20 @@ def test_two_nodes_meet_by_address_and_share_a_folder(network: Hosts, tmp_path: 
     assert (outcome["world_size"], outcome["status"]) == (2, "reached")
     assert 0 < outcome["time_to_accuracy_s"] <= outcome["run_s"]
     assert "--nodes" in json.loads((tmp_path / "run" / "job.json").read_text())["command"]
+
+
+def test_a_loop_of_ones_own_meets_by_name_too(network: Hosts):
+    assert network.call([(node, mean_of_ranks, (node,)) for node in range(2)]) == [0.5, 0.5]
+
+
+def mean_of_ranks(node: int) -> float:
+    """As a rank of torchrun's, one on each node."""
+    os.environ |= {"RANK": str(node), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": "node0", "MASTER_PORT": "29402"}
+    world = current_world()
+    number = torch.tensor(float(world.rank))
+    dist.all_reduce(number)
+    return number.item() / world.size
 
 
 @pytest.mark.long
