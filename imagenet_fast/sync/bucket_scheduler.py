@@ -169,7 +169,7 @@ class Scheduler(SyncEngine):
             return {}
         left = self._left if self._residual is None else self._residual.gathered()
         return {
-            "step": self._step, "left": left, "memory": _copied(self._memory),
+            "step": self._step, "left": left, "memory": _copied(self._memory, self._pool.buffer.device),
             "places": places_of(self._pool.slots), "learnt": learnt,
         }  # fmt: skip
 
@@ -178,10 +178,10 @@ class Scheduler(SyncEngine):
         if not state:
             return
         self._pool.order(state["places"])
-        self._step, self._memory = state["step"], _copied(state["memory"])
+        self._step, self._memory = state["step"], _copied(state["memory"], self._pool.buffer.device)
         self._residual, self._left = None, None
         if state["left"] is not None:
-            self._left = state["left"].new_zeros(self._pool.slots[-1].stop)
+            self._left = self._pool.buffer.new_zeros(self._pool.slots[-1].stop, dtype=state["left"].dtype)
             bring(state["left"], state["places"], self._left, self._pool.slots)
         if learnt := state["learnt"]:
             self._timing = Timing(**learnt["timing"])
@@ -204,7 +204,7 @@ class Scheduler(SyncEngine):
         """Abandon all messages without waiting for them."""
         self._watch_no_longer()
         self._travelling.clear()
-        self._topology.drop()
+        self._topology.drop(self._phases, self._pool.buffer)
 
     def _watch_no_longer(self) -> None:
         if self._timetable is not None:
@@ -310,5 +310,5 @@ class Scheduler(SyncEngine):
             self._stats.add(label, transfer)
 
 
-def _copied(memory: Memory) -> Memory:
-    return {name: {kind: kept.clone() for kind, kept in own.items()} for name, own in memory.items()}
+def _copied(memory: Memory, device: torch.device) -> Memory:
+    return {name: {kind: kept.to(device, copy=True) for kind, kept in own.items()} for name, own in memory.items()}

@@ -104,6 +104,10 @@ class CommStream:
             assert isinstance(done, torch.cuda.Event)
         return PendingOp(lambda: torch.cuda.current_stream(self._device).wait_event(done))
 
+    def record_event(self) -> torch.cuda.Event | None:
+        """Return an event after all that was entered so far; None on a CPU, where works hold what they use."""
+        return None if self._stream is None else self._stream.record_event()
+
     def all_to_all(
         self, arrived: Tensor, values: Tensor, arriving: Sequence[int] = (), leaving: Sequence[int] = ()
     ) -> Work | None:

@@ -145,8 +145,10 @@ class DdpPeer:
         if state.get("order"):
             self._trace_shapes(state["order"])
         if self._powersgd is not None and state.get("hook"):
+            device = next(self.module.parameters()).device
             for name, value in state["hook"].items():
-                setattr(self._powersgd, name, value)
+                kept = {bucket: v.to(device) for bucket, v in value.items()} if isinstance(value, dict) else value
+                setattr(self._powersgd, name, kept)
 
     def _trace_shapes(self, order: list[str]) -> None:
         """Run a backward of zeros that produces gradients in the order of the first step.

@@ -20,6 +20,7 @@ from imagenet_fast.sync.param_slot import ParamSlot, move
 PLAIN = torch.bfloat16
 """Dtype in which values without codes are sent: those inside a node, and blocks of norms, biases and slots' ends."""
 
+_ALIGNMENT = 16  # bytes; NCCL moves what begins elsewhere byte by byte
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
@@ -247,8 +248,9 @@ class Packer:
         coded, coded_rows = _by_owner(blocks.kinds[0], blocks.numbers[0], owners)
         plain, plain_rows = _by_owner(blocks.kinds[1], blocks.numbers[1], owners)
         self._codes, self._plains = coded.shape[1], plain.shape[1]
-        self.width = self._codes * (2 + BLOCK) + self._plains * 2 * BLOCK
-        """Bytes on the wire of one owner's rows."""
+        width = self._codes * (2 + BLOCK) + self._plains * 2 * BLOCK
+        self.width = -(-width // _ALIGNMENT) * _ALIGNMENT
+        """Bytes on the wire of one owner's rows, and of the gap that aligns the next owner's."""
         self._chosen = torch.cat([coded.flatten(), plain.flatten()]).to(device)
         back = torch.full_like(blocks.numbers[0], len(self._chosen))  # the last row has no values
         back[coded.flatten()[coded_rows]] = coded_rows
@@ -294,8 +296,8 @@ class Packer:
 
     def parts(self, message: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return views of a message: its scales, codes and plain values."""
-        codes = self._codes * BLOCK
-        scales, coded, plain = message.split([2 * self._codes, codes, 2 * self._plains * BLOCK], -1)
+        sizes = [2 * self._codes, self._codes * BLOCK, 2 * self._plains * BLOCK]
+        scales, coded, plain, _ = message.split([*sizes, self.width - sum(sizes)], -1)
         return (
             scales.view(torch.bfloat16), coded.view(self._wire).unflatten(-1, (self._codes, BLOCK)),
             plain.view(PLAIN).unflatten(-1, (self._plains, BLOCK)),

@@ -287,8 +287,9 @@ class Sparse(SyncEngine):
 
     def drop(self) -> None:
         """Release the engine in the middle of a step, without waiting for any message."""
+        used = (self._pool.buffer, self._left, self._scores, self._norms, self._ids, list(self._messages))
         self._messages.clear()
-        self._topology.drop()
+        self._topology.drop(used, self._measurement, self._agreement)
 
     def _clear(self, residual: Tensor, velocity: Tensor) -> None:
         """Zero what was sent in the residual and, unless all chunks were sent, in the velocity."""

@@ -47,6 +47,8 @@ class Topology:
     """The number of the next process group, far from any that torch counts."""
     _dropped: ClassVar[list[CommStream]] = []
     """Channels that are no longer used, kept so that none is ended alone: see ``drop``."""
+    _written: ClassVar[list[tuple[list[torch.cuda.Event], object]]] = []
+    """What operations of dropped channels may still write on a GPU, and the ends of these operations."""
 
     def __init__(
         self,
@@ -178,11 +180,20 @@ class Topology:
             stream.close()
         self._streams.clear()
 
-    def drop(self) -> None:
+    def drop(self, *buffers: object) -> None:
         """Stop using the streams, on which an operation may be in flight that never ends.
 
         Their process groups end with all others. None is ended alone, because that would wait too.
+
+        Args:
+            buffers: What these operations use. On a GPU it is kept until they have ended, as the allocator would give
+                the memory to the next tensor.
         """
+        Topology._written[:] = [
+            (ends, kept) for ends, kept in Topology._written if not all(end.query() for end in ends)
+        ]
+        if ends := [end for stream in self._streams.values() if (end := stream.record_event()) is not None]:
+            Topology._written.append((ends, buffers))
         Topology._dropped.extend(self._streams.values())
         self._streams.clear()
 

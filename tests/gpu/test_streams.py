@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from imagenet_fast.recipe.optim_config import Sgd
-from imagenet_fast.sync import SparseSync
+from imagenet_fast.sync import EngineSettings, LazySync, PowerSgdSync, SparseSync
 from imagenet_fast.sync.sparse import Sparse
 from imagenet_fast.training.optimizers import build_optimizer
+from tests.gpu.test_checkpoints import moved
 from tests.sync.loops import pooled
 from tests.sync.test_overflow import Given, integers, weights
 
@@ -23,6 +24,28 @@ def test_sparse_chooses_the_same_chunks_though_its_norms_are_read_late():
     """On a busy GPU, whose allocator hands freed memory out at once, as on a CPU."""
     on_gpu = sparsely_trained(torch.device("cuda", 0))
     assert torch.equal(on_gpu, sparsely_trained(torch.device("cpu")))
+
+
+@pytest.mark.parametrize("settings", [LazySync(wire="int8"), PowerSgdSync(wire="fp32", rank=2)])
+def test_a_state_that_was_read_on_the_cpu_goes_on_on_the_gpu(settings: EngineSettings):
+    assert torch.equal(*(resumed(settings, torch.device(place)) for place in ("cuda", "cpu")))
+
+
+def resumed(settings: EngineSettings, place: torch.device) -> Tensor:
+    """Train on the GPU, with the pool's state moved to ``place`` and loaded in between."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64).to("cuda")
+    pool = pooled(model, settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    images = torch.randn(16, 64).to("cuda")
+    for step in range(4):
+        if step == 2:
+            pool.load_state_dict(moved(pool.state_dict(), place))
+        pool.zero_grad()
+        model(images).square().mean().backward()
+        pool.step(optimizer)
+    pool.close()
+    return weights(model).cpu()
 
 
 def sparsely_trained(device: torch.device) -> Tensor:
