@@ -8,7 +8,7 @@ et al., KIPS Trans. 10(7), 2021, doi 10.3745/KTCCS.2021.10.7.191). The result is
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -40,8 +40,11 @@ class DeferredUpdate:
 
     In training, a layer is updated just before the forward of a module that reads it. The first forwards show which
     modules do (``FirstUseTracker``). A parameter that no module reads is updated at once. Our hooks run before a
-    module's other hooks, which may read its parameters (as those of ``nn.utils.prune`` do). Code that reads a parameter
-    before any forward gets an error from autograd, which sees that the parameter has changed.
+    module's other hooks, which may read its parameters (as those of ``nn.utils.prune`` do).
+
+    Code that reads a parameter before any forward gets an error from autograd, which sees that the parameter has
+    changed. Some operations keep nothing that autograd could check. So it is an error, too, if a module is called
+    outside the one that called it at first and whose own parameters are not up to date yet.
 
     All updates are applied where this cannot be relied on:
 
@@ -108,6 +111,7 @@ class DeferredUpdate:
         assert not self._pending
         self._slots = list(slots)
         self._read_by: dict[nn.Module, list[ParamSlot]] | None = None
+        self._read_around: dict[nn.Module, list[ParamSlot]] = {}
         self._unread: list[ParamSlot] = []
 
     def update(self, apply: Update, at_once: bool) -> None:
@@ -119,6 +123,7 @@ class DeferredUpdate:
                 by_param = {slot.param: slot for slot in self._slots}
                 readers = self._readers.by_module()
                 self._read_by = {module: [by_param[param] for param in params] for module, params in readers.items()}
+                self._read_around = self._readers.around(self._read_by)
                 read = {slot for slots in self._read_by.values() for slot in slots}
                 self._unread = [slot for slot in self._slots if slot not in read]
             if at_once or len(self._pending) < len(self._slots) - len(self._unread):
@@ -176,9 +181,19 @@ class DeferredUpdate:
                 return
             trains = self._is_inside() or (module.training and torch.is_grad_enabled())
             if trains and module in self._called:
+                self._refuse_bypassed(module)
                 self._bring_up_to_date(self._read_by.get(module, []))
             else:
                 self._bring_up_to_date(list(self._pending))
+
+    def _refuse_bypassed(self, module: nn.Module) -> None:
+        """Raise RuntimeError if a module around ``module`` was not called that is up to date only if it is."""
+        if stale := [slot for slot in self._read_around.get(module, ()) if slot in self._pending]:
+            name = next(name for name, other in self._model.named_modules() if other is module)
+            raise RuntimeError(
+                f"{name} is called outside the module that called it in the first step, so {stale[0].name} may have "
+                "been read before its update; call pool.settle() before"
+            )
 
     def _after_forward(self, *_: object) -> None:
         if not torch.compiler.is_compiling():
@@ -259,6 +274,7 @@ class FirstUseTracker:
         self._model = model
         self._params = set(params)
         self._reads: dict[nn.Parameter, dict[nn.Module, None]] = {}
+        self._entered: set[nn.Module] = set()  # outside the forward of any other
         self._called: set[nn.Module] = set()
         self._thread = threading.local()
         enter, leave = Hook(self._enter), Hook(self._leave)
@@ -300,7 +316,33 @@ class FirstUseTracker:
         at.pop(0, None)  # empty ones, and those on the meta device, lie nowhere
         for read in readers.values():  # some may share memory, as after dec.weight.data = enc.weight.data
             read |= {other: None for param in [*read] for other in at.get(param.data_ptr(), ())}
-        return readers
+        above = self._above()
+        passed = {outer for module in self._entered for outer in above[module]}  # their methods may have been called
+        early = {param for outer in passed for param in readers.get(outer, ())}
+        return {module: {param: None for param in read if param not in early} for module, read in readers.items()}
+
+    def around(self, read_by: Mapping[nn.Module, Sequence[ParamSlot]]) -> dict[nn.Module, list[ParamSlot]]:
+        """Return, by module, what the modules around it read, if it is never called outside their forwards."""
+        around = {
+            module: [slot for outer in outers if outer in self._called for slot in read_by.get(outer, ())]
+            for module, outers in self._above().items()
+            if module not in self._entered
+        }
+        return {module: slots for module, slots in around.items() if slots}
+
+    def _above(self) -> dict[nn.Module, list[nn.Module]]:
+        """Return the modules around each module; none if it has several places in the model."""
+        above: dict[nn.Module, list[nn.Module]] = {}
+
+        def visit(module: nn.Module, outers: list[nn.Module]) -> None:
+            if module in above:
+                outers = []
+            above[module] = outers
+            for child in module.children():
+                visit(child, [*outers, module])
+
+        visit(self._model, [])
+        return above
 
     def _enter(self, module: nn.Module, inputs: object) -> None:
         if torch.compiler.is_compiling():
@@ -309,6 +351,7 @@ class FirstUseTracker:
         if not inside:
             self._thread.reading = _Reading(self._note)
             self._thread.reading.__enter__()
+            self._entered.add(module)
         inside.append(module)
         self._called.add(module)
 

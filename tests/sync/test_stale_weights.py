@@ -161,6 +161,67 @@ def test_a_weight_read_before_its_update_is_an_error(settings: EngineSettings):
             )  # fmt: skip
 
 
+class Encoder(nn.Module):
+    """The root reads a parameter of its own in a method, before it calls any layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.position = nn.Parameter(torch.ones(8))
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.head = nn.Linear(8, 2)
+
+    def features(self, x: Tensor) -> Tensor:
+        out: Tensor = self.body(x + self.position)  # a sum keeps nothing for backward that autograd could check
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.features(x))
+        return out
+
+
+def by_features(model: Encoder, step: int) -> Tensor:
+    return model.features(images(step)).square().sum()
+
+
+def by_forward(model: Encoder, step: int) -> Tensor:
+    return model.forward(images(step)).square().sum()
+
+
+def by_both(model: Encoder, step: int) -> Tensor:
+    return model.body(images(step)).square().sum() + loss_of(model, step)
+
+
+def judged_first(pool: object, model: nn.Module, optimizer: object, step: int) -> None:
+    if step == 0:
+        with torch.no_grad():
+            model.eval()(images(99))
+        model.train()
+
+
+@pytest.mark.parametrize("settings", DEFERRING, ids=["hybrid", "dear"])
+@pytest.mark.parametrize("loss", [by_features, by_forward, by_both])
+def test_a_model_that_is_entered_by_a_method_after_a_call_is_up_to_date(
+    settings: EngineSettings, loss: Callable[[Encoder, int], Tensor]
+):
+    for before in (judged_first, lambda *_: None):
+        assert same_as_at_once(settings, Encoder, loss=loss, before=before)
+
+
+@pytest.mark.parametrize("settings", DEFERRING, ids=["hybrid", "dear"])
+@pytest.mark.parametrize("later", [by_features, by_forward])
+def test_a_model_that_is_entered_in_another_way_later_is_refused(
+    settings: EngineSettings, later: Callable[[Encoder, int], Tensor]
+):
+    def phases(model: Encoder, step: int) -> Tensor:
+        return loss_of(model, step) if step < 3 else later(model, step)
+
+    told = r"^body is called outside the module that called it .* position may .*; call pool\.settle\(\) before$"
+    with pytest.raises(RuntimeError, match=told):
+        trained(settings, Encoder, phases)
+    trained(settings, Encoder, phases, before=lambda pool, *_: pool.settle())
+
+
 class Rooted(nn.Module):
     """The root has a parameter of its own."""
 
