@@ -8,6 +8,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import forkserver
 
 _LOOK_S = 0.5
@@ -68,3 +70,12 @@ def freeze_gc() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@contextmanager
+def unfreezing_gc() -> Iterator[None]:
+    """Undo every ``freeze_gc`` at the end of the block, so that what lived in it can be collected."""
+    try:
+        yield
+    finally:
+        gc.unfreeze()

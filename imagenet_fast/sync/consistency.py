@@ -56,7 +56,8 @@ def compare_models(named: Mapping[str, nn.Parameter], group: dist.ProcessGroup |
         return
     digests = _digests(list(named.values()))
     described = [_described(name, param, digest) for (name, param), digest in zip(named.items(), digests, strict=True)]
-    _compare(described, _model_difference, group)
+    with torch.cuda.device_of(next(iter(named.values()))):  # NCCL sends objects by the current device
+        _compare(described, _model_difference, group)
 
 
 def compare_engines(settings: BaseModel | Engine, steps_per_epoch: int, group: dist.ProcessGroup | None) -> None:

@@ -143,7 +143,8 @@ def build_engine(engine: EngineSettings | Engine, pool: GradientPool, steps_per_
     """
     if isinstance(engine, DdpSync) or not isinstance(engine, EngineTable | Engine):
         raise TypeError(f"{engine!r} is no engine for a pool; give the settings of one, such as LazySync()")
-    compare_engines(engine, steps_per_epoch, pool.topology.group)
+    with torch.cuda.device_of(pool.buffer):  # NCCL sends objects by the current device
+        compare_engines(engine, steps_per_epoch, pool.topology.group)
     return _build(engine, pool, steps_per_epoch)
 
 

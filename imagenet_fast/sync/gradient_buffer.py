@@ -43,9 +43,20 @@ class GradientBuffer:
             alignment: In elements; slots begin and end on multiples of it.
 
         Raises:
-            ValueError: The parameters differ in dtype or device, or are complex or of another dtype that is not a
-                floating-point one.
+            ValueError: The parameters differ in dtype or device, are complex or of another dtype that is not a
+                floating-point one, have gradients of another dtype, or are shards.
         """
+        for slot in slots:
+            if hasattr(slot.param, "placements"):
+                raise ValueError(
+                    f"{slot.name} is a DTensor, as fully_shard makes them, whose gradients torch averages itself; give "
+                    "the pool a model of whole parameters"
+                )
+            if getattr(slot.param, "grad_dtype", None) not in (None, slot.param.dtype):
+                raise ValueError(
+                    f"{slot.name} is of {slot.param.dtype} and its grad_dtype {slot.param.grad_dtype}; leave that out, "
+                    "an engine's wire is the dtype that is sent"
+                )
         kinds = {(slot.param.dtype, slot.param.device) for slot in slots}
         if len(kinds) > 1:
             first = slots[0].param

@@ -149,14 +149,14 @@ class GradientPool:
         """Check the gradients pushed so far, if ``guard`` was called. Engines call it before they send them."""
         self.reducer.measure()
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, drop: bool = False) -> None:
         """Start a step: forget the gradients of the last one, without writing to memory.
 
-        An unfinished step in which a forward or a backward has run is dropped. That is so after an exception, or where
-        the user abandons the step. All ranks drop it together. What has been sent is waited for. What has not been
-        sent is sent as NaN, so that no other rank can apply the step.
+        An unfinished step is dropped, as after an exception, if a forward or a backward has run in it, or with ``drop``
+        in any case. All ranks drop it together. What has been sent is waited for; the rest is sent as NaN, so that no
+        other rank can apply the step.
         """
-        self.reducer.zero_grad()
+        self.reducer.zero_grad(drop)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -244,10 +244,10 @@ class GradientPool:
     def step(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None = None) -> SyncStats:
         """End the step: call ``end_backward``, unless ``finish`` was called, and then ``optimizer.step()``.
 
-        With a deferring engine, each layer is updated just before it is read again. The hyper-parameters are those of
-        this call, so an ``lr_scheduler`` may step right after it. ``optimizer.state_dict()`` first carries out deferred
-        updates. For an optimizer that needs all gradients at once (see ``needs_all``), the gradients are waited for
-        here. Parameters of the optimizer that are in another pool are not updated.
+        With a deferring engine, each layer is updated just before it is read again, with the hyper-parameters of this
+        call: an ``lr_scheduler`` may step right after it. ``optimizer.state_dict()`` carries out deferred updates. An
+        optimizer that needs all gradients at once (see ``needs_all``) waits for them here. Its parameters that are
+        in another pool are not updated.
 
         Args:
             optimizer: An optimizer of torch, or one with the same interface.
@@ -265,6 +265,7 @@ class GradientPool:
         """
         assert self.reducer.engine is not None, "attach an engine before the first step"
         loop_checks.check_optimizer(optimizer, self.reducer.buffer.slot_of)
+        scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.reducer.check_step(optimizer, scaler)
         if scaler is not None:
             stats = self.end_backward()
@@ -340,7 +341,7 @@ class GradientPool:
 
         Every rank must call it between steps, and keep its own result: they differ between ranks.
         """
-        assert self.reducer.engine is not None
+        assert self.reducer.engine is not None, "attach an engine before the pool's state is read"
         self.settle()
         with self.reducer.lock:
             if self.reducer.order.better is not None:
@@ -358,7 +359,7 @@ class GradientPool:
         Raises:
             ValueError: The engine cannot resume from this state.
         """
-        assert self.reducer.engine is not None
+        assert self.reducer.engine is not None, "attach an engine before its state is loaded"
         loop_checks.refuse_state(state)
         if state["elected"] not in ("", self.reducer.engine.selected):
             loop_checks.refuse_choice(self.reducer.engine, state["elected"])
@@ -377,9 +378,8 @@ class GradientPool:
     def close(self) -> None:
         """Carry out deferred updates, close the engine with its threads and process groups, and remove all hooks.
 
-        In the middle of a step it does not wait for other ranks, which may have left the step earlier. While another
-        exception is being handled, as in ``finally``, it raises none of its own: a failure is added to that exception
-        as a note.
+        In the middle of a step it does not wait for other ranks, which may have left the step. While another exception
+        is handled, as in ``finally``, it raises none of its own: a failure is added to that exception as a note.
         """
         users = sys.exc_info()[1]
         for hook in self._hooks:

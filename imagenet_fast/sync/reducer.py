@@ -89,12 +89,14 @@ class Reducer:
         """The slots of the gradients, in the order in which they are pushed."""
         return self.buffer.slots
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, drop: bool) -> None:
         """Start a step, and drop an unfinished one, as ``GradientPool.zero_grad`` describes."""
         with self.lock:
             engine = self.engine
-            if engine is not None and self.stats is None and (self._forwarded or any(self._ready)):
-                if all(self._ready):
+            if drop and self.updated:
+                self._start()  # the last step is over, so it is a new one that other ranks may have begun
+            if engine is not None and self.stats is None and (drop or self._forwarded or any(self._ready)):
+                if all(self._ready) and not drop:
                     warnings.warn(
                         "pool.zero_grad() drops gradients that had all been sent: end each step with "
                         "pool.step(optimizer) or pool.finish()",
@@ -143,8 +145,8 @@ class Reducer:
                 return
             if self._ready[slot.index]:
                 raise RuntimeError(
-                    f"a second backward reached {slot.name} in one step, after its gradient had left; wrap every "
-                    "backward of a step but the last in pool.no_sync(), and begin each step with pool.zero_grad()"
+                    f"a second backward reached {slot.name} in one step, after its gradient had left; wrap all but "
+                    "the last in pool.no_sync(), begin steps with pool.zero_grad(), checkpoint without use_reentrant"
                 )
             loop_checks.refuse_gradient(slot.name, param.grad)
             if self.engine is None:
@@ -258,8 +260,7 @@ class Reducer:
     def _start(self) -> None:
         """Reset the state of a step, and adopt a better pool order if one was learned."""
         self.buffer.release()
-        self.stepped = []
-        self.stats = None
+        self.stepped, self.stats = [], None
         self.is_open = self._zeroed = self._forwarded = self.came_late = self.means_here = self.updated = False
         self._end_awaited = self._last_ended = self.scaled = False
         self._ready = [False] * len(self.slots)

@@ -78,7 +78,7 @@ class Topology:
         self.size = len(self.ranks)
         if ranks_per_node is not None and self.size % ranks_per_node:
             raise ValueError(f"{self.size} ranks are no whole number of nodes of {ranks_per_node}; give another number")
-        self.nodes = _nodes(ranks, group, ranks_per_node)
+        self.nodes = _nodes(ranks, group, ranks_per_node, device)
         """The ranks of each node; nodes are in the order of their first rank."""
         self.max_ctas: int | None = None
         """Thread blocks that NCCL may use for an operation of a stream made from now on; None: as many as it likes."""
@@ -218,7 +218,7 @@ class Topology:
 
 
 def _nodes(
-    ranks: list[int], group: dist.ProcessGroup | None, ranks_per_node: int | None
+    ranks: list[int], group: dist.ProcessGroup | None, ranks_per_node: int | None, device: torch.device
 ) -> tuple[tuple[int, ...], ...]:
     """Return the rising ranks of each node, given the ranks of ``group`` in its order, which may be another."""
     if ranks_per_node is not None:
@@ -227,7 +227,8 @@ def _nodes(
     if len(ranks) == 1:
         return (tuple(ranks),)
     labels: list[str] = [""] * len(ranks)
-    dist.all_gather_object(labels, _own_node(), group=group)
+    with torch.cuda.device(device if device.type == "cuda" else -1):  # NCCL sends objects by the current device
+        dist.all_gather_object(labels, _own_node(), group=group)
     node_of = dict(sorted(zip(ranks, labels, strict=True)))
     return tuple(
         tuple(rank for rank, other in node_of.items() if other == label) for label in dict.fromkeys(node_of.values())

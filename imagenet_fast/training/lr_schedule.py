@@ -12,7 +12,8 @@ def learning_rate(schedule: optim_config.Schedule, peak: float, step: int, steps
     """Return the learning rate of optimizer step ``step``, counted from 0.
 
     It rises from ``start_lr`` during warm-up, whose last step runs at ``peak``. Then it decays over the remaining
-    steps. The first of them also runs at ``peak``, unless the decay is counted from the start of training.
+    steps. The first of them also runs at ``peak``, unless the decay is counted from the start of training. Steps after
+    the last epoch run at the rate at which the decay ends.
 
     Args:
         schedule: The recipe's schedule.
@@ -25,11 +26,11 @@ def learning_rate(schedule: optim_config.Schedule, peak: float, step: int, steps
     if step < warmup:
         power = schedule.warmup_power
         return float(schedule.start_lr + (peak - schedule.start_lr) * (step + 1) ** power / warmup**power)
-    done = (step - warmup) / max(1, epochs * steps_per_epoch - warmup)
+    done = min(1.0, (step - warmup) / max(1, epochs * steps_per_epoch - warmup))
     match schedule:
         case optim_config.Polynomial():
             if schedule.decay_from == "start":
-                done = step / (epochs * steps_per_epoch)
+                done = min(1.0, step / (epochs * steps_per_epoch))
             return float(schedule.end_lr + (peak - schedule.end_lr) * (1 - done) ** schedule.power)
         case optim_config.Cosine():
             return schedule.end_lr + (peak - schedule.end_lr) * (1 + math.cos(math.pi * done)) / 2

@@ -103,6 +103,14 @@ class SGD(Optimizer):
                 )
             self.state[param]["momentum_buffer"] = torch.zeros_like(param)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take a state, to which optimizers of torch may have left out settings: then a group's own ones stay."""
+        own: list[dict[str, Any]] = vars(self).get("param_groups", [])
+        for new, old in zip(state["param_groups"], own, strict=False):
+            for name, setting in old.items():
+                new.setdefault(name, setting)
+        super().__setstate__(state)
+
     @property
     def params(self) -> list[nn.Parameter]:
         """The parameters of all groups."""
@@ -175,8 +183,10 @@ class SGD(Optimizer):
     def _pieces(self, params: Sequence[nn.Parameter]) -> list[_Piece]:
         pieces = []
         for owner, param in enumerate(params):
-            grad, velocity = param.grad, self.state[param]["momentum_buffer"]
+            grad, velocity = param.grad, self.state[param].get("momentum_buffer")
             assert grad is not None
+            if velocity is None:  # the state was cleared, or loaded from an optimizer without momentum
+                self.state[param]["momentum_buffer"] = velocity = torch.zeros_like(param)
             # The fused update walks through memory: with other strides it would mix up the elements.
             if grad.stride() != param.stride():
                 grad = torch.empty_like(param).copy_(grad)

@@ -20,7 +20,7 @@ from torch import nn
 from imagenet_fast.data.loaders import Loaders, build_loaders, example_images, supply_of
 from imagenet_fast.data.stall_advice import advice
 from imagenet_fast.distributed.failure_detection import report_failure
-from imagenet_fast.distributed.forkserver import freeze_gc
+from imagenet_fast.distributed.forkserver import freeze_gc, unfreezing_gc
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext, current_world
 from imagenet_fast.distributed.reductions import broadcast_error
@@ -71,7 +71,7 @@ class Trainer:
     """Model, optimizer, gradient engine and all else that later steps depend on."""
 
     def __init__(
-        self, job: Job | str, world: DistContext | None = None, *, data: Path | str | None = None,
+        self, job: Job | Path | str, world: DistContext | None = None, *, data: Path | str | None = None,
         out: Path | str | None = None, overrides: Sequence[str] = (), ending: Ending | None = None,
         ask_first: Callable[[], Callable[[], bool]] | None = None,
     ) -> None:  # fmt: skip
@@ -90,8 +90,8 @@ class Trainer:
                 function that tells whether one has. None: Ctrl-C ends the run in the middle of a step.
         """
         self.world = world or current_world()
-        if isinstance(job, str):
-            path, root = find_recipe(job), None if data is None else Path(data)
+        if isinstance(job, Path | str):
+            path, root = find_recipe(str(job)), None if data is None else Path(data)
             folder = [out or new_folder(path.stem, "trainer")]
             dist.broadcast_object_list(folder, device=self.world.device)  # its name has the time
             recipe = load_recipe(path, overrides=overrides)
@@ -125,13 +125,14 @@ class Trainer:
             JobAborted: It had to end early, for a reason that the message gives.
             KeyboardInterrupt: A signal ended it.
         """
-        with claimed(self.job, self.world):
+        with claimed(self.job, self.world), unfreezing_gc():
             self.open_data()
             with self._recorded():
                 self.build()
                 if (at := self.resumed_from) is not None:
                     self.metrics("resume", at.step, gap_s=at.gap_s, moved=at.elsewhere)
                 with self._saving():
+                    freeze_gc()
                     unsaved = self._train_soundly()
                 here.enter("checkpoint")
                 if self.outcome.status in ("reached", "finished"):
@@ -210,7 +211,6 @@ class Trainer:
             target_mirrored=recipe.target_mirrored, train_images=self.data.train_order.images,
             val_images=self.data.val_order.images, note=precision_note(recipe.precision, self.world.bf16) + job.note,
         )  # fmt: skip
-        freeze_gc()
         if self.world.is_main and state.step < steps and outcome.status != "reached":
             (job.folder / FINAL_WEIGHTS).unlink(missing_ok=True)  # of an earlier end
         self.clock.begin_training()
@@ -261,7 +261,8 @@ class Trainer:
         state.settle()
         before = state.statistics()
         with self.clock.pause() as evaluation:
-            freeze_gc()
+            if self.checkpoints is not None:  # else a loop of one's own evaluates, and nothing would unfreeze again
+                freeze_gc()
             state.level_statistics()
             try:
                 asked = self.checkpoints.asked if self.checkpoints is not None else lambda: False

@@ -315,6 +315,80 @@ def _fails_apart(how: str) -> Tensor:
     return weights(inner)
 
 
+@pytest.mark.parametrize("settings", [LAZY, HYBRID])
+@pytest.mark.parametrize("at", ["at first", "later"])
+def test_a_step_that_one_rank_never_began_is_dropped_by_all(settings: EngineSettings, at: str):
+    """Say for a bad image: no forward has run there that the pool could have seen."""
+    for zeroes in (False, True):
+        ours, theirs = run(2, _never_began, settings, 0 if at == "at first" else 2, zeroes)
+        assert torch.equal(ours[0], theirs[0])
+        assert ours[1] == theirs[1] == 3, "steps"
+
+
+def _never_began(settings: EngineSettings, missing: int, zeroes: bool) -> tuple[Tensor, int]:
+    model, taken = network(), 0
+    pool, optimizer = pooled(model, settings), torch.optim.SGD(model.parameters(), 0.1)
+    pool.guard(3e38)
+    for step in range(4):
+        if zeroes:
+            pool.zero_grad()
+        if step == missing and dist.get_rank() == 1:
+            pool.zero_grad(drop=True)
+            continue
+        pool.zero_grad()
+        loss_of(model, step).backward()
+        pool.finish()
+        assert pool.found_inf is not None
+        if pool.found_inf:
+            assert step == missing
+            continue
+        pool.step(optimizer)
+        taken += 1
+    pool.close()
+    assert weights(model).isfinite().all()
+    return weights(model), taken
+
+
+def test_a_disabled_scaler_is_none():
+    """AMP templates make one for every dtype; with it sparse would refuse, and hybrid update at once."""
+    for settings in (PART, HYBRID):
+        model = network()
+        pool, optimizer = pooled(model, settings), SGD(model.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        for step in range(3):
+            pool.zero_grad()
+            scaler.scale(loss_of(model, step)).backward()
+            pool.step(optimizer, scaler)
+        if settings is HYBRID:
+            assert pool.reducer.deferral is not None
+            assert pool.reducer.deferral.waits(pool.slots[0])
+        pool.close()
+
+
+class Sharded(nn.Parameter):
+    """As torch's fully_shard makes them."""
+
+    placements = ("Shard(0)",)
+
+
+def test_parameters_that_are_shards_or_have_gradients_of_another_dtype_are_refused():
+    model = network()
+    model[0].weight = Sharded(model[0].weight.detach())
+    with pytest.raises(ValueError, match="weight is a DTensor, as fully_shard makes them"):
+        GradientPool(model)
+    model = network().to(torch.bfloat16)
+    model[0].weight.grad_dtype = torch.float32
+    with pytest.raises(ValueError, match=r"weight is of torch.bfloat16 and its grad_dtype torch.float32; leave"):
+        GradientPool(model)
+
+
+def test_a_pool_without_an_engine_has_no_state():
+    pool = GradientPool(network())
+    for ask in (pool.state_dict, lambda: pool.load_state_dict({})):
+        with pytest.raises(AssertionError, match="attach an engine before"):
+            ask()
+
+
 def _no_memory(*_: Any, **__: Any) -> Any:
     raise MemoryError("as if there were no memory left")
 

@@ -29,6 +29,18 @@ def test_polynomial_decay_is_mlperfs_counted_after_the_warm_up():
     assert lr[20:] == pytest.approx([1e-4 + (2.0 - 1e-4) * (1 - t / total) ** 2 for t in range(total)])
 
 
+@pytest.mark.parametrize("power", [1, 1.5, 2])
+def test_after_the_last_epoch_it_stays(power: float):
+    """A loop of one's own may take more steps than the recipe has."""
+    falling = {"warmup_epochs": 2, "end_lr": 0.25}
+    for schedule in (
+        Polynomial(kind="polynomial", power=power, **falling), Cosine(kind="cosine", **falling),
+        Polynomial(kind="polynomial", power=power, decay_from="start", **falling),
+    ):  # fmt: skip
+        for step in (STEPS * EPOCHS, STEPS * EPOCHS + 1, 3 * STEPS * EPOCHS):
+            assert learning_rate(schedule, 2.0, step, STEPS, EPOCHS) == pytest.approx(0.25)
+
+
 def test_a_triangle_is_numpys_interpolation():
     """Airbench's rate: from a share of the peak up to it, and down in a straight line to the end."""
     lr = rates(Polynomial(kind="polynomial", warmup_epochs=4.6, start_lr=0.4, power=1, end_lr=0.14))

@@ -317,6 +317,23 @@ def test_a_parameter_that_does_not_fill_its_memory_is_refused(param: Tensor):
     SGD([nn.Parameter(param.clone()), nn.Parameter(torch.ones(3, 5).t())], 1.0, MU)
 
 
+@pytest.mark.parametrize("cleared", [True, False])
+def test_a_state_without_momentum_begins_anew(cleared: bool):
+    """Such as torch's SGD saves before its first step; the groups keep the settings that torch's lack."""
+    param = nn.Parameter(torch.ones(3))
+    optimizer = SGD([{"params": [param], "decoupled_lr": 0.5}], lr=0.25, momentum=0.5)
+    param.grad = torch.ones(3)
+    optimizer.step()
+    if cleared:
+        optimizer.state.clear()
+    else:
+        optimizer.load_state_dict(torch.optim.SGD([param], lr=0.25, momentum=0.5).state_dict())
+    optimizer.step()
+    assert torch.equal(param, torch.full((3,), 0.5)), "twice by the gradient alone"
+    assert optimizer.param_groups[0]["decoupled_lr"] == 0.5
+    assert torch.equal(optimizer.velocity[param], torch.ones(3))
+
+
 def test_biases_and_norms_are_plain_by_module_and_frozen_ones_are_left_out():
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 4), nn.GroupNorm(2, 4), nn.LayerNorm(4), nn.Linear(4, 2)

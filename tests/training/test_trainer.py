@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,24 @@ from tests.spawning import run
 from tests.training.jobs import train_job
 
 MICRO_STEPS = 3
+
+
+def test_a_trainer_that_is_over_is_freed(tmp_path: Path):
+    """In a notebook that trains one after another."""
+    assert run(1, _freed, tmp_path) == [True]
+
+
+def _freed(folder: Path) -> bool:
+    recipe = parse_recipe(
+        "test", tables(ranks=1, epochs=1, data__train_images=16, schedule={"kind": "step", "milestones": []})
+    )
+    job = Job("test", recipe, split_batch(recipe, 1), None, folder / "run")
+    trainer = Trainer(job, DistContext(0, 1, 0, 1, torch.device("cpu")))
+    assert trainer.run().status == "finished"
+    weight = weakref.ref(next(trainer.model.parameters()))
+    del trainer
+    gc.collect()
+    return weight() is None
 
 
 def test_the_moving_average_is_what_is_saved(tmp_path: Path):
