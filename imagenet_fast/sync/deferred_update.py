@@ -179,9 +179,11 @@ class DeferredUpdate:
         with self._lock:
             if not self._pending or self._read_by is None:
                 return
-            trains = self._is_inside() or (module.training and torch.is_grad_enabled())
+            inside = self._is_inside()
+            trains = inside or (module.training and torch.is_grad_enabled())
             if trains and module in self._called:
-                self._refuse_bypassed(module)
+                if not inside:
+                    self._refuse_bypassed(module)
                 self._bring_up_to_date(self._read_by.get(module, []))
             else:
                 self._bring_up_to_date(list(self._pending))
