@@ -16,8 +16,8 @@ from imagenet_fast.recipe.parallel_config import Parallel
 
 # Several communicators run at once, and NCCL must start their kernels in the order of our calls: else those of two
 # ranks may wait for each other. It reads this with the first collective of a process, so it is set where our code is
-# imported, also for loops of users. It costs overlap, which we could not measure yet: a kernel waits until the one called
-# before it has started, also if that is an exchange of a layout. 0 in the environment turns it off.
+# imported, also for loops of users. It costs overlap, which we could not measure yet: a kernel waits until the one that
+# was called before it has started, also if that is an exchange of a layout. 0 in the environment turns it off.
 os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 # Public since torch 2.15, where the old name is deprecated.
