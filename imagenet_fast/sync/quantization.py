@@ -248,8 +248,8 @@ class Packer:
         coded, coded_rows = _by_owner(blocks.kinds[0], blocks.numbers[0], owners)
         plain, plain_rows = _by_owner(blocks.kinds[1], blocks.numbers[1], owners)
         self._codes, self._plains = coded.shape[1], plain.shape[1]
-        width = self._codes * (2 + BLOCK) + self._plains * 2 * BLOCK
-        self.width = -(-width // _ALIGNMENT) * _ALIGNMENT
+        self._filled = self._codes * (2 + BLOCK) + self._plains * 2 * BLOCK
+        self.width = -(-self._filled // _ALIGNMENT) * _ALIGNMENT
         """Bytes on the wire of one owner's rows, and of the gap that aligns the next owner's."""
         self._chosen = torch.cat([coded.flatten(), plain.flatten()]).to(device)
         back = torch.full_like(blocks.numbers[0], len(self._chosen))  # the last row has no values
@@ -291,13 +291,18 @@ class Packer:
             values.view(-1, BLOCK).copy_(self._rows[self._back])
 
     def message(self, *owners: int) -> Tensor:
-        """Return an empty uint8 tensor of shape (*owners, width), for that many owners' rows on the wire."""
-        return torch.empty(*owners, self.width, dtype=torch.uint8, device=self._device)
+        """Return an empty uint8 tensor of shape (*owners, width), for that many owners' rows on the wire.
+
+        The gaps are 0, so that what is sent does not depend on what was in memory before.
+        """
+        message = torch.empty(*owners, self.width, dtype=torch.uint8, device=self._device)
+        message[..., self._filled :] = 0
+        return message
 
     def parts(self, message: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return views of a message: its scales, codes and plain values."""
         sizes = [2 * self._codes, self._codes * BLOCK, 2 * self._plains * BLOCK]
-        scales, coded, plain, _ = message.split([*sizes, self.width - sum(sizes)], -1)
+        scales, coded, plain, _ = message.split([*sizes, self.width - self._filled], -1)
         return (
             scales.view(torch.bfloat16), coded.view(self._wire).unflatten(-1, (self._codes, BLOCK)),
             plain.view(PLAIN).unflatten(-1, (self._plains, BLOCK)),
