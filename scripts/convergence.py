@@ -119,11 +119,11 @@ class Run:
 
 
 def plan(rows: Sequence[Row] = ()) -> list[Run]:
-    """Return all runs in order of importance: rates before their use, one seed of everything, the optimizers' other
-    seeds, the engines'.
+    """Return all runs in order of importance.
 
-    Before these come all seeds of what README and the engines' pages compare: LARS at eight times the least batch, int8
-    beside bf16, mild beside plain.
+    Rates come before their use. One seed of everything is followed by the optimizers' other seeds, and then the
+    engines'. Before these come all seeds of what README and the engines' pages compare: LARS at eight times the least
+    batch, int8 beside bf16, mild beside plain.
     """
 
     def tried(case: str) -> Iterator[Run]:

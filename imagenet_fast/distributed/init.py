@@ -26,7 +26,7 @@ from imagenet_fast.distributed.watchdog import watching_ranks
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.schema import Timeout
 
-_JOIN_TIMEOUT = timedelta(minutes=5)  # of ranks that a loop of one's own is
+_JOIN_TIMEOUT = timedelta(minutes=5)  # for ranks of a user's own loop
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Options of glibc's mallopt(3): freed bytes at the heap's end, and bytes of an allocation, from which on memory goes
 back to the kernel."""

@@ -262,7 +262,7 @@ class DdpSync(EngineTable):
 
     @property
     def keeps(self) -> bool:
-        """Whether values that are not sent in a step are added up for later steps; only PowerSGD does so."""
+        """True if PowerSGD compresses gradients: what it does not send is added to later steps."""
         return self.powersgd_rank > 0
 
     @property

@@ -46,9 +46,9 @@ class Topology:
     _made: ClassVar[int] = 2**30
     """The number of the next process group, far from any that torch counts."""
     _dropped: ClassVar[list[CommStream]] = []
-    """Channels that are no longer used, kept so that none is ended alone: see ``drop``."""
-    _written: ClassVar[list[tuple[list[torch.cuda.Event], object]]] = []
-    """What operations of dropped channels may still write on a GPU, and the ends of these operations."""
+    """Streams that are no longer used, kept so that none is ended alone: see ``drop``."""
+    _in_use: ClassVar[list[tuple[list[torch.cuda.Event], object]]] = []
+    """For each call of ``drop`` on a GPU: events after the last operations, and the buffers that these use."""
 
     def __init__(
         self,
@@ -189,11 +189,9 @@ class Topology:
             buffers: What these operations use. On a GPU it is kept until they have ended, as the allocator would give
                 the memory to the next tensor.
         """
-        Topology._written[:] = [
-            (ends, kept) for ends, kept in Topology._written if not all(end.query() for end in ends)
-        ]
+        Topology._in_use[:] = [(ends, kept) for ends, kept in Topology._in_use if not all(end.query() for end in ends)]
         if ends := [end for stream in self._streams.values() if (end := stream.record_event()) is not None]:
-            Topology._written.append((ends, buffers))
+            Topology._in_use.append((ends, buffers))
         Topology._dropped.extend(self._streams.values())
         self._streams.clear()
 

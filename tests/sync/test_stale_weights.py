@@ -222,24 +222,9 @@ def test_a_model_that_is_entered_in_another_way_later_is_refused(
     trained(settings, Encoder, phases, before=lambda pool, *_: pool.settle())
 
 
-class Rooted(nn.Module):
-    """The root has a parameter of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.scale = nn.Parameter(torch.ones(8))
-        self.body = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-        self.head = nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.body(x * self.scale))
-        return out
-
-
-def put_off(settings: EngineSettings = HYBRID, steps: int = 2) -> tuple[Rooted, GradientPool]:
+def put_off(settings: EngineSettings = HYBRID, steps: int = 2) -> tuple[Encoder, GradientPool]:
     """A model whose last update is still to come."""
-    model = Rooted()
+    model = Encoder()
     pool, optimizer = pooled(model, settings), sgd(model)
     for step in range(steps):
         pool.zero_grad()
@@ -314,7 +299,7 @@ def test_a_copy_trains_by_itself_and_so_does_the_original(
     assert not alike(state(twin), before)
     pool.settle()
     assert alike(state(model), before)
-    assert vars(twin).keys() == vars(Rooted()).keys()
+    assert vars(twin).keys() == vars(Encoder()).keys()
 
     second = pooled(copied(model), settings)
     second.zero_grad()
@@ -326,7 +311,7 @@ def test_a_copy_trains_by_itself_and_so_does_the_original(
 
 
 def test_a_copy_is_up_to_date_where_two_pools_share_the_model():
-    model = Rooted()
+    model = Encoder()
     named = list(model.named_parameters())
     pools = [GradientPool(some, model=model) for some in (named[:2], named[2:])]
     for pool in pools:
