@@ -56,17 +56,19 @@ def compare_models(named: Mapping[str, nn.Parameter], group: dist.ProcessGroup |
         return
     digests = _digests(list(named.values()))
     described = [_described(name, param, digest) for (name, param), digest in zip(named.items(), digests, strict=True)]
-    with torch.cuda.device_of(next(iter(named.values()))):  # NCCL sends objects by the current device
-        _compare(described, _model_difference, group)
+    _compare(described, _model_difference, group, next(iter(named.values())).device)
 
 
-def compare_engines(settings: BaseModel | Engine, steps_per_epoch: int, group: dist.ProcessGroup | None) -> None:
+def compare_engines(
+    settings: BaseModel | Engine, steps_per_epoch: int, group: dist.ProcessGroup | None, device: torch.device
+) -> None:
     """Check that all ranks of ``group`` use the same engine and settings. All of them must call it.
 
     Args:
         settings: A ``[sync]`` table, or an engine.
         steps_per_epoch: Compared as well.
         group: The ranks to compare; None: all.
+        device: Where the model is.
 
     Raises:
         ValueError: The engine or a setting of one rank differs from that of the first.
@@ -78,7 +80,7 @@ def compare_engines(settings: BaseModel | Engine, steps_per_epoch: int, group: d
     else:
         knobs = dict(settings)
     told = [(name, _told(value)) for name, value in knobs.items()]
-    _compare([*told, ("steps_per_epoch", str(steps_per_epoch))], _engine_difference, group)
+    _compare([*told, ("steps_per_epoch", str(steps_per_epoch))], _engine_difference, group, device)
 
 
 def _is_alone(group: dist.ProcessGroup | None) -> bool:
@@ -92,14 +94,27 @@ def _compare(
     facts: Sequence[_Fact],
     differ: Callable[[_Fact | None, _Fact | None, int, int, int], str],
     group: dist.ProcessGroup | None,
+    device: torch.device,
 ) -> None:
     """Raise the same ValueError on every rank if ``facts`` differ; ``differ`` describes the first difference."""
+    with torch.cuda.device(device if device.type == "cuda" else -1):  # NCCL sends objects by the current device
+        said = _first_difference(facts, differ, group)
+    if said:
+        raise ValueError(said)
+
+
+def _first_difference(
+    facts: Sequence[_Fact],
+    differ: Callable[[_Fact | None, _Fact | None, int, int, int], str],
+    group: dist.ProcessGroup | None,
+) -> str:
+    """Return what ``differ`` says of the first rank that differs, on every rank; an empty string if none does."""
     ranks = dist.get_process_group_ranks(group)
     digests: list[str] = [""] * len(ranks)
     own = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
     dist.all_gather_object(digests, own, group=group)
     if len(set(digests)) == 1:
-        return
+        return ""
     first: list[Any] = [facts]
     dist.broadcast_object_list(first, src=ranks[0], group=group)
     said = ""
@@ -109,7 +124,7 @@ def _compare(
             break
     sentences: list[str] = [""] * len(ranks)
     dist.all_gather_object(sentences, said, group=group)
-    raise ValueError(next(sentence for sentence in sentences if sentence))
+    return next(sentence for sentence in sentences if sentence)
 
 
 def _model_difference(theirs: _Described | None, ours: _Described | None, number: int, rank: int, first: int) -> str:

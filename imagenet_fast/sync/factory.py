@@ -114,7 +114,8 @@ def attach(
     Raises:
         ValueError: The ranks were given different engines, or the pool refuses the model.
     """
-    compare_engines(engine, steps_per_epoch, topology.group if topology else None)
+    device = next(model.parameters(), torch.empty(0)).device
+    compare_engines(engine, steps_per_epoch, topology.group if topology else None, device)
     if isinstance(engine, DdpSync):
         peer = DdpPeer(model, wire_dtype(engine.wire), engine.bucket_cap_mb, engine.powersgd_rank)
         return peer.module, peer
@@ -143,8 +144,7 @@ def build_engine(engine: EngineSettings | Engine, pool: GradientPool, steps_per_
     """
     if isinstance(engine, DdpSync) or not isinstance(engine, EngineTable | Engine):
         raise TypeError(f"{engine!r} is no engine for a pool; give the settings of one, such as LazySync()")
-    with torch.cuda.device_of(pool.buffer):  # NCCL sends objects by the current device
-        compare_engines(engine, steps_per_epoch, pool.topology.group)
+    compare_engines(engine, steps_per_epoch, pool.topology.group, pool.buffer.device)
     return _build(engine, pool, steps_per_epoch)
 
 
