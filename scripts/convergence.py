@@ -12,201 +12,42 @@ stops the run at hand, which saves itself; the same command goes on with it.
 from __future__ import annotations
 
 import json
-import math
 import os
+import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from datetime import date
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
 
 import benchmarks
+from convergence_plan import (
+    BATCHES,
+    ENGINES,
+    ENGINES_AT,
+    FOLDER,
+    HELD_OUT,
+    OPTIMIZERS,
+    SEEDS,
+    SMALL,
+    TUNED,
+    Row,
+    Run,
+    command,
+    plan,
+    rates,
+    tried_rates,
+)
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "convergence.md"
 PICTURE = PAGE.with_suffix(".png")
-FOLDER = "runs/convergence"
-HELD_OUT = f"{FOLDER}/held-out"
-
-BATCHES = (256, 1024, 2048, 4096, 8192, 16384)
-TUNED = (256, 2048, 8192)
-"""Batches at which rates are tried; the others take the rate of the nearest one, by the scaling rule."""
-SEEDS = (1, 2, 3)
-EPOCHS = 8
-IMAGES, LEFT = 50_000, 45_000
-"""Training images, and those that are left while rates are tried."""
-IMAGES_PER_S, START_S = 1550, 20
-"""Speed of the network on two cores, and the time to start and to evaluate; only for the hours of the list."""
-SMALL_S = 700
-"""About the time of a run of ResNet-18, by README's first run."""
-
-NETWORK = (
-    f"epochs={EPOCHS}", "micro_batch=128", f"first_eval={EPOCHS}", "target_top1=100", "target_mirrored=false",
-    "ema_decay=0", "schedule.warmup_epochs=2", "schedule.start_lr=0",
-)  # fmt: skip
-"""Changes of cifar10-93 for every batch. Two ranks of 128 images: batch norm sees as many, and so the batch never
-changes what it computes. No EMA of weights, because it would span another time at each batch."""
-OPTIMIZERS = {
-    "sgd": '{{kind="sgd", lr={rate:g}, momentum=0.9, weight_decay=1.33e-3}}',
-    "lars": '{{kind="lars", lr={rate:g}, momentum=0.9, weight_decay=1.33e-3}}',
-    "larc": '{{kind="lars", clip=true, trust_coefficient=0.1, lr={rate:g}, momentum=0.9, weight_decay=1.33e-3}}',
-}
-RATES: dict[str, dict[int, tuple[float, ...]]] = {
-    "sgd": {256: (0.125, 0.25, 0.5), 2048: (0.5, 1, 2), 8192: (2, 4, 8)},
-    "lars": {256: (1, 2, 4), 2048: (12, 24, 48), 8192: (6, 12, 24)},
-    "larc": {256: (0.125, 0.25, 0.5), 2048: (0.5, 1, 2), 8192: (2, 4, 8)},
-}
-"""Rates that are tried first. SGD's middle one at 256 is that of cifar10-93 in its effect on a constant gradient."""
-MOST_RATES = 6
-"""Rates that are tried at most: beyond the best one, while it is the smallest or the largest."""
-SPARSE = 'kind="sparse", sparsity=0.875, chunk=4096'
-ENGINES = {
-    "int8": '{kind="lazy", wire="int8"}',
-    "fp8": '{kind="lazy", wire="fp8"}',
-    "powersgd": '{kind="powersgd", rank=4}',
-    "sparse": f"{{{SPARSE}, dense_epochs=0, ramp_epochs=0}}",
-    "sparse, warm-up": f"{{{SPARSE}, dense_epochs=2, ramp_epochs=1}}",
-    "sparse, correction": f"{{{SPARSE}, dense_epochs=0, ramp_epochs=0, momentum_correction=true}}",
-    "sparse, correction, warm-up": f"{{{SPARSE}, dense_epochs=2, ramp_epochs=1, momentum_correction=true}}",
-}
-"""Engines that are not exact, each with SGD at ``ENGINES_AT``."""
-ENGINES_AT = 8192
-SMALL = {
-    "mild": (
-        "epochs=8", "first_eval=8", "data.sizes=[[1, 32], [4, 36], [5, 40], [6, 44], [7, 48]]", 'loss="bce"',
-        "label_smoothing=0.08", "ema_decay=0.99309", 'model.blurpool="conv_maxpool"',
-        'model.init=["kaiming_normal", "bn_uniform", "linear_log_constant_bias"]', "eval_mirror=true",
-        "target_top1=100",
-    ),
-    "probe": ("epochs=1", "first_eval=1", "data.sizes=[]", "schedule.warmup_epochs=0.5", "target_top1=100"),
-    "plain": ("data.sizes=[]", "eval_mirror=true", "target_top1=100"),
-}  # fmt: skip
-"""Changes of cifar10-resnet18. ``probe`` times an epoch of ``plain``, which then trains as long as ``mild``."""
-
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Run:
-    """One training of the table."""
-
-    group: str
-    """Part of the page: ``rates``, ``batches``, ``engines`` or ``small``."""
-    case: str
-    """Optimizer, engine or recipe."""
-    seed: int = 1
-    batch: int = 256
-    rate: float | None = None
-    """Rate that is tried; None: the chosen one."""
-
-    @property
-    def name(self) -> str:
-        words = [self.group, self.case.replace(", ", "-"), str(self.batch)]
-        return "-".join([*words, f"rate{self.rate:g}" if self.rate is not None else f"seed{self.seed}"])
-
-    @property
-    def seconds(self) -> float:
-        """About the time that it takes."""
-        if self.group == "small":
-            return SMALL_S / 8 if self.case == "probe" else SMALL_S
-        return EPOCHS * (LEFT if self.group == "rates" else IMAGES) / IMAGES_PER_S + START_S
-
-
-def plan(rows: Sequence[Row] = ()) -> list[Run]:
-    """Return all runs in order of importance.
-
-    Rates come before their use. One seed of everything is followed by the optimizers' other seeds, and then the
-    engines'. Before these come all seeds of what README and the engines' pages compare: LARS at eight times the least
-    batch, int8 beside bf16, mild beside plain.
-    """
-
-    def tried(case: str) -> Iterator[Run]:
-        return (Run("rates", case, 1, batch, rate) for batch in TUNED for rate in rates(rows, case, batch))
-
-    def batches(case: str, seed: int) -> Iterator[Run]:
-        return (Run("batches", case, seed, batch) for batch in BATCHES)
-
-    def small(seed: int) -> Iterator[Run]:
-        return (Run("small", case, seed) for case in SMALL if case != "probe" or seed == 1)
-
-    def others(seed: int) -> Iterator[Run]:
-        yield from (Run("engines", case, seed, ENGINES_AT) for case in ENGINES)
-        yield from small(seed)
-
-    first = [run for case in ("sgd", "lars") for run in (*tried(case), *batches(case, 1))]
-    for seed in SEEDS:
-        first += [Run("batches", "lars", seed, batch) for batch in (BATCHES[0], 8 * BATCHES[0])]
-        first += [Run("batches", "sgd", seed, ENGINES_AT), Run("engines", "int8", seed, ENGINES_AT)]
-        first += small(seed)
-    first += [*others(1), *tried("larc"), *batches("larc", 1)]
-    later = [run for seed in SEEDS[1:] for case in OPTIMIZERS for run in batches(case, seed)]
-    rest = [run for seed in SEEDS[1:] for run in others(seed)]
-    return list(dict.fromkeys(first + later + rest))
-
-
-def tried_rates(rows: Iterable[Row], case: str, batch: int) -> dict[float, float]:
-    """Return top-1 on the held-out images by rate; a run that diverged has 0."""
-    here = [row for row in rows if (row["group"], row["case"], row["batch"]) == ("rates", case, batch)]
-    return {row["rate"]: row["top1"] or 0.0 for row in here}
-
-
-def rates(rows: Sequence[Row], case: str, batch: int) -> list[float]:
-    """Return the rates to try, in order: those of ``RATES``, and more where the best so far is at an end."""
-    found, tried = list(RATES[case][batch]), tried_rates(rows, case, batch)
-    while len(found) < MOST_RATES and tried.keys() >= set(found):
-        best = max(found, key=lambda rate: tried[rate])
-        if best == found[0]:
-            found.insert(0, best / 2)
-        elif best == found[-1]:
-            found.append(best * 2)
-        else:
-            break
-    return found
-
-
-def rate_for(rows: Sequence[Row], case: str, batch: int) -> float | None:
-    """Return the rate of an optimizer at a batch; None while rates that it follows from have not been tried."""
-    near = min(reversed(TUNED), key=lambda tuned: max(batch / tuned, tuned / batch))
-    tried = tried_rates(rows, case, near)
-    if not tried.keys() >= set(rates(rows, case, near)):
-        return None
-    ratio = batch / near
-    return max(tried, key=lambda rate: tried[rate]) * (math.sqrt(ratio) if case == "lars" else ratio)
-
-
-def plain_epochs(rows: Iterable[Row]) -> int | None:
-    """Return the epochs in which the plain recipe trains at least as long as mild does; None: not known yet."""
-    seconds = {row["case"]: row["train_s"] for row in rows if row["group"] == "small" and row["seed"] == 1}
-    return math.ceil(seconds["mild"] / seconds["probe"]) if {"mild", "probe"} <= seconds.keys() else None
-
-
-def command(run: Run, rows: list[Row]) -> str | None:
-    """Return the command of a run; None if it follows from runs that are missing."""
-    data: list[str] = []
-    if run.group == "small":
-        recipe, changes = "cifar10-resnet18", list(SMALL[run.case])
-        if run.case == "plain":
-            if (epochs := plain_epochs(rows)) is None:
-                return None
-            changes += [f"epochs={epochs}", f"first_eval={epochs}"]
-    else:
-        recipe, optimizer = "cifar10-93", "sgd" if run.group == "engines" else run.case
-        rate = rate_for(rows, optimizer, run.batch) if run.rate is None else run.rate
-        if rate is None:
-            return None
-        changes = [f"global_batch={run.batch}", *NETWORK, f"optim={OPTIMIZERS[optimizer].format(rate=rate)}"]
-        if run.group == "engines":
-            changes.append(f"sync={ENGINES[run.case]}")
-        if run.group == "rates":
-            data = ["--data", HELD_OUT]
-    words = ["imagenet-fast", "train", "--recipe", recipe, "--nproc", "2", "--seed", str(run.seed), *data]
-    return shlex.join([*words, *(word for change in changes for word in ("--set", change))])
 
 
 def hold_out(images: Path, place: Path) -> None:
@@ -281,8 +122,9 @@ def train_missing(most: int) -> int:
         if row is None:
             print(f"{run.name} ended with exit code {code}; the same command goes on with it", file=sys.stderr)
             return code
-        result |= {"date": date.today().isoformat(), "machine": benchmarks.machine()}
-        benchmarks.write({**result, "versions": benchmarks.versions(), "rows": [*rows, row]})
+        about = {"date": date.today().isoformat(), "machine": benchmarks.machine()}
+        rows.append(row | about)
+        benchmarks.write({**result, **about, "versions": benchmarks.versions(), "rows": rows})
         write_page()
     return 0
 
@@ -318,9 +160,27 @@ def difference(rows: Iterable[Row], exact: Iterable[Row]) -> str:
     return f"{fmean(apart):+.2f}" if apart else ""
 
 
+def share(rows: Iterable[Row], exact: Iterable[Row]) -> str:
+    """Return what share of the bytes of ``exact`` the rows sent in all steps, in percent."""
+    sent, whole = ([row["sent_bytes_per_step"] for row in some] for some in (rows, exact))
+    return f"{100 * fmean(sent) / fmean(whole):.0f}" if sent and whole else ""
+
+
 def table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table, with all columns to the left."""
     return "\n".join(benchmarks.markdown(headings, lines, [""] * len(headings)))
+
+
+def learning_rate(row: Row) -> str:
+    """Return the learning rate in the command of a run, at most two decimals."""
+    (rate,) = re.findall(r"\blr=([^,}]+)", row["command"])
+    return f"{round(float(rate), 2):g}" if float(rate) >= 1 else rate
+
+
+def machines(rows: Iterable[Row]) -> str:
+    """Return the processors that the rows were trained on, each with its number of rows."""
+    counts = Counter(row["machine"].split("),")[0] + ")" for row in rows if "machine" in row)
+    return ", ".join(f"{count} on {machine}" for machine, count in counts.most_common())
 
 
 def page(rows: list[Row]) -> str:
@@ -334,19 +194,25 @@ def page(rows: list[Row]) -> str:
         tops = {rate: f"{tried[rate]:.2f}" if rate in tried else "not run yet" for rate in rates(rows, case, batch)}
         return ", ".join(f"{rate:g}: {top}" for rate, top in tops.items())
 
+    def first(values: Iterable[str]) -> str:
+        return next(iter(values), "not run yet")
+
     def small(case: str) -> list[str]:
         found = of("small", case, 256)
-        seconds = next((f"{row['train_s']:.0f}" for row in found if row["seed"] == 1), "not run yet")
-        return [case, str(found[0]["epochs"]) if found else "not run yet", seconds, cell(found)]
+        epochs = first(f"{row['epochs']}" for row in found)
+        return [case, epochs, first(f"{row['train_s']:.0f}" for row in found if row["seed"] == 1), cell(found)]
+
+    def settings(batch: int) -> list[str]:
+        each = [of("batches", case, batch) for case in OPTIMIZERS]
+        steps = first(f"{row['steps']}" for found in each for row in found)
+        return [f"{batch}", steps, *(first(map(learning_rate, found)) for found in each)]
 
     counted, all_runs = len(rows), len(plan(rows))
-    state = (
-        f"{counted} of {all_runs} runs have been trained." if rows else "Nothing has been trained for this page yet."
-    )
+    state = f"{counted} of {all_runs} runs have been trained: {machines(rows)}." if rows else NOTHING
     exact = of("batches", "sgd", ENGINES_AT)
     others = ((case, of("engines", case, ENGINES_AT)) for case in ENGINES)
-    engines = [["bf16, exact", cell(exact), ""]]
-    engines += [[case, cell(found), difference(found, exact)] for case, found in others]
+    engines = [["bf16, exact", cell(exact), "", "100" if exact else ""]]
+    engines += [[case, cell(found), difference(found, exact), share(found, exact)] for case, found in others]
     parts = {
         "STATE": state,
         "PICTURE": f"\n![Top-1 over the batch of each optimizer]({PICTURE.name})\n" if drawn(rows) else "",
@@ -354,12 +220,18 @@ def page(rows: list[Row]) -> str:
             ["batch", "SGD", "LARS", "LARC"],
             ([f"{batch}", *(cell(of("batches", case, batch)) for case in OPTIMIZERS)] for batch in BATCHES),
         ),
-        "ENGINES": table(["engine, wire dtype", "top-1, %", "minus bf16, same seeds, points"], engines),
+        "SETTINGS": table(
+            ["batch", "steps", *(f"{case.upper()}'s learning rate" for case in OPTIMIZERS)], map(settings, BATCHES)
+        ),
+        "ENGINES": table(
+            ["engine, wire dtype", "top-1, %", "minus bf16, same seeds, points", "bytes beside bf16, %"], engines
+        ),
         "RATES": table(
             ["optimizer", *(f"batch {batch}" for batch in TUNED)],
             ([case.upper(), *(tries(case, batch) for batch in TUNED)] for case in OPTIMIZERS),
         ),
         "SMALL": table(["recipe", "epochs", "seed 1, s", "top-1, %"], map(small, ("mild", "plain"))),
+        "EPOCHS": equal_time(rows),
         "COMMAND": example(rows),
     }
     text = TEXT
@@ -368,9 +240,26 @@ def page(rows: list[Row]) -> str:
     return text
 
 
+def equal_time(rows: Iterable[Row]) -> str:
+    """Return how the epochs of the plain recipe were chosen, and how long they took."""
+    timed = {row["case"]: row for row in rows if row["group"] == "small" and row["seed"] == 1}
+    if not timed.keys() >= SMALL.keys():
+        return "The plain recipe trains the fewest epochs that take at least as long as mild's."
+    mild, probe, plain = (timed[case] for case in SMALL)
+    return textwrap.fill(
+        "The plain recipe trains the fewest epochs that should take at least as long as mild's "
+        f"{mild['epochs']}. An epoch timed before took {probe['train_s']:.0f} s, so these are {plain['epochs']}. In "
+        f"the run they took {plain['train_s'] / plain['epochs']:.0f} s each: the plain recipe had "
+        f"{100 * plain['train_s'] / mild['train_s'] - 100:.0f} % more time. Seeds 2 and 3 trained beside other "
+        "programs, so only seed 1's times are shown.",
+        width=120,
+    )
+
+
 def example(rows: list[Row]) -> str:
-    """Return the command of the first run that was trained, or else of the first to be, as lines of the page."""
-    text: str = rows[0]["command"] if rows else command(plan()[0], []) or ""
+    """Return the command of the first cell, or of the first run to be trained, as lines of the page."""
+    of_cells = [row["command"] for row in rows if row["group"] == "batches"]
+    text: str = next(iter(of_cells), None) or command(plan()[0], []) or ""
     return "\n".join(f"    {line}" for line in benchmarks.wrapped(text))
 
 
@@ -413,6 +302,7 @@ def write_page() -> None:
         draw(shown)
 
 
+NOTHING = "Nothing has been trained for this page yet."
 TEXT = (Path(__file__).parent / "convergence.md").read_text(encoding="utf-8")
 """The page, with a word in braces where a table goes."""
 

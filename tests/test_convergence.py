@@ -20,21 +20,22 @@ from imagenet_fast.recipe.load import find_recipe, load_recipe
 from imagenet_fast.recipe.schema import Recipe
 from tests.pages import ROOT, import_script
 
-convergence = import_script("convergence")
-PLAN = convergence.plan()
+convergence, plan = import_script("convergence"), import_script("convergence_plan")
+PLAN = plan.plan()
 
 
 def outcome(top1: float, train_s: float = 100.0) -> dict[str, Any]:
-    return {"status": "finished", "top1": top1, "epochs": 8, "train_s": train_s}
+    counts = {"epochs": 8, "steps": 96, "sent_bytes_per_step": 1e6}
+    return {"status": "finished", "top1": top1, "train_s": train_s, **counts}
 
 
 def trained(runs: list[Any]) -> list[dict[str, Any]]:
     """Rows as if the runs had been trained in this order; the middle one of three rates is the best."""
     rows: list[dict[str, Any]] = []
     for run in runs:
-        text = convergence.command(run, rows)
+        text = plan.command(run, rows)
         assert text is not None, f"{run.name} comes before what it follows from"
-        middle = run.rate is not None and run.rate == convergence.RATES[run.case][run.batch][1]
+        middle = run.rate is not None and run.rate == plan.RATES[run.case][run.batch][1]
         rows.append(convergence.row_of(run, text, outcome(80 + run.seed + middle, 90 if run.case == "probe" else 700)))
     return rows
 
@@ -95,8 +96,8 @@ def test_rates_follow_from_the_nearest_tuned_batch_by_the_scaling_rule():
 
 def test_a_rate_that_diverged_is_not_chosen():
     rows = [row | {"top1": None} if row["rate"] == 8 else row for row in ROWS]
-    assert convergence.rate_for(rows, "sgd", 8192) == 4
-    assert convergence.rate_for(rows[:2], "sgd", 256) is None
+    assert plan.rate_for(rows, "sgd", 8192) == 4
+    assert plan.rate_for(rows[:2], "sgd", 256) is None
 
 
 def tries(tops: dict[float, float]) -> list[dict[str, Any]]:
@@ -106,26 +107,26 @@ def tries(tops: dict[float, float]) -> list[dict[str, Any]]:
 def test_rates_beyond_the_best_one_are_tried_while_it_is_at_an_end():
     tops = {2.0: 70.0, 4.0: 63.0, 8.0: 60.0}
     for more, rate in ((70.5, 1.0), (70.2, 0.5)):
-        assert convergence.rates(tries(tops), "sgd", 8192)[0] == rate
-        assert convergence.rate_for(tries(tops), "sgd", 8192) is None
+        assert plan.rates(tries(tops), "sgd", 8192)[0] == rate
+        assert plan.rate_for(tries(tops), "sgd", 8192) is None
         tops[rate] = more
-    assert convergence.rates(tries(tops), "sgd", 8192) == [0.5, 1, 2, 4, 8]
-    assert convergence.rate_for(tries(tops), "sgd", 8192) == 1
+    assert plan.rates(tries(tops), "sgd", 8192) == [0.5, 1, 2, 4, 8]
+    assert plan.rate_for(tries(tops), "sgd", 8192) == 1
     rising = {float(2**n): 70.0 + n for n in range(1, 7)}
-    assert convergence.rates(tries(rising), "sgd", 8192) == [2, 4, 8, 16, 32, 64], "no more than six"
-    assert convergence.rate_for(tries(rising), "sgd", 8192) == 64
+    assert plan.rates(tries(rising), "sgd", 8192) == [2, 4, 8, 16, 32, 64], "no more than six"
+    assert plan.rate_for(tries(rising), "sgd", 8192) == 64
 
 
 def test_a_run_with_another_rate_than_the_chosen_one_is_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(convergence, "ROOT", tmp_path)
-    folders = [tmp_path / convergence.FOLDER / run.name for run in PLAN]
+    folders = [tmp_path / plan.FOLDER / run.name for run in PLAN]
     for folder in folders:
         folder.mkdir(parents=True)
     assert convergence.current(ROWS) == ROWS
     better = [row | {"top1": 99.0} if row["run"] == "rates-lars-2048-rate12" else row for row in ROWS]
     assert convergence.current(better) == better, "until a smaller rate has been tried"
-    (tried,) = (run for run in convergence.plan(better) if (run.case, run.batch, run.rate) == ("lars", 2048, 6))
-    text = convergence.command(tried, better)
+    (tried,) = (run for run in plan.plan(better) if (run.case, run.batch, run.rate) == ("lars", 2048, 6))
+    text = plan.command(tried, better)
     better.append(convergence.row_of(tried, text, outcome(80.0)))
     gone = [row for row in better if row not in convergence.current(better)]
     assert {(row["group"], row["case"]) for row in gone} == {("batches", "lars")}
@@ -135,8 +136,8 @@ def test_a_run_with_another_rate_than_the_chosen_one_is_trained_again(tmp_path: 
 
 def test_the_plain_recipe_gets_no_less_time_than_mild():
     rows = [{"group": "small", "seed": 1, "case": "mild", "train_s": 700.0}]
-    assert convergence.plain_epochs(rows) is None
-    assert convergence.plain_epochs([*rows, {**rows[0], "case": "probe", "train_s": 90.0}]) == 8
+    assert plan.plain_epochs(rows) is None
+    assert plan.plain_epochs([*rows, {**rows[0], "case": "probe", "train_s": 90.0}]) == 8
 
 
 def test_cells_have_mean_deviation_and_what_is_missing():
@@ -151,6 +152,21 @@ def test_cells_have_mean_deviation_and_what_is_missing():
     page = convergence.page(ROWS)
     assert "not run yet" not in page
     assert "82.00 ± 1.00" in page
+
+
+def test_the_page_says_where_runs_were_trained_and_at_which_learning_rates():
+    places = ["2 cores (AMD EPYC), 23 GiB, no GPU", "2 cores (Intel(R) Xeon(R) Processor), 23 GiB, no GPU"]
+    page = convergence.page([row | {"machine": places[row["seed"] == 2]} for row in ROWS])
+    assert re.search(r"\d\d on 2 cores \(AMD EPYC\), \d\d on 2 cores \(Intel\(R\) Xeon\(R\) Processor\)\.\n", page)
+    assert "| 256 | 96 | 0.25 | 2 | 0.25 |" in page
+    assert "| 4096 | 96 | 2 | 8.49 | 2 |" in page
+
+
+def test_the_plain_recipes_time_is_said():
+    timed = {"mild": 700.0, "probe": 90.0, "plain": 770.0}
+    rows = [{"group": "small", "seed": 1, "case": case, "train_s": s, "epochs": 8} for case, s in timed.items()]
+    assert "the plain recipe had 10 % more time" in convergence.equal_time(rows)
+    assert "%" not in convergence.equal_time(rows[:2])
 
 
 def test_held_out_images_are_a_tenth_of_each_class(tmp_path: Path):
