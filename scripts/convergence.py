@@ -25,6 +25,7 @@ from collections.abc import Iterable, Sequence
 from datetime import date
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import TYPE_CHECKING
 
 import benchmarks
 from convergence_plan import (
@@ -44,6 +45,9 @@ from convergence_plan import (
     rates,
     tried_rates,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "convergence.md"
@@ -87,7 +91,15 @@ def train(run: Run, text: str) -> tuple[int, Row | None]:
     diverged = code == 1 and outcome.get("wrong_from") is not None
     if code not in (0, 3) and not diverged:
         return code, None
-    return 0, row_of(run, text, {**outcome, "top1": None} if diverged else outcome)
+    row = row_of(run, text, {**outcome, "top1": None} if diverged else outcome)
+    return 0, row | ({"curve": curve(ROOT / out)} if run.group == "curves" else {})
+
+
+def curve(folder: Path) -> list[float]:
+    """Return top-1 after every epoch of a run."""
+    events = map(json.loads, (folder / "events.jsonl").read_text(encoding="utf-8").splitlines())
+    tops = {event["epoch"]: event["top1"] for event in events if event["event"] == "eval"}
+    return [tops[epoch] for epoch in sorted(tops)]
 
 
 def row_of(run: Run, text: str, outcome: Row) -> Row:
@@ -215,7 +227,7 @@ def page(rows: list[Row]) -> str:
     engines += [[case, cell(found), difference(found, exact), share(found, exact)] for case, found in others]
     parts = {
         "STATE": state,
-        "PICTURE": f"\n![Top-1 over the batch of each optimizer]({PICTURE.name})\n" if drawn(rows) else "",
+        "PICTURE": f"\n![Top-1 over batch and epochs]({PICTURE.name})\n" if drawn(rows) else "",
         "BATCHES": table(
             ["batch", "SGD", "LARS", "LARC"],
             ([f"{batch}", *(cell(of("batches", case, batch)) for case in OPTIMIZERS)] for batch in BATCHES),
@@ -264,42 +276,60 @@ def example(rows: list[Row]) -> str:
 
 
 def drawn(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows that the picture shows."""
+    """Return the rows of the picture's first part."""
     return [row for row in rows if row["group"] == "batches" and row["top1"] is not None]
 
 
 def draw(rows: list[Row]) -> None:
-    """Draw top-1 over the batch: the mean of each optimizer, with bars of a standard deviation."""
+    """Draw top-1 over the batch and over the epochs."""
     from imagenet_fast.metrics.plots import new_figure
 
-    figure = new_figure(PICTURE, 7, 4)
-    axes = figure.subplots()
+    curves = [row for row in rows if row["group"] == "curves" and row["curve"]]
+    figure = new_figure(PICTURE, 11 if curves else 7, 4)
+    parts = figure.subplots(1, 2 if curves else 1, squeeze=False)[0]
+    draw_batches(parts[0], drawn(rows))
+    if curves:
+        draw_curves(parts[1], curves)
+    for axes in parts:
+        axes.set_ylabel("top-1 (%)")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+    figure.savefig(PICTURE)
+
+
+def draw_batches(axes: Axes, rows: Sequence[Row]) -> None:
+    """Draw top-1 over the batch: the mean of each optimizer, with bars of a standard deviation."""
     for case in OPTIMIZERS:
-        tops: dict[int, list[float]] = {}
-        for row in rows:
-            if row["case"] == case:
-                tops.setdefault(row["batch"], []).append(row["top1"])
-        if not tops:
-            continue
-        batches = sorted(tops)
-        means = [fmean(tops[batch]) for batch in batches]
-        bars = [stdev(tops[batch]) if len(tops[batch]) > 1 else 0.0 for batch in batches]
-        axes.errorbar(batches, means, bars, marker="o", markersize=4, capsize=3, label=case.upper())
+        tops = {
+            batch: [row["top1"] for row in rows if (row["case"], row["batch"]) == (case, batch)] for batch in BATCHES
+        }
+        tops = {batch: some for batch, some in tops.items() if some}
+        bars = [stdev(some) if len(some) > 1 else 0.0 for some in tops.values()]
+        if tops:
+            means = list(map(fmean, tops.values()))
+            axes.errorbar(list(tops), means, bars, marker="o", markersize=4, capsize=3, label=case.upper())
     axes.set_xscale("log", base=2)
     axes.set_xticks(BATCHES, [f"{batch}" for batch in BATCHES])
-    axes.set(xlabel="batch", ylabel="top-1 (%)")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(PICTURE)
+    axes.set_xlabel("batch")
+
+
+def draw_curves(axes: Axes, rows: Sequence[Row]) -> None:
+    """Draw top-1 after each epoch: a colour for each optimizer, a line style for each batch."""
+    for row in rows:
+        epochs = range(1, len(row["curve"]) + 1)
+        colour = f"C{list(OPTIMIZERS).index(row['case'])}"
+        style = ("-", "--", ":")[TUNED.index(row["batch"])]
+        axes.plot(epochs, row["curve"], style, color=colour, label=f"{row['case'].upper()}, {row['batch']}")
+    axes.set_xlabel("epoch")
 
 
 def write_page() -> None:
     """Write the page from the rows, and its picture if there is anything to draw."""
     rows = benchmarks.read("convergence")["rows"]
     PAGE.write_text(page(rows), encoding="utf-8")
-    if shown := drawn(rows):
-        draw(shown)
+    if drawn(rows):
+        draw(rows)
 
 
 NOTHING = "Nothing has been trained for this page yet."

@@ -55,6 +55,8 @@ ENGINES = {
 }
 """Engines that are not exact, each with SGD at ``ENGINES_AT``."""
 ENGINES_AT = 8192
+CURVES = ("sgd", "lars")
+"""Optimizers with a run at each of ``TUNED`` that is evaluated after every epoch; evaluations change no weights."""
 SMALL = {
     "mild": (
         "epochs=8", "first_eval=8", "data.sizes=[[1, 32], [4, 36], [5, 40], [6, 44], [7, 48]]", 'loss="bce"',
@@ -75,7 +77,7 @@ class Run:
     """One training of the table."""
 
     group: str
-    """Part of the page: ``rates``, ``batches``, ``engines`` or ``small``."""
+    """Part of the page: ``rates``, ``batches``, ``curves``, ``engines`` or ``small``."""
     case: str
     """Optimizer, engine or recipe."""
     seed: int = 1
@@ -125,7 +127,8 @@ def plan(rows: Sequence[Row] = ()) -> list[Run]:
     first += [*others(1), *tried("larc"), *batches("larc", 1)]
     later = [run for seed in SEEDS[1:] for case in OPTIMIZERS for run in batches(case, seed)]
     rest = [run for seed in SEEDS[1:] for run in others(seed)]
-    return list(dict.fromkeys(first + later + rest))
+    curves = [Run("curves", case, 1, batch) for case in CURVES for batch in TUNED]
+    return list(dict.fromkeys(first + later + rest + curves))
 
 
 def tried_rates(rows: Iterable[Row], case: str, batch: int) -> dict[float, float]:
@@ -178,7 +181,9 @@ def command(run: Run, rows: list[Row]) -> str | None:
         rate = rate_for(rows, optimizer, run.batch) if run.rate is None else run.rate
         if rate is None:
             return None
-        changes = [f"global_batch={run.batch}", *NETWORK, f"optim={OPTIMIZERS[optimizer].format(rate=rate)}"]
+        network = [change.replace(f"first_eval={EPOCHS}", "first_eval=1") for change in NETWORK]
+        changes = [f"global_batch={run.batch}", *(network if run.group == "curves" else NETWORK)]
+        changes.append(f"optim={OPTIMIZERS[optimizer].format(rate=rate)}")
         if run.group == "engines":
             changes.append(f"sync={ENGINES[run.case]}")
         if run.group == "rates":

@@ -64,12 +64,13 @@ def test_a_page_without_rows_says_that_nothing_was_trained():
 
 
 def test_the_plan_has_each_batch_optimizer_engine_and_seed_once():
-    assert len({run.name for run in PLAN}) == len(PLAN) == 27 + 6 * 3 * 3 + 7 * 3 + 2 * 3 + 1
+    assert len({run.name for run in PLAN}) == len(PLAN) == 27 + 6 * 3 * 3 + 7 * 3 + 2 * 3 + 1 + 2 * 3
     compared = {("lars", 256), ("lars", 2048), ("sgd", 8192), ("int8", 8192), ("mild", 256), ("plain", 256)}
-    others = [run for run in PLAN if (run.case, run.batch) not in compared]
+    assert {run.group for run in PLAN[-6:]} == {"curves"}
+    others = [run for run in PLAN[:-6] if (run.case, run.batch) not in compared]
     kinds = [(run.seed > 1, run.group == "engines" and run.seed > 1, run.seed) for run in others]
     assert kinds == sorted(kinds), "one seed of everything, the optimizers' other seeds, the engines'"
-    last = max(number for number, run in enumerate(PLAN) if (run.case, run.batch) in compared)
+    last = max(number for number, run in enumerate(PLAN[:-6]) if (run.case, run.batch) in compared)
     assert all(run.seed == 1 for run in PLAN[:last] if (run.case, run.batch) not in compared)
 
 
@@ -79,6 +80,7 @@ def test_every_command_is_a_recipe_whose_batch_norms_see_128_images():
         batching = split_batch(recipe, 2)
         assert (batching.micro_batch, batching.global_batch) == (128, row["batch"]), row["run"]
         assert recipe.evaluates_after(recipe.epochs)
+        assert recipe.evaluates_after(1) == (row["group"] == "curves" or "probe" in row["run"])
         assert row["group"] == "small" or (recipe.epochs, recipe.ema_decay) == (8, 0)
         assert ("--data" in row["command"]) == (row["group"] == "rates"), "only rates are tried on held-out images"
 
@@ -129,7 +131,7 @@ def test_a_run_with_another_rate_than_the_chosen_one_is_trained_again(tmp_path: 
     text = plan.command(tried, better)
     better.append(convergence.row_of(tried, text, outcome(80.0)))
     gone = [row for row in better if row not in convergence.current(better)]
-    assert {(row["group"], row["case"]) for row in gone} == {("batches", "lars")}
+    assert {(row["group"], row["case"]) for row in gone} == {("batches", "lars"), ("curves", "lars")}
     assert {row["batch"] for row in gone} == {1024, 2048}
     assert [folder.exists() for folder in folders] == [row not in gone for row in ROWS]
 
@@ -167,6 +169,18 @@ def test_the_plain_recipes_time_is_said():
     rows = [{"group": "small", "seed": 1, "case": case, "train_s": s, "epochs": 8} for case, s in timed.items()]
     assert "the plain recipe had 10 % more time" in convergence.equal_time(rows)
     assert "%" not in convergence.equal_time(rows[:2])
+
+
+def test_curves_are_top1_after_every_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    events = [{"event": "run"}, *({"event": "eval", "epoch": e, "top1": 10.0 * e} for e in (1, 2, 2, 3))]
+    (tmp_path / "events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    assert convergence.curve(tmp_path) == [10.0, 20.0, 30.0]
+    monkeypatch.setattr(convergence, "PICTURE", tmp_path / "a.png")
+    widths = []
+    for rows in (ROWS[:30], [row | ({"curve": [10.0, 20.0]} if row["group"] == "curves" else {}) for row in ROWS]):
+        convergence.draw(rows)
+        widths.append(Image.open(tmp_path / "a.png").width)
+    assert widths[0] < widths[1]
 
 
 def test_held_out_images_are_a_tenth_of_each_class(tmp_path: Path):
