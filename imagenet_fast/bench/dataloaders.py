@@ -7,6 +7,7 @@ is timed. The first batches of a turn are not timed, because they may have been 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from imagenet_fast.data.format_detection import find_split
 from imagenet_fast.data.image_source import ImageDecodeError
 from imagenet_fast.data.imagefolder import scan_training
 from imagenet_fast.data.loaders import open_loader
-from imagenet_fast.data.prefetch import Job, prefetched
+from imagenet_fast.data.prefetch import THREADS, Job, prefetched
 from imagenet_fast.data.progress import measurement_bar
 from imagenet_fast.data.sampler import TrainSampler
 from imagenet_fast.data.throughput import make_photos, measure, training_batches
@@ -92,6 +93,7 @@ def bench_loading(
     workers: int,
     seconds: float,
     rounds: int = 1,
+    resize: int | None = None,
 ) -> list[LoadingRate]:
     """Time training batches of each loader, on this node's GPU if it has one.
 
@@ -103,16 +105,19 @@ def bench_loading(
         workers: Number of threads, or of processes if the loader uses these.
         seconds: Time for each loader in each round, approximately.
         rounds: Number of rounds.
+        resize: Shorter side of the photos in pixels, as `data prepare --resize` leaves them; None: 375.
 
     Raises:
-        UserError: There are fewer images than a batch needs.
+        UserError: ``resize`` is given for images in ``root``, or there are fewer images than a batch needs.
     """
     if root is not None and root.is_dir() and find_split(root, "train").shards:
         raise UserError(f"--data {root} holds shards, and bench data reads class folders; give such a directory")
+    if root is not None and resize is not None:
+        raise UserError(f"--resize shrinks the photos that are made here; run `data prepare --resize` on {root} first")
     device, _ = prepare_device(0)
     turns: dict[Loader, list[tuple[float, float]]] = {loader: [] for loader in loaders}
     parts = rounds * len(loaders)
-    with measurement_bar() as show, _images(root, 2 * batch) as (folder, about):
+    with measurement_bar() as show, _images(root, 2 * batch, resize) as (folder, about):
         for turn in range(rounds):
             for number, loader in enumerate(loaders if turn % 2 == 0 else reversed(loaders)):
                 show(f"{loader}, round {turn + 1} of {rounds}", turn * len(loaders) + number, parts)
@@ -120,6 +125,7 @@ def bench_loading(
                     continue
                 batches = _open(loader, folder, image_size, batch, workers, device)
                 turns[loader].append(measure(batches, batch, seconds, device))
+                del batches  # its threads end now
     return [_rate(loader, turns[loader], about, image_size, batch, workers) for loader in loaders]
 
 
@@ -136,13 +142,17 @@ def _rate(
 
 
 @contextmanager
-def _images(root: Path | None, count: int) -> Iterator[tuple[Path, str]]:
+def _images(root: Path | None, count: int, resize: int | None) -> Iterator[tuple[Path, str]]:
     """Yield the directory of the images, and a description of them; make ``count`` photos if ``root`` is None."""
     if root is not None:
         yield root, f"images in {root}"
         return
     with TemporaryDirectory() as folder:
-        yield Path(folder), make_photos(Path(folder), count)
+        about = make_photos(Path(folder), count, resize)
+        yield Path(folder), about + (f", {resize} pixels on the shorter side" if resize is not None else "")
+        for thread in threading.enumerate():
+            if thread.name.startswith(THREADS):  # one that still reads would warn of images that are gone
+                thread.join()
 
 
 def _open(

@@ -323,6 +323,12 @@ def bench_data(
             metavar="DIR", help="Directory of the images: train/<class>/*. Default: photos that are made here."
         ),
     ] = None,
+    resize: Annotated[
+        int | None,
+        typer.Option(
+            min=16, help="Without --data: shrink the photos to this shorter side first, as data prepare --resize does."
+        ),
+    ] = None,
     image_size: Annotated[int, typer.Option(min=16, help="Side of the images in pixels.")] = 224,
     batch: Annotated[int, typer.Option(min=1, help="Images in a batch.")] = 128,
     workers: Annotated[
@@ -340,7 +346,8 @@ def bench_data(
     from imagenet_fast.distributed.cpu_affinity import usable_cores
 
     chosen = parse_loaders(loaders)
-    measure = partial(bench_loading, chosen, data, image_size, batch, workers or usable_cores(), seconds, rounds)
+    threads = workers or usable_cores()
+    measure = partial(bench_loading, chosen, data, image_size, batch, threads, seconds, rounds, resize)
     _show_and_draw(measure, loading_table, draw_loading, (8, 1 + 0.5 * len(chosen)), json_file, png)
 
 

@@ -104,6 +104,7 @@ def prepare(
     in shuffled order, and have the indexes that our loaders and DALI need.
     """
     from imagenet_fast.data.format_detection import Format
+    from imagenet_fast.data.prepare.jpeg_resize import SHRUNK_QUALITY
     from imagenet_fast.data.prepare.prepare import prepare as fill
     from imagenet_fast.data.prepare.prepare import report
     from imagenet_fast.data.prepare.staging_dir import Settings
@@ -117,7 +118,7 @@ def prepare(
     settings = Settings(
         format=cast(Format, kind),
         resize=resize,
-        quality=None if resize is None else quality or 95,
+        quality=None if resize is None else quality or SHRUNK_QUALITY,
         shard_size=None if kind == "folder" else shard_size or 150 * 2**20,
     )
     prepared = fill(source, out, settings, subset=subset, md5=not no_md5, workers=workers)

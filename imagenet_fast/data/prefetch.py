@@ -10,6 +10,9 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+THREADS = "images"
+"""First part of the threads' names."""
+
 Job = Iterator[None]
 """Part of the work on a batch, in steps; it may be abandoned after any step."""
 
@@ -32,7 +35,7 @@ def prefetched(batches: Iterable[tuple[T, Sequence[Job]]], threads: int, depth: 
             if stopped.is_set():
                 return
 
-    pool = ThreadPoolExecutor(threads, "images")
+    pool = ThreadPoolExecutor(threads, THREADS)
     begun: deque[tuple[T, list[Future[None]]]] = deque()
     try:
         for batch, pieces in batches:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from imagenet_fast.data.image_source import ImageSource
 from imagenet_fast.data.loaders import open_loader
+from imagenet_fast.data.prepare.jpeg_resize import SHRUNK_QUALITY, shrunk
 from imagenet_fast.data.sampler import TrainSampler
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import ImageData
@@ -107,7 +108,7 @@ def _processor_s() -> float:
     return time.process_time() + sum(sum(process.cpu_times()[:2]) for process in others)
 
 
-def make_photos(root: Path, count: int) -> str:
+def make_photos(root: Path, count: int, side: int | None = None) -> str:
     """Write ``count`` JPEGs to train on and one to validate, in one class, and return what they are made of.
 
     They are parts of scikit-learn's two photos (china.jpg and flower.jpg, 640x427), in turn. A part is 4:3, 400 to 560
@@ -116,6 +117,11 @@ def make_photos(root: Path, count: int) -> str:
 
     Without scikit-learn they are noise whose amplitude falls with its frequency, as in photographs. So a decoder has
     about as much work.
+
+    Args:
+        root: Directory to write to.
+        count: Number of images to train on.
+        side: Shorter side in pixels to shrink them to, as `data prepare --resize` does; None: 375.
     """
     random = np.random.default_rng(0)
     theirs = _theirs()
@@ -124,7 +130,10 @@ def make_photos(root: Path, count: int) -> str:
         folder = root / ("train" if index < count else "val") / "photos"
         folder.mkdir(parents=True, exist_ok=True)
         quality = int(random.integers(_QUALITIES[0], _QUALITIES[1] + 1))
-        next(made).save(folder / f"{index:05}.jpg", quality=quality)
+        file = folder / f"{index:05}.jpg"
+        next(made).save(file, quality=quality)
+        if side is not None:
+            file.write_bytes(shrunk(file.read_bytes(), side, SHRUNK_QUALITY))
     return "parts of scikit-learn's two photos" if theirs else "noise, for scikit-learn's photos are not installed"
 
 

@@ -16,6 +16,7 @@ from imagenet_fast.bench.tables import loading_table
 from imagenet_fast.cli.main import main
 from imagenet_fast.data.imagefolder import scan
 from imagenet_fast.data.throughput import make_photos
+from tests.e2e.command import imagenet_fast
 
 
 def test_photos_are_made_of_the_usual_size_and_are_all_different(tmp_path: Path):
@@ -57,6 +58,23 @@ def test_every_loader_is_timed_in_one_run_and_drawn(
     printed = capsys.readouterr().out
     assert "torchvision-io" in printed
     assert "fastest here: " in printed
+
+
+def test_photos_may_be_shrunk_first(tmp_path: Path, refusal: Callable[..., str]):
+    make_photos(tmp_path, 2, side=120)
+    train, val = scan(tmp_path)
+    for name in (train.name(0), train.name(1), val.name(0)):
+        with Image.open(name) as photo:
+            assert photo.size == (160, 120)
+    (rate,) = bench_loading(["folder"], None, image_size=32, batch=2, workers=1, seconds=0, resize=120)
+    assert rate.images.endswith("photos, 120 pixels on the shorter side")
+    said = refusal("bench", "data", "--data", str(tmp_path), "--resize", "120")
+    assert f"run `data prepare --resize` on {tmp_path} first" in said
+
+
+def test_made_photos_go_only_when_no_thread_reads_them():
+    words = ("--loaders", "folder", "--batch", "64", "--workers", "2", "--seconds", "0", "--rounds", "1")
+    assert "cannot be read" not in imagenet_fast("bench", "data", *words).stderr
 
 
 def test_where_dali_is_not_installed_the_table_says_so(monkeypatch: pytest.MonkeyPatch):

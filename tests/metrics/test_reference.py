@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from statistics import fmean
@@ -70,6 +71,18 @@ def test_a_run_is_normal_slower_or_better(tmp_path: Path, top1: dict[int, float]
     verdict = judge_by_reference(past_run(tmp_path, top1))
     assert re.search(said, verdict), verdict
     assert "\n" not in verdict
+
+
+@pytest.mark.parametrize("batch", [58_880, 65_536, 67_840])
+def test_epochs_of_whole_batches_are_shorter_than_the_references(tmp_path: Path, batch: int):
+    """A run of as many images as the reference's mean is normal, though it counts 2 to 3 epochs more."""
+    passes = 1_281_167 // batch * batch / 1_281_167
+    reached = math.ceil(MEANS[batch] / passes)
+    assert reached > MEANS[batch] + 1.5
+    run = past_run(tmp_path, {reached - 1: 75.0, reached: 75.9}, recipe="resnet50-512gpu", batch=batch)
+    verdict = judge_by_reference(run)
+    assert verdict.startswith(f"normal: 75.9 % in epoch {reached}, and")
+    assert verdict.endswith(f"an epoch of the run has {100 * passes:.1f} % of the images")
 
 
 @pytest.mark.parametrize(

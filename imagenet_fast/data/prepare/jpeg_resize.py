@@ -10,6 +10,8 @@ from PIL import Image
 from imagenet_fast.data.prepare.source_files import SourceFile
 from imagenet_fast.data.prepare.staging_dir import Settings
 
+SHRUNK_QUALITY = 95
+"""JPEG quality of shrunk images, unless told otherwise."""
 _LONGEST_EXIF = 65_533  # bytes that fit in a JPEG
 
 
