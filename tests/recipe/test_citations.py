@@ -29,7 +29,12 @@ MLPERF = {
     "data.image_size": 224,
     "data.resize": 256,
     "data.crop_area": (0.05, 1.0),
+    "data.sizes": (),
+    "loss": "cross_entropy",
     "model.kind": "resnet50",
+    "model.blurpool": "off",
+    "model.init": (),
+    "model.zero_init_last_gamma": False,
     "target_top1": 75.9,
 }
 """What MLPerf's rules and NVIDIA's and Google's ResNet-50 submissions have in common."""
@@ -107,27 +112,30 @@ CITED: dict[str, tuple[str, dict[str, Any]]] = {
     "alexnet-8gpu": ("solver_8K.prototxt", LARC | {"global_batch": 8192, "epochs": 100, "optim.lr": 10.0}),
     "alexnet-512gpu": (
         "solver_32k.prototxt",
-        LARC | {"global_batch": 65536, "epochs": 95, "optim.lr": 32.0, "target_top1": 58.7, "model.pool5_norm": True},
+        LARC | {
+            "global_batch": 65536, "epochs": 95, "optim.lr": 32.0, "schedule.warmup_epochs": 10.0, "target_top1": 58.7,
+            "model.pool5_norm": True,
+        },
     ),
     "resnet50-1gpu": (
         "mlcommons/training_results_v2.0",
         MLPERF | {
-            "global_batch": 408, "micro_batch": 204, "epochs": 37, "optim.lr": 3.0, "optim.momentum": 0.9,
+            "global_batch": 408, "micro_batch": 204, "ranks": 1, "epochs": 37, "optim.lr": 3.0, "optim.momentum": 0.9,
             "optim.weight_decay": 5e-5, "schedule.warmup_epochs": 2.0,
         },
     ),
     "resnet50-8gpu": (
         "mlcommons/training_results_v4.0",
         MLPERF | {
-            "global_batch": 3200, "epochs": 37, "optim.lr": 11.0, "optim.momentum": 0.9, "optim.weight_decay": 5e-5,
-            "schedule.warmup_epochs": 2.0, "eval_every": 4, "first_eval": 3,
+            "global_batch": 3200, "ranks": 8, "epochs": 37, "optim.lr": 11.0, "optim.momentum": 0.9,
+            "optim.weight_decay": 5e-5, "schedule.warmup_epochs": 2.0, "eval_every": 4, "first_eval": 3,
         },
     ),
     "resnet50-512gpu": (
         "resnet_ref_65536",
         MLPERF | {
-            "global_batch": 65536, "ranks": 512, "epochs": 90, "optim.lr": 24.699, "optim.momentum": 0.951807,
-            "optim.weight_decay": 1e-4, "schedule.warmup_epochs": 31.0, "eval_every": 4, "first_eval": 2,
+            "global_batch": 65536, "ranks": 512, "epochs": 92, "optim.lr": 24.699, "optim.momentum": 0.951807,
+            "optim.weight_decay": 1e-4, "schedule.warmup_epochs": 32.0, "eval_every": 4, "first_eval": 2,
         },
     ),
     "resnet50-512gpu-20k": (
@@ -154,11 +162,11 @@ CITED: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "model.kind": "resnet50", "model.blurpool": "conv_maxpool",
             "model.init": ("kaiming_normal", "bn_uniform", "linear_log_constant_bias"), "global_batch": 2048,
-            "epochs": 28, "loss": "bce", "label_smoothing": 0.08, "optim.kind": "sgd", "optim.lr": 2.048,
+            "ranks": 8, "epochs": 28, "loss": "bce", "label_smoothing": 0.08, "optim.kind": "sgd", "optim.lr": 2.048,
             "optim.momentum": 0.875, "optim.nesterov": False, "optim.weight_decay": 5e-4, "optim.decoupled": True,
             "optim.decay_all": True, "schedule.kind": "cosine", "schedule.warmup_epochs": 8.0, "schedule.end_lr": 0.0,
-            "data.image_size": 176, "data.resize": 232, "data.eval_size": 224, "eval_every": 3, "target_top1": 75.9,
-            "target_mirrored": False,
+            "data.image_size": 176, "data.crop_area": (0.08, 1.0), "data.resize": 232, "data.eval_size": 224,
+            "eval_every": 3, "target_top1": 75.9, "target_mirrored": False,
         },
     ),
 }  # fmt: skip
@@ -192,6 +200,17 @@ def test_a_header_says_what_is_reached_and_by_whose_log(name: str):
     assert "by us" in header
     if name not in OWN:
         assert CITED[name][0] in header
+    assert re.search(r"(one|five|ten|how many) (runs?|of ten runs)\b|no log|published", header, re.I), "how many runs"
+    assert re.search(r"\d (s|minutes|min)\b|published|report", header), "in what time"
+
+
+def test_the_reference_at_65536_has_our_steps():
+    """resnet_ref_65536 warms up for 31 passes over all images and decays for 1133 steps."""
+    recipe = load_recipe(find_recipe("resnet50-512gpu"))
+    steps, passes = IMAGENET // recipe.global_batch, IMAGENET / recipe.global_batch
+    warmup = steps * recipe.schedule.warmup_epochs
+    assert warmup == pytest.approx(31 * passes, abs=steps / 2)
+    assert steps * recipe.epochs - warmup == pytest.approx(1133, abs=steps / 2)
 
 
 def test_nvidia_caffes_rates_at_its_own_iterations():
