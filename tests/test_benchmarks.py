@@ -128,10 +128,10 @@ QUOTES: list[tuple[str, str, str, dict[str, Any]]] = [
         "airbench",
         {"target_top1": 94.0},
     ),
-    ("README.md", "each image alone gives {top1:.2f} %", "airbench", {"target_top1": 94.0}),
+    ("README.md", "without it, {top1:.2f} %", "airbench", {"target_top1": 94.0}),
     ("README.md", "Target reached: top-1 {top1:.2f} % of 97 % after {epochs} epochs.", "demo", {}),
     ("README.md", "time to accuracy {time_to_accuracy_s:.1f} s", "demo", {}),
-    ("docs/engines.md", "{ratio_to_plain:x.1f} % longer", "step", {"loop": "lazy"}),
+    ("docs/engines.md", "{ratio_to_plain:x.1f} % longer", "step", {"loop": "ours, lazy"}),
     (
         "docs/layouts.md",
         "32 images a rank | {step_s:.3f} |",

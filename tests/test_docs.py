@@ -165,7 +165,7 @@ def check_values(command: Command) -> None:
             )
         case ["compare"]:
             written = load_recipe(recipe_file(asked["recipe"]))
-            ranks = asked["hosts"] or written.ranks
+            ranks = asked["nproc"] or written.ranks
             layouts = parse_layouts(asked["layout"], ranks) if asked["layout"] else []
             engines = (asked["sync"] or "hybrid").split(",")
             for run in contestants(asked["recipe"], ranks, engines, [], asked["overrides"], layouts):

@@ -46,13 +46,17 @@ def compare(
             "--set", metavar="KEY=VALUE", help="As in train. ENGINE.KEY=VALUE changes a key of that engine only."
         ),
     ] = [],  # noqa: B006
-    hosts: Annotated[
+    nproc: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of ranks, all on this node. Default: one per GPU, or 2 on CPUs."),
+        typer.Option(
+            "--nproc", "--hosts", min=1, help="Number of ranks, all on this node. Default: one per GPU, or 2 on CPUs."
+        ),
     ] = None,
     rate: Annotated[
         str | None,
-        typer.Option(metavar="RATE", help="Give each rank a host with its own link of this rate, such as 250mbit."),
+        typer.Option(
+            metavar="RATE", help="Make each rank a simulated node with its own link of this rate, such as 250mbit."
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -91,7 +95,7 @@ def compare(
             "--rate shapes links that GPUs of one node do not use; leave it out, or set CUDA_VISIBLE_DEVICES= in the "
             "environment to compare on the CPU"
         )
-    ranks = local_ranks(hosts)
+    ranks = local_ranks(nproc)
     layouts = [] if layout is None else parse_layouts(layout, ranks)
     usual = _ENGINE_OF_LAYOUTS if layouts else _ENGINES
     engines = [name.strip() for name in (usual if sync is None else sync).split(",")]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from imagenet_fast.cli.options import JsonOption, OptionalRecipeOption, PngOption, refuse_beside
+from imagenet_fast.cli.options import JsonOption, PngOption, refuse_beside
 from imagenet_fast.errors import UserError, warn
 
 if TYPE_CHECKING:
@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 def plan(
     context: typer.Context,
-    recipe: OptionalRecipeOption = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|PATH", help="Name of a shipped recipe, or a TOML file. Required unless --rows is given."
+        ),
+    ] = None,
     cluster: Annotated[
         str, typer.Option(metavar="NAME|FILE", help="A shipped cluster's name, or a TOML file.")
     ] = "gradientflow-v",

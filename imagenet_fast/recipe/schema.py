@@ -167,9 +167,9 @@ class Recipe(Table):
     Training stops at the first evaluation that reaches it. Absent: train to the end.
     """
     target_mirrored: bool = False
-    """Compare ``target_top1`` with the accuracy of ``eval_shift`` if that is set, else with that of ``eval_mirror``.
+    """Compare ``target_top1`` with the accuracy under test-time augmentation, and not with the plain one.
 
-    False: compare it with the plain accuracy.
+    That is the accuracy of ``eval_shift`` if it is set, else that of ``eval_mirror``.
     """
     eval_every: PositiveInt = 1
     """Epochs between evaluations; the last epoch is always evaluated."""
@@ -178,7 +178,7 @@ class Recipe(Table):
     eval_mirror: bool = False
     """Whether evaluations also report the accuracy of an image's and its mirror image's mean logits.
 
-    It is reported beside the plain accuracy and takes another forward of each image.
+    This test-time augmentation (TTA) is reported beside the plain accuracy and takes another forward of each image.
     """
     eval_shift: NonNegativeInt = 0
     """Pixels of shift for one more accuracy, by mean logits, of evaluations with ``eval_mirror``; 0: none.

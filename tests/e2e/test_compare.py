@@ -52,7 +52,7 @@ def test_engines_are_compared_over_a_network_of_ones_own(root: None, tmp_path: P
 def test_compare_layouts_in_one_table(root: None, tmp_path: Path):
     out = tmp_path / "runs"
     done = imagenet_fast(
-        "compare", "--recipe", str(tiny_alexnet(tmp_path)), "--layout", "dp2,tp2", "--hosts", "2", "--rate", "2gbit",
+        "compare", "--recipe", str(tiny_alexnet(tmp_path)), "--layout", "dp2,tp2", "--nproc", "2", "--rate", "2gbit",
         "--out", str(out),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

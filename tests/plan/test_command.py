@@ -62,6 +62,20 @@ def test_a_small_batch_is_warned_of():
     assert "the host sets the pace" in printed("--recipe", "resnet50-512gpu", "--set", "global_batch=4096")
 
 
+def test_epochs_that_are_too_few_at_a_larger_batch_are_warned_of():
+    arguments = ("--recipe", "resnet50-8gpu", "--cluster", "dgx-h100", "--sync", "lazy", "--gpus")
+    told = "MLCommons' reference needs 43.8 to 45.9 epochs to 75.9 % at a batch of 12800, and the recipe has 37"
+    assert told in printed(*arguments, "32")
+    assert "--set epochs=47" in printed(*arguments, "32")
+    for enough in (
+        ("8",),
+        ("32", "--set", "epochs=47"),
+        ("32", "--scaling", "strong"),
+        ("32", "--set", "optim.kind=sgd"),
+    ):
+        assert "MLCommons' reference" not in printed(*arguments, *enough), enough
+
+
 def test_an_input_that_cannot_keep_up_is_warned_of(tmp_path: Path):
     file = tmp_path / "slow.toml"
     shipped = (cluster_folder() / "gradientflow-v.toml").read_text()
