@@ -63,19 +63,29 @@ def add_blurpool(model: nn.Module, layers: Literal["conv", "conv_maxpool"]) -> N
         layers: "conv_maxpool" also blurs strided max pooling.
 
     Raises:
-        UserError: There is no such layer.
+        UserError: There is no such layer, or one is of another class than torch's, which may pad or scale.
     """
-    for layer in model.modules():
-        if type(layer) is nn.Conv2d and max(layer.stride) > 1 and layer.in_channels >= _FEWEST_CHANNELS:
-            layer.__class__ = BlurConv2d
-            layer.register_buffer("blur", binomial_filter(layer.in_channels), persistent=False)
-        elif type(layer) is nn.MaxPool2d and layers == "conv_maxpool" and _is_strided(layer.stride):
-            layer.__class__ = BlurMaxPool2d
-            layer.register_buffer("blur", binomial_filter(), persistent=False)
-    if not any(isinstance(layer, BlurConv2d | BlurMaxPool2d) for layer in model.modules()):
-        raise UserError(
-            f"model.blurpool '{layers}' blurs nothing: this network has no such layer of torch's classes; leave it off"
-        )
+    blurs = False
+    usual: type[nn.Module]
+    blurring: type[nn.Module]
+    for name, layer in model.named_modules():
+        match layer:
+            case nn.Conv2d(stride=stride, in_channels=channels) if _is_strided(stride) and channels >= _FEWEST_CHANNELS:
+                usual, blurring, kernels = nn.Conv2d, BlurConv2d, binomial_filter(channels)
+            case nn.MaxPool2d(stride=stride) if _is_strided(stride) and layers == "conv_maxpool":
+                usual, blurring, kernels = nn.MaxPool2d, BlurMaxPool2d, binomial_filter()
+            case _:
+                continue
+        if type(layer) is not usual:
+            raise UserError(
+                f"model.blurpool '{layers}' cannot blur {name}, a {type(layer).__name__}: it knows torch's own "
+                f"{usual.__name__} alone; leave it off"
+            )
+        layer.__class__ = blurring
+        layer.register_buffer("blur", kernels, persistent=False)
+        blurs = True
+    if not blurs:
+        raise UserError(f"model.blurpool '{layers}' blurs nothing: this network has no such layer; leave it off")
 
 
 def _is_strided(stride: int | tuple[int, ...]) -> bool:

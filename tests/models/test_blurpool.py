@@ -12,6 +12,7 @@ from timm.layers import BlurPool2d
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, max_pool2d
 
+from imagenet_fast.errors import UserError
 from imagenet_fast.launch.export import export_weights
 from imagenet_fast.models import build_model
 from imagenet_fast.models.blurpool import BlurConv2d, BlurMaxPool2d, add_blurpool, binomial_filter, blurred
@@ -64,6 +65,17 @@ def test_names_and_shapes_stay_torchvisions(kind: str, layers: str, convolutions
     assert {n: t.shape for n, t in ours.state_dict().items()} == {n: t.shape for n, t in theirs.state_dict().items()}
     assert sum(isinstance(m, BlurConv2d) for m in ours.modules()) == convolutions, "all strided ones but the stem"
     assert sum(isinstance(m, BlurMaxPool2d) for m in ours.modules()) == pools
+
+
+def test_layers_of_other_classes_are_refused_and_not_passed_over():
+    class SamePadding(nn.Conv2d):
+        pass
+
+    model = nn.Sequential(nn.Conv2d(16, 16, 3, stride=2), SamePadding(16, 16, 3, stride=2))
+    with pytest.raises(
+        UserError, match="cannot blur 1, a SamePadding: it knows torch's own Conv2d alone; leave it off"
+    ):
+        add_blurpool(model, "conv")
 
 
 def test_a_copy_in_another_type_blurs_alike():
