@@ -30,16 +30,16 @@ def broadcast_model(model: nn.Module) -> None:
 
 
 def average_batch_norms(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Replace the running statistics on every rank of ``group`` by their mean over the group.
+    """Replace the running statistics of norms on every rank of ``group`` by their mean over the group.
 
-    Each rank normalises by its own images, so the running means and variances drift apart. An evaluation or a
-    checkpoint needs a single model.
+    These are batch norms, and instance norms that track statistics. Each rank normalises by its own images, so the
+    running means and variances drift apart. An evaluation or a checkpoint needs a single model.
 
     Args:
-        model: Model whose batch norms are averaged in place.
+        model: Model whose norms are averaged in place.
         group: Process group to average over; None for all ranks.
     """
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
     running = [t for m in norms for t in (m.running_mean, m.running_var) if t is not None]
     if running:
         flat = torch.cat(running)

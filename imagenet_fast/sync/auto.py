@@ -68,22 +68,28 @@ class Auto(SyncEngine):
         self._meanwhile.rebuild_buckets()
         self._timetable = self._pool.watch(self._timetable.layers)
 
-    def begin(self) -> None:
-        """Hand the pool to the chosen engine, if there is one, and begin the step with it."""
+    def hand_over(self) -> None:
+        """Hand the pool to the chosen engine, if there is one.
+
+        That makes process groups, which every rank must do at once: when a step starts, and not in backward, where
+        another rank may already wait in a collective of the loop.
+        """
         if self._elected is None:
             return
         candidate, timing = self._elected
         left = self._meanwhile.state_dict()
-        engine = self._hand_over(candidate, timing)
+        engine = self._give(candidate, timing)
         if left and candidate.build is None:
             engine.load_state_dict(left | {"learnt": None})
         engine.begin()
 
+    begin = hand_over  # for loops that start a step without pool.zero_grad
+
     def select(self, name: str) -> None:
         """Hand the pool to the candidate ``name``, which has been chosen before."""
-        self._hand_over(next(candidate for candidate in self._candidates if candidate.name == name))
+        self._give(next(candidate for candidate in self._candidates if candidate.name == name))
 
-    def _hand_over(self, candidate: Candidate, timing: Timing | None = None) -> SyncEngine:
+    def _give(self, candidate: Candidate, timing: Timing | None = None) -> SyncEngine:
         if candidate.build is not None:
             engine = candidate.build(self._pool)
         else:

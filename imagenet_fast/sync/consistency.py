@@ -11,7 +11,8 @@ Every bit of the weights counts: they are summed as integers on their own device
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -42,11 +43,14 @@ class _Described:
     digest: int
 
 
-def compare_models(named: Mapping[str, nn.Parameter], group: dist.ProcessGroup | None) -> None:
+def compare_models(named: Mapping[str, nn.Parameter], model: nn.Module | None, group: dist.ProcessGroup | None) -> None:
     """Check that all ranks of ``group`` have the same parameters. All of them must call it.
+
+    Warn if they have different buffers, which nothing makes equal later. Statistics of norms may differ.
 
     Args:
         named: The parameters by name. Order, shape, dtype, device type, strides, ``requires_grad`` and values count.
+        model: The model whose buffers are compared; None: there are none.
         group: The ranks to compare; None: all.
 
     Raises:
@@ -56,7 +60,20 @@ def compare_models(named: Mapping[str, nn.Parameter], group: dist.ProcessGroup |
         return
     digests = _digests(list(named.values()))
     described = [_described(name, param, digest) for (name, param), digest in zip(named.items(), digests, strict=True)]
-    _compare(described, _model_difference, group, next(iter(named.values())).device)
+    device = next(iter(named.values())).device
+    _compare(described, _model_difference, group, device)
+    if model is not None:
+        buffers = dict(_other_buffers(model))
+        try:
+            _compare(
+                list(zip(buffers, _digests(list(buffers.values())), strict=True)), _buffer_difference, group, device
+            )
+        except ValueError as difference:
+            warnings.warn(str(difference), stacklevel=4)
+    if (unmade := next((name for name, param in named.items() if param.is_meta), None)) is not None:
+        raise ValueError(
+            f"{unmade} is on the meta device; call the model's to_empty() and load its weights before the pool is made"
+        )
 
 
 def compare_engines(
@@ -156,6 +173,22 @@ def _model_difference(theirs: _Described | None, ours: _Described | None, number
         f"ranks begin with different weights: {ours.name} has other values on rank {rank} than on rank {first}; give "
         "all ranks the same before the pool is made: by torch.manual_seed before the model is built, from one file, "
         "or by torch.distributed.broadcast of every parameter"
+    )
+
+
+def _other_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.modules.batchnorm._NormBase):
+            yield from module.named_buffers(path, recurse=False)
+
+
+def _buffer_difference(
+    theirs: tuple[str, int] | None, ours: tuple[str, int] | None, number: int, rank: int, first: int
+) -> str:
+    name = (ours or theirs or ("", 0))[0]
+    return (
+        f"buffer {name} has other values on rank {rank} than on rank {first}, and will keep them, so ranks train "
+        "different models; call imagenet_fast.distributed.reductions.broadcast_model before the pool is made"
     )
 
 

@@ -139,6 +139,10 @@ class SyncEngine(Protocol):
         """Adapt to new places of the pool's slots. Nothing is in flight when it is called."""
         return
 
+    def hand_over(self) -> None:
+        """Attach another engine to the pool, if this one has chosen it. Called at the start of a step."""
+        return
+
     def begin(self) -> None:
         """Prepare for changes to the pool: before the first gradient of a step, and before a new layout."""
         return

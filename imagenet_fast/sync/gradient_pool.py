@@ -80,7 +80,7 @@ class GradientPool:
         if topology is None:
             loop_checks.refuse_missing_group()
         model, named, called = loop_checks.named_parameters(parameters, model)
-        compare_models(named, topology.group if topology else group)  # before checks that may fail on one rank alone
+        compare_models(named, model, topology.group if topology else group)  # before checks that may fail on one rank
         trainable = {name: p for name, p in named.items() if p.requires_grad}
         if not trainable:
             raise ValueError("the model has no trainable parameter")
@@ -136,7 +136,7 @@ class GradientPool:
             self.reducer.deferral = DeferredUpdate(self.model, engine, self.slots, self.reducer.used, self._lockstep)
 
     def guard(self, largest: float) -> None:
-        """Check every later gradient before it is sent, and report in ``found_inf``.
+        """Check every later gradient before it is sent, and report in ``found_inf``. Every rank must call it.
 
         Costs one pass over the gradients and a tiny all-reduce a step.
 
@@ -199,9 +199,8 @@ class GradientPool:
     def end_backward(self) -> SyncStats:
         """End the step's last backward: synchronise every gradient that is not deferred.
 
-        For loops that call ``update``, which handles gradients still in flight. All others call ``finish`` or ``step``.
-        Parameters that backward did not reach are sent with a gradient of zero. So an unused layer neither delays the
-        others nor makes ranks disagree. A second call in a step does nothing.
+        ``step`` and ``update`` call it. Parameters that backward did not reach are sent with a gradient of zero. So an
+        unused layer neither delays the others nor makes ranks disagree. A second call in a step does nothing.
 
         Returns:
             The cost of the step's synchronisation on this rank.
@@ -219,10 +218,10 @@ class GradientPool:
         from what ``p.grad`` holds. Several updates of one step are carried out in the order of the calls.
 
         Args:
-            apply: Updates the parameters it is given. It must capture what belongs to this step, above all the learning
-                rate.
+            apply: Updates the parameters it is given. It must capture what belongs to this step, as the learning rate.
             at_once: Whether ``apply`` needs all gradients in one call. A deferring engine then waits for them here.
         """
+        self.end_backward()
         assert self.reducer.engine is not None
         again, self.reducer.updated = self.reducer.updated, True
         elements = self.reducer.engine.sent_slices()
@@ -342,6 +341,7 @@ class GradientPool:
         Every rank must call it between steps, and keep its own result: they differ between ranks.
         """
         assert self.reducer.engine is not None, "attach an engine before the pool's state is read"
+        loop_checks.refuse_early_save(self.reducer.engine, self.reducer.means_here and not self.reducer.updated)
         self.settle()
         with self.reducer.lock:
             if self.reducer.order.better is not None:
@@ -350,17 +350,17 @@ class GradientPool:
             order = [slot.name for slot in self.slots] if self.reducer.order.is_known else None
             return {
                 "order": order, "elected": self.reducer.engine.selected, "engine": self.reducer.engine.state_dict(),
-                "loss_scale": self.reducer.residual_scale.state(),
+                "loss_scale": self.reducer.residual_scale.state(), "ranks": self.topology.size,
             }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a value of ``state_dict``, which may be of another number of ranks.
+        """Continue from a value of ``state_dict``; from one of another number of ranks if it has no residual.
 
         Raises:
             ValueError: The engine cannot resume from this state.
         """
         assert self.reducer.engine is not None, "attach an engine before its state is loaded"
-        loop_checks.refuse_state(state)
+        loop_checks.refuse_state(state, self.topology.size)
         if state["elected"] not in ("", self.reducer.engine.selected):
             loop_checks.refuse_choice(self.reducer.engine, state["elected"])
             self.reducer.engine.select(state["elected"])

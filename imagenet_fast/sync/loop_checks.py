@@ -143,10 +143,34 @@ def refuse_replaced(slots: Sequence[ParamSlot], views: Sequence[Tensor]) -> None
             )
 
 
-def refuse_state(state: object) -> None:
-    """Raise ValueError if ``state`` is not a value of a pool's ``state_dict``."""
+def refuse_late_drop(topology: Topology, found_inf: Tensor | None) -> None:
+    """Raise RuntimeError if a step whose gradients are here is to be dropped, and other ranks apply it."""
+    if topology.size > 1 and (found_inf is None or not found_inf):
+        raise RuntimeError(
+            "pool.zero_grad(drop=True) after pool.finish() cannot drop this step: the other ranks have its gradients "
+            "and apply them; call pool.step(optimizer) on this rank too, or end the run"
+        )
+
+
+def refuse_early_save(engine: SyncEngine, finished: bool) -> None:
+    """Raise RuntimeError if the state of ``engine`` is asked for while what it has sent is not applied yet."""
+    if finished and engine.sends_part:
+        raise RuntimeError(
+            "pool.state_dict() between pool.finish() and pool.step() would lose this step's gradients; save after "
+            "pool.step(optimizer), or after the next pool.zero_grad()"
+        )
+
+
+def refuse_state(state: object, ranks: int) -> None:
+    """Raise ValueError if ``state`` is no value of a pool's ``state_dict``, or has a residual of other ``ranks``."""
     if not isinstance(state, dict) or not {"order", "elected", "engine"} <= state.keys():
         raise ValueError("this is no state of a pool; give it what pool.state_dict() was on this rank")
+    theirs = state.get("ranks") or ranks
+    if theirs != ranks and state["engine"].keys() & {"left", "residual", "memory"}:
+        raise ValueError(
+            f"this state has what one of {theirs} ranks did not send, and here are {ranks}; go on with {theirs}, or "
+            "merge the states of all by imagenet_fast.sync.reshard_state.reshard_sync_state"
+        )
 
 
 def refuse_choice(engine: SyncEngine, selected: str) -> None:

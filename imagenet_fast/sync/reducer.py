@@ -39,8 +39,7 @@ class Reducer:
             topology: The ranks to agree with on the order and on overflows.
             model: The model whose parameters must stay those of ``buffer``; None: not known.
         """
-        self.buffer = buffer
-        self.topology = topology
+        self.buffer, self.topology = buffer, topology
         self.engine: SyncEngine | None = None
         self.deferral: DeferredUpdate | None = None
         self.order = ArrivalOrder()
@@ -93,6 +92,8 @@ class Reducer:
         """Start a step, and drop an unfinished one, as ``GradientPool.zero_grad`` describes."""
         with self.lock:
             engine = self.engine
+            if drop and self.stats is not None and not self.updated:
+                loop_checks.refuse_late_drop(self.topology, self.found_inf)
             if drop and self.updated:
                 self._start()  # the last step is over, so it is a new one that other ranks may have begun
             if engine is not None and self.stats is None and (drop or self._forwarded or any(self._ready)):
@@ -241,10 +242,8 @@ class Reducer:
         """Lay the buffer out in ``order``, moving its values along. Carry out deferred updates first."""
         self.settle()
         self.buffer.lay_out(order)
-        self._unreached = {}
-        self._ready = [False] * len(self.slots)
-        self._front = self._measured = 0
-        self._magnitudes = []
+        self._unreached, self._magnitudes = {}, []
+        self._ready, self._front, self._measured = [False] * len(self.slots), 0, 0
         if self.deferral is not None:
             self.deferral.lay_out(self.slots)
 
@@ -263,12 +262,13 @@ class Reducer:
         self.stepped, self.stats = [], None
         self.is_open = self._zeroed = self._forwarded = self.came_late = self.means_here = self.updated = False
         self._end_awaited = self._last_ended = self.scaled = False
-        self._ready = [False] * len(self.slots)
-        self._front = self._measured = 0
+        self._ready, self._front, self._measured = [False] * len(self.slots), 0, 0
         if self.order.better is not None:
             self.learn_order(self.order.better)
-        if self.buffer.has_moved() and self.engine is not None:
-            self.learn_order(self.slots)
+        if self.engine is not None:
+            self.engine.hand_over()
+            if self.buffer.has_moved():
+                self.learn_order(self.slots)
 
     def _begin(self) -> None:
         """Prepare the engine and the flags before the first gradient of a step."""

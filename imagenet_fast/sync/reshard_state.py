@@ -20,25 +20,23 @@ class RunningMeans:
 
     def __init__(self) -> None:
         """Start without tensors."""
-        self._totals: dict[str, Tensor] = {}
+        self._means: dict[str, Tensor] = {}
         self._counts: Counter[str] = Counter()
 
     def add(self, name: str, value: Tensor) -> None:
         """Add one rank's tensor of this name."""
         self._counts[name] += 1
-        if (total := self._totals.get(name)) is None:
-            self._totals[name] = value.clone()
-        elif value.is_floating_point():
-            total += value
+        if (mean := self._means.get(name)) is None:
+            self._means[name] = value.clone()
+        elif value.is_floating_point() or value.is_complex():
+            nearer = mean + (value - mean) / self._counts[name]
+            self._means[name] = torch.where(mean == value, mean, nearer)  # equal values stay so, infinities too
         else:
-            torch.maximum(total, value, out=total)
+            torch.maximum(mean, value, out=mean)
 
     def all(self) -> dict[str, Tensor]:
         """Return the means, or the maxima of integers such as batch counts."""
-        return {
-            name: total / self._counts[name] if total.is_floating_point() else total
-            for name, total in self._totals.items()
-        }
+        return dict(self._means)
 
 
 def reshard_sync_state(states: Iterable[Any], sharded: bool = False) -> dict[str, Any]:

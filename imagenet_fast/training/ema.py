@@ -25,6 +25,8 @@ class ModelEma:
         self._decay = decay
         self._average_of = dict(zip(model.parameters(), self.module.parameters(), strict=True))
         self._begun: set[Tensor] = set()
+        norms = [module for module in self.module.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
+        self._averaged = {*self.module.parameters(), *(buffer for norm in norms for buffer in norm.buffers())}
 
     def update(self, params: Iterable[nn.Parameter], elements: object = None) -> None:
         """Update the average of ``params``, parameters of the model that have just been updated.
@@ -36,7 +38,7 @@ class ModelEma:
     def update_buffers(self) -> None:
         """Update the average of the model's buffers, at the end of a step.
 
-        Integer buffers, such as batch counts, are copied.
+        Running statistics of norms are averaged. Others, such as batch counts and masks, are copied.
         """
         self._follow(zip(self.module.buffers(), self._model.buffers(), strict=True))
 
@@ -53,7 +55,7 @@ class ModelEma:
         copied: list[tuple[Tensor, Tensor]] = []
         moved: list[tuple[Tensor, Tensor]] = []
         for average, value in pairs:
-            known = average in self._begun and value.is_floating_point()
+            known = average in self._begun and average in self._averaged and value.is_floating_point()
             (moved if known else copied).append((average, value))
         if copied:
             averages, values = zip(*copied, strict=True)

@@ -349,6 +349,86 @@ def _never_began(settings: EngineSettings, missing: int, zeroes: bool) -> tuple[
     return weights(model), taken
 
 
+def _drop_after_finish() -> Tensor:
+    model = network()
+    pool, optimizer = pooled(model, LAZY), torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        pool.zero_grad()
+        loss_of(model, step).backward()
+        pool.finish()
+        if step == 1 and dist.get_rank() == 1:
+            with pytest.raises(
+                RuntimeError, match="cannot drop this step: the other ranks have its gradients and apply"
+            ):
+                pool.zero_grad(drop=True)
+        pool.step(optimizer)
+    pool.close()
+    return weights(model)
+
+
+def test_a_step_whose_gradients_other_ranks_have_cannot_be_dropped():
+    """As of an exception between finish and step on one rank, say in clipping: ranks would end with other weights."""
+    ours, theirs = run(2, _drop_after_finish)
+    assert torch.equal(ours, theirs)
+
+
+def _update_alone(settings: EngineSettings) -> Tensor:
+    model = network()
+    pool = pooled(model, settings)
+    for step in range(3):
+        pool.zero_grad()
+        loss_of(model, step + dist.get_rank()).backward()
+        pool.update(lambda params: [param.data.sub_(0.1 * param.grad) for param in params])
+    pool.settle()
+    pool.close()
+    return weights(model)
+
+
+@pytest.mark.parametrize("settings", [LAZY, HYBRID])
+def test_an_update_ends_the_backward_itself(settings: EngineSettings):
+    """Without ``end_backward`` before it, ranks applied gradients of their own."""
+    ours, theirs = run(2, _update_alone, settings)
+    assert torch.equal(ours, theirs)
+
+
+def test_a_save_between_finish_and_step_is_refused_where_it_would_lose_gradients():
+    model = network()
+    pool, optimizer = pooled(model, PART), SGD(model.parameters(), 0.1)
+    for step in range(3):
+        pool.zero_grad()
+        pool.state_dict()
+        loss_of(model, step).backward()
+        pool.finish()
+        with pytest.raises(RuntimeError, match="would lose this step's gradients; save after"):
+            pool.state_dict()
+        pool.step(optimizer)
+        pool.state_dict()
+    pool.close()
+
+
+def _residual(settings: EngineSettings) -> dict[str, Any]:
+    model = network()
+    pool, optimizer = pooled(model, settings), SGD(model.parameters(), 0.1)
+    take_steps(model, pool, optimizer, 3)
+    state = pool.state_dict()
+    pool.load_state_dict(state)
+    pool.close()
+    return state
+
+
+@pytest.mark.parametrize("settings", [LAZY, PART, LazySync(wire="int8"), PowerSgdSync(dense_epochs=0)])
+def test_a_residual_of_other_ranks_is_refused(settings: EngineSettings):
+    """One rank's file has one rank's residual: the others' would be lost, and its own counted too much."""
+    state, _ = run(2, _residual, settings)
+    pool = pooled(network(), settings)
+    if settings == LAZY:
+        pool.load_state_dict(state)
+    else:
+        with pytest.raises(ValueError, match="did not send, and here are 1; go on with 2, or merge"):
+            pool.load_state_dict(state)
+    pool.close()
+
+
 def test_a_disabled_scaler_is_none():
     """AMP templates make one for every dtype; with it sparse would refuse, and hybrid update at once."""
     for settings in (PART, HYBRID):

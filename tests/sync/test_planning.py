@@ -34,6 +34,7 @@ from imagenet_fast.sync.sparse import Sparse
 from imagenet_fast.sync.topology import Topology
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.spawning import run
+from tests.sync import loops
 
 
 def pooled() -> GradientPool:
@@ -210,3 +211,27 @@ def _measure() -> list[float]:
     assert network.codec(torch.bfloat16) == NO_CODEC
     topology.close()
     return [link.latency_s, link.s_per_byte, link.call_s, codec.encode_s_per_byte, codec.decode_s_per_byte]
+
+
+def _auto_beside_a_collective_of_the_loop() -> Tensor:
+    """A loop that sums its losses, where rank 1 has no batch in some steps."""
+    model = loops.Layers()
+    pool = loops.pooled(model, AutoSync(wire="fp32"))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for step in range(12):
+        pool.zero_grad()
+        loss = model(torch.full((2, 8), 0.1 * step + dist.get_rank())).square().mean()
+        if dist.get_rank() == 0 or step in (1, 2):
+            loss.backward()
+        dist.all_reduce(loss.detach())
+        pool.step(optimizer)
+    assert pool.reducer.engine is not None
+    assert pool.reducer.engine.selected
+    pool.close()
+    return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+
+def test_auto_changes_engines_between_steps_and_not_in_backward():
+    """It makes process groups, while another rank may be in a collective of the loop."""
+    ours, theirs = run(2, _auto_beside_a_collective_of_the_loop)
+    assert torch.equal(ours, theirs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 
@@ -114,6 +115,51 @@ def _different_models() -> list[str]:
 
 def _pool_of(build: Build) -> GradientPool:
     return GradientPool(build())
+
+
+def _on_meta() -> list[str]:
+    with torch.device("meta"):
+        everywhere = said(lambda: GradientPool(network()))
+    with torch.device("meta" if dist.get_rank() else "cpu"):
+        return [everywhere, said(lambda: GradientPool(network()))]
+
+
+def test_models_on_the_meta_device_are_refused():
+    for everywhere, on_one in run(2, _on_meta):
+        assert "0.weight is on the meta device; call the model's to_empty() and load its weights before" in everywhere
+        assert "0.weight is on meta on rank 1 and on cpu on rank 0" in on_one
+
+
+class Buffered(nn.Module):
+    """With a norm, whose statistics are each rank's own, and random features drawn by the rank's seed."""
+
+    def __init__(self, alike: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        torch.manual_seed(0 if alike else dist.get_rank())
+        self.register_buffer("features", torch.randn(4, 4))
+        with torch.no_grad():
+            self.layers[1].running_mean.fill_(dist.get_rank())
+
+
+def _buffers() -> list[list[str]]:
+    torch.manual_seed(0)
+    told = []
+    for alike in (True, False):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.manual_seed(0)
+            GradientPool(Buffered(alike)).close()
+        told.append([str(warning.message) for warning in caught])
+    return told
+
+
+def test_buffers_that_differ_are_warned_of():
+    """DDP copies those of rank 0."""
+    for alike, others in run(3, _buffers):
+        assert alike == []
+        assert len(others) == 1
+        assert "buffer features has other values on rank 1 than on rank 0, and will keep them" in others[0]
 
 
 def test_other_engine_on_a_rank_is_refused():
