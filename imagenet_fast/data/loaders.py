@@ -80,6 +80,7 @@ def build_loaders(
     seed: int,
     first_step: int = 0,
     dtype: torch.dtype = torch.float32,
+    channels_last: bool = True,
 ) -> Loaders:
     """Build this rank's loaders of both splits, with normalised images.
 
@@ -94,6 +95,7 @@ def build_loaders(
         first_step: Step at which training begins, counted over all epochs. Its batches are those that loaders built
             with 0 give at that step, on any number of ranks.
         dtype: Data type of the normalised images.
+        channels_last: Whether they are in channels_last memory.
 
     Raises:
         UserError: If the images cannot be trained on, or not with this batch.
@@ -114,8 +116,8 @@ def build_loaders(
             f"the training set has {images} images, fewer than one global batch of {batching.global_batch}; "
             f"--set global_batch={images} or less, or give more images"
         )
-    validation = open_validation(data, root, batching, rank, cores, device, seed, dtype)
-    train: Iterable[Batch] = _open(data, source, order, cores, device, seed, dtype)
+    validation = open_validation(data, root, batching, rank, cores, device, seed, dtype, channels_last)
+    train: Iterable[Batch] = _open(data, source, order, cores, device, seed, dtype, channels_last)
     if isinstance(data, ImageData) and (data.mixup or data.cutmix):
         from imagenet_fast.data.mixup import MixupCutmix  # loads torchvision, and with it torch's compiler
 
@@ -133,6 +135,7 @@ def open_validation(
     device: torch.device,
     seed: int,
     dtype: torch.dtype = torch.float32,
+    channels_last: bool = True,
 ) -> ValLoader:
     """Build this rank's loader of the validation split, in micro-batches of normalised images.
 
@@ -147,6 +150,7 @@ def open_validation(
         device: Device of the batches.
         seed: Seed of synthetic images.
         dtype: Data type of the normalised images.
+        channels_last: Whether they are in channels_last memory.
 
     Raises:
         UserError: If the images cannot be evaluated on.
@@ -163,7 +167,7 @@ def open_validation(
         case _:
             assert_never(data)
     order = EvalSampler(images, batching.micro_batch, batching.ranks, rank)
-    val = iter(_open(data, source, order, cores, device, seed, dtype))
+    val = iter(_open(data, source, order, cores, device, seed, dtype, channels_last))
     return ValLoader(classes, names, contents_of_split(images, source), order, val)
 
 
@@ -175,9 +179,10 @@ def _open(
     device: torch.device,
     seed: int,
     dtype: torch.dtype,
+    channels_last: bool,
 ) -> Normalizer:
     loader = open_loader(data, images, order, cores, device, seed)
-    return Normalizer(loader, data, device, dtype)
+    return Normalizer(loader, data, device, dtype, channels_last)
 
 
 def open_loader(
@@ -242,7 +247,7 @@ def example_images(data: Data, root: Path | None, seed: int) -> Iterator[Tensor]
     batch = min(count, _EXAMPLES_AT_ONCE)
     order = TrainSampler(count, Batching(1, batch, 1), 0, seed)
     batches = min(_EXAMPLES // batch, order.steps_per_epoch)
-    examples = _open(data, source, order, 1, torch.device("cpu"), seed, torch.float32)
+    examples = _open(data, source, order, 1, torch.device("cpu"), seed, torch.float32, True)
     yield from (images for images, _ in islice(examples, batches))
 
 

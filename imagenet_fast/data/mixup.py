@@ -41,11 +41,11 @@ class MixupCutmix:
         self._ways += [v2.CutMix(alpha=cutmix, num_classes=classes)] if cutmix else []
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield images, mixed and in channels_last memory, and labels, fp32 [n, classes]."""
+        """Yield mixed images, in memory like that of the batches, and labels, fp32 [n, classes]."""
         for batch, (images, labels) in zip(self._order, self._batches, strict=False):
             number = int(bits("mixing", self._order.seed, batch.epoch, of=batch.images[:1])[0])
             with torch.random.fork_rng(devices=[]):  # torchvision draws from the CPU generator, and so does the model
                 torch.default_generator.manual_seed(number)
                 way = self._ways[number % len(self._ways)]
-                images, labels = way(images, labels)
-            yield images.contiguous(memory_format=torch.channels_last), labels
+                mixed, labels = way(images, labels)
+            yield mixed if mixed.stride() == images.stride() else torch.empty_like(images).copy_(mixed), labels

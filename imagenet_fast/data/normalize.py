@@ -26,7 +26,12 @@ class Normalizer:
     """
 
     def __init__(
-        self, batches: Iterable[tuple[Tensor, Tensor]], data: Data, device: torch.device, dtype: torch.dtype
+        self,
+        batches: Iterable[tuple[Tensor, Tensor]],
+        data: Data,
+        device: torch.device,
+        dtype: torch.dtype,
+        channels_last: bool = True,
     ) -> None:
         """Compute the scale and shift of each channel.
 
@@ -35,6 +40,7 @@ class Normalizer:
             data: The recipe's ``[data]`` table, for mean, std and the largest image size.
             device: Device of the batches.
             dtype: Data type of the normalised images.
+            channels_last: Whether their memory stays channels_last; else it is contiguous, which costs a copy.
         """
         mean, std = torch.tensor([data.mean, data.std], dtype=torch.float64)
         widest = max(data.image_size, data.evaluated_size, *(size for _, size in data.sizes), 1)
@@ -43,11 +49,12 @@ class Normalizer:
         self._shift = (-mean / std).float().repeat(widest).to(device)
         self._batches = batches
         self._dtype = dtype
+        self._format = torch.channels_last if channels_last else torch.contiguous_format
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield normalised images [n, 3, S, S] in channels_last memory, and labels."""
+        """Yield normalised images [n, 3, S, S], and labels."""
         for images, labels in self._batches:
-            yield self._normalise(images), labels
+            yield self._normalise(images).contiguous(memory_format=self._format), labels
 
     def _normalise(self, images: Tensor) -> Tensor:
         pixels = images.permute(0, 2, 3, 1)

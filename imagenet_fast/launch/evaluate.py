@@ -89,7 +89,7 @@ def judge(evaluation: Evaluation, world: DistContext) -> EvalResult:
         print(precision_note(recipe.precision, world.bf16), end="")
     images = open_validation(
         recipe.data, evaluation.data, evaluation.batching, world.rank, world.cores, world.device, recipe.seed,
-        forward_dtype(precision),
+        forward_dtype(precision), recipe.channels_last,
     )  # fmt: skip
     compare_data(contents(images.class_names, {"images": 0, "digest": ""}, images.val_contents), world)
     weights = load_initial_weights(

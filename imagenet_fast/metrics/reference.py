@@ -15,9 +15,11 @@ from typing import Any
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.report import PastRun
+from imagenet_fast.recipe.data_config import ImageData
 from imagenet_fast.recipe.load import load_recipe
 from imagenet_fast.recipe.network import ExternalModel
 from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.recipe.sync_config import PowerSgdSync, SparseSync
 
 _TABLE = json.loads(Path(__file__).with_name("reference_points.json").read_text(encoding="utf-8"))
 _TARGET: float = _TABLE["target_top1"]
@@ -172,6 +174,9 @@ def _means(recipe: Recipe) -> str:
         "ema_decay": recipe.ema_decay > 0,
         f"loss '{recipe.loss}'": recipe.loss != "cross_entropy",
         "data.sizes": len(recipe.data.sizes) > 0,
+        "data.mixup": isinstance(recipe.data, ImageData) and recipe.data.mixup > 0,
+        "data.cutmix": isinstance(recipe.data, ImageData) and recipe.data.cutmix > 0,
+        f"sync.kind '{recipe.sync.kind}'": isinstance(recipe.sync, SparseSync | PowerSgdSync),
         "model.init": len(model.init) > 0,
         "model.options": isinstance(model, ExternalModel) and len(model.options) > 0,
     }

@@ -81,6 +81,11 @@ def add_blurpool(model: nn.Module, layers: Literal["conv", "conv_maxpool"]) -> N
                 f"model.blurpool '{layers}' cannot blur {name}, a {type(layer).__name__}: it knows torch's own "
                 f"{usual.__name__} alone; leave it off"
             )
+        if getattr(layer, "ceil_mode", False):
+            raise UserError(
+                f"model.blurpool '{layers}' cannot blur {name}: it rounds sizes up (ceil_mode); take 'conv', or leave "
+                "it off"
+            )
         layer.__class__ = blurring
         layer.register_buffer("blur", kernels, persistent=False)
         blurs = True

@@ -9,13 +9,14 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, assert_never
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from imagenet_fast.errors import UserError, did_you_mean, first_line
 from imagenet_fast.recipe.network import ExternalModel, PythonModel, TimmModel, TorchvisionModel
@@ -57,9 +58,17 @@ def build_external(model: ExternalModel, classes: int) -> nn.Module:
 
 
 def check_network(
-    network: nn.Module, model: ExternalModel, classes: int, sizes: Iterable[int], eval_size: int, all_used: bool = False
+    network: nn.Module,
+    model: ExternalModel,
+    classes: int,
+    sizes: Iterable[int],
+    eval_size: int,
+    *,
+    all_used: bool = False,
+    images: int = 2,
+    channels_last: bool = False,
 ) -> None:
-    """Look at the parameters of ``network``, and run a copy of it on two images as in training and as in evaluation.
+    """Look at the parameters of ``network``, and run a copy of it on few images as in training and as in evaluation.
 
     Args:
         network: The network; it and torch's generators are left as they are.
@@ -68,6 +77,8 @@ def check_network(
         sizes: Sides of training images in pixels.
         eval_size: Side of validation images in pixels.
         all_used: Whether every parameter must have a gradient, as torch's DDP wants it.
+        images: Images of a training batch. In an evaluation one image may be left for the last batch.
+        channels_last: Whether weights and images are in channels_last memory.
 
     Raises:
         UserError: It has parameters that cannot be trained, cannot take such images, or does not give one logit a
@@ -82,18 +93,21 @@ def check_network(
             f"model.name '{model.name}' cannot be copied ({first_line(error)}); let it keep no computed tensors, as "
             "torch.nn.utils.weight_norm does (torch.nn.utils.parametrizations has one that does not)"
         ) from None
+    if channels_last:
+        to_channels_last(trial)
     device = next(network.parameters()).device
     buffers = dict(network.named_buffers()).keys()
-    for training, size in [*((True, size) for size in sizes), (False, eval_size)]:
+    trained = [(True, images, size) for size in sizes]
+    for training, count, size in [*trained, (False, 2, eval_size), (False, 1, eval_size)]:
         trial.train(training)
+        batch = torch.zeros(count, 3, size, size, device=device)
         try:
             with torch.set_grad_enabled(training), torch.random.fork_rng([device] if device.type == "cuda" else []):
-                logits = trial(torch.zeros(2, 3, size, size, device=device))
+                logits = trial(batch.contiguous(memory_format=torch.channels_last) if channels_last else batch)
         except Exception as error:  # of code that is not ours
-            raise UserError(
-                f"model.name '{model.name}' cannot take images of {size} pixels ({first_line(error)}); choose others "
-                "by data.image_size, data.sizes and data.eval_size, or see to model.options or to the network"
-            ) from None
+            what = f"images of {size} pixels" if count > 1 else f"a single image of {size} pixels"
+            told = f"cannot take {what} ({first_line(error)}); {_way_out(error, training, count)}"
+            raise UserError(f"model.name '{model.name}' {told}") from None
         if new := dict(trial.named_buffers()).keys() - buffers:
             raise UserError(
                 f"model.name '{model.name}' makes the buffer {min(new)} when it is called, and a resumed run needs it "
@@ -104,10 +118,10 @@ def check_network(
                 f"model.name '{model.name}' returns a {type(logits).__name__} for images; it must return a tensor of "
                 "logits, so choose options for that, or wrap it in a function of your own (model.kind 'python')"
             )
-        if logits.shape != (2, classes):
+        if logits.shape != (count, classes):
             raise UserError(
-                f"model.name '{model.name}' gives an output of shape {list(logits.shape)} for 2 images, and the data "
-                f"has {classes} classes; it must give one logit a class"
+                f"model.name '{model.name}' gives an output of shape {list(logits.shape)} for {count} "
+                f"image{'s' * (count > 1)}, and the data has {classes} classes; it must give one logit a class"
             )
         if training and not logits.requires_grad:
             raise UserError(
@@ -118,6 +132,24 @@ def check_network(
                 f"model.name '{model.name}' does not use {unused}, and torch's DDP waits for the gradients of all "
                 "parameters; take another engine than sync.kind 'ddp', or a network without it"
             )
+
+
+def to_channels_last(network: nn.Module) -> None:
+    """Store all weights and buffers of four dimensions in channels_last memory."""
+    for tensor in (*network.parameters(), *network.buffers()):
+        if tensor.dim() == 4:  # Module.to would refuse weights of five dimensions
+            tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
+
+
+def _way_out(error: Exception, training: bool, count: int) -> str:
+    """Return what to do where a network cannot take a batch of images."""
+    if "view size is not compatible" in str(error):
+        return "write reshape or flatten instead of view in the network, or set channels_last to false"
+    if count == 1:
+        return (
+            "choose a larger micro_batch" if training else "an evaluation's last batch may have one; see to the network"
+        )
+    return "choose others by data.image_size, data.sizes and data.eval_size, or see to model.options or to the network"
 
 
 def _unused(network: nn.Module, logits: Tensor) -> str:
@@ -151,8 +183,8 @@ def _untrainable(network: nn.Module) -> str:
         return "is a script of torch.jit, which takes no hooks; let it return the torch.nn.Module itself"
     if isinstance(network, nn.DataParallel | DistributedDataParallel):
         return f"is wrapped in {type(network).__name__}; let it return the network itself, which every rank trains"
-    for name, parameter in network.named_parameters():
-        if isinstance(parameter, UninitializedParameter):
+    for name, tensor in chain(network.named_parameters(), network.named_buffers()):
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
             return f"has no shape for {name}; call it on an image before it is returned, or use no lazy layer"
     trained = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
     if not trained:

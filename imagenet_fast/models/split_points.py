@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.models.alexnet import AlexNet, AlexNetBN
+from imagenet_fast.models.alexnet import AlexNet, AlexNetBN, CompilableSequential
 from imagenet_fast.models.resnet import ResNet
 
 _TORCHVISION = ("torchvision.models.alexnet", "torchvision.models.resnet")
@@ -49,12 +49,12 @@ def segments_of(model: nn.Module, stages: int = 1) -> list[Segment]:
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield every layer by name, in the order of forward; the layers of a Sequential one by one."""
     match model:
-        case _ if isinstance(model, ResNet | AlexNet | AlexNetBN) or type(model).__module__ in _TORCHVISION:
+        case _ if _is_known(model):
             *body, head = _children(model)
             yield from _opened(body)
             yield "flatten", nn.Flatten()
             yield from _opened([head])
-        case nn.Sequential():
+        case nn.Sequential() if _calls_in_turn(model):
             yield from _opened(_children(model))
         case _:
             raise UserError(
@@ -63,12 +63,24 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             )
 
 
+def _is_known(model: nn.Module) -> bool:
+    """Return whether it is one of our networks or torchvision's, with their own forward."""
+    ours = any(isinstance(model, kind) and type(model).forward is kind.forward for kind in (ResNet, AlexNet, AlexNetBN))
+    return ours or type(model).__module__ in _TORCHVISION
+
+
 def _opened(children: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
     for name, child in children:
-        if isinstance(child, nn.Sequential):
+        if _calls_in_turn(child):
             yield from ((f"{name}.{inner}", layer) for inner, layer in _children(child))
         else:
             yield name, child
+
+
+def _calls_in_turn(module: nn.Module) -> bool:
+    """Return whether forward calls the children one after the other; a class of one's own may add a shortcut."""
+    forward = getattr(module.forward, "__func__", None)
+    return forward in (nn.Sequential.forward, CompilableSequential.forward) and isinstance(module, nn.Sequential)
 
 
 def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -159,7 +159,8 @@ def fit(weights: Weights, model: schema.Model, classes: int, fresh_head: bool = 
             fix = "give weights in floating point" if dtype.is_floating_point else "give the weights as they were saved"
             raise UserError(f"{name} in {weights.source} is {form}, and plain {dtype} is wanted; {fix}")
         fitting[own_names[name]] = fits = tensor.detach().to(dtype)
-        if not fits.isfinite().all():
+        trained = isinstance(expected[name], nn.Parameter) or name.endswith((".running_mean", ".running_var"))
+        if not (fits.isfinite() if trained else ~fits.isnan()).all():  # a mask may hold infinities
             raise UserError(f"{name} in {weights.source} holds values that are not finite; give other weights")
         if name.endswith(".running_var") and fits.lt(0).any():
             raise UserError(f"{name} in {weights.source} holds variances below 0; give other weights")
@@ -275,8 +276,8 @@ def _blank(model: schema.Model, classes: int) -> nn.Module:
 
 
 def _expected(model: schema.Model, classes: int) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Return the network's names of its tensors, and the tensors without memory, both by their plain names."""
-    tensors = {name: t for name, t in _blank(model, classes).state_dict().items() if name != "n_averaged"}
+    """Return the network's names of its tensors, and its tensors, without memory; both by their plain names."""
+    tensors = {name: t for name, t in _blank(model, classes).state_dict(keep_vars=True).items() if name != "n_averaged"}
     plain = _plain_names(tensors)
     return dict(zip(plain, tensors, strict=True)), plain
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from imagenet_fast.errors import UserError
+from imagenet_fast.recipe.optim_config import Sgd
 from imagenet_fast.recipe.schema import AlexNetBN, CifarNet, Recipe, ResNet
 
 _LISTED = 5  # most node counts that an error message lists
@@ -122,17 +123,22 @@ def scale_recipe(recipe: Recipe, ranks: int) -> Recipe:
     """Return the recipe for ``ranks`` ranks: each rank keeps its share of the batch, and learning rates are scaled.
 
     SGD's rates scale linearly with the batch (Goyal et al., arXiv 1706.02677). LARS's scale with its square root, which
-    is closer to what MLPerf's ResNet-50 submissions used between batches of 408 and 3264.
+    is closer to what MLPerf's ResNet-50 submissions used between batches of 408 and 3264. A decoupled weight decay and
+    the EMA of the weights act once a step, whatever the rate: they are scaled to act as much in an epoch.
     """
     ratio = ranks / recipe.ranks
     factor = math.sqrt(ratio) if recipe.optim.kind == "lars" else ratio
     schedule = recipe.schedule
     rates = {key: factor * getattr(schedule, key) for key in ("start_lr", "end_lr") if hasattr(schedule, key)}
+    optim = {"lr": factor * recipe.optim.lr}
+    if isinstance(recipe.optim, Sgd) and recipe.optim.decoupled:
+        optim["weight_decay"] = ratio * recipe.optim.weight_decay
     return recipe.model_copy(
         update={
             "ranks": ranks,
             "global_batch": _share(recipe) * ranks,
-            "optim": recipe.optim.model_copy(update={"lr": factor * recipe.optim.lr}),
+            "optim": recipe.optim.model_copy(update=optim),
+            "ema_decay": recipe.ema_decay**ratio,
             "schedule": schedule.model_copy(update=rates),
         }
     )
@@ -151,6 +157,11 @@ def explain(written: Recipe, recipe: Recipe, batching: Batching) -> str:
             f"; batch {written.global_batch} -> {recipe.global_batch}, "
             f"lr {written.optim.lr:g} -> {recipe.optim.lr:.4g} ({rule} scaling)"
         )
+        for key, before, after in (
+            ("decoupled weight decay", written.optim.weight_decay, recipe.optim.weight_decay),
+            ("ema_decay", written.ema_decay, recipe.ema_decay),
+        ):
+            line += f", {key} {before:g} -> {after:.4g}" if before != after else ""
     if parallel.ranks > 1:
         line += f"; {parallel.as_written}, data-parallel x {batching.ranks // parallel.ranks}"
     if parallel.pipeline > 1:

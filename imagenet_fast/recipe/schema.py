@@ -209,7 +209,10 @@ class Recipe(Table):
     0: off.
     """
     channels_last: bool = True
-    """Whether to store weights and activations in channels_last memory format."""
+    """Whether to store weights, images and activations in channels_last memory format.
+
+    Networks that call ``view`` on feature maps need false.
+    """
     compile: bool = False
     """Whether to use torch.compile, block by block, so that gradients still become ready layer by layer."""
     numa_binding: bool = True

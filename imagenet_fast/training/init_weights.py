@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +20,7 @@ from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.report import FINAL_WEIGHTS, is_checkpoint, split_checkpoint, weights_file
 from imagenet_fast.models import build_model
 from imagenet_fast.models.cifarnet import CifarNet
-from imagenet_fast.models.external import check_network
+from imagenet_fast.models.external import check_network, to_channels_last
 from imagenet_fast.models.weights import Weights, describe, fill, fit, read_weights
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.network import ExternalModel
@@ -43,6 +45,8 @@ def build_initial_model(
         UserError: A network defined elsewhere cannot be built, or does not fit the images or the classes.
     """
     torch.manual_seed(recipe.seed)
+    random.seed(recipe.seed)  # a network of one's own may draw from these
+    np.random.seed(recipe.seed % 2**32)
     model = build_model(recipe.model, classes)
     if weights is not None:
         fill(model, weights)
@@ -50,12 +54,13 @@ def build_initial_model(
         model.set_whitening(examples())
     model = model.to(world.device)
     if isinstance(recipe.model, ExternalModel):
-        sizes, all_used = sorted(recipe.data.training_sizes), not recipe.sync.ours
-        check_network(model, recipe.model, classes, sizes, recipe.data.evaluated_size, all_used)
+        one = recipe.micro_batch == 1 or recipe.global_batch == world.size
+        check_network(
+            model, recipe.model, classes, sorted(recipe.data.training_sizes), recipe.data.evaluated_size,
+            all_used=not recipe.sync.ours, images=1 if one else 2, channels_last=recipe.channels_last,
+        )  # fmt: skip
     if recipe.channels_last:
-        for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.dim() == 4:  # Module.to would refuse weights of five dimensions
-                tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
+        to_channels_last(model)
     broadcast_model(model)
     return model
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -182,7 +184,7 @@ def build_step(
         size = recipe.data.image_size
         images = torch.empty(
             batching.micro_batch, 3, size, size, dtype=forward_dtype(precision), device="meta",
-            memory_format=torch.channels_last,
+            memory_format=torch.channels_last if recipe.channels_last else torch.contiguous_format,
         )  # fmt: skip
         division = parallelize(parallel, model, images, cast, shipped_profile(recipe.model.kind))
         model = division.own
@@ -251,10 +253,13 @@ def _backpropagation(
 def seed_step(seed: int, step: int, world: DistContext) -> None:
     """Seed the generators of the CPU and of this rank's device by (seed, step, rank), as dropout uses them.
 
-    So a resumed run draws the same numbers as an uninterrupted one. Compiled code and replayed CUDA graphs
-    use the same generators. The CPU's generator uses 32 bits of a seed, a GPU's all 64.
+    Python's and NumPy's are seeded for networks that draw from these. So a resumed run draws the same numbers as an
+    uninterrupted one. Compiled code and replayed CUDA graphs use the same generators. The CPU's generator uses 32 bits
+    of a seed, a GPU's all 64.
     """
     number = int(bits("step", seed, step, of=world.rank)[0])
     torch.default_generator.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number % 2**32)
     if world.device.type == "cuda":
         torch.cuda.default_generators[world.device.index].manual_seed(number)

@@ -192,7 +192,7 @@ class Trainer:
         job, recipe, world = self.job, self.job.recipe, self.world
         return build_loaders(
             recipe.data, job.data, job.batching, world.rank, world.cores, world.device, recipe.seed, first_step,
-            forward_dtype(effective_precision(recipe.precision, world.bf16)),
+            forward_dtype(effective_precision(recipe.precision, world.bf16)), recipe.channels_last,
         )  # fmt: skip
 
     @property

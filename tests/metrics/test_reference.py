@@ -105,6 +105,12 @@ def test_other_means_than_the_references_are_named(tmp_path: Path):
     assert verdict.endswith(f"other means than {means}")
 
 
+def test_mixed_images_and_inexact_engines_are_other_means(tmp_path: Path):
+    changes = ("data.mixup=0.2", "sync={kind='sparse'}")
+    verdict = judge_by_reference(past_run(tmp_path, {35: 76.0}, overrides=changes))
+    assert verdict.endswith("other means than data.mixup, sync.kind 'sparse'")
+
+
 def test_a_run_that_starts_from_weights_is_not_compared(tmp_path: Path):
     run = past_run(tmp_path, {3: 76.1})
     (tmp_path / "job.json").write_text('{"init_from": "/w/resnet50.pth"}')

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import random
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -64,6 +67,31 @@ def tied(classes: int) -> nn.Module:
     return model
 
 
+class LeNet(nn.Module):
+    """As tutorials write it: feature maps are flattened by ``view``."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 4, 5, 2), nn.ReLU(), nn.Conv2d(4, 8, 5, 2))
+        self.head = nn.Linear(8 * 5 * 5, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        maps = self.features(images)
+        logits: Tensor = self.head(maps.view(maps.size(0), -1))
+        return logits
+
+
+def lenet(classes: int) -> nn.Module:
+    return LeNet(classes)
+
+
+class Residual(nn.Sequential):
+    """Layers with a shortcut around them: not layers in turn, though its class is a Sequential's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
 def wrapped(classes: int, by: str) -> nn.Module:
     """A network as the only child of another, as ``torch.compile`` and modules of one's own have it."""
     model = nn.Sequential()
@@ -99,6 +127,15 @@ class Flat(nn.Module):
                 self.register_buffer("more", torch.ones(4, dtype=torch.int16))
             case "five dimensions":
                 self.more = nn.Parameter(torch.ones(2, 2, 3, 3, 3))
+            case "mask":
+                self.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
+            case "lazy norm":
+                self.more = nn.LazyBatchNorm1d(affine=False)
+            case "drawn":
+                with torch.no_grad():
+                    self.head.bias.fill_(random.random() + float(np.random.random()))
+            case "norm of one":
+                self.norm = nn.BatchNorm1d(classes)
             case "kept":
                 self.more = torch.nn.utils.weight_norm(nn.Linear(2, 2))
             case "mistyped":
@@ -120,6 +157,10 @@ class Flat(nn.Module):
         if self.flaw == "late":
             self.register_buffer("grid", torch.zeros(4))
         logits: Tensor = self.head(images.flatten(1))
+        if self.flaw == "squeezed":
+            return logits.squeeze()
+        if self.flaw == "norm of one":
+            return self.norm(logits)
         return logits.detach() if self.flaw == "detached" else logits
 
 

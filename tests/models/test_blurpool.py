@@ -78,6 +78,12 @@ def test_layers_of_other_classes_are_refused_and_not_passed_over():
         add_blurpool(model, "conv")
 
 
+def test_pooling_that_rounds_sizes_up_is_refused():
+    model = nn.Sequential(nn.Conv2d(16, 16, 3), nn.MaxPool2d(3, 2, ceil_mode=True))
+    with pytest.raises(UserError, match=r"cannot blur 1: it rounds sizes up \(ceil_mode\)"):
+        add_blurpool(model, "conv_maxpool")
+
+
 def test_a_copy_in_another_type_blurs_alike():
     model = nn.Sequential(nn.Conv2d(16, 8, 3, 2))
     add_blurpool(model, "conv")

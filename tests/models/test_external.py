@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import builtins
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
 import torch.distributed as dist
 import torchvision.models
-from torch import nn
+from torch import Tensor, nn
 
+from imagenet_fast.data.normalize import Normalizer
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model
@@ -23,7 +26,10 @@ from imagenet_fast.models.weights import Weights, classes_of, fill, fit, read_we
 from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_recipe
 from imagenet_fast.recipe.network import PythonModel, TimmModel, TorchvisionModel
 from imagenet_fast.recipe.schema import Model
+from imagenet_fast.sync.reshard_state import RunningMeans
+from imagenet_fast.training.ema import ModelEma
 from imagenet_fast.training.init_weights import build_initial_model
+from imagenet_fast.training.train_step import seed_step
 from tests.conftest import tables
 from tests.spawning import run
 
@@ -126,6 +132,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(model: dict[str, Any], said:
     [
         ("parallel", "is wrapped in DataParallel; let it return the network itself"),
         ("lazy", "has no shape for more.weight; call it on an image"),
+        ("lazy norm", "has no shape for more.running_mean; call it on an image"),
         ("complex", "has more of torch.complex64; let its parameters be real"),
         ("part", "has more as a part of a larger tensor.* a clone"),
         ("frozen", "has no parameter that is trained"),
@@ -145,6 +152,72 @@ def test_untrainable_networks_are_refused_in_a_sentence(flaw: str, said: str):
     with pytest.raises(UserError, match=said) as refused:
         build_initial_model(parse_recipe("test", tables(ranks=1, model=model)), 10, ALONE)
     assert "\n" not in str(refused.value)
+
+
+def test_a_network_that_views_its_maps_takes_contiguous_images():
+    """In channels_last memory ``view`` fails, and not before the first step."""
+    model = {"kind": "python", "name": f"{OWN}:lenet"}
+    with pytest.raises(UserError, match=r"write reshape or flatten instead of view .*, or set channels_last to false"):
+        build_initial_model(parse_recipe("test", tables(ranks=1, model=model)), 10, ALONE)
+    recipe, named = parse_recipe("test", tables(ranks=1, model=model, channels_last=False)), PythonModel(**model)
+    network = build_model(named, 10)
+    check_network(network, named, 10, [32], 32)
+    images = torch.zeros(4, 32, 32, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
+    for channels_last in (True, False):
+        given = [(images, torch.zeros(4, dtype=torch.int64))]
+        ((normalised, _),) = Normalizer(given, recipe.data, torch.device("cpu"), torch.float32, channels_last)
+        assert normalised.is_contiguous() != channels_last
+    assert network(normalised).shape == (4, 10)
+
+
+def test_a_single_image_is_tried_where_there_may_be_one():
+    """An evaluation's last batch may have one, whatever the micro-batch; a training batch if micro_batch is 1."""
+    for flaw, changes, said in (
+        ("squeezed", {}, r"shape \[10\] for 1 image, and the data has 10 classes"),
+        ("norm of one", {"micro_batch": 1}, r"cannot take a single image of 32 pixels .*; choose a larger micro_batch"),
+    ):
+        model = {"kind": "python", "name": f"{OWN}:flawed", "options": {"flaw": flaw}}
+        with pytest.raises(UserError, match=said):
+            build_initial_model(parse_recipe("test", tables(ranks=1, model=model, **changes)), 10, ALONE)
+    check_network(build_model(PythonModel(**model), 10), PythonModel(**model), 10, [32], 32)
+
+
+def test_weights_may_have_masks_of_infinities(tmp_path: Path):
+    """A run's own weights must be read again, and an average of masks must be the mask."""
+    named = PythonModel(kind="python", name=f"{OWN}:flawed", options={"flaw": "mask"})
+    network = build_model(named, 10)
+    write_weights(network.state_dict(), tmp_path / "w.safetensors", {})
+    fill(build_model(named, 10), fit(read_weights(tmp_path / "w.safetensors"), named, 10))
+    average = ModelEma(network, 0.9)
+    for _ in range(3):
+        average.update(network.parameters())
+        average.update_buffers()
+    assert torch.equal(average.module.get_buffer("mask"), network.get_buffer("mask"))
+    means = RunningMeans()
+    rotary = torch.polar(torch.ones(4), torch.arange(4.0))
+    for _ in range(3):
+        means.add("mask", network.get_buffer("mask"))
+        means.add("third", torch.tensor([1 / 3, 0.1]))
+        means.add("rotary", rotary)
+    assert torch.equal(means.all()["mask"], network.get_buffer("mask"))
+    assert torch.equal(means.all()["third"], torch.tensor([1 / 3, 0.1]))
+    assert torch.equal(means.all()["rotary"], rotary)
+
+
+def _drawn() -> list[Tensor]:
+    model = {"kind": "python", "name": f"{OWN}:flawed", "options": {"flaw": "drawn"}}
+    here = DistContext(dist.get_rank(), 1, dist.get_rank(), 1, torch.device("cpu"))
+    drawn = []
+    for _ in range(2):
+        network = build_initial_model(parse_recipe("test", tables(ranks=1, model=model)), 10, here)
+        seed_step(1, 5, here)
+        drawn.append(network.state_dict()["head.bias"] + random.random() + float(np.random.random()))
+    return drawn
+
+
+def test_the_seed_decides_what_networks_draw_from_python_and_numpy():
+    ((one, other),) = run(1, _drawn)
+    assert torch.equal(one, other)
 
 
 def test_ddp_is_given_no_network_with_an_unused_parameter():

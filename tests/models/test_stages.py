@@ -16,6 +16,7 @@ from imagenet_fast.models.split_points import segments_of
 from imagenet_fast.models.stages import LocalStages, recorded_times, split_model
 from imagenet_fast.recipe import schema
 from tests.models.narrow import narrow_model
+from tests.models.own import Residual
 
 MODELS: dict[str, tuple[schema.Model, int]] = {
     "resnet18": (schema.ResNet(kind="resnet18"), 32),
@@ -148,6 +149,15 @@ class Branching(nn.Module):
         return out
 
 
+def test_a_block_with_a_shortcut_is_one_piece():
+    """A class of one's own may call a Sequential's layers and add to them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Residual(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), nn.Linear(4, 2))
+    assert len(segments_of(model)) == 3
+    images = torch.randn(5, 4)
+    assert torch.equal(through(parts_of(model, images, 3, 1), images), model(images))
+
+
 def test_what_cannot_be_cut_is_refused_in_a_sentence():
     model, images = built("alexnet")
     with pytest.raises(UserError, match="AlexNet comes in 8 pieces, too few for 9 stages; ask for fewer"):
@@ -156,6 +166,8 @@ def test_what_cannot_be_cut_is_refused_in_a_sentence():
         split_model(model, images, 0, 5, chunks=2)
     with pytest.raises(UserError, match="order Branching calls its layers is not known"):
         segments_of(Branching())
+    with pytest.raises(UserError, match="order Residual calls its layers is not known"):
+        segments_of(Residual(nn.Linear(4, 4), nn.Linear(4, 4)))
     shared = nn.Linear(4, 4)
     with pytest.raises(UserError, match="Sequential reads a weight in several layers"):
         segments_of(nn.Sequential(shared, nn.ReLU(), shared))

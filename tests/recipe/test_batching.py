@@ -95,6 +95,7 @@ def test_the_line_about_accumulation():
         ("alexnet-512gpu", 128, 0.5, "batch 65536 -> 16384, lr 32 -> 16 (square-root scaling)"),
         ("cifar10-resnet18", 1, 0.5, "batch 256 -> 128, lr 0.4 -> 0.2 (linear scaling)"),
         ("demo", 2, 1.0, "1 accumulation step"),
+        ("resnet50-8gpu-mild", 4, 0.5, ", decoupled weight decay 0.0005 -> 0.00025, ema_decay 0.99309 -> 0.9965"),
     ],
 )
 def test_scaling_keeps_a_ranks_share_and_scales_every_rate(name: str, ranks: int, factor: float, says: str):
@@ -107,6 +108,16 @@ def test_scaling_keeps_a_ranks_share_and_scales_every_rate(name: str, ranks: int
     batching = split_batch(scaled, ranks)
     assert batching.micro_batch == split_batch(written, written.ranks).micro_batch
     assert explain(written, scaled, batching).endswith(says)
+
+
+def test_what_works_once_a_step_is_scaled_to_the_same_an_epoch():
+    written = load_recipe(find_recipe("resnet50-8gpu-mild"))
+    for ranks in (1, 4, 64):
+        scaled, ratio = scale_recipe(written, ranks), 8 / ranks
+        assert (1 - scaled.optim.weight_decay) ** ratio == pytest.approx(1 - written.optim.weight_decay, abs=1e-5)
+        assert scaled.ema_decay**ratio == pytest.approx(written.ema_decay)
+    plain = load_recipe(find_recipe("resnet50-8gpu-ffcv16"))
+    assert scale_recipe(plain, 64).optim.weight_decay == plain.optim.weight_decay, "which the rate multiplies"
 
 
 @pytest.mark.parametrize(
