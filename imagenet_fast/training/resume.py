@@ -25,7 +25,7 @@ from imagenet_fast.metrics.run_result import read_outcome
 from imagenet_fast.models.weights import Weights, classes_of
 from imagenet_fast.recipe.job import Job, differences
 from imagenet_fast.recipe.parallel_config import chunks_of
-from imagenet_fast.recipe.schema import Model
+from imagenet_fast.recipe.schema import Model, Recipe
 from imagenet_fast.training.run_lock import CHECKPOINTS, check_replaceable, lock_run_dir
 from imagenet_fast.training.state import TrainState, joined
 
@@ -51,8 +51,8 @@ class ResumePoint:
         """Last step before the checkpoint."""
         return self.checkpoint.manifest.step
 
-    def load(self, state: TrainState, world: DistContext) -> None:
-        """Load the checkpoint into ``state``."""
+    def load(self, state: TrainState, world: DistContext, recipe: Recipe) -> None:
+        """Load the checkpoint into ``state``, and have it evaluated again if ``recipe`` judges by another accuracy."""
         checkpoint = self.checkpoint
         if self.elsewhere:
             parts = (part for _, part in checkpoint.parts(world.device))
@@ -74,7 +74,9 @@ class ResumePoint:
                 state.outcome.time_from(event for event in events if event["step"] <= self.step)
         state.outcome.resumed += 1
         state.outcome.gap_s += self.gap_s
-        state.unjudged = checkpoint.manifest.top1 is None
+        measured = [top1 is not None for top1 in (state.outcome.top1_mirror, state.outcome.top1_shift)]
+        otherwise = recipe.target_mirrored and measured != [recipe.eval_mirror, recipe.eval_shift > 0]
+        state.unjudged = checkpoint.manifest.top1 is None or otherwise
         if state.unjudged:
             state.outcome.reopen()
 

@@ -183,7 +183,7 @@ class Trainer:
         )
         self.state = self.step.state
         if found is not None:
-            found.load(self.state, world)
+            found.load(self.state, world, recipe)
             self.step.watched = found.wrong_from
             self.resumed_from = found.without_weights()
 

@@ -25,6 +25,7 @@ from imagenet_fast.recipe.parallel_config import Parallel
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.training.trainer import Trainer
 from tests.conftest import tables
+from tests.e2e.command import events_of, imagenet_fast, outcome_of
 from tests.parallel import small
 from tests.spawning import run
 
@@ -121,6 +122,18 @@ def test_the_target_is_then_for_shifted_images_if_there_are_any():
     assert outcome.status == "failed"
     outcome.judge(69.0, 90.0, 20.0, top1_mirror=69.0, top5_mirror=90.0, top1_shift=70.5, top5_shift=90.0)
     assert (outcome.status, outcome.time_to_accuracy_s) == ("reached", 20.0)
+
+
+def test_a_resumed_run_is_judged_by_what_its_recipe_measures_now(tmp_path: Path):
+    """The checkpoint's accuracy with shifts is of no use once eval_shift is off."""
+    out, mirrored = str(tmp_path / "run"), ("--set", "eval_mirror=true", "--set", "target_mirrored=true")
+    first = (*mirrored, "--set", "epochs=1", "--set", "eval_shift=1", "--set", "target_top1=100")
+    imagenet_fast("train", "--recipe", "smoke", "--nproc", "1", "--out", out, *first)
+    imagenet_fast("train", "--resume", out, "--set", "eval_shift=0", "--set", "target_top1=1")
+    evaluations, outcome = events_of(tmp_path / "run", "eval"), outcome_of(tmp_path / "run")
+    assert [event.get("top1_shift") is None for event in evaluations] == [False, True]
+    assert (outcome["status"], outcome["top1_shift"]) == ("reached", None)
+    assert outcome["top1_mirror"] == evaluations[1]["top1_mirror"]
 
 
 def test_weights_are_exported_under_torchvisions_names(runs: Path, tmp_path: Path):
