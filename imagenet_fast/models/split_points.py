@@ -49,7 +49,7 @@ def segments_of(model: nn.Module, stages: int = 1) -> list[Segment]:
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield every layer by name, in the order of forward; the layers of a Sequential one by one."""
     match model:
-        case _ if _is_known(model):
+        case _ if isinstance(model, ResNet | AlexNet | AlexNetBN) or type(model).__module__ in _TORCHVISION:
             *body, head = _children(model)
             yield from _opened(body)
             yield "flatten", nn.Flatten()
@@ -61,12 +61,6 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 f"in which order {type(model).__name__} calls its layers is not known, so a pipeline cannot cut it; "
                 "take alexnet, alexnet_bn, resnet18, resnet50 or cifarnet"
             )
-
-
-def _is_known(model: nn.Module) -> bool:
-    """Return whether it is one of our networks or torchvision's, with their own forward."""
-    ours = any(isinstance(model, kind) and type(model).forward is kind.forward for kind in (ResNet, AlexNet, AlexNetBN))
-    return ours or type(model).__module__ in _TORCHVISION
 
 
 def _opened(children: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:

@@ -221,7 +221,7 @@ class GradientPool:
             apply: Updates the parameters it is given. It must capture what belongs to this step, as the learning rate.
             at_once: Whether ``apply`` needs all gradients in one call. A deferring engine then waits for them here.
         """
-        self.end_backward()
+        self.reducer.end_backward()
         assert self.reducer.engine is not None
         again, self.reducer.updated = self.reducer.updated, True
         elements = self.reducer.engine.sent_slices()

@@ -26,7 +26,8 @@ class ModelEma:
         self._average_of = dict(zip(model.parameters(), self.module.parameters(), strict=True))
         self._begun: set[Tensor] = set()
         norms = [module for module in self.module.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
-        self._averaged = {*self.module.parameters(), *(buffer for norm in norms for buffer in norm.buffers())}
+        statistics = {buffer for norm in norms for buffer in norm.buffers()}
+        self._others = {buffer for buffer in self.module.buffers() if buffer not in statistics}
 
     def update(self, params: Iterable[nn.Parameter], elements: object = None) -> None:
         """Update the average of ``params``, parameters of the model that have just been updated.
@@ -38,7 +39,7 @@ class ModelEma:
     def update_buffers(self) -> None:
         """Update the average of the model's buffers, at the end of a step.
 
-        Running statistics of norms are averaged. Others, such as batch counts and masks, are copied.
+        Integer buffers, such as batch counts, are copied.
         """
         self._follow(zip(self.module.buffers(), self._model.buffers(), strict=True))
 
@@ -55,7 +56,10 @@ class ModelEma:
         copied: list[tuple[Tensor, Tensor]] = []
         moved: list[tuple[Tensor, Tensor]] = []
         for average, value in pairs:
-            known = average in self._begun and average in self._averaged and value.is_floating_point()
+            known = average in self._begun and value.is_floating_point()
+            if known and average in self._others:  # it may be a mask, and the mean of two infinities is NaN
+                value = torch.where(average == value, value, average.lerp(value, 1 - self._decay))
+                known = False
             (moved if known else copied).append((average, value))
         if copied:
             averages, values = zip(*copied, strict=True)
