@@ -35,7 +35,7 @@ RESULTS = ROOT / "docs" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
 SECTIONS = {
     "Training": ("demo", "airbench", "cifar10", "accuracy", "sparse-steps"),
-    "One rank": ("step", "checkpoint", "loaders"),
+    "One rank": ("step", "checkpoint", "loaders", "shrunk-images"),
     "Engines": ("engines", "engines-int8", "powersgd", "ladder", "batches", "profiles", "resnet50-links", "nodes"),
     "Messages": ("collectives", "comm-volume"),
     "Split models": ("layouts", "pipeline"),
