@@ -76,7 +76,7 @@ def doubt_epochs(recipe: Recipe, batch: int, images: int) -> str | None:
     """
     if _misfit(recipe, {"train_images": images, "global_batch": batch}) is not None or _means(recipe):
         return None
-    point, passes = reference_at(batch), images // batch * batch / images
+    point, passes = reference_at(batch), _passes(images, batch)
     if point is None or recipe.target_top1 != _TARGET or round(recipe.epochs * passes) >= point.fewest:
         return None
     enough = math.ceil((point.most + 1) / passes)
@@ -111,8 +111,12 @@ def judge_by_reference(run: PastRun) -> str:
         for e in run.events
         if e["event"] == "eval" and isinstance(e.get("epoch"), int) and isinstance(e.get("top1"), int | float)
     ]
-    images: int = begun["train_images"]
-    return _verdict(point, evaluations, images // batch * batch / images, run.status) + _means(recipe)
+    return _verdict(point, evaluations, _passes(begun["train_images"], batch), run.status) + _means(recipe)
+
+
+def _passes(images: int, batch: int) -> float:
+    """Return how much of all images an epoch of whole batches trains on."""
+    return images // batch * batch / images
 
 
 def _misfit(recipe: Recipe, begun: dict[str, Any]) -> str | None:

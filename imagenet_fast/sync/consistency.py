@@ -64,12 +64,9 @@ def compare_models(named: Mapping[str, nn.Parameter], model: nn.Module | None, g
     _compare(described, _model_difference, group, device)
     if model is not None:
         buffers = dict(_other_buffers(model))
-        try:
-            _compare(
-                list(zip(buffers, _digests(list(buffers.values())), strict=True)), _buffer_difference, group, device
-            )
-        except ValueError as difference:
-            warnings.warn(str(difference), stacklevel=4)
+        digested = list(zip(buffers, _digests(list(buffers.values())), strict=True))
+        if said := _first_difference(digested, _buffer_difference, group, device):
+            warnings.warn(said, stacklevel=4)
     if (unmade := next((name for name, param in named.items() if param.is_meta), None)) is not None:
         raise ValueError(
             f"{unmade} is on the meta device; call the model's to_empty() and load its weights before the pool is made"
@@ -114,9 +111,7 @@ def _compare(
     device: torch.device,
 ) -> None:
     """Raise the same ValueError on every rank if ``facts`` differ; ``differ`` describes the first difference."""
-    with torch.cuda.device(device if device.type == "cuda" else -1):  # NCCL sends objects by the current device
-        said = _first_difference(facts, differ, group)
-    if said:
+    if said := _first_difference(facts, differ, group, device):
         raise ValueError(said)
 
 
@@ -124,23 +119,25 @@ def _first_difference(
     facts: Sequence[_Fact],
     differ: Callable[[_Fact | None, _Fact | None, int, int, int], str],
     group: dist.ProcessGroup | None,
+    device: torch.device,
 ) -> str:
     """Return what ``differ`` says of the first rank that differs, on every rank; an empty string if none does."""
     ranks = dist.get_process_group_ranks(group)
     digests: list[str] = [""] * len(ranks)
     own = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
-    dist.all_gather_object(digests, own, group=group)
-    if len(set(digests)) == 1:
-        return ""
-    first: list[Any] = [facts]
-    dist.broadcast_object_list(first, src=ranks[0], group=group)
-    said = ""
-    for number, (theirs, ours) in enumerate(zip_longest(first[0], facts)):
-        if theirs != ours:
-            said = differ(theirs, ours, number, dist.get_rank(), ranks[0])
-            break
-    sentences: list[str] = [""] * len(ranks)
-    dist.all_gather_object(sentences, said, group=group)
+    with torch.cuda.device(device if device.type == "cuda" else -1):  # NCCL sends objects by the current device
+        dist.all_gather_object(digests, own, group=group)
+        if len(set(digests)) == 1:
+            return ""
+        first: list[Any] = [facts]
+        dist.broadcast_object_list(first, src=ranks[0], group=group)
+        said = ""
+        for number, (theirs, ours) in enumerate(zip_longest(first[0], facts)):
+            if theirs != ours:
+                said = differ(theirs, ours, number, dist.get_rank(), ranks[0])
+                break
+        sentences: list[str] = [""] * len(ranks)
+        dist.all_gather_object(sentences, said, group=group)
     return next(sentence for sentence in sentences if sentence)
 
 
