@@ -13,7 +13,7 @@ import imagenet_fast.data.prepare.prepare
 import imagenet_fast.parallel.pipeline_parallel
 import imagenet_fast.training.trainer
 import tests.conftest
-import tests.spawning
+import tests.ranks
 from imagenet_fast.distributed.forkserver import freeze_gc
 
 freeze_gc()  # else a rank's first collection would look at all this, and copy the pages that it shares with the others

@@ -14,7 +14,7 @@ from torch import nn
 
 from imagenet_fast.sync import HybridSync, attach
 from imagenet_fast.training.optimizers import LARS, param_groups
-from tests.spawning import run
+from tests.ranks import run
 
 PACKAGE = Path(__file__).parents[1] / "imagenet_fast"
 

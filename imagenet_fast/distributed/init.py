@@ -37,10 +37,10 @@ class DistContext(RankInfo):
     """This process among all ranks, and the device it computes on."""
 
     device: torch.device
+    bf16: bool
+    """True if the devices of all ranks have instructions for bf16."""
     cores: int = 1
     """Number of processors for this rank."""
-    bf16: bool = True
-    """True if the devices of all ranks have instructions for bf16."""
 
 
 @contextmanager
@@ -82,8 +82,8 @@ def init_distributed(
         )  # fmt: skip
     with watching_ranks(timeout, end, left):
         yield DistContext(
-            place.rank, place.size, place.local_rank, place.local_size, device, own_cores(place, store),
-            all_compute_bf16(device),
+            place.rank, place.size, place.local_rank, place.local_size, device, all_compute_bf16(device),
+            own_cores(place, store),
         )  # fmt: skip
     dist.destroy_process_group()  # not after an error: it would wait for collectives that never end
 
@@ -114,8 +114,8 @@ def current_world() -> DistContext:
     set_group_rank(place)
     store = dist.distributed_c10d._get_default_store()
     return DistContext(
-        dist.get_rank(), dist.get_world_size(), place.local_rank, place.local_size, device, own_cores(place, store),
-        all_compute_bf16(device),
+        dist.get_rank(), dist.get_world_size(), place.local_rank, place.local_size, device, all_compute_bf16(device),
+        own_cores(place, store),
     )  # fmt: skip
 
 

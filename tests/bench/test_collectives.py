@@ -183,13 +183,13 @@ def test_who_inhabits_a_host_sees_its_interfaces_alone(root: None):
         assert interfaces() == before
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_neither_its_ranks_nor_those_of_mpi_say_anything_beside(root: None, with_mpi: None):
     done = imagenet_fast(*SHAPED)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_an_end_by_force_leaves_no_rank_of_mpi(root: None, with_mpi: None):
     command = [*COMMAND, "bench", "collectives", "--sizes", "1MB", "--collectives", "mpi", "--hosts", "2"]
     process = subprocess.Popen([*command, "--rate", "10mbit", "--rounds", "999"], env=environment())

@@ -144,7 +144,7 @@ def test_nothing_is_left_of_a_network(rows: list[dict[str, object]]):
     assert not made & namespaces()
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_several_run_at_once_and_an_end_by_force_leaves_nothing(root: None, tmp_path: Path):
     before = namespaces([os.getpid()])
     save_profile(SMALL, tmp_path / "small.json")

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+import tests
 from imagenet_fast.bench.checkpoint_overhead import Saving
 from imagenet_fast.bench.optimizer_kernels import OPTIMIZERS, count_kernels
 from imagenet_fast.bench.tables import checkpoint_table, step_table
 from imagenet_fast.bench.train_step import bench_step, no_data_parallel, over_gpus, step_recipe
-from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.recipe.schema import BFloat16
 
 
@@ -41,7 +41,7 @@ def test_what_checkpoints_cost_is_timed_beside_the_same_loop_without():
 
 
 def test_a_rounds_first_step_is_saved_and_the_next_rounds_again(tmp_path: Path):
-    recipe, alone = step_recipe("resnet18", 32, 2, "bf16", False), DistContext(0, 1, 0, 1, torch.device("cpu"))
+    recipe, alone = step_recipe("resnet18", 32, 2, "bf16", False), tests.world(0, 1)
     for every, warmup in ((1, 2), (2, 2), (5, 2), (20, 2)):
         outcome = SimpleNamespace(epochs=1, top1=None)
         state: Any = SimpleNamespace(settle=lambda: None, is_sound=lambda: True, shared=dict, own=dict, outcome=outcome)

@@ -53,7 +53,7 @@ def test_each_step_is_what_it_says(ladder: tuple[list[dict], str, Path]):
     assert rungs[0]["limit_s"] > rungs[3]["limit_s"] >= rungs[6]["limit_s"]
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_a_smaller_batch_computes_less_and_sends_as_much():
     measure = partial(bench_sync, hosts=2, ranks_per_host=1, rate=None, scale=1, rounds=1, steps=1)
     small, large = rows = bench_batches(SMALL, [16, 64], measure)

@@ -28,7 +28,7 @@ from imagenet_fast.distributed.rank_info import RankInfo
 from imagenet_fast.errors import UserError
 from imagenet_fast.sync import LazySync, PowerSgdSync, SparseSync
 from tests.checkpoint.trees import ALONE, is_that_of, same, saved, stamp, state
-from tests.spawning import run
+from tests.ranks import run
 from tests.sync.loops import pooled
 
 

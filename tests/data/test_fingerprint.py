@@ -170,7 +170,7 @@ def test_what_is_quarantined_counts_as_gone(root: Path):
     assert differences(before, contents_of(root)) == ["5 training images for 6"]
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_a_resumed_run_refuses_a_renamed_class(root: Path, tmp_path: Path):
     run = tmp_path / "run"
     options = ["--recipe", "demo", "--data", str(root), "--out", str(run), "--resume", "auto", "--nproc", "1"]

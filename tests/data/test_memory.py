@@ -15,7 +15,7 @@ from imagenet_fast.data.loaders import build_loaders
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import ImageData
 from tests.conftest import make_images
-from tests.spawning import run
+from tests.ranks import run
 
 EPOCHS = 20
 SETTLED = 5
@@ -40,7 +40,7 @@ def resident(root: str, loader: str, cache: str) -> list[int]:
     return after
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 @pytest.mark.parametrize(("loader", "cached"), [("folder", False), ("folder", True), ("dali", False)])
 def test_memory_is_flat_over_twenty_epochs(tmp_path: Path, loader: str, cached: bool):
     make_images(tmp_path, train=TRAIN, val=30)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from imagenet_fast.distributed.cpu_affinity import bind_to_numa_node, own_cores, shares
 from imagenet_fast.distributed.rank_info import RankInfo
-from tests.spawning import run
+from tests.ranks import run
 
 GPU = torch.device("cuda", 0)
 

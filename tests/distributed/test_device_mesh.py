@@ -10,7 +10,7 @@ import torch.distributed as dist
 from imagenet_fast.distributed.process_groups import build_mesh, group_timeout
 from imagenet_fast.recipe.parallel_config import Parallel
 from imagenet_fast.sync import AllReduceSync, attach
-from tests.spawning import run
+from tests.ranks import run
 
 CPU = torch.device("cpu")
 LAYOUTS = (

@@ -41,7 +41,7 @@ from imagenet_fast.distributed.watchdog import Watchdog, watching_ranks
 from imagenet_fast.errors import JobAborted
 from imagenet_fast.recipe.schema import Timeout
 from imagenet_fast.sync.comm_stream import CommStream
-from tests.spawning import run
+from tests.ranks import run
 
 
 def at(step: int, phase: Phase, for_s: float = 0.0, host: str = "node0") -> Heartbeat:
@@ -313,7 +313,7 @@ FAULTS = {
 """What becomes of a rank in step 4, and how it is told."""
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_whatever_stops_a_rank_the_others_end_in_time_and_say_where_it_is(tmp_path: Path):
     """And what says it is one sentence, the same on all."""
     context = multiprocessing.get_context("forkserver")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from imagenet_fast.distributed.init import prepare_device
 from imagenet_fast.errors import UserError
 from tests.pages import ROOT
-from tests.spawning import run
+from tests.ranks import run
 
 
 @contextmanager

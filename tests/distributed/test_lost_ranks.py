@@ -44,7 +44,7 @@ CASES = [*((engine, Parallel()) for engine in ENGINES), *((HybridSync(), layout)
 WORLD, DYING = 4, 2
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_the_others_end_and_name_it(tmp_path: Path):
     context = multiprocessing.get_context("forkserver")
     worlds = []

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
-from imagenet_fast.distributed.init import DistContext
+import tests
 from imagenet_fast.doctor.cluster_checks import _promise, gather_results
 from imagenet_fast.doctor.report import CheckResult
-from tests.spawning import run
+from tests.ranks import run
 
 
 def test_two_ranks_measure_what_is_between_them_and_tell_the_same():
@@ -19,13 +18,13 @@ def test_two_ranks_measure_what_is_between_them_and_tell_the_same():
 
 def _measure() -> None:
     rank = dist.get_rank()
-    here = DistContext(rank, 2, rank, 2, torch.device("cpu"))
+    here = tests.world(rank, 2)
     notes = gather_results([CheckResult("torch", "ok", "2.15")] if rank == 0 else [], here, "a")
     assert [(note.about, note.state) for note in notes] == [("torch", "ok"), ("all-reduce", "ok")]
     assert "Gbit/s" in notes[-1].said
 
     # As if each were a node of its own, of one name: they are told apart all the same.
-    apart = DistContext(rank, 2, 0, 1, torch.device("cpu"))
+    apart = tests.world(rank, 2, 0, 1)
     notes = gather_results([CheckResult("torch", "ok", f"2.1{rank}")], apart, "same")
     assert [(n.about, n.host) for n in notes[:2]] == [("torch", "same"), ("torch", "same (1)")]
     assert [(n.about, n.state) for n in notes[2:]] == [("all-reduce", "ok"), ("clocks", "ok")]
@@ -36,7 +35,7 @@ def test_one_rank_alone_has_nobody_to_measure():
 
 
 def _alone() -> None:
-    (note,) = gather_results([], DistContext(0, 1, 0, 1, torch.device("cpu")), "a")
+    (note,) = gather_results([], tests.world(0, 1), "a")
     assert note == CheckResult("all-reduce", "ok", "one rank alone needs none")
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from imagenet_fast.distributed.init import DistContext
+import tests
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.evaluate import judge
 from imagenet_fast.launch.export import export_weights
@@ -23,7 +23,7 @@ from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.training.trainer import Trainer
 from tests.conftest import tables
-from tests.spawning import run
+from tests.ranks import run
 
 MODELS: dict[str, dict[str, Any]] = {
     "torchvision": {"name": "shufflenet_v2_x0_5"},
@@ -58,7 +58,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _train_all(folder: Path) -> None:
-    world = DistContext(dist.get_rank(), 2, dist.get_rank(), 2, torch.device("cpu"))
+    world = tests.world(dist.get_rank(), 2)
     for kind in MODELS:
         for engine in ENGINES:
             Trainer(job_of(kind, engine, folder / kind / engine), world).run()
@@ -98,7 +98,7 @@ def test_it_is_evaluated_and_exported(runs: Path, kind: str, tmp_path: Path):
 
 
 def _judged(evaluation: Evaluation) -> Any:
-    return judge(evaluation, DistContext(0, 1, 0, 1, torch.device("cpu")))
+    return judge(evaluation, tests.world(0, 1))
 
 
 def test_a_pipeline_cuts_what_it_knows_and_refuses_the_rest_in_a_sentence(tmp_path: Path):
@@ -109,7 +109,7 @@ def test_a_pipeline_cuts_what_it_knows_and_refuses_the_rest_in_a_sentence(tmp_pa
 
 
 def _piped(folder: Path) -> tuple[str, str]:
-    world = DistContext(dist.get_rank(), 2, dist.get_rank(), 2, torch.device("cpu"))
+    world = tests.world(dist.get_rank(), 2)
     layout = {"pipeline": 2, "micro_batches": 2}
     recipe = recipe_of("timm", "lazy", parallel=layout)
     model = {"kind": "torchvision", "name": "resnet18", "blurpool": "conv_maxpool"}

@@ -48,7 +48,7 @@ def test_engines_are_compared_over_a_network_of_ones_own(root: None, tmp_path: P
     assert "sparse" in table
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_compare_layouts_in_one_table(root: None, tmp_path: Path):
     out = tmp_path / "runs"
     done = imagenet_fast(
@@ -93,7 +93,7 @@ def tiny_alexnet(folder: Path) -> Path:
     return recipe
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_compare_shows_finished_runs_after_a_failure(tmp_path: Path):
     out = tmp_path / "my runs"
     process = subprocess.Popen(

@@ -10,7 +10,7 @@ from tests.data.prepare.replica import good, official_tars, small_imagenet
 from tests.e2e.command import events_of, imagenet_fast, outcome_of
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("loader", "how"),
     [

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from imagenet_fast.distributed.init import DistContext
+import tests
 from imagenet_fast.launch.evaluate import judge
 from imagenet_fast.launch.export import export_weights
 from imagenet_fast.metrics.report import FINAL_WEIGHTS, read_run, report_table
@@ -27,7 +27,7 @@ from imagenet_fast.training.trainer import Trainer
 from tests.conftest import tables
 from tests.e2e.command import events_of, imagenet_fast, outcome_of
 from tests.parallel import small
-from tests.spawning import run
+from tests.ranks import run
 
 OPTIM = {
     "kind": "sgd", "lr": 0.05, "momentum": 0.875, "weight_decay": 5e-3, "decay_all": True, "decoupled": True
@@ -66,7 +66,7 @@ def _job(folder: Path, images: Path, engine: str, epochs: int = 2, resume: bool 
 
 
 def _train_all(images: Path, folder: Path) -> None:
-    world = DistContext(dist.get_rank(), 2, dist.get_rank(), 2, torch.device("cpu"))
+    world = tests.world(dist.get_rank(), 2)
     outcomes: list[RunResult] = [Trainer(_job(folder / engine, images, engine), world).run() for engine in ENGINES]
     assert [outcome.status for outcome in outcomes] == ["finished"] * len(ENGINES)
     assert all(outcome.top1_mirror is not None and outcome.top1_shift is not None for outcome in outcomes)
@@ -105,7 +105,7 @@ def test_averaged_accuracies_are_reported_beside_the_plain_one(runs: Path, image
 
 
 def _judged(evaluation: Evaluation) -> Any:
-    return judge(evaluation, DistContext(0, 1, 0, 1, torch.device("cpu")))
+    return judge(evaluation, tests.world(0, 1))
 
 
 def test_a_target_may_be_for_the_mirrored_accuracy():

@@ -36,7 +36,7 @@ def has_trained(run: Path, seconds: float) -> bool:
     return bool(steps) and steps[-1]["run_s"] - steps[0]["run_s"] > seconds
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_a_rank_that_is_killed_or_stopped_or_reads_for_ever_is_named(image_dir: Path, tmp_path: Path):
     data = tmp_path / "data"
     shutil.copytree(image_dir, data)
@@ -76,7 +76,7 @@ def test_a_rank_that_is_killed_or_stopped_or_reads_for_ever_is_named(image_dir: 
         assert (runs[run].returncode, outcome_of(run)["status"]) == (1, "failed")
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_nonfinite_run_ends_and_resumes_from_before(tmp_path: Path):
     """In the second epoch the rate is 1e30 times what it was: step 9 leaves wild weights, and 10 has no loss."""
     run = tmp_path / "run"

@@ -38,7 +38,7 @@ def gpu_check(*arguments: str, python: str = sys.executable) -> subprocess.Compl
     )  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_a_dry_run_writes_every_section_and_none_fails(tmp_path: Path):
     done = gpu_check("--dry-run", str(tmp_path / "report.md"))
     report = (tmp_path / "report.md").read_text()

@@ -63,7 +63,7 @@ def command(image: Path) -> str:
     return str(image / "env" / "bin" / "imagenet-fast")
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_dockerfile_install_step_pulls_no_torch(image: Path):
     installed = subprocess.run(
         [image / "env" / "bin" / "pip", "list"], capture_output=True, text=True, check=True
@@ -76,7 +76,7 @@ def test_dockerfile_install_step_pulls_no_torch(image: Path):
     assert (wrong.returncode, wrong.stderr[:6]) == (2, "error:")
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_the_licence_comes_with_what_is_installed(image: Path):
     (about,) = image.glob("env/lib/python*/site-packages/imagenet_fast-*.dist-info")
     metadata = Parser().parsestr((about / "METADATA").read_text())
@@ -86,7 +86,7 @@ def test_the_licence_comes_with_what_is_installed(image: Path):
     assert "Typing :: Typed" in metadata.get_all("Classifier", [])
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_a_program_that_imports_it_is_checked_against_its_types(image: Path, tmp_path: Path):
     program = tmp_path / "program.py"
     program.write_text(
@@ -107,7 +107,7 @@ def test_a_program_that_imports_it_is_checked_against_its_types(image: Path, tmp
 SHORT = ("train", "--recipe", "smoke", "--set", "data.train_images=32", "--nproc", "1")
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_unknown_user_trains_in_the_image(image: Path, command: str, tmp_path: Path):
     """Beside a torch from elsewhere, as in the image. Who may not become somebody else tries it as who they are."""
     somebody = 12345 if os.geteuid() == 0 else os.geteuid()

@@ -26,7 +26,7 @@ from imagenet_fast.recipe.load import find_recipe, load_recipe, to_toml
 from tests.data.prepare.replica import official_tars, small_imagenet
 from tests.e2e.command import COMMAND, environment
 from tests.pages import PAGES, ROOT, Command, name_of, python_blocks, shown_commands
-from tests.spawning import run
+from tests.ranks import run
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def test_what_needs_no_ranks_prints_what_the_page_shows(page: Path, reader: Path
         compare_with_page(command, done.stdout)
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 @pytest.mark.parametrize("page", [page for page in PAGES if run_here(page, long=True)], ids=name_of)
 def test_a_page_works_from_its_first_command_to_its_last(page: Path, reader: Path):
     for command, here in run_here(page, long=True):

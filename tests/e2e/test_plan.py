@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import tests
 from imagenet_fast.data.sampler import TrainSampler
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.models import build_model
@@ -31,7 +32,7 @@ SMALLEST = 67
 def planned(request: pytest.FixtureRequest) -> Iterator[tuple[Recipe, DistContext]]:
     recipe = load_recipe(find_recipe(request.param))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=recipe.ranks)
-    yield recipe, DistContext(0, recipe.ranks, 0, min(8, recipe.ranks), torch.device("cpu"))
+    yield recipe, tests.world(0, recipe.ranks, 0, min(8, recipe.ranks))
     dist.destroy_process_group()
     gc.collect()  # each has hundreds of MB
 

@@ -6,22 +6,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from imagenet_fast.distributed.init import DistContext
+import tests
 from imagenet_fast.metrics import Event
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import parse_recipe
 from tests.conftest import make_images, tables
-from tests.spawning import run
+from tests.ranks import run
 from tests.training.jobs import train_job
 
 STEPS, IMAGES = 6, 40
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_one_two_and_four_ranks_agree_in_every_loss_and_in_accuracy(tmp_path: Path):
     """Batch-norm statistics included, in training and in evaluation: micro-batches do not depend on the ranks.
 
@@ -60,7 +59,7 @@ class Seen:
 def _train(engine: str, images: Path, folder: Path) -> Seen:
     """The real loop with real images, batch norm and LARS, in fp32 and without augmentation."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    world = DistContext(rank, ranks, rank, ranks, torch.device("cpu"))
+    world = tests.world(rank, ranks)
     recipe = parse_recipe(
         "test",
         tables(

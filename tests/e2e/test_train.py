@@ -145,7 +145,7 @@ def test_launcher_with_fewer_ranks_keeps_the_exit_code(
         pytest.param(
             ("parallel.pipeline=2", "parallel.micro_batches=2", "precision.kind=fp16", "ema_decay=0.5", "clip_norm=1"),
             "micro-batch 4, 1 accumulation step; parallel.pipeline 2, data-parallel x 1; 2 micro-batches under way ",
-            marks=pytest.mark.full,
+            marks=pytest.mark.ci,
         ),
     ],
 )
@@ -174,7 +174,7 @@ def test_final_weights_of_a_divided_model_are_whole(
     assert events_of(run, "eval")[-1]["top1"] == pytest.approx(100 * hits / 21)
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_the_smoke_recipe_runs_as_it_is_shipped(tmp_path: Path):
     run = tmp_path / "run"
     done = imagenet_fast(*SMOKE, "--out", str(run))
@@ -185,7 +185,7 @@ def test_the_smoke_recipe_runs_as_it_is_shipped(tmp_path: Path):
     assert [e["images"] for e in events_of(run, "eval")] == [63, 63]
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_ctrl_c_saves_and_ends_every_rank(tmp_path: Path):
     runs = [tmp_path / "terminal", tmp_path / "launcher"]
     processes = [
@@ -218,7 +218,7 @@ def test_ctrl_c_saves_and_ends_every_rank(tmp_path: Path):
         assert not any(rank.is_running() for rank in ranks)
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_a_rank_that_dies_leaves_no_process_behind_and_a_readable_run(image_dir: Path, tmp_path: Path):
     run = tmp_path / "run"
     options = ("--set", "data.loader=folder", "--set", "epochs=1000000", "--out", str(run))

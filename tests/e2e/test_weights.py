@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torchvision.models import alexnet, resnet18
 
+import tests
 from imagenet_fast.distributed.init import DistContext, computes_bf16
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.evaluate import EvalResult, judge
@@ -31,7 +32,7 @@ from imagenet_fast.training.job_setup import plan_evaluation
 from imagenet_fast.training.train_step import build_step
 from tests.conftest import tables
 from tests.e2e.command import events_of, imagenet_fast, in_process, outcome_of
-from tests.spawning import run
+from tests.ranks import run
 from tests.training.jobs import train_job
 
 ONE_EPOCH = ("--set", "epochs=1", "--set", "schedule.warmup_epochs=0")
@@ -97,9 +98,7 @@ def test_more_ranks_than_images_count_each_once(trained: Path):
 
 
 def _world() -> DistContext:
-    return DistContext(
-        dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), torch.device("cpu")
-    )
+    return tests.world(dist.get_rank(), dist.get_world_size())
 
 
 def _judged(ways: list[tuple[Path, str | None]], overrides: tuple[str, ...]) -> list[EvalResult]:
@@ -238,7 +237,7 @@ def test_where_nothing_can_be_written_that_is_said(kind: str, trained: Path, ref
     assert f"/proc/w.{kind} cannot be written (" in refusal("export", *options)
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_so_does_that_of_an_alexnet_from_somebody_elses_file(tmp_path: Path):
     theirs, file, out = alexnet(num_classes=5), tmp_path / "w.pth", tmp_path / "a.pt2"
     torch.save({"state_dict": {f"module.{name}": tensor for name, tensor in theirs.state_dict().items()}}, file)

@@ -15,7 +15,7 @@ from tests.conftest import make_images
 from tests.e2e.command import events_of, outcome_of, wait_for
 from tests.faults.jobs import Running, digest, start, start_any, train
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.weekly
 
 FUSED = ("--set", "sync.threshold_mb=4")  # else each run cuts its messages as it has measured
 

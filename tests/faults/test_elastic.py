@@ -14,7 +14,7 @@ from tests.e2e.command import events_of, outcome_of, wait_for
 from tests.faults.jobs import Running, start
 from tests.ports import free_port
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.weekly
 
 Start = Callable[..., Running]
 LATE_S = 240.0  # to import torch, to take a silent node for lost, to wait for the last

@@ -8,7 +8,7 @@ import pytest
 
 from tests.faults.fuzzing import play_round
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.weekly
 
 
 @pytest.mark.parametrize("seed", ["1/1", "1/3", "2/3"])

@@ -14,7 +14,7 @@ import pytest
 
 from tests.faults.jobs import Victim, kill_at, train
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.weekly
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.command import outcome_of, wait_for
 from tests.faults.jobs import Running, start, train
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.weekly
 
 FUSED = ("--set", "sync.threshold_mb=4")  # else each run cuts its messages as it has measured
 

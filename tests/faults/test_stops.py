@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.command import events_of, outcome_of, wait_for
 from tests.faults.jobs import SMALL, Running, start, start_any, train
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.weekly
 
 LONG_EVALUATIONS = (*SMALL, "--set", "data.val_images=2100", "--set", "sync.threshold_mb=4")
 

@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.command import events_of, outcome_of, wait_for
 from tests.faults.jobs import start_any
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.weekly
 
 TINY = (
     "--recipe", "smoke", "--nproc", "1", "--set", "ranks=1", "--set", "global_batch=4", "--set", "micro_batch=4",

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.spawning import run
+from tests.ranks import run
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torchvision.models import resnet18
 
+import tests
 from imagenet_fast.data.loaders import build_loaders
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.errors import UserError
@@ -37,7 +38,7 @@ def world() -> Iterator[DistContext]:
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=HashStore(), rank=0, world_size=1, device_id=device)
-    yield DistContext(0, 1, 0, 1, device)
+    yield tests.world(0, 1, device=device)
     dist.destroy_process_group()
 
 

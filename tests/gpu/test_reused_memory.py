@@ -22,7 +22,7 @@ from imagenet_fast.sync import (
     SparseSync,
 )
 from imagenet_fast.training.optimizers import build_optimizer
-from tests.spawning import run
+from tests.ranks import run
 from tests.sync.loops import pooled, unmeasured
 from tests.sync.test_overflow import Given, integers, weights
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from imagenet_fast.bench.collectives import measure
-from tests.spawning import run
+from tests.ranks import run
 from tests.sync import test_collectives as collectives
 from tests.sync import test_contract as contract
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from imagenet_fast.distributed.init import DistContext
+import tests
 from imagenet_fast.metrics import MetricLogger, RunResult
 from imagenet_fast.recipe.schema import Full
 from imagenet_fast.sync import SyncStats
 from imagenet_fast.training.meter import Meter
 from imagenet_fast.training.nonfinite import NonFiniteCounter
 from imagenet_fast.training.precision import LossScaler
-from tests.spawning import run
+from tests.ranks import run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,7 +41,7 @@ def _shares() -> tuple[float | None, ...]:
 def _share(batches: Iterator[tuple[Tensor, Tensor]], device: torch.device) -> float | None:
     outcome = RunResult("failed", "r", "lazy", 1, 1)
     scale = LossScaler(Full(kind="fp32"), "fp32", device)
-    meter = Meter(DistContext(0, 1, 0, 1, device), 1, scale, NonFiniteCounter(device), 5, outcome)
+    meter = Meter(tests.world(0, 1, device=device), 1, scale, NonFiniteCounter(device), 5, outcome)
     for _ in range(6):
         meter.fetch(batches)
         torch.cuda._sleep(WORK)

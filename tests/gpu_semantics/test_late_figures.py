@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from imagenet_fast.distributed.init import DistContext
+import tests
 from imagenet_fast.metrics import Event, MetricLogger, RunResult
 from imagenet_fast.recipe.schema import Float16
 from imagenet_fast.sync import SyncStats
@@ -18,7 +18,7 @@ from imagenet_fast.training.nonfinite import NonFiniteCounter, NonFiniteLoss
 from imagenet_fast.training.precision import LossScaler
 from tests.gpu_semantics import pretended_gpu
 from tests.gpu_semantics.pretended_gpu import CUDA, PretendedGpu
-from tests.spawning import run
+from tests.ranks import run
 
 MAY_WAIT = frozenset({"Event.synchronize in wait_for", "Event.synchronize in seconds_between"})
 """Of an earlier interval, which :class:`Aged` sees to."""
@@ -97,6 +97,6 @@ def _explode() -> int:
 
 
 def _meter(most: int = 5) -> Meter:
-    world = DistContext(dist.get_rank(), 2, dist.get_rank(), 2, CUDA)
+    world = tests.world(dist.get_rank(), 2, device=CUDA)
     scale = LossScaler(Float16(kind="fp16", loss_scale=2.0**16), "fp16", CUDA)
     return Meter(world, 2, scale, NonFiniteCounter(CUDA), most, RunResult("failed", "r", "lazy", 2, 2))

@@ -37,7 +37,7 @@ from imagenet_fast.sync import (
 from imagenet_fast.sync.topology import Topology
 from imagenet_fast.training.optimizers import LARS, build_optimizer
 from tests.gpu_semantics.pretended_gpu import CPU, CUDA, OnGpu, PretendedGpu
-from tests.spawning import run
+from tests.ranks import run
 from tests.sync.loops import unmeasured
 
 WIRES: tuple[Wire, ...] = get_args(Wire)
@@ -151,7 +151,7 @@ def test_engines_are_ordered_on_nodes_of_two_gpus():
     assert run(4, _found, [CODING["bf16"][4], CODING["int8"][3], KEEPING["bf16"][0]], 2) == [{}] * 4
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_engines_that_learn_are_ordered_before_their_plan_and_after_it():
     learning = [HybridSync(wire="bf16"), DearSync(wire="int8"), LazySync(), AutoSync(), AutoSync(inexact=True)]
     assert run(2, _learning, learning) == [{}] * 2
@@ -163,7 +163,7 @@ def _learning(some: Sequence[EngineSettings]) -> dict[str, list[str]]:
         return {repr(settings): told for settings in some if (told := faults(settings, topology, gpu, steps=11))}
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize("wire", WIRES)
 def test_engines_end_with_the_same_bits_in_any_order_that_waits_allow(wire: Wire):
     assert run(2, _found, ENGINES[wire], None, "", 5) == [{}] * 2

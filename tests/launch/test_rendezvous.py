@@ -36,7 +36,7 @@ def network(root: None) -> Iterator[Hosts]:
         yield network
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_three_nodes_meet_by_name_and_each_says_how_it_ended(network: Hosts, tmp_path: Path):
     options = ("--nodes", "3", "--rdzv-endpoint", "node1:29400", "--set", "target_top1=99.9")
     ended = network.run([(*TINY, *options, "--out", str(tmp_path / f"run{n}")) for n in range(3)])
@@ -74,7 +74,7 @@ def mean_of_ranks(node: int) -> float:
     return number.item() / world.size
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_a_node_that_nobody_joins_says_so_and_leaves_nothing(tmp_path: Path):
     with free_port() as port:
         options = ("--nodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--join-timeout", "1")
@@ -130,7 +130,7 @@ def test_nodes_are_numbered_as_the_scheduler_counts_them(network: Hosts):
     assert network.call(calls) == [1, 0, 2]
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_one_that_is_missing_ends_the_meeting_for_all_in_the_same_words(network: Hosts):
     answers = network.call([(0, number, ("node0:29404", 3, 1.5)), (1, number, ("node0:29404", 3, 9.0))])
     (sentence,) = set(said(answers))
@@ -175,7 +175,7 @@ def test_nodes_that_disagree_in_their_number_refuse_each_other(network: Hosts):
     assert set(said(answers)) == {"one node was told --nodes 3, the one at node0:29406 --nodes 2; correct one"}
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_a_host_that_cannot_be_reached_is_named_in_time(network: Hosts):
     begun = time.monotonic()
     silent, unknown, refused = said(
@@ -243,7 +243,7 @@ def test_ranks_with_a_gpu_and_without_refuse_each_other(network: Hosts):
     }
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_ranks_that_do_not_come_are_named(network: Hosts):
     calls = [(n, introduced, (RankInfo(n + n // 2, 6, 0, 1), {}, 29413, 1.0)) for n in range(3)]  # 0, 1 and 3
     (sentence,) = set(said(network.call(calls, timeout_s=30)))
@@ -252,7 +252,7 @@ def test_ranks_that_do_not_come_are_named(network: Hosts):
     assert "no node could be reached at node0:29414 within 1 s: connection refused" in said(lonely)[0]
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_a_master_that_is_not_rank_0s_machine_is_named(network: Hosts):
     (sentence,) = said(network.call([(1, introduced, (RankInfo(0, 2, 0, 1), {}, 29415, 1.0))], timeout_s=30))
     assert "node0 is no address of the node that has rank 0" in sentence
@@ -265,7 +265,7 @@ def joined(place: RankInfo, port: int, interface: str) -> None:
         pass
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_ranks_that_cannot_connect_all_end_at_once(network: Hosts):
     """By the loopback interface, as those of a host whose name leads there did: one finds out, the others wait."""
     begun = time.monotonic()

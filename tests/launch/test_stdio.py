@@ -114,7 +114,7 @@ def test_text_that_is_meant_for_a_file_is_utf_8_in_any_locale(tmp_path: Path):
         assert "# Größe – 数\n" in done.stdout.decode()
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_a_run_ends_as_ever_without_anybody_to_read_what_it_says(tmp_path: Path):
     """Into a pipe that nobody reads and on a full device, in an ASCII locale; its recipe is UTF-8."""
     recipe, out = tmp_path / "größe.toml", tmp_path / "run"

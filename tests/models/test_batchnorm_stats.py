@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import tests
 from imagenet_fast.data.loaders import build_loaders
-from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import average_batch_norms
 from imagenet_fast.models.batchnorm_stats import PipelinedStatistics, StepStatistics, micro_momentum
 from imagenet_fast.recipe.batching import split_batch
@@ -18,7 +18,7 @@ from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.training.init_weights import build_initial_model
 from imagenet_fast.training.train_step import build_step
 from tests.conftest import tables
-from tests.spawning import run
+from tests.ranks import run
 
 
 def test_one_two_and_four_ranks_have_the_same_after_one_step():
@@ -32,7 +32,7 @@ def test_one_two_and_four_ranks_have_the_same_after_one_step():
 def _after_one_step() -> dict[str, Tensor]:
     """A global batch of 4 micro-batches, without augmentation; the buffers that an evaluation would see."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    world = DistContext(rank, ranks, rank, ranks, torch.device("cpu"))
+    world = tests.world(rank, ranks)
     recipe = parse_recipe("test", tables(ranks=4, global_batch=16, sync={"kind": "lazy", "wire": "fp32"}))
     batching = split_batch(recipe, ranks)
     dataset = build_loaders(recipe.data, None, batching, rank, 1, world.device, recipe.seed)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 import torchvision.models
 from torch import Tensor, nn
 
+import tests
 from imagenet_fast.data.normalize import Normalizer
-from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model
 from imagenet_fast.models.blurpool import BlurConv2d
@@ -31,10 +31,10 @@ from imagenet_fast.training.ema import ModelEma
 from imagenet_fast.training.init_weights import build_initial_model
 from imagenet_fast.training.train_step import seed_step
 from tests.conftest import tables
-from tests.spawning import run
+from tests.ranks import run
 
 OWN = "tests.models.own"
-ALONE = DistContext(0, 1, 0, 1, torch.device("cpu"))
+ALONE = tests.world(0, 1)
 
 
 def test_torchvisions_networks_are_its_own_to_the_bit():
@@ -206,7 +206,7 @@ def test_weights_may_have_masks_of_infinities(tmp_path: Path):
 
 def _drawn() -> list[Tensor]:
     model = {"kind": "python", "name": f"{OWN}:flawed", "options": {"flaw": "drawn"}}
-    here = DistContext(dist.get_rank(), 1, dist.get_rank(), 1, torch.device("cpu"))
+    here = tests.world(dist.get_rank(), 1)
     drawn = []
     for _ in range(2):
         network = build_initial_model(parse_recipe("test", tables(ranks=1, model=model)), 10, here)
@@ -242,7 +242,7 @@ def test_unusual_tensors_are_taken_beside_the_others(kind: str):
 
 def _build_unusual(kind: str) -> None:
     model = {"kind": "python", "name": f"{OWN}:flawed", "options": {"flaw": kind}}
-    here = DistContext(dist.get_rank(), 2, dist.get_rank(), 2, torch.device("cpu"))
+    here = tests.world(dist.get_rank(), 2)
     network = build_initial_model(parse_recipe("test", tables(ranks=2, model=model)), 10, here)
     more = network.state_dict()["more"]
     assert int(more.sum()) == more.numel()

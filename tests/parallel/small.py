@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from imagenet_fast.distributed.init import DistContext
+import tests
 from imagenet_fast.distributed.process_groups import build_mesh
 from imagenet_fast.metrics import Event, MetricLogger
 from imagenet_fast.models.alexnet import AlexNet, CompilableSequential
@@ -95,7 +95,7 @@ def train(
     data = recipe.data.model_copy(update={"image_size": PIXELS[kind]})
     recipe = recipe.model_copy(update={"parallel": parallel, "data": data})
     batching = split_batch(recipe, ranks)
-    take_step = build_step(recipe, batching, small_model(kind), DistContext(rank, ranks, rank, ranks, CPU), 4)
+    take_step = build_step(recipe, batching, small_model(kind), tests.world(rank, ranks), 4)
     seen = Seen()
     record = MetricLogger(lambda: 0.0, [seen])
     for step in range(steps):

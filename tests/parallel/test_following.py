@@ -11,7 +11,7 @@ import torch
 
 from imagenet_fast.recipe.parallel_config import Parallel
 from tests.parallel.small import Trained, train
-from tests.spawning import run
+from tests.ranks import run
 
 EXACT: tuple[dict[str, Any], ...] = (
     {"kind": "lazy", "wire": "fp32", "threshold_mb": 0.001},
@@ -98,12 +98,12 @@ def _alone() -> dict[tuple[str, str], Trained]:
     return expected | {("alexnet_bn", "sgd"): train("alexnet_bn", 5, BATCH["alexnet_bn"], 0.01, **lazy, **RULES["sgd"])}
 
 
-@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.ci)])
 def test_every_layout_and_engine_follows_one_process(world: int, alone: dict[tuple[str, str], Trained]):
     follows(alone, world, cases_of(world))
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_engine_follows_one_process_in_every_layout(world: int, alone: dict[tuple[str, str], Trained]):
     follows(alone, world, all_cases_of(world))

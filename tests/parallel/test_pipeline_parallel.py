@@ -40,7 +40,7 @@ from imagenet_fast.sync import (
 )
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.models.narrow import narrow_model
-from tests.spawning import run
+from tests.ranks import run
 
 SGD = optim_config.Sgd(kind="sgd", lr=0.01, weight_decay=1e-4)
 LAZY = LazySync(wire="fp32", threshold_mb=0.01)
@@ -209,7 +209,7 @@ def test_four_stages_follow_one_process_that_accumulates():
     )  # fmt: skip
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_replicated_pipelines_follow_one_process():
     hybrid = HybridSync(wire="fp32", fuse_mb=0.001)
     cases = [

@@ -18,7 +18,7 @@ from imagenet_fast.recipe.parallel_config import Parallel
 from imagenet_fast.sync import DdpSync, DearSync, HybridSync, LazySync
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.parallel.small import CLASSES, Tiny, images_of, small_model
-from tests.spawning import run
+from tests.ranks import run
 
 
 def sharded(model: nn.Module, tensor: int = 2) -> ParallelModel:

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, optim
 
 from imagenet_fast.distributed.forkserver import start_fork_server
-from tests.spawning import run
+from tests.ranks import run
 from tests.sync.fuzz_loops import ENGINES, EXACT, INEXACT, SPARSE, Broken, ByHand, Loop, Pooled, Record
 from tests.sync.fuzz_programs import Program, parts, program_of
 from tests.sync.loops import unmeasured

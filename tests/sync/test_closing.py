@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from imagenet_fast.sync import AutoSync, EngineSettings, LazySync, RingSync, SparseSync
-from tests.spawning import run
+from tests.ranks import run
 from tests.sync.loops import DEAR, HYBRID, LAZY, Layers, alike, loss_of, pooled, sgd, state, take_step, unmeasured
 
 SPARSE = SparseSync(wire="fp32", sparsity=0.5, chunk=16, ramp_epochs=0)

@@ -19,7 +19,7 @@ from imagenet_fast.sync.all_reduce import all_reduce, usual_collective
 from imagenet_fast.sync.butterfly import SHORT_BYTES
 from imagenet_fast.sync.comm_ops import AllReduceHandle, carry
 from imagenet_fast.sync.topology import Topology
-from tests.spawning import run
+from tests.ranks import run
 
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 BY_NODE: tuple[Collective, ...] = ("hierarchical", "ring", "butterfly")

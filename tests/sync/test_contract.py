@@ -48,7 +48,7 @@ from imagenet_fast.sync.engines import wire_dtype
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.topology import Topology
 from tests.covering import covering
-from tests.spawning import run
+from tests.ranks import run
 from tests.sync.loops import unmeasured
 
 WIRES: tuple[Wire, ...] = get_args(Wire)
@@ -211,7 +211,7 @@ def test_after_its_update_every_parameter_has_moved_by_the_mean(world: int):
     _ranks_agree(run(world, _every_engine))
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize("world", [2, 3, 4, 6])
 def test_every_engine_collective_and_wire(world: int):
     """A power of two or not, on one level or two; other numbers of ranks go by pairs."""

@@ -17,7 +17,7 @@ from imagenet_fast.recipe.optim_config import Lars, Optim, Sgd
 from imagenet_fast.sync import DearSync, GradientPool, HybridSync, build_engine
 from imagenet_fast.sync.per_param_step import snapshot_step
 from imagenet_fast.training.optimizers import build_optimizer
-from tests.spawning import run
+from tests.ranks import run
 from tests.sync.loops import Bend, alike, at_once, nothing, trained
 
 DEFERRING: tuple[HybridSync | DearSync, ...] = (

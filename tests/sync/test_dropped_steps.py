@@ -17,7 +17,7 @@ from imagenet_fast.sync import DearSync, EngineSettings, GradientPool, HybridSyn
 from imagenet_fast.sync.reshard_state import reshard_sync_state
 from imagenet_fast.training import optimizers
 from imagenet_fast.training.optimizers import build_optimizer
-from tests.spawning import run
+from tests.ranks import run
 from tests.sync.loops import DEAR, HYBRID, LAZY, Layers, alike, average_by_hand, backward, loss_of, pooled, trained
 
 KEEPING: dict[str, EngineSettings] = {

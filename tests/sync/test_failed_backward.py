@@ -10,7 +10,7 @@ from torch import Tensor
 from imagenet_fast.recipe.optim_config import Sgd
 from imagenet_fast.sync import EngineSettings, SparseSync
 from imagenet_fast.training.optimizers import build_optimizer
-from tests.spawning import run
+from tests.ranks import run
 from tests.sync.loops import DENSE, EXACT, HYBRID, LAZY, Layers, alike, backward, pooled, sgd, state, take_step
 
 FEW = (HYBRID, LAZY, DENSE)

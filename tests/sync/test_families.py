@@ -27,7 +27,7 @@ from imagenet_fast.sync import (
     LazySync,
     RingSync,
 )
-from tests.spawning import run
+from tests.ranks import run
 from tests.sync.loops import state, trained
 
 

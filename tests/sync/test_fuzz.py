@@ -18,7 +18,7 @@ def test_fuzzed_loops_train_as_by_hand():
     _check(cases_of(range(10), 2, FEW), 2)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 @pytest.mark.parametrize(("ranks", "seeds"), [(2, range(10, 110)), (3, range(30))])
 def test_many_fuzzed_loops_train_as_by_hand(ranks: int, seeds: range):
     """Each by some engines in turn, so that every engine sees dozens of programs."""

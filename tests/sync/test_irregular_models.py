@@ -12,7 +12,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from imagenet_fast.sync import AutoSync, DdpSync, EngineSettings, GradientPool
 from imagenet_fast.training import optimizers
-from tests.spawning import run
+from tests.ranks import run
 from tests.sync.loops import (
     DEAR,
     DEFERRING,

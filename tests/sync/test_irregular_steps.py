@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from imagenet_fast.sync import EngineSettings, GradientPool, build_engine
-from tests.spawning import run
+from tests.ranks import run
 from tests.sync.loops import (
     DEAR,
     DEFERRING,

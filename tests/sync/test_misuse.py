@@ -25,7 +25,7 @@ from imagenet_fast.sync import (
 )
 from imagenet_fast.training.optimizers import LARS, SGD
 from tests.ports import free_port
-from tests.spawning import run
+from tests.ranks import run
 from tests.sync.loops import pooled
 from tests.sync.test_slips import images, loss_of, network, weights
 

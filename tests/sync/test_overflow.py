@@ -18,7 +18,7 @@ from imagenet_fast.sync import DearSync, EngineSettings, HybridSync, LazySync, S
 from imagenet_fast.sync.ddp import DdpPeer
 from imagenet_fast.training.optimizers import build_optimizer
 from imagenet_fast.training.precision import LossScaler
-from tests.spawning import run
+from tests.ranks import run
 from tests.sync.loops import pooled
 
 LARGEST = torch.finfo(torch.float16).max

@@ -27,7 +27,7 @@ from imagenet_fast.sync import (
     build_engine,
 )
 from imagenet_fast.training.optimizers import build_optimizer
-from tests.spawning import run
+from tests.ranks import run
 from tests.sync.loops import trained
 
 BATCH = 24

@@ -33,7 +33,7 @@ from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.sparse import Sparse
 from imagenet_fast.sync.topology import Topology
 from imagenet_fast.training.optimizers import build_optimizer
-from tests.spawning import run
+from tests.ranks import run
 from tests.sync import loops
 
 

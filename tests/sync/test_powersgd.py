@@ -23,7 +23,7 @@ from imagenet_fast.sync import (
     powersgd,
 )
 from imagenet_fast.sync.powersgd import PowerSGD, matrix_shape
-from tests.spawning import run
+from tests.ranks import run
 from tests.sync.loops import Layers, backward
 
 SHAPES = [(12, 3, 3, 3), (12,), (40, 30), (30, 40), (), (1, 50), (64, 9)]

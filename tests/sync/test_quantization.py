@@ -17,7 +17,7 @@ from imagenet_fast.sync.engines import wire_dtype
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.param_slot import slots_of
 from imagenet_fast.sync.quantization import BLOCK, PLAIN, ErrorFeedback, Feedback, Packer, decode, encode
-from tests.spawning import run
+from tests.ranks import run
 from tests.sync.loops import lending, unmeasured
 
 WIRES = (torch.int8, torch.float8_e4m3fn)

@@ -23,7 +23,7 @@ from imagenet_fast.sync import (
     declare,
 )
 from imagenet_fast.sync.consistency import _digests
-from tests.spawning import run
+from tests.ranks import run
 from tests.sync.loops import Layers
 
 Build = Callable[[], nn.Module]

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from imagenet_fast.sync import DearSync, EngineSettings, GradientPool, HybridSync, LazySync, SparseSync, build_engine
 from imagenet_fast.training.optimizers import SGD
-from tests.spawning import run
+from tests.ranks import run
 from tests.sync.loops import alike, pooled, trained
 
 LAZY, HYBRID, DEAR = LazySync(wire="fp32"), HybridSync(wire="fp32"), DearSync(wire="fp32")

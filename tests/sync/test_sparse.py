@@ -18,7 +18,7 @@ from imagenet_fast.recipe.optim_config import Sgd
 from imagenet_fast.sync import GradientPool, LazySync, SparseSync, build_engine
 from imagenet_fast.sync.sparse import Sparse
 from imagenet_fast.training.optimizers import build_optimizer
-from tests.spawning import run
+from tests.ranks import run
 from tests.sync.loops import Layers, loss_of, trained
 
 SGD = Sgd(kind="sgd", lr=0.03, weight_decay=1e-3)

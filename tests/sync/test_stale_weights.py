@@ -19,7 +19,7 @@ from torch.nn.utils import prune, spectral_norm, weight_norm
 from imagenet_fast.sync import EngineSettings, GradientPool, HybridSync, LazySync, build_engine
 from imagenet_fast.sync.access_hooks import Hook
 from imagenet_fast.sync.per_param_step import snapshot_step
-from tests.spawning import run
+from tests.ranks import run
 from tests.sync.loops import (
     DEFERRING,
     HYBRID,

@@ -30,7 +30,7 @@ from imagenet_fast.sync import (
 from imagenet_fast.sync.bucketing import step_model
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.topology import Topology
-from tests.spawning import run
+from tests.ranks import run
 
 OURS: tuple[Sync, ...] = (
     AllReduceSync(wire="bf16"), RingSync(), LazySync(), HybridSync(), HybridSync(policy="by-size"), DearSync(),

@@ -17,7 +17,7 @@ from imagenet_fast.sync.comm_ops import AllReduceHandle
 from imagenet_fast.sync.comm_stream import CommStats
 from imagenet_fast.sync.engine import Stopwatch
 from imagenet_fast.sync.trace import Trace, TracedSteps
-from tests.spawning import run
+from tests.ranks import run
 
 
 def test_compute_communication_and_waits_of_every_layer_are_there(tmp_path: Path):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.sync import EngineSettings, GradientPool
-from tests.spawning import run
+from tests.ranks import run
 from tests.sync.loops import (
     DEAR,
     HYBRID,

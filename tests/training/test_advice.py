@@ -7,16 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from imagenet_fast.distributed.init import DistContext
+import tests
 from imagenet_fast.metrics import RunResult
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.training.trainer import final_advice
 
-WORLD = DistContext(0, 2, 0, 2, torch.device("cpu"))
+WORLD = tests.world(0, 2)
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import tests
 from imagenet_fast.data.loaders import example_images
-from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.models.cifarnet import whitening_filters
 from imagenet_fast.models.weights import read_weights
 from imagenet_fast.recipe.batching import split_batch
@@ -23,7 +23,7 @@ from imagenet_fast.training.init_weights import build_initial_model
 from imagenet_fast.training.trainer import Trainer
 from tests.conftest import tables
 from tests.parallel.small import small_model, train
-from tests.spawning import run
+from tests.ranks import run
 
 FROZEN = ["whiten.weight", *(f"group{g}.norm{n}.weight" for g in (1, 2, 3) for n in (1, 2))]
 SGD = {"kind": "sgd", "lr": 0.1, "momentum": 0.85, "nesterov": True, "weight_decay": 1e-3, "norm_bias_factor": 8.0}
@@ -82,7 +82,7 @@ def test_ranks_begin_with_rank_zeros_whitening(image_dir: Path):
 def _initial_weights(images: Path) -> dict[str, Tensor]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     job = Job("test", recipe_of(), split_batch(recipe_of(global_batch=24), ranks), images, Path("unused"))
-    trainer = Trainer(job, DistContext(rank, ranks, rank, ranks, torch.device("cpu")))
+    trainer = Trainer(job, tests.world(rank, ranks))
     trainer.open_data()
     trainer.build()
     found = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
@@ -113,7 +113,7 @@ def test_without_examples_the_first_layer_follows_from_the_seed():
 
 
 def _twice() -> list[Tensor]:
-    world = DistContext(0, 1, 0, 1, torch.device("cpu"))
+    world = tests.world(0, 1)
     models = [build_initial_model(recipe_of(), 10, world) for _ in range(2)]
     return [model.get_parameter("whiten.weight").detach() for model in models]
 
@@ -135,7 +135,7 @@ def _trained(images: Path, folder: Path, stop: int | None) -> dict[str, Tensor]:
     job = Job("test", recipe, split_batch(recipe, ranks), images, folder, resume=True)
     steps = iter(range(10**6))
     ask_first = (lambda: lambda: next(steps) >= stop) if stop is not None else None
-    trainer = Trainer(job, DistContext(rank, ranks, rank, ranks, torch.device("cpu")), ask_first=ask_first)
+    trainer = Trainer(job, tests.world(rank, ranks), ask_first=ask_first)
     outcome = trainer.run()
     assert outcome.status == ("finished" if stop is None else "preempted")
     return {name: tensor.clone() for name, tensor in trainer.state.judged.state_dict().items()}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from imagenet_fast.distributed.init import DistContext
+import tests
 from imagenet_fast.models import compile_blocks
 from imagenet_fast.models.resnet import BasicBlock
 from imagenet_fast.recipe.batching import split_batch
@@ -72,7 +72,7 @@ def plain(model: nn.Module) -> Callable[[], object]:
 def test_learning_engines_compile_no_more_than_a_plain_loop(sync: dict[str, Any]):
     def ours(model: nn.Module) -> Callable[[], object]:
         recipe = parse_recipe("test", tables(ranks=1, global_batch=4, compile=True, sync=sync))
-        world = DistContext(0, 1, 0, 1, torch.device("cpu"))
+        world = tests.world(0, 1)
         take_step = build_step(recipe, split_batch(recipe, 1), model, world, steps_per_epoch=4)
         return lambda: take_step(repeat(BATCH), lr=0.1)
 

@@ -6,11 +6,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
+import tests
 from imagenet_fast.data.bad_images import QUARANTINE, quarantine_text
-from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.evaluate import judge
 from imagenet_fast.recipe.batching import split_batch
@@ -18,7 +17,7 @@ from imagenet_fast.recipe.job import Evaluation, Job
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.training.trainer import Trainer
 from tests.conftest import tables
-from tests.spawning import run
+from tests.ranks import run
 
 DATA = {"dataset": "imagenet", "loader": "folder", "image_size": 32, "resize": 40}
 
@@ -71,7 +70,7 @@ def test_ranks_with_other_images_are_refused(image_dir: Path, tmp_path: Path):
 def _told(sound: Path, roots: list[Path]) -> dict[str, str]:
     """The refusals of one rank: rank 1 reads another directory."""
     rank = dist.get_rank()
-    world = DistContext(rank, 3, rank, 3, torch.device("cpu"))
+    world = tests.world(rank, 3)
     recipe = parse_recipe("test", tables(ranks=3, global_batch=12, data=DATA))
     batching, told = split_batch(recipe, 3), {}
     for root in (sound, *roots):

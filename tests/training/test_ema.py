@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import tests
 from imagenet_fast.data.loaders import Loaders, build_loaders
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.recipe.batching import split_batch
@@ -17,7 +18,7 @@ from imagenet_fast.training.ema import ModelEma
 from imagenet_fast.training.init_weights import build_initial_model
 from imagenet_fast.training.train_step import build_step
 from tests.conftest import tables
-from tests.spawning import run
+from tests.ranks import run
 
 
 class MixedModel(nn.Module):
@@ -108,7 +109,7 @@ AVERAGED = RECIPE.model_copy(update={"ema_decay": 0.9})
 
 
 def _world() -> DistContext:
-    return DistContext(dist.get_rank(), 2, dist.get_rank(), 2, torch.device("cpu"))
+    return tests.world(dist.get_rank(), 2)
 
 
 def _model_and_dataset() -> tuple[nn.Module, Loaders]:

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import tests
 from imagenet_fast.data.loaders import build_loaders
-from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import average_batch_norms
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import SyntheticData
 from imagenet_fast.training.evaluation import Accuracy, Stopped, evaluate, mirrored_logits, shifted_logits
-from tests.spawning import run
+from tests.ranks import run
 
 CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ def _cases() -> list[tuple[int, int]]:
 
 
 def _accuracies() -> list[Accuracy]:
-    world = DistContext(dist.get_rank(), dist.get_world_size(), 0, 1, CPU)
+    world = tests.world(local_rank=0, local_size=1)
     results = []
     for images, micro in _cases():
         data = SyntheticData(loader="synthetic", image_size=4, train_images=100, val_images=images, classes=10)
@@ -80,7 +80,7 @@ def test_mirror_images_are_averaged_beside_the_plain_figure(world: int):
 
 
 def _mirrored() -> Accuracy:
-    world = DistContext(dist.get_rank(), dist.get_world_size(), 0, 1, CPU)
+    world = tests.world(local_rank=0, local_size=1)
     data = SyntheticData(loader="synthetic", image_size=4, train_images=100, val_images=37, classes=10)
     dataset = build_loaders(data, None, Batching(world.size, 8, 1), world.rank, 2, CPU, seed=5)
     return evaluate(Guess(), dataset, torch.autocast("cpu", enabled=False), world, mirror=True)
@@ -110,7 +110,7 @@ def test_shifted_images_are_averaged_beside_the_other_figures(world: int):
 
 
 def _shifted() -> Accuracy:
-    world = DistContext(dist.get_rank(), dist.get_world_size(), 0, 1, CPU)
+    world = tests.world(local_rank=0, local_size=1)
     data = SyntheticData(loader="synthetic", image_size=4, train_images=100, val_images=37, classes=10)
     dataset = build_loaders(data, None, Batching(world.size, 8, 1), world.rank, 2, CPU, seed=5)
     return evaluate(Guess(), dataset, torch.autocast("cpu", enabled=False), world, mirror=True, shift=2)
@@ -139,7 +139,7 @@ def test_a_stop_that_one_rank_hears_of_cuts_an_evaluation_off_on_all(world: int)
 
 def _looks_before_the_stop() -> int:
     """Rank 0 alone is asked, before its second batch; how often it looked."""
-    world = DistContext(dist.get_rank(), dist.get_world_size(), 0, 1, CPU)
+    world = tests.world(local_rank=0, local_size=1)
     data = SyntheticData(loader="synthetic", image_size=4, train_images=100, val_images=60, classes=10)
     dataset = build_loaders(data, None, Batching(world.size, 2, 1), world.rank, 2, CPU, seed=5)
     model, looks = Guess().train(), 0
@@ -199,7 +199,7 @@ def _modes_around(training: bool) -> tuple[list[bool], list[bool]]:
         return [model.training, model[0].training, model[1].training, model[2].training]
 
     before = modes()
-    evaluate(model, dataset, torch.autocast("cpu", enabled=False), DistContext(0, 1, 0, 1, CPU))
+    evaluate(model, dataset, torch.autocast("cpu", enabled=False), tests.world(0, 1))
     return before, modes()
 
 
@@ -223,7 +223,7 @@ def test_what_a_network_keeps_of_an_evaluation_can_be_trained_with():
 
 
 def _train_after_evaluation() -> None:
-    world = DistContext(0, 1, 0, 1, CPU)
+    world = tests.world(0, 1)
     data = SyntheticData(loader="synthetic", image_size=4, train_images=100, val_images=5, classes=10)
     dataset = build_loaders(data, None, Batching(1, 2, 1), 0, 2, CPU, seed=5)
     model = Caching()

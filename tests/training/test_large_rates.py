@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
+import tests
 from imagenet_fast.data.download import make_digits
-from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.metrics import Event
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import find_recipe, load_recipe
-from tests.spawning import run
+from tests.ranks import run
 from tests.training.jobs import train_job
 
 SMALL = (
@@ -42,14 +41,14 @@ def test_alexnet_512gpu_learns_at_its_full_rate(digits: Path, tmp_path: Path):
     assert sum(losses[-6:]) < sum(losses[:6])
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_alexnet_8gpu_learns_at_its_full_rate(digits: Path, tmp_path: Path):
     losses = losses_of("alexnet-8gpu", digits, tmp_path)
     assert max(losses) < losses[0] + 0.3
     assert sum(losses[-6:]) < sum(losses[:6])
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_alexnet_512gpu_does_not_learn_with_plain_biases(digits: Path, tmp_path: Path):
     """Why the recipe scales them."""
     assert max(losses_of("alexnet-512gpu", digits, tmp_path, "optim.biases=plain")) > 6
@@ -66,7 +65,7 @@ def _train(name: str, digits: Path, folder: Path, changes: tuple[str, ...]) -> l
     recipe = load_recipe(find_recipe(name), overrides=[*SMALL, *changes])
     losses = Losses()
     job = Job(name, recipe, split_batch(recipe, 1), digits, folder)
-    train_job(job, DistContext(0, 1, 0, 1, torch.device("cpu")), sinks=[losses])
+    train_job(job, tests.world(0, 1), sinks=[losses])
     return losses.seen
 
 

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from imagenet_fast.distributed.init import DistContext
+import tests
 from imagenet_fast.metrics import MetricLogger, RunResult
 from imagenet_fast.recipe.schema import Full
 from imagenet_fast.sync import SyncStats
 from imagenet_fast.training.meter import Meter
 from imagenet_fast.training.nonfinite import NonFiniteCounter
 from imagenet_fast.training.precision import LossScaler
-from tests.spawning import run
+from tests.ranks import run
 
 
 class Told:
@@ -41,7 +41,7 @@ def _train() -> list[tuple[float | None, float]]:
     """Three steps of two batches, and an evaluation before the last; the batches of rank 1 are always there. Shares,
     and seconds that they are of, after the second step and the third."""
     rank, clock, outcome, shares = dist.get_rank(), Told(), RunResult("failed", "r", "lazy", 2, 2), []
-    world = DistContext(rank, 2, rank, 2, torch.device("cpu"))
+    world = tests.world(rank, 2)
     batches = clock.batches([[7.0, 1.0, 0.5, 0.5, 0.3, 0.3], [0.0] * 6][rank])
     scale = LossScaler(Full(kind="fp32"), "fp32", world.device)
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import tests
 from imagenet_fast.checkpoint import CheckpointWriter, newest
-from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.metrics import MetricLogger
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
@@ -26,7 +26,7 @@ from imagenet_fast.training.nonfinite_report import explain
 from imagenet_fast.training.train_step import TrainingStep, build_step
 from tests.conftest import tables
 from tests.parallel.small import CPU, UNDIVIDED, Tiny, images_of
-from tests.spawning import run
+from tests.ranks import run
 from tests.sync.loops import unmeasured
 
 Spoil = Callable[[TrainingStep], None]
@@ -162,7 +162,7 @@ def _told(
 ) -> str:  # fmt: skip
     """Why training ended that goes wrong after its fourth step, with a report and a checkpoint after every one."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    world = DistContext(rank, ranks, rank, ranks, CPU)
+    world = tests.world(rank, ranks)
     own = {"sync": GUARDED, "nonfinite_steps": 3, "global_batch": 16, "micro_batch": 2, "ranks": 1}
     recipe = parse_recipe(
         "test", tables(**(own | {"data__image_size": 67, "checkpoint": {"every_steps": 1}} | changes))

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import tests
 from imagenet_fast.checkpoint import CheckpointWriter
 from imagenet_fast.data.loaders import Batch
-from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import parse_recipe
@@ -24,7 +24,7 @@ from imagenet_fast.training.run_lock import CHECKPOINTS
 from imagenet_fast.training.state import TrainState, joined
 from imagenet_fast.training.trainer import Trainer
 from tests.conftest import tables
-from tests.spawning import run
+from tests.ranks import run
 
 IMAGES, BATCH, EPOCHS = 60, 12, 2  # five steps an epoch
 STEPS = EPOCHS * IMAGES // BATCH
@@ -80,7 +80,7 @@ def small_network() -> nn.Module:
 def trained(folder: Path, stop: int) -> tuple[Seen, dict[str, Tensor]]:
     """Begin in ``folder``, or go on with what is there, and save after ``stop`` steps; what this rank saw meanwhile."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    world = DistContext(rank, ranks, rank, ranks, torch.device("cpu"))
+    world = tests.world(rank, ranks)
     changes = {"data__train_images": IMAGES, "global_batch": BATCH, "micro_batch": 1, "eval_every": EPOCHS}
     recipe = parse_recipe("test", tables(epochs=EPOCHS, **changes))
     job = Job("test", recipe, split_batch(recipe, ranks), None, folder, resume=True)
@@ -127,7 +127,7 @@ def test_another_schedule_of_a_pipeline_cuts_the_model_elsewhere(tmp_path: Path)
 def _in_a_pipeline(folder: Path, parallel: dict[str, Any], stop: int) -> dict[str, Tensor]:
     """Train to step ``stop`` and save, or resume there; the weights and statistics of the whole model."""
     rank = dist.get_rank()
-    world = DistContext(rank, 2, rank, 2, torch.device("cpu"))
+    world = tests.world(rank, 2)
     recipe = parse_recipe("test", tables(global_batch=8, data__train_images=32, parallel=parallel))
     folder.mkdir(exist_ok=True)
     trainer = Trainer(Job("test", recipe, split_batch(recipe, 2), None, folder, resume=True), world)
@@ -154,7 +154,7 @@ def test_the_checkpoint_itself_is_not_kept_in_memory(tmp_path: Path):
 
 
 def _kept_after_resuming(folder: Path) -> tuple[set[str], int]:
-    world = DistContext(0, 1, 0, 1, torch.device("cpu"))
+    world = tests.world(0, 1)
     changes = {"data__train_images": IMAGES, "global_batch": BATCH, "micro_batch": 1, "eval_every": EPOCHS}
     recipe = parse_recipe("test", tables(epochs=EPOCHS, **changes))
     trainer = Trainer(Job("test", recipe, split_batch(recipe, 1), None, folder, resume=True), world)

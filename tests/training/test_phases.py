@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+import tests
 from imagenet_fast.checkpoint import CheckpointWriter
 from imagenet_fast.data.loaders import build_loaders
 from imagenet_fast.distributed.heartbeat import Phase, here
-from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import parse_recipe
@@ -23,7 +23,7 @@ from imagenet_fast.training.checkpoint_manager import CheckpointManager
 from imagenet_fast.training.init_weights import build_initial_model
 from imagenet_fast.training.train_step import build_step
 from tests.conftest import tables
-from tests.spawning import run
+from tests.ranks import run
 
 LAZY = {"kind": "lazy", "wire": "fp32", "threshold_mb": 1}
 DEAR = {"kind": "dear", "wire": "fp32", "bucket_mb": 1}
@@ -57,7 +57,7 @@ def _phases() -> list[list[Phase]]:
 def _last_step(steps: int, **changes: Any) -> list[Phase]:
     """Return the phases that the last of so many enters, each once in a row."""
     rank = torch.distributed.get_rank()
-    world = DistContext(rank, 2, rank, 2, torch.device("cpu"))
+    world = tests.world(rank, 2)
     recipe = parse_recipe("test", tables(global_batch=8, data__train_images=16, **changes))
     batching = split_batch(recipe, 2)
     dataset = build_loaders(recipe.data, None, batching, rank, 1, world.device, recipe.seed)
@@ -86,7 +86,7 @@ def test_whoever_waits_for_a_slow_disk_says_so_all_the_time(tmp_path: Path):
 
 
 def _saved_to_a_slow_disk(folder: Path) -> int:
-    world = DistContext(0, 1, 0, 1, torch.device("cpu"))
+    world = tests.world(0, 1)
     recipe = parse_recipe("test", tables(ranks=1, sync=LAZY))
     batching = split_batch(recipe, 1)
     state = build_step(recipe, batching, build_initial_model(recipe, 10, world), world, 4).state

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import tests
 from imagenet_fast.distributed import init
-from imagenet_fast.distributed.init import DistContext, all_compute_bf16
+from imagenet_fast.distributed.init import all_compute_bf16
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.schema import BFloat16, Float16, Full, TensorFloat
@@ -21,7 +22,7 @@ from imagenet_fast.training.optimizers import SGD
 from imagenet_fast.training.precision import LossScaler, effective_precision, precision_note
 from imagenet_fast.training.train_step import build_step
 from tests.conftest import tables
-from tests.spawning import run
+from tests.ranks import run
 
 CPU = torch.device("cpu")
 
@@ -98,7 +99,7 @@ def test_fp32_is_fp32_on_gpus_too_unless_tf32_is_asked_for():
 
 def _float32_math(kinds: list[str]) -> list[tuple[str, bool]]:
     """Return whether products and convolutions may be made in TF32, once a step of each precision has been built."""
-    world = DistContext(0, 1, 0, 1, CPU)
+    world = tests.world(0, 1)
     seen = []
     for kind in kinds:
         recipe = parse_recipe("test", tables(ranks=1, precision={"kind": kind}))
@@ -142,7 +143,7 @@ def test_without_bf16_instructions_layers_compute_in_fp32_and_gradients_are_sent
 def _dtypes(kind: str, bf16: bool) -> tuple[torch.dtype, float]:
     """Return the dtype of the logits in a step, and the bytes that it sent."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    world = DistContext(rank, ranks, rank, ranks, CPU, bf16=bf16)
+    world = tests.world(rank, ranks, bf16=bf16)
     sync, precision = {"kind": kind, "wire": "bf16"}, {"kind": "bf16"}
     recipe = parse_recipe("test", tables(sync=sync, precision=precision, global_batch=4, micro_batch=2))
     step = build_step(recipe, split_batch(recipe, ranks), build_initial_model(recipe, 10, world), world, 4)
@@ -165,7 +166,7 @@ def test_a_step_that_is_skipped_moves_no_batch_norm_statistics(kind: str, accumu
 
 def _overflow_in_a_layer(kind: str, accumulation: int) -> tuple[Any, ...]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    world = DistContext(rank, ranks, rank, ranks, CPU)
+    world = tests.world(rank, ranks)
     changes = {
         "global_batch": 8 * accumulation,
         "micro_batch": 4,

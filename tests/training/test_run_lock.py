@@ -12,12 +12,11 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
+import tests
 from imagenet_fast.checkpoint import CheckpointWriter
-from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.event import Event
 from imagenet_fast.metrics.tensorboard import TensorBoard
@@ -28,7 +27,7 @@ from imagenet_fast.training.resume import find_resumption
 from imagenet_fast.training.run_lock import claimed, lock_run_dir, make_and_lock_run_dir, move_record_aside
 from tests.checkpoint.trees import ALONE, stamp
 from tests.conftest import tables
-from tests.spawning import run
+from tests.ranks import run
 
 TRAINED = {"event": "train", "step": 3, "run_s": 1.0, "loss": 2.0}
 EVALUATED = {"event": "eval", "step": 4, "run_s": 2.0, "top1": 50.0}
@@ -62,7 +61,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 def looked_for(folder: Path) -> str:
     """On a rank: why a run in ``folder`` cannot go on; nothing where it begins."""
-    world = DistContext(0, 1, 0, 1, torch.device("cpu"))
+    world = tests.world(0, 1)
     assert dist.get_rank() == 0
     try:
         assert find_resumption(the_job(folder), world) is None
@@ -153,7 +152,7 @@ def test_tensorboard_shows_one_curve_of_a_run_that_begins_again(tmp_path: Path):
 def claim(folder: Path, resume: bool) -> str:
     """On a rank: why ``folder`` cannot be had."""
     try:
-        with claimed(the_job(folder, resume), DistContext(0, 1, 0, 1, torch.device("cpu"))):
+        with claimed(the_job(folder, resume), tests.world(0, 1)):
             return "" if folder.is_dir() else "not made"
     except UserError as error:
         return str(error)
@@ -220,7 +219,7 @@ def gone_on(folder: Path) -> tuple[int, str, str]:
     with CheckpointWriter(folder / "checkpoints", ALONE) as writer:
         writer.save(stamp(6), {"recipe": recipe_tables(job.recipe), "saved_at": 0.0})
     with redirect_stderr(io.StringIO()) as warned:
-        resumption = find_resumption(job, DistContext(0, 1, 0, 1, torch.device("cpu")))
+        resumption = find_resumption(job, tests.world(0, 1))
     assert resumption is not None
     resumption.check_length(epochs=2, steps_per_epoch=4)
     with pytest.raises(UserError) as refused:

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import tests
 from imagenet_fast.checkpoint.staging import StagingBuffer, read_tree
 from imagenet_fast.cost_model.step_simulator import LinkModel
-from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.parallel_config import Parallel
@@ -22,7 +22,7 @@ from imagenet_fast.training.state import joined
 from imagenet_fast.training.train_step import TrainingStep, build_step
 from tests.conftest import tables
 from tests.parallel.small import CPU, UNDIVIDED, Tiny, images_of
-from tests.spawning import run
+from tests.ranks import run
 from tests.sync.loops import LINK, unmeasured
 
 LARS = {"kind": "lars", "lr": 0.1, "weight_decay": 1e-3, "trust_coefficient": 0.05}
@@ -53,7 +53,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.ci), 3])
 def test_with_every_engine_it_goes_on_to_the_bit(world: int):
     run(world, _same_with_every_engine)
 
@@ -206,7 +206,7 @@ def _preparation(
     def begin() -> TrainingStep:
         torch.manual_seed(0)
         model = _normalised() if kind == "normalised" else Tiny(units=128)  # of which layers are long enough for codes
-        return build_step(recipe, batching, model, DistContext(rank, ranks, rank, ranks, CPU), 4)
+        return build_step(recipe, batching, model, tests.world(rank, ranks), 4)
 
     def batches(step: int) -> Iterator[tuple[Tensor, Tensor]]:
         images, labels = (

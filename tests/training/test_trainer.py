@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+import tests
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.run_result import read_outcome
@@ -25,7 +26,7 @@ from imagenet_fast.training.trainer import Trainer
 from tests.conftest import tables
 from tests.e2e.command import environment, wait_for
 from tests.models import own
-from tests.spawning import run
+from tests.ranks import run
 from tests.training.jobs import train_job
 
 MICRO_STEPS = 3
@@ -41,7 +42,7 @@ def _freed(folder: Path) -> bool:
         "test", tables(ranks=1, epochs=1, data__train_images=16, schedule={"kind": "step", "milestones": []})
     )
     job = Job("test", recipe, split_batch(recipe, 1), None, folder / "run")
-    trainer = Trainer(job, DistContext(0, 1, 0, 1, torch.device("cpu")))
+    trainer = Trainer(job, tests.world(0, 1))
     assert trainer.run().status == "finished"
     weight = weakref.ref(next(trainer.model.parameters()))
     del trainer
@@ -59,7 +60,7 @@ def test_the_moving_average_is_what_is_saved(tmp_path: Path):
 
 
 def _train_with_and_without(folder: Path) -> None:
-    world = DistContext(0, 1, 0, 1, torch.device("cpu"))
+    world = tests.world(0, 1)
     for name, epochs, decay in (("a", 1, 0.0), ("b", 2, 0.0), ("c", 2, 0.75)):
         recipe = parse_recipe(
             "test",
@@ -79,7 +80,7 @@ def test_final_weights_are_never_of_an_earlier_end(tmp_path: Path):
 
 
 def _train_longer(folder: Path) -> None:
-    world, final = DistContext(0, 1, 0, 1, torch.device("cpu")), folder / "checkpoints" / "final.safetensors"
+    world, final = tests.world(0, 1), folder / "checkpoints" / "final.safetensors"
 
     def job(epochs: int, resume: bool) -> Job:
         schedule = {"kind": "step", "milestones": []}
@@ -100,7 +101,7 @@ def test_a_network_that_was_edited_is_not_gone_on_with(tmp_path: Path):
 
 
 def _edit_and_resume(folder: Path) -> None:
-    world = DistContext(0, 1, 0, 1, torch.device("cpu"))
+    world = tests.world(0, 1)
 
     def job(name: str, resume: bool, epochs: int) -> Job:
         recipe = parse_recipe(
@@ -228,7 +229,7 @@ def _go_back() -> None:
 
 
 def world(rank: int = 0) -> DistContext:
-    return DistContext(rank, 4, rank, 4, torch.device("cpu"))
+    return tests.world(rank, 4)
 
 
 def masks(steps: range, seed: int = 1, rank: int = 0) -> list[Tensor]:

@@ -177,9 +177,9 @@ def attempt(change: int, since: str, source: Path, out: Path, settings: Settings
     [
         pytest.param(SMALL, 10, id="folders"),
         pytest.param(TARS, 3, id="webdataset"),
-        pytest.param(SMALL, 30, id="folders, often", marks=pytest.mark.long),
-        pytest.param(TARS, 30, id="webdataset, often", marks=pytest.mark.long),
-        pytest.param(RECORDS, 30, id="tfrecord, often", marks=pytest.mark.long),
+        pytest.param(SMALL, 30, id="folders, often", marks=pytest.mark.weekly),
+        pytest.param(TARS, 30, id="webdataset, often", marks=pytest.mark.weekly),
+        pytest.param(RECORDS, 30, id="tfrecord, often", marks=pytest.mark.weekly),
     ],
 )
 def test_killed_at_random_moments_the_result_is_that_of_an_undisturbed_run(
@@ -207,8 +207,8 @@ def test_killed_at_random_moments_the_result_is_that_of_an_undisturbed_run(
     ("settings", "moments"),
     [
         pytest.param(SMALL, 7, id="folders"),
-        pytest.param(TARS, 15, id="webdataset", marks=pytest.mark.long),
-        pytest.param(RECORDS, 15, id="tfrecord", marks=pytest.mark.long),
+        pytest.param(TARS, 15, id="webdataset", marks=pytest.mark.weekly),
+        pytest.param(RECORDS, 15, id="tfrecord", marks=pytest.mark.weekly),
     ],
 )
 def test_killed_at_each_of_its_last_moments_the_result_is_the_same(

@@ -17,7 +17,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def run(world: int, function: Callable[..., Any], *arguments: Any, backend: str = "gloo") -> list[Any]:
+def run(
+    world: int, function: Callable[..., Any], *arguments: Any, backend: str = "gloo", fresh: bool = False
+) -> list[Any]:
     """``function(*arguments)`` on each of ``world`` ranks of one group; the results, by rank.
 
     With the backend "nccl" each rank has a GPU, on which tensors are made by default; where there are more ranks than
