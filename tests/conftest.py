@@ -17,7 +17,10 @@ from imagenet_fast.cli.main import main
 from imagenet_fast.distributed.forkserver import freeze_gc, start_fork_server
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.schema import Recipe
+from tests.guard import Cost, counting
 from tests.root import require_root
+
+COST = pytest.StashKey[Cost]()
 
 torch.set_num_threads(1)
 
@@ -30,6 +33,30 @@ def pytest_collection() -> None:
 def pytest_collection_finish() -> None:
     """Keep what has been imported and collected out of the collections that tests ask for."""
     freeze_gc()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    with counting() as item.stash[COST]:
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a test of the first tier that is not quick, or that starts a process undeclared."""
+    result = yield
+    if not any(item.iter_markers("ci")) and not any(item.iter_markers("weekly")):
+        cost = item.stash[COST]
+        if cost.started and not {"subprocesses", "root"} & set(item.fixturenames):
+            pytest.fail(f"it starts {cost.started[0]} and does not ask for `subprocesses`", pytrace=False)
+        if excess := cost.excess():
+            pytest.fail(excess, pytrace=False)
+    return result
+
+
+@pytest.fixture
+def subprocesses() -> None:
+    """Asked for by tests of the first tier that start processes: so that there are few."""
 
 
 def tables(**changes: Any) -> dict[str, Any]:

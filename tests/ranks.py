@@ -1,88 +1,133 @@
-"""Spawn ranks, run a function on each, and bring back what every rank returned."""
+"""A pool of ranks for each number of them: `run` calls a function on each, and brings back what it returned.
+
+Ranks live as long as the session. Every call is a case of its own: it begins with the same random numbers, has a time
+limit, and must leave its rank as it was. What it leaves behind (an environment variable, a process group, a thread)
+fails the test, and the ranks are forked anew. So they are after every failure.
+"""
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import os
-import pickle
-import signal
+import random
+import resource
 import tempfile
-import traceback
-from collections.abc import Callable
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from imagenet_fast.distributed.rank_pool import RankError, RankPool
+from imagenet_fast.sync.topology import Topology
+
+LIMIT_S = 60.0
+"""For a function on ranks."""
+
+_KEPT = (2, 3, 4)
+"""Numbers of ranks that stay; of all others only the last."""
+
+_ENDING_S = 2.0  # for threads that have been told to end
+
+_pools: dict[tuple[int, str], RankPool] = {}
+_folder = tempfile.TemporaryDirectory(prefix="ranks-")
+cpu_s = 0.0
+"""Seconds of a processor that the ranks of this process have used so far, of each call those of the busiest rank."""
 
 
 def run(
-    world: int, function: Callable[..., Any], *arguments: Any, backend: str = "gloo", fresh: bool = False
+    world: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    backend: str = "gloo",
+    fresh: bool = False,
+    limit_s: float = LIMIT_S,
 ) -> list[Any]:
     """``function(*arguments)`` on each of ``world`` ranks of one group; the results, by rank.
 
     With the backend "nccl" each rank has a GPU, on which tensors are made by default; where there are more ranks than
-    GPUs they share them, if NCCL allows it.
+    GPUs they share them, if NCCL allows it. With ``fresh``, ranks are forked for this call alone, which may do to its
+    process what it likes.
 
-    What the ranks raised is raised here, the first to fail first, and how a rank ended that raised nothing. Give one
-    function many cases: two ranks cost a tenth of a second, eight of them half of one.
+    What the ranks raised is raised here as an AssertionError, the first to fail first.
     """
+    global cpu_s
+    pool = _fork(world, backend) if fresh else _pool(world, backend)
+    try:
+        cases: list[_Case] = pool.run(_case, function, arguments, limit_s, _folder.name)
+    except BaseException as error:  # also when somebody presses Ctrl-C: the ranks do not hear it
+        _close(pool)
+        if not isinstance(error, RankError):
+            raise
+        stuck = [file for rank in range(world) if (file := _stack_of(rank)).exists() and file.stat().st_size]
+        raise AssertionError(
+            "\n".join([str(error), *(f"{file.name}:\n{file.read_text()}" for file in stuck)])
+        ) from None
+    cpu_s += max(case.cpu_s for case in cases)
+    left = [] if fresh else [f"rank {rank} keeps {what}" for rank, case in enumerate(cases) for what in case.left]
+    if fresh or left or any(case.dropped for case in cases):
+        _close(pool)
+    assert not left, "\n".join(left)
+    return [case.result for case in cases]
+
+
+def _pool(world: int, backend: str) -> RankPool:
+    if world not in _KEPT:
+        for key in [key for key in _pools if key[0] not in _KEPT and key != (world, backend)]:
+            _close(_pools[key])
+    if (world, backend) not in _pools:
+        _pools[world, backend] = _fork(world, backend)
+    return _pools[world, backend]
+
+
+def _fork(world: int, backend: str) -> RankPool:
     # A store in a file would do as well, but looking into it takes longer than anything that ranks do here.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory() as folder:
-        context = mp.start_processes(
-            _rank,
-            (world, backend, function, arguments, folder, store.port),
-            nprocs=world,
-            join=False,
-            start_method="forkserver",
-        )
-        try:
-            while not context.join():
-                pass
-        except (mp.ProcessRaisedException, mp.ProcessExitedException):
-            failures = [file.read_text() for file in sorted(Path(folder).glob("failure-*"), key=_written)]
-            ended = [f"rank {rank} ended with {p.exitcode}" for rank, p in enumerate(context.processes)]
-            raise AssertionError("\n".join([*failures, *ended])) from None
-        finally:  # whoever presses Ctrl-C: the ranks do not hear it
-            for process in context.processes:
-                process.kill()
-        return [pickle.loads((Path(folder) / f"result-{rank}").read_bytes()) for rank in range(world)]
+    pool = RankPool(world, _joined, world, backend, store.port, preload="tests.forked")
+    weakref.finalize(pool, lambda store: None, store)  # it lives as long as the pool
+    return pool
 
 
-def _rank(
-    rank: int,
-    world: int,
-    backend: str,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    folder: str,
-    port: int,
-) -> None:
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the server that forks ranks is deaf to it
+def _close(pool: RankPool) -> None:
+    pool.close()
+    for key in [key for key, other in _pools.items() if other is pool]:
+        del _pools[key]
+
+
+def lending(ranks_per_node: int | None = None) -> Topology:
+    """All ranks, with streams that pools use one after the other, also those of later cases: connecting takes longer
+    than most of what tests do with them. Every rank must make the first call alike."""
+    if ranks_per_node not in _lent:
+        _lent[ranks_per_node] = Topology(torch.get_default_device(), ranks_per_node=ranks_per_node, lends=True)
+    return _lent[ranks_per_node]
+
+
+_lent: dict[int | None, Topology] = {}
+
+
+def _stack_of(rank: int) -> Path:
+    """Where a rank that hangs writes what it does."""
+    return Path(_folder.name, f"rank-{rank}")
+
+
+@contextmanager
+def _joined(rank: int, world: int, backend: str, port: int) -> Iterator[None]:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
-    try:
-        dist.init_process_group(
-            backend, store=dist.TCPStore("127.0.0.1", port, wait_for_workers=False), rank=rank, world_size=world,
-            timeout=timedelta(seconds=60), device_id=_take_gpu(rank, world) if backend == "nccl" else None,
-        )  # fmt: skip
-        result = function(*arguments)
-        (Path(folder) / f"result-{rank}").write_bytes(pickle.dumps(result))
-        dist.barrier()
-    except BaseException:
-        (Path(folder) / f"failure-{rank}").write_text(f"rank {rank} of {world}:\n{traceback.format_exc()}")
-        if backend == "nccl":
-            os._exit(1)  # Python's own way out would wait for collectives that never end
-        raise
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def _written(file: Path) -> int:
-    return file.stat().st_mtime_ns
+    dist.init_process_group(
+        backend, store=dist.TCPStore("127.0.0.1", port, wait_for_workers=False), rank=rank, world_size=world,
+        timeout=timedelta(seconds=60), device_id=_take_gpu(rank, world) if backend == "nccl" else None,
+    )  # fmt: skip
+    yield
 
 
 def _take_gpu(rank: int, world: int) -> torch.device:
@@ -93,3 +138,86 @@ def _take_gpu(rank: int, world: int) -> torch.device:
     torch.cuda.set_device(device)
     torch.set_default_device(device)
     return device
+
+
+@dataclass(frozen=True)
+class _Case:
+    """How a function went on one rank."""
+
+    result: Any
+    left: list[str]
+    """What it left behind."""
+    dropped: bool
+    """Whether it gave up streams, which last until the rank ends."""
+    cpu_s: float
+
+
+def _case(function: Callable[..., Any], arguments: tuple[Any, ...], limit_s: float, folder: str) -> _Case:
+    stack = Path(folder, f"rank-{dist.get_rank()}")
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    before, begun = _State.now(), _cpu_s()
+    with stack.open("w") as file:
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=file)
+        try:
+            result = function(*arguments)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+    patch.stopall()
+    return _Case(result, before.left_behind(), bool(Topology._dropped), _cpu_s() - begun)
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+@dataclass(frozen=True)
+class _State:
+    """What the next case would find changed."""
+
+    environment: dict[str, str]
+    directory: str
+    dtype: torch.dtype
+    threads: int
+    precision: str
+    deterministic: bool
+    gradients: bool
+    process_groups: set[str]
+    python_threads: set[str]
+
+    @staticmethod
+    def now() -> _State:
+        return _State(
+            dict(os.environ), str(Path.cwd()), torch.get_default_dtype(), torch.get_num_threads(),
+            torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled(),
+            set(dist.distributed_c10d._world.pg_names.values()), {thread.name for thread in threading.enumerate()},
+        )  # fmt: skip
+
+    def left_behind(self) -> list[str]:
+        """What is not as it was, after what is on its way out has gone."""
+        deadline = time.monotonic() + _ENDING_S
+        if self._differences():
+            gc.collect()
+        while (differences := self._differences()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return differences
+
+    def _differences(self) -> list[str]:
+        streams = [stream for topology in _lent.values() for stream in topology._streams.values()]
+        lent = {f"comm stream {id(stream):x}" for stream in streams}
+        lent |= {dist.distributed_c10d._world.pg_names.get(stream._group, "") for stream in streams if stream._group}
+        now = _State.now()
+        pairs = [(field.name, getattr(self, field.name), getattr(now, field.name)) for field in fields(self)]
+        differences = []
+        for name, then, value in pairs:
+            match value:
+                case dict():
+                    changed = {key for key in then | value if then.get(key) != value.get(key)}
+                    differences += [f"{name} {key}={value.get(key)}" for key in sorted(changed)]
+                case set():
+                    differences += [f"{name}: {one}" for one in sorted(value - then - lent)]
+                case _ if value != then:
+                    differences.append(f"{name} {value}, not {then}")
+        return differences

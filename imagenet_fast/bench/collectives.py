@@ -27,11 +27,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imagenet_fast.bench import mpi
-from imagenet_fast.bench.hosts import TIMEOUT, on_gpus, report_progress, run_on
+from imagenet_fast.bench.hosts import TIMEOUT, on_gpus, run_on
 from imagenet_fast.bench.netns import parse_rate, shaped_network, time_repetitions
 from imagenet_fast.cost_model.collectives import piece_elements
 from imagenet_fast.cost_model.units import SIZE, UNITS, geometric_range, size_text
 from imagenet_fast.distributed.cgroup_limits import usable_memory
+from imagenet_fast.distributed.rank_pool import report_progress
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.recipe.engine_table import Collective, Wire
 from imagenet_fast.sync.all_reduce import format_of

@@ -6,10 +6,10 @@ A layer profile provides the gradients' shapes, and the times that engines plan 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 
 from imagenet_fast.bench.fake_step import Call, CountedStep, fake_ranks
-from imagenet_fast.bench.hosts import in_processes
 from imagenet_fast.bench.netns import parse_rate
 from imagenet_fast.cost_model.collectives import RankLayout
 from imagenet_fast.cost_model.layer_profile import Profile
@@ -17,6 +17,7 @@ from imagenet_fast.cost_model.stated_link import PAYLOAD, StatedNetwork
 from imagenet_fast.cost_model.step_simulator import LinkModel
 from imagenet_fast.cost_model.units import whole_numbers
 from imagenet_fast.data.progress import measurement_bar
+from imagenet_fast.distributed.rank_pool import RankPool
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.engine_table import Collective, Wire
 from imagenet_fast.recipe.sync_config import Sync
@@ -89,10 +90,9 @@ def bench_count(profile: Profile, engines: Sequence[Sync], ranks: str, ranks_per
     with measurement_bar() as show:
         for number, settings in enumerate(counted):  # each in its own process, so without the process groups of another
             show(f"counting {settings.kind}", number, len(counted))
-            rows += in_processes(
-                1, "imagenet_fast.bench.comm_volume", _counts, profile, settings, sizes, ranks_per_node, bits_per_s,
-                show=show,
-            )[0]  # fmt: skip
+            with closing(RankPool(1, nullcontext, preload=__name__)) as process:
+                (counts,) = process.run(_counts, profile, settings, sizes, ranks_per_node, bits_per_s)
+            rows += counts
     return rows
 
 
@@ -131,7 +131,7 @@ def _countable(settings: Sync) -> EngineSettings:
 
 
 def _counts(
-    number: int, profile: Profile, settings: EngineSettings, sizes: Sequence[int], ranks_per_node: int, bits_per_s: int
+    profile: Profile, settings: EngineSettings, sizes: Sequence[int], ranks_per_node: int, bits_per_s: int
 ) -> list[Count]:
     return [_count(profile, settings, ranks, ranks_per_node, bits_per_s) for ranks in sizes]
 

@@ -22,13 +22,14 @@ import torch
 import torch.distributed as dist
 
 from imagenet_fast.bench.collectives import averaging
-from imagenet_fast.bench.hosts import report_progress, run_on
+from imagenet_fast.bench.hosts import run_on
 from imagenet_fast.bench.netns import parse_rate, sent_bytes, shaped_network, time_repetitions
 from imagenet_fast.bench.replay import Gradients, gradients_of, replay, timing_of, with_moves
 from imagenet_fast.cost_model.layer_profile import Profile
 from imagenet_fast.cost_model.step_simulator import Prediction, step_lower_bound
 from imagenet_fast.distributed.cgroup_limits import usable_memory
 from imagenet_fast.distributed.forkserver import freeze_gc
+from imagenet_fast.distributed.rank_pool import report_progress
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.engine_table import Awaits, Cast, Wire
 from imagenet_fast.recipe.sync_config import DdpSync, Sync

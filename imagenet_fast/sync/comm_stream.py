@@ -227,7 +227,8 @@ class CommStream:
 
         if self._idle:
             self._idle = False
-            threading.Thread(target=_issue, args=(self._queue, torch.get_num_threads()), daemon=True).start()
+            name, arguments = f"comm stream {id(self):x}", (self._queue, torch.get_num_threads())
+            threading.Thread(target=_issue, name=name, args=arguments, daemon=True).start()
             weakref.finalize(self, self._queue.put, None)
         self._queue.put(task)
         return PendingOp(wait)

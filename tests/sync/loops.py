@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -25,8 +24,8 @@ from imagenet_fast.sync import (
     attach,
     build_engine,
 )
-from imagenet_fast.sync.topology import Topology
 from imagenet_fast.training import optimizers
+from tests.ranks import lending
 
 # Every tensor travels by itself, so that there is something to lose between two of them.
 HYBRID, DEAR = HybridSync(wire="fp32", fuse_mb=0), DearSync(wire="fp32", bucket_mb=0)
@@ -104,13 +103,6 @@ def unmeasured(link: LinkModel = LINK) -> Iterator[None]:
         patch("imagenet_fast.sync.network_benchmark.measure_codec", lambda *_: CodecCost(1e-9, 1e-9)),
     ):
         yield
-
-
-@cache
-def lending(ranks_per_node: int | None = None) -> Topology:
-    """All ranks, with streams that pools use one after the other: connecting takes longer than most of what tests do
-    with them. Every rank must make the first call alike."""
-    return Topology(torch.get_default_device(), ranks_per_node=ranks_per_node, lends=True)
 
 
 def pooled(model: nn.Module, settings: EngineSettings) -> GradientPool:

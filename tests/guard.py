@@ -1,0 +1,74 @@
+"""Keep the first tier quick: its tests take two seconds at most, and declare that they start processes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from resource import RUSAGE_CHILDREN, RUSAGE_SELF, getrusage
+
+from tests import ranks
+
+LIMIT_S = 2.0
+"""Seconds of a quiet core."""
+
+_IMPORT_S = 0.005  # for a module, which the first test that needs it imports
+_TURNS, _TURNS_S = 200_000, 0.006  # of an empty loop, and their time on a quiet core
+_STARTING = {"subprocess.Popen", "os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn"}
+
+
+@dataclass
+class Cost:
+    """What a test has taken so far."""
+
+    started: list[str] = field(default_factory=list)
+    """The processes that it started."""
+    modules: int = field(default_factory=lambda: len(sys.modules))
+    begun_s: float = field(default_factory=lambda: _used_s())
+
+    @property
+    def cpu_s(self) -> float:
+        """Processor time of this process, its children and its ranks; not that of imports."""
+        return _used_s() - self.begun_s - _IMPORT_S * (len(sys.modules) - self.modules)
+
+    def excess(self) -> str:
+        """Why the first tier can't have this test, or nothing."""
+        if (cpu_s := self.cpu_s) > LIMIT_S and cpu_s > LIMIT_S * _slowness():
+            return f"it took {cpu_s:.1f} s of a processor; mark it `ci`, or make it smaller"
+        return ""
+
+
+_current: Cost | None = None
+
+
+@contextmanager
+def counting() -> Iterator[Cost]:
+    """Count what this process does in the block."""
+    global _current
+    _current = cost = Cost()
+    try:
+        yield cost
+    finally:
+        _current = None
+
+
+def _used_s() -> float:
+    return sum(used.ru_utime + used.ru_stime for used in map(getrusage, (RUSAGE_SELF, RUSAGE_CHILDREN))) + ranks.cpu_s
+
+
+def _slowness() -> float:
+    """How much longer this core takes now, with others' work beside it, than a quiet one."""
+    begun = time.process_time()
+    for _ in range(_TURNS):
+        pass
+    return (time.process_time() - begun) / _TURNS_S
+
+
+def _hear(event: str, arguments: tuple[object, ...]) -> None:
+    if event in _STARTING and _current is not None:
+        _current.started.append(f"{event} {arguments[:2]}")
+
+
+sys.addaudithook(_hear)
