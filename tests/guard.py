@@ -47,11 +47,11 @@ _current: Cost | None = None
 def counting() -> Iterator[Cost]:
     """Count what this process does in the block."""
     global _current
-    _current = cost = Cost()
+    outer, _current = _current, Cost()
     try:
-        yield cost
+        yield _current
     finally:
-        _current = None
+        _current = outer
 
 
 def _used_s() -> float:

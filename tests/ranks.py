@@ -37,7 +37,7 @@ LIMIT_S = 60.0
 _KEPT = (2, 3, 4)
 """Numbers of ranks that stay; of all others only the last."""
 
-_ENDING_S = 2.0  # for threads that have been told to end
+_ENDING_S = 1.0  # for threads and groups that have been told to end
 
 _pools: dict[tuple[int, str], RankPool] = {}
 _folder = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -189,35 +189,38 @@ class _State:
 
     @staticmethod
     def now() -> _State:
+        names = dist.distributed_c10d._world.pg_names
+        streams = [stream for topology in _lent.values() for stream in topology._streams.values()]
+        groups = set(names.values()) - {names[stream._group] for stream in streams if stream._group}
+        threads = {t.name for t in threading.enumerate()} - {f"comm stream {id(stream):x}" for stream in streams}
         return _State(
             dict(os.environ), str(Path.cwd()), torch.get_default_dtype(), torch.get_num_threads(),
             torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled(),
-            set(dist.distributed_c10d._world.pg_names.values()), {thread.name for thread in threading.enumerate()},
+            groups, threads,
         )  # fmt: skip
 
     def left_behind(self) -> list[str]:
         """What is not as it was, after what is on its way out has gone."""
         deadline = time.monotonic() + _ENDING_S
-        if self._differences():
+        if self._runs_more():
             gc.collect()
-        while (differences := self._differences()) and time.monotonic() < deadline:
+        while self._runs_more() and time.monotonic() < deadline:
             time.sleep(0.01)
-        return differences
+        return self._differences()
+
+    def _runs_more(self) -> bool:
+        now = _State.now()
+        return bool(now.process_groups - self.process_groups or now.python_threads - self.python_threads)
 
     def _differences(self) -> list[str]:
-        streams = [stream for topology in _lent.values() for stream in topology._streams.values()]
-        lent = {f"comm stream {id(stream):x}" for stream in streams}
-        lent |= {dist.distributed_c10d._world.pg_names.get(stream._group, "") for stream in streams if stream._group}
-        now = _State.now()
-        pairs = [(field.name, getattr(self, field.name), getattr(now, field.name)) for field in fields(self)]
-        differences = []
-        for name, then, value in pairs:
-            match value:
-                case dict():
+        now, differences = _State.now(), []
+        for name in (field.name for field in fields(self)):
+            match getattr(self, name), getattr(now, name):
+                case dict() as then, value:
                     changed = {key for key in then | value if then.get(key) != value.get(key)}
                     differences += [f"{name} {key}={value.get(key)}" for key in sorted(changed)]
-                case set():
-                    differences += [f"{name}: {one}" for one in sorted(value - then - lent)]
-                case _ if value != then:
+                case set() as then, value:
+                    differences += [f"{name}: {one}" for one in sorted(value - then)]
+                case then, value if value != then:
                     differences.append(f"{name} {value}, not {then}")
         return differences

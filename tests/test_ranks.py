@@ -1,0 +1,97 @@
+"""The pool of ranks, and the guard of the first tier."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.guard import counting
+from tests.ranks import run
+
+
+def number_and_process() -> tuple[int, int]:
+    return dist.get_rank(), os.getpid()
+
+
+def processes() -> list[int]:
+    return [process for _, process in run(2, number_and_process)]
+
+
+def draw() -> float:
+    return float(torch.rand(1))
+
+
+def fail_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("as a test would")
+    dist.barrier()
+
+
+def hang() -> None:
+    time.sleep(60)
+
+
+def leave(what: str) -> None:
+    match what:
+        case "environment OWN=1":
+            os.environ["OWN"] = "1"
+        case "process_groups":
+            dist.new_group([0, 1])
+        case "python_threads: own":
+            threading.Thread(target=time.sleep, args=(60,), name="own", daemon=True).start()
+        case "dtype torch.float64":
+            torch.set_default_dtype(torch.float64)
+        case "threads 2":
+            torch.set_num_threads(2)
+
+
+def test_ranks_are_forked_once_and_numbered():
+    first = run(2, number_and_process)
+    assert [rank for rank, _ in first] == [0, 1]
+    assert run(2, number_and_process) == first
+
+
+def test_every_case_begins_with_the_same_random_numbers():
+    assert run(2, draw) == run(2, draw)
+
+
+def test_fresh_ranks_are_others():
+    assert not set(processes()) & {process for _, process in run(2, number_and_process, fresh=True)}
+
+
+def test_a_failure_is_told_and_ranks_are_forked_anew():
+    before = processes()
+    with pytest.raises(AssertionError, match=r"rank 1 of 2 failed:\n(?s:.*)ValueError: as a test would"):
+        run(2, fail_on_rank_1)
+    assert not set(before) & set(processes())
+
+
+def test_a_hang_is_told_with_its_stack():
+    with pytest.raises(AssertionError, match=r"rank [01] of 2 ended with exit code 1\n(?s:.*)in hang"):
+        run(2, hang, limit_s=0.2)
+
+
+@pytest.mark.parametrize(
+    "what", ["environment OWN=1", "process_groups", "python_threads: own", "dtype torch.float64", "threads 2"]
+)
+def test_what_is_left_behind_fails(what: str):
+    before = processes()
+    with pytest.raises(AssertionError, match=f"rank 0 keeps {what}"):
+        run(2, leave, what)
+    assert not set(before) & set(processes())
+
+
+@pytest.mark.usefixtures("subprocesses")
+def test_the_guard_sees_processor_time_and_processes():
+    with counting() as cost:
+        assert not cost.excess()
+        subprocess.run(["true"], check=True)
+        assert "subprocess.Popen" in cost.started[0]
+        cost.begun_s -= 1000
+        assert "mark it `ci`" in cost.excess()
