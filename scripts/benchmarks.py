@@ -174,6 +174,7 @@ def _entry(result: dict[str, Any]) -> str:
     lines = [f"### {result['question']}", "", result["reading"], "", *table(result), ""]
     if "figure" in result:
         lines += [f"![{result['figure']['text']}]({result['figure']['file']})", ""]
+    lines.append("<!-- run: not here -->")  # what tests/e2e/test_pages.py is to do with commands that take hours
     lines += [f"    {line}" for command in result["commands"][:SHOWN] for line in wrapped(command)]
     if more := result["commands"][SHOWN:]:
         lines.append(f"    # and {len(more)} more in docs/results/{result['name']}.json")

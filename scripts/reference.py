@@ -12,7 +12,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -169,13 +169,13 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Write the pages, or compare them; return the exit code."""
     pages = (("recipe.md", recipe_page()), ("commands.md", commands_page()), ("bench-rows.md", rows_page()))
     stale = []
     for name, page in pages:
         file = FOLDER / name
-        if "--check" not in sys.argv[1:]:
+        if "--check" not in arguments:
             file.write_text(page, encoding="utf-8")
         elif not file.is_file() or file.read_text(encoding="utf-8") != page:
             stale.append(name)
@@ -185,4 +185,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))
