@@ -6,15 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.e2e.command import environment
+from tests.pages import ROOT
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.ci
 
 
 def by_torchrun(*arguments: str) -> list[str]:
-    """Return the lines that two ranks print."""
+    """The lines that two ranks print."""
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", *arguments],
         capture_output=True, text=True, timeout=240, cwd=ROOT,
@@ -25,14 +27,12 @@ def by_torchrun(*arguments: str) -> list[str]:
 
 
 def test_train_imagenet_learns_random_images(tmp_path: Path):
-    weights = tmp_path / "weights.pt"
     sizes = ("--synthetic=64", "--model=resnet18", "--size=32", "--batch=8", "--epochs=2", "--lr=1.0")
-    first, second = by_torchrun("examples/train_imagenet.py", *sizes, f"--out={weights}")
-    assert first.startswith("epoch 1: loss ")
-    assert second.startswith("epoch 2: loss ")
-    losses = [float(line.split("loss ")[1].split()[0].rstrip(",;")) for line in (first, second)]
-    assert losses[1] < losses[0]
-    assert all(tensor.isfinite().all() for tensor in torch.load(weights).values())
+    lines = by_torchrun("examples/train_imagenet.py", *sizes, f"--out={tmp_path / 'weights.pt'}")
+    assert [line.split(": loss")[0] for line in lines] == ["epoch 1", "epoch 2"]
+    first, second = (float(line.split("loss ")[1].split()[0].rstrip(",;")) for line in lines)
+    assert second < first
+    assert all(tensor.isfinite().all() for tensor in torch.load(tmp_path / "weights.pt").values())
 
 
 def test_own_engine_is_exact_and_timed():
