@@ -12,6 +12,7 @@ import pytest
 import typer
 import yaml
 
+from experiments.convergence import page as convergence
 from imagenet_fast.bench.compare import contestants
 from imagenet_fast.bench.parallel_layouts import parse_layouts
 from imagenet_fast.cli.main import app
@@ -47,7 +48,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip()) for title in titles}
 
 
-@pytest.mark.parametrize("script", [reference, benchmarks], ids=lambda script: script.__name__)
+@pytest.mark.parametrize("script", [reference, benchmarks, convergence], ids=lambda script: script.__name__)
 def test_written_pages_are_current(script: Any):
     assert script.main(["--check"]) == 0
 
@@ -86,9 +87,10 @@ def test_every_command_is_understood(page: Path):
         check(command)
 
 
-@pytest.mark.parametrize("name", benchmarks.names())
-def test_every_command_of_a_benchmark_is_understood(name: str):
-    for text in benchmarks.read(name)["commands"]:
+@pytest.mark.parametrize("name", [*benchmarks.names(), "convergence"])
+def test_every_command_of_a_result_is_understood(name: str):
+    result = benchmarks.read(name)
+    for text in (*result["commands"], *(row["command"] for row in result["rows"] if "command" in row)):
         check(Command(name, text))
 
 

@@ -1,0 +1,151 @@
+"""Write docs/convergence.md and its picture from docs/results/convergence.json."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from scripts import benchmarks
+
+PAGE = Path(__file__).parents[2] / "docs" / "convergence.md"
+PICTURE = PAGE.with_suffix(".png")
+OPTIMIZERS = ("sgd", "lars", "larc")
+STYLES = {256: "-", 2048: "--", 8192: ":"}
+"""Batches at which rates were tried and curves were drawn, with their lines."""
+ENGINES_AT = 8192
+
+Row = dict[str, Any]
+
+
+def cell(rows: Sequence[Row]) -> str:
+    """Return mean and standard deviation of top-1 over the seeds, and how many of them diverged."""
+    tops = [row["top1"] for row in rows if row["top1"] is not None]
+    text = f"{fmean(tops):.2f} ± {stdev(tops):.2f}" if len(tops) > 1 else "".join(f"{top:.2f}" for top in tops)
+    return text if len(tops) == len(rows) else f"{text} ({len(rows) - len(tops)} diverged)".strip()
+
+
+def difference(rows: Iterable[Row], exact: Iterable[Row]) -> str:
+    """Return by how many points top-1 differs from that of ``exact``, the mean over the seeds that both have."""
+    tops = {row["seed"]: row["top1"] for row in exact}
+    apart = [row["top1"] - tops[row["seed"]] for row in rows if None not in (row["top1"], tops.get(row["seed"]))]
+    return f"{fmean(apart):+.2f}" if apart else ""
+
+
+def learning_rate(row: Row) -> str:
+    """Return the learning rate in the command of a run, with at most two decimals."""
+    (rate,) = re.findall(r"\blr=([^,}]+)", row["command"])
+    return f"{round(float(rate), 2):g}" if float(rate) >= 1 else rate
+
+
+def table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table, with all columns to the left."""
+    return "\n".join(benchmarks.markdown(headings, lines, [""] * len(headings)))
+
+
+def page(rows: Sequence[Row]) -> str:
+    """Return the page."""
+
+    def of(group: str, case: str, batch: int) -> list[Row]:
+        return [row for row in rows if (row["group"], row["case"], row["batch"]) == (group, case, batch)]
+
+    def tries(case: str, batch: int) -> str:
+        tried = {row["rate"]: row["top1"] or 0.0 for row in of("rates", case, batch)}
+        return ", ".join(f"{rate:g}: {tried[rate]:.2f}" for rate in sorted(tried))
+
+    def sent(case_rows: Iterable[Row]) -> float:
+        return fmean(row["sent_bytes_per_step"] for row in case_rows)
+
+    batches = sorted({row["batch"] for row in rows if row["group"] == "batches"})
+    cases = dict.fromkeys(row["case"] for row in rows if row["group"] == "engines")
+    exact = of("batches", "sgd", ENGINES_AT)
+    engines = [["bf16, exact", cell(exact), "", "100"]]
+    for case in cases:
+        found = of("engines", case, ENGINES_AT)
+        engines.append([case, cell(found), difference(found, exact), f"{100 * sent(found) / sent(exact):.0f}"])
+    settings = [[of("batches", case, batch)[0] for case in OPTIMIZERS] for batch in batches]
+    timed = {row["case"]: row for row in rows if row["group"] == "small" and row["seed"] == 1}
+    mild, probe, plain = (timed[case] for case in ("mild", "probe", "plain"))
+    machines = Counter(row["machine"].split("),")[0] + ")" for row in rows)
+    return (Path(__file__).parent / "page.md").read_text(encoding="utf-8").format(
+        RUNS=len(rows),
+        MACHINES=", ".join(f"{count} on {machine}" for machine, count in machines.most_common()),
+        PICTURE=PICTURE.name,
+        BATCHES=table(
+            ["batch", "SGD", "LARS", "LARC"],
+            ([f"{batch}", *(cell(of("batches", case, batch)) for case in OPTIMIZERS)] for batch in batches),
+        ),
+        SETTINGS=table(
+            ["batch", "steps", *(f"{case.upper()}'s learning rate" for case in OPTIMIZERS)],
+            ([f"{found[0]['batch']}", f"{found[0]['steps']}", *map(learning_rate, found)] for found in settings),
+        ),
+        ENGINES=table(
+            ["engine, wire dtype", "top-1, %", "minus bf16, same seeds, points", "bytes beside bf16, %"], engines
+        ),
+        RATES=table(
+            ["optimizer", *(f"batch {batch}" for batch in STYLES)],
+            ([case.upper(), *(tries(case, batch) for batch in STYLES)] for case in OPTIMIZERS),
+        ),
+        SMALL=table(
+            ["recipe", "epochs", "seed 1, s", "top-1, %"],
+            (
+                [row["case"], f"{row['epochs']}", f"{row['train_s']:.0f}", cell(of("small", row["case"], 256))]
+                for row in (mild, plain)
+            ),
+        ),
+        MILD_EPOCHS=mild["epochs"],
+        PROBE_S=f"{probe['train_s']:.0f}",
+        PLAIN_EPOCHS=plain["epochs"],
+        EPOCH_S=f"{plain['train_s'] / plain['epochs']:.0f}",
+        MORE_TIME=f"{100 * plain['train_s'] / mild['train_s'] - 100:.0f}",
+        COMMAND="\n".join(f"    {line}" for line in benchmarks.wrapped(of("batches", "sgd", batches[0])[0]["command"])),
+    )  # fmt: skip
+
+
+def draw(rows: Sequence[Row]) -> None:
+    """Draw top-1 over the batch, with bars of a standard deviation, and over the epochs."""
+    from imagenet_fast.metrics.plots import new_figure
+
+    figure = new_figure(PICTURE, 11, 4)
+    left, right = figure.subplots(1, 2)
+    judged = [row for row in rows if row["group"] == "batches" and row["top1"] is not None]
+    batches = sorted({row["batch"] for row in judged})
+    for case in OPTIMIZERS:
+        tops = {
+            batch: [row["top1"] for row in judged if (row["case"], row["batch"]) == (case, batch)] for batch in batches
+        }
+        tops = {batch: some for batch, some in tops.items() if some}
+        bars = [stdev(some) if len(some) > 1 else 0.0 for some in tops.values()]
+        left.errorbar(
+            list(tops), list(map(fmean, tops.values())), bars, marker="o", markersize=4, capsize=3, label=case.upper()
+        )
+    left.set_xscale("log", base=2)
+    left.set_xticks(batches, [f"{batch}" for batch in batches])
+    left.set_xlabel("batch")
+    for row in (row for row in rows if row["group"] == "curves"):
+        colour = f"C{OPTIMIZERS.index(row['case'])}"
+        label = f"{row['case'].upper()}, {row['batch']}"
+        right.plot(range(1, len(row["curve"]) + 1), row["curve"], STYLES[row["batch"]], color=colour, label=label)
+    right.set_xlabel("epoch")
+    for axes in (left, right):
+        axes.set_ylabel("top-1 (%)")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+    figure.savefig(PICTURE)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the page and its picture, or compare the page; return the exit code."""
+    rows = benchmarks.read("convergence")["rows"]
+    if "--check" not in arguments:
+        PAGE.write_text(page(rows), encoding="utf-8")
+        draw(rows)
+    elif PAGE.read_text(encoding="utf-8") != page(rows):
+        print(f"{PAGE.name} is not up to date; run `python -m experiments.convergence --page`", file=sys.stderr)
+        return 1
+    return 0
