@@ -117,7 +117,3 @@ def mentioned(page: Path) -> list[Command]:
 def prose(page: Path) -> str:
     """The page without its fenced blocks."""
     return re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-
-
-def python_blocks(page: Path) -> list[Block]:
-    return [block for block in blocks(page) if block.language == "python"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import tomllib
 from importlib.metadata import EntryPoint
@@ -28,13 +27,3 @@ def test_the_version_is_the_same_everywhere():
 def test_the_command_is_there_and_the_types_are_marked():
     assert callable(EntryPoint("imagenet-fast", PROJECT["scripts"]["imagenet-fast"], "console_scripts").load())
     assert (ROOT / "imagenet_fast" / "py.typed").is_file()
-
-
-def test_workflows_run_scripts_that_exist():
-    called = {
-        name
-        for file in ROOT.glob(".github/workflows/*.yml")
-        for name in re.findall(r"(?:scripts|\.ci)/[\w.-]+", file.read_text())
-    }
-    assert called
-    assert all(os.access(ROOT / name, os.X_OK) for name in called), called

@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from imagenet_fast.cli.main import app
 from imagenet_fast.recipe.load import find_recipe, load_recipe, to_toml
 from tests.data.prepare.replica import official_tars, small_imagenet
 from tests.e2e.command import COMMAND, environment
-from tests.pages import PAGES, ROOT, Command, name_of, python_blocks, shown_commands
+from tests.pages import PAGES, ROOT, Command, blocks, name_of, shown_commands
 from tests.ranks import run
 
 
@@ -32,12 +31,8 @@ def run_here(page: Path) -> list[Command]:
     return [command for command in shown_commands(page) if command.how != "not here"]
 
 
-def needs_ranks(page: Path) -> bool:
-    return any(command.how == "weekly" for command in run_here(page))
-
-
-QUICK = [page for page in PAGES if run_here(page) and not needs_ranks(page)]
-WITH_RANKS = [page for page in PAGES if needs_ranks(page)]
+def tier(page: Path) -> pytest.MarkDecorator:
+    return pytest.mark.weekly if any(command.how == "weekly" for command in run_here(page)) else pytest.mark.ci
 
 
 @pytest.fixture
@@ -46,12 +41,25 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     official_tars(tmp_path / "downloads", small_imagenet(train=16, val=5))
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("IMAGENET_FAST_CACHE", str(tmp_path / "cache"))
     return tmp_path
 
 
-def words_of(command: Command, reader: Path) -> list[str]:
-    words = (*command.words, *command.options)
-    return [re.sub(r"^/(downloads|data|nvme)\b", rf"{reader}/\1", word) for word in words]
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=tier(page), id=name_of(page)) for page in PAGES if run_here(page)]
+)
+def test_a_page_prints_what_it_shows(page: Path, reader: Path):
+    for command in run_here(page):
+        if command.words[:2] in (["data", "verify"], ["data", "cache"]) and not (reader / "data" / "imagenet").exists():
+            source = ("--source", str(reader / "downloads"), "--out", str(reader / "data" / "imagenet"))
+            in_process(["data", "prepare", *source, "--subset"])
+        words = [
+            re.sub(r"^/(downloads|data|nvme)\b", rf"{reader}/\1", word) for word in (*command.words, *command.options)
+        ]
+        printed = in_process(words) if command.how == "here" else by_ranks(words, stop="^C" in command.prints)
+        if redirected := re.search(r" > (\S+)$", command.text):
+            Path(redirected[1]).write_text(printed)
+        compare_with_page(command, printed)
 
 
 def in_process(words: list[str]) -> str:
@@ -60,41 +68,20 @@ def in_process(words: list[str]) -> str:
     return done.stdout
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("page", QUICK, ids=name_of)
-def test_a_page_without_ranks_prints_what_it_shows(page: Path, reader: Path):
-    for command in run_here(page):
-        if command.words[:2] in (["data", "verify"], ["data", "cache"]) and not (reader / "data" / "imagenet").exists():
-            source = ("--source", str(reader / "downloads"), "--out", str(reader / "data" / "imagenet"))
-            in_process(["data", "prepare", *source, "--subset"])
-        compare_with_page(command, in_process(words_of(command, reader)))
-
-
-@pytest.mark.weekly
-@pytest.mark.parametrize("page", WITH_RANKS, ids=name_of)
-def test_a_page_with_ranks_prints_what_it_shows(page: Path, reader: Path):
-    for command in run_here(page):
-        stop = "^C" in command.prints
-        process = subprocess.Popen(
-            [*COMMAND, *words_of(command, reader)], stdout=subprocess.PIPE, text=True, start_new_session=True,
-            env=environment(COLUMNS="80", PYTHONPATH=str(ROOT), IMAGENET_FAST_CACHE=str(reader / "cache")),
-        )  # fmt: skip
-        assert process.stdout is not None
-        printed = "".join(interrupted(process, process.stdout) if stop else process.stdout)
-        assert process.wait(timeout=120) == (4 if stop else 0), f"{command.place}: {printed}"
-        if redirected := re.search(r" > (\S+)$", command.text):
-            Path(redirected[1]).write_text(printed)
-        compare_with_page(command, printed)
-
-
-def interrupted(process: subprocess.Popen[str], lines: Iterator[str]) -> Iterator[str]:
-    """What a process prints that is interrupted after the first epoch, as a terminal does it."""
-    for line in lines:
-        yield line
-        if line.startswith("epoch"):
+def by_ranks(words: list[str], *, stop: bool) -> str:
+    """What a command prints that starts ranks; it is interrupted after the first epoch, as a terminal does it."""
+    process = subprocess.Popen(
+        [*COMMAND, *words], stdout=subprocess.PIPE, text=True, start_new_session=True,
+        env=environment(COLUMNS="80", PYTHONPATH=str(ROOT)),
+    )  # fmt: skip
+    assert process.stdout is not None
+    printed = ""
+    for line in process.stdout:
+        if stop and line.startswith("epoch") and "epoch" not in printed:
             os.killpg(process.pid, signal.SIGINT)
-            break
-    yield from lines
+        printed += line
+    assert process.wait(timeout=120) == (4 if stop else 0), printed
+    return printed
 
 
 def compare_with_page(command: Command, printed: str) -> None:
@@ -111,28 +98,31 @@ def without_figures(line: str) -> str:
     return " ".join(re.sub(r"\d+(\.\d+)?(e-?\d+)?", "0", line).split())
 
 
+PYTHON = {
+    name_of(page): texts
+    for page in PAGES
+    if (texts := [block.text for block in blocks(page) if block.language == "python"])
+}
+
+
 @pytest.mark.ci
-def test_python_of_the_pages_runs(tmp_path: Path):
+@pytest.mark.parametrize("page", PYTHON)
+def test_python_of_a_page_runs(page: str, tmp_path: Path):
     recipe = tmp_path / "tiny.toml"
     changes = ("global_batch=8", "micro_batch=4", "data.train_images=16", "data.val_images=8")
     recipe.write_text(to_toml(load_recipe(find_recipe("smoke"), overrides=changes)))
-    programs = {
-        name_of(page): [block.text.replace('"demo"', repr(str(recipe))) for block in python_blocks(page)]
-        for page in PAGES
-    }
-    assert sum(map(len, programs.values())) >= 7
-    run(2, run_programs, programs, tmp_path, fresh=True)
+    texts = [text.replace('"demo"', repr(str(recipe))) for text in PYTHON[page]]
+    run(2, run_blocks, page, texts, tmp_path, fresh=True)
 
 
-def run_programs(programs: dict[str, list[str]], folder: Path) -> None:
-    """Run the blocks of each page one after the other; what a reader has before the first is a model and batches."""
+def run_blocks(page: str, texts: list[str], folder: Path) -> None:
+    """Run the blocks of a page one after the other; what a reader has before the first is a model and batches."""
     os.chdir(folder)
-    for page, blocks in programs.items():
-        names: dict[str, Any] = {"torch": torch, "criterion": nn.functional.cross_entropy}
-        names["batches"] = [(torch.randn(4, 8), torch.randint(0, 3, (4,))) for _ in range(3)]
-        for number, block in enumerate(blocks):
-            if re.search(r"GradientPool\(model\)|attach\(model", block):
-                torch.manual_seed(0)
-                names["model"] = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
-            with redirect_stdout(io.StringIO()):
-                exec(compile(block, f"{page}, block {number + 1}", "exec"), names)
+    names: dict[str, Any] = {"torch": torch, "criterion": nn.functional.cross_entropy}
+    names["batches"] = [(torch.randn(4, 8), torch.randint(0, 3, (4,))) for _ in range(3)]
+    for number, text in enumerate(texts):
+        if re.search(r"GradientPool\(model\)|attach\(model", text):
+            torch.manual_seed(0)
+            names["model"] = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+        with redirect_stdout(io.StringIO()):
+            exec(compile(text, f"{page}, block {number + 1}", "exec"), names)
