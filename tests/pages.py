@@ -77,8 +77,10 @@ def blocks(page: Path) -> Iterator[Block]:
             while number + 1 < len(lines) and (lines[number + 1].startswith("    ") or not lines[number + 1].strip()):
                 number += 1
             yield Block(begun + 1, "indented", textwrap.dedent("\n".join(lines[begun : number + 1])), above)
-        else:
+        elif lines[number].strip():
             assert not above, f"{name_of(page)}:{number}: no block follows"
+        else:
+            mark = above
         number += 1
 
 

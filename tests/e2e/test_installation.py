@@ -8,13 +8,13 @@ import re
 import shlex
 import subprocess
 import sys
-import sysconfig
 import venv
 from email.parser import Parser
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from dockerfile_parse import DockerfileParser
 
 from tests.e2e.command import outcome_of
@@ -113,7 +113,7 @@ def test_a_program_that_imports_it_is_checked_against_its_types(image: Path, tmp
 def test_unknown_user_trains_in_the_image(image: Path, tmp_path: Path):
     """Beside a torch from elsewhere, as in the image. Who may not become somebody else tries it as who they are."""
     (site,) = image.glob("env/lib/python*/site-packages")
-    (site / "image.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (site / "image.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
     somebody = 12345 if os.geteuid() == 0 else os.geteuid()
     become = as_user(somebody) if os.geteuid() == 0 else []
     os.chown(tmp_path, somebody, -1)
