@@ -31,7 +31,9 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=name_of)
-def test_internal_links_lead_somewhere(page: Path):
+def test_links_and_names_of_files_lead_somewhere(page: Path):
+    for name in re.findall(r"`((?:[\w.]+/)+\w+\.(?:py|sh|toml))`", prose(page)):
+        assert any((folder / name).is_file() for folder in (ROOT, ROOT / "imagenet_fast")), name
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if re.match(r"[a-z]+:", target):
             continue
