@@ -91,7 +91,7 @@ write_report() {
 }
 
 tests() { # NAME LIMIT ARGUMENTS...
-    section "$1" "$2" "$python" -m pytest -p no:cacheprovider -rs "${@:3}"
+    section "$1" "$2" "$python" -m pytest -m '' -p no:cacheprovider -rs "${@:3}"
 }
 
 bench() { # NAME LIMIT ARGUMENTS...

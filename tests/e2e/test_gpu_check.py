@@ -37,14 +37,10 @@ def test_a_dry_run_writes_every_section_and_none_fails(tmp_path: Path):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("asked", "limit"), [((), r"\d+"), (("--long",), "–")], ids=["quick", "long"])
-def test_a_section_that_fails_stops_no_other_and_a_long_check_has_no_limits(
-    asked: tuple[str, ...], limit: str, tmp_path: Path
-):
-    assert gpu_check(*asked, tmp_path / "report.md", python="/bin/false").wait(60) == 1
-    rows = re.findall(r"^\| .*? \| 1 \| [\d.]+ \| (.*) \|$", (tmp_path / "report.md").read_text(), re.MULTILINE)
-    assert len(rows) >= (20 if asked else 12)
-    assert all(re.fullmatch(limit, row) for row in rows)
+def test_a_section_that_fails_stops_no_other_and_a_long_check_has_no_limits(tmp_path: Path):
+    assert gpu_check("--long", tmp_path / "report.md", python="/bin/false").wait(60) == 1
+    failed = re.findall(r"^\| .*? \| 1 \| [\d.]+ \| – \|$", (tmp_path / "report.md").read_text(), re.MULTILINE)
+    assert len(failed) >= 20
 
 
 @pytest.mark.ci
