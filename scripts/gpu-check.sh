@@ -44,7 +44,7 @@ section() {
     part=$parts/$(printf %02d "$count")
     echo "$1"
     if [ -n "$dry" ]; then # all at once, so each is given more time
-        run_section "$part" "$1" $((5 * $2)) "${@:3}" &
+        run_section "$part" "$1" $((20 * $2)) "${@:3}" &
     else
         run_section "$part" "$1" $((long ? 0 : $2)) "${@:3}" # 0: without a limit
         write_report
