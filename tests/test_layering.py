@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).parents[1] / "imagenet_fast"
 
 LAYERS = (
@@ -90,6 +92,7 @@ def test_no_import_cycles():
         raise AssertionError(" imports ".join(reversed(error.args[1]))) from None
 
 
+@pytest.mark.usefixtures("subprocesses")
 def test_commands_that_start_ranks_or_none_begin_without_torch():
     """So that a wrong recipe is refused at once, and `report` works on a laptop."""
     imports = [f"import imagenet_fast.{name}" for name in WITHOUT_TORCH]
@@ -100,6 +103,7 @@ def test_commands_that_start_ranks_or_none_begin_without_torch():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.usefixtures("subprocesses")
 def test_ranks_start_without_torchs_compiler():
     """Importing it, or torchvision, takes as long as torch itself."""
     done = subprocess.run(
