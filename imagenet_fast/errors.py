@@ -6,10 +6,12 @@ import difflib
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
+
+Item = TypeVar("Item")
 
 
 class UserError(Exception):
@@ -47,6 +49,29 @@ def did_you_mean(
     """
     near = difflib.get_close_matches(name, list(known), n=most, cutoff=cutoff)
     return f"did you mean {' or '.join(prefix + one for one in near)}?" if near else otherwise
+
+
+def listed(option: str, text: str, parse: Callable[[str], Item]) -> list[Item]:
+    """Parse the comma-separated list that an option of the command line takes.
+
+    A list that names something twice is refused, because the second was probably meant to be another.
+
+    Args:
+        option: Name of the option.
+        text: The list.
+        parse: Returns the item that one part, without spaces around it, stands for; items must be hashable.
+
+    Raises:
+        UserError: Two parts stand for the same item, or ``parse`` raises it.
+    """
+    items: dict[Item, str] = {}
+    for part in map(str.strip, text.split(",")):
+        item = parse(part)
+        if item in items:
+            again = "" if items[item] == part else f" ({items[item]} and {part} are the same)"
+            raise UserError(f"{option} {text} names {part} twice{again}; leave one out")
+        items[item] = part
+    return list(items)
 
 
 def warn(sentence: str) -> None:

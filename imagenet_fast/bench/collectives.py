@@ -28,12 +28,12 @@ from torch import Tensor
 
 from imagenet_fast.bench import mpi
 from imagenet_fast.bench.hosts import TIMEOUT, on_gpus, run_on
-from imagenet_fast.bench.netns import parse_rate, shaped_network, time_repetitions
+from imagenet_fast.bench.netns import fill_unevenly, parse_rate, shaped_network, time_repetitions
 from imagenet_fast.cost_model.collectives import piece_elements
 from imagenet_fast.cost_model.units import SIZE, UNITS, geometric_range, size_text
 from imagenet_fast.distributed.cgroup_limits import usable_memory
 from imagenet_fast.distributed.rank_pool import report_progress
-from imagenet_fast.errors import UserError, warn
+from imagenet_fast.errors import UserError, listed, warn
 from imagenet_fast.recipe.engine_table import Collective, Wire
 from imagenet_fast.sync.all_reduce import format_of
 from imagenet_fast.sync.engines import wire_dtype
@@ -47,7 +47,7 @@ _DTYPES: tuple[Wire, ...] = ("fp32", "bf16", "fp16")
 _MOST_TIMES = 200  # maximum number of all-reduces between two clock readings
 _RANK_BYTES = 10 * 2**20  # memory of a forked rank itself, as in bench/engines.py
 _MPI_RANK_BYTES = 60 * 2**20
-_COPIES, _MPI_COPIES = 4, 2  # copies of a message in a rank's memory at once, with parts received from others
+_COPIES, _MPI_COPIES = 4, 3  # copies of a message in a rank's memory at once, with parts received from others
 
 
 @dataclass(frozen=True)
@@ -185,9 +185,9 @@ def parse_sizes(text: str) -> list[int]:
     Raises:
         UserError: ``text`` is no such list.
     """
-    sizes: set[int] = set()
-    for part in text.upper().split(","):
-        match = re.fullmatch(rf" *{SIZE}(?:\.\.{SIZE}(?::(\d{{1,9}}))?)? *", part, re.ASCII)
+
+    def sizes_of(part: str) -> tuple[int, ...]:
+        match = re.fullmatch(rf"{SIZE}(?:\.\.{SIZE}(?::(\d{{1,9}}))?)?", part.upper(), re.ASCII)
         first = int(match[1]) * UNITS[match[2]] if match else 0
         last = int(match[3]) * UNITS[match[4]] if match and match[3] else first
         step = int(match[5] or 2) if match else 2
@@ -195,12 +195,13 @@ def parse_sizes(text: str) -> list[int]:
             raise UserError(f"--sizes {text} is not a list of sizes above 0; write for example 4KB,2MB or 2KB..64MB:4")
         if first > last:
             raise UserError(f"--sizes {text} has a range that begins above its end; write the smaller size first")
-        sizes |= set(geometric_range(first, last, step))
-    return sorted(sizes)
+        return tuple(geometric_range(first, last, step))
+
+    return sorted({size for sizes in listed("--sizes", text, sizes_of) for size in sizes})
 
 
 def parse_collectives(text: str | None, levels: bool, gpus: bool) -> list[Means]:
-    """Parse a comma-separated list of collectives, without duplicates.
+    """Parse a comma-separated list of different collectives.
 
     Args:
         text: The list. None means all, except ``hierarchical`` without ``levels``, and MPI if it is not installed or
@@ -218,10 +219,13 @@ def parse_collectives(text: str | None, levels: bool, gpus: bool) -> list[Means]
             warn(f"mpi is left out, since there is no {lacking}; {mpi.INSTALL} brings it")
         left_out = {"hierarchical"} if not levels else set()
         return [name for name in known if name not in left_out | ({"mpi"} if gpus or lacking is not None else set())]
-    chosen = [name.strip() for name in text.split(",")]
-    for name in chosen:
+
+    def means_called(name: str) -> Means:
         if name not in known:
             raise UserError(f"--collectives {text}: there is no {name!r}; choose among {', '.join(known)}")
+        return name  # type: ignore[return-value]  # it is known
+
+    chosen = listed("--collectives", text, means_called)
     if "hierarchical" in chosen and not levels:
         raise UserError(
             "--collectives hierarchical goes between hosts of several ranks; give it --rate, and at least 2 for both "
@@ -231,7 +235,7 @@ def parse_collectives(text: str | None, levels: bool, gpus: bool) -> list[Means]
         raise UserError("--collectives mpi sends from a processor's memory; add --device cpu, or leave mpi out")
     if "mpi" in chosen and lacking is not None:
         raise UserError(f"--collectives mpi: there is no {lacking}; {mpi.INSTALL}, or leave mpi out")
-    return list(dict.fromkeys(chosen))  # type: ignore[arg-type]  # they are known
+    return chosen
 
 
 def _check_memory(size: int, by_mpi: bool, ranks: int) -> None:
@@ -303,7 +307,7 @@ def measure(
         else:
             once = averaging(name, part, topology)
             if checked:
-                _check(once, part.fill_(1), topology.size if name == "native" else 1)
+                check(once, part, sums=name == "native")
             part.zero_()  # repeated sums of zeros stay finite
             latency_s, kernel_bytes = time_repetitions(
                 once, times, dist.barrier, torch.cuda.synchronize if gpus else None, counted
@@ -344,7 +348,12 @@ def averaging(collective: Collective, values: Tensor, topology: Topology) -> Cal
     return all_reduces(values.split(piece_elements(topology.layout, format_of(values.dtype))), collective, topology)
 
 
-def _check(once: Callable[[], object], ones: Tensor, expected: int) -> None:
-    """Assert that an all-reduce of ones yields ``expected``: a wrong collective must not win by being fast."""
+def check(once: Callable[[], object], message: Tensor, sums: bool) -> None:
+    """Assert that an all-reduce of ``message`` yields the mean or sum over ranks: a wrong one must not win by speed."""
+    ranks = dist.get_world_size()
+    fill_unevenly(message, dist.get_rank() + 1)
     once()
-    assert torch.allclose(ones, torch.full_like(ones, expected), rtol=0.02), "an all-reduce has come out wrong"
+    expected = torch.empty_like(message)
+    fill_unevenly(expected, (ranks + 1) / 2 * (ranks if sums else 1))
+    error = ranks * torch.finfo(message.dtype).eps  # each of the additions may round
+    assert torch.allclose(message, expected, rtol=error), "an all-reduce has come out wrong"

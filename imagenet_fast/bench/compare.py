@@ -66,13 +66,13 @@ def contestants(
     Args:
         recipe: Name or path of the recipe.
         ranks: Number of ranks of every run.
-        engines: Names of the engines.
-        seeds: Seeds; if empty, the recipe's own.
+        engines: Names of the engines, all different.
+        seeds: Seeds, all different; if empty, the recipe's own.
         overrides: Overrides of the recipe; ``ENGINE.KEY=VALUE`` applies to that engine only.
         layouts: Layouts of the ranks; if empty, the recipe's own.
 
     Raises:
-        UserError: An override is for an engine not in ``engines``, two runs are the same, or a layout is impossible.
+        UserError: An override is for an engine not in ``engines``, or a layout is impossible.
     """
     for override in overrides:
         if (table := override.partition(".")[0]) in set(engine_names()) - set(engines):
@@ -90,9 +90,6 @@ def contestants(
         for seed in seeded:
             label = "-".join([*named, *([f"seed{seed}"] if seed is not None else [])])
             runs.append(Contestant(label, engine, seed, settled))
-    labels = [run.label for run in runs]
-    if twice := [label for label in labels if labels.count(label) > 1]:
-        raise UserError(f"{twice[0]} would be run twice; name an engine or a seed once")
     return runs
 
 
@@ -118,6 +115,10 @@ class Ended:
     def failed(self) -> bool:
         """True if training did not complete."""
         return self.exit_code not in _DONE
+
+
+class Interrupted(KeyboardInterrupt):
+    """This command was interrupted, and its run has ended: with the exit code in ``args``."""
 
 
 def compare(
@@ -166,17 +167,20 @@ def compare(
         interrupt_on_signals()
         begun = time.monotonic()
         for number, run in enumerate(runs, 1):
-            codes[run] = 1  # the exit code if it is interrupted
             print(f"\n{run.label} ({number} of {len(runs)})", flush=True)
             if number > 1 and sys.stderr.isatty():
                 left_s = (time.monotonic() - begun) / (number - 1) * (len(runs) - number + 1)
                 print(f"about {timedelta(seconds=round(left_s))} left for all runs", file=sys.stderr, flush=True)
             arguments = [sys.executable, "-m", "imagenet_fast", *run.arguments(name, data, folder)]
             saving_s = jobs[run].recipe.checkpoint.grace_s
-            codes[run] = (
-                _on_this_node(arguments, ranks, saving_s) if network is None
-                else _on_hosts(arguments, network, saving_s)
-            )  # fmt: skip
+            try:
+                codes[run] = (
+                    _on_this_node(arguments, ranks, saving_s) if network is None
+                    else _on_hosts(arguments, network, saving_s)
+                )  # fmt: skip
+            except Interrupted as interruption:
+                (codes[run],) = interruption.args
+                break
             if codes[run] == 2 and not any(code in _DONE for code in codes.values()):
                 raise SystemExit(2)
     return [Ended(_past(jobs[run], run.label), code) for run, code in codes.items()]
@@ -229,8 +233,12 @@ def _wait(starts: Sequence[Callable[[], subprocess.Popen[bytes]]], saving_s: flo
 
     If a process fails or this process is interrupted, end all processes; in the latter case they may take ``saving_s``
     seconds to save.
+
+    Raises:
+        Interrupted: This process was interrupted after it had started processes, which have ended.
     """
     processes: list[subprocess.Popen[bytes]] = []
+    interrupted = False
     wait_s = 3 * GRACE_S  # a launcher waits for its ranks, which have GRACE_S
     try:
         for start in starts:
@@ -241,8 +249,10 @@ def _wait(starts: Sequence[Callable[[], subprocess.Popen[bytes]]], saving_s: flo
             time.sleep(0.1)
             codes = [process.poll() for process in processes]
     except KeyboardInterrupt:
+        if not processes:
+            raise
+        interrupted = True
         wait_s += saving_s
-        raise
     finally:
         for process in processes:
             if process.poll() is None:
@@ -253,8 +263,13 @@ def _wait(starts: Sequence[Callable[[], subprocess.Popen[bytes]]], saving_s: flo
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+    if interrupted:
+        codes = [process.returncode for process in processes]
     failures = _failures(codes)
-    return failures[0] if failures else max(code for code in codes if code is not None)
+    exit_code = failures[0] if failures else max(code for code in codes if code is not None)
+    if interrupted:
+        raise Interrupted(exit_code)
+    return exit_code
 
 
 def _failures(codes: Iterable[int | None]) -> list[int]:

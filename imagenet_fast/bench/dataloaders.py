@@ -34,7 +34,7 @@ from imagenet_fast.data.sampler import TrainSampler
 from imagenet_fast.data.throughput import make_photos, measure, training_batches
 from imagenet_fast.distributed.forkserver import end_with_starter, start_fork_server
 from imagenet_fast.distributed.init import prepare_device
-from imagenet_fast.errors import UserError
+from imagenet_fast.errors import UserError, listed
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import SyntheticData
 
@@ -73,16 +73,19 @@ class LoadingRate:
 
 
 def parse_loaders(text: str) -> list[Loader]:
-    """Parse a comma-separated list of loaders.
+    """Parse a comma-separated list of different loaders.
 
     Raises:
         UserError: A name is unknown.
     """
-    names: tuple[Loader, ...] = get_args(Loader)
-    chosen = [name for wanted in text.split(",") for name in names if name == wanted.strip()]
-    if len(chosen) < len(text.split(",")):
-        raise UserError(f"--loaders {text}: a loader is one of {', '.join(names)}; write them with commas between")
-    return chosen
+
+    def loader(name: str) -> Loader:
+        names: tuple[Loader, ...] = get_args(Loader)
+        if name not in names:
+            raise UserError(f"--loaders {text}: a loader is one of {', '.join(names)}; write them with commas between")
+        return name
+
+    return listed("--loaders", text, loader)
 
 
 def bench_loading(

@@ -253,8 +253,8 @@ def _check_memory(profile: Profile, engines: int, hosts: int, ranks_per_host: in
     needed, free = ranks * (_RANK_BYTES + gradients), usable_memory()
     if needed > free:
         raise UserError(
-            f"--hosts {hosts} with --ranks-per-host {ranks_per_host} is {ranks} processes, which take more than "
-            f"{needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} are free; ask for fewer, or a larger --scale"
+            f"{ranks} ranks are as many processes, which take more than {needed / 2**30:.1f} GiB of memory, and "
+            f"{free / 2**30:.1f} are free; free some, or ask for fewer ranks or smaller gradients"
         )
 
 

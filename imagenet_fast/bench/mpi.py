@@ -31,7 +31,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from imagenet_fast.bench.netns import INTERFACE, Host, inhabit, kill_with_parent, time_repetitions
+from imagenet_fast.bench.netns import INTERFACE, Host, fill_unevenly, inhabit, kill_with_parent, time_repetitions
 from imagenet_fast.errors import UserError
 
 INSTALL = "`pip install mpi4py mpich`"
@@ -190,10 +190,12 @@ def _answer(caller: Connection, mpi: Any, counted: bool) -> None:
             elements, times, checked = caller.recv()
         except (EOFError, ConnectionError):
             return
-        message = np.ones(elements, np.float32)
+        message, expected = np.empty((2, elements), np.float32)
         if checked:
+            fill_unevenly(message, ranks.rank + 1)
+            fill_unevenly(expected, ranks.size * (ranks.size + 1) / 2)
             ranks.Allreduce(mpi.IN_PLACE, message)
-            assert (message == ranks.size).all(), "MPI's sum is not that of the ranks"
+            assert (message == expected).all(), "MPI's sum is not that of the ranks"
         message.fill(0)  # repeated sums of zeros stay finite
         caller.send(
             time_repetitions(lambda: ranks.Allreduce(mpi.IN_PLACE, message), times, ranks.Barrier, counted=counted)  # noqa: B023

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from imagenet_fast.distributed.network_interfaces import sent_bytes as sent_by
 from imagenet_fast.errors import UserError
@@ -147,6 +147,15 @@ def time_repetitions(
     return seconds / times, ((sent_bytes() if counted else 0) - before) / times
 
 
+def fill_unevenly(message: Any, value: float) -> None:
+    """Fill a tensor or an array with ``value``, and its two ends with others.
+
+    So the sum over ranks of different values shows whether a collective does nothing, or moves or leaves out an end.
+    """
+    message[:] = value
+    message[0], message[-1] = -value, value / 2
+
+
 def parse_rate(text: str) -> int:
     """Parse a rate in tc's notation, such as ``250mbit`` or ``1.5gbit``, into bits per second.
 
@@ -163,14 +172,14 @@ def _check() -> None:
     """Raise UserError unless this is Linux, the user is root, and iproute2 is installed."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if not hasattr(_libc, "setns"):
-        reason = "this is not Linux"
+        reason = "this is not Linux; run it there"
     elif os.geteuid() != 0:
-        reason = "you are not root"
+        reason = "you are not root; run it as root"
     elif missing:
-        reason = f"{' and '.join(missing)} (iproute2) not found"
+        reason = f"{' and '.join(missing)} not found; install iproute2"
     else:
         return
-    raise UserError(f"a shaped network cannot be made here: {reason}; leave --rate out to use the loopback interface")
+    raise UserError(f"a shaped network cannot be made here: {reason}")
 
 
 def _new_namespace() -> int:
@@ -183,7 +192,7 @@ def _new_namespace() -> int:
         if _libc.unshare(_CLONE_NEWNET):
             raise UserError(
                 f"a network namespace cannot be made here ({os.strerror(ctypes.get_errno())}); a container needs "
-                "CAP_SYS_ADMIN for it; leave --rate out to use the loopback interface"
+                "CAP_SYS_ADMIN for it"
             )
         return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
 

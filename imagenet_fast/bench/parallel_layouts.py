@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from imagenet_fast.errors import UserError
+from imagenet_fast.errors import UserError, listed
 from imagenet_fast.recipe.load import load_recipe
 from imagenet_fast.recipe.parallel_config import misfit
 from imagenet_fast.recipe.schema import Recipe
@@ -36,15 +36,7 @@ def parse_layouts(text: str, ranks: int) -> list[NamedLayout]:
     Raises:
         UserError: A layout is malformed, does not have ``ranks`` ranks, or occurs twice.
     """
-    layouts: list[NamedLayout] = []
-    for name in (part.strip() for part in text.split(",")):
-        layout = _parse(text, name, ranks)
-        if layout in layouts:
-            raise UserError(
-                f"--layout {text}: {name} is {layouts[layouts.index(layout)].name} once more; leave one of them out"
-            )
-        layouts.append(layout)
-    return layouts
+    return listed("--layout", text, lambda name: _parse(text, name, ranks))
 
 
 def laid_out(path: Path, engine: str, overrides: Sequence[str], layout: NamedLayout, ranks: int) -> tuple[str, ...]:
@@ -103,7 +95,7 @@ def _parse(text: str, name: str, ranks: int) -> NamedLayout:
         whole = f"{name}dp{ranks // product}" if "dp" not in sizes and ranks % product == 0 else f"dp{ranks}"
         raise UserError(
             f"--layout {text}: {name} is of {product} rank{'s' if product > 1 else ''}, and there "
-            f"{f'are {ranks}' if ranks > 1 else 'is 1'}; write for example {whole}, or give --hosts {product}"
+            f"{f'are {ranks}' if ranks > 1 else 'is 1'}; write for example {whole}, or give --nproc {product}"
         )
     return layout
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from imagenet_fast.cli.options import JsonOption, PngOption, in_a_directory, refuse_beside
-from imagenet_fast.errors import UserError
+from imagenet_fast.errors import UserError, listed
 
 bench_app = typer.Typer(help="Measure what this node can do.", no_args_is_help=True)
 
@@ -58,7 +58,8 @@ def bench_step(
     if checkpoint_every is not None:
         refuse_beside(context, ("steps",), "has no effect beside --checkpoint-every; leave one of them out")
     precision = precision or own_precision()
-    variants = [step_recipe(model, image_size, batch, precision, compiled, name.strip()) for name in sync.split(",")]
+    engines = listed("--sync", sync, str)
+    variants = [step_recipe(model, image_size, batch, precision, compiled, engine) for engine in engines]
     times = measure(variants[0], variants, rounds, steps, checkpoint_every)
     _show(times, step_table, json_file)
     if checkpoint_every is not None:
@@ -279,7 +280,7 @@ def bench_pipeline(
 
     recipe = step_recipe(model, image_size, batch, precision or own_precision(), compiled=False)
     counts = whole_numbers("--micro-batches", micro_batches, "1,2,4,8,16")
-    chosen = [name.strip() for name in schedules.split(",")]
+    chosen = listed("--schedules", schedules, str)
     times = partial(measure, recipe, stages, counts, chosen, sleep, device, rounds)
     inches = (9, 1 + len(chosen) * (0.6 + 0.3 * stages))
     _show_and_draw(times, pipeline_table, draw_pipeline, inches, json_file, png)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from imagenet_fast.cli.options import DataOption, PngOption, RecipeOption, run_directory
-from imagenet_fast.errors import UserError
+from imagenet_fast.errors import UserError, listed
 
 # Defaults of `compare`. Layouts use an engine that is exact and overlaps as much as it can.
 _ENGINES = "ddp,ring,lazy,hybrid,sparse"
@@ -98,7 +98,7 @@ def compare(
     ranks = local_ranks(nproc)
     layouts = [] if layout is None else parse_layouts(layout, ranks)
     usual = _ENGINE_OF_LAYOUTS if layouts else _ENGINES
-    engines = [name.strip() for name in (usual if sync is None else sync).split(",")]
+    engines = listed("--sync", usual if sync is None else sync, str)
     runs = contestants(recipe, ranks, engines, seeded, overrides, layouts)
     ended = train_all(recipe, runs, data=data, ranks=ranks, rate=rate, folder=folder)
     past = [run.past for run in ended]
@@ -110,7 +110,7 @@ def compare(
     for run in failed:
         left = f"its partial results are in {run.past.folder}" if run.past.folder.exists() else "it left nothing"
         print(f"{run.past.label} ended with exit code {run.exit_code}; {left}")
-        if run.exit_code == STOPPED:
+        if run.exit_code == STOPPED and (run.past.folder / "job.json").is_file():
             print(f"imagenet-fast train --resume {shlex.quote(str(run.past.folder))} --nproc {ranks} goes on with it")
     print(f"in TensorBoard: tensorboard --logdir {shlex.quote(str(folder))}")
     png = folder / "compare.png"

@@ -5,6 +5,7 @@ torch and pydantic are imported only by the commands that need them.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -43,6 +44,12 @@ app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 app.add_typer(launch_app, name="launch")
 
+_PATH_ERRORS = (
+    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP,
+    errno.EROFS,
+)  # fmt: skip
+"""Numbers of errors that are due to a path."""
+
 
 def entry() -> None:
     """Run the command line as the installed console script."""
@@ -75,9 +82,14 @@ def main() -> None:
     except JobAborted as fault:
         exit_with_error(str(fault), code=1)
     except (OSError, UnicodeDecodeError) as error:
-        if "RANK" in os.environ:  # on a rank the traceback is needed
+        if "RANK" in os.environ or not _is_of_a_path(error):  # on a rank the traceback is needed
             raise
         exit_with_error(f"{error}; check the path")
+
+
+def _is_of_a_path(error: OSError | UnicodeDecodeError) -> bool:
+    """Return whether another path mends ``error``; it does not if a disk is full, or a host does not answer."""
+    return isinstance(error, UnicodeDecodeError) or (error.filename is not None and error.errno in _PATH_ERRORS)
 
 
 def _print_version(asked: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from imagenet_fast.errors import UserError
+from imagenet_fast.errors import UserError, listed
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -50,7 +50,7 @@ def geometric_range(first: int, last: int, factor: int) -> Iterator[int]:
 
 
 def whole_numbers(option: str, text: str, example: str, *, zero: bool = False) -> list[int]:
-    """Parse a comma-separated list of whole numbers.
+    """Parse a comma-separated list of different whole numbers.
 
     Args:
         option: Name of the option, for the error message.
@@ -61,8 +61,11 @@ def whole_numbers(option: str, text: str, example: str, *, zero: bool = False) -
     Raises:
         UserError: ``text`` is no such list.
     """
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and (zero or int(part)) for part in parts):
-        above = "" if zero else " above 0"
-        raise UserError(f"{option} {text} is not a list of whole numbers{above}; write for example {example}")
-    return [int(part) for part in parts]
+
+    def number(part: str) -> int:
+        if not (part.isascii() and part.isdigit() and (zero or int(part))):
+            above = "" if zero else " above 0"
+            raise UserError(f"{option} {text} is not a list of whole numbers{above}; write for example {example}")
+        return int(part)
+
+    return listed(option, text, number)

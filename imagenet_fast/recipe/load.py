@@ -13,7 +13,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from imagenet_fast.errors import UserError, did_you_mean
+from imagenet_fast.errors import UserError, did_you_mean, listed
 from imagenet_fast.recipe.base import Table
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.sync_config import Sync
@@ -108,25 +108,24 @@ def parse_engines(text: str, wire: str, overrides: Sequence[str] = ()) -> list[S
     Raises:
         UserError: A name or a value is wrong, or an engine is named twice with equal settings.
     """
-    names = [name.strip().partition(":") for name in text.split(",")]
+    kinds = [name.partition(":")[0].strip() for name in text.split(",")]
     changes: dict[str, Any] = {}
     for override in overrides:
         table, dot, _ = override.partition("=")[0].partition(".")
-        if not dot or table not in (kind for kind, _, _ in names):
+        if not dot or table not in kinds:
             raise UserError(f"--set {override} is not ENGINE.KEY=VALUE with an engine of --sync {text}; correct one")
         _override(changes, override)
-    engines: list[Sync] = []
-    for kind, _, own_wire in names:
+
+    def engine(name: str) -> Sync:
+        kind, _, own_wire = name.partition(":")
         settings = {"kind": kind, "wire": own_wire or wire, **changes.get(kind, {})}
         try:
-            engine = _OnlySync.model_validate_json(json.dumps({"sync": settings})).sync
+            return _OnlySync.model_validate_json(json.dumps({"sync": settings})).sync
         except ValidationError as error:
             told = [f"--sync {kind}:{own_wire or wire}", *(f"--set {o}" for o in overrides if o.startswith(f"{kind}."))]
             raise UserError(f"{' '.join(told)}: {_explain(_first(error))}") from None
-        if engine in engines:
-            raise UserError(f"--sync {text} names {kind} twice; leave one out")
-        engines.append(engine)
-    return engines
+
+    return listed("--sync", text, engine)
 
 
 def to_toml(recipe: Recipe) -> str:

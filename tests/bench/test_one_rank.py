@@ -19,10 +19,11 @@ from imagenet_fast.bench.train_step import bench_step, no_data_parallel, over_gp
 from imagenet_fast.recipe.schema import BFloat16
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_step_is_timed_beside_the_plain_loop(precision: str):
     variants = [step_recipe("resnet18", 32, 2, precision, False, sync) for sync in ("lazy", "allreduce")]
-    rows = bench_step(variants[0], variants, rounds=1, steps=2)
+    rows = bench_step(variants[0], variants, rounds=1, steps=1)
     assert [row.loop for row in rows] == ["plain PyTorch", "ours, lazy", "ours, allreduce"]
     assert rows[0].ratio_to_plain == 1
     assert all(row.step_s > 0 and row.warmup_s > 0 for row in rows)
@@ -30,8 +31,9 @@ def test_a_step_is_timed_beside_the_plain_loop(precision: str):
     assert step_table(rows).row_count == 3
 
 
+@pytest.mark.ci
 def test_what_checkpoints_cost_is_timed_beside_the_same_loop_without():
-    recipe = step_recipe("resnet18", 32, 2, "bf16", False)
+    recipe = step_recipe("resnet18", 32, 2, "fp32", False)
     rows = bench_step(recipe, [recipe], rounds=1, steps=9, checkpoint_every=2)
     assert [row.loop for row in rows] == ["plain PyTorch", "ours, lazy", "ours, lazy, saved"]
     assert all(row.ratio_to_unsaved is row.stood_s is None for row in rows[:2])
@@ -40,32 +42,37 @@ def test_what_checkpoints_cost_is_timed_beside_the_same_loop_without():
     assert list(map(str, checkpoint_table(rows).columns[0].cells)) == ["ours, lazy"]
 
 
-def test_a_rounds_first_step_is_saved_and_the_next_rounds_again(tmp_path: Path):
-    recipe, alone = step_recipe("resnet18", 32, 2, "bf16", False), tests.world(0, 1)
-    for every, warmup in ((1, 2), (2, 2), (5, 2), (20, 2)):
-        outcome = SimpleNamespace(epochs=1, top1=None)
-        state: Any = SimpleNamespace(settle=lambda: None, is_sound=lambda: True, shared=dict, own=dict, outcome=outcome)
-        with closing(Saving(recipe, alone, state, tmp_path / f"{every}", every, warmup)) as saving:
-            saves = []
-            for _ in range(warmup + 3 * every):
-                state.step += 1
-                saving(state)
-                saves.append(len(saving.stood.all_s))
-            saving.settle()
-        in_rounds = [after > before for before, after in pairwise(saves[warmup - 1 :])]
-        assert in_rounds == 3 * ([True] + (every - 1) * [False])
+@pytest.mark.parametrize("every", [1, 2, 5, 20])
+def test_a_rounds_first_step_is_saved_and_the_next_rounds_again(every: int, tmp_path: Path):
+    warmup, outcome = 2, SimpleNamespace(epochs=1, top1=None)
+    state: Any = SimpleNamespace(settle=lambda: None, is_sound=lambda: True, shared=dict, own=dict, outcome=outcome)
+    recipe = step_recipe("resnet18", 32, 2, "fp32", False)
+    with closing(Saving(recipe, tests.world(0, 1), state, tmp_path, every, warmup)) as saving:
+        saves = []
+        for _ in range(warmup + 3 * every):
+            state.step += 1
+            saving(state)
+            saves.append(len(saving.stood.all_s))
+        saving.settle()
+    assert [after > before for before, after in pairwise(saves[warmup - 1 :])] == 3 * ([True] + (every - 1) * [False])
 
 
-def test_data_parallel_is_skipped_with_a_reason(monkeypatch: pytest.MonkeyPatch):
-    recipes = {compiled: step_recipe("resnet18", 32, 2, "bf16", compiled) for compiled in (False, True)}
-    told = {}
-    for gpus in (0, 1, 2):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        told[gpus] = [no_data_parallel(recipes[compiled]) for compiled in (False, True)]
-    assert told[0] == 2 * ["nn.DataParallel was skipped: it spreads a batch over GPUs, and of them there are none"]
-    assert told[1] == 2 * ["nn.DataParallel was skipped: it spreads a batch over GPUs, and of them there is one"]
-    assert told[2][0] is None
-    assert "blocks are compiled for one copy" in str(told[2][1])
+@pytest.mark.parametrize(
+    ("gpus", "compiled", "reason"),
+    [
+        (0, False, "nn.DataParallel was skipped: it spreads a batch over GPUs, and of them there are none"),
+        (1, True, "nn.DataParallel was skipped: it spreads a batch over GPUs, and of them there is one"),
+        (2, True, "nn.DataParallel was skipped: it copies the model in every step, and blocks are compiled for one"),
+        (2, False, None),
+    ],
+)
+def test_data_parallel_is_skipped_with_a_reason(
+    gpus: int, compiled: bool, reason: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    told = no_data_parallel(step_recipe("resnet18", 32, 2, "bf16", compiled))
+    assert (told or "").startswith(reason or "")
+    assert (told is None) == (reason is None)
 
 
 def test_data_parallel_casts_in_the_forward_itself():
@@ -74,9 +81,9 @@ def test_data_parallel_casts_in_the_forward_itself():
     assert spread(torch.ones(4, 3)).dtype == torch.bfloat16
 
 
+@pytest.mark.ci
 def test_an_optimizers_operators_do_not_grow_with_the_tensors():
-    counts = {model: count_kernels(step_recipe(model, 224, 1, "fp32", False)) for model in ("resnet18", "resnet50")}
-    small, large = counts.values()
+    small, large = (count_kernels(step_recipe(model, 224, 1, "fp32", False)) for model in ("resnet18", "resnet50"))
     assert [row.optimizer for row in small] == list(OPTIMIZERS)
     assert [row.tensors for row in small] == [62] * 3
     assert [row.tensors for row in large] == [161] * 3

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -12,45 +10,30 @@ import pytest
 from imagenet_fast.bench.engines import bench_sync
 from imagenet_fast.bench.presets import bench_batches
 from imagenet_fast.bench.tables import batch_table
-from imagenet_fast.cost_model.layer_profile import save_profile
-from tests.bench.small import SMALL
-from tests.e2e.command import in_process
+from tests.bench.small import SMALL, benched
+
+pytestmark = pytest.mark.usefixtures("subprocesses")
 
 
-@pytest.fixture(scope="module")
-def ladder(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], str, Path]:
-    folder = tmp_path_factory.mktemp("ladder")
-    save_profile(SMALL, folder / "small.json")
-    printed = in_process(
-        "bench", "sync", "--ladder", "--model", str(folder / "small.json"), "--hosts", "2", "--rounds", "1",
-        "--steps", "1", "--json", str(folder / "rows.json"), "--png", str(folder / "ladder.png"),
-    )  # fmt: skip
-    return json.loads((folder / "rows.json").read_text()), printed, folder / "ladder.png"
-
-
-def test_every_step_is_told_beside_the_one_it_is_added_to(ladder: tuple[list[dict], str, Path]):
-    rungs, printed, image = ladder
-    seconds = [rung["time"]["step_s"] for rung in rungs]
+@pytest.mark.ci
+def test_every_step_of_the_ladder_is_what_it_says_beside_the_one_it_is_added_to(tmp_path: Path):
+    rungs, printed = benched(tmp_path, "sync --ladder --model small.json --hosts 2 --rounds 1 --steps 1")
+    times = [rung["time"] for rung in rungs]
+    seconds = [time["step_s"] for time in times]
     assert rungs[0]["gain"] is None
     for rung, below in zip(range(1, 8), (0, 1, 2, 3, 4, 4, 6), strict=True):
         assert rungs[rung]["gain"] == pytest.approx(seconds[below] / seconds[rung])
     assert [rung["in_all"] for rung in rungs] == pytest.approx([seconds[0] / s for s in seconds])
     assert all(rung["step"] in printed for rung in rungs)
-    assert all(len(line) <= 80 for line in printed.splitlines()), printed
-    assert image.stat().st_size > 10_000
-
-
-def test_each_step_is_what_it_says(ladder: tuple[list[dict], str, Path]):
-    rungs = [rung["time"] for rung in ladder[0]]
     tensors = sum(len(layer.shapes) for layer in SMALL.layers)
-    assert [rung["wire"] for rung in rungs] == ["fp32", "fp32", *["bf16"] * 5, "int8"]
-    assert min(rung["launches"] for rung in rungs[:4]) >= tensors  # long ones go in pieces
-    assert rungs[4]["launches"] < rungs[3]["launches"] == rungs[2]["launches"]
-    assert rungs[2]["sent_bytes"] == pytest.approx(rungs[1]["sent_bytes"] / 2, rel=0.01)
-    assert rungs[5]["sent_bytes"] < rungs[4]["sent_bytes"]
-    assert rungs[7]["sent_bytes"] == pytest.approx(rungs[6]["sent_bytes"] / 2, rel=0.05)
-    assert all(rung["predicted_s"] >= SMALL.compute_s for rung in rungs)
-    assert rungs[0]["limit_s"] > rungs[3]["limit_s"] >= rungs[6]["limit_s"]
+    assert [time["wire"] for time in times] == ["fp32", "fp32", *["bf16"] * 5, "int8"]
+    assert min(time["launches"] for time in times[:4]) >= tensors  # long ones go in pieces
+    assert times[4]["launches"] < times[3]["launches"] == times[2]["launches"]
+    assert times[2]["sent_bytes"] == pytest.approx(times[1]["sent_bytes"] / 2, rel=0.01)
+    assert times[5]["sent_bytes"] < times[4]["sent_bytes"]
+    assert times[7]["sent_bytes"] == pytest.approx(times[6]["sent_bytes"] / 2, rel=0.05)
+    assert all(time["predicted_s"] >= SMALL.compute_s for time in times)
+    assert times[0]["limit_s"] > times[3]["limit_s"] >= times[6]["limit_s"]
 
 
 @pytest.mark.weekly
@@ -65,19 +48,3 @@ def test_a_smaller_batch_computes_less_and_sends_as_much():
         assert row.gain == pytest.approx(1 - row.hybrid.step_s / row.ddp.step_s)
         assert row.hybrid.limit_s >= row.hybrid.compute_s
     assert str(batch_table(rows).title) == "small, 2 hosts, loopback, bf16"
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--ladder", "--sync", "lazy"), "--sync does not go with --ladder"),
-        (("--batches", "16", "--set", "lazy.threshold_mb=1"), "--set does not go with --batches"),
-        (("--ladder", "--batches", "16"), "--batches does not go with --ladder"),
-        (("--ladder", "--count"), "--ladder measures a network, and --count does without one"),
-        (("--batches", "16,0"), "--batches 16,0 is not a list of whole numbers above 0"),
-        (("--batches", ""), "is not a list of whole numbers"),
-        (("--batches", "16,²"), "is not a list of whole numbers"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(refusal: Callable[..., str], options: tuple[str, ...], said: str):
-    assert said in refusal("bench", "sync", *options)

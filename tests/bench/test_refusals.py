@@ -1,0 +1,141 @@
+"""What `bench` refuses before it measures anything, in a sentence."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from imagenet_fast.cli.main import app
+
+SYNC, COUNT, DATA = ("sync",), ("sync", "--count"), ("data",)
+COLLECTIVES, PIPELINE = ("collectives", "--collectives", "ring"), ("pipeline", "--schedules", "gpipe")
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "sentence"),
+    [
+        (COLLECTIVES, "--sizes 0", "--sizes 0 is not a list of sizes above 0"),
+        (COLLECTIVES, "--sizes x", "--sizes x is not a list of sizes"),
+        (COLLECTIVES, "--sizes=", "is not a list of sizes"),
+        (COLLECTIVES, "--sizes ²KB", "is not a list of sizes"),
+        (COLLECTIVES, "--sizes 2KB..8KB:1", "is not a list of sizes"),
+        (COLLECTIVES, "--sizes 2KB..8KB..9KB", "is not a list of sizes"),
+        (COLLECTIVES, "--sizes 4MB..2KB", "--sizes 4MB..2KB has a range that begins above its end"),
+        (COLLECTIVES, "--sizes 900GB", "GiB of memory"),
+        (COLLECTIVES, "--sizes 1GB --rate 1mbit", "take at least"),
+        (COLLECTIVES, "--collectives ring,rign", "there is no 'rign'; choose among native, ring"),
+        (COLLECTIVES, "--collectives hierarchical", "goes between hosts of several ranks"),
+        (COLLECTIVES, "--collectives hierarchical --rate 1gbit", "goes between hosts of several ranks"),
+        (COLLECTIVES, "--hosts 1", "nobody to send to"),
+        (COLLECTIVES, "--rate fast", "such as 250mbit"),
+        (COLLECTIVES, "--wire int8", "--wire int8 is not one of fp32, bf16, fp16"),
+        (COLLECTIVES, "--device tpu", "neither cpu nor cuda"),
+        (COLLECTIVES, "--device cuda --hosts 999", "GPUs for 999 ranks"),
+        (COLLECTIVES, "--device cuda --rate 1gbit", "--device cuda does not go with --rate"),
+        (COUNT, "--ranks 8,60", "--ranks 60 is no whole number of nodes of --ranks-per-node 8"),
+        (COUNT, "--ranks 0", "--ranks 0 is not a list of whole numbers above 0"),
+        (COUNT, "--ranks many", "--ranks many is not a list of whole numbers above 0"),
+        (COUNT, "--hosts 4", "--hosts measures a network, and --count does without one"),
+        (COUNT, "--rate 1gbit", "--rate measures a network, and --count does without one"),
+        (COUNT, "--ladder", "--ladder measures a network, and --count does without one"),
+        (COUNT, "--link 0gbit", "'0gbit' is not a number with kbit, mbit or gbit"),
+        (COUNT, "--sync ddp", "--sync ddp is torch's and its calls can't be counted"),
+        (COUNT, "--sync lazy,auto", "--sync auto becomes one of the other engines"),
+        (SYNC, "--ranks 8", "--ranks is for --count"),
+        (SYNC, "--ranks-per-node 4", "--ranks-per-node is for --count"),
+        (SYNC, "--link 10gbit", "--link is for --count"),
+        (SYNC, "--hosts 1000 --ranks-per-host 1000", "1000000 ranks are as many processes, which take more than"),
+        (SYNC, "--json /nowhere/rows", "--json /nowhere/rows: there is no directory /nowhere"),
+        (SYNC, "--png /nowhere/rows", "--png /nowhere/rows: there is no directory /nowhere"),
+        (SYNC, "--ladder --sync lazy", "--sync does not go with --ladder"),
+        (SYNC, "--batches 16 --set lazy.threshold_mb=1", "--set does not go with --batches"),
+        (SYNC, "--ladder --batches 16", "--batches does not go with --ladder"),
+        (SYNC, "--batches 16,0", "--batches 16,0 is not a list of whole numbers above 0"),
+        (SYNC, "--batches=", "is not a list of whole numbers"),
+        (SYNC, "--batches 16,²", "is not a list of whole numbers"),
+        (PIPELINE, "--micro-batches 1,x", "--micro-batches 1,x is not a list of whole numbers"),
+        (PIPELINE, "--micro-batches 0", "is not a list of whole numbers above 0"),
+        (PIPELINE, "--micro-batches 3 --batch 8", "--batch 8 does not make 3 equal micro-batches; take"),
+        (PIPELINE, "--schedules gpipe,zbv", "--schedules: schedule zbv is not one of gpipe, 1f1b and interleaved"),
+        (PIPELINE, "--schedules 1f1b --micro-batches 2", "1f1b has a micro-batch for each of 4 stages at least"),
+        (PIPELINE, "--device cuda --stages 19", "GPUs for 19 stages"),
+        (PIPELINE, "--device tpu", "neither cpu nor cuda"),
+        (PIPELINE, "--model vgg", "--model vgg is not known; write alexnet, alexnet_bn, resnet18 or resnet50"),
+        (PIPELINE, "--image-size 32 --micro-batches 2,32", "a single value of each channel"),
+        (PIPELINE, "--model alexnet --image-size 62", "too small for alexnet"),
+        (PIPELINE, "--model alexnet --stages 9", "AlexNet comes in 8 pieces, too few for 9 stages"),
+        (PIPELINE, "--model alexnet --stages 5 --schedules interleaved", "too few for 10 stages"),
+        (DATA, "--loaders dali,disk", "--loaders dali,disk: a loader is one of synthetic, folder, dali"),
+        (("step",), "--checkpoint-every 2 --steps 3", "--steps has no effect beside --checkpoint-every"),
+        (("profile",), "here.txt", "here.txt does not end in .json"),
+    ],
+)
+def test_what_cannot_be_measured(command: tuple[str, ...], options: str, sentence: str, refusal: Callable[..., str]):
+    assert sentence in refusal("bench", *command, *options.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "value", "twice"),
+    [
+        ("step", "--sync", "lazy,ring, lazy", "lazy"),
+        ("sync", "--sync", "lazy,ring,lazy", "lazy"),
+        ("sync", "--sync", "lazy,lazy:bf16", "lazy:bf16 twice (lazy and lazy:bf16 are the same)"),
+        ("sync", "--batches", "16,32,16", "16"),
+        ("sync --count", "--ranks", "8,64,08", "08 twice (8 and 08 are the same)"),
+        ("collectives", "--collectives", "ring,native,ring", "ring"),
+        ("collectives", "--sizes", "1MB,4KB,1m", "1m twice (1MB and 1m are the same)"),
+        ("pipeline", "--micro-batches", "1,4,4", "4"),
+        ("pipeline", "--schedules", "gpipe,gpipe", "gpipe"),
+        ("data", "--loaders", "dali,synthetic,dali", "dali"),
+    ],
+)
+def test_nothing_is_measured_twice(command: str, option: str, value: str, twice: str, refusal: Callable[..., str]):
+    """The second was probably meant to be another."""
+    named = twice if "twice" in twice else f"{twice} twice"
+    assert (
+        refusal("bench", *command.split(), option, value) == f"error: {option} {value} names {named}; leave one out\n"
+    )
+
+
+@pytest.mark.parametrize("option", ["--ranks-per-host", "--ranks-per-node"])
+def test_no_ranks_are_refused(option: str):
+    none = CliRunner().invoke(app, ["bench", "sync", "--count", option, "0"])
+    assert none.exit_code == 2
+    assert option in none.output
+
+
+NETWORKS = (
+    ("bench sync", "--rate 1gbit"), ("bench collectives", "--rate 1gbit --sizes 4KB"),
+    ("plan", "--validate --recipe alexnet-4host"), ("compare", "--rate 1gbit --recipe smoke"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "cause"),
+    [(*network, "you are not root; run it as root") for network in NETWORKS]
+    + [(*network, "GiB of memory") for network in NETWORKS[:-1]],
+)
+def test_advice_names_only_options_that_the_command_has(
+    command: str, options: str, cause: str, refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    for module in ("engines", "collectives"):
+        monkeypatch.setattr(f"imagenet_fast.bench.{module}.usable_memory", lambda: 0 if "memory" in cause else 2**40)
+    called = get_command(app)
+    for name in command.split():
+        called = called.commands[name]  # type: ignore[attr-defined]
+    said = refusal(*command.split(), *options.split())
+    assert cause in said
+    assert set(re.findall(r"--[a-z-]+", said)) <= {option for known in called.params for option in known.opts}
+
+
+def test_shards_are_refused_by_bench_data(refusal: Callable[..., str], tmp_path: Path):
+    for split in ("train", "val"):
+        (tmp_path / f"{split}-000.tar").write_bytes(b"")
+    assert "holds shards, and bench data reads class folders" in refusal("bench", "data", "--data", str(tmp_path))
