@@ -7,13 +7,11 @@ is timed. The first batches of a turn are not timed, because they may have been 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any, Literal, assert_never, get_args
 
 import torch
@@ -28,10 +26,10 @@ from imagenet_fast.data.format_detection import find_split
 from imagenet_fast.data.image_source import ImageDecodeError
 from imagenet_fast.data.imagefolder import scan_training
 from imagenet_fast.data.loaders import open_loader
-from imagenet_fast.data.prefetch import THREADS, Job, prefetched
+from imagenet_fast.data.prefetch import Job, prefetched
 from imagenet_fast.data.progress import measurement_bar
 from imagenet_fast.data.sampler import TrainSampler
-from imagenet_fast.data.throughput import make_photos, measure, training_batches
+from imagenet_fast.data.throughput import made_photos, measure, training_batches
 from imagenet_fast.distributed.forkserver import end_with_starter, start_fork_server
 from imagenet_fast.distributed.init import prepare_device
 from imagenet_fast.errors import UserError, listed
@@ -150,12 +148,8 @@ def _images(root: Path | None, count: int, resize: int | None) -> Iterator[tuple
     if root is not None:
         yield root, f"images in {root}"
         return
-    with TemporaryDirectory() as folder:
-        about = make_photos(Path(folder), count, resize)
-        yield Path(folder), about + (f", {resize} pixels on the shorter side" if resize is not None else "")
-        for thread in threading.enumerate():
-            if thread.name.startswith(THREADS):  # one that still reads would warn of images that are gone
-                thread.join()
+    with made_photos(count, resize) as (folder, about):
+        yield folder, about + (f", {resize} pixels on the shorter side" if resize is not None else "")
 
 
 def _open(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -15,6 +18,7 @@ from torch import Tensor
 
 from imagenet_fast.data.image_source import ImageSource
 from imagenet_fast.data.loaders import open_loader
+from imagenet_fast.data.prefetch import THREADS
 from imagenet_fast.data.prepare.jpeg_resize import SHRUNK_QUALITY, shrunk
 from imagenet_fast.data.sampler import TrainSampler
 from imagenet_fast.recipe.batching import Batching
@@ -106,6 +110,20 @@ def _processor_s() -> float:
     """Return the CPU seconds used so far by this process and the processes it has started."""
     others = psutil.Process().children(recursive=True)
     return time.process_time() + sum(sum(process.cpu_times()[:2]) for process in others)
+
+
+@contextmanager
+def made_photos(count: int, side: int | None = None) -> Iterator[tuple[Path, str]]:
+    """Make photos as ``make_photos`` does in a temporary directory; yield it, and what they are made of.
+
+    The loaders that read them must have been given up at exit, which waits for their threads: one that still read would
+    warn of images that are gone.
+    """
+    with TemporaryDirectory(prefix="imagenet-fast-") as folder:
+        yield Path(folder), make_photos(Path(folder), count, side)
+        for thread in threading.enumerate():
+            if thread.name.startswith(THREADS):
+                thread.join()
 
 
 def make_photos(root: Path, count: int, side: int | None = None) -> str:

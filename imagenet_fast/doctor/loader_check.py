@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import fmean
-from tempfile import TemporaryDirectory
 
 from imagenet_fast.data import dali_loader
 from imagenet_fast.data.format_detection import open_training
 from imagenet_fast.data.image_source import ImageSource
-from imagenet_fast.data.throughput import OwnLoader, fastest, make_photos, measure, training_batches
+from imagenet_fast.data.throughput import OwnLoader, fastest, made_photos, measure, training_batches
 from imagenet_fast.distributed.cpu_affinity import cores_per_rank
 from imagenet_fast.distributed.init import prepare_device
 from imagenet_fast.doctor.report import CheckResult
@@ -50,6 +49,7 @@ def try_loaders(data: Path | None, ranks: int, seconds: float = 1.0) -> list[Che
                     batches = training_batches(loader, images, _SIZE, batch, threads, device)
                     by_clock, by_core = measure(batches, batch, seconds / _TURNS, device)
                     turns[loader].append(by_clock if device.type == "cuda" else by_core)
+                    del batches  # its threads end now
         except (UserError, RuntimeError) as error:  # a bad image, or a driver that DALI cannot use
             return [CheckResult("loaders", "warn", f"`train` would end with: {error}")]
     rates = {loader: fmean(rates) if rates else None for loader, rates in turns.items()}
@@ -68,6 +68,5 @@ def _images(data: Path | None) -> Iterator[ImageSource | None]:
             found = open_training(data)
         yield found
         return
-    with TemporaryDirectory(prefix="imagenet-fast-") as folder:
-        make_photos(Path(folder), 2 * _BATCH)
-        yield open_training(Path(folder))
+    with made_photos(2 * _BATCH) as (folder, _):
+        yield open_training(folder)

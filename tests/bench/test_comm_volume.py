@@ -12,8 +12,6 @@ from imagenet_fast.recipe.engine_table import Collective
 from imagenet_fast.recipe.sync_config import HybridSync, LazySync, SparseSync, Sync
 from tests.bench.small import SMALL, benched
 
-pytestmark = pytest.mark.usefixtures("subprocesses")
-
 BYTES = 2 * SMALL.elements
 """Of its gradients, in 16 bits."""
 

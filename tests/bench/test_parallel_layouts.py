@@ -40,18 +40,18 @@ def test_the_parts_of_a_name_come_in_any_order(name: str, sizes: tuple[int, int,
     ("text", "sentence"),
     [
         *((name, "is not made of ppN, dpN and tpN") for name in WRONG),
-        ("tp3", "tp3 is of 3 ranks, and there are 4; write for example dp4, or give --hosts 3"),
-        ("tp2", "tp2 is of 2 ranks, and there are 4; write for example tp2dp2, or give --hosts 2"),
+        ("tp3", "tp3 is of 3 ranks, and there are 4; write for example dp4, or give --nproc 3"),
+        ("tp2", "tp2 is of 2 ranks, and there are 4; write for example tp2dp2, or give --nproc 2"),
         ("dp2", "dp2 is of 2 ranks, and there are 4; write for example dp4"),
         ("tp1", "tp1 is of 1 rank, and there are 4; write for example tp1dp4"),
-        ("dp4,tp2dp2,dp2tp2", "dp2tp2 is tp2dp2 once more"),
-        ("dp4,tp4,dp4", "dp4 is dp4 once more"),
+        ("dp4,tp2dp2,dp2tp2", "names dp2tp2 twice (tp2dp2 and dp2tp2 are the same)"),
+        ("dp4,tp4,dp4", "names dp4 twice"),
     ],
 )  # fmt: skip
 def test_a_wrong_layout_gets_one_sentence_that_names_the_option(text: str, sentence: str):
     with pytest.raises(UserError) as error:
         parse_layouts(text, 4)
-    assert str(error.value).startswith(f"--layout {text}: ")
+    assert str(error.value).startswith(f"--layout {text}")
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
 

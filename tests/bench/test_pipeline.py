@@ -23,7 +23,6 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Rows:
 
 
 @pytest.mark.ci
-@pytest.mark.usefixtures("subprocesses")
 class TestTwoStages:
     def test_rows_by_schedule_and_micro_batches(self, measured: Rows):
         rows, printed = measured

@@ -12,8 +12,6 @@ from imagenet_fast.bench.presets import bench_batches
 from imagenet_fast.bench.tables import batch_table
 from tests.bench.small import SMALL, benched
 
-pytestmark = pytest.mark.usefixtures("subprocesses")
-
 
 @pytest.mark.ci
 def test_every_step_of_the_ladder_is_what_it_says_beside_the_one_it_is_added_to(tmp_path: Path):

@@ -28,7 +28,7 @@ from imagenet_fast.recipe.load import parse_engines
 from tests.bench.small import SMALL, Rows, benched
 from tests.e2e.command import COMMAND, environment, imagenet_fast, wait_for
 
-pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("root", "subprocesses")]
+pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("root")]
 
 GBIT = parse_rate("1gbit")
 

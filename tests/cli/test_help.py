@@ -1,24 +1,24 @@
-"""Help, completion and the list of recipes."""
+"""Help and completion."""
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
 
-from tests.e2e.command import environment, imagenet_fast
+import pytest
+from typer.testing import CliRunner
+
+from imagenet_fast.cli.main import app
+from tests.e2e.command import in_process
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.usefixtures("subprocesses")
 def test_help_needs_neither_torch_nor_pydantic():
-    imported = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "imagenet_fast", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command = [sys.executable, "-X", "importtime", "-m", "imagenet_fast", "--help"]
+    imported = subprocess.run(command, capture_output=True, text=True, check=True)
     modules = {line.rpartition("|")[2].strip() for line in imported.stderr.splitlines()}
     assert "imagenet_fast.cli.main" in modules
     assert not modules & {"torch", "pydantic", "numpy", "rich.live"}
@@ -26,21 +26,15 @@ def test_help_needs_neither_torch_nor_pydantic():
         assert command in imported.stdout
 
 
-def test_completion_names_commands_and_options():
-    def completed(*words: str) -> list[str]:
-        asked = {"_IMAGENET_FAST_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(("imagenet-fast", *words))}
-        command = Path(sys.executable).with_name("imagenet-fast")  # a shell completes it by this name
-        return subprocess.run(
-            [command], capture_output=True, text=True, check=True, env=environment(**asked, COMP_CWORD=str(len(words)))
-        ).stdout.split()
-
-    assert completed("be") == ["bench"]
-    assert completed("bench", "st") == ["step"]
-    assert completed("train", "--rec") == ["--recipe"]
+@pytest.mark.parametrize(("words", "completed"), [("be", "bench"), ("bench st", "step"), ("train --rec", "--recipe")])
+def test_completion_names_commands_and_options(words: str, completed: str):
+    asked = {"_IMAGENET_FAST_COMPLETE": "complete_bash", "COMP_WORDS": f"imagenet-fast {words}"}
+    runner = CliRunner(env=asked | {"COMP_CWORD": str(len(words.split()))})
+    assert runner.invoke(app, prog_name="imagenet-fast").output.split() == [completed]
 
 
-def test_recipes_are_listed_and_shown():
-    table = imagenet_fast("recipes", COLUMNS="80").stdout
-    assert re.search(r"alexnet-512gpu +alexnet_bn +lars +dear +dp +512 +65536 +95 +58.7 %", table)
-    assert re.search(r"alexnet-4host +alexnet_bn +sgd +hybrid +tp4 +4 +512 +100 +60.1 %", table)
-    assert imagenet_fast("recipes", "show", "demo").stdout == (ROOT / "recipes" / "demo.toml").read_text()
+def test_recipes_are_listed_with_model_optimizer_engine_layout_and_target():
+    table = [line.split() for line in in_process("recipes").splitlines()]
+    assert ["alexnet-512gpu", "alexnet_bn", "lars", "dear", "dp", "512", "65536", "95", "58.7", "%"] in table
+    assert ["alexnet-4host", "alexnet_bn", "sgd", "hybrid", "tp4", "4", "512", "100", "60.1", "%"] in table
+    assert in_process("recipes", "show", "demo") == (ROOT / "recipes" / "demo.toml").read_text()

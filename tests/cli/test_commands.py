@@ -1,0 +1,167 @@
+"""Every command of the command line once, small and in process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from imagenet_fast.bench import compare
+from imagenet_fast.cli.main import app
+from imagenet_fast.distributed.rank_info import rank_info_from_env
+from imagenet_fast.recipe.job import DoctorJob
+from tests.bench.small import SMALL
+from tests.conftest import make_images
+from tests.ports import free_port
+from tests.ranks import run
+
+SMALL_NETWORK = (
+    "--set model={kind='cifarnet',widths=[8,8,8]} --set precision.kind=fp32 --set global_batch=8 --set micro_batch=8 "
+    "--set data.train_images=64 --set data.val_images=16"
+)
+
+ON_RANKS = (
+    ("train --recipe smoke --trace --out {out}/run " + SMALL_NETWORK, "epoch 2/2  step 16/16"),
+    ("eval --weights {run} --json {out}/eval.json", "top-1"),
+    ("doctor --out {out} --json {out}/doctor.json", "ok"),
+)
+"""Commands that start ranks, and what they print."""
+
+IN_PROCESS = (
+    ("recipes", "alexnet-512gpu"),
+    ("recipes show smoke", 'loader = "synthetic"'),
+    ("recipes keys checkpoint.k", "checkpoint.keep  integer"),
+    ("report {run} --png {out}/report.png", "drawn to"),
+    ("timeline {run} --png {out}/timeline.png", "drawn to"),
+    ("export --weights {run} --out {out}/weights.safetensors", "written to"),
+    ("compare --recipe smoke --sync lazy,ring --nproc 2 --out {out}/both", "drawn to"),
+    ("plan --recipe alexnet-512gpu --sync lazy --json {out}/rows.json", "512 ranks, micro-batch 128"),
+    ("launch slurm --recipe smoke --nodes 2", "#SBATCH --nodes=2"),
+    ("launch k8s --recipe smoke --nodes 2 --image me/it --run-claim runs", "kind: JobSet"),
+    ("launch ssh --recipe smoke --hosts a,b", "ssh"),
+    ("data fetch digits --out {out}/digits", "digits is in"),
+    ("data prepare --source {images} --out {out}/prepared --subset --workers 1", "images"),
+    ("data verify --data {images} --workers 1 --json {out}/found.json", "written to"),
+    ("data cache --data {images} --out {out}/cache --side 32 --threads 1", "filled"),
+    (
+        "bench step --sync lazy --precision fp32 --image-size 32 --batch 2 --rounds 1 --steps 1 --json {out}/rows.json",
+        "ours, lazy",
+    ),
+    ("bench sync --model {small} --hosts 2 --sync lazy --rounds 1 --steps 1 --json {out}/rows.json", "2 hosts"),
+    ("bench collectives --hosts 2 --collectives native,ring --sizes 4KB --rounds 1 --seconds 0", "2 ranks, loopback"),
+    (
+        "bench pipeline --stages 2 --micro-batches 2 --schedules gpipe --model resnet18 --image-size 32 --batch 4 "
+        "--precision fp32 --sleep 0.001 --rounds 1 --device cpu",
+        "resnet18, 2 ranks in a pipeline",
+    ),
+    ("bench profile {out}/mine.json --model resnet18 --image-size 32 --batch 2 --precision fp32 --steps 1", "layers"),
+    (
+        "bench data --data {images} --loaders folder,synthetic,decoding --image-size 32 --batch 2 --workers 1 "
+        "--seconds 0 --rounds 1",
+        "synthetic",
+    ),
+    ("bench kernels --model resnet18", "sgd"),
+)
+
+
+def commands(command: Any, name: str = "") -> Iterator[str]:
+    """The names of all commands."""
+    inner = getattr(command, "commands", {})
+    if not inner or (name and command.invoke_without_command):
+        yield name
+    for word, below in inner.items():
+        yield from commands(below, f"{name} {word}".strip())
+
+
+NAMES = frozenset(commands(get_command(app)))
+
+
+def name_of(line: str) -> str:
+    return max((name for name in NAMES if f"{line} ".startswith(f"{name} ")), key=len)
+
+
+def filled(line: str, **places: Path) -> str:
+    for name, place in places.items():
+        line = line.replace(f"{{{name}}}", str(place))
+    return line
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_images(tmp_path_factory.mktemp("images"), train=6, val=3)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run."""
+    out = tmp_path_factory.mktemp("trained")
+    with free_port() as port:
+        printed = run(2, on_ranks, filled(ON_RANKS[0][0], out=out), port, fresh=True)[0]
+    assert (out / "run" / "outcome.json").exists(), printed
+    return out / "run"
+
+
+def on_ranks(line: str, port: int) -> tuple[int, str]:
+    """Run a command on ranks that torchrun has started; return its exit code and output.
+
+    Its own launcher does nothing but to call what is to run on the ranks, and no loaders are tried.
+    """
+    from imagenet_fast.launch import doctor
+
+    def run_ranks(job: DoctorJob, handover: Path, nodes: object) -> tuple[int, str]:
+        place = rank_info_from_env()
+        assert place is not None
+        doctor.examine_as_rank(job, place, 60.0, handover)
+        return 0, ""
+
+    dist.destroy_process_group()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with patch.object(doctor, "run_ranks", run_ranks), patch.object(doctor, "try_loaders", lambda *_: []):
+        done = CliRunner(env={"COLUMNS": "80"}).invoke(app, line.split(), catch_exceptions=False)
+    return done.exit_code, done.output
+
+
+def test_every_command_is_met_here():
+    assert {name_of(line) for line, _ in ON_RANKS + IN_PROCESS} == NAMES
+
+
+@pytest.mark.parametrize(("line", "part"), ON_RANKS, ids=[name_of(line) for line, _ in ON_RANKS])
+def test_on_two_ranks(line: str, part: str, tmp_path: Path, request: pytest.FixtureRequest):
+    places = {"run": request.getfixturevalue("trained")} if "{run}" in line else {}
+    with free_port() as port:
+        (code, printed), *_ = run(2, on_ranks, filled(line, **places, out=tmp_path), port, fresh=True)
+    assert code == 0, printed
+    assert part in printed
+
+
+@pytest.mark.usefixtures("own_signals")
+@pytest.mark.parametrize(("line", "part"), IN_PROCESS, ids=[name_of(line) for line, _ in IN_PROCESS])
+def test_in_process(
+    line: str, part: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+):
+    from imagenet_fast.cost_model.layer_profile import save_profile
+
+    places = {"out": tmp_path, "small": tmp_path / "small.json"}
+    if "{images}" in line:
+        places["images"] = request.getfixturevalue("images")
+    if "{run}" in line or line.startswith("compare"):
+        places["run"] = request.getfixturevalue("trained")
+    save_profile(SMALL, places["small"])
+
+    def train(arguments: list[str], ranks: int, saving_s: float) -> int:
+        shutil.copytree(places["run"], arguments[arguments.index("--out") + 1])
+        return 0
+
+    monkeypatch.setattr(compare, "_on_this_node", train)
+    done = CliRunner(env={"COLUMNS": "80"}).invoke(app, filled(line, **places).split(), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert part in done.output
+    assert all(path.stat().st_size for path in tmp_path.iterdir() if path.is_file())
