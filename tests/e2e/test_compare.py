@@ -124,7 +124,8 @@ def test_compare_shows_finished_runs_after_a_failure(tmp_path: Path):
     assert lazy[:3] == ["lazy", "reached", f"{outcome_of(out / 'lazy')['top1']:.2f}"]
     assert ring[:2] == ["ring", "preempted"], "it was saved"
     assert f" with exit code 1; its partial results are in {out / 'allreduce'}\n" in rest
-    assert f"ring ended with exit code 1; its partial results are in {out / 'ring'}\n" in rest
+    assert f"ring ended with exit code 4; its partial results are in {out / 'ring'}\n" in rest
+    assert f"imagenet-fast train --resume '{out / 'ring'}' --nproc 2 goes on with it\n" in rest
     assert "lazy ended" not in rest
     assert "dear" not in table + rest
     assert f"tensorboard --logdir '{out}'\n" in rest
@@ -199,12 +200,12 @@ def test_layouts_of_a_single_engine_are_named_without_it():
         (("--sync", "lazy", "--data", "photos"), "--data photos would not be read"),
         (("--sync", "lazy", "--seeds", "one"), "--seeds one is not a list of whole numbers; write for example 1,2,3"),
         (("--sync", "lazy", "--seeds", "0,-1"), "--seeds 0,-1 is not a list of whole numbers"),
-        (("--sync", "lazy", "--seeds", "0,0"), "lazy-seed0 would be run twice"),
+        (("--sync", "lazy", "--seeds", "0,0"), "--seeds 0,0 names 0 twice"),
         (("--sync", "lazy", "--set", "sync.colective=ring"), "unknown key sync.colective"),
         (("--sync", "lazy", "--set", "ring.bucket_mb=1"), "is for ring, which is not in --sync lazy"),
-        (("--sync", "lazy,ring,lazy"), "lazy would be run twice"),
+        (("--sync", "lazy,ring,lazy"), "--sync lazy,ring,lazy names lazy twice"),
         (("--sync", ""), "sync.kind is ''"),
-        (("--sync", "lazy,lazy", "--layout", "dp2"), "lazy-dp2 would be run twice"),
+        (("--sync", "lazy,lazy", "--layout", "dp2"), "--sync lazy,lazy names lazy twice"),
         (("--layout", ""), "--layout : '' is not made of ppN, dpN and tpN, each once at most; write for example dp4"),
         (("--layout", "dp2,dp3"), "--layout dp2,dp3: dp3 is of 3 ranks, and there are 2; write for example dp2"),
         (("--layout", "dp2,tp2"), "--layout tp2 with hybrid: smoke.toml: parallel.tensor 2 divides AlexNet's large"),

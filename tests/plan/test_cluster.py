@@ -45,52 +45,41 @@ def test_a_file_of_ones_own(tmp_path: Path):
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [
-        (
-            "gbit = 25",
-            "gbit = -25",
-            "mine.toml: nic.gbit is -25: input should be greater than or equal to 0.000001; correct it",
-        ),
-        (
-            "gbit = 25",
-            "gbit = 25\ncount = 0",
-            "mine.toml: nic.count is 0: input should be greater than or equal to 1; correct it",
-        ),
-        ("gbit = 25", "", "mine.toml: nic.gbit is missing; add it"),
-        ("nodes = 4", "nodes = 0", "mine.toml: nodes is 0: input should be greater than or equal to 1; correct it"),
-        ("nodes = 4", "", "mine.toml: nodes is missing; add it"),
-        ("nodes = 4", "nodes = 4\nracks = 2", "mine.toml: unknown key racks; the keys here are source, nodes"),
-        ("gbit = 25", "gbit = 25\nspeed = 2", "mine.toml: unknown key nic.speed; the keys here are gbit, count"),
-        ("gbit = 25", "gbit = 25\nefficiency = [0.9, 0.8, 1]", "mine.toml: nic: efficiency is low, used, high"),
-        ("gbit = 25", "gbit = 25\nefficiency = [0.9]", "mine.toml: nic.efficiency"),
+        ("gbit = 25", "gbit = -25", "nic.gbit is -25: input should be greater than or equal to 0.000001; correct it"),
+        ("gbit = 25", "gbit = 25\ncount = 0", "nic.count is 0: input should be greater than or equal to 1; correct"),
+        ("gbit = 25", "", "nic.gbit is missing; add it"),
+        ("nodes = 4", "nodes = 0", "nodes is 0: input should be greater than or equal to 1; correct it"),
+        ("nodes = 4", "", "nodes is missing; add it"),
+        ("nodes = 4", "nodes = 4\nracks = 2", "unknown key racks; the keys here are source, nodes"),
+        ("gbit = 25", "gbit = 25\nspeed = 2", "unknown key nic.speed; the keys here are gbit, count"),
+        ("gbit = 25", "gbit = 25\nefficiency = [0.9, 0.8, 1]", "nic: efficiency is low, used, high"),
+        ("gbit = 25", "gbit = 25\nefficiency = [0.9]", "nic.efficiency"),
         ("nodes = 4", "nodes = ", "cannot be read as TOML"),
-        ("nodes = 4", f"nodes = {10**20}", "mine.toml: nodes is 100000000000000000000: input should be less than or"),
-        ("nodes = 4", "nodes = 4.5", "mine.toml: nodes is 4.5: input should be a valid integer; correct it"),
-        ("nodes = 4", "nodes = true", "mine.toml: nodes is true: input should be a valid integer; correct it"),
-        ("nodes = 4", 'nodes = "unknown"', 'mine.toml: nodes is "unknown": input should be a valid integer'),
-        ("nodes = 4", 'nodes = 4\n"a\\nb" = 1', "mine.toml: unknown key 'a\\nb'; the keys here are source"),
-        ("gbit = 25", "gbit = nan", "mine.toml: nic.gbit is NaN: input should be a finite number; correct it"),
-        (
-            "gbit = 25",
-            "gbit = 1e-300",
-            "mine.toml: nic.gbit is 1e-300: input should be greater than or equal to 0.000001",
-        ),
-        ("[inside]", "[stragglers]\nsigma = [0, 0, 1e308]\n[inside]", "mine.toml: stragglers.sigma.2 is 1e+308: input"),
-        ("gbit = 25", "gbit = inf", "mine.toml: nic.gbit is Infinity: input should be a finite number; correct it"),
-        ("gbit = 25", "gbit = 1e300", "mine.toml: nic.gbit is 1e+300: input should be less than or equal to 1000000"),
-        ("gbit = 25", "gbit = 25\nefficiency = [0.8, nan, 0.9]", "mine.toml: nic.efficiency.1 is NaN: input should be"),
-        ("gbit = 25", "gbit = 25\nlatency_us = -1", "mine.toml: nic.latency_us is -1: input should be greater than"),
-        ("[nic]\ngbit = 25", "nic = 25", "mine.toml: nic is 25: input should be an object; correct it"),
-        ("[inside]", "[stragglers]\nsigma = [0, 0, inf]\n[inside]", "mine.toml: stragglers.sigma.2 is Infinity: input"),
-        ("[inside]", "[input]\nimages_per_s = -3\n[inside]", "mine.toml: input.images_per_s is -3: input should be"),
-        ("[nic]", '[kinds]\nnodes = "guessed"\n[nic]', 'mine.toml: kinds.nodes is "guessed": input should be \'meas'),
-        ("[nic]", '[kinds]\n"nic.speed" = "assumed"\n[nic]', 'mine.toml: kinds has a key "nic.speed" that no cluster'),
+        ("nodes = 4", f"nodes = {10**20}", "nodes is 100000000000000000000: input should be less than or"),
+        ("nodes = 4", "nodes = 4.5", "nodes is 4.5: input should be a valid integer; correct it"),
+        ("nodes = 4", "nodes = true", "nodes is true: input should be a valid integer; correct it"),
+        ("nodes = 4", 'nodes = "unknown"', 'nodes is "unknown": input should be a valid integer'),
+        ("nodes = 4", 'nodes = 4\n"a\\nb" = 1', "unknown key 'a\\nb'; the keys here are source"),
+        ("gbit = 25", "gbit = nan", "nic.gbit is NaN: input should be a finite number; correct it"),
+        ("gbit = 25", "gbit = 1e-300", "nic.gbit is 1e-300: input should be greater than or equal to 0.000001"),
+        ("[inside]", "[stragglers]\nsigma = [0, 0, 1e308]\n[inside]", "stragglers.sigma.2 is 1e+308: input"),
+        ("gbit = 25", "gbit = inf", "nic.gbit is Infinity: input should be a finite number; correct it"),
+        ("gbit = 25", "gbit = 1e300", "nic.gbit is 1e+300: input should be less than or equal to 1000000"),
+        ("gbit = 25", "gbit = 25\nefficiency = [0.8, nan, 0.9]", "nic.efficiency.1 is NaN: input should be"),
+        ("gbit = 25", "gbit = 25\nlatency_us = -1", "nic.latency_us is -1: input should be greater than"),
+        ("[nic]\ngbit = 25", "nic = 25", "nic is 25: input should be an object; correct it"),
+        ("[inside]", "[stragglers]\nsigma = [0, 0, inf]\n[inside]", "stragglers.sigma.2 is Infinity: input"),
+        ("[inside]", "[input]\nimages_per_s = -3\n[inside]", "input.images_per_s is -3: input should be"),
+        ("[nic]", '[kinds]\nnodes = "guessed"\n[nic]', 'kinds.nodes is "guessed": input should be \'meas'),
+        ("[nic]", '[kinds]\n"nic.speed" = "assumed"\n[nic]', 'kinds has a key "nic.speed" that no cluster'),
     ],
 )
 def test_wrong_clusters_get_one_sentence(tmp_path: Path, old: str, new: str, sentence: str):
     with pytest.raises(UserError) as refused:
         load_cluster(written(tmp_path, old, new))
     assert sentence in str(refused.value)
-    assert "\n" not in str(refused.value).removeprefix("mine.toml")
+    assert "mine.toml" in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
 def test_files_that_are_no_clusters_get_one_sentence(tmp_path: Path):
@@ -118,15 +107,16 @@ def test_what_is_unknown_is_asked_for_where_it_matters(tmp_path: Path):
     cluster.network(cluster.layout(16, on_gpu=True), gbit=10)
 
 
-def test_unknown_devices_are_refused():
+def test_unknown_devices_and_models_are_refused():
     with pytest.raises(UserError, match="device 'abacus' is not known; there are v100"):
         find_device("abacus", None)
-    with pytest.raises(UserError, match="device h100 has no step times of alexnet, only of resnet50; record some"):
-        DEVICES["h100"].compute("alexnet")
-    with pytest.raises(UserError, match="device v100 has no step times of resnet18, only of alexnet, alexnet_bn, resn"):
-        DEVICES["v100"].compute("resnet18")
-    with pytest.raises(UserError, match="plan cannot predict cifarnet, only alexnet, alexnet_bn, resnet50, resnet18"):
-        DEVICES["v100"].compute("cifarnet")
+    for device, model, sentence in (
+        ("h100", "alexnet", "device h100 has no step times of alexnet, only of resnet50; record some"),
+        ("v100", "resnet18", "device v100 has no step times of resnet18, only of alexnet, alexnet_bn, resn"),
+        ("v100", "cifarnet", "plan cannot predict cifarnet, only alexnet, alexnet_bn, resnet50, resnet18"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            DEVICES[device].compute(model)
 
 
 def test_a_recorded_profile_of_resnet18_predicts_resnet18(tmp_path: Path):
