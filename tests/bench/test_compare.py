@@ -1,9 +1,11 @@
-"""`imagenet-fast compare`, interrupted. What it refuses, and whole comparisons, are in e2e."""
+"""`imagenet-fast compare`: layouts by name, and its end after Ctrl-C. Whole comparisons are in e2e."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +13,13 @@ import pytest
 from typer.testing import CliRunner
 
 from imagenet_fast.bench import compare
+from imagenet_fast.bench.parallel_layouts import NamedLayout, laid_out, parse_layouts, refuse_axes
 from imagenet_fast.cli.main import app
+from imagenet_fast.errors import UserError
+from imagenet_fast.recipe.batching import split_batch
+from imagenet_fast.recipe.load import find_recipe, load_recipe
+from imagenet_fast.recipe.parallel_config import Parallel
+from imagenet_fast.recipe.schema import Recipe
 from tests.e2e.command import wait_for
 
 TRAINS = """
@@ -58,3 +66,106 @@ def test_a_signal_before_the_first_process_is_no_exit_code(monkeypatch: pytest.M
     with pytest.raises(KeyboardInterrupt) as interrupt:
         compare._wait([start], saving_s=1.0)
     assert not isinstance(interrupt.value, compare.Interrupted)
+
+
+ALEXNET, RESNET = find_recipe("alexnet-8gpu"), find_recipe("resnet50-8gpu")
+WRONG = (
+    "", "dp4,", "xx4", "4", "dp", "dp0", "dp-4", "dp4x", "dp2dp2", "DP4", "dp٤", "dp4;tp4", "tp 4", "dp" + "9" * 5000
+)  # fmt: skip
+
+
+def laid(name: str, *overrides: str, ranks: int = 4, path: Path = ALEXNET) -> Recipe:
+    (layout,) = parse_layouts(name, ranks)
+    return load_recipe(path, "hybrid", laid_out(path, "hybrid", overrides, layout, ranks))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("dp4", (1, 4, 1)), ("tp4", (1, 1, 4)), ("pp4", (4, 1, 1)), ("tp2dp2", (1, 2, 2)), ("dp2tp2", (1, 2, 2)),
+        ("pp2tp2", (2, 1, 2)), ("dp4tp1pp1", (1, 4, 1)), (" pp2dp2 ", (2, 2, 1)),
+    ],
+)  # fmt: skip
+def test_the_parts_of_a_name_come_in_any_order(name: str, sizes: tuple[int, int, int]):
+    assert parse_layouts(name, 4) == [NamedLayout("", *sizes)]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        *((name, "is not made of ppN, dpN and tpN") for name in WRONG),
+        ("tp3", "tp3 is of 3 ranks, and there are 4; write for example dp4, or give --nproc 3"),
+        ("tp2", "tp2 is of 2 ranks, and there are 4; write for example tp2dp2, or give --nproc 2"),
+        ("dp2", "dp2 is of 2 ranks, and there are 4; write for example dp4"),
+        ("tp1", "tp1 is of 1 rank, and there are 4; write for example tp1dp4"),
+        ("dp4,tp2dp2,dp2tp2", "names dp2tp2 twice (tp2dp2 and dp2tp2 are the same)"),
+        ("dp4,tp4,dp4", "names dp4 twice"),
+    ],
+)
+def test_a_wrong_layout_gets_one_sentence_that_names_the_option(text: str, sentence: str):
+    with pytest.raises(UserError, match=rf"^--layout {re.escape(text)}.*{re.escape(sentence)}.*$"):
+        parse_layouts(text, 4)
+
+
+def test_a_recipe_is_laid_out_as_named_whatever_layout_it_has_itself(tmp_path: Path):
+    sharded = tmp_path / "sharded.toml"
+    sharded.write_text(ALEXNET.read_text() + "\n[parallel]\ntensor = 4\n")
+    staged = tmp_path / "staged.toml"
+    staged.write_text(ALEXNET.read_text() + '\n[parallel]\npipeline = 2\nmicro_batches = 8\nschedule = "gpipe"\n')
+    for path in (ALEXNET, sharded, staged):
+        assert laid("dp4", path=path).parallel == Parallel()
+        assert laid("tp2dp2", path=path).parallel == Parallel(tensor=2)
+    for path in (ALEXNET, sharded):
+        assert laid("pp2dp2", path=path).parallel == Parallel(pipeline=2, micro_batches=4)
+    assert laid("pp4", path=staged).parallel == Parallel(pipeline=4, micro_batches=8, schedule="gpipe")
+
+
+def test_default_number_of_micro_batches():
+    for stages, data, schedule in product((2, 3, 4, 5, 8), (1, 2, 3), ("gpipe", "1f1b", "interleaved")):
+        ranks = stages * data
+        asked = (f"ranks={ranks}", f"global_batch={120 * ranks}", f"parallel.schedule={schedule}")
+        recipe = laid(f"pp{stages}dp{data}", *asked, ranks=ranks, path=RESNET)
+        assert split_batch(recipe, ranks).accumulation == 1
+        assert max(4, stages) <= recipe.parallel.micro_batches <= 2 * max(4, stages)
+    told = laid("pp2dp2", "parallel.micro_batches=1", "parallel.schedule=gpipe")
+    assert told.parallel.micro_batches == 1, "the plain model parallelism of the sources"
+
+
+def test_what_is_said_of_pipelines_is_for_layouts_that_have_one():
+    overrides = ("parallel.micro_batches=16", "optim.lr=1.0")
+    layouts = parse_layouts("dp4,tp4,pp4", 4)
+    refuse_axes(overrides, layouts)
+    chosen = [laid(layout.name, *overrides) for layout in layouts]
+    assert [recipe.parallel.micro_batches for recipe in chosen] == [1, 1, 16]
+    assert {recipe.optim.lr for recipe in chosen} == {1.0}
+    with pytest.raises(UserError, match=r"--set parallel.micro_batches=16 is for pipelines, and --layout dp4,tp4 has"):
+        refuse_axes(overrides, layouts[:2])
+    for override in ("parallel.tensor=2", "parallel.pipeline=2", "parallel={tensor=2}", " parallel.tensor = 2"):
+        with pytest.raises(UserError, match="conflicts with --layout, which sets it for each run"):
+            refuse_axes([override], layouts)
+
+
+IMPOSSIBLE = """
+3 tp3 -> --layout tp3 with hybrid: alexnet-8gpu.toml: parallel.tensor 3 does not divide the 4096 units
+4 tp4 model={kind='resnet18'} -> model.kind 'resnet18' has no such layers
+4 pp2dp2 compile=true sync={kind='lazy'} -> sends activations amid what would be compiled as one
+4 pp4 parallel.schedule=zb -> schedule zb is not one of gpipe, 1f1b and interleaved
+8 pp8 parallel.schedule=interleaved -> cuts alexnet_bn into 16 stages, and it comes in 8 pieces
+4 pp4 parallel.micro_batches=2 -> schedule 1f1b has a micro-batch for each of 4 stages at least
+4 pp2dp2 global_batch=6 micro_batch=1 -> global_batch 6 does not divide over the 2 ranks of a
+"""
+"""Ranks, a layout and overrides, and what is said to them."""
+
+
+@pytest.mark.parametrize(("line", "sentence"), re.findall(r"^(.+) -> (.+)$", IMPOSSIBLE, re.MULTILINE))
+def test_a_layout_that_recipe_and_engine_cannot_have_is_named(line: str, sentence: str):
+    ranks, name, *overrides = line.split()
+    with pytest.raises(UserError) as error:
+        laid(name, *overrides, ranks=int(ranks))
+    assert str(error.value).startswith(f"--layout {name} with hybrid: ")
+    assert sentence in str(error.value)
+
+
+def test_what_is_wrong_without_a_layout_is_told_without_one():
+    with pytest.raises(UserError, match=r"^alexnet-8gpu\.toml: unknown key optim\.lrr; did you mean optim\.lr\?$"):
+        laid("tp4", "optim.lrr=1")

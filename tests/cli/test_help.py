@@ -33,8 +33,5 @@ def test_completion_names_commands_and_options(words: str, completed: str):
     assert runner.invoke(app, prog_name="imagenet-fast").output.split() == [completed]
 
 
-def test_recipes_are_listed_with_model_optimizer_engine_layout_and_target():
-    table = [line.split() for line in in_process("recipes").splitlines()]
-    assert ["alexnet-512gpu", "alexnet_bn", "lars", "dear", "dp", "512", "65536", "95", "58.7", "%"] in table
-    assert ["alexnet-4host", "alexnet_bn", "sgd", "hybrid", "tp4", "4", "512", "100", "60.1", "%"] in table
+def test_a_recipe_is_shown_as_its_file_is():
     assert in_process("recipes", "show", "demo") == (ROOT / "recipes" / "demo.toml").read_text()

@@ -10,7 +10,6 @@ import pytest
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.key_reference import Key, recipe_keys
 from imagenet_fast.recipe.schema import Recipe
-from tests.e2e.command import in_process
 
 
 def paths(schema: dict[str, Any], definitions: dict[str, Any], name: str = "") -> Iterator[str]:
@@ -59,11 +58,6 @@ def test_what_chooses_the_other_keys_stands_first_in_its_table():
     assert names[0] == "ranks"
     assert names.index("sync.kind") < names.index("sync.wire")
     assert names.index("data.loader") < names.index("data.image_size")
-
-
-def test_keys_are_printed_by_their_beginning():
-    printed = in_process("recipes", "keys", "checkpoint.k")
-    assert printed.startswith("checkpoint.keep  integer ≥ 0; default 1\n    Checkpoints to keep")
 
 
 def test_an_unknown_key_is_refused_with_the_nearest():

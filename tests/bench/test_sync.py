@@ -1,0 +1,163 @@
+"""`bench sync` on this node's own network: counted steps, the papers' tables, and the pace of a replayed model."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from imagenet_fast.bench import replay
+from imagenet_fast.bench.comm_volume import Count, bench_count, stated_link
+from imagenet_fast.bench.engines import bench_sync
+from imagenet_fast.bench.presets import bench_batches
+from imagenet_fast.bench.replay import Pace
+from imagenet_fast.bench.tables import batch_table
+from imagenet_fast.recipe.engine_table import Collective
+from imagenet_fast.recipe.sync_config import HybridSync, LazySync, SparseSync, Sync
+from tests.bench.small import SMALL, benched
+
+BYTES = 2 * SMALL.elements
+"""Of its gradients, in 16 bits."""
+
+
+def count(settings: Sync, ranks: int, ranks_per_node: int) -> Count:
+    (row,) = bench_count(SMALL, [settings], str(ranks), ranks_per_node, "56gbit")
+    return row
+
+
+@pytest.mark.ci
+def test_512_ranks_of_alexnet_need_few_calls_and_bytes(tmp_path: Path):
+    rows, printed = benched(tmp_path, "sync --count --model alexnet --ranks 64,512", drawn=False)
+    assert "alexnet, nodes of 8 ranks, bf16: counted, without a network" in printed
+    assert [(row["engine"], row["ranks"]) for row in rows] == [
+        (engine, ranks) for engine in ("lazy", "dear", "ring", "hybrid", "sparse") for ranks in (64, 512)
+    ]
+    for row in rows:
+        assert (row["wire"], row["model"], row["ranks_per_node"]) == ("bf16", "alexnet", 8)
+        assert row["messages"] >= row["calls"] > 0
+        assert row["kernels"] > 16  # a gradient each comes into the pool
+        assert row["smallest_message"] > 0
+        assert row["host_ms"] > 0
+        assert row["collective"]
+    for fewer, row in zip(rows[::2], rows[1::2], strict=True):
+        assert row["calls"] <= (150 if row["engine"] in ("hybrid", "sparse") else 60)
+        assert row["calls"] <= 2 * fewer["calls"]
+        assert row["least_nic_bytes"] <= row["nic_bytes"] <= 1.05 * row["least_nic_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("collective", "ranks", "each", "calls", "messages", "sent"),
+    [
+        ("hierarchical", 16, 4, 4, 3 + 3 + 3 + 3, 2 * 3 / 4),
+        ("native", 16, 4, 1, 30, 2 * 15 / 16),  # a ring of all ranks leaves each node once
+        ("parameter_server", 16, 4, None, None, 12),  # answers all other nodes through its own NIC
+        ("butterfly", 3, 1, 4, None, 2),  # half to the second and back, the first's before that and its mean after it
+        ("native", 8, 8, 1, 14, 0),  # within a node
+        ("native", 1, 1, 0, 0, 0),
+    ],
+)
+def test_messages_and_bytes_by_arithmetic(
+    collective: Collective, ranks: int, each: int, calls: int | None, messages: int | None, sent: float
+):
+    row = count(LazySync(threshold_mb=math.inf, collective=collective), ranks, each)
+    assert calls in (None, row.calls)
+    assert messages in (None, row.messages)
+    assert row.collective == collective
+    assert row.nic_bytes == pytest.approx(sent * BYTES, rel=0.01)
+    if collective == "hierarchical":
+        assert row.least_nic_bytes == 2 * 3 / 4 * BYTES
+        assert row.smallest_message == pytest.approx(BYTES / 16, rel=0.01)
+    if ranks == each:
+        assert (row.nic_bytes, row.least_nic_bytes) == (0, 0)
+
+
+def test_sparse_is_counted_past_its_ramp():
+    sparse = count(SparseSync(chunk=4096), 16, 4)
+    chunks = math.ceil(SMALL.elements / 4096)
+    norms = 2 * 3 / 4 * 4 * chunks
+    assert sparse.least_nic_bytes == pytest.approx(2 * 3 / 4 * 2 * 4096 * math.ceil(chunks / 8) + norms, rel=0.05)
+    assert sparse.least_nic_bytes <= sparse.nic_bytes <= 1.05 * sparse.least_nic_bytes
+    assert sparse.calls == 4 + 3  # the chunks as lazy does; the norms, in fp32, are added by the backend between nodes
+
+
+def test_layers_on_the_meta_device_are_updated_each_before_it_is_read():
+    """None of them has a place in memory, by which they could be taken for tied ones."""
+    assert count(HybridSync(fuse_mb=0), 8, 8).updates > 1
+
+
+def test_stated_link_bandwidth_and_latency():
+    assert stated_link(64, 8, 56e9).s_per_byte == pytest.approx(2 * 63 / 64 / (0.9 * 7e9))
+    assert stated_link(1, 8, 56e9).s_per_byte == 0
+    latencies = [stated_link(nodes, 8, 56e9).latency_s for nodes in (1, 8, 64)]
+    assert latencies[2] - latencies[1] == pytest.approx(latencies[1] - latencies[0])
+
+
+@pytest.mark.ci
+def test_every_step_of_the_ladder_is_what_it_says_beside_the_one_it_is_added_to(tmp_path: Path):
+    rungs, printed = benched(tmp_path, "sync --ladder --model small.json --hosts 2 --rounds 1 --steps 1")
+    times = [rung["time"] for rung in rungs]
+    seconds = [time["step_s"] for time in times]
+    assert rungs[0]["gain"] is None
+    for rung, below in zip(range(1, 8), (0, 1, 2, 3, 4, 4, 6), strict=True):
+        assert rungs[rung]["gain"] == pytest.approx(seconds[below] / seconds[rung])
+    assert [rung["in_all"] for rung in rungs] == pytest.approx([seconds[0] / s for s in seconds])
+    assert all(rung["step"] in printed for rung in rungs)
+    tensors = sum(len(layer.shapes) for layer in SMALL.layers)
+    assert [time["wire"] for time in times] == ["fp32", "fp32", *["bf16"] * 5, "int8"]
+    assert min(time["launches"] for time in times[:4]) >= tensors  # long ones go in pieces
+    assert times[4]["launches"] < times[3]["launches"] == times[2]["launches"]
+    assert times[2]["sent_bytes"] == pytest.approx(times[1]["sent_bytes"] / 2, rel=0.01)
+    assert times[5]["sent_bytes"] < times[4]["sent_bytes"]
+    assert times[7]["sent_bytes"] == pytest.approx(times[6]["sent_bytes"] / 2, rel=0.05)
+    assert all(time["predicted_s"] >= SMALL.compute_s for time in times)
+    assert times[0]["limit_s"] > times[3]["limit_s"] >= times[6]["limit_s"]
+
+
+@pytest.mark.weekly
+def test_a_smaller_batch_computes_less_and_sends_as_much():
+    measure = partial(bench_sync, hosts=2, ranks_per_host=1, rate=None, scale=1, rounds=1, steps=1)
+    small, large = rows = bench_batches(SMALL, [16, 64], measure)
+    assert (small.batch, large.batch) == (16, 64)
+    assert SMALL.compute_s / 4 <= small.ddp.compute_s < SMALL.compute_s <= large.ddp.compute_s
+    for row in rows:
+        assert (row.ddp.engine, row.hybrid.engine) == ("ddp", "hybrid")
+        assert row.ddp.compute_s == row.hybrid.compute_s
+        assert row.gain == pytest.approx(1 - row.hybrid.step_s / row.ddp.step_s)
+        assert row.hybrid.limit_s >= row.hybrid.compute_s
+    assert str(batch_table(rows).title) == "small, 2 hosts, loopback, bf16"
+
+
+class Clock:
+    """By which every sleep lasts ``late`` seconds longer."""
+
+    def __init__(self, late: float) -> None:
+        self.now, self._late = 5.0, late
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.now += seconds + self._late
+
+
+@pytest.mark.parametrize(("late", "lasts"), [(0.0, 10.0), (0.25, 10.25), (1.75, 10.75)])
+def test_a_layer_that_was_woken_late_makes_up_for_it_in_the_next_ones(
+    late: float, lasts: float, monkeypatch: pytest.MonkeyPatch
+):
+    clock, pace = Clock(late), Pace()
+    monkeypatch.setattr(replay, "time", clock)
+    for _ in range(10):
+        pace.nap(1.0)
+    assert clock.now - 5.0 == pytest.approx(lasts)
+
+
+def test_what_is_done_between_two_naps_is_not_made_up_for(monkeypatch: pytest.MonkeyPatch):
+    clock, pace = Clock(0.0), Pace()
+    monkeypatch.setattr(replay, "time", clock)
+    pace.nap(1.0)
+    clock.now += 0.5
+    pace.nap(1.0)
+    assert clock.now - 5.0 == pytest.approx(2.5)
