@@ -1,4 +1,4 @@
-"""Exceptions and warnings whose messages are printed to the user."""
+"""Exceptions and warnings whose messages are printed to the user, and the lists that options take."""
 
 from __future__ import annotations
 

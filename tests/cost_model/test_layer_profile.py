@@ -80,33 +80,27 @@ def test_a_seed_is_always_the_same_network_and_seeds_differ_in_every_way():
     assert len({len(profile.layers) for profile in drawn}) > 10
 
 
+LAYER = {"name": "a", "kind": "Linear", "shapes": [[3, 2]], "forward_ms": 1.0, "backward_ms": 2.0}
+
+
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("layers", "sentence"),
     [
-        ({"shapes": [[64, 3, 11.5]]}, "11.5 is no length of a tensor"),
-        ({"shapes": [[10**30]]}, "is no length of a tensor"),
-        ({"shapes": [[2**40, 2**40]]}, "is too large"),
-        ({"shapes": [[-3, 2]]}, "-3 is no length of a tensor"),
-        ({"forward_ms": -1.0}, "-1.0 is no time of a layer"),
-        ({"backward_ms": float("nan")}, "nan is no time of a layer"),
-        ({"forward_ms": "soon"}, "could not convert"),
+        ([LAYER | {"shapes": [[64, 3, 11.5]]}], "11.5 is no length of a tensor"),
+        ([LAYER | {"shapes": [[10**30]]}], "is no length of a tensor"),
+        ([LAYER | {"shapes": [[2**40, 2**40]]}], "is too large"),
+        ([LAYER | {"shapes": [[-3, 2]]}], "-3 is no length of a tensor"),
+        ([LAYER | {"forward_ms": -1.0}], "-1.0 is no time of a layer"),
+        ([LAYER | {"backward_ms": float("nan")}], "nan is no time of a layer"),
+        ([LAYER | {"forward_ms": "soon"}], "could not convert"),
+        ([LAYER | {"forward_ms": 0, "backward_ms": 0}], "it has no parameters, or no layer that takes"),
+        ([], "it has no parameters, or no layer that takes"),
     ],
 )
-def test_a_profile_with_wrong_numbers_is_refused(changes: dict[str, object], sentence: str, tmp_path: Path):
-    layer = {"name": "a", "kind": "Linear", "shapes": [[3, 2]], "forward_ms": 1.0, "backward_ms": 2.0, **changes}
-    file = tmp_path / "mine.json"
-    file.write_text(json.dumps({"model": "mine", "source": "me", "layers": [layer]}))
-    with pytest.raises(UserError, match=rf"mine.json is not a layer profile \(.*{sentence}"):
-        load_profile(str(file))
-
-
-@pytest.mark.parametrize(
-    "layers", [[], [{"name": "a", "kind": "linear", "shapes": [[3, 2]], "forward_ms": 0, "backward_ms": 0}]]
-)
-def test_a_profile_without_time_is_refused(layers: list[object], tmp_path: Path):
+def test_a_profile_with_wrong_numbers_or_without_time_is_refused(
+    layers: list[dict[str, object]], sentence: str, tmp_path: Path
+):
     file = tmp_path / "mine.json"
     file.write_text(json.dumps({"model": "mine", "source": "me", "layers": layers}))
-    with pytest.raises(
-        UserError, match=r"mine.json is not a layer profile \(it has no parameters, or no layer that takes"
-    ):
+    with pytest.raises(UserError, match=rf"mine.json is not a layer profile \(.*{sentence}"):
         load_profile(str(file))
