@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from statistics import fmean
 
@@ -12,11 +11,8 @@ from tests.plan.situations import by_engine
 PAGE = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
 
 
-rows = cache(all_rows)
-
-
 def errors(**wanted: str) -> list[float]:
-    return [abs(row.error) for row in rows() if all(getattr(row, key) == value for key, value in wanted.items())]
+    return [abs(row.error) for row in all_rows() if all(getattr(row, key) == value for key, value in wanted.items())]
 
 
 def test_measured_steps_follow_from_the_nominal_link():
@@ -27,13 +23,13 @@ def test_measured_steps_follow_from_the_nominal_link():
 
 
 def test_rows_that_calibrate_are_small_systems():
-    fitted = [row for row in rows() if row.calibrated_on == "itself"]
+    fitted = [row for row in all_rows() if row.calibrated_on == "itself"]
     assert all(row.gpus <= 64 for row in fitted)
     assert max(abs(row.error) for row in fitted) < 0.01
 
 
 def test_large_systems_are_held_out():
-    large = [row for row in rows() if row.name.startswith("MLPerf") and row.gpus >= 512]
+    large = [row for row in all_rows() if row.name.startswith("MLPerf") and row.gpus >= 512]
     assert len(large) == 16
     assert {row.calibrated_on for row in large} == {"held out"}
     assert fmean(abs(row.error) for row in large if not row.name.startswith("MLPerf v0.5")) < 0.09
@@ -41,17 +37,17 @@ def test_large_systems_are_held_out():
 
 
 def test_a_row_that_is_missed_says_what_is_left():
-    for row in rows():
+    for row in all_rows():
         if row.calibrated_on != "nothing":
             assert bool(row.left) == (abs(row.error) > LARGE_MISS), row.name
 
 
 def test_ours_overlap_and_are_never_slower_than_one_message_after_backward():
-    assert all(row.ours_s <= row.predicted for row in rows() if row.engine == "allreduce fused bf16")
+    assert all(row.ours_s <= row.predicted for row in all_rows() if row.engine == "allreduce fused bf16")
 
 
 def test_the_page_has_the_rows():
-    for row in rows():
+    for row in all_rows():
         if row.calibrated_on != "nothing":
             reported, predicted, ours = (
                 f"{1e3 * seconds:.2f}" for seconds in (row.reported, row.predicted, row.ours_s)
