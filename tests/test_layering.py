@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -62,6 +63,7 @@ def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
                 raise AssertionError(f"{path} imports by a relative name, which this test does not follow")
 
 
+@cache
 def arrows() -> dict[str, set[str]]:
     known = modules()
     return {name: set(imports(path, known)) for name, path in known.items()}
@@ -103,7 +105,7 @@ def test_commands_that_start_ranks_or_none_begin_without_torch():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.usefixtures("subprocesses")
+@pytest.mark.ci
 def test_ranks_start_without_torchs_compiler():
     """Importing it, or torchvision, takes as long as torch itself."""
     done = subprocess.run(
