@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from imagenet_fast.checkpoint import best, newest, open_checkpoint
+from imagenet_fast.checkpoint import CheckpointWriter, best, newest, open_checkpoint
 from imagenet_fast.checkpoint.manifest import CorruptCheckpoint, Manifest, read_manifest
 from imagenet_fast.checkpoint.retention import remove, set_aside, sweep
+from imagenet_fast.checkpoint.store_coordination import Leaving
 from imagenet_fast.errors import UserError
-from tests.checkpoint.trees import is_that_of, same, saved, stamp, state
+from tests.checkpoint.trees import ALONE, is_that_of, same, saved, stamp, state
 
 
 def names(root: Path) -> list[str]:
@@ -72,6 +73,30 @@ def test_the_newest_the_best_and_some_others_are_kept(
     judged = [top1 for top1 in top1s if top1 is not None]
     found = best(tmp_path)
     assert (found.manifest.top1 if found else None) == (max(judged) if judged else None)
+
+
+def test_a_writer_that_starts_removes_what_killed_ones_left_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def killed(root: Path) -> None:
+        raise Leaving
+
+    monkeypatch.setattr("imagenet_fast.checkpoint.commit.first_is_there", killed)  # right after the manifest
+    for step in range(1, 7):
+        writer = CheckpointWriter(tmp_path, ALONE, keep=2)
+        assert len(names(tmp_path)) <= 3
+        writer.save(stamp(step), state(step), state(step, rank=1))
+        writer.wait()
+        assert names(tmp_path)[-1] == f"step-{step:08}"
+    CheckpointWriter(tmp_path, ALONE, keep=1)
+    assert names(tmp_path) == ["step-00000005", "step-00000006"]
+
+
+def test_a_writer_that_starts_keeps_the_newest_that_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    saved(tmp_path, 1, 2, 3)
+    shared = tmp_path / "step-00000003" / "shared.safetensors"
+    shared.write_bytes(shared.read_bytes()[:-1])
+    CheckpointWriter(tmp_path, ALONE, keep=0)
+    assert names(tmp_path) == ["step-00000002", "step-00000003"]
+    assert f"warning: checkpoint {shared.parent} is damaged: shared.safetensors has" in capsys.readouterr().err
 
 
 def test_killed_removal_is_finished_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
