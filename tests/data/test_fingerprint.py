@@ -13,17 +13,22 @@ from typing import Any, cast
 import pytest
 import torch
 
+import tests
 from imagenet_fast.checkpoint.serialization import flatten_tree, unflatten_tree
 from imagenet_fast.data.fingerprint import Contents, differences
 from imagenet_fast.data.verify import verify
 from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model
-from imagenet_fast.recipe.batching import Batching
+from imagenet_fast.recipe.batching import Batching, split_batch
+from imagenet_fast.recipe.job import Job
+from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.schema import ResNet
 from imagenet_fast.training.resume import ResumePoint
+from imagenet_fast.training.trainer import Trainer
+from tests.conftest import tables
 from tests.data.encoded import BAD, JPEG
-from tests.data.small import FORMATS, as_format, opened, put
-from tests.e2e.command import imagenet_fast, outcome_of
+from tests.data.small import FORMATS, as_format, image_data, opened, put
+from tests.ranks import run
 
 ONE = Batching(1, 1, 1)
 MODEL = ResNet(kind="resnet18")
@@ -147,18 +152,18 @@ def test_what_is_quarantined_counts_as_gone(root: Path):
     assert differences(before, contents_of(root)) == ["5 training images for 6"]
 
 
-@pytest.mark.ci
 def test_a_resumed_run_refuses_a_renamed_class(root: Path, tmp_path: Path):
-    run = tmp_path / "run"
-    options = ["--recipe", "demo", "--data", str(root), "--out", str(run), "--resume", "auto", "--nproc", "1"]
-    small = ("ranks=1", "global_batch=2", "micro_batch=2", "schedule.warmup_epochs=0", "log_every=1", "target_top1=100")
-    for setting in (*small, "data.image_size=40", "data.resize=40"):
-        options += ["--set", setting]
-    first = imagenet_fast("train", *options, "--set", "epochs=1")
-    assert first.returncode in (0, 3), first.stderr
-    assert outcome_of(run)["epochs"] == 1
+    run(1, _train_rename_and_resume, root, tmp_path / "run")
+
+
+def _train_rename_and_resume(root: Path, folder: Path) -> None:
+    def trainer(epochs: int) -> Trainer:
+        data = image_data(image_size=32, resize=32).model_dump()
+        schedule = {"kind": "step", "milestones": []}
+        recipe = parse_recipe("test", tables(ranks=1, global_batch=6, epochs=epochs, data=data, schedule=schedule))
+        return Trainer(Job("test", recipe, split_batch(recipe, 1), root, folder, resume=epochs > 1), tests.world())
+
+    assert trainer(1).run().status == "finished"
     rename_class(root)
-    second = imagenet_fast("train", *options, "--set", "epochs=2")
-    assert second.returncode == 2
-    assert "the data has the class 'zebra' for 'cat' since" in second.stderr
-    assert "Traceback" not in second.stderr
+    with pytest.raises(UserError, match="the data has the class 'zebra' for 'cat' since"):
+        trainer(2).run()
