@@ -17,6 +17,7 @@ from imagenet_fast.checkpoint.retention import remove, set_aside, sweep
 from imagenet_fast.checkpoint.store_coordination import Leaving
 from imagenet_fast.errors import UserError
 from tests.checkpoint.trees import ALONE, found_step, is_that_of, names, same, saved, stamp, state
+from tests.corruption import corrupted, with_another_value
 
 
 def test_the_newest_is_found_and_says_of_what_it_is(tmp_path: Path):
@@ -297,9 +298,7 @@ def wreck(last: Path, before: Path, chance: random.Random) -> None:
             victim.unlink()
             os.mkfifo(victim)
         case 7:
-            key = chance.choice(["step", "number", "world", "top1", "crc32", "epoch", "size"])
-            value = chance.choice(["NaN", "Infinity", "1e400", "9" * 5000, "-1", "null", "[" * 9999, '"', "{}", "2.0"])
-            manifest.write_text(re.sub(f'"{key}": [^,\\n]*', f'"{key}": {value}', manifest.read_text()))
+            manifest.write_bytes(with_another_value(manifest.read_bytes(), chance))
         case 8:
             key = chance.choice(["step", "number", "world", "files"])
             more = f'"{key}": {chance.choice(["3", "{}", "[]"])},'
@@ -307,20 +306,6 @@ def wreck(last: Path, before: Path, chance: random.Random) -> None:
             manifest.write_text(text.replace("{", "{" + more, 1) if chance.random() < 0.5 else text[:-2] + more + "}")
         case _:
             victim.write_bytes(corrupted(victim.read_bytes(), chance))
-
-
-def corrupted(whole: bytes, chance: random.Random) -> bytes:
-    """As disks, networks and people do it."""
-    place = chance.randrange(len(whole))
-    noise = chance.randbytes(min(64, len(whole) - place))
-    return chance.choice([
-        whole[:place] + bytes([whole[place] ^ 1 << chance.randrange(8)]) + whole[place + 1 :],
-        whole[:place],
-        whole[:place] + noise + whole[place + len(noise) :],
-        whole[:place] + bytes(len(whole) - place),
-        whole + noise,
-        chance.randbytes(len(whole)),
-    ])  # fmt: skip
 
 
 def test_what_is_set_aside_is_gone_on_from_by_nobody_and_lost_to_nobody(tmp_path: Path):
