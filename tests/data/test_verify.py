@@ -22,7 +22,7 @@ from imagenet_fast.data.prepare.prepare import prepare
 from imagenet_fast.data.prepare.staging_dir import Settings
 from imagenet_fast.data.verify import summary, verify
 from imagenet_fast.errors import UserError
-from tests.data.encoded import deep_png
+from tests.data.encoded import deep_png, encoded
 from tests.data.prepare import replica
 from tests.data.prepare.replica import ODD, Images, small_imagenet
 
@@ -30,7 +30,7 @@ from tests.data.prepare.replica import ODD, Images, small_imagenet
 @pytest.fixture(scope="module")
 def images() -> Images:
     odd = {
-        "val/n01440764/moving.jpg": replica.encoded(replica.photo(7, 20, 30), "GIF"),
+        "val/n01440764/moving.jpg": encoded(replica.photo(7, 20, 30), "GIF"),
         "val/n01440764/deep.png": deep_png(1),
     }
     return small_imagenet(train=8, val=2) | odd
@@ -162,7 +162,7 @@ def test_a_second_look_finds_what_was_mended(data: Path, images: Images):
 
 
 def test_odd_names_and_folders_do_no_harm(tmp_path: Path):
-    content = replica.encoded(replica.photo(1, 40, 50))
+    content = encoded(replica.photo(1, 40, 50), "JPEG")
     names = [b"\xff.jpg", "é\n.JPEG".encode(), b".jpg"]
     for name in names:
         path = tmp_path / "train/a" / os.fsdecode(name)
@@ -170,7 +170,7 @@ def test_odd_names_and_folders_do_no_harm(tmp_path: Path):
         path.write_bytes(content)
     (tmp_path / "train/a" / os.fsdecode(b"\xfe.jpg")).write_bytes(b"")
     (tmp_path / "train/a/folder.jpg").mkdir()
-    replica.write_files(tmp_path, {"val/a/0.jpg": content})
+    replica.image_folder(tmp_path, {"val/a/0.jpg": content})
     found = verify(tmp_path)
     assert list(map(os.fsencode, found.bad)) == [b"train/a/\xfe.jpg"], "a folder is no image, whatever its name"
     train, val = scan(tmp_path)
@@ -239,7 +239,7 @@ def test_read_only_data_with_a_list_that_is_right_needs_no_other(data: Path, rea
 
 @pytest.mark.parametrize("val", ["val/0.jpg", "val/a/notes.txt"])
 def test_a_split_without_class_folders_is_said(val: str, tmp_path: Path):
-    replica.write_files(tmp_path / "data", {"train/a/0.jpg": replica.encoded(replica.photo(1, 40, 50)), val: b""})
+    replica.image_folder(tmp_path / "data", {"train/a/0.jpg": encoded(replica.photo(1, 40, 50), "JPEG"), val: b""})
     command = ["data", "verify", "--data", str(tmp_path / "data"), "--json", str(tmp_path / "all.json")]
     done = CliRunner().invoke(app, command, catch_exceptions=False)
     assert "val    no images in class folders" in done.stdout
