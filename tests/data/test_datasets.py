@@ -24,6 +24,7 @@ from tests.data.encoded import encoded
 from tests.data.prepare.replica import tar_of
 
 
+@pytest.mark.ci
 def test_the_digits_are_made_once_and_split_by_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("IMAGENET_FAST_CACHE", str(tmp_path))
     place = resolve_data_dir("digits", None)

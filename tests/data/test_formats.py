@@ -178,6 +178,7 @@ def test_shards_are_the_same_bytes_when_they_are_made_again(roots: dict[str, Pat
         assert len([file for file in ours if file.startswith("train-") and not file.endswith(".idx")]) > 10
 
 
+@pytest.mark.usefixtures("subprocesses")  # of tar, which one of the tools asks
 def test_shards_carry_the_indexes_that_dalis_own_tools_make(
     roots: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

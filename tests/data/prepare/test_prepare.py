@@ -433,7 +433,7 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(own_tars: P
     for settings in (WHOLE, TARS.model_copy(update={"resize": None, "quality": None})):
         told = r"need \d+.\d kB, and the disk of .* has 100.0 kB free: \d+.\d kB are missing; free them"
         refused(own_tars, told, settings)
-    large = encoded(replica.photo(1, 1500, 2000), "JPEG")
+    large = encoded(replica.photo(1, 900, 1200), "JPEG")
     source = replica.image_folder(own_tars.parent / "large", {f"train/a/{number}.jpg": large for number in range(6)})
     disk(1000)
     refused(source, r"at --resize 256, by a sample of them, and the disk of .* has 1.0 kB free", SMALL)
