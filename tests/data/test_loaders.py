@@ -246,10 +246,7 @@ def test_dali_is_given_pixels_of_what_it_cannot_decode(
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (
-            "Error in mixed operator: CUDA out of memory\nmore",
-            "DALI found no memory left on the node (Error in mixed",
-        ),
+        ("Error in mixed operator: CUDA out of memory\nmore", "DALI found no memory left on the node (Error in mixed"),
         ("std::bad_alloc", "(std::bad_alloc); take a smaller data.prefetch (2 now) or fewer images a batch"),
         ("CUDA runtime API error cudaErrorECCUncorrectable (214)", "DALI cannot use the GPU (CUDA runtime API error"),
     ],

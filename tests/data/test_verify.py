@@ -28,10 +28,7 @@ from tests.data.small import FORMATS, as_format, overwritten, put
 
 @pytest.fixture(scope="module")
 def images() -> Images:
-    odd = {
-        "val/n01440764/moving.jpg": encoded(replica.photo(7, 20, 30), "GIF"),
-        "val/n01440764/deep.png": deep_png(1),
-    }
+    odd = {"val/n01440764/moving.jpg": encoded(replica.photo(7, 20, 30), "GIF"), "val/n01440764/deep.png": deep_png(1)}
     return small_imagenet(train=8, val=2) | odd
 
 
