@@ -132,30 +132,21 @@ class Gone(ImageFolder):
         raise AssertionError(f"{self.name(index)} is read")
 
 
-def test_images_of_every_kind_come_out_as_they_are_decoded(tmp_path: Path):
-    split = scan_training(one_class(tmp_path / "of every kind é\n", IMAGES))
+def test_images_of_every_kind_come_out_as_they_are_decoded_and_bad_ones_stay_bad(tmp_path: Path, capfd):
+    split = scan_training(one_class(tmp_path / "of every kind é\n", IMAGES | BAD))
     for side in (1, 50, 0):
         cache = filled(tmp_path / "cache ü", split, side)
-        assert not cache.missing
+        assert capfd.readouterr().err.count("it is left out") == len(BAD) == len(cache.missing)
+        del cache
+        again = opened_after_the_end(tmp_path / "cache ü", split, side)
         for index in range(len(split)):
-            pixels = cache.pixels(index)
+            if Path(split.name(index)).stem in BAD:
+                with pytest.raises(ImageDecodeError):
+                    again.pixels(index)
+                continue
+            pixels = again.pixels(index)
             assert np.array_equal(pixels, expected(split, index, side)), split.name(index)
-            if side:
-                assert min(pixels.shape[:2]) <= side
-
-
-def test_bad_images_stay_bad_and_are_not_kept(tmp_path: Path, capfd):
-    split = scan_training(one_class(tmp_path / "bad", {**BAD, "a good one": IMAGES["jpeg"]}))
-    cache = filled(tmp_path, split)
-    told = capfd.readouterr().err
-    assert told.count("it is left out") == len(BAD) == len(cache.missing)
-    del cache
-    again = opened_after_the_end(tmp_path, split)
-    bad = [index for index in range(len(split)) if Path(split.name(index)).stem in BAD]
-    assert len(bad) == len(BAD)
-    for index in bad:
-        with pytest.raises(ImageDecodeError):
-            again.pixels(index)
+            assert not side or min(pixels.shape[:2]) <= side
 
 
 def test_others_stand_in_for_bad_images_as_they_do_without_a_cache(image_dir: Path, tmp_path: Path):
@@ -343,6 +334,7 @@ def test_when_the_machine_went_down_only_what_was_synced_is_believed(
     image_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     split = scan_training(image_dir)
+    open_cache(tmp_path / "never synced", "train", split, SIDE).pixels(0)
     cache = open_cache(tmp_path, "train", split, SIDE)
     for index in range(10):
         cache.pixels(index)
@@ -358,13 +350,7 @@ def test_when_the_machine_went_down_only_what_was_synced_is_believed(
     assert sum(fill(back, 2)) == 30
     del back
     assert not opened_after_the_end(tmp_path, split).missing
-
-
-def test_one_that_was_never_synced_begins_again(image_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    split = scan_training(image_dir)
-    open_cache(tmp_path, "train", split, SIDE).pixels(0)
-    monkeypatch.setattr(caches, "_boot", lambda: "another")
-    assert len(opened_after_the_end(tmp_path, split).missing) == 40
+    assert len(opened_after_the_end(tmp_path / "never synced", split).missing) == 40
 
 
 def test_its_keys_are_checked_and_only_the_side_binds_a_run(tmp_path: Path):
