@@ -159,10 +159,11 @@ def strict(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-def test_damaged_record_is_still_shown_and_continued(tmp_path: Path):
+@pytest.mark.parametrize("seeds", [30, pytest.param(200, marks=pytest.mark.ci)])
+def test_damaged_record_is_still_shown_and_continued(seeds: int, tmp_path: Path):
     leave_run(tmp_path / "sound")
     refused = 0
-    for seed in range(100):
+    for seed in range(seeds):
         chance = random.Random(seed)
         run = tmp_path / "run"
         shutil.copytree(tmp_path / "sound", run)
@@ -177,7 +178,7 @@ def test_damaged_record_is_still_shown_and_continued(tmp_path: Path):
         leave_run(run, resumed=400)
         assert len(read_events(run)) > 10, seed
         shutil.rmtree(run)
-    assert 10 < refused < 40
+    assert 0.1 * seeds < refused < 0.4 * seeds
 
 
 @pytest.mark.parametrize(
@@ -469,16 +470,16 @@ def test_the_report_of_a_run_given_twice_has_it_once(tmp_path: Path):
     assert in_process("report", *ways).count("resnet50-8gpu") == 2
 
 
-@pytest.mark.parametrize("label", ["a [red]b[/]", "c:100:d", "b$x_{$y", "_draft"])
 @pytest.mark.filterwarnings("error")
-def test_labels_are_shown_as_they_are(label: str, tmp_path: Path):
-    runs = [PastRun(tmp_path, None, [{"event": "eval", "run_s": 60.0, "top1": 92.0}], label)]
-    assert label in shown(report_table(runs))
+def test_labels_are_shown_as_they_are(tmp_path: Path):
+    labels = ["a [red]b[/]", "c:100:d", "b$x_{$y", "_draft"]
+    runs = [PastRun(tmp_path, None, [{"event": "eval", "run_s": 60.0, "top1": 92.0}], label) for label in labels]
+    assert [label for label in labels if label not in shown(report_table(runs))] == []
     draw_curves(runs, tmp_path / "curve.png")
-    figure = new_figure(tmp_path / "curve.png", 10, 4)
-    axes = figure.subplots()
-    axes.plot([1], [1], label=plot_label(label))
-    assert [text.get_text().strip().replace("\\$", "$") for text in axes.legend().get_texts()] == [label]
+    axes = new_figure(tmp_path / "curve.png", 10, 4).subplots()
+    for label in labels:
+        axes.plot([1], [1], label=plot_label(label))
+    assert [text.get_text().strip().replace("\\$", "$") for text in axes.legend().get_texts()] == labels
 
 
 def test_one_damaged_outcome_is_a_warning_and_all_runs_are_shown(tmp_path: Path):
