@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from itertools import islice
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -14,16 +15,23 @@ from PIL import Image
 from imagenet_fast.data import dali_loader
 from imagenet_fast.data.augmentation import augmentation_of
 from imagenet_fast.data.decode import EncodedImage, decode
+from imagenet_fast.data.format_detection import Format
 from imagenet_fast.data.imagefolder import check_folders, check_validation, scan, scan_training, scan_validation
 from imagenet_fast.data.loaders import open_loader
 from imagenet_fast.data.sampler import TrainSampler
 from imagenet_fast.data.verify import verify
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
+from imagenet_fast.recipe.data_config import ImageData
 from tests.data.encoded import IMAGES, NOT_PILS, encoded
-from tests.data.small import ALONE, CPU, LOADERS, SYNTHETIC, collect, image_data, one_class, opened, put
+from tests.data.small import ALONE, CPU, FORMATS, LOADERS, SYNTHETIC, collect, image_data, one_class, opened, put
 
 BICUBIC = Image.Resampling.BICUBIC
+
+
+def test_every_loader_and_format_there_is_is_met_here():
+    assert {*LOADERS} == {*get_args(ImageData.model_fields["loader"].annotation)}
+    assert {*FORMATS} == {*get_args(Format)}
 
 
 def test_both_loaders_show_the_same_pixels_where_nothing_is_random(image_dir: Path):
