@@ -14,7 +14,7 @@ from types import TracebackType
 from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
-from imagenet_fast.checkpoint.commit import tidied, write_checkpoint
+from imagenet_fast.checkpoint.commit import remove_old, tidied, write_checkpoint
 from imagenet_fast.checkpoint.manifest import SHARED, Stamp, part_name
 from imagenet_fast.checkpoint.retention import set_aside, sweep
 from imagenet_fast.checkpoint.serialization import Tree
@@ -45,7 +45,7 @@ class CheckpointWriter:
         keep: int = 1,
         timeout: timedelta = timedelta(minutes=10),
     ) -> None:
-        """Remove what killed writes have left under ``root``, on rank 0.
+        """Remove what killed writes have left under ``root``, and old checkpoints, on rank 0.
 
         Args:
             root: Directory of the checkpoints, which all ranks see, maybe by different paths.
@@ -70,6 +70,7 @@ class CheckpointWriter:
         self._failure: Exception | None = None
         if place.is_main:
             tidied(lambda: sweep(root))
+            remove_old(root, keep, self._known)
 
     def save(self, stamp: Stamp, shared: Tree, own: Tree = None) -> None:
         """Copy the trees as they are now, and write them in the background.

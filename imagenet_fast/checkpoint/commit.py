@@ -6,7 +6,6 @@ import errno
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +69,14 @@ def write_checkpoint(
             if not sealed.failure:
                 known[folder] = True
                 # Before others are told: it may take long, and those that train on would wait for this rank in vain.
-                tidied(lambda: retain(root, keep, partial(_is_whole, known)))
+                remove_old(root, keep, known)
             coordinator.write("result", sealed)
         (result,) = coordinator.read(["result"], _FOR_RANK_0 * timeout_s)
     coordinator.confirm()
     removed: list[Path] = []
     if place.is_main:
         if result.failure and result.remedy == _MAKE_ROOM:
-            tidied(lambda: removed.extend(retain(root, 0, partial(_is_whole, known))))
+            removed = remove_old(root, 0, known)
         coordinator.clear(min(timeout_s, _CONFIRMED_S))
     if result.failure:
         failure = f"the checkpoint of step {stamp.step} failed: {result.failure}"
@@ -85,19 +84,28 @@ def write_checkpoint(
     return folder
 
 
-def _is_whole(known: dict[Path, bool], folder: Path, manifest: Manifest) -> bool:
-    """Return whether a checkpoint is whole, which is the best one so far.
+def remove_old(root: Path, keep: int, known: dict[Path, bool]) -> list[Path]:
+    """Remove checkpoints as ``retain`` does, and return them; a failure is only a warning.
 
-    Its files are read only once, since it stays the best for long.
+    Args:
+        root: Directory of the checkpoints.
+        keep: Checkpoints kept besides the newest and the best.
+        known: Which checkpoints are whole, so that each is read only once; updated.
     """
-    if folder not in known:
-        try:
-            Checkpoint(folder, manifest).verify()
-            known[folder] = True
-        except CorruptCheckpoint as error:
-            known[folder] = False
-            warn(f"checkpoint {folder} is damaged: {error}; it does not count as the best one")
-    return known[folder]
+
+    def is_whole(folder: Path, manifest: Manifest) -> bool:
+        if folder not in known:
+            try:
+                Checkpoint(folder, manifest).verify()
+                known[folder] = True
+            except CorruptCheckpoint as error:
+                known[folder] = False
+                warn(f"checkpoint {folder} is damaged: {error}; it stays, and others count as the newest and the best")
+        return known[folder]
+
+    removed: list[Path] = []
+    tidied(lambda: removed.extend(retain(root, keep, is_whole)))
+    return removed
 
 
 def tidied(attempt: Callable[[], object]) -> None:

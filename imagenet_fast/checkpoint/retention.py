@@ -98,15 +98,15 @@ def had_none(root: Path) -> bool:
 
 
 def retain(root: Path, keep: int, is_whole: Callable[[Path, Manifest], bool]) -> list[Path]:
-    """Remove old checkpoints: keep the newest, the best one that is whole, and of the others the ``keep`` newest.
+    """Remove old checkpoints: keep the newest and the best that are whole, and of the others the ``keep`` newest.
 
-    A checkpoint with a damaged manifest stays, so that its cause can be found. One that would be the best but is
-    damaged otherwise stays too.
+    A checkpoint with a damaged manifest stays, so that its cause can be found. One that would be the newest or the best
+    but is damaged otherwise stays too.
 
     Args:
         root: Directory of the checkpoints.
         keep: Checkpoints kept besides the newest and the best.
-        is_whole: Returns whether a checkpoint is whole.
+        is_whole: Returns whether a checkpoint is whole; only called if there are checkpoints to remove.
 
     Returns:
         The directories that were removed.
@@ -115,13 +115,17 @@ def retain(root: Path, keep: int, is_whole: Callable[[Path, Manifest], bool]) ->
         OSError: ``root`` cannot be listed, or a checkpoint cannot be removed.
     """
     found, _ = survey(root)
-    kept = [*found][:1]
-    for folder in by_merit(found):
-        kept.append(folder)
-        if is_whole(folder, found[folder]):
-            break
-    kept += [folder for folder in found if folder not in kept][:keep]
-    old = [folder for folder in found if folder not in kept]
+
+    def others(is_whole: Callable[[Path, Manifest], bool]) -> list[Path]:
+        kept = []
+        for order in ([*found], by_merit(found)):
+            for folder in order:
+                kept.append(folder)
+                if is_whole(folder, found[folder]):
+                    break
+        return [folder for folder in found if folder not in kept]
+
+    old = others(is_whole)[keep:] if others(lambda *_: True)[keep:] else []
     for folder in old:
         remove(folder)
     return old

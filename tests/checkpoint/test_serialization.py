@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import re
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load, save
-from torch import nn
 
 from imagenet_fast.checkpoint.staging import StagingBuffer, read_tree
 from tests.checkpoint.trees import every_dtype, hostile, same
@@ -29,21 +28,21 @@ def back(tree: Any) -> Any:
     return read_tree(as_file(tree), CPU)
 
 
+def resolved(tree: Any) -> Any:
+    """As it comes back: plain dicts, and no tensor that is only marked as conjugate."""
+    tree = {key: dict(value) if isinstance(value, OrderedDict) else value for key, value in tree.items()}
+    return {key: value.resolve_conj() if key == "conjugate" else value for key, value in tree.items()}
+
+
 @pytest.mark.parametrize("name", hostile())
 def test_whatever_a_tree_may_hold_comes_back(name: str):
     tree = {name: hostile()[name]}
-    expected = {key: dict(value) if isinstance(value, OrderedDict) else value for key, value in tree.items()}
-    if name == "conjugate":
-        expected[name] = expected[name].resolve_conj()
-    if name == "tied":
-        expected[name][-1] = expected[name][-1].clone()
-    assert same(back(tree), expected)
+    assert same(back(tree), resolved(tree))
 
 
 def test_all_of_it_comes_back_together_and_so_do_trees_that_are_no_dict():
     whole = hostile()
-    whole["conjugate"], whole["parameters"] = whole["conjugate"].resolve_conj(), dict(whole["parameters"])
-    assert same(back(whole), whole)
+    assert same(back(whole), resolved(whole))
     for bare in (None, 3, "text", [], (1, 2), torch.arange(3), float("nan")):
         assert same(back(bare), bare)
 
@@ -90,42 +89,6 @@ def test_what_is_dense_in_no_order_comes_back_dense_in_the_order_it_had():
     assert found.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_an_optimizers_state_continues_it_bit_for_bit():
-    torch.manual_seed(0)
-    models = [nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
-
-    def step(which: int, seed: int) -> None:
-        images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
-        models[which](images).square().sum().backward()
-        optimizers[which].step()
-        optimizers[which].zero_grad()
-
-    step(0, 1)
-    data = as_file({"model": models[0].state_dict(), "optimizer": optimizers[0].state_dict()})
-    step(0, 2)
-    found = read_tree(data, CPU)
-    models[1].load_state_dict(found["model"])
-    optimizers[1].load_state_dict(found["optimizer"])
-    step(1, 2)
-    assert same(dict(models[0].state_dict()), dict(models[1].state_dict()))
-
-
-def test_states_of_generators_round_trip():
-    torch.manual_seed(5)
-    numpy = np.random.Generator(np.random.PCG64(3))
-    python = random.Random(7)
-    found = back([torch.get_rng_state(), numpy.bit_generator.state, python.getstate()])
-    expected = [torch.rand(3), numpy.random(3), python.random()]
-    torch.set_rng_state(found[0])
-    numpy.bit_generator.state = found[1]
-    python.setstate(found[2])
-    assert torch.equal(torch.rand(3), expected[0])
-    assert (numpy.random(3) == expected[1]).all()
-    assert python.random() == expected[2]
-
-
 def test_any_reader_of_safetensors_finds_the_tensors_by_their_paths():
     tree = {"model": {"conv.weight": torch.randn(4, 3, 2, 2), "scale": torch.tensor(2.0)}, "steps": [torch.arange(3)]}
     found = load(as_file(tree))
@@ -163,9 +126,8 @@ def test_one_buffer_serves_trees_of_all_sizes_one_after_another():
     ],
 )
 def test_what_json_and_safetensors_cannot_hold_is_refused_with_its_path(tree: Any, sentence: str):
-    with pytest.raises(TypeError) as error:
+    with pytest.raises(TypeError, match=re.escape(sentence)):
         as_file(tree)
-    assert sentence in str(error.value)
 
 
 def test_a_file_that_holds_no_tree_is_told_from_one_that_does():

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import struct
 import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from imagenet_fast.checkpoint import Checkpoint, CheckpointWriter, Stamp
+from imagenet_fast.checkpoint import Checkpoint, CheckpointWriter, Stamp, newest
 from imagenet_fast.distributed.rank_info import RankInfo
 
 ALONE = RankInfo(0, 1, 0, 1)
@@ -32,6 +34,18 @@ def saved(root: Path, *steps: int, keep: int = 9, **stamped: Any) -> None:
     with CheckpointWriter(root, ALONE, keep=keep) as writer:
         for step in steps:
             writer.save(stamp(step, **stamped), state(step), state(step, rank=1))
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def found_step(root: Path) -> int:
+    """Of the newest, which is as it was saved."""
+    found = newest(root)
+    assert found is not None
+    assert is_that_of(found, found.manifest.step)
+    return found.manifest.step
 
 
 def is_that_of(checkpoint: Checkpoint, step: int) -> bool:
@@ -101,5 +115,7 @@ def hostile() -> dict[Any, Any]:
         "transposed": torch.randn(5, 7).t(),
         "permuted": torch.randn(2, 3, 4, 5).permute(2, 0, 3, 1),
         "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+        "generators": [torch.get_rng_state(), np.random.PCG64(3).state, random.Random(7).getstate()],
+        "optimizer": {"state": {0: {"step": torch.tensor(1.0)}}, "param_groups": [{"betas": (0.9, 0.99)}]},
         "tied": [tied, tied, tied.detach(), tied.view(3, 4), tied.t(), tied[1:]],
     }  # fmt: skip

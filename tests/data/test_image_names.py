@@ -13,12 +13,10 @@ from imagenet_fast.data.format_detection import find_split, open_training
 from imagenet_fast.data.image_names import SUFFIXES, is_class_name, is_image_name
 from imagenet_fast.data.imagefolder import check_folders, scan, scan_training
 from imagenet_fast.data.prepare.prepare import prepare, report
-from imagenet_fast.data.prepare.staging_dir import Settings
 from imagenet_fast.data.verify import summary, verify
 from imagenet_fast.errors import UserError
-from tests.data.encoded import BLOBS, JPEG, encoded
-
-WHOLE = Settings(format="folder", resize=None, quality=None)
+from tests.data.encoded import BLOBS, encoded
+from tests.data.small import WHOLE, put, put_classes
 
 IMAGES = ["1.jpg", "2.JPEG", "3.Png", "4.jfif", "5.tif", "6.TIFF", "7.gif", "8.avif", "9.ppm", "a b%s.jpg", "-rf.jpe"]
 IMAGES += [".hidden.jpg", "é\n.webp", "日本.BMP", os.fsdecode(b"\xff.jpg")]
@@ -40,13 +38,6 @@ def source(tmp_path: Path) -> Path:
             put(root / split / name, "1.jpg")
         put(root / split, ".DS_Store", "Thumbs.db")
     return root
-
-
-def put(folder: Path, *names: str) -> None:
-    """Images in ``folder``, whatever they are called."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        (folder / name).write_bytes(JPEG)
 
 
 def there(root: Path) -> set[str]:
@@ -80,9 +71,8 @@ def test_every_suffix_of_an_image_is_read_by_the_loaders(tmp_path: Path):
     kinds = {".jpe": "JPEG", ".jpg": "JPEG", ".jfif": "JPEG", ".tif": "TIFF", ".pgm": "PPM"}
     for split in ("train", "val"):
         for suffix in SUFFIXES:
-            put(tmp_path / split / "all", f"1{suffix}")
             kind = kinds.get(suffix, suffix[1:].upper())
-            (tmp_path / split / "all" / f"1{suffix}").write_bytes(encoded(BLOBS, kind))
+            put(tmp_path / split / "all", f"1{suffix}", content=encoded(BLOBS, kind))
     assert len(open_training(tmp_path)) == len(SUFFIXES)
     found = verify(tmp_path)
     assert not found.bad
@@ -100,9 +90,7 @@ def test_folders_of_a_system_beside_shards_are_no_split(tmp_path: Path):
 
 
 def nested(root: Path) -> Path:
-    for split in ("train", "val"):
-        put(root / split / "cat", "1.jpg")
-        put(root / split / "dog", "1.jpg")
+    put_classes(root, "cat", "dog")
     put(root / "train/dog/more", "2.jpg", "3.PNG", "notes.txt")
     put(root / "train/dog/more/folder.jpg", "4.gif")
     put(root / "elsewhere", "5.jpg")
@@ -127,25 +115,20 @@ def test_prepare_counts_images_in_nested_folders_and_beside_classes(tmp_path: Pa
     }  # fmt: skip
 
 
-def test_prepare_names_folders_that_are_no_classes(source: Path, tmp_path: Path):
+def test_prepare_names_folders_that_are_no_classes_and_counts_files_that_are_no_images(source: Path, tmp_path: Path):
     prepared = prepare(source, tmp_path / "out", WHOLE, subset=True)
     assert set(prepared.record.hidden) == {f"{split}/{name}" for split in ("train", "val") for name in NO_CLASSES}
-    (line,) = (line for line in report(prepared, tmp_path / "out") if "no classes" in line)
-    assert line.startswith("left out, as hidden folders and those of systems are no classes: train/$RECYCLE.BIN, ")
-
-
-def test_prepare_counts_files_that_are_no_images(source: Path, tmp_path: Path):
-    prepared = prepare(source, tmp_path / "out", WHOLE, subset=True)
-    (line,) = (line for line in report(prepared, tmp_path / "out") if "no images" in line)
-    assert f" and {2 * len(CLASSES) * len(NO_IMAGES) - 3} more" in line
     assert "photo.heic" in prepared.record.splits["train"]["cat"].left_out
+    lines = list(report(prepared, tmp_path / "out"))
+    (line,) = (line for line in lines if "no classes" in line)
+    assert line.startswith("left out, as hidden folders and those of systems are no classes: train/$RECYCLE.BIN, ")
+    (line,) = (line for line in lines if "no images" in line)
+    assert f" and {2 * len(CLASSES) * len(NO_IMAGES) - 3} more" in line
 
 
 def test_a_class_whose_images_all_lie_deeper_is_refused_with_their_number(tmp_path: Path):
     """As Tiny ImageNet is."""
-    root = tmp_path / "source"
-    for split in ("train", "val"):
-        put(root / split / "cat", "1.jpg")
+    root = put_classes(tmp_path / "source", "cat")
     put(root / "train/dog/images", "1.jpg", "2.jpg")
     told = r"train/dog holds no images .*2 lie in folders inside it, as images/1\.jpg; move them up into .*train/dog"
     for look in (scan_training, check_folders):
@@ -179,9 +162,8 @@ def test_verify_counts_what_it_passes_over(tmp_path: Path):
 
 
 def test_verify_prints_names_that_are_no_text(tmp_path: Path):
-    for split in ("train", "val"):
-        put(tmp_path / split / "cat", "1.jpg")
-    (tmp_path / "train/cat" / os.fsdecode(b"\xff.jpg")).write_bytes(b"")
+    put_classes(tmp_path, "cat")
+    put(tmp_path / "train/cat", os.fsdecode(b"\xff.jpg"), content=b"")
     done = CliRunner().invoke(app, ["data", "verify", "--data", str(tmp_path)], catch_exceptions=False)
     assert done.exit_code == 0
     assert r"bad: 1 empty, such as train/cat/\xff.jpg" in done.stdout
@@ -192,9 +174,7 @@ def test_verify_prints_names_that_are_no_text(tmp_path: Path):
 
 @pytest.mark.parametrize("out", [".", "out", "train", "train/cat/out", "../link/out", "../source/../source/out"])
 def test_prepare_does_not_write_into_its_source(tmp_path: Path, out: str):
-    root = tmp_path / "source"
-    for split in ("train", "val"):
-        put(root / split / "cat", "1.jpg")
+    root = put_classes(tmp_path / "source", "cat")
     (tmp_path / "link").symlink_to(root)
     before = sorted(root.rglob("*"))
     for source in (root, tmp_path / "link"):

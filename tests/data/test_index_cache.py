@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import multiprocessing
 import os
 import random
+import resource
 import shutil
-import subprocess
-import sys
+import signal
 import time
 from concurrent.futures import ProcessPoolExecutor
 from itertools import repeat
@@ -24,6 +25,8 @@ from imagenet_fast.data.formats.index_cache import Index, Kind, load_or_build_in
 from imagenet_fast.data.formats.shard_writer import Sample, write_records, write_tar
 from imagenet_fast.data.imagefolder import check_folders, check_validation, scan_training, scan_validation
 from imagenet_fast.errors import UserError
+from tests.data.small import Damage, cut, overwritten, put, put_classes
+from tests.ranks import run
 
 KIND = Kind("test", {"numbers": "<i8"})
 NAME = ".imagenet-fast-train.index"
@@ -55,25 +58,24 @@ def test_an_index_is_made_once(tmp_path: Path):
     assert {path.name for path in tmp_path.iterdir()} == {"a.data", NAME}
 
 
-@pytest.mark.parametrize("change", ["size", "time", "name", "more", "fewer"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda root: (root / "a.data").write_text("12"), id="size"),
+        pytest.param(lambda root: (root / "a.data").write_text("2"), id="time"),
+        pytest.param(lambda root: (root / "a.data").rename(root / "c.data"), id="name"),
+        pytest.param(lambda root: (root / "c.data").touch(), id="more"),
+        pytest.param(lambda root: (root / "a.data").unlink(), id="fewer"),
+    ],
+)
 def test_where_files_have_changed_it_is_made_anew_with_a_line(
-    tmp_path: Path, change: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, change: Damage, capsys: pytest.CaptureFixture[str]
 ):
     for name in "ab":
         (tmp_path / f"{name}.data").write_text("1")
     kept(tmp_path)
     assert capsys.readouterr().err == ""
-    match change:
-        case "size":
-            (tmp_path / "a.data").write_text("12")
-        case "time":
-            (tmp_path / "a.data").write_text("2")
-        case "name":
-            (tmp_path / "a.data").rename(tmp_path / "c.data")
-        case "more":
-            (tmp_path / "c.data").touch()
-        case "fewer":
-            (tmp_path / "a.data").unlink()
+    change(tmp_path)
     assert kept(tmp_path, fill=2) == kept(tmp_path, fill=3) == [2] * 100
     said = capsys.readouterr().err
     assert said.count("\n") == 1
@@ -87,16 +89,17 @@ def test_whatever_lies_in_its_place_is_believed_only_if_it_is_whole(tmp_path: Pa
     place = tmp_path / NAME
     whole = place.read_bytes()
     drawn = random.Random(0)
-    others = [whole[:cut] for cut in (0, 1, 30, len(whole) // 2, len(whole) - 1)]
-    others += [b"garbage", bytes(2000), whole[100:], b"PK\x03\x04" + bytes(90)]
-    for _ in range(40):
-        at = drawn.randrange(len(whole))
-        others.append(whole[:at] + bytes([whole[at] ^ 1 << drawn.randrange(8)]) + whole[at + 1 :])
-    np.save(tmp_path / "array.npy", np.arange(3))
-    others.append((tmp_path / "array.npy").read_bytes())
-    np.savez(tmp_path / "other.npz", about=np.frombuffer(b"[]", np.uint8), numbers=np.arange(3))
-    others.append((tmp_path / "other.npz").read_bytes())
-    for content in others:
+    for damage in (cut(0), cut(1), cut(30), cut(len(whole) // 2), cut(-1), *(
+        overwritten(at, bytes([whole[at] ^ 1 << drawn.randrange(8)]))
+        for at in (drawn.randrange(len(whole)) for _ in range(40))
+    )):  # fmt: skip
+        place.write_bytes(whole)
+        damage(place)
+        assert kept(tmp_path, fill=1) == [1] * 100
+    array, other = io.BytesIO(), io.BytesIO()
+    np.save(array, np.arange(3))
+    np.savez(other, about=np.frombuffer(b"[]", np.uint8), numbers=np.arange(3))
+    for content in (b"garbage", bytes(2000), whole[100:], b"PK" + bytes(90), array.getvalue(), other.getvalue()):
         place.write_bytes(content)
         assert kept(tmp_path, fill=1) == [1] * 100
     place.write_bytes(whole)
@@ -138,7 +141,7 @@ def test_where_nothing_can_be_kept_the_data_is_read_all_the_same(
     assert kept(tmp_path, fill=3) == [3] * 100
 
 
-def test_nothing_is_kept_of_an_index_whose_making_fails(tmp_path: Path):
+def test_nothing_is_kept_of_an_index_whose_making_fails_or_is_killed(tmp_path: Path):
     def make() -> Index:
         raise UserError("a bad shard")
 
@@ -146,7 +149,7 @@ def test_nothing_is_kept_of_an_index_whose_making_fails(tmp_path: Path):
         with pytest.raises(UserError, match="a bad shard"):
             load_or_build_index(tmp_path, "train", KIND, list, make)
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / f"{NAME}.partial").write_text("of one that was killed")
+    (tmp_path / f"{NAME}.partial").touch()
     assert kept(tmp_path) == [1] * 100
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
 
@@ -162,6 +165,7 @@ def _race(root: Path, log: Path, number: int) -> list[int]:
     return load_or_build_index(root, "train", KIND, lambda: stamps_of(root, files), make).columns["numbers"].tolist()
 
 
+@pytest.mark.ci
 def test_one_process_of_many_makes_it_and_the_others_wait(tmp_path: Path):
     """First with nothing there, then with what has become stale."""
     data = tmp_path / "data"
@@ -178,38 +182,30 @@ def test_one_process_of_many_makes_it_and_the_others_wait(tmp_path: Path):
 
 
 def test_a_listing_is_remembered_until_a_folder_changes(tmp_path: Path):
-    for name in ("cat", "dog"):
-        for split in ("train", "val"):
-            (tmp_path / split / name).mkdir(parents=True)
-            (tmp_path / split / name / "1.jpg").touch()
+    put_classes(tmp_path, "cat", "dog")
     before = scan_training(tmp_path)
     written = (tmp_path / NAME).stat().st_ino
     assert scan_training(tmp_path).names == before.names
     assert (tmp_path / NAME).stat().st_ino == written
-    changes = (
-        lambda: (tmp_path / "train" / "dog" / "0.jpg").touch(),
-        lambda: (tmp_path / "train" / "cat" / "1.jpg").rename(tmp_path / "train" / "dog" / "2.jpg"),
-        lambda: shutil.copytree(tmp_path / "train" / "dog", tmp_path / "train" / "bird"),
-        lambda: shutil.rmtree(tmp_path / "train" / "dog") or shutil.rmtree(tmp_path / "val" / "dog"),
-    )
-    expected = (["cat/1", "dog/0", "dog/1"], None, ["bird/0", "bird/1", "bird/2"], ["bird/0", "bird/1", "bird/2"])
-    for number, (change, names) in enumerate(zip(changes, expected, strict=True)):
-        change()
-        if number == 1:
-            with pytest.raises(UserError, match="cat holds no images"):
-                scan_training(tmp_path)
-            (tmp_path / "train" / "cat" / "3.jpg").touch()
-            names = ["cat/3", "dog/0", "dog/1", "dog/2"]
+
+    def listed() -> list[str]:
         train = scan_training(tmp_path)
         told = [str(Path(train.name(i)).relative_to(tmp_path / "train").with_suffix("")) for i in range(len(train))]
-        assert told[: len(names)] == names
         assert [train.classes[label] for label in train.labels] == [name.split("/")[0] for name in told]
+        return told
 
-
-def put(folder: Path, *names: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        (folder / name).touch()
+    (tmp_path / "train" / "dog" / "1.jpg").touch()
+    assert listed() == ["cat/0", "dog/0", "dog/1"]
+    (tmp_path / "train" / "cat" / "0.jpg").rename(tmp_path / "train" / "dog" / "2.jpg")
+    with pytest.raises(UserError, match="cat holds no images"):
+        scan_training(tmp_path)
+    (tmp_path / "train" / "cat" / "3.jpg").touch()
+    assert listed() == ["cat/3", "dog/0", "dog/1", "dog/2"]
+    shutil.copytree(tmp_path / "train" / "dog", tmp_path / "train" / "bird")
+    assert listed() == ["bird/0", "bird/1", "bird/2", "cat/3", "dog/0", "dog/1", "dog/2"]
+    for split in ("train", "val"):
+        shutil.rmtree(tmp_path / split / "dog")
+    assert listed() == ["bird/0", "bird/1", "bird/2", "cat/3"]
 
 
 def times(root: Path) -> dict[Path, tuple[int, int]]:
@@ -218,10 +214,7 @@ def times(root: Path) -> dict[Path, tuple[int, int]]:
 
 def test_a_copy_that_is_completed_with_its_old_times_is_listed_again(tmp_path: Path):
     """As rsync -a does it: the times of folders are those of the source, whatever came into them since."""
-    root = tmp_path / "data"
-    for split in ("train", "val"):
-        for name in ("cat", "dog"):
-            put(root / split / name, "1.jpg", "2.jpg")
+    root = put_classes(tmp_path / "data", "cat", "dog", train=2)
     before = times(root)
     assert len(scan_training(root)) == 4
     put(root / "train/cat", "3.jpg", "4.jpg")
@@ -248,9 +241,7 @@ def test_a_file_system_whose_times_lie_is_found_out_by_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """Some that lie over a network give every folder the same time."""
-    root = tmp_path / "data"
-    for split in ("train", "val"):
-        put(root / split / "cat", "1.jpg", "2.jpg")
+    root = put_classes(tmp_path / "data", "cat", train=2, val=2)
     monkeypatch.setattr(index_cache, "stamp_of", lambda name, stat: (name, 0, 0, 0))
     assert len(scan_training(root)) == len(scan_validation(root)) == 2
     check_folders(root)
@@ -268,9 +259,7 @@ def test_a_file_system_whose_times_lie_is_found_out_by_counts(
 
 
 def test_a_wrong_index_that_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    root = tmp_path / "data"
-    for split in ("train", "val"):
-        put(root / split / "cat", "1.jpg")
+    root = put_classes(tmp_path / "data", "cat")
     monkeypatch.setattr(index_cache, "stamp_of", lambda name, stat: (name, 0, 0, 0))
     scan_training(root)
     put(root / "train/cat", "2.jpg")
@@ -298,10 +287,7 @@ def test_an_index_of_before_is_made_anew(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_an_index_of_somebody_else_that_is_out_of_date_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """It is not used anyway, so it need not be removed."""
-    for split in ("train", "val"):
-        for number in range(3):
-            (tmp_path / split / "cat").mkdir(parents=True, exist_ok=True)
-            (tmp_path / split / f"cat/{number}.jpg").touch()
+    put_classes(tmp_path, "cat", train=3, val=3)
     scan_training(tmp_path)
     (tmp_path / "train/cat/0.jpg").unlink()
 
@@ -313,19 +299,18 @@ def test_an_index_of_somebody_else_that_is_out_of_date_is_passed_over(tmp_path: 
     assert len(scan_training(tmp_path)) == 2
 
 
+@pytest.mark.ci
 def test_a_disk_that_fills_up_while_an_index_is_written_ends_nothing(tmp_path: Path):
     """Also where the rest of a buffer is written only when the file is closed."""
-    for split in ("train", "val"):
-        (tmp_path / split / "cat").mkdir(parents=True)
-        for number in range(2000):
-            (tmp_path / split / f"cat/{number}.jpg").touch()
-    script = (
-        "import resource, signal, sys; from pathlib import Path\n"
-        "from imagenet_fast.data.imagefolder import scan_training\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
-        "print(len(scan_training(Path(sys.argv[1]))))"
-    )
-    done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "2000\n"), done.stderr
+    put_classes(tmp_path, "cat", train=2000)
+    assert run(1, _scan_beyond_a_limit, tmp_path, fresh=True) == [2000]
     assert not list(tmp_path.glob("*.partial"))
+
+
+def _scan_beyond_a_limit(root: Path) -> int:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    try:
+        return len(scan_training(root))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

@@ -2,57 +2,42 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterable
+import sys
 from itertools import islice
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
 
 from imagenet_fast.data import dali_loader
 from imagenet_fast.data.augmentation import augmentation_of
 from imagenet_fast.data.decode import EncodedImage, decode
-from imagenet_fast.data.imagefolder import scan_training
-from imagenet_fast.data.loaders import Loaders, build_loaders, open_loader
+from imagenet_fast.data.format_detection import Format
+from imagenet_fast.data.imagefolder import check_folders, check_validation, scan, scan_training, scan_validation
+from imagenet_fast.data.loaders import open_loader
 from imagenet_fast.data.sampler import TrainSampler
 from imagenet_fast.data.verify import verify
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
-from imagenet_fast.recipe.data_config import ImageData, SyntheticData
-from imagenet_fast.recipe.load import parse_recipe
-from tests.conftest import tables
-from tests.data.encoded import IMAGES, NOT_PILS
+from imagenet_fast.recipe.data_config import ImageData
+from tests.data.encoded import IMAGES, NOT_PILS, encoded
+from tests.data.small import ALONE, CPU, FORMATS, LOADERS, SYNTHETIC, collect, image_data, one_class, opened, put
 
-ALONE = Batching(ranks=1, micro_batch=8, accumulation=1)
-CPU = torch.device("cpu")
 BICUBIC = Image.Resampling.BICUBIC
-SYNTHETIC = SyntheticData(loader="synthetic", image_size=8, train_images=40, val_images=7, classes=3)
 
 
-def image_data(loader: str, **changes: object) -> ImageData:
-    table = {"dataset": "digits", "loader": loader, "image_size": 48, "resize": 56, "workers": 1, **changes}
-    data = parse_recipe("test", tables(data=table)).data
-    assert isinstance(data, ImageData)
-    return data
-
-
-def opened(root: Path, loader: str, seed: int = 1, **changes: object) -> Loaders:
-    return build_loaders(image_data(loader, **changes), root, ALONE, 0, 2, CPU, seed)
-
-
-def collect(batches: Iterable[tuple[Tensor, Tensor]], count: int) -> tuple[Tensor, Tensor]:
-    taken = list(islice(batches, count))
-    return torch.cat([images for images, _ in taken]), torch.cat([labels for _, labels in taken])
+def test_every_loader_and_format_there_is_is_met_here():
+    assert {*LOADERS} == {*get_args(ImageData.model_fields["loader"].annotation)}
+    assert {*FORMATS} == {*get_args(Format)}
 
 
 def test_both_loaders_show_the_same_pixels_where_nothing_is_random(image_dir: Path):
-    dali_loader, folder = opened(image_dir, "dali", augment=False), opened(image_dir, "folder", augment=False)
+    dali, folder = (opened(image_dir, loader, augment=False) for loader in LOADERS)
     for split, count in (("val", 1), ("train", 10)):
-        ours, ours_labels = collect(getattr(dali_loader, split), count)
+        ours, ours_labels = collect(getattr(dali, split), count)
         theirs, theirs_labels = collect(getattr(folder, split), count)
         assert torch.equal(ours_labels, theirs_labels)
         assert ours.shape == theirs.shape == (len(ours_labels), 3, 48, 48)
@@ -64,19 +49,18 @@ def test_both_loaders_show_the_same_middle_of_images_of_any_size(tmp_path: Path)
     """Where an odd number of pixels is too many, and where the longer side has a fraction of one."""
     random = np.random.default_rng(1)
     sizes = [(56, 56 + more) for more in range(8)] + [(80, 57), (113, 75), (40, 31), (56, 400), (9, 7), (300, 299)]
-    for part in ("train", "val"):
-        folder = tmp_path / part / "any"
-        folder.mkdir(parents=True)
-        for height, width in sizes:
-            grains = Image.fromarray(random.integers(0, 256, (height // 2, width // 2, 3), dtype=np.uint8))
-            grains.resize((width, height), BICUBIC).save(folder / f"{height} x {width}.png")
-    shown = [collect(opened(tmp_path, loader).next_evaluation(), 2)[0] for loader in ("dali", "folder")]
+    images = {}
+    for height, width in sizes:
+        grains = Image.fromarray(random.integers(0, 256, (height // 2, width // 2, 3), dtype=np.uint8))
+        images[f"{height} x {width}"] = encoded(grains.resize((width, height), BICUBIC), "PNG")
+    one_class(tmp_path, images)
+    shown = [collect(opened(tmp_path, loader).next_evaluation(), 2)[0] for loader in LOADERS]
     assert shown[0].shape == (len(sizes), 3, 48, 48)
     differences = (shown[0] - shown[1]).abs().mean((1, 2, 3))
     assert differences.max() < 0.03, differences
 
 
-@pytest.mark.parametrize("loader", ["dali", "folder", "synthetic"])
+@pytest.mark.parametrize("loader", [*LOADERS, "synthetic"])
 def test_images_leave_every_loader_as_bytes(image_dir: Path, loader: str):
     data, split = (SYNTHETIC, None) if loader == "synthetic" else (image_data(loader), scan_training(image_dir))
     images, labels = next(iter(open_loader(data, split, TrainSampler(40, ALONE, 0, seed=1), 1, CPU, seed=1)))
@@ -86,13 +70,13 @@ def test_images_leave_every_loader_as_bytes(image_dir: Path, loader: str):
     assert images.float().std() > 20
 
 
-@pytest.mark.parametrize("loader", ["dali", "folder", "synthetic"])
+@pytest.mark.parametrize("loader", [*LOADERS, "synthetic"])
 @pytest.mark.parametrize("micro_batch", [8, 3, 1])
 def test_every_batch_lies_in_channels_last_memory(image_dir: Path, loader: str, micro_batch: int):
     """A batch of one and the smaller batch that ends an evaluation too."""
     data = SYNTHETIC if loader == "synthetic" else image_data(loader)
     size = data.image_size
-    dataset = build_loaders(data, image_dir, Batching(1, micro_batch, 1), 0, 2, CPU, seed=1)
+    dataset = opened(image_dir, data, Batching(1, micro_batch, 1))
     batches = [next(dataset.train), next(dataset.train), *dataset.next_evaluation(), *dataset.next_evaluation()]
     assert len(batches[-1][0]) == (7 % micro_batch or micro_batch)
     for images, labels in batches:
@@ -111,15 +95,12 @@ def test_dali_and_folder_show_the_same_windows(image_dir: Path):
 
 
 @pytest.mark.parametrize("padding", [0, 2, 31])
-@pytest.mark.parametrize("loader", ["dali", "folder"])
+@pytest.mark.parametrize("loader", LOADERS)
 def test_a_padded_crop_is_of_numpys_reflected_image(tmp_path: Path, loader: str, padding: int):
     """Each crop is found, to the pixel, at one place of the padded image or of its mirror image."""
     random = np.random.default_rng(1)
     images = random.integers(0, 256, (8, 32, 35, 3), dtype=np.uint8)
-    for split in ("train", "val"):
-        (tmp_path / split / "all").mkdir(parents=True)
-        for number, image in enumerate(images):
-            Image.fromarray(image).save(tmp_path / split / "all" / f"{number}.png")
+    one_class(tmp_path, {f"{number}": encoded(Image.fromarray(image), "PNG") for number, image in enumerate(images)})
     data = image_data(loader, image_size=32, resize=32, crop="padded", crop_padding=padding)
     order = TrainSampler(8, ALONE, 0, seed=1)
     loaded = open_loader(data, scan_training(tmp_path), order, 1, CPU, seed=1)
@@ -142,8 +123,7 @@ def test_a_padded_crop_is_of_numpys_reflected_image(tmp_path: Path, loader: str,
 def test_dali_and_folder_show_the_same_padded_crops(image_dir: Path, sizes: list[list[int]]):
     """Of images that are resized first, and where images grow."""
     changes = {"crop": "padded", "crop_padding": 5, "sizes": sizes, "image_size": 48, "resize": 50}
-    ours, _ = collect(opened(image_dir, "dali", **changes).train, 10)
-    theirs, _ = collect(opened(image_dir, "folder", **changes).train, 10)
+    ours, theirs = (collect(opened(image_dir, loader, **changes).train, 10)[0] for loader in LOADERS)
     assert ours.shape == theirs.shape
     assert (ours - theirs).abs().mean((1, 2, 3)).max() < 0.03
 
@@ -155,37 +135,17 @@ def test_padding_beyond_an_image_is_refused():
         image_data("folder", crop="padded", crop_padding=42, sizes=[[1, 36]])
 
 
-def odd_images(root: Path) -> Path:
-    """What lies in real folders beside plain JPEGs, as many as make an epoch; names with spaces and accents."""
-    random = np.random.default_rng(1)
-    pixels = Image.fromarray(random.integers(0, 256, (6, 6, 3), dtype=np.uint8)).resize((120, 80), BICUBIC)
-    turned = Image.Exif()
-    turned[0x0112] = 6  # to be shown turned by a quarter, which neither loader does
-    folder = root / "train" / "of every kind"
-    folder.mkdir(parents=True)
-    pixels.save(folder / "turned.jpg", quality=95, exif=turned)
-    pixels.convert("CMYK").save(folder / "cmyk.jpg", quality=95)
-    pixels.convert("L").save(folder / "grey.jpg", quality=95)
-    pixels.save(folder / "a png named.JPEG", "PNG")
-    pixels.quantize(32).save(folder / "palette é.png")
-    pixels.save(folder / "bitmap.bmp")
-    pixels.resize((300, 9), BICUBIC).save(folder / "strip.png")
-    pixels.resize((1, 1), BICUBIC).save(folder / "pixel.png")
-    pixels.save(folder / "progressive.jpg", quality=95, progressive=True, subsampling=2)
-    shutil.copytree(root / "train", root / "val")
-    return root
+ODD = [
+    "turned", "cmyk", "grey", "png", "palette", "bitmap", "strip", "pixel", "progressive", "transparent", "deep colour"
+]  # fmt: skip
 
 
 def test_odd_images_too_are_cropped_alike(tmp_path: Path):
-    root = odd_images(tmp_path)
-    nine = Batching(ranks=1, micro_batch=9, accumulation=1)
-    datasets = [build_loaders(image_data(loader), root, nine, 0, 2, CPU, seed=1) for loader in ("dali", "folder")]
-    for order, (ours, _), (theirs, _) in islice(
-        zip(datasets[0].train_order, *(d.train for d in datasets), strict=True), 6
-    ):
-        names = sorted(path.name for path in (root / "train" / "of every kind").iterdir())
+    root = one_class(tmp_path, {name: IMAGES[name] for name in ODD})
+    dali, folder = (opened(root, loader, Batching(1, len(ODD), 1)) for loader in LOADERS)
+    for order, (ours, _), (theirs, _) in islice(zip(dali.train_order, dali.train, folder.train, strict=True), 6):
         for index, one, other in zip(order.images, ours, theirs, strict=True):
-            assert (one - other).abs().mean() < 0.03, names[index]
+            assert (one - other).abs().mean() < 0.03, sorted(ODD)[index]
 
 
 @pytest.mark.parametrize(
@@ -196,14 +156,12 @@ def test_loader_resumes_at_a_step_on_any_ranks(image_dir: Path, loader: str, cha
     """Three epochs of 3 steps on one rank; steps 4 to 8 again on one, on two and on three, with other workers."""
     data = SYNTHETIC if loader == "synthetic" else image_data(loader, **changes)
     alone = Batching(ranks=1, micro_batch=2, accumulation=6)
-    whole = list(islice(build_loaders(data, image_dir, alone, 0, 2, CPU, seed=1).train, 9 * 6))
+    whole = list(islice(opened(image_dir, data, alone).train, 9 * 6))
     if loader != "synthetic":
         data = image_data(loader, workers=2, **changes)
     for ranks in (1, 2, 3):
         batching = Batching(ranks, 2, 6 // ranks)
-        trains = [
-            build_loaders(data, image_dir, batching, rank, 2, CPU, 1, first_step=4).train for rank in range(ranks)
-        ]
+        trains = [opened(image_dir, data, batching, rank, first_step=4).train for rank in range(ranks)]
         expected = iter(whole[4 * 6 :])
         for _ in range(5):
             for train in trains:
@@ -214,23 +172,23 @@ def test_loader_resumes_at_a_step_on_any_ranks(image_dir: Path, loader: str, cha
     assert not torch.equal(whole[0][0], whole[1][0])
 
 
-@pytest.mark.parametrize("loader", ["dali", "folder"])
+@pytest.mark.parametrize("loader", LOADERS)
 def test_the_same_seed_shows_the_same_pixels_again_and_another_does_not(image_dir: Path, loader: str):
     """Whatever the size of a batch: what is cropped is chosen image by image."""
     first, _ = collect(opened(image_dir, loader).train, 10)
     other, _ = collect(opened(image_dir, loader, seed=2).train, 10)
     assert not torch.equal(first, other)
-    fives = build_loaders(image_data(loader), image_dir, Batching(1, 5, 1), 0, 2, CPU, seed=1).train
+    fives = opened(image_dir, loader, Batching(1, 5, 1)).train
     assert torch.equal(first, collect(fives, 16)[0])
 
 
 def test_dali_ends_though_it_has_read_ahead(image_dir: Path):
     """Its threads decode, and ours read, also while the loader goes."""
-    for taken in range(20):
+    for taken in range(6):
         collect(opened(image_dir, "dali", workers=2).train, 1 + taken % 3)
 
 
-@pytest.mark.parametrize("loader", ["dali", "folder"])
+@pytest.mark.parametrize("loader", LOADERS)
 def test_evaluations_follow_one_another_and_show_every_image_once(image_dir: Path, loader: str):
     dataset = opened(image_dir, loader)
     for _ in range(2):
@@ -240,7 +198,7 @@ def test_evaluations_follow_one_another_and_show_every_image_once(image_dir: Pat
 
 
 def test_synthetic_images_belong_to_their_labels():
-    dataset = build_loaders(SYNTHETIC, None, ALONE, 0, 2, CPU, seed=1)
+    dataset = opened(None, SYNTHETIC)
     (images, labels), (more, more_labels) = next(dataset.train), next(dataset.train)
     assert images.shape == (8, 3, 8, 8)
     assert labels.max() < 3
@@ -254,28 +212,19 @@ def test_synthetic_images_belong_to_their_labels():
 
 def test_a_batch_beyond_the_data_set_is_refused(image_dir: Path):
     with pytest.raises(UserError, match="40 images, fewer than one global batch of 64"):
-        build_loaders(image_data("dali"), image_dir, Batching(2, 32, 1), 0, 2, CPU, 1)
+        opened(image_dir, "dali", Batching(2, 32, 1))
 
 
 def test_a_missing_dali_is_named_with_the_way_round(image_dir: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(__import__("sys").modules, "nvidia.dali", None)
+    monkeypatch.setitem(sys.modules, "nvidia.dali", None)
     with pytest.raises(UserError, match=r"DALI is not installed; .* --set data.loader=folder"):
         opened(image_dir, "dali")
-
-
-def folder_of(root: Path, contents: dict[str, bytes], copies: int = 1) -> Path:
-    for split in ("train", "val"):
-        (root / split / "all").mkdir(parents=True)
-        for name, content in contents.items():
-            for copy in range(copies):
-                (root / split / "all" / f"{name} {copy}.jpg").write_bytes(content)
-    return root
 
 
 @pytest.mark.parametrize("on_bad_image", ["fail", "skip"])
 def test_both_loaders_and_verify_agree_on_what_can_be_read(tmp_path: Path, on_bad_image: str):
     everything = {**IMAGES, **NOT_PILS}
-    root = folder_of(tmp_path, everything)
+    root = one_class(tmp_path, everything)
     assert not verify(root).bad
     shown = []
     for loader in ("dali", "folder"):
@@ -289,7 +238,8 @@ def test_dali_is_given_pixels_of_what_it_cannot_decode(
     tmp_path: Path, augment: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     """Whatever that is: here nothing is found out about it beforehand."""
-    root = folder_of(tmp_path, {name: IMAGES[name] for name in ("jpeg", "png", "a wrong sum of pixels", "gif")}, 4)
+    names = ("jpeg", "png", "a wrong sum of pixels", "gif")
+    root = one_class(tmp_path, {f"{name} {copy}": IMAGES[name] for name in names for copy in range(4)})
     expected, _ = collect(opened(root, "dali", augment=augment).train, 12)
     assert "warning" not in capfd.readouterr().err
     monkeypatch.setattr(
@@ -304,10 +254,7 @@ def test_dali_is_given_pixels_of_what_it_cannot_decode(
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (
-            "Error in mixed operator: CUDA out of memory\nmore",
-            "DALI found no memory left on the node (Error in mixed",
-        ),
+        ("Error in mixed operator: CUDA out of memory\nmore", "DALI found no memory left on the node (Error in mixed"),
         ("std::bad_alloc", "(std::bad_alloc); take a smaller data.prefetch (2 now) or fewer images a batch"),
         ("CUDA runtime API error cudaErrorECCUncorrectable (214)", "DALI cannot use the GPU (CUDA runtime API error"),
     ],
@@ -325,58 +272,29 @@ def test_what_is_no_fault_of_an_image_is_told_as_what_it_is(
     assert told in str(refusal.value)
 
 
-RefusedFolder = Callable[[Path], None]
-
-
-def _no_val(root: Path) -> None:
-    (root / "train" / "cat").mkdir(parents=True)
-
-
-def _no_classes(root: Path) -> None:
-    (root / "train").mkdir()
-    (root / "val").mkdir()
-
-
-def _strange_class(root: Path) -> None:
-    for split, name in (("train", "cat"), ("val", "dog")):
-        (root / split / name).mkdir(parents=True)
-
-
-def _empty_class(root: Path) -> None:
-    for split in ("train", "val"):
-        (root / split / "cat").mkdir(parents=True)
-        (root / split / "cat" / "notes.txt").write_text("no image")
-
-
 @pytest.mark.parametrize(
-    ("make", "sentence"),
+    ("files", "sentence"),
     [
-        (lambda root: root.rmdir(), "there is no data directory .*; give one with --data"),
-        (_no_val, "has no folder val"),
-        (_no_classes, "train has no class folders"),
-        (_strange_class, "val has 1 class.* that train lacks, the first 'dog'"),
-        (_empty_class, "train/cat holds no images"),
+        (None, "there is no data directory .*; give one with --data"),
+        (["train/cat/1.jpg"], "has no folder val"),
+        (["train/stray.jpg", "val/stray.jpg"], "train has no class folders"),
+        (["train/cat/1.jpg", "val/dog/1.jpg"], "val has 1 class.* that train lacks, the first 'dog'"),
+        (["train/cat/notes.txt", "val/cat/notes.txt"], "train/cat holds no images"),
     ],
 )
-def test_a_folder_that_cannot_be_trained_on_is_refused(make: RefusedFolder, sentence: str, tmp_path: Path):
-    from imagenet_fast.data.imagefolder import check_folders, scan
-
-    root = tmp_path / "data"
-    root.mkdir()
-    make(root)
+def test_a_folder_that_cannot_be_trained_on_is_refused(files: list[str] | None, sentence: str, tmp_path: Path):
+    for file in files or []:
+        put((tmp_path / "data" / file).parent, Path(file).name)
     for look in (check_folders, scan):
         with pytest.raises(UserError, match=sentence):
-            look(root)
+            look(tmp_path / "data")
 
 
 def test_validation_alone_numbers_its_own_classes(tmp_path: Path):
-    from imagenet_fast.data.imagefolder import check_validation, scan_validation
-
     with pytest.raises(UserError, match="has no folder val"):
         check_validation(tmp_path)
     for name in ("dog", "cat"):
-        (tmp_path / "val" / name).mkdir(parents=True)
-        (tmp_path / "val" / name / "1.png").touch()
+        put(tmp_path / "val" / name, "1.png")
     check_validation(tmp_path)
     assert scan_validation(tmp_path).labels.tolist() == [0, 1]
     for name in ("dog", "cat", "bird"):

@@ -9,12 +9,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
-from imagenet_fast.data.loaders import build_loaders
 from imagenet_fast.recipe.batching import Batching
-from imagenet_fast.recipe.data_config import ImageData
 from tests.conftest import make_images
+from tests.data.small import opened
 from tests.ranks import run
 
 EPOCHS = 20
@@ -28,9 +26,7 @@ SLACK = 10e6
 
 def resident(root: str, loader: str, cache: str) -> list[int]:
     """Bytes after each of many epochs, each with its evaluation."""
-    table = {"dataset": "digits", "loader": loader, "image_size": 64, "resize": 72, "cache": cache}
-    data = ImageData.model_validate(table)
-    dataset = build_loaders(data, Path(root), Batching(1, BATCH, 1), 0, 2, torch.device("cpu"), seed=1)
+    dataset = opened(Path(root), loader, Batching(1, BATCH, 1), image_size=64, resize=72, workers=0, cache=cache)
     after = []
     for _ in range(EPOCHS):
         deque(islice(dataset.train, TRAIN // BATCH), maxlen=0)

@@ -9,12 +9,9 @@ from itertools import count, islice
 from pathlib import Path
 
 import pytest
-import torch
 
-from imagenet_fast.data.loaders import build_loaders
 from imagenet_fast.data.prefetch import Job, prefetched
-from imagenet_fast.recipe.batching import Batching
-from imagenet_fast.recipe.data_config import ImageData
+from tests.data.small import LOADERS, opened
 
 
 def fill(batch: list[int], place: int, value: int) -> Job:
@@ -89,10 +86,9 @@ def test_threads_end_when_iterator_is_dropped(threads: Callable[[], int]):
     assert len(steps) < 50_000
 
 
-@pytest.mark.parametrize("loader", ["folder", "dali"])
+@pytest.mark.parametrize("loader", LOADERS)
 def test_a_loader_that_is_dropped_leaves_no_thread_that_reads(image_dir: Path, loader: str, threads: Callable[[], int]):
-    data = ImageData.model_validate({"dataset": "digits", "loader": loader, "image_size": 32, "resize": 32})
-    dataset = build_loaders(data, image_dir, Batching(1, 4, 1), 0, 2, torch.device("cpu"), seed=1)
+    dataset = opened(image_dir, loader)
     next(dataset.train)
     list(dataset.next_evaluation())
     assert threads() >= 2

@@ -10,32 +10,15 @@ import pytest
 import torch
 
 from imagenet_fast.data.augmentation import augmentation_of
-from imagenet_fast.data.loaders import Loaders, build_loaders
 from imagenet_fast.data.sampler import BatchIndices, EvalSampler, TrainSampler, resolution
 from imagenet_fast.errors import UserError
-from imagenet_fast.recipe.batching import Batching
-from imagenet_fast.recipe.data_config import ImageData
-from imagenet_fast.recipe.load import parse_recipe
-from tests.conftest import tables
+from tests.data.small import ALONE, LOADERS, image_data, opened
 
-ALONE = Batching(ranks=1, micro_batch=8, accumulation=1)
-CPU = torch.device("cpu")
 GROWING = {"sizes": [[1, 36], [2, 40]], "eval_size": 52}
 
 
-def image_data(loader: str = "folder", **changes: object) -> ImageData:
-    table = {"dataset": "digits", "loader": loader, "image_size": 48, "resize": 56, "workers": 1, **changes}
-    data = parse_recipe("test", tables(data=table, model={"kind": "resnet18"})).data
-    assert isinstance(data, ImageData)
-    return data
-
-
-def opened(root: Path, loader: str, first_step: int = 0, **changes: object) -> Loaders:
-    return build_loaders(image_data(loader, **changes), root, ALONE, 0, 2, CPU, 1, first_step)
-
-
 @pytest.mark.parametrize("augment", [True, False])
-@pytest.mark.parametrize("loader", ["dali", "folder"])
+@pytest.mark.parametrize("loader", LOADERS)
 def test_progressive_sizes_and_eval_size(image_dir: Path, loader: str, augment: bool):
     dataset = opened(image_dir, loader, augment=augment, **GROWING)
     each = dataset.train_order.steps_per_epoch
@@ -90,7 +73,7 @@ def test_every_size_on_the_way_is_known_before():
     assert data.training_sizes == {100, 128, 160, 192}
 
 
-@pytest.mark.parametrize("loader", ["dali", "folder"])
+@pytest.mark.parametrize("loader", LOADERS)
 def test_both_loaders_grow_images_within_an_epoch(image_dir: Path, loader: str):
     dataset = opened(image_dir, loader, sizes=[[1, 36], [2, 48]], size_multiple=4)
     assert [images.shape[2] for images, _ in islice(dataset.train, 6)] == [36, 40, 40, 44, 44, 48]
@@ -106,7 +89,7 @@ def test_alexnets_own_windows_are_squares_from_the_middle_square():
     assert chance.window(1, 1, [0.5, 0.5]) == (0, 0, 1, 1)
 
 
-@pytest.mark.parametrize("loader", ["dali", "folder"])
+@pytest.mark.parametrize("loader", LOADERS)
 def test_mixed_images_come_with_shares_of_their_classes(image_dir: Path, loader: str):
     dataset = opened(image_dir, loader, mixup=0.4, cutmix=1.0)
     for images, labels in islice(dataset.train, 6):

@@ -18,25 +18,28 @@ def test_two_ranks_measure_what_is_between_them_and_tell_the_same():
 
 def _measure() -> None:
     rank = dist.get_rank()
-    here = tests.world(rank, 2)
-    notes = gather_results([CheckResult("torch", "ok", "2.15")] if rank == 0 else [], here, "a")
+    notes = gather_results([CheckResult("torch", "ok", "2.15")] if rank == 0 else [], tests.world(), "a")
     assert [(note.about, note.state) for note in notes] == [("torch", "ok"), ("all-reduce", "ok")]
     assert "Gbit/s" in notes[-1].said
 
-    # As if each were a node of its own, of one name: they are told apart all the same.
-    apart = tests.world(rank, 2, 0, 1)
-    notes = gather_results([CheckResult("torch", "ok", f"2.1{rank}")], apart, "same")
+
+def test_nodes_of_one_name_are_told_apart():
+    run(2, _measure_apart)
+
+
+def _measure_apart() -> None:
+    rank = dist.get_rank()
+    notes = gather_results([CheckResult("torch", "ok", f"2.1{rank}")], tests.world(local_rank=0, local_size=1), "same")
     assert [(n.about, n.host) for n in notes[:2]] == [("torch", "same"), ("torch", "same (1)")]
     assert [(n.about, n.state) for n in notes[2:]] == [("all-reduce", "ok"), ("clocks", "ok")]
 
 
 def test_one_rank_alone_has_nobody_to_measure():
-    run(1, _alone)
+    assert run(1, _alone) == [[CheckResult("all-reduce", "ok", "one rank alone needs none")]]
 
 
-def _alone() -> None:
-    (note,) = gather_results([], tests.world(0, 1), "a")
-    assert note == CheckResult("all-reduce", "ok", "one rank alone needs none")
+def _alone() -> list[CheckResult]:
+    return gather_results([], tests.world(), "a")
 
 
 def test_what_cards_promise_is_read_from_the_system(tmp_path: Path):

@@ -17,11 +17,26 @@ from imagenet_fast.doctor.loader_check import try_loaders
 from imagenet_fast.doctor.report import CheckResult
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.schema import Timeout
+from tests.data.small import one_class, put
 
 
-def found_by(name: str, findings: list[CheckResult]) -> CheckResult:
-    (found,) = [finding for finding in findings if finding.about == name]
+def examined(name: str, out: Path, data: Path | None = None, ranks: int = 1) -> CheckResult:
+    (found,) = [finding for finding in host_checks.examine(data, out, ranks, Timeout()) if finding.about == name]
     return found
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, *names: str, available: bool = False, cuda: str | None = "13.0") -> None:
+    """What torch sees; a card without a name does not answer."""
+
+    def properties(number: int) -> SimpleNamespace:
+        if not names[number]:
+            raise RuntimeError("CUDA error: unspecified launch failure\nmore")
+        return SimpleNamespace(name=names[number], total_memory=80 * 2**30)
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: available)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(names))
+    monkeypatch.setattr("torch.cuda.get_device_properties", properties)
+    monkeypatch.setattr("torch.version.cuda", cuda)
 
 
 def test_this_one_can_train_and_nothing_fails(tmp_path: Path):
@@ -36,18 +51,14 @@ def test_this_one_can_train_and_nothing_fails(tmp_path: Path):
 def test_untrainable_data_fails_with_trains_sentence(tmp_path: Path):
     data = tmp_path / "strange [name]"
     (data / "train" / "a").mkdir(parents=True)
-    found = found_by("data", host_checks.examine(data, tmp_path, 1, Timeout()))
+    found = examined("data", tmp_path, data)
     assert found.state == "fail"
     assert "has no folder val" in found.said
 
 
-def test_a_place_for_runs_need_not_exist_yet(tmp_path: Path):
-    found = found_by("runs", host_checks.examine(None, tmp_path / "not" / "yet", 1, Timeout()))
-    assert str(tmp_path) in found.said
-
-
-def test_more_ranks_than_cores_are_doubtful(tmp_path: Path):
-    assert found_by("cores", host_checks.examine(None, tmp_path, 10_000, Timeout())).state == "warn"
+def test_a_place_for_runs_need_not_exist_yet_and_more_ranks_than_cores_are_doubtful(tmp_path: Path):
+    assert str(tmp_path) in examined("runs", tmp_path / "not" / "yet").said
+    assert examined("cores", tmp_path, ranks=10_000).state == "warn"
 
 
 @pytest.mark.parametrize(
@@ -66,16 +77,36 @@ def test_what_would_end_a_run_before_our_own_time_outs_is_told(environment: dict
 
 
 @pytest.mark.parametrize(
-    ("driver", "cuda", "state"), [(None, None, "ok"), ("580.1", None, "fail"), ("470.9", "13.0", "fail")]
-)
-def test_a_driver_without_a_torch_for_it_fails(
-    driver: str | None, cuda: str | None, state: str, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.setattr("torch.version.cuda", cuda)
-    (found,) = host_checks._graphics(host_checks._Driver(driver))
-    assert found.state == state
+    ("cards", "available", "cuda", "driver", "found", "said"),
+    [
+        ([], False, None, (None,), {"GPU": "ok"}, ""),
+        ([], False, None, ("580.1",), {"GPU": "fail"}, "CPU build"),
+        ([], False, "13.0", ("470.9",), {"GPU": "fail"}, ""),
+        (["H100"] * 8, False, "13.0", (None,), {"GPU": "fail"}, "8"),
+        (["H100"] * 8, False, "13.0", ("570.1",), {"GPU": "fail"}, "8"),
+        ([], True, "13.0", ("580.1",), {"GPU": "fail"}, ""),
+        (["", "H100"], True, "13.0", ("580.1",), {"GPU 0": "fail", "GPU 1": "ok"}, "unspecified launch failure"),
+        (["H100"], True, "13.0", (None, "does not answer"), {"nvidia-smi": "warn", "GPU 0": "ok"}, ""),
+    ],
+    ids=["none", "torch-for-cpus", "old-driver", "nvml-counts", "cuda-does-not-start", "cuda-without-a-device",
+         "one-does-not-answer", "a-broken-smi-but-torch-sees-it"],
+)  # fmt: skip
+def test_gpus_fail_unless_there_are_none_or_all_answer(
+    cards: list[str], available: bool, cuda: str | None, driver: tuple[str | None, ...], found: dict[str, str],
+    said: str, monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    gpus(monkeypatch, *cards, available=available, cuda=cuda)
+    findings = list(host_checks._graphics(host_checks._Driver(*driver)))
+    assert {finding.about: finding.state for finding in findings} == found
+    assert said in findings[0].said
+
+
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_gpus_that_are_hidden_on_purpose_are_no_fault(hidden: str, monkeypatch: pytest.MonkeyPatch):
+    gpus(monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    (found,) = host_checks._graphics(host_checks._Driver("580.1"))
+    assert (found.state, found.said) == ("ok", "hidden by CUDA_VISIBLE_DEVICES; ranks train on the CPU")
 
 
 def fake_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch, mode: int = 0o755) -> None:
@@ -84,8 +115,7 @@ def fake_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch, mode: i
     (folder / "nvidia-smi").write_text(script)
     (folder / "nvidia-smi").chmod(mode)
     monkeypatch.setenv("PATH", str(folder))
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    gpus(monkeypatch)
 
 
 SMI = {
@@ -100,63 +130,24 @@ SMI = {
 }
 
 
+@pytest.mark.usefixtures("subprocesses")
 @pytest.mark.parametrize(("script", "mode", "said"), SMI.values(), ids=SMI.keys())
 def test_a_broken_nvidia_smi_is_a_finding(
     script: str, mode: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(host_checks, "_SMI_S", 0.5)
     fake_smi(tmp_path / "bin", script, monkeypatch, mode)
-    findings = host_checks.examine(None, tmp_path, 1, Timeout())
-    found = found_by("nvidia-smi", findings)
+    findings = {finding.about: finding for finding in host_checks.examine(None, tmp_path, 1, Timeout())}
+    found = findings["nvidia-smi"]
     assert said in found.said
     assert (found.state, bool(found.fix)) == ("fail", True)
-    assert not [finding for finding in findings if finding.about == "GPU"]  # least of all that there is none
-
-
-def test_a_broken_nvidia_smi_is_only_doubtful_where_torch_sees_gpus(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    card = SimpleNamespace(name="H100", total_memory=80 * 2**30)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda number: card)
-    found = list(host_checks._graphics(host_checks._Driver(trouble="does not answer")))
-    assert [(f.about, f.state) for f in found] == [("nvidia-smi", "warn"), ("GPU 0", "ok")]
-
-
-def test_gpus_that_nvml_counts_and_cuda_does_not_start_on_fail(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    for driver in (host_checks._Driver(), host_checks._Driver("570.1")):
-        (found,) = host_checks._graphics(driver)
-        assert (found.about, found.state) == ("GPU", "fail")
-        assert "8" in found.said
-
-
-def test_a_gpu_that_does_not_answer_fails_and_the_others_are_told(monkeypatch: pytest.MonkeyPatch):
-    def properties(number: int) -> SimpleNamespace:
-        if number == 0:
-            raise RuntimeError("CUDA error: unspecified launch failure\nmore")
-        return SimpleNamespace(name="H100", total_memory=80 * 2**30)
-
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("torch.cuda.get_device_properties", properties)
-    first, second = host_checks._graphics(host_checks._Driver("580.1"))
-    assert (first.about, first.state, second.about, second.state) == ("GPU 0", "fail", "GPU 1", "ok")
-    assert "unspecified launch failure" in first.said
-
-
-def test_cuda_without_a_device_is_not_passed_over(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    (found,) = host_checks._graphics(host_checks._Driver("580.1"))
-    assert (found.about, found.state) == ("GPU", "fail")
+    assert "GPU" not in findings  # least of all that there is none
 
 
 def test_a_class_without_an_image_in_val_is_doubtful(tmp_path: Path):
     for place in ("train/a", "train/b", "train/c", "val/a"):
-        (tmp_path / place).mkdir(parents=True)
-        (tmp_path / place / "x.png").write_bytes(b"")
-    found = found_by("data", host_checks.examine(tmp_path, tmp_path, 1, Timeout()))
+        put(tmp_path / place, "x.png")
+    found = examined("data", tmp_path, tmp_path)
     assert (found.state, bool(found.fix)) == ("warn", True)
     assert "val has no images of 2 of the 3 classes, the first 'b'" in found.said
 
@@ -165,10 +156,9 @@ def test_a_place_for_runs_that_cannot_be_one_fails(tmp_path: Path):
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     for out in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / "link", tmp_path / ("x" * 300)):
-        found = found_by("runs", host_checks.examine(None, out, 1, Timeout()))
+        found = examined("runs", out)
         assert (found.state, found.fix) == ("fail", "choose another --out"), found
-    found = found_by("runs", host_checks.examine(None, Path("/proc/runs"), 1, Timeout()))
-    assert found.state == "fail"  # root may write there, and cannot
+    assert examined("runs", Path("/proc/runs")).state == "fail"  # root may write there, and cannot
 
 
 def test_advice_names_options_that_doctor_has_or_says_whose_they_are(
@@ -182,9 +172,7 @@ def test_advice_names_options_that_doctor_has_or_says_whose_they_are(
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
-    for split in ("train", "val"):
-        (tmp_path / split / "a").mkdir(parents=True)
-        (tmp_path / split / "a" / "bad.jpg").write_bytes(b"no image")
+    one_class(tmp_path, {"bad": b"no image"})
     sentences += [f"{found.said}; {found.fix}" for found in try_loaders(tmp_path, 1, seconds=0)]
     monkeypatch.setattr("imagenet_fast.doctor.loader_check.measure", refuse_dali)
     sentences += [f"{found.said}; {found.fix}" for found in try_loaders(image_dir, 1, seconds=0)]
@@ -196,13 +184,3 @@ def test_advice_names_options_that_doctor_has_or_says_whose_they_are(
 
 def refuse_dali(*of: object) -> None:
     raise UserError("DALI cannot be used here; install it, or --set data.loader=folder")
-
-
-@pytest.mark.parametrize("hidden", ["", "-1"])
-def test_gpus_that_are_hidden_on_purpose_are_no_fault(hidden: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.setattr("torch.version.cuda", "13.0")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-    (found,) = host_checks._graphics(host_checks._Driver("580.1"))
-    assert (found.state, found.said) == ("ok", "hidden by CUDA_VISIBLE_DEVICES; ranks train on the CPU")

@@ -10,6 +10,7 @@ import pytest
 
 from imagenet_fast.data.throughput import fastest
 from imagenet_fast.doctor.loader_check import try_loaders
+from tests.data.small import put
 
 
 @pytest.mark.parametrize(
@@ -47,8 +48,7 @@ def test_a_directory_that_cannot_be_read_is_not_told_of_twice(tmp_path: Path):
 
 def test_a_bad_image_among_the_first_is_named(tmp_path: Path):
     for split in ("train", "val"):
-        (tmp_path / split / "a [b]").mkdir(parents=True)
-        (tmp_path / split / "a [b]" / "bad.jpg").write_bytes(b"no image")
+        put(tmp_path / split / "a [b]", "bad.jpg", content=b"no image")
     (found,) = try_loaders(tmp_path, 1, seconds=0)
     assert found.state == "warn"
     assert "bad.jpg" in found.said

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from scipy.io import savemat
+
+from tests.data.encoded import encoded
 
 CLASSES = {
     "n02105855": (1, "Shetland sheepdog, Shetland sheep dog, Shetland"),
@@ -54,12 +55,6 @@ def photo(number: int, short: int = 300, long: int = 400, mode: str = "RGB") -> 
     return Image.fromarray(blobs).resize(size, Image.Resampling.BICUBIC).convert(mode)
 
 
-def encoded(image: Image.Image, kind: str = "JPEG", **options: object) -> bytes:
-    written = io.BytesIO()
-    image.save(written, kind, **options)
-    return written.getvalue()
-
-
 def small_imagenet(train: int = 8, val: int = 3, odd: bool = True) -> Images:
     """So many images a class. A third of them have a short side of 200 pixels, the others of 300."""
     images: Images = {}
@@ -68,27 +63,27 @@ def small_imagenet(train: int = 8, val: int = 3, odd: bool = True) -> Images:
         for index in range(train):
             number += 1
             shape = (200, 260) if index % 3 == 0 else (300, 400)
-            images[f"train/{wnid}/{wnid}_{index}.JPEG"] = encoded(photo(number, *shape), quality=90)
+            images[f"train/{wnid}/{wnid}_{index}.JPEG"] = encoded(photo(number, *shape), "JPEG", quality=90)
     validation = [wnid for _ in range(val) for wnid in sorted(CLASSES, reverse=True)]
     for index, wnid in enumerate(validation, 1):
-        images[f"val/{wnid}/ILSVRC2012_val_{index:08}.JPEG"] = encoded(photo(1000 + index), quality=90)
+        images[f"val/{wnid}/ILSVRC2012_val_{index:08}.JPEG"] = encoded(photo(1000 + index), "JPEG", quality=90)
     return images | (odd_images() if odd else {})
 
 
 def odd_images() -> Images:
     turned = Image.Exif()
     turned[0x0112] = 6  # Orientation: to be shown turned by 90 degrees
-    whole = encoded(photo(2001), quality=90)
+    whole = encoded(photo(2001), "JPEG", quality=90)
     return {
         ODD["png"]: encoded(photo(1), "PNG"),
-        ODD["cmyk"]: encoded(photo(2, mode="CMYK")),
-        ODD["rotated"]: encoded(photo(3), exif=turned),
+        ODD["cmyk"]: encoded(photo(2, mode="CMYK"), "JPEG"),
+        ODD["rotated"]: encoded(photo(3), "JPEG", exif=turned),
         ODD["truncated"]: whole[: len(whole) // 2],
         ODD["empty"]: b"",
         ODD["garbage"]: np.random.default_rng(0).bytes(3000),
         ODD["AppleDouble"]: b"\x00\x05\x16\x07\x00\x02\x00\x00Mac OS X        " + bytes(100),
-        ODD["twin"]: encoded(photo(2000), quality=90),
-    } | {"train/n01443537/n01443537_1.JPEG": encoded(photo(2000), quality=90)}
+        ODD["twin"]: encoded(photo(2000), "JPEG", quality=90),
+    } | {"train/n01443537/n01443537_1.JPEG": encoded(photo(2000), "JPEG", quality=90)}
 
 
 def good(images: Images) -> Images:
@@ -127,6 +122,8 @@ def devkit(truth: list[int]) -> bytes:
 
 def meta_mat() -> bytes:
     """A struct array "synsets" with the fields of the real one."""
+    from scipy.io import savemat
+
     fields = (
         "ILSVRC2012_ID", "WNID", "words", "gloss", "num_children", "children", "wordnet_height", "num_train_images",
     )  # fmt: skip
@@ -145,8 +142,8 @@ def kaggle(folder: Path, images: Images) -> Path:
     """What Kaggle's archive unpacks to. Returns ``folder``."""
     top = folder / "ILSVRC/Data/CLS-LOC"
     validation = _validation(images)
-    write_files(top, {path: content for path, content in images.items() if path.startswith("train/")})
-    write_files(top / "val", {name: images[f"val/{wnid}/{name}"] for name, wnid in validation.items()})
+    image_folder(top, {path: content for path, content in images.items() if path.startswith("train/")})
+    image_folder(top / "val", {name: images[f"val/{wnid}/{name}"] for name, wnid in validation.items()})
     with (folder / "LOC_val_solution.csv").open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(["ImageId", "PredictionString"])
@@ -155,9 +152,11 @@ def kaggle(folder: Path, images: Images) -> Path:
     return folder
 
 
-def image_folder(folder: Path, images: Images) -> Path:
-    """One folder a class. Returns ``folder``."""
-    write_files(folder, images)
+def image_folder(folder: Path, images: Mapping[str, bytes]) -> Path:
+    """Files by their paths, as one folder a class. Returns ``folder``."""
+    for path, content in images.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content)
     return folder
 
 
@@ -165,12 +164,6 @@ def _validation(images: Images) -> dict[str, str]:
     """The wnid of each validation image, by its name."""
     paths = (path.split("/") for path in images)
     return {name: wnid for split, wnid, name in paths if split == "val"}
-
-
-def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    for path, content in files.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_bytes(content)
 
 
 def tar_of(files: Mapping[str, bytes | tarfile.TarInfo]) -> bytes:

@@ -7,7 +7,6 @@ import hashlib
 import io
 import multiprocessing
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -33,11 +32,12 @@ from imagenet_fast.data.prepare.prepare import prepare
 from imagenet_fast.data.prepare.sources import recognise
 from imagenet_fast.data.prepare.staging_dir import Settings, alone_in
 from imagenet_fast.errors import UserError
+from tests.data.encoded import encoded
 from tests.data.prepare import replica
 from tests.data.prepare.replica import ODD, Images, good, small_imagenet, tar_of, tree, write_tar
+from tests.data.small import WHOLE, as_format, put
 from tests.e2e.command import COMMAND, environment, wait_for
 
-WHOLE = Settings(format="folder", resize=None, quality=None)
 SMALL = Settings(format="folder", resize=256, quality=95)
 TARS = Settings(format="webdataset", resize=256, quality=95, shard_size=40_000)
 RECORDS = Settings(format="tfrecord", resize=256, quality=95, shard_size=40_000)
@@ -141,19 +141,17 @@ def few_tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return replica.official_tars(tmp_path_factory.mktemp("official") / "few", small_imagenet(train=3, val=1))
 
 
-def die_at(change: int, since: str, source: Path, out: Path, settings: Settings) -> None:
-    """In a process of its own: prepare, and be killed before the how many-eth change of ``out`` from the one on that
-    has ``since`` in its path."""
-    seen, begun = 0, False
+def die_at(change: int, source: Path, out: Path, settings: Settings) -> None:
+    """In a process of its own: prepare, and be killed before the how many-eth change of ``out``."""
+    seen = 0
 
     def count(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal seen, begun
+        nonlocal seen
         writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
         moves = event in ("os.mkdir", "os.rename", "shutil.rmtree")
         removes = event in ("os.remove", "os.rmdir")  # by names within a folder
         if removes or ((writes or moves) and str(out) in str(arguments[0])):
-            begun = begun or since in str(arguments[0])
-            seen += begun
+            seen += 1
             if seen == change:
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -162,10 +160,9 @@ def die_at(change: int, since: str, source: Path, out: Path, settings: Settings)
     (out.parent / "changes").write_text(str(seen))
 
 
-def attempt(change: int, since: str, source: Path, out: Path, settings: Settings) -> bool:
+def attempt(change: int, source: Path, out: Path, settings: Settings) -> bool:
     """Whether it came to its end."""
-    arguments = (change, since, source, out, settings)
-    process = multiprocessing.get_context("forkserver").Process(target=die_at, args=arguments)
+    process = multiprocessing.get_context("forkserver").Process(target=die_at, args=(change, source, out, settings))
     process.start()
     process.join()
     assert process.exitcode in (0, -signal.SIGKILL)
@@ -173,61 +170,35 @@ def attempt(change: int, since: str, source: Path, out: Path, settings: Settings
 
 
 @pytest.mark.parametrize(
-    ("settings", "times"),
-    [
-        pytest.param(SMALL, 10, id="folders"),
-        pytest.param(TARS, 3, id="webdataset"),
-        pytest.param(SMALL, 30, id="folders, often", marks=pytest.mark.weekly),
-        pytest.param(TARS, 30, id="webdataset, often", marks=pytest.mark.weekly),
-        pytest.param(RECORDS, 30, id="tfrecord, often", marks=pytest.mark.weekly),
-    ],
-)
-def test_killed_at_random_moments_the_result_is_that_of_an_undisturbed_run(
-    tmp_path: Path, few_tars: Path, settings: Settings, times: int
-):
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    assert attempt(0, "", few_tars, whole, settings)
-    expected, changes = tree(whole), int((tmp_path / "changes").read_text())
-    draw = random.Random(14)
-    deaths = 0
-    while deaths < times:
-        if attempt(draw.randrange(1, changes // 3), "", few_tars, out, settings):
-            assert tree(out) == expected
-            shutil.rmtree(out)  # and once more from the beginning
-            continue
-        deaths += 1
-        for path, content in tree(out).items():  # what is in its place is whole
-            if path.startswith(("train/", "val/", ".preparing/train/", ".preparing/val/")):
-                assert content == expected[path.removeprefix(".preparing/")]
-    assert attempt(0, "", few_tars, out, settings)
-    assert tree(out) == expected
-
-
-@pytest.mark.parametrize(
     ("settings", "moments"),
     [
-        pytest.param(SMALL, 7, id="folders"),
-        pytest.param(TARS, 15, id="webdataset", marks=pytest.mark.weekly),
-        pytest.param(RECORDS, 15, id="tfrecord", marks=pytest.mark.weekly),
+        pytest.param(SMALL, 5, id="folders", marks=pytest.mark.ci),
+        pytest.param(TARS, 3, id="webdataset", marks=pytest.mark.ci),
+        pytest.param(SMALL, 0, id="folders, at every moment", marks=pytest.mark.weekly),
+        pytest.param(TARS, 0, id="webdataset, at every moment", marks=pytest.mark.weekly),
+        pytest.param(RECORDS, 0, id="tfrecord, at every moment", marks=pytest.mark.weekly),
     ],
 )
-def test_killed_at_each_of_its_last_moments_the_result_is_the_same(
+def test_killed_again_and_again_the_result_is_that_of_an_undisturbed_run(
     tmp_path: Path, few_tars: Path, settings: Settings, moments: int
 ):
-    """Where splits move into their places."""
-    prepare(few_tars, tmp_path / "whole", settings, subset=True)
-    expected = tree(tmp_path / "whole")
-    for change in range(1, moments + 1):
-        out = tmp_path / f"out{change}"
-        assert not attempt(change, "prepared.json", few_tars, out, settings)
-        for split in ("train", "val"):
-            assert not (out / split).exists() or tree(out / split) == tree(tmp_path / "whole" / split)
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert attempt(0, few_tars, whole, settings)
+    expected, changes = tree(whole), int((tmp_path / "changes").read_text())
+    for moment in [changes * n // moments for n in range(1, moments + 1)] if moments else range(1, changes + 1):
+        for change in (moment, 1 + moment // 2):  # the second time what the first has left is gone on from
+            attempt(change, few_tars, out, settings)
+            for path, content in tree(out).items():  # what is in its place is whole
+                if path.startswith(("train/", "val/", ".preparing/train/", ".preparing/val/")):
+                    assert content == expected[path.removeprefix(".preparing/")]
         prepare(few_tars, out, settings, subset=True)
         assert tree(out) == expected
+        shutil.rmtree(out)
 
 
+@pytest.mark.ci
 def test_ctrl_c_ends_cleanly_with_what_is_made_kept(tmp_path: Path):
-    slow = replica.encoded(replica.photo(1, 1500, 2000))
+    slow = encoded(replica.photo(1, 1500, 2000), "JPEG")
     source = replica.image_folder(tmp_path / "source", {"train/a/0.jpg": b"", "train/b/00.jpg": slow})
     for number in range(1, 60):
         os.link(source / "train/b/00.jpg", source / f"train/b/{number:02}.jpg")
@@ -380,18 +351,8 @@ def test_what_cannot_be_read_in_a_folder_is_named(tmp_path: Path):
     refused(source, "link.jpg is neither a file nor a folder, or a link that leads nowhere")
 
 
-def test_strange_names_arrive_as_they_are(tmp_path: Path):
-    names = [b"a b.jpg", b"\xff.JPG", "é\n.png".encode(), b".hidden.webp", b"'quoted\".bmp", b"-rf.jpeg"]
-    source = tmp_path / "source"
-    (source / "train/class é").mkdir(parents=True)
-    for name in [*names, b"\xfe.txt"]:
-        (source / "train/class é" / os.fsdecode(name)).write_bytes(name)
-    made = prepare(source, tmp_path / "out", WHOLE, subset=True).record.splits["train"]["class é"]
-    there = tmp_path / "out/train/class é"
-    assert {os.fsencode(path.name): path.read_bytes() for path in there.iterdir()} == {name: name for name in names}
-    assert made.left_out == ("\\xfe.txt",)
-    (source / "train" / os.fsdecode(b"\xff")).mkdir()
-    refused(source, "which is no name for a class")
+def test_a_class_whose_name_is_no_text_is_refused(tmp_path: Path):
+    refused(put(tmp_path / "source/train" / os.fsdecode(b"\xff"), "1.jpg").parents[1], "which is no name for a class")
 
 
 def test_less_than_imagenet_is_refused_unless_it_is_meant(own_tars: Path, monkeypatch: pytest.MonkeyPatch):
@@ -469,8 +430,10 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(own_tars: P
         monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage)
 
     disk(100_000)
-    refused(own_tars, r"need 59\d.\d kB, and the disk of .* has 100.0 kB free: 49\d.\d kB are missing; free them")
-    large = replica.encoded(replica.photo(1, 1500, 2000))
+    for settings in (WHOLE, TARS.model_copy(update={"resize": None, "quality": None})):
+        told = r"need \d+.\d kB, and the disk of .* has 100.0 kB free: \d+.\d kB are missing; free them"
+        refused(own_tars, told, settings)
+    large = encoded(replica.photo(1, 900, 1200), "JPEG")
     source = replica.image_folder(own_tars.parent / "large", {f"train/a/{number}.jpg": large for number in range(6)})
     disk(1000)
     refused(source, r"at --resize 256, by a sample of them, and the disk of .* has 1.0 kB free", SMALL)
@@ -499,6 +462,9 @@ def test_a_disk_that_fills_up_is_named_and_what_is_made_is_kept(own_tars: Path, 
         (["--format", "zip"], "there is no --format zip; there are folder, webdataset, tfrecord"),
         (["--quality", "90"], "--quality is of the images that --resize makes"),
         (["--out", "/proc/nothing"], "--out /proc/nothing cannot be made"),
+        (["--shard-size", "150MB"], "--shard-size is of shards; give --format webdataset or tfrecord too"),
+        (["--format", "tfrecord", "--shard-size", "0"], "--shard-size 0 is no size above 0; write for example 150MB"),
+        (["--format", "tfrecord", "--shard-size", "many"], "--shard-size many is no size above 0"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(
@@ -509,12 +475,12 @@ def test_options_that_make_no_sense_are_refused(
 
 def test_images_that_cannot_be_written_smaller_are_copied(tmp_path: Path):
     """A GIF's comment may be longer than JPEG allows, and so may a side of a strip."""
-    wordy = replica.encoded(replica.photo(1, 300, 400), "GIF", comment=b"x" * 70_000)
-    strip = replica.encoded(Image.new("L", (140_000, 2)), "PNG")
+    wordy = encoded(replica.photo(1, 300, 400), "GIF", comment=b"x" * 70_000)
+    strip = encoded(Image.new("L", (140_000, 2)), "PNG")
     for content, side in ((wordy, 256), (strip, 1)):
         with pytest.raises(Undecodable):
             shrunk(content, side, 95)
-    replica.write_files(tmp_path / "source", {"train/a/wordy.JPEG": wordy, "val/a/plain.JPEG": wordy})
+    replica.image_folder(tmp_path / "source", {"train/a/wordy.JPEG": wordy, "val/a/plain.JPEG": wordy})
     prepare(tmp_path / "source", tmp_path / "out", SMALL, subset=True)
     assert (tmp_path / "out/train/a/wordy.JPEG").read_bytes() == wordy
 
@@ -530,17 +496,14 @@ def test_an_image_beside_class_folders_does_not_make_them_kaggles(tmp_path: Path
 @pytest.mark.parametrize("lost", [0, -1])
 def test_shards_missing_at_an_end_are_missed(lost: int, tmp_path: Path, images: Images):
     """An interrupted copy lacks the last ones, and their names do not say how many there were."""
-    out = tmp_path / "out"
-    few = Settings(format="webdataset", resize=None, quality=None, shard_size=100_000)
-    prepare(replica.image_folder(tmp_path / "source", images), out, few, subset=True)
+    out = as_format(replica.image_folder(tmp_path / "source", images), "webdataset", tmp_path / "out", 100_000)
     shards = sorted(out.glob("train/*.tar"))
     assert len(shards) > 2
     check_folders(out)
     shards[lost].unlink()
+    told = rf"lacks 1 of the shards that .*prepared.json lists, such as {shards[lost].name}"
     for look in (check_folders, open_training):
-        with pytest.raises(
-            UserError, match=rf"lacks 1 of the shards that .*prepared.json lists, such as {shards[lost].name}"
-        ):
+        with pytest.raises(UserError, match=told):
             look(out)
     (out / "prepared.json").unlink()
     assert len(open_training(out)) > 0, "a part that is meant"

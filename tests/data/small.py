@@ -1,0 +1,118 @@
+"""Small data sets: made, damaged, and opened by any loader."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from imagenet_fast.data.loaders import Loaders, build_loaders
+from imagenet_fast.data.prepare.prepare import prepare
+from imagenet_fast.data.prepare.staging_dir import Settings
+from imagenet_fast.recipe.batching import Batching
+from imagenet_fast.recipe.data_config import ImageData, SyntheticData
+from imagenet_fast.recipe.load import parse_recipe
+from tests.conftest import tables
+from tests.data.encoded import BAD, JPEG
+
+LOADERS = ("dali", "folder")
+"""Of images; with ``synthetic`` these are all."""
+FORMATS = ("folder", "webdataset", "tfrecord")
+CPU = torch.device("cpu")
+ALONE = Batching(ranks=1, micro_batch=8, accumulation=1)
+SYNTHETIC = SyntheticData(loader="synthetic", image_size=8, train_images=40, val_images=7, classes=3)
+WHOLE = Settings(format="folder", resize=None, quality=None)
+"""``data prepare`` without shrinking images."""
+
+
+def image_data(loader: str = "folder", **changes: object) -> ImageData:
+    table = {"dataset": "digits", "loader": loader, "image_size": 48, "resize": 56, "workers": 1, **changes}
+    data = parse_recipe("test", tables(data=table)).data
+    assert isinstance(data, ImageData)
+    return data
+
+
+def opened(
+    root: Path | None, data: str | ImageData | SyntheticData, batching: Batching = ALONE, rank: int = 0,
+    seed: int = 1, first_step: int = 0, **changes: object,
+) -> Loaders:  # fmt: skip
+    """The loaders of one rank; ``data`` is a loader's name, which ``changes`` are for."""
+    settings = image_data(data, **changes) if isinstance(data, str) else data
+    return build_loaders(settings, root, batching, rank, 2, CPU, seed, first_step)
+
+
+def collect(batches: Iterable[tuple[Tensor, Tensor]], count: int) -> tuple[Tensor, Tensor]:
+    taken = list(islice(batches, count))
+    return torch.cat([images for images, _ in taken]), torch.cat([labels for _, labels in taken])
+
+
+def put(folder: Path, *names: str, content: bytes = JPEG) -> Path:
+    """The same image under these names, whatever they are; ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def put_classes(root: Path, *classes: str, train: int = 1, val: int = 1) -> Path:
+    """Folders of so many images, 0.jpg and so on, in both splits."""
+    for split, count in (("train", train), ("val", val)):
+        for name in classes:
+            put(root / split / name, *(f"{number}.jpg" for number in range(count)))
+    return root
+
+
+def one_class(root: Path, contents: dict[str, bytes]) -> Path:
+    """These images, in both splits."""
+    for split in ("train", "val"):
+        for name, content in contents.items():
+            put(root / split / "all", f"{name}.jpg", content=content)
+    return root
+
+
+def with_bad_images(image_dir: Path, root: Path) -> Path:
+    """40 images to train on, of which 10 are bad in another way each, and 7 to validate, of which one is."""
+    shutil.copytree(image_dir, root)
+    for path, content in zip(sorted((root / "train").glob("*/*"))[::4], BAD.values(), strict=True):
+        path.write_bytes(content)
+    (root / "val" / "class1" / "004.jpg").write_bytes(BAD["half a jpeg"])
+    return root
+
+
+def as_format(root: Path, format: str, out: Path, shard_size: int = 30_000) -> Path:
+    """The folders ``root``, or shards of them in ``out``."""
+    if format != "folder":
+        settings = Settings.model_validate(
+            {"format": format, "resize": None, "quality": None, "shard_size": shard_size}
+        )
+        prepare(root, out, settings, subset=True)
+    return root if format == "folder" else out
+
+
+# What becomes of a file.
+
+Damage = Callable[[Path], Any]
+
+
+def cut(at: int) -> Damage:
+    """All from byte ``at`` on is lost; from the end if it is negative."""
+    return lambda path: os.truncate(path, path.stat().st_size + at if at < 0 else at)
+
+
+def overwritten(at: int, content: bytes) -> Damage:
+    def damage(path: Path) -> None:
+        with path.open("r+b") as file:
+            file.seek(at)
+            file.write(content)
+
+    return damage
+
+
+def replaced(content: bytes) -> Damage:
+    return lambda path: path.write_bytes(content)
