@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.metrics import Event, MetricLogger, RunResult, Sink
@@ -26,6 +27,15 @@ class Told:
     @property
     def losses(self) -> list[float]:
         return [event.values["loss"] for event in self.events if event.name == "train"]
+
+
+def run_job(job: Job, world: DistContext, **settings: Any) -> RunResult:
+    """As :meth:`Trainer.run`, and close its engine, as ranks that live on must."""
+    trainer = Trainer(job, world, **settings)
+    try:
+        return trainer.run()
+    finally:
+        trainer.state.sync.close()
 
 
 def train_job(job: Job, world: DistContext, weights: Weights | None = None, sinks: Sequence[Sink] = ()) -> RunResult:

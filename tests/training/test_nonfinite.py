@@ -284,8 +284,11 @@ def _told(changes: dict[str, Any], parallel: Parallel = UNDIVIDED, folder: Path 
         if writer is not None:
             writer.wait()
     except NonFiniteLoss:
-        return explain(take_step, keep, loop.world)
+        told = explain(take_step, keep, loop.world)
+        take_step.state.sync.end_backward()  # of the micro-batch that was repeated
+        return told
     finally:
+        keep.close()
         if writer is not None:
             writer.close()
         take_step.state.sync.close()

@@ -69,6 +69,7 @@ def _overflow_on_rank_1() -> tuple[float, float, bool, list[float], dict[str, fl
     step(torch.full((1, 4), (dist.get_rank() + 1) / 2))
     later = LossScaler(Float16(kind="fp16"), "fp16", CPU)
     later.load_state_dict(scale.state_dict())
+    sync.close()
     return scale.scale.item(), skipped, unchanged, model.weight.flatten().tolist(), later.told(*map(float, later.state))
 
 

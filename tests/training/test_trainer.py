@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import signal
 import subprocess
@@ -29,7 +30,7 @@ from tests.conftest import tables
 from tests.e2e.command import environment, wait_for
 from tests.models import own
 from tests.ranks import run
-from tests.training.jobs import train_job
+from tests.training.jobs import run_job, train_job
 
 SMALL = ("model={kind='cifarnet',widths=[4,5,6]}", "precision.kind=fp32")
 
@@ -49,6 +50,7 @@ def test_a_trainer_that_is_over_is_freed(tmp_path: Path):
 def _freed(folder: Path) -> bool:
     trainer = Trainer(small_job(folder, 1), tests.world())
     assert trainer.run().status == "finished"
+    trainer.state.sync.close()
     weight = weakref.ref(next(trainer.model.parameters()))
     del trainer
     gc.collect()
@@ -74,13 +76,13 @@ def test_final_weights_are_never_of_an_earlier_end(tmp_path: Path):
     """A finished run that goes on for more epochs has none until it ends again."""
     final = tmp_path / "checkpoints" / "final.safetensors"
     for epochs, stop, status in ((1, False, "finished"), (2, True, "preempted"), (2, False, "finished")):
-        assert run(2, _train_on, tmp_path, epochs, stop) == [status] * 2
+        assert run(2, _train_on, tmp_path, epochs, stop, fresh=True) == [status] * 2, "a stop is for all of a store"
         assert final.exists() != stop
 
 
 def _train_on(folder: Path, epochs: int, stop: bool) -> str:
     ask_first = (lambda: lambda: True) if stop else None
-    return Trainer(small_job(folder, epochs, resume=True), tests.world(), ask_first=ask_first).run().status
+    return run_job(small_job(folder, epochs, resume=True), tests.world(), ask_first=ask_first).status
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,7 @@ def _train_edited(folder: Path, epochs: int, widths: list[int], frozen: bool) ->
     job = small_job(folder, epochs, resume=True, model={"kind": "python", "name": "tests.models.own:edited"})
     with patch.object(own, "WIDTHS", widths), patch.object(own, "FROZEN", frozen):
         try:
-            return Trainer(job, tests.world()).run().status
+            return run_job(job, tests.world()).status
         except UserError as error:
             return str(error)
 
@@ -170,6 +172,7 @@ def test_trainer_by_name_continues_from_its_state(kind: str):
     run(2, _continue_from_state, kind)
 
 
+@patch.dict(os.environ)
 def _continue_from_state(kind: str) -> None:
     first, other = opened_by_name(kind), opened_by_name(kind)
     for _ in range(3):
@@ -189,6 +192,7 @@ def test_a_trainer_goes_back_to_a_state_of_its_own():
     run(2, _go_back)
 
 
+@patch.dict(os.environ)
 def _go_back() -> None:
     """Weights, images and times, as a cell of a notebook that is run again."""
     trainer = opened_by_name("lazy")
