@@ -106,10 +106,13 @@ def test_examples_of_synthetic_images_are_some_thousands_at_most():
 
 
 def test_without_examples_the_first_layer_follows_from_the_seed():
-    first, second = (
-        build_initial_model(recipe_of(), 10, tests.world()).get_parameter("whiten.weight") for _ in range(2)
-    )
+    first, second = run(2, _filters_twice)[0]
     assert torch.equal(first, second)
+
+
+def _filters_twice() -> list[Tensor]:
+    models = [build_initial_model(recipe_of(), 10, tests.world()) for _ in range(2)]
+    return [model.get_parameter("whiten.weight").detach() for model in models]
 
 
 @pytest.mark.ci

@@ -12,6 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import tests
 from imagenet_fast.checkpoint import CheckpointWriter
@@ -148,7 +149,9 @@ def claim(folder: Path, resume: bool) -> str:
     """On a rank: why ``folder`` cannot be had."""
     try:
         with claimed(the_job(folder, resume), tests.world()):
-            return "" if folder.is_dir() else "not made"
+            made = folder.is_dir()
+            dist.barrier()  # behind it an empty one is removed
+            return "" if made else "not made"
     except UserError as error:
         return str(error)
 
