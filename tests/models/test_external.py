@@ -72,6 +72,10 @@ def test_keys_for_any_model_hold_for_them():
     assert len(set(model.get_parameter("fc.bias").tolist())) == 1
 
 
+def flawed(flaw: str) -> dict[str, Any]:
+    return {"kind": "python", "name": f"{OWN}:flawed", "options": {"flaw": flaw}}
+
+
 MODELS: dict[str, Model] = {
     "a convolution is last": TorchvisionModel(kind="torchvision", name="squeezenet1_1"),
     "two heads": TimmModel(kind="timm", name="deit_tiny_distilled_patch16_224", options={"depth": 1}),
@@ -118,7 +122,23 @@ def test_weights_fit_and_tell_their_classes_wherever_the_last_layer_is(name: str
         ({"kind": "python", "name": f"{OWN}:build", "options": {"wide": 5}}, "does not take model.options {'wide': 5}"),
         ({"kind": "timm", "name": "test_vit", "blurpool": "conv"}, "blurpool 'conv' blurs nothing"),
         ({"kind": "torchvision", "name": "squeezenet1_1", "init": ["linear_log_constant_bias"]}, "linear last layer"),
+        (flawed("parallel"), "is wrapped in DataParallel; let it return the network itself"),
+        (flawed("lazy"), "has no shape for more.weight; call it on an image"),
+        (flawed("lazy norm"), "has no shape for more.running_mean; call it on an image"),
+        (flawed("complex"), "has more of torch.complex64; let its parameters be real"),
+        (flawed("part"), "has more as a part of a larger tensor.* a clone"),
+        (flawed("frozen"), "has no parameter that is trained"),
+        (flawed("sparse"), "has sparse gradients in more, .*sparse=False"),
+        (flawed("extra"), "keeps _extra_state as a dict, and only tensors are saved; make it a buffer"),
+        (flawed("detached"), "gives logits without a gradient"),
+        (flawed("double"), r"of torch.float64 beside others of torch.float32; convert it, as by .to\(torch.float32\)"),
+        (flawed("mistyped"), r"cannot be built: TypeError in .*own.py, line \d+ \("),
+        (flawed("exits"), r"cannot be built: SystemExit in .*own.py, line \d+ \(2\)"),
+        (flawed("kept"), "cannot be copied .*parametrizations"),
+        (flawed("late"), "makes the buffer grid when it is called"),
+        (flawed("raises"), r"cannot be built: RuntimeError in .*own.py, line \d+ \(no luck\); correct it"),
     ],
+    ids=lambda value: value.get("options", {}).get("flaw") if isinstance(value, dict) else None,
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_in_a_sentence(model: dict[str, Any], said: str):
     refused(said, model)
@@ -128,34 +148,6 @@ def refused(said: str, model: dict[str, Any], **changes: Any) -> None:
     with pytest.raises(UserError, match=said) as refusal:
         build_initial_model(parse_recipe("test", tables(ranks=1, model=model, **changes)), 10, ALONE)
     assert "\n" not in str(refusal.value)
-
-
-def flawed(flaw: str) -> dict[str, Any]:
-    return {"kind": "python", "name": f"{OWN}:flawed", "options": {"flaw": flaw}}
-
-
-@pytest.mark.parametrize(
-    ("flaw", "said"),
-    [
-        ("parallel", "is wrapped in DataParallel; let it return the network itself"),
-        ("lazy", "has no shape for more.weight; call it on an image"),
-        ("lazy norm", "has no shape for more.running_mean; call it on an image"),
-        ("complex", "has more of torch.complex64; let its parameters be real"),
-        ("part", "has more as a part of a larger tensor.* a clone"),
-        ("frozen", "has no parameter that is trained"),
-        ("sparse", "has sparse gradients in more, .*sparse=False"),
-        ("extra", "keeps _extra_state as a dict, and only tensors are saved; make it a buffer"),
-        ("detached", "gives logits without a gradient"),
-        ("double", r"has more of torch.float64 beside others of torch.float32; convert it, as by .to\(torch.float32\)"),
-        ("mistyped", r"cannot be built: TypeError in .*own.py, line \d+ \("),
-        ("exits", r"cannot be built: SystemExit in .*own.py, line \d+ \(2\)"),
-        ("kept", "cannot be copied .*parametrizations"),
-        ("late", "makes the buffer grid when it is called"),
-        ("raises", r"cannot be built: RuntimeError in .*own.py, line \d+ \(no luck\); correct it"),
-    ],
-)
-def test_untrainable_networks_are_refused_in_a_sentence(flaw: str, said: str):
-    refused(said, flawed(flaw))
 
 
 def test_a_network_that_views_its_maps_takes_contiguous_images():
