@@ -14,6 +14,7 @@ from imagenet_fast.recipe.schema import AlexNet, ResNet
 RULES = ("kaiming_normal", "bn_uniform", "linear_log_constant_bias")
 
 
+@pytest.mark.ci
 def test_all_rules_of_composers_mild_recipe():
     torch.manual_seed(0)
     model = build_model(ResNet(kind="resnet50", init=RULES), 100)

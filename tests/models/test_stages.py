@@ -99,7 +99,7 @@ def test_split_model_has_no_side_effects():
 def test_activations_between_stages_dtype_and_layout():
     for memory_format in (torch.contiguous_format, torch.channels_last):
         for cast, dtype in ((nullcontext(), torch.float32), (torch.autocast("cpu", torch.bfloat16), torch.bfloat16)):
-            model, images = built("resnet18")
+            model, images = built("cifarnet")
             model = model.to(memory_format=memory_format)
             with cast:
                 (stage,) = split_model(model, images.contiguous(memory_format=memory_format), 0, 2).stages

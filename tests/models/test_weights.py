@@ -189,7 +189,7 @@ def test_damage_is_refused_or_changes_nothing_but_values(tmp_path: Path):
                 assert all(isinstance(tensor, Tensor) for tensor in found.tensors.values())
 
 
-@pytest.mark.parametrize("kind", NETWORKS)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.ci) if k == "resnet50" else k for k in NETWORKS])
 def test_weights_are_recognised_and_those_of_each_model_fit_it(kind: str):
     model = NETWORKS[kind]
     weights = Weights("w.pth", zeros(model, 7))
@@ -270,6 +270,7 @@ def test_what_does_not_fit_is_refused_by_name(changes: dict[str, Tensor | None],
         fit(resnet18(**changes), RESNET18, 10)
 
 
+@pytest.mark.ci
 def test_weights_of_another_model_or_for_other_classes_are_called_so():
     bn = AlexNetBN(kind="alexnet_bn")
     for kind, classes, model, sentence in (
