@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import tests
 from imagenet_fast.checkpoint import CheckpointWriter
@@ -98,7 +99,8 @@ def _saved_to_a_slow_disk(folder: Path) -> int:
     take_step, _, job = begun(sync=LAZY)
     state, world = take_step.state, tests.world()
     entered: list[Phase] = []
-    with CheckpointWriter(folder, world) as writer, pytest.MonkeyPatch.context() as patch:
+    store = dist.distributed_c10d._get_default_store()
+    with CheckpointWriter(folder, world, store) as writer, pytest.MonkeyPatch.context() as patch:
         manager = CheckpointManager(job, world, writer, 64, lambda: False)
         patch.setattr(os, "fsync", _slow_once(os.fsync, 3.0))
         manager(state, evaluated=True)
