@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -110,6 +111,13 @@ def new_group(
     return group
 
 
+def end_group(group: dist.ProcessGroup) -> None:
+    """Destroy ``group``, unless all groups have been destroyed since it was made. Nothing may be in flight."""
+    if dist.is_initialized():
+        with suppress(ValueError):
+            dist.destroy_process_group(group)
+
+
 @dataclass(frozen=True)
 class ProcessGroups:
     """This rank's process group along each axis; a group of one rank for an axis of size one.
@@ -126,6 +134,12 @@ class ProcessGroups:
     """Ranks that hold the shards of one layer, ordered by shard."""
     stage: dist.ProcessGroup | None
     """Ranks of this stage, replicas and shards together; None if that is all ranks."""
+
+    def close(self) -> None:
+        """Destroy the groups. Nothing may be in flight."""
+        for group in (self.pipeline, self.data, self.tensor, self.stage):
+            if group is not None:
+                end_group(group)
 
 
 def build_mesh(parallel: Parallel, device: torch.device) -> ProcessGroups:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
+from imagenet_fast.distributed.process_groups import end_group
 from imagenet_fast.errors import UserError
 
 _EVERY_S = 0.2  # between two votes, whatever a step takes
@@ -140,8 +141,10 @@ class AsyncAnyReduce:
         return heard
 
     def close(self) -> None:
-        """Wait for the last vote. Call it on every rank, after the last step."""
+        """Wait for the last vote, and destroy the group. Call it on every rank, after the last step."""
         self._heard()
+        if self._group is not None:
+            end_group(self._group)
 
     def _heard(self) -> list[bool]:
         if self._under_way is None:

@@ -15,7 +15,6 @@ from imagenet_fast.recipe.batching import explain, scale_recipe, split_batch
 from imagenet_fast.recipe.data_config import SyntheticData
 from imagenet_fast.recipe.load import find_recipe, load_recipe, recipe_folder
 from imagenet_fast.recipe.schema import Recipe
-from imagenet_fast.recipe.validation import check_axes
 
 _UNITS_S = (1, 60, 3600, 86_400)  # of the parts of a time limit, from the last
 
@@ -84,7 +83,6 @@ def plan_cluster_job(
             )
     ranks = nodes * ranks_each
     recipe = scale_recipe(written, ranks) if scale else written
-    check_axes(recipe, ranks)
     note = explain(written, recipe, split_batch(recipe, ranks))
     options = [word for override in overrides for word in ("--set", override)]
     options += [] if sync is None else ["--sync", sync]

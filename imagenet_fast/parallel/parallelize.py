@@ -112,7 +112,7 @@ class ParallelModel:
             if any(param.requires_grad for _, param in chosen):
                 pools.append(pool := GradientPool(chosen, ranks, model=self.own, lockstep=shards))
                 pool.attach(build_engine(engine, pool, steps_per_epoch))
-        return Pools(pools, self.largest, self.activations.spent)
+        return Pools(pools, self.largest, self.activations.spent, self.layout.close)
 
 
 def parallelize(

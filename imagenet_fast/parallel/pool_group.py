@@ -27,18 +27,21 @@ class Pools:
     """
 
     def __init__(
-        self, pools: Sequence[GradientPool], largest: Callable[[Tensor], Tensor], spent: Callable[[], SyncStats]
-    ) -> None:
+        self, pools: Sequence[GradientPool], largest: Callable[[Tensor], Tensor], spent: Callable[[], SyncStats],
+        end_layout: Callable[[], None],
+    ) -> None:  # fmt: skip
         """Combine ``pools``.
 
         Args:
             pools: The pools, at least one. If ``auto`` chooses an engine, the decision of the last pool is reported.
             largest: Takes the maximum of a tensor, in place, over all ranks that train parts of the same model.
             spent: Returns the cost of the other traffic between these ranks since its last call.
+            end_layout: Ends the process groups for that traffic.
         """
         self._pools = pools
         self._largest = largest
         self._spent = spent
+        self._end_layout = end_layout
         self._stats: SyncStats | None = None  # the cost of this step, once its last backward has ended
         self.found_inf: Tensor | None = None
         """1 if a gradient of the last step cannot be used on any rank, else 0; None without ``guard``."""
@@ -119,9 +122,12 @@ class Pools:
             pool.load_state_dict(own)
 
     def close(self) -> None:
-        """Close all pools."""
+        """Close all pools, and end the process groups of the layout unless a step is under way."""
+        is_open = any(pool.reducer.is_open for pool in self._pools)
         for pool in self._pools:
             pool.close()
+        if not is_open:
+            self._end_layout()
 
 
 class ActivationTraffic:

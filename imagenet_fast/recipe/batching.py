@@ -9,6 +9,7 @@ from itertools import count
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.optim_config import Sgd
 from imagenet_fast.recipe.schema import AlexNetBN, CifarNet, Recipe, ResNet
+from imagenet_fast.recipe.validation import check_axes
 
 _LISTED = 5  # most node counts that an error message lists
 
@@ -49,9 +50,10 @@ def split_batch(recipe: Recipe, ranks: int) -> Batching:
     micro-batches at once as it processes concurrently (``parallel.micro_batches``).
 
     Raises:
-        UserError: No split needs at most twice the fewest possible accumulation steps. The message names the nearest
-            global batches that have one.
+        UserError: The ranks do not divide over the recipe's axes, or no split needs at most twice the fewest possible
+            accumulation steps. The message names the nearest layouts, or global batches, that have one.
     """
+    check_axes(recipe, ranks)
     batch = recipe.global_batch
     stages, largest, under_way = _limits(recipe)
     if (found := _split(recipe, batch, ranks)) is not None:

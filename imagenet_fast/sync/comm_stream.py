@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from imagenet_fast.distributed.failure_detection import PeerLost
-from imagenet_fast.distributed.process_groups import leave_at_exit, new_group
+from imagenet_fast.distributed.process_groups import end_group, leave_at_exit, new_group
 from imagenet_fast.sync.device_timer import Timestamp, record_timestamp
 
 # Renamed in torch 2.13.
@@ -187,9 +186,8 @@ class CommStream:
     def close(self) -> None:
         """End the process group and the thread. Nothing may be in flight."""
         self._queue.put(None)
-        if self._group is not None and dist.is_initialized():
-            with suppress(ValueError):  # the user has destroyed all groups, and made others since
-                dist.destroy_process_group(self._group)
+        if self._group is not None:
+            end_group(self._group)
         self._group = None
 
     def _count(self, sent: int, received: int) -> None:

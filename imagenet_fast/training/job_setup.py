@@ -61,7 +61,6 @@ def plan_job(
     if nodes is not None:
         _check_elastic(written, nodes, ranks // nodes[-1], scale, resume)
     recipe = scale_recipe(written, ranks) if scale else written
-    check_axes(recipe, ranks)
     batching = split_batch(recipe, ranks)
     check_norms(recipe, batching)
     root = _find_data(recipe.data, data, check_folders)

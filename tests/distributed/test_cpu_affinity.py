@@ -38,7 +38,7 @@ def bound(root: Path) -> tuple[set[int], set[int]]:
 
 def test_a_rank_keeps_to_the_cores_beside_its_gpu(tmp_path: Path):
     last = max(os.sched_getaffinity(0))
-    ((told, cores),) = run(1, bound, machine(tmp_path, "1", f"{last},1000-1003"))
+    ((told, cores),) = run(1, bound, machine(tmp_path, "1", f"{last},1000-1003"), fresh=True)
     assert told == cores == {last}
 
 
@@ -64,8 +64,8 @@ def test_a_core_is_divided_among_those_who_may_use_it(allowed: list[set[int]], e
 
 
 def test_ranks_that_are_bound_apart_have_their_cores_to_themselves():
-    assert run(2, _own_cores, False) == [max(1, len(os.sched_getaffinity(0)) // 2)] * 2
-    assert run(2, _own_cores, True) == [1, 1]
+    assert run(2, _own_cores, False, fresh=True) == [max(1, len(os.sched_getaffinity(0)) // 2)] * 2
+    assert run(2, _own_cores, True, fresh=True) == [1, 1]
 
 
 def _own_cores(apart: bool) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -13,37 +14,33 @@ from imagenet_fast.sync import AllReduceSync, attach
 from tests.ranks import run
 
 CPU = torch.device("cpu")
-LAYOUTS = (
-    Parallel(tensor=2),
-    Parallel(tensor=4),
-    Parallel(tensor=2, pipeline=2, schedule="gpipe"),
-    Parallel(pipeline=4, schedule="gpipe"),
-)
+LAYOUTS: dict[str, tuple[Parallel, list[tuple[int, ...]]]] = {
+    "tp2dp2": (Parallel(tensor=2), [(2,), (0, 2), (2, 3)]),
+    "tp4": (Parallel(tensor=4), [(2,), (2,), (0, 1, 2, 3)]),
+    "pp2tp2": (Parallel(tensor=2, pipeline=2, schedule="gpipe"), [(0, 2), (2,), (2, 3)]),
+    "pp4": (Parallel(pipeline=4, schedule="gpipe"), [(0, 1, 2, 3), (2,), (2,)]),
+}
+"""And the ranks of the third in its pipeline, its replicas and its shards."""
 
 
-def test_mesh_has_tensor_innermost():
-    third = run(4, _groups)[2]
-    assert third == [
-        ((2,), (0, 2), (2, 3)),
-        ((2,), (2,), (0, 1, 2, 3)),
-        ((0, 2), (2,), (2, 3)),
-        ((0, 1, 2, 3), (2,), (2,)),
-    ]
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_mesh_has_tensor_innermost(layout: str):
+    parallel, expected = LAYOUTS[layout]
+    assert run(4, _groups, parallel)[2] == expected
 
 
-def _groups() -> list[tuple[tuple[int, ...], ...]]:
-    found = []
-    for parallel in LAYOUTS:
-        layout = build_mesh(parallel, CPU)
-        axes = (layout.pipeline, layout.data, layout.tensor)
-        found.append(tuple(tuple(dist.get_process_group_ranks(group)) for group in axes))
-        assert group_timeout(CPU) == timedelta(seconds=60), "of the group of all ranks, as tests make it"
-        for group in axes:
-            assert group._get_backend(CPU).options._timeout == timedelta(seconds=60)
-            sums = torch.ones(1)
-            dist.all_reduce(sums, group=group)
-            assert sums.item() == dist.get_world_size(group)
-        _, sync = attach(torch.nn.Linear(2, 2), AllReduceSync())  # engines make groups of their own in between
-        dist.barrier()  # else a rank may be gone before another has met it
-        sync.close()
+def _groups(parallel: Parallel) -> list[tuple[int, ...]]:
+    layout = build_mesh(parallel, CPU)
+    axes = (layout.pipeline, layout.data, layout.tensor)
+    assert group_timeout(CPU) == timedelta(seconds=60), "of the group of all ranks, as tests make it"
+    for group in axes:
+        assert group._get_backend(CPU).options._timeout == timedelta(seconds=60)
+        sums = torch.ones(1)
+        dist.all_reduce(sums, group=group)
+        assert sums.item() == dist.get_world_size(group)
+    found = [tuple(dist.get_process_group_ranks(group)) for group in axes]
+    _, sync = attach(torch.nn.Linear(2, 2), AllReduceSync())  # engines make groups of their own in between
+    dist.barrier()  # else a rank may be gone before another has met it
+    sync.close()
+    layout.close()
     return found

@@ -286,7 +286,7 @@ def test_what_is_left_is_the_record_of_the_backend_in_use(used: str, tmp_path: P
 
 
 def test_all_process_groups_take_the_timeout():
-    assert run(2, _limits) == [[90 + SLACK_S] * 3] * 2
+    assert run(2, _limits, fresh=True) == [[90 + SLACK_S] * 3] * 2
 
 
 def _limits() -> list[float]:
@@ -313,7 +313,8 @@ FAULTS = {
 """What becomes of a rank in step 4, and how it is told."""
 
 
-@pytest.mark.weekly
+@pytest.mark.ci
+@pytest.mark.usefixtures("subprocesses")
 def test_whatever_stops_a_rank_the_others_end_in_time_and_say_where_it_is(tmp_path: Path):
     """And what says it is one sentence, the same on all."""
     context = multiprocessing.get_context("forkserver")

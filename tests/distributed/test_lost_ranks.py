@@ -44,11 +44,14 @@ CASES = [*((engine, Parallel()) for engine in ENGINES), *((HybridSync(), layout)
 WORLD, DYING = 4, 2
 
 
-@pytest.mark.weekly
-def test_the_others_end_and_name_it(tmp_path: Path):
+@pytest.mark.parametrize(
+    "cases",
+    [pytest.param(CASES[::7], marks=pytest.mark.ci, id="two"), pytest.param(CASES, marks=pytest.mark.weekly, id="all")],
+)
+def test_the_others_end_and_name_it(cases: list[tuple[EngineSettings, Parallel]], tmp_path: Path):
     context = multiprocessing.get_context("forkserver")
     worlds = []
-    for number, (engine, tensor) in enumerate(CASES):
+    for number, (engine, tensor) in enumerate(cases):
         folder = tmp_path / str(number)
         folder.mkdir()
         worlds.append([context.Process(target=_train, args=(rank, engine, tensor, folder)) for rank in range(WORLD)])
@@ -58,7 +61,7 @@ def test_the_others_end_and_name_it(tmp_path: Path):
     for process in chain(*worlds):
         process.join(60)
     assert time.monotonic() - begun < 50
-    for number, (case, ranks) in enumerate(zip(CASES, worlds, strict=True)):
+    for number, (case, ranks) in enumerate(zip(cases, worlds, strict=True)):
         assert [rank.exitcode for rank in ranks] == [0, 0, 9, 0], case
         messages = {(tmp_path / str(number) / str(rank)).read_text() for rank in range(WORLD) if rank != DYING}
         (message,) = messages

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +12,7 @@ from imagenet_fast.distributed.cgroup_limits import usable_memory
 from imagenet_fast.distributed.cpu_affinity import usable_cores
 from imagenet_fast.distributed.rank_info import TORCHRUN, RankInfo, rank_info_from_env, set_group_rank
 from imagenet_fast.errors import UserError
+from tests.ranks import run
 
 
 @pytest.fixture(autouse=True)
@@ -63,9 +62,12 @@ def test_a_pod_of_one_trains(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one processor to choose from")
 def test_processors_taken_away_by_affinity_do_not_count():
-    code = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\n"
-    code += "from imagenet_fast.distributed.cpu_affinity import usable_cores; print(usable_cores())"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "1\n"
+    assert run(1, _usable_of_one, fresh=True) == [1]
+
+
+def _usable_of_one() -> int:
+    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+    return usable_cores()
 
 
 def machine(root: Path, membership: str, **files: str) -> Path:

@@ -1,12 +1,24 @@
-"""Two ranks of NCCL, where they can be had."""
+"""A GPU, and two ranks of NCCL where they can be had."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.ranks import run
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All tests of this folder need a GPU."""
+    missing = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU on this node")
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.gpu)
+            item.add_marker(missing)
 
 
 @pytest.fixture(scope="session")

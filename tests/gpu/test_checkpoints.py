@@ -5,17 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from imagenet_fast.checkpoint import CheckpointWriter, open_checkpoint
 from imagenet_fast.checkpoint.staging import StagingBuffer
 from tests.checkpoint.trees import ALONE, hostile, same, stamp
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU on this node"),
-]
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 

@@ -27,11 +27,6 @@ from imagenet_fast.training.job_setup import plan_evaluation
 from imagenet_fast.training.train_step import build_step, seed_step
 from tests.conftest import tables
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU on this node"),
-]
-
 
 @pytest.fixture
 def world() -> Iterator[DistContext]:

@@ -14,10 +14,7 @@ from tests.conftest import tables
 
 GPUS = torch.cuda.device_count()
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(GPUS < 2, reason="there are no two GPUs on this node"),
-]
+pytestmark = pytest.mark.skipif(GPUS < 2, reason="there are no two GPUs on this node")
 
 
 def test_data_parallel_is_timed_with_as_many_images_on_each_gpu():

@@ -26,11 +26,7 @@ from tests.ranks import run
 from tests.sync.loops import pooled, unmeasured
 from tests.sync.test_overflow import Given, integers, weights
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU on this node"),
-    pytest.mark.usefixtures("two_ranks"),
-]
+pytestmark = pytest.mark.usefixtures("two_ranks")
 SPARSE = SparseSync(wire="bf16", sparsity=0.75, chunk=32, dense_epochs=0, ramp_epochs=0, threshold_mb=0)
 EXACT: tuple[EngineSettings, ...] = (
     LazySync(wire="bf16", threshold_mb=0),

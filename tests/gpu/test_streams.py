@@ -14,11 +14,6 @@ from tests.gpu.test_checkpoints import moved
 from tests.sync.loops import pooled
 from tests.sync.test_overflow import Given, integers, weights
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU on this node"),
-]
-
 
 def test_sparse_chooses_the_same_chunks_though_its_norms_are_read_late():
     """On a busy GPU, whose allocator hands freed memory out at once, as on a CPU."""

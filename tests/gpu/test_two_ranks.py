@@ -6,18 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from imagenet_fast.bench.collectives import measure
 from tests.ranks import run
 from tests.sync import test_collectives as collectives
 from tests.sync import test_contract as contract
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU on this node"),
-    pytest.mark.usefixtures("two_ranks"),
-]
+pytestmark = pytest.mark.usefixtures("two_ranks")
 
 
 def test_engines_keep_their_contract():

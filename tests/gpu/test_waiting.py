@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -17,11 +16,6 @@ from imagenet_fast.training.meter import Meter
 from imagenet_fast.training.nonfinite import NonFiniteCounter
 from imagenet_fast.training.precision import LossScaler
 from tests.ranks import run
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU on this node"),
-]
 
 WORK = 10**8
 """Cycles of a GPU: some 50 ms."""

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torchvision.models
-from timm.layers import BlurPool2d
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, max_pool2d
 
@@ -37,6 +36,8 @@ def test_the_filter_is_the_binomial(sides: tuple[int, int], stride: int):
 
 def test_the_filter_is_timms_inside_the_edges():
     """timm mirrors at the edges, where Composer and FFCV have zeros."""
+    from timm.layers import BlurPool2d
+
     values = torch.randn(2, 5, 12, 12)
     theirs = BlurPool2d(5, filt_size=3, stride=1)(values)
     torch.testing.assert_close(blurred(values, binomial_filter(5))[..., 1:-1, 1:-1], theirs[..., 1:-1, 1:-1])

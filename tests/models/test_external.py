@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import timm
 import torch
-import torch.distributed as dist
 import torchvision.models
 from torch import Tensor, nn
 
@@ -37,21 +35,22 @@ OWN = "tests.models.own"
 ALONE = tests.world(0, 1)
 
 
-def test_torchvisions_networks_are_its_own_to_the_bit():
-    torch.manual_seed(3)
-    ours = build_model(TorchvisionModel(kind="torchvision", name="mobilenet_v3_small", options={"dropout": 0.1}), 7)
-    torch.manual_seed(3)
-    theirs = torchvision.models.mobilenet_v3_small(num_classes=7, dropout=0.1)
-    assert type(ours) is type(theirs)
-    assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True))
+def test_networks_of_torchvision_and_timm_are_their_own_to_the_bit():
+    import timm
 
-
-def test_timms_networks_are_its_own_to_the_bit():
-    torch.manual_seed(3)
-    ours = build_model(TimmModel(kind="timm", name="test_vit", options={"img_size": 32, "drop_path_rate": 0.1}), 7)
-    torch.manual_seed(3)
-    theirs = timm.create_model("test_vit", num_classes=7, img_size=32, drop_path_rate=0.1)
-    assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True))
+    for named, make in (
+        (TorchvisionModel(kind="torchvision", name="mobilenet_v3_small", options={"dropout": 0.1}),
+         lambda: torchvision.models.mobilenet_v3_small(num_classes=7, dropout=0.1)),
+        (TimmModel(kind="timm", name="test_vit", options={"img_size": 32, "drop_path_rate": 0.1}),
+         lambda: timm.create_model("test_vit", num_classes=7, img_size=32, drop_path_rate=0.1)),
+    ):  # fmt: skip
+        torch.manual_seed(3)
+        ours = build_model(named, 7)
+        torch.manual_seed(3)
+        theirs = make()
+        assert type(ours) is type(theirs)
+        pairs = zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
 
 
 def test_a_function_is_called_with_the_classes_and_the_options():
@@ -71,6 +70,10 @@ def test_keys_for_any_model_hold_for_them():
     )
     assert sum(isinstance(module, BlurConv2d) for module in model.modules()) == 6
     assert len(set(model.get_parameter("fc.bias").tolist())) == 1
+
+
+def flawed(flaw: str) -> dict[str, Any]:
+    return {"kind": "python", "name": f"{OWN}:flawed", "options": {"flaw": flaw}}
 
 
 MODELS: dict[str, Model] = {
@@ -119,46 +122,38 @@ def test_weights_fit_and_tell_their_classes_wherever_the_last_layer_is(name: str
         ({"kind": "python", "name": f"{OWN}:build", "options": {"wide": 5}}, "does not take model.options {'wide': 5}"),
         ({"kind": "timm", "name": "test_vit", "blurpool": "conv"}, "blurpool 'conv' blurs nothing"),
         ({"kind": "torchvision", "name": "squeezenet1_1", "init": ["linear_log_constant_bias"]}, "linear last layer"),
+        (flawed("parallel"), "is wrapped in DataParallel; let it return the network itself"),
+        (flawed("lazy"), "has no shape for more.weight; call it on an image"),
+        (flawed("lazy norm"), "has no shape for more.running_mean; call it on an image"),
+        (flawed("complex"), "has more of torch.complex64; let its parameters be real"),
+        (flawed("part"), "has more as a part of a larger tensor.* a clone"),
+        (flawed("frozen"), "has no parameter that is trained"),
+        (flawed("sparse"), "has sparse gradients in more, .*sparse=False"),
+        (flawed("extra"), "keeps _extra_state as a dict, and only tensors are saved; make it a buffer"),
+        (flawed("detached"), "gives logits without a gradient"),
+        (flawed("double"), r"of torch.float64 beside others of torch.float32; convert it, as by .to\(torch.float32\)"),
+        (flawed("mistyped"), r"cannot be built: TypeError in .*own.py, line \d+ \("),
+        (flawed("exits"), r"cannot be built: SystemExit in .*own.py, line \d+ \(2\)"),
+        (flawed("kept"), "cannot be copied .*parametrizations"),
+        (flawed("late"), "makes the buffer grid when it is called"),
+        (flawed("raises"), r"cannot be built: RuntimeError in .*own.py, line \d+ \(no luck\); correct it"),
     ],
+    ids=lambda value: value.get("options", {}).get("flaw") if isinstance(value, dict) else None,
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_in_a_sentence(model: dict[str, Any], said: str):
-    with pytest.raises(UserError, match=said) as refused:
-        build_initial_model(parse_recipe("test", tables(ranks=1, model=model)), 10, ALONE)
-    assert "\n" not in str(refused.value)
+    refused(said, model)
 
 
-@pytest.mark.parametrize(
-    ("flaw", "said"),
-    [
-        ("parallel", "is wrapped in DataParallel; let it return the network itself"),
-        ("lazy", "has no shape for more.weight; call it on an image"),
-        ("lazy norm", "has no shape for more.running_mean; call it on an image"),
-        ("complex", "has more of torch.complex64; let its parameters be real"),
-        ("part", "has more as a part of a larger tensor.* a clone"),
-        ("frozen", "has no parameter that is trained"),
-        ("sparse", "has sparse gradients in more, .*sparse=False"),
-        ("extra", "keeps _extra_state as a dict, and only tensors are saved; make it a buffer"),
-        ("detached", "gives logits without a gradient"),
-        ("double", r"has more of torch.float64 beside others of torch.float32; convert it, as by .to\(torch.float32\)"),
-        ("mistyped", r"cannot be built: TypeError in .*own.py, line \d+ \("),
-        ("exits", r"cannot be built: SystemExit in .*own.py, line \d+ \(2\)"),
-        ("kept", "cannot be copied .*parametrizations"),
-        ("late", "makes the buffer grid when it is called"),
-        ("raises", r"cannot be built: RuntimeError in .*own.py, line \d+ \(no luck\); correct it"),
-    ],
-)
-def test_untrainable_networks_are_refused_in_a_sentence(flaw: str, said: str):
-    model = {"kind": "python", "name": f"{OWN}:flawed", "options": {"flaw": flaw}}
-    with pytest.raises(UserError, match=said) as refused:
-        build_initial_model(parse_recipe("test", tables(ranks=1, model=model)), 10, ALONE)
-    assert "\n" not in str(refused.value)
+def refused(said: str, model: dict[str, Any], **changes: Any) -> None:
+    with pytest.raises(UserError, match=said) as refusal:
+        build_initial_model(parse_recipe("test", tables(ranks=1, model=model, **changes)), 10, ALONE)
+    assert "\n" not in str(refusal.value)
 
 
 def test_a_network_that_views_its_maps_takes_contiguous_images():
     """In channels_last memory ``view`` fails, and not before the first step."""
     model = {"kind": "python", "name": f"{OWN}:lenet"}
-    with pytest.raises(UserError, match=r"write reshape or flatten instead of view .*, or set channels_last to false"):
-        build_initial_model(parse_recipe("test", tables(ranks=1, model=model)), 10, ALONE)
+    refused(r"write reshape or flatten instead of view .*, or set channels_last to false", model)
     recipe, named = parse_recipe("test", tables(ranks=1, model=model, channels_last=False)), PythonModel(**model)
     network = build_model(named, 10)
     check_network(network, named, 10, [32], 32)
@@ -176,15 +171,14 @@ def test_a_single_image_is_tried_where_there_may_be_one():
         ("squeezed", {}, r"shape \[10\] for 1 image, and the data has 10 classes"),
         ("norm of one", {"micro_batch": 1}, r"cannot take a single image of 32 pixels .*; choose a larger micro_batch"),
     ):
-        model = {"kind": "python", "name": f"{OWN}:flawed", "options": {"flaw": flaw}}
-        with pytest.raises(UserError, match=said):
-            build_initial_model(parse_recipe("test", tables(ranks=1, model=model, **changes)), 10, ALONE)
-    check_network(build_model(PythonModel(**model), 10), PythonModel(**model), 10, [32], 32)
+        refused(said, flawed(flaw), **changes)
+    named = PythonModel(**flawed("norm of one"))
+    check_network(build_model(named, 10), named, 10, [32], 32)
 
 
 def test_weights_may_have_masks_of_infinities(tmp_path: Path):
     """A run's own weights must be read again, and an average of masks must be the mask."""
-    named = PythonModel(kind="python", name=f"{OWN}:flawed", options={"flaw": "mask"})
+    named = PythonModel(**flawed("mask"))
     network = build_model(named, 10)
     write_weights(network.state_dict(), tmp_path / "w.safetensors", {})
     fill(build_model(named, 10), fit(read_weights(tmp_path / "w.safetensors"), named, 10))
@@ -205,26 +199,23 @@ def test_weights_may_have_masks_of_infinities(tmp_path: Path):
 
 
 def _drawn() -> list[Tensor]:
-    model = {"kind": "python", "name": f"{OWN}:flawed", "options": {"flaw": "drawn"}}
-    here = tests.world(dist.get_rank(), 1)
-    drawn = []
+    drawn, here = [], tests.world()
     for _ in range(2):
-        network = build_initial_model(parse_recipe("test", tables(ranks=1, model=model)), 10, here)
+        network = build_initial_model(parse_recipe("test", tables(model=flawed("drawn"))), 10, here)
         seed_step(1, 5, here)
         drawn.append(network.state_dict()["head.bias"] + random.random() + float(np.random.random()))
     return drawn
 
 
 def test_the_seed_decides_what_networks_draw_from_python_and_numpy():
-    ((one, other),) = run(1, _drawn)
-    assert torch.equal(one, other)
+    for one, other in run(2, _drawn):
+        assert torch.equal(one, other)
 
 
 def test_ddp_is_given_no_network_with_an_unused_parameter():
-    model = {"kind": "python", "name": f"{OWN}:flawed", "options": {"flaw": "unused"}}
-    with pytest.raises(UserError, match=r"does not use more, and torch's DDP waits .* another engine than sync.kind"):
-        build_initial_model(parse_recipe("test", tables(ranks=1, model=model, sync={"kind": "ddp"})), 10, ALONE)
-    named = PythonModel(**model)
+    said = r"does not use more, and torch's DDP waits .* another engine than sync.kind"
+    refused(said, flawed("unused"), sync={"kind": "ddp"})
+    named = PythonModel(**flawed("unused"))
     check_network(build_model(named, 10), named, 10, [32], 32)
 
 
@@ -241,9 +232,7 @@ def test_unusual_tensors_are_taken_beside_the_others(kind: str):
 
 
 def _build_unusual(kind: str) -> None:
-    model = {"kind": "python", "name": f"{OWN}:flawed", "options": {"flaw": kind}}
-    here = tests.world(dist.get_rank(), 2)
-    network = build_initial_model(parse_recipe("test", tables(ranks=2, model=model)), 10, here)
+    network = build_initial_model(parse_recipe("test", tables(model=flawed(kind))), 10, tests.world())
     more = network.state_dict()["more"]
     assert int(more.sum()) == more.numel()
 
@@ -267,7 +256,7 @@ def test_a_module_that_cannot_be_imported_is_told_with_its_line(
 
 
 def test_a_network_that_torch_cannot_trace_is_not_exported(tmp_path: Path):
-    network = build_model(PythonModel(kind="python", name=f"{OWN}:flawed", options={"flaw": "untraceable"}), 10)
+    network = build_model(PythonModel(**flawed("untraceable")), 10)
     with pytest.raises(UserError, match=r"torch.export cannot trace the network .*--format safetensors"):
         export_program(network, 32, tmp_path / "network.pt2", {})
     assert not list(tmp_path.iterdir())
@@ -318,12 +307,12 @@ def test_a_missing_timm_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_check_leaves_norms_and_random_numbers_as_they_are():
-    run(1, _build_checked)
+    run(2, _build_checked)
 
 
 def _build_checked() -> None:
     model = {"kind": "python", "name": f"{OWN}:build", "options": {"dropout": 0.5}}
-    checked = build_initial_model(parse_recipe("test", tables(ranks=1, model=model)), 10, ALONE)
+    checked = build_initial_model(parse_recipe("test", tables(model=model)), 10, tests.world())
     drawn = torch.rand(3)
     torch.manual_seed(1)
     plain = build_model(PythonModel.model_validate(model), 10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from torch import nn
 
@@ -13,6 +14,7 @@ from imagenet_fast.recipe.schema import AlexNet, ResNet
 RULES = ("kaiming_normal", "bn_uniform", "linear_log_constant_bias")
 
 
+@pytest.mark.ci
 def test_all_rules_of_composers_mild_recipe():
     torch.manual_seed(0)
     model = build_model(ResNet(kind="resnet50", init=RULES), 100)
@@ -32,6 +34,7 @@ def test_only_the_last_of_layers_as_wide_as_the_classes_gets_their_bias():
     assert [torch.equal(bias, bias[:1].expand(4096)) for bias in biases] == [False, False, True]
 
 
+@pytest.mark.ci
 def test_a_rule_leaves_other_weights_as_they_are():
     torch.manual_seed(1)
     plain = build_model(AlexNet(kind="alexnet"), 10).state_dict()

@@ -25,6 +25,9 @@ NETWORKS: dict[str, Model] = {
 }
 
 
+LARGE = pytest.param("resnet50", marks=pytest.mark.ci)
+
+
 @pytest.mark.parametrize("kind", ["alexnet", "resnet18", "resnet50"])
 def test_weights_carry_torchvisions_names_and_shapes(kind: str):
     with torch.device("meta"):
@@ -34,7 +37,7 @@ def test_weights_carry_torchvisions_names_and_shapes(kind: str):
 
 
 @pytest.mark.parametrize("zero_gamma", [False, True])
-@pytest.mark.parametrize("kind", ["alexnet", "resnet18", "resnet50"])
+@pytest.mark.parametrize("kind", [pytest.param("alexnet", marks=pytest.mark.ci), "resnet18", LARGE])
 def test_fresh_models_are_torchvisions_to_the_bit(kind: str, zero_gamma: bool):
     torch.manual_seed(3)
     ours = build_model(NETWORKS[kind].model_copy(update={"zero_init_last_gamma": zero_gamma}), 10)
@@ -64,6 +67,7 @@ def test_alexnet_with_batch_norm_is_nvidia_caffes():
     assert logits.shape == (2, 1000)
 
 
+@pytest.mark.ci
 def test_alexnet_with_batch_norm_begins_as_nvidia_caffes():
     """The values of train_val2.prototxt, with which its LARC solvers train; fc6 and fc7 have others than the rest."""
     torch.manual_seed(0)
@@ -97,7 +101,14 @@ def test_compiling_a_model_changes_no_name_of_its_weights(kind: str):
 
 
 @pytest.mark.parametrize(
-    ("kind", "image_size"), [("resnet50", 32), ("alexnet", 63), ("alexnet_bn", 67), ("cifarnet", 32)]
+    ("kind", "image_size"),
+    [
+        ("cifarnet", 32),
+        *(
+            pytest.param(*case, marks=pytest.mark.ci)
+            for case in (("resnet50", 32), ("alexnet", 63), ("alexnet_bn", 67))
+        ),
+    ],
 )
 def test_every_piece_runs_compiled_in_training_and_in_evaluation(kind: str, image_size: int):
     """For shapes that are constants, and the last batch of an evaluation, which is smaller, is no exception."""

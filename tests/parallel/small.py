@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import tests
-from imagenet_fast.distributed.process_groups import build_mesh
-from imagenet_fast.metrics import Event, MetricLogger
+from imagenet_fast.metrics import MetricLogger
 from imagenet_fast.models.alexnet import AlexNet, CompilableSequential
 from imagenet_fast.recipe import schema
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.parallel_config import Parallel
-from imagenet_fast.training.train_step import build_step
+from imagenet_fast.training.train_step import TrainingStep, build_step
 from tests.conftest import tables
 from tests.models.narrow import narrow_model
 from tests.sync.loops import unmeasured
+from tests.training.jobs import Told
 
 CLASSES = 5
 CPU = torch.device("cpu")
@@ -73,6 +72,29 @@ def images_of(kind: str, step: int, batch: int) -> tuple[Tensor, Tensor]:
     return pixels, torch.randint(0, CLASSES, (batch,), generator=generator)
 
 
+class Loop:
+    """A recipe's training steps on this rank, over the images of ``images_of``, whatever the recipe's own are."""
+
+    def __init__(self, kind: str, parallel: Parallel = UNDIVIDED, **changes: Any) -> None:
+        recipe = parse_recipe("test", tables(**({"ranks": 1, "micro_batch": 2, "data__image_size": 67} | changes)))
+        data = recipe.data.model_copy(update={"image_size": PIXELS[kind]})
+        self.recipe = recipe.model_copy(update={"parallel": parallel, "data": data})
+        self.kind, self.world = kind, tests.world()
+        self.batching = split_batch(self.recipe, self.world.size)
+
+    def begin(self, model: nn.Module) -> TrainingStep:
+        return build_step(self.recipe, self.batching, model, self.world, 4)
+
+    def batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's micro-batches of a step."""
+        shape = (self.batching.readers, self.batching.accumulation, self.batching.micro_batch)
+        images, labels = (
+            joined.unflatten(0, shape)[self.world.rank % self.batching.readers]
+            for joined in images_of(self.kind, step, self.recipe.global_batch)
+        )
+        return zip(images, labels, strict=True)
+
+
 @dataclass
 class Trained:
     """What came of some steps: the loss of each over all ranks, and on the first rank what would be saved."""
@@ -82,28 +104,14 @@ class Trained:
 
 
 @unmeasured()
-@patch("imagenet_fast.parallel.parallelize.build_mesh", cache(build_mesh))
-def train(
-    kind: str, steps: int, batch: int, lr: float = 0.1, parallel: Parallel = UNDIVIDED, micro: int = 2, **changes: Any
-) -> Trained:
-    """On this rank and all others, by :func:`build_step`, over the same two batches again and again, in micro-batches
-    of ``micro`` images. ``changes`` are the recipe's; ``parallel`` need not fit its own model. Of a layout groups are
-    made once."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    model = {"model": {"kind": "resnet18" if kind == "tiny" else kind}, "data__image_size": 67}
-    recipe = parse_recipe("test", tables(**model, ranks=1, global_batch=batch, micro_batch=micro, **changes))
-    data = recipe.data.model_copy(update={"image_size": PIXELS[kind]})
-    recipe = recipe.model_copy(update={"parallel": parallel, "data": data})
-    batching = split_batch(recipe, ranks)
-    take_step = build_step(recipe, batching, small_model(kind), tests.world(rank, ranks), 4)
-    seen = Seen()
-    record = MetricLogger(lambda: 0.0, [seen])
+def train(kind: str, steps: int, lr: float = 0.1, parallel: Parallel = UNDIVIDED, **changes: Any) -> Trained:
+    """On this rank and all others, over the same two batches again and again. ``changes`` are the recipe's;
+    ``parallel`` need not fit its own model."""
+    loop = Loop(kind, parallel, model={"kind": "resnet18" if kind == "tiny" else kind}, **changes)
+    take_step, told = loop.begin(small_model(kind)), Told()
+    record = MetricLogger(lambda: 0.0, [told])
     for step in range(steps):
-        images, labels = (
-            t.unflatten(0, (batching.readers, batching.accumulation, batching.micro_batch))[rank % batching.readers]
-            for t in images_of(kind, step % 2, batch)
-        )
-        take_step(zip(images, labels, strict=True), lr)
+        take_step(loop.batches(step % 2), lr)
         take_step.meter.report(record, step, 1, lr)
     take_step.state.settle()
     weights = {name: tensor.clone() for name, tensor in take_step.state.whole().state_dict().items()}
@@ -112,17 +120,4 @@ def train(
         dist.broadcast(first, 0)
         assert torch.equal(first, tensor) or "running" in name, f"{name} differs between ranks"
     take_step.state.sync.close()  # else the groups of all cases are open, and their threads wake
-    return Trained(seen.losses, weights if rank == 0 else {})
-
-
-class Seen:
-    """A sink that keeps the losses."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def write(self, event: Event) -> None:
-        if event.name == "train":
-            self.losses.append(event.values["loss"])
-
-    def close(self) -> None: ...
+    return Trained(told.losses, weights if loop.world.is_main else {})

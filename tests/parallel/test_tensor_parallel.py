@@ -15,7 +15,7 @@ from imagenet_fast.parallel.parallelize import ParallelModel, parallelize
 from imagenet_fast.parallel.tensor_parallel import ColumnParallel, RowParallel, gathered
 from imagenet_fast.recipe.optim_config import Lars
 from imagenet_fast.recipe.parallel_config import Parallel
-from imagenet_fast.sync import DdpSync, DearSync, HybridSync, LazySync
+from imagenet_fast.sync import DdpSync, DearSync, EngineSettings, HybridSync, LazySync
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.parallel.small import CLASSES, Tiny, images_of, small_model
 from tests.ranks import run
@@ -25,32 +25,33 @@ def sharded(model: nn.Module, tensor: int = 2) -> ParallelModel:
     return parallelize(Parallel(tensor=tensor), model, torch.empty(0), nullcontext())
 
 
-def test_gathered_it_is_the_model_that_was_sharded():
-    run(2, _gathered_again)
+@pytest.mark.parametrize("kind", ["tiny", pytest.param("alexnet_bn", marks=pytest.mark.ci)])
+def test_gathered_it_is_the_model_that_was_sharded(kind: str):
+    run(2, _gathered_again, kind)
 
 
-def _gathered_again() -> None:
-    for kind in ("tiny", "alexnet_bn"):
-        whole, model = small_model(kind), small_model(kind)
-        assert gathered(model) is model, "without shards"
-        division = sharded(model)
-        first, second, *_ = (m for m in model.modules() if isinstance(m, nn.Linear))
-        assert isinstance(first, ColumnParallel)
-        assert isinstance(second, RowParallel)
-        assert list(division.shards) == [first.weight, first.bias, second.weight]
-        assert model.state_dict().keys() == whole.state_dict().keys()
-        assert first.weight.shape[0] == second.weight.shape[1] == (6 if kind == "tiny" else 128)
-        again = division.whole(model)
-        assert first in set(model.modules()), "the model itself stays as it is"
-        for name, tensor in whole.state_dict().items():
-            assert torch.equal(again.state_dict()[name], tensor), name
-        plain = small_model(kind)
-        plain.load_state_dict(again.state_dict(), strict=True)
-        own, _ = images_of(kind, 7 + dist.get_rank(), 2)
-        model.eval(), plain.eval(), again.eval()
-        torch.testing.assert_close(model(own), plain(own), rtol=1e-5, atol=1e-6)
-        if dist.get_rank() == 0:  # each rank by itself, with as many images as it likes
-            torch.testing.assert_close(again(own[:1]), plain(own[:1]))
+def _gathered_again(kind: str) -> None:
+    whole, model = small_model(kind), small_model(kind)
+    assert gathered(model) is model, "without shards"
+    division = sharded(model)
+    first, second, *_ = (m for m in model.modules() if isinstance(m, nn.Linear))
+    assert isinstance(first, ColumnParallel)
+    assert isinstance(second, RowParallel)
+    assert list(division.shards) == [first.weight, first.bias, second.weight]
+    assert model.state_dict().keys() == whole.state_dict().keys()
+    assert first.weight.shape[0] == second.weight.shape[1] == (6 if kind == "tiny" else 128)
+    again = division.whole(model)
+    assert first in set(model.modules()), "the model itself stays as it is"
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    plain = small_model(kind)
+    plain.load_state_dict(again.state_dict(), strict=True)
+    own, _ = images_of(kind, 7 + dist.get_rank(), 2)
+    model.eval(), plain.eval(), again.eval()
+    torch.testing.assert_close(model(own), plain(own), rtol=1e-5, atol=1e-6)
+    if dist.get_rank() == 0:  # each rank by itself, with as many images as it likes
+        torch.testing.assert_close(again(own[:1]), plain(own[:1]))
+    division.layout.close()
 
 
 def test_dropout_differs_between_shards_and_ranks():
@@ -61,7 +62,7 @@ def _dropped() -> None:
     model = Tiny(dropout=0.5)
     for param in model.parameters():
         nn.init.constant_(param, 0.1)
-    sharded(model)
+    division = sharded(model)
     torch.manual_seed(3 + dist.get_rank())  # ranks draw numbers of their own, as in a step
     seen: list[Tensor] = []
     for number in (1, 4):
@@ -73,6 +74,7 @@ def _dropped() -> None:
         assert 0.3 < mask.double().mean() < 0.7
         masks = model.classifier[1].group.gather(mask.to(torch.uint8)).chunk(2)
         assert not torch.equal(*masks), "two ranks drop the same"
+    division.layout.close()
 
 
 def test_under_autocast_activations_travel_as_they_are_multiplied():
@@ -88,6 +90,7 @@ def _under_autocast() -> None:
     assert logits.dtype == torch.bfloat16
     torch.testing.assert_close(logits, near, rtol=2e-2, atol=2e-2)
     assert sum(t.traffic[0].sent_bytes for _, t in division.activations.spent().transfers) == 4 * (36 + 12) * 2
+    division.layout.close()
 
 
 def test_what_activations_cost_is_counted_and_timed():
@@ -112,7 +115,7 @@ def _counted() -> None:
 
 
 def test_what_cannot_be_sharded_is_refused_in_words():
-    run(2, _refused)
+    run(2, _refused, fresh=True)
 
 
 def _refused() -> None:
@@ -129,38 +132,39 @@ def _refused() -> None:
         sharded(model).synchronised(DdpSync())
 
 
-def test_all_ranks_skip_a_step_in_which_one_shard_overflows():
-    run(4, _overflow)
+ENGINES = (LazySync(wire="fp32"), HybridSync(wire="fp32"), DearSync(wire="fp32"))
 
 
-def _overflow() -> None:
-    for settings in (LazySync(wire="fp32"), HybridSync(wire="fp32"), DearSync(wire="fp32")):
-        for tensor in (2, 4):
-            model = small_model("tiny")
-            division = sharded(model, tensor)
-            pools = division.synchronised(settings)
-            pools.guard(1e30)
-            optimizer = build_optimizer(
-                Lars(kind="lars", lr=0.1, weight_decay=0.0), model, whole_norms=division.whole_norms
-            )
-            spoilt = math.nan if dist.get_rank() == 1 else 1.0
-            weights = gathered(model).state_dict()
-            for step, factor in enumerate((spoilt, 1.0, spoilt)):
-                hook = model.classifier[4].weight.register_hook(lambda gradient, by=factor: gradient * by)
-                pools.zero_grad()
-                images, labels = images_of("tiny", dist.get_rank(), 2)
-                nn.functional.cross_entropy(model(images), labels).backward()
-                pools.end_backward()
-                found = pools.found_inf
-                assert found is not None
-                assert found.item() == (step != 1)
-                optimizer.found_inf = found
-                pools.step(optimizer)
-                hook.remove()
-                pools.settle()
-                before, weights = weights, gathered(model).state_dict()
-                assert all(torch.equal(before[name], weights[name]) == (step != 1) for name in weights), step
-            pools.close()
+@pytest.mark.parametrize("tensor", [2, pytest.param(4, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("settings", ENGINES, ids=["lazy", "hybrid", "dear"])
+def test_all_ranks_skip_a_step_in_which_one_shard_overflows(settings: EngineSettings, tensor: int):
+    run(4, _overflow, settings, tensor)
+
+
+def _overflow(settings: EngineSettings, tensor: int) -> None:
+    model = small_model("tiny")
+    division = sharded(model, tensor)
+    pools = division.synchronised(settings)
+    pools.guard(1e30)
+    optimizer = build_optimizer(Lars(kind="lars", lr=0.1, weight_decay=0.0), model, whole_norms=division.whole_norms)
+    spoilt = math.nan if dist.get_rank() == 1 else 1.0
+    weights = gathered(model).state_dict()
+    for step, factor in enumerate((spoilt, 1.0, spoilt)):
+        hook = model.classifier[4].weight.register_hook(lambda gradient, by=factor: gradient * by)
+        pools.zero_grad()
+        images, labels = images_of("tiny", dist.get_rank(), 2)
+        nn.functional.cross_entropy(model(images), labels).backward()
+        pools.end_backward()
+        found = pools.found_inf
+        assert found is not None
+        assert found.item() == (step != 1)
+        optimizer.found_inf = found
+        pools.step(optimizer)
+        hook.remove()
+        pools.settle()
+        before, weights = weights, gathered(model).state_dict()
+        assert all(torch.equal(before[name], weights[name]) == (step != 1) for name in weights), step
+    pools.close()
 
 
 def test_a_frozen_layer_and_one_without_bias_are_sharded_too():
@@ -203,3 +207,4 @@ def _of_one_stage() -> None:
     kept = [p for p in gc.get_objects() if isinstance(p, nn.Parameter) and not p.is_meta]
     assert len(kept) == len(own)
     assert set(kept) == own
+    division.layout.close()

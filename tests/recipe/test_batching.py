@@ -64,6 +64,14 @@ def test_what_does_not_divide_is_told_with_its_neighbours(make_recipe: Callable[
         split_batch(make_recipe(global_batch=17), 2)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
+def test_ranks_that_make_no_whole_pipeline_are_refused(make_recipe: Callable[..., Recipe], ranks: int):
+    recipe = make_recipe(parallel={"pipeline": 4, "micro_batches": 4}, global_batch=48, ranks=4)
+    with pytest.raises(UserError, match=r"^parallel.pipeline 4 needs a multiple of 4 ranks, and there "):
+        split_batch(recipe, ranks)
+    assert split_batch(recipe, 8).readers == 2
+
+
 def test_node_range_that_does_not_split_is_refused(
     make_recipe: Callable[..., Recipe],
 ):

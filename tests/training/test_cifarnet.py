@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import tests
@@ -27,33 +27,32 @@ from tests.ranks import run
 
 FROZEN = ["whiten.weight", *(f"group{g}.norm{n}.weight" for g in (1, 2, 3) for n in (1, 2))]
 SGD = {"kind": "sgd", "lr": 0.1, "momentum": 0.85, "nesterov": True, "weight_decay": 1e-3, "norm_bias_factor": 8.0}
-EXACT: list[dict[str, Any]] = [
-    {"kind": "ring", "wire": "fp32"}, {"kind": "lazy", "wire": "fp32", "threshold_mb": 0.001},
-    {"kind": "hybrid", "wire": "fp32"}, {"kind": "dear", "wire": "fp32"}, {"kind": "auto", "wire": "fp32"},
-    {"kind": "ddp", "wire": "fp32"}, {"kind": "sparse", "wire": "fp32", "sparsity": 0.0, "chunk": 64},
-]  # fmt: skip
-INEXACT: list[dict[str, Any]] = [
-    {"kind": "lazy", "wire": "bf16"}, {"kind": "lazy", "wire": "int8"}, {"kind": "hybrid", "wire": "fp8"},
-    {"kind": "powersgd", "rank": 2, "dense_epochs": 0.25}, {"kind": "sparse", "chunk": 64, "dense_epochs": 0.25},
-]  # fmt: skip
+EXACT: dict[str, dict[str, Any]] = {
+    "lazy": {"threshold_mb": 0.001}, "ring": {}, "hybrid": {}, "dear": {}, "auto": {}, "ddp": {},
+    "sparse": {"sparsity": 0.0, "chunk": 64},
+}  # fmt: skip
+INEXACT: dict[str, dict[str, Any]] = {
+    "bf16": {"kind": "lazy", "wire": "bf16"}, "int8": {"kind": "lazy", "wire": "int8"},
+    "fp8": {"kind": "hybrid", "wire": "fp8"}, "powersgd": {"kind": "powersgd", "rank": 2, "dense_epochs": 0.25},
+    "sparse-part": {"kind": "sparse", "chunk": 64, "dense_epochs": 0.25},
+}  # fmt: skip
+ENGINES = {kind: {"kind": kind, "wire": "fp32", **settings} for kind, settings in EXACT.items()} | INEXACT
 
 
-def test_every_engine_trains_it_and_leaves_frozen_layers_alone():
-    run(2, _same_under_every_engine)
+@pytest.mark.parametrize("name", [pytest.param(e, marks=() if e == "hybrid" else pytest.mark.ci) for e in ENGINES])
+def test_every_engine_trains_it_and_leaves_frozen_layers_alone(name: str):
+    before, expected = small_model("cifarnet").state_dict(), trained({"kind": "allreduce", "wire": "fp32"})
+    for key, tensor in trained(ENGINES[name]).items():
+        if key in FROZEN:
+            assert torch.equal(tensor, before[key]), key
+        elif name in EXACT:
+            torch.testing.assert_close(tensor, expected[key], rtol=1e-3, atol=1e-4, msg=key)
+        assert tensor.isfinite().all(), key
 
 
-def _same_under_every_engine() -> None:
-    def trained(sync: dict[str, Any]) -> dict[str, Tensor]:
-        return train("cifarnet", 4, 16, 0.1, micro=4, sync=sync, optim=SGD, ema_decay=0.5).weights
-
-    expected, before = trained({"kind": "allreduce", "wire": "fp32"}), small_model("cifarnet").state_dict()
-    for sync in EXACT + INEXACT:
-        for name, tensor in trained(sync).items():
-            if name in FROZEN:
-                assert torch.equal(tensor, before[name]), (sync, name)
-            elif sync in EXACT:
-                torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-4, msg=f"{sync} {name}")
-            assert tensor.isfinite().all(), (sync, name)
+def trained(sync: dict[str, Any]) -> dict[str, Tensor]:
+    settings = {"global_batch": 16, "micro_batch": 4, "sync": sync, "optim": SGD, "ema_decay": 0.5}
+    return run(2, partial(train, "cifarnet", 4, **settings))[0].weights
 
 
 def recipe_of(**changes: Any) -> Recipe:
@@ -80,9 +79,8 @@ def test_ranks_begin_with_rank_zeros_whitening(image_dir: Path):
 
 
 def _initial_weights(images: Path) -> dict[str, Tensor]:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    job = Job("test", recipe_of(), split_batch(recipe_of(global_batch=24), ranks), images, Path("unused"))
-    trainer = Trainer(job, tests.world(rank, ranks))
+    world, recipe = tests.world(), recipe_of(global_batch=24)
+    trainer = Trainer(Job("test", recipe, split_batch(recipe, world.size), images, Path("unused")), world)
     trainer.open_data()
     trainer.build()
     found = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
@@ -108,21 +106,21 @@ def test_examples_of_synthetic_images_are_some_thousands_at_most():
 
 
 def test_without_examples_the_first_layer_follows_from_the_seed():
-    first, second = run(1, _twice)[0]
+    first, second = run(2, _filters_twice)[0]
     assert torch.equal(first, second)
 
 
-def _twice() -> list[Tensor]:
-    world = tests.world(0, 1)
-    models = [build_initial_model(recipe_of(), 10, world) for _ in range(2)]
+def _filters_twice() -> list[Tensor]:
+    models = [build_initial_model(recipe_of(), 10, tests.world()) for _ in range(2)]
     return [model.get_parameter("whiten.weight").detach() for model in models]
 
 
+@pytest.mark.ci
 def test_a_resumed_run_ends_with_the_same_bits(image_dir: Path, tmp_path: Path):
     """The same whitening, crops, flips and rates, though the second part begins amid an epoch."""
-    straight = run(2, _trained, image_dir, tmp_path / "straight", None)[0]
-    run(2, _trained, image_dir, tmp_path / "parts", 3)
-    resumed = run(2, _trained, image_dir, tmp_path / "parts", None)[0]
+    straight = run(2, _trained, image_dir, tmp_path / "straight", None, fresh=True)[0]
+    run(2, _trained, image_dir, tmp_path / "parts", 3, fresh=True)
+    resumed = run(2, _trained, image_dir, tmp_path / "parts", None, fresh=True)[0]
     assert straight.keys() == resumed.keys()
     assert all(torch.equal(straight[name], tensor) for name, tensor in resumed.items())
     final = read_weights(tmp_path / "parts" / "checkpoints" / "final.safetensors").tensors
@@ -130,12 +128,8 @@ def test_a_resumed_run_ends_with_the_same_bits(image_dir: Path, tmp_path: Path):
 
 
 def _trained(images: Path, folder: Path, stop: int | None) -> dict[str, Tensor]:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    recipe = recipe_of()
-    job = Job("test", recipe, split_batch(recipe, ranks), images, folder, resume=True)
-    steps = iter(range(10**6))
-    ask_first = (lambda: lambda: next(steps) >= stop) if stop is not None else None
-    trainer = Trainer(job, tests.world(rank, ranks), ask_first=ask_first)
-    outcome = trainer.run()
-    assert outcome.status == ("finished" if stop is None else "preempted")
+    world, recipe, steps = tests.world(), recipe_of(), iter(range(10**6))
+    job = Job("test", recipe, split_batch(recipe, world.size), images, folder, resume=True)
+    trainer = Trainer(job, world, ask_first=None if stop is None else (lambda: lambda: next(steps) >= stop))
+    assert trainer.run().status == ("finished" if stop is None else "preempted")
     return {name: tensor.clone() for name, tensor in trainer.state.judged.state_dict().items()}

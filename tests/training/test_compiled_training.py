@@ -68,7 +68,10 @@ def plain(model: nn.Module) -> Callable[[], object]:
     return take_step
 
 
-@pytest.mark.parametrize("sync", [{"kind": "lazy"}, {"kind": "ring"}, {"kind": "auto", "defer": False}])
+OTHERS = [pytest.param(sync, marks=pytest.mark.ci) for sync in ({"kind": "ring"}, {"kind": "auto", "defer": False})]
+
+
+@pytest.mark.parametrize("sync", [{"kind": "lazy"}, *OTHERS], ids=["lazy", "ring", "auto"])
 def test_learning_engines_compile_no_more_than_a_plain_loop(sync: dict[str, Any]):
     def ours(model: nn.Module) -> Callable[[], object]:
         recipe = parse_recipe("test", tables(ranks=1, global_batch=4, compile=True, sync=sync))

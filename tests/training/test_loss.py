@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from timm.loss import BinaryCrossEntropy as TimmsBinaryCrossEntropy
 
 from imagenet_fast.training.loss import build_loss
 
@@ -26,6 +25,8 @@ def test_binary_cross_entropy_is_the_formula_summed_over_classes(smoothing: floa
 
 def test_binary_cross_entropy_is_timms_times_the_classes():
     """timm smooths with the same share for each class, and takes the mean over classes."""
+    from timm.loss import BinaryCrossEntropy as TimmsBinaryCrossEntropy
+
     torch.manual_seed(0)
     logits, labels = torch.randn(6, 9), torch.randint(9, (6,))
     theirs = TimmsBinaryCrossEntropy(smoothing=0.1)(logits, labels)

@@ -20,7 +20,7 @@ from imagenet_fast.training.precision import LossScaler
 from tests.ranks import run
 
 
-class Told:
+class Clock:
     """Seconds, as a device would tell them."""
 
     now = 0.0
@@ -40,7 +40,7 @@ def test_slowest_rank_counts_without_first_step_and_evaluations():
 def _train() -> list[tuple[float | None, float]]:
     """Three steps of two batches, and an evaluation before the last; the batches of rank 1 are always there. Shares,
     and seconds that they are of, after the second step and the third."""
-    rank, clock, outcome, shares = dist.get_rank(), Told(), RunResult("failed", "r", "lazy", 2, 2), []
+    rank, clock, outcome, shares = dist.get_rank(), Clock(), RunResult("failed", "r", "lazy", 2, 2), []
     world = tests.world(rank, 2)
     batches = clock.batches([[7.0, 1.0, 0.5, 0.5, 0.3, 0.3], [0.0] * 6][rank])
     scale = LossScaler(Full(kind="fp32"), "fp32", world.device)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 import pytest
 import torch
-from timm.optim import Lars as TimmLars
 from torch import Tensor, nn
 
 from imagenet_fast.recipe.optim_config import Lars, Sgd
@@ -26,6 +25,8 @@ from imagenet_fast.training.optimizers import (
 
 SHAPES = [(16, 3, 3, 3), (10, 16), (10,), (16,)]
 MU, WD, ETA = 0.9, 5e-4, 0.001
+ByHand = Callable[[nn.Parameter, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
+"""A step by its number, in float64: from a parameter's weight, gradient and velocity to its weight and velocity."""
 
 
 def problem(seed: int = 0) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -35,66 +36,86 @@ def problem(seed: int = 0) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     return params[:2], params[2:]
 
 
-def sgd(nesterov: bool = False, corrected: bool = False) -> SGD:
-    decayed, plain = problem()
-    groups = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
-    return SGD(groups, 1.0, MU, WD, nesterov, corrected=corrected)
+def groups_of(decayed: list[nn.Parameter], plain: list[nn.Parameter], **of_plain: float) -> list[dict[str, Any]]:
+    return [{"params": decayed, "weight_decay": WD}, {"params": plain, "weight_decay": 0.0, **of_plain}]
 
 
-def lars(seed: int = 0, **settings: Any) -> LARS:
+def build(kind: str, seed: int = 0, **settings: Any) -> SGD:
+    if kind == "sgd":
+        return SGD(groups_of(*problem(seed)), 1.0, MU, **settings)
+    settings = {"momentum": MU, "weight_decay": WD, "trust_coefficient": ETA} | settings
     decayed, plain = problem(seed)
-    groups = [{"params": decayed}, {"params": plain, "weight_decay": 0.0, "trust_coefficient": 0.0}]
-    return LARS(groups, 1.0, **({"momentum": MU, "weight_decay": WD, "trust_coefficient": ETA} | settings))
+    return LARS([{"params": decayed}, groups_of(decayed, plain, trust_coefficient=0.0)[1]], 1.0, **settings)
 
 
-def step_at(optimizer: SGD, lr: float) -> None:
+def step_at(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
 
 
-def gradients_of(step: int) -> list[Tensor]:
+def gradients_of(step: int, params: Sequence[Tensor] | None = None) -> list[Tensor]:
     generator = torch.Generator().manual_seed(100 + step)
-    return [torch.randn(shape, generator=generator) * 10.0 ** (step % 3 - 1) for shape in SHAPES]
+    shapes = SHAPES if params is None else [param.shape for param in params]
+    return [torch.randn(shape, generator=generator) * 10.0 ** (step % 3 - 1) for shape in shapes]
+
+
+def give(params: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
+    for param, gradient in zip(params, gradients, strict=True):
+        param.grad = gradient.clone()
 
 
 def rate(step: int) -> float:
     return 0.5 + 0.25 * step
 
 
-def descend(optimizer: SGD, steps: int = 8) -> None:
+def descend(optimizer: torch.optim.Optimizer, steps: int = 8) -> list[nn.Parameter]:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
     for step in range(steps):
-        for param, grad in zip(optimizer.params, gradients_of(step), strict=True):
-            param.grad = grad.clone()
+        give(params, gradients_of(step))
         step_at(optimizer, rate(step))
+    return params
 
 
-def descend_with(theirs: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
-    """The same with an optimizer of somebody else's."""
+def follows(
+    optimizer: SGD,
+    by_hand: ByHand,
+    tight: Collection[nn.Parameter] = (),
+    take: Callable[[SGD, float], object] = step_at,
+) -> bool:
+    """Whether it does as the steps written out; parameters in ``tight`` are small, or move little."""
+    exact = {
+        param: (param.detach().double(), torch.zeros_like(param, dtype=torch.float64)) for param in optimizer.params
+    }
     for step in range(8):
-        for param, grad in zip(params, gradients_of(step), strict=True):
-            param.grad = grad.clone()
-        for group in theirs.param_groups:
-            group["lr"] = rate(step)
-        theirs.step()
+        give(optimizer.params, gradients_of(step, optimizer.params))
+        for param, (weight, velocity) in exact.items():
+            assert param.grad is not None
+            exact[param] = by_hand(param, weight, param.grad.double(), velocity, step)
+        take(optimizer, rate(step))
+    return all(
+        torch.allclose(param.detach().double(), weight, rtol=2e-6, atol=1e-7 if param in tight else 1e-5)
+        for param, (weight, _) in exact.items()
+    )
 
 
-def reference(lars: bool, clip: bool = False, epsilon: float = 0.0, steps: int = 8) -> list[Tensor]:
-    """The update written out in float64."""
-    decayed, plain = problem()
-    weights = [p.detach().double() for p in [*decayed, *plain]]
-    velocity = [torch.zeros_like(w) for w in weights]
-    for step in range(steps):
-        for i, grad in enumerate(g.double() for g in gradients_of(step)):
-            ratio, decay = 1.0, WD if i < 2 else 0.0
-            if lars and i < 2:
-                w, g = weights[i].norm(), grad.norm()
-                ratio = (
-                    min(1.0, float((1 - MU) * ETA * w / g) / rate(step)) if clip else ETA * w / (g + WD * w + epsilon)
-                )
-            velocity[i] = MU * velocity[i] + ratio * (grad + decay * weights[i])
-            weights[i] = weights[i] - rate(step) * velocity[i]
-    return weights
+def lars_by_hand(scaled: Collection[nn.Parameter], clip: bool = False, epsilon: float = 0.0) -> ByHand:
+    def update(param: nn.Parameter, w: Tensor, g: Tensor, v: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        ratio, decay = 1.0, 0.0
+        if param in scaled and clip:
+            ratio, decay = min(1.0, float((1 - MU) * ETA * w.norm() / g.norm()) / rate(step)), WD
+        elif param in scaled:
+            ratio, decay = float(ETA * w.norm() / (g.norm() + WD * w.norm() + epsilon)), WD
+        v = MU * v + ratio * (g + decay * w)
+        return w - rate(step) * v, v
+
+    return update
+
+
+@pytest.mark.parametrize(("clip", "epsilon"), [(False, 0.0), (False, 1e-2), (True, 0.0)])
+def test_lars_follows_the_float64_reference(clip: bool, epsilon: float):
+    optimizer = build("lars", eps=epsilon, clip=clip)
+    assert follows(optimizer, lars_by_hand({*optimizer.params[:2]}, clip, epsilon))
 
 
 @pytest.mark.parametrize("clip", [False, True])
@@ -105,96 +126,49 @@ def test_biases_follow_the_float64_reference_plain_and_scaled(biases: Literal["p
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 5))
     nn.init.constant_(model.get_parameter("0.bias"), 0.01)
     settings = Lars(kind="lars", lr=1.0, momentum=MU, weight_decay=WD, trust_coefficient=ETA, clip=clip, biases=biases)
-    optimizer = build_optimizer(settings, model)
-    weights = {name: param.detach().double() for name, param in model.named_parameters()}
-    velocity = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-    scaled = {"0.weight", "2.weight"} | ({"0.bias", "2.bias"} if biases == "scaled" else set())
-    for step in range(8):
-        for name, param in model.named_parameters():
-            param.grad = torch.randn_like(param) * 10.0 ** (step % 3 - 1)
-            w, grad = weights[name], param.grad.double()
-            local, decay = rate(step), 0.0
-            if name in scaled and clip:
-                local, decay = min(local, float((1 - MU) * ETA * w.norm() / grad.norm())), WD
-            elif name in scaled:
-                local, decay = local * float(ETA * w.norm() / (grad.norm() + WD * w.norm())), WD
-            velocity[name] = MU * velocity[name] + local / rate(step) * (grad + decay * w)
-            weights[name] = w - rate(step) * velocity[name]
-        step_at(optimizer, rate(step))
-    for name, param in model.named_parameters():
-        torch.testing.assert_close(
-            param.detach().double(), weights[name], rtol=2e-6, atol=1e-7 if name in scaled else 1e-5
-        )
-
-
-@pytest.mark.parametrize(("clip", "epsilon"), [(False, 0.0), (False, 1e-2), (True, 0.0)])
-def test_lars_follows_the_float64_reference(clip: bool, epsilon: float):
-    optimizer = lars(eps=epsilon, clip=clip)
-    descend(optimizer)
-    for param, expected in zip(optimizer.params, reference(True, clip, epsilon), strict=True):
-        torch.testing.assert_close(param.detach().double(), expected, rtol=2e-6, atol=1e-5)
+    names = ["0.weight", "2.weight"] + (["0.bias", "2.bias"] if biases == "scaled" else [])
+    scaled = {model.get_parameter(name) for name in names}
+    assert follows(build_optimizer(settings, model), lars_by_hand(scaled, clip), tight=scaled)
 
 
 def test_sgd_follows_the_float64_reference_and_torch():
-    decayed, plain = problem()
-    theirs = torch.optim.SGD(
-        [{"params": decayed, "weight_decay": WD}, {"params": plain, "weight_decay": 0.0}],
-        lr=1.0, momentum=MU, nesterov=True,
-    )  # fmt: skip
-    descend_with(theirs, [*decayed, *plain])
-    nesterov = sgd(nesterov=True)
-    descend(nesterov)
-    for own, their in zip(nesterov.params, [*decayed, *plain], strict=True):
-        torch.testing.assert_close(own, their.data, rtol=2e-6, atol=1e-5)
-    heavy_ball = sgd()
-    descend(heavy_ball)
-    for param, expected in zip(heavy_ball.params, reference(lars=False), strict=True):
-        torch.testing.assert_close(param.detach().double(), expected, rtol=2e-6, atol=1e-5)
+    def heavy_ball(param: nn.Parameter, w: Tensor, g: Tensor, v: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        v = MU * v + g + (WD if param.dim() > 1 else 0.0) * w
+        return w - rate(step) * v, v
+
+    assert follows(build("sgd"), heavy_ball)
+    theirs = torch.optim.SGD(groups_of(*problem()), lr=1.0, momentum=MU, nesterov=True)
+    torch.testing.assert_close(descend(build("sgd", nesterov=True)), descend(theirs), rtol=2e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_lars_agrees_with_timm_on_random_problems(seed: int):
-    decayed, plain = problem(seed)
-    theirs = TimmLars(
-        [{"params": decayed, "weight_decay": WD}, {"params": plain, "weight_decay": 0.0}],
-        lr=1.0, momentum=MU, trust_coeff=ETA, eps=0.0,
-    )  # fmt: skip
-    descend_with(theirs, [*decayed, *plain])
-    ours = lars(seed)
-    descend(ours)
-    for own, their in zip(ours.params, [*decayed, *plain], strict=True):
-        torch.testing.assert_close(own, their.data, rtol=5e-6, atol=1e-5)
+    from timm.optim import Lars as TimmLars
+
+    theirs = TimmLars(groups_of(*problem(seed)), lr=1.0, momentum=MU, trust_coeff=ETA, eps=0.0)
+    torch.testing.assert_close(descend(build("lars", seed)), descend(theirs), rtol=5e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("corrected", [True, False])
 def test_learning_rate_is_outside_the_momentum(corrected: bool):
     """v <- mu v + lr step; w <- w - v: the same while the rate stands. Where it changes, only with the factor
     lr_t / lr_(t-1) on mu that NVIDIA's submissions have (Goyal's momentum correction)."""
-    decayed, plain = problem()
-    weights = [p.detach().double() for p in [*decayed, *plain]]
-    velocity = [torch.zeros_like(w) for w in weights]
-    for step in range(8):
+
+    def inside(param: nn.Parameter, w: Tensor, g: Tensor, v: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        ratio, decay = (ETA * w.norm() / (g.norm() + WD * w.norm()), WD) if param.dim() > 1 else (1.0, 0.0)
         mu = MU * (rate(step) / rate(step - 1) if corrected and step else 1.0)
-        for i, grad in enumerate(g.double() for g in gradients_of(step)):
-            w, g = weights[i].norm(), grad.norm()
-            ratio, decay = (ETA * w / (g + WD * w), WD) if i < 2 else (1.0, 0.0)
-            velocity[i] = mu * velocity[i] + rate(step) * ratio * (grad + decay * weights[i])
-            weights[i] = weights[i] - velocity[i]
-    ours = build("lars")
-    descend(ours)
-    close = [
-        torch.allclose(p.detach().double(), w, rtol=2e-6, atol=1e-5) for p, w in zip(ours.params, weights, strict=True)
-    ]
-    assert all(close) if corrected else not any(close)
+        v = mu * v + rate(step) * ratio * (g + decay * w)
+        return w - v, v
+
+    assert follows(build("lars"), inside) == corrected
 
 
 def test_without_decay_the_length_of_a_gradient_does_not_matter():
     steps = []
     for factor in (1.0, 1000.0):
-        optimizer = lars(momentum=0.0, weight_decay=0.0)
+        optimizer = build("lars", momentum=0.0, weight_decay=0.0)
         before = optimizer.params[0].detach().clone()
-        for param, grad in zip(optimizer.params, gradients_of(1), strict=True):
-            param.grad = grad * factor
+        give(optimizer.params, [factor * grad for grad in gradients_of(1)])
         optimizer.step()
         steps.append(optimizer.params[0].detach() - before)
     torch.testing.assert_close(steps[0], steps[1])
@@ -202,9 +176,8 @@ def test_without_decay_the_length_of_a_gradient_does_not_matter():
 
 @pytest.mark.parametrize("zero", ["weight", "gradient"])
 def test_a_zero_norm_means_a_trust_ratio_of_one(zero: str):
-    optimizer = lars()
-    for param, grad in zip(optimizer.params, gradients_of(1), strict=True):
-        param.grad = grad.clone()
+    optimizer = build("lars")
+    give(optimizer.params, gradients_of(1))
     first = optimizer.params[0]
     assert first.grad is not None
     (first.data if zero == "weight" else first.grad).zero_()
@@ -221,10 +194,8 @@ def test_updating_layer_by_layer_changes_no_bit(kind: str):
     for apart in (False, True):
         optimizer = build(kind)
         for step in range(3):
-            for param, grad in zip(optimizer.params, gradients_of(step), strict=True):
-                param.grad = grad.clone()
-            for group in optimizer.param_groups:
-                group["lr"] = 0.1 + 0.1 * step
+            give(optimizer.params, gradients_of(step))
+            set_rate(optimizer, 0.1 + 0.1 * step)
             apply = snapshot_step(optimizer)
             for params in [[p] for p in reversed(optimizer.params)] if apart else [optimizer.params]:
                 apply(params)
@@ -238,8 +209,8 @@ def test_elements_that_were_not_sent_stand_still_with_their_momentum(kind: str):
     channels = next(p for p in optimizer.params if p.dim() == 4)
     parts = [slice(2, 9), slice(20, 21)]
     for step in range(2):
-        for one, other, grad in zip(optimizer.params, dense.params, gradients_of(step), strict=True):
-            one.grad, other.grad = grad.clone(), grad.clone()
+        for one in (optimizer, dense):
+            give(one.params, gradients_of(step))
         before = channels.detach().clone()
         step_at(dense, 0.1)
         optimizer.elements = {p: parts if p is channels else [slice(0, p.numel())] for p in optimizer.params}
@@ -253,12 +224,6 @@ def test_elements_that_were_not_sent_stand_still_with_their_momentum(kind: str):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
-def build(kind: str) -> SGD:
-    if kind == "sgd":
-        return sgd()
-    return lars()
-
-
 @pytest.mark.parametrize("kind", ["sgd", "lars"])
 def test_a_non_finite_step_changes_no_bit(kind: str):
     optimizer = build(kind)
@@ -269,16 +234,13 @@ def test_a_non_finite_step_changes_no_bit(kind: str):
         param.grad = torch.full_like(param, torch.inf)
     optimizer.found_inf = torch.ones(())
     optimizer.step()
-    for was, param in zip(weights, optimizer.params, strict=True):
-        assert torch.equal(was, param)
-    for was, now in zip(velocity, optimizer.velocity.values(), strict=True):
-        assert torch.equal(was, now)
+    found = [*optimizer.params, *optimizer.velocity.values()]
+    assert all(torch.equal(was, now) for was, now in zip([*weights, *velocity], found, strict=True))
 
 
 def test_gradient_norm_is_torchs():
     optimizer = build("sgd")
-    for param, gradient in zip(optimizer.params[1:], gradients_of(1)[1:], strict=True):
-        param.grad = gradient
+    give(optimizer.params[1:], gradients_of(1)[1:])
     torch.testing.assert_close(total_norm(optimizer.params), nn.utils.clip_grad_norm_(optimizer.params, 1e9))
 
 
@@ -360,38 +322,28 @@ def test_sgd_decays_biases_and_norms_where_the_recipe_says_so():
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_decoupled_decay_is_composers(nesterov: bool, deferred: bool):
     """DecoupledSGDW written out: decay follows the schedule from wd at the peak rate, and takes no part in momentum."""
-    torch.manual_seed(0)
     model, peak, decay = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), 2.0, 0.03
     settings = Sgd(
         kind="sgd", lr=peak, momentum=MU, nesterov=nesterov, weight_decay=decay, decay_all=True, decoupled=True
     )
-    optimizer = build_optimizer(settings, model)
-    weights = {param: param.detach().double() for param in model.parameters()}
-    velocity = {param: torch.zeros_like(weight) for param, weight in weights.items()}
-    for step in range(8):
-        for param in weights:
-            param.grad = torch.randn_like(param)
-            velocity[param] = MU * velocity[param] + param.grad.double()
-            moved = param.grad.double() + MU * velocity[param] if nesterov else velocity[param]
-            weights[param] = (1 - rate(step) / peak * decay) * weights[param] - rate(step) * moved
-        for group in optimizer.param_groups:
-            group["lr"] = rate(step)
-        if deferred:
-            apply = snapshot_step(optimizer)
-            for group in optimizer.param_groups:
-                group["lr"] = 77.0  # the schedule has gone on
-            for param in reversed(optimizer.params):
-                apply([param])
-        else:
-            optimizer.step()
-    for param, expected in weights.items():
-        torch.testing.assert_close(param.detach().double(), expected, rtol=2e-6, atol=1e-5)
+
+    def by_hand(param: nn.Parameter, w: Tensor, g: Tensor, v: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        v = MU * v + g
+        return (1 - rate(step) / peak * decay) * w - rate(step) * (g + MU * v if nesterov else v), v
+
+    def step_late(optimizer: SGD, lr: float) -> None:
+        set_rate(optimizer, lr)
+        apply = snapshot_step(optimizer)
+        set_rate(optimizer, 77.0)  # the schedule has gone on
+        for param in reversed(optimizer.params):
+            apply([param])
+
+    assert follows(build_optimizer(settings, model), by_hand, take=step_late if deferred else step_at)
 
 
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_norm_biases_may_have_a_rate_of_their_own_and_shrink_like_the_rest(decoupled: bool):
     """Airbench's: the biases' rate is a multiple of the others' at each step, and their decay is not."""
-    torch.manual_seed(0)
     model, peak, decay, factor = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), 2.0, 0.03, 64.0
     model[1].weight.requires_grad_(False)
     settings = Sgd(
@@ -400,21 +352,15 @@ def test_norm_biases_may_have_a_rate_of_their_own_and_shrink_like_the_rest(decou
     )  # fmt: skip
     optimizer = build_optimizer(settings, model)
     assert optimizer.params == [model[0].weight, model[0].bias, model[1].bias]
-    weights = {param: param.detach().double() for param in optimizer.params}
-    velocity = {param: torch.zeros_like(weight) for param, weight in weights.items()}
-    for step in range(8):
-        set_rate(optimizer, rate(step))
-        for param, weight in weights.items():
-            param.grad = torch.randn_like(param) / 10
-            lr = rate(step) * (factor if param is model[1].bias else 1.0)
-            shrink = decay * rate(step) / (peak if decoupled else lr)  # per unit of the gradient's rate, if coupled
-            gradient = param.grad.double() + (0.0 if decoupled else shrink) * weight
-            velocity[param] = MU * velocity[param] + gradient
-            moved = gradient + MU * velocity[param]
-            weights[param] = (1 - shrink if decoupled else 1.0) * weight - lr * moved
-        optimizer.step()
-    for param, expected in weights.items():
-        torch.testing.assert_close(param.detach().double(), expected, rtol=1e-5, atol=1e-4)
+
+    def by_hand(param: nn.Parameter, w: Tensor, g: Tensor, v: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        lr = rate(step) * (factor if param is model[1].bias else 1.0)
+        shrink = decay * rate(step) / (peak if decoupled else lr)  # per unit of the gradient's rate, if coupled
+        g = g + (0.0 if decoupled else shrink) * w
+        v = MU * v + g
+        return (1 - shrink if decoupled else 1.0) * w - lr * (g + MU * v), v
+
+    assert follows(optimizer, by_hand, take=lambda optimizer, lr: (set_rate(optimizer, lr), optimizer.step()))
 
 
 def test_a_model_without_norms_trains_with_the_one_rate():
@@ -435,16 +381,14 @@ def test_decoupled_decay_leaves_weights_alone_where_gradients_overflowed():
 
 
 def test_gradients_that_bring_their_momentum():
-    ours, corrected = sgd(), sgd(corrected=True)
+    ours, corrected = build("sgd"), build("sgd", corrected=True)
     velocity = [torch.zeros(shape) for shape in SHAPES]
     for step in range(8):
         velocity = [MU * v + g for v, g in zip(velocity, gradients_of(step), strict=True)]
         for optimizer, grads in ((ours, gradients_of(step)), (corrected, velocity)):
-            for param, grad in zip(optimizer.params, grads, strict=True):
-                param.grad = grad.clone()
+            give(optimizer.params, grads)
             step_at(optimizer, rate(step))
-    for param, other in zip(ours.params, corrected.params, strict=True):
-        torch.testing.assert_close(param, other)
+    torch.testing.assert_close(ours.params, corrected.params)
     before = [param.detach().clone() for param in corrected.params]
     corrected.found_inf = torch.ones(())
     corrected.step()

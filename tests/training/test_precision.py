@@ -1,7 +1,10 @@
-"""fp16: a non-finite gradient anywhere skips the step everywhere, and the scale follows."""
+"""In what training and evaluation compute; in fp16 a non-finite gradient anywhere skips the step everywhere."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +14,11 @@ from torch import nn
 
 import tests
 from imagenet_fast.distributed import init
-from imagenet_fast.distributed.init import all_compute_bf16
+from imagenet_fast.distributed.init import DistContext, all_compute_bf16, computes_bf16
+from imagenet_fast.launch.evaluate import judge
+from imagenet_fast.models.weights import write_weights
 from imagenet_fast.recipe.batching import split_batch
+from imagenet_fast.recipe.job import Evaluation, Job
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.schema import BFloat16, Float16, Full, TensorFloat
 from imagenet_fast.recipe.sync_config import LazySync
@@ -20,11 +26,13 @@ from imagenet_fast.sync import attach
 from imagenet_fast.training.init_weights import build_initial_model
 from imagenet_fast.training.optimizers import SGD
 from imagenet_fast.training.precision import LossScaler, effective_precision, precision_note
-from imagenet_fast.training.train_step import build_step
+from imagenet_fast.training.train_step import TrainingStep, build_step
+from imagenet_fast.training.trainer import Trainer
 from tests.conftest import tables
 from tests.ranks import run
 
 CPU = torch.device("cpu")
+MODEL = {"kind": "cifarnet", "widths": [4, 5, 6]}
 
 
 def test_all_ranks_agree_to_skip_when_one_overflows():
@@ -61,6 +69,7 @@ def _overflow_on_rank_1() -> tuple[float, float, bool, list[float], dict[str, fl
     step(torch.full((1, 4), (dist.get_rank() + 1) / 2))
     later = LossScaler(Float16(kind="fp16"), "fp16", CPU)
     later.load_state_dict(scale.state_dict())
+    sync.close()
     return scale.scale.item(), skipped, unchanged, model.weight.flatten().tolist(), later.told(*map(float, later.state))
 
 
@@ -91,21 +100,24 @@ def test_an_fp16_wire_is_watched_in_any_precision():
 
 
 def test_fp32_is_fp32_on_gpus_too_unless_tf32_is_asked_for():
-    kinds = ["fp32", "tf32", "bf16", "fp32"]
-    (seen,) = run(1, _float32_math, kinds)  # in a process of its own, whose settings they are
     exact, fast = ("highest", False), ("high", True)
-    assert seen == [exact, fast, fast, exact]
+    kinds = ("fp32", "tf32", "bf16", "fp32")
+    assert run(1, _float32_math, kinds, fresh=True) == [[exact, fast, fast, exact]], "settings of a process"
 
 
-def _float32_math(kinds: list[str]) -> list[tuple[str, bool]]:
+def _float32_math(kinds: tuple[str, ...]) -> list[tuple[str, bool]]:
     """Return whether products and convolutions may be made in TF32, once a step of each precision has been built."""
-    world = tests.world(0, 1)
     seen = []
     for kind in kinds:
-        recipe = parse_recipe("test", tables(ranks=1, precision={"kind": kind}))
-        build_step(recipe, split_batch(recipe, 1), build_initial_model(recipe, 10, world), world, 4)
+        built(tests.world(bf16=True), precision={"kind": kind}).state.sync.close()
         seen.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
     return seen
+
+
+def built(world: DistContext, **changes: Any) -> TrainingStep:
+    """A step of a small network with batch norms."""
+    recipe = parse_recipe("test", tables(ranks=1, model=MODEL, **changes))
+    return build_step(recipe, split_batch(recipe, world.size), build_initial_model(recipe, 10, world), world, 4)
 
 
 def test_without_bf16_instructions_only_bf16_becomes_fp32():
@@ -131,27 +143,66 @@ def _agreed(supported: list[bool]) -> bool:
         return all_compute_bf16(CPU)
 
 
+def test_a_context_says_what_its_device_computes():
+    """Not that it computes bf16 unless told otherwise: evaluations of a CPU without it were in emulated bf16."""
+    assert tests.world().bf16 == computes_bf16(CPU)
+    with pytest.raises(TypeError, match="bf16"):
+        DistContext(0, 1, 0, 1, CPU)
+
+
+@pytest.mark.parametrize("bf16", [True, False, None], ids=["bf16", "no bf16", "this CPU"])
+def test_an_evaluation_computes_in_the_precision_of_training(bf16: bool | None, tmp_path: Path):
+    expected = torch.bfloat16 if (computes_bf16(CPU) if bf16 is None else bf16) else torch.float32
+    assert run(2, _computed, bf16, tmp_path) == [[{expected}] * 3] * 2
+
+
+def _computed(bf16: bool | None, folder: Path) -> list[set[torch.dtype]]:
+    """The dtypes of logits in a step, in an evaluation amid training, and in one of the saved weights."""
+    world = tests.world(bf16=bf16)
+    recipe = parse_recipe("test", tables(model=MODEL, precision={"kind": "bf16"}))
+    batching, seen = split_batch(recipe, world.size), list[set[torch.dtype]]()
+    trainer = Trainer(Job("test", recipe, batching, None, folder), world)
+    trainer.open_data()
+    trainer.build()
+    weights = folder / f"{world.rank}.safetensors"
+    write_weights(trainer.model.state_dict(), weights, {})
+    evaluation = Evaluation("test", recipe, batching, weights, None)
+    for compute in (trainer.train_step, trainer.evaluate, lambda: judge(evaluation, world)):
+        seen.append(set())
+        with watched_logits(seen[-1]):
+            compute()
+    trainer.state.sync.close()
+    torch.set_float32_matmul_precision("highest")
+    return seen
+
+
+@contextmanager
+def watched_logits(seen: set[torch.dtype]) -> Iterator[None]:
+    """Notes in which dtypes linear layers compute meanwhile."""
+
+    def note(module: nn.Module, inputs: object, output: Any) -> None:
+        if isinstance(module, nn.Linear):
+            seen.add(output.dtype)
+
+    with nn.modules.module.register_module_forward_hook(note):
+        yield
+
+
 @pytest.mark.parametrize("kind", ["lazy", "hybrid"])
-def test_without_bf16_instructions_layers_compute_in_fp32_and_gradients_are_sent_in_bf16(kind: str):
-    for (usual, sent), (without, sent_too) in zip(
-        run(2, _dtypes, kind, True), run(2, _dtypes, kind, False), strict=True
-    ):
-        assert (usual, without) == (torch.bfloat16, torch.float32)
-        assert sent == sent_too > 0
+def test_gradients_are_sent_in_bf16_whatever_layers_compute_in(kind: str):
+    (sent, other), (without, other_too) = (run(2, _sent, kind, bf16) for bf16 in (True, False))
+    assert sent == other == without == other_too > 0
 
 
-def _dtypes(kind: str, bf16: bool) -> tuple[torch.dtype, float]:
-    """Return the dtype of the logits in a step, and the bytes that it sent."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    world = tests.world(rank, ranks, bf16=bf16)
-    sync, precision = {"kind": kind, "wire": "bf16"}, {"kind": "bf16"}
-    recipe = parse_recipe("test", tables(sync=sync, precision=precision, global_batch=4, micro_batch=2))
-    step = build_step(recipe, split_batch(recipe, ranks), build_initial_model(recipe, 10, world), world, 4)
-    seen: list[torch.dtype] = []
-    layers = [module for module in step.state.model.modules() if isinstance(module, nn.Linear)]
-    layers[-1].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+def _sent(kind: str, bf16: bool) -> float:
+    """Return the bytes that a step sent."""
+    sync = {"kind": kind, "wire": "bf16"}
+    step = built(tests.world(bf16=bf16), sync=sync, precision={"kind": "bf16"}, global_batch=4, micro_batch=2)
     step(iter([(torch.randn(2, 3, 32, 32), torch.arange(2))]), lr=0.1)
-    return seen[0], step.state.sent_bytes
+    step.state.settle()
+    step.state.sync.close()
+    torch.set_float32_matmul_precision("highest")
+    return step.state.sent_bytes
 
 
 @pytest.mark.parametrize(("kind", "accumulation"), [("lazy", 1), ("hybrid", 2), ("ddp", 2)])
@@ -165,29 +216,28 @@ def test_a_step_that_is_skipped_moves_no_batch_norm_statistics(kind: str, accumu
 
 
 def _overflow_in_a_layer(kind: str, accumulation: int) -> tuple[Any, ...]:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    world = tests.world(rank, ranks)
-    changes = {
-        "global_batch": 8 * accumulation,
-        "micro_batch": 4,
-        "ema_decay": 0.5,
-        "precision": {"kind": "fp16", "loss_scale": 128},
-    }
-    recipe = parse_recipe("test", tables(sync={"kind": kind, "wire": "fp32"}, **changes))
-    step = build_step(recipe, split_batch(recipe, ranks), build_initial_model(recipe, 10, world), world, 4)
+    world, precision = tests.world(), {"kind": "fp16", "loss_scale": 128}
+    changes = {"global_batch": 8 * accumulation, "micro_batch": 4, "ema_decay": 0.5, "precision": precision}
+    step = built(world, sync={"kind": kind, "wire": "fp32"}, **changes)
     state, labels = step.state, torch.arange(4)
 
     def statistics(model: nn.Module) -> dict[str, torch.Tensor]:
         return {name: buffer.clone() for name, buffer in model.named_buffers()}
 
-    def images(height: float) -> torch.Tensor:
-        return torch.full((4, 3, 32, 32), height).half() if height else torch.randn(4, 3, 32, 32).half()
+    def take(height: float = 0.0) -> None:
+        """With images of such a height on one rank, in the last micro-batch."""
+        images = [torch.randn(4, 3, 32, 32).half() for _ in range(accumulation)]
+        if height and world.rank == 1:
+            images[-1].fill_(height)
+        step(iter([(batch, labels) for batch in images]), lr=0.1)
 
-    step(iter([(images(0), labels)] * accumulation), lr=0.1)
+    take()
     before = statistics(state.model)
-    too_high = 6e4 if rank == 1 else 0  # on one rank, in the last micro-batch
-    step(iter([(images(0), labels)] * (accumulation - 1) + [(images(too_high), labels)]), lr=0.1)
+    take(6e4)
     skipped = statistics(state.model)
-    step(iter([(images(0), labels)] * accumulation), lr=0.1)
+    take()
     state.settle()
-    return before, skipped, statistics(state.model), statistics(state.judged), int(state.scale.state[1])
+    found = before, skipped, statistics(state.model), statistics(state.judged), int(state.scale.state[1])
+    state.sync.close()
+    torch.set_float32_matmul_precision("highest")
+    return found

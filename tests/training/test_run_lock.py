@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
 import tests
 from imagenet_fast.checkpoint import CheckpointWriter
@@ -61,30 +60,25 @@ def contents(folder: Path) -> dict[str, str]:
 
 def looked_for(folder: Path) -> str:
     """On a rank: why a run in ``folder`` cannot go on; nothing where it begins."""
-    world = tests.world(0, 1)
-    assert dist.get_rank() == 0
     try:
-        assert find_resumption(the_job(folder), world) is None
+        assert find_resumption(the_job(folder), tests.world()) is None
     except UserError as error:
         return str(error)
     return ""
 
 
 @pytest.mark.parametrize(
-    ("name", "events", "status", "final"),
+    ("events", "status", "final"),
     [
-        ("reached", (TRAINED,), "reached", False),
-        ("finished", (TRAINED,), "finished", False),
-        ("saved at a stop", (TRAINED,), "preempted", False),
-        ("final", (TRAINED,), None, True),
-        ("evaluated", (TRAINED, EVALUATED), "interrupted", False),
-        ("only weights", (), None, True),
+        ((TRAINED,), "reached", False), ((TRAINED,), "finished", False), ((TRAINED,), "preempted", False),
+        ((TRAINED,), None, True), ((TRAINED, EVALUATED), "interrupted", False), ((), None, True),
     ],
-)
+    ids=["reached", "finished", "saved at a stop", "final", "evaluated", "only weights"],
+)  # fmt: skip
 def test_run_without_its_checkpoints_is_refused_untouched(
-    name: str, events: tuple[dict[str, object], ...], status: str | None, final: bool, tmp_path: Path
+    events: tuple[dict[str, object], ...], status: str | None, final: bool, tmp_path: Path
 ):
-    folder = begun(tmp_path / name, *events, status=status, final=final)
+    folder = begun(tmp_path / "run", *events, status=status, final=final)
     before = contents(tmp_path)
     (refusal,) = run(1, looked_for, folder)
     assert str(folder) in refusal
@@ -137,6 +131,8 @@ def test_where_nothing_can_be_put_beside_a_run_its_record_is_moved_inside(
 
 
 def test_tensorboard_shows_one_curve_of_a_run_that_begins_again(tmp_path: Path):
+    from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+
     folder = tmp_path / "run"
     for loss in (9.0, 2.0):
         folder.mkdir(exist_ok=True)
@@ -152,8 +148,10 @@ def test_tensorboard_shows_one_curve_of_a_run_that_begins_again(tmp_path: Path):
 def claim(folder: Path, resume: bool) -> str:
     """On a rank: why ``folder`` cannot be had."""
     try:
-        with claimed(the_job(folder, resume), tests.world(0, 1)):
-            return "" if folder.is_dir() else "not made"
+        with claimed(the_job(folder, resume), tests.world()):
+            made = folder.is_dir()
+            dist.barrier()  # behind it an empty one is removed
+            return "" if made else "not made"
     except UserError as error:
         return str(error)
 
@@ -163,42 +161,47 @@ def test_locked_directory_is_refused_untouched(tmp_path: Path):
     before = contents(tmp_path)
     descriptor = os.open(folder, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    begun_at = time.monotonic()
-    (refusal,) = run(1, claim, folder, True)
-    assert refusal == f"{folder} is being trained by another process; stop that first"
-    assert time.monotonic() - begun_at < 30
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match=f"^{folder} is being trained by another process; stop that first$"):
         lock_run_dir(folder, timeout_s=0.0)
+    assert contents(tmp_path) == before
     os.close(descriptor)
-    assert run(1, claim, folder, True) == [""]
-    assert "already holds a run" in run(1, claim, folder, False)[0]
+    assert run(2, claim, folder, True) == ["", ""]
+    assert all("already holds a run" in refusal for refusal in run(2, claim, folder, False))
     assert contents(tmp_path) == before
 
 
+@pytest.mark.ci
+def test_all_ranks_give_up_on_a_locked_directory_after_a_while(tmp_path: Path):
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    begun_at = time.monotonic()
+    assert run(2, claim, tmp_path, True) == [f"{tmp_path} is being trained by another process; stop that first"] * 2
+    assert time.monotonic() - begun_at < 30
+    os.close(descriptor)
+
+
 def test_a_directory_that_was_claimed_for_nothing_is_gone(tmp_path: Path):
-    assert run(1, claim, tmp_path / "new" / "run", False) == [""]
+    assert run(2, claim, tmp_path / "new" / "run", False) == ["", ""]
     assert not (tmp_path / "new" / "run").exists()
 
 
 def test_removed_directory_is_made_anew_by_waiting_run(tmp_path: Path):
     folder = tmp_path / "run"
     folder.mkdir()
-    removed, locked = folder.stat().st_ino, []
-    flock = fcntl.flock
+    locked, flock = dict[int, int](), fcntl.flock
 
     def and_meanwhile_it_is_removed(descriptor: int, operation: int) -> None:
         if not locked:
             folder.rmdir()
-        locked.append(descriptor)
+        locked[len(locked)] = os.fstat(descriptor).st_nlink
         flock(descriptor, operation)
+        if len(locked) == 2:
+            assert os.path.samestat(os.fstat(descriptor), folder.stat())
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fcntl, "flock", and_meanwhile_it_is_removed)
         make_and_lock_run_dir(folder)
-    assert len(locked) == 2
-    assert os.fstat(locked[1]).st_ino == folder.stat().st_ino
-    assert removed
-    os.close(locked[1])
+    assert [links > 0 for links in locked.values()] == [False, True], "the first lock was of a directory that is gone"
 
 
 def test_damaged_outcome_resumes_and_fewer_epochs_are_refused(tmp_path: Path):
@@ -219,7 +222,7 @@ def gone_on(folder: Path) -> tuple[int, str, str]:
     with CheckpointWriter(folder / "checkpoints", ALONE) as writer:
         writer.save(stamp(6), {"recipe": recipe_tables(job.recipe), "saved_at": 0.0})
     with redirect_stderr(io.StringIO()) as warned:
-        resumption = find_resumption(job, tests.world(0, 1))
+        resumption = find_resumption(job, tests.world())
     assert resumption is not None
     resumption.check_length(epochs=2, steps_per_epoch=4)
     with pytest.raises(UserError) as refused:

@@ -1,13 +1,17 @@
-"""The loop's options that no recipe of the other tests turns on, and the random numbers of a step."""
+"""What a run leaves behind, a trainer of one's own, and the random numbers of a step."""
 
 from __future__ import annotations
 
 import gc
+import os
+import re
 import signal
 import subprocess
 import sys
 import weakref
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +19,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import tests
-from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.run_result import read_outcome
 from imagenet_fast.recipe.batching import split_batch
@@ -27,23 +30,27 @@ from tests.conftest import tables
 from tests.e2e.command import environment, wait_for
 from tests.models import own
 from tests.ranks import run
-from tests.training.jobs import train_job
+from tests.training.jobs import run_job, train_job
 
-MICRO_STEPS = 3
+SMALL = ("model={kind='cifarnet',widths=[4,5,6]}", "precision.kind=fp32")
+
+
+def small_job(folder: Path, epochs: int, resume: bool = False, **changes: Any) -> Job:
+    """One step an epoch, at one rate."""
+    small = {"model": {"kind": "cifarnet", "widths": [4, 5, 6]}, "schedule": {"kind": "step", "milestones": []}}
+    recipe = parse_recipe("test", tables(**(small | {"epochs": epochs, "data__train_images": 16} | changes)))
+    return Job("test", recipe, split_batch(recipe, tests.world().size), None, folder, resume=resume)
 
 
 def test_a_trainer_that_is_over_is_freed(tmp_path: Path):
     """In a notebook that trains one after another."""
-    assert run(1, _freed, tmp_path) == [True]
+    assert run(2, _freed, tmp_path) == [True, True]
 
 
 def _freed(folder: Path) -> bool:
-    recipe = parse_recipe(
-        "test", tables(ranks=1, epochs=1, data__train_images=16, schedule={"kind": "step", "milestones": []})
-    )
-    job = Job("test", recipe, split_batch(recipe, 1), None, folder / "run")
-    trainer = Trainer(job, tests.world(0, 1))
+    trainer = Trainer(small_job(folder, 1), tests.world())
     assert trainer.run().status == "finished"
+    trainer.state.sync.close()
     weight = weakref.ref(next(trainer.model.parameters()))
     del trainer
     gc.collect()
@@ -51,86 +58,63 @@ def _freed(folder: Path) -> bool:
 
 
 def test_the_moving_average_is_what_is_saved(tmp_path: Path):
-    run(1, _train_with_and_without, tmp_path)
+    """It starts from the weights after the first step."""
+    for name, epochs, decay in (("a", 1, 0.0), ("b", 2, 0.0), ("c", 2, 0.75)):
+        run(2, _train_averaged, tmp_path / name, epochs, decay)
     first, second, averaged = (load_file(tmp_path / name / "checkpoints/final.safetensors") for name in "abc")
     for name, weight in averaged.items():
         if weight.is_floating_point():
-            expected = 0.75 * first[name] + 0.25 * second[name]  # it starts from the weights after the first step
-            torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(weight, 0.75 * first[name] + 0.25 * second[name], rtol=1e-5, atol=1e-7)
 
 
-def _train_with_and_without(folder: Path) -> None:
-    world = tests.world(0, 1)
-    for name, epochs, decay in (("a", 1, 0.0), ("b", 2, 0.0), ("c", 2, 0.75)):
-        recipe = parse_recipe(
-            "test",
-            tables(
-                ranks=1, epochs=epochs, ema_decay=decay, data__train_images=16,  # one step an epoch
-                schedule={"kind": "step", "milestones": []},
-            ),
-        )  # fmt: skip
-        job = Job("test", recipe, split_batch(recipe, 1), None, folder / name)
-        outcome = train_job(job, world)
-        assert (outcome.status, outcome.steps) == ("finished", epochs)
+def _train_averaged(folder: Path, epochs: int, decay: float) -> None:
+    outcome = train_job(small_job(folder, epochs, ema_decay=decay), tests.world())
+    assert (outcome.status, outcome.steps) == ("finished", epochs)
 
 
 def test_final_weights_are_never_of_an_earlier_end(tmp_path: Path):
     """A finished run that goes on for more epochs has none until it ends again."""
-    run(1, _train_longer, tmp_path)
+    final = tmp_path / "checkpoints" / "final.safetensors"
+    for epochs, stop, status in ((1, False, "finished"), (2, True, "preempted"), (2, False, "finished")):
+        assert run(2, _train_on, tmp_path, epochs, stop, fresh=True) == [status] * 2, "a stop is for all of a store"
+        assert final.exists() != stop
 
 
-def _train_longer(folder: Path) -> None:
-    world, final = tests.world(0, 1), folder / "checkpoints" / "final.safetensors"
-
-    def job(epochs: int, resume: bool) -> Job:
-        schedule = {"kind": "step", "milestones": []}
-        recipe = parse_recipe("test", tables(ranks=1, epochs=epochs, data__train_images=16, schedule=schedule))
-        return Job("test", recipe, split_batch(recipe, 1), None, folder, resume=resume)
-
-    Trainer(job(1, False), world).run()
-    assert final.exists()
-    longer = Trainer(job(2, True), world, ask_first=lambda: lambda: True)
-    assert longer.run().status == "preempted"
-    assert not final.exists()
-    Trainer(job(2, True), world).run()
-    assert final.exists()
+def _train_on(folder: Path, epochs: int, stop: bool) -> str:
+    ask_first = (lambda: lambda: True) if stop else None
+    return run_job(small_job(folder, epochs, resume=True), tests.world(), ask_first=ask_first).status
 
 
-def test_a_network_that_was_edited_is_not_gone_on_with(tmp_path: Path):
-    run(1, _edit_and_resume, tmp_path)
+@pytest.mark.parametrize(
+    ("before", "after", "change"),
+    [
+        (([8], False), ([4], False), r"has 1.weight of shape \[4, 3072\], and had \[8, 3072\]"),
+        (([8], False), ([8, 8], False), "has got 3.bias"),
+        (([8], True), ([8], False), "trains 1.weight, which was frozen,"),
+    ],
+    ids=["narrower", "deeper", "thawed"],
+)
+def test_a_network_that_was_edited_is_not_gone_on_with(before: Any, after: Any, change: str, tmp_path: Path):
+    assert run(2, _train_edited, tmp_path, 1, *before) == ["finished"] * 2
+    for said in run(2, _train_edited, tmp_path, 2, *after):
+        assert re.match(f"the network {change} since .* was written; restore it, or begin another run", said)
 
 
-def _edit_and_resume(folder: Path) -> None:
-    world = tests.world(0, 1)
-
-    def job(name: str, resume: bool, epochs: int) -> Job:
-        recipe = parse_recipe(
-            "test",
-            tables(
-                ranks=1, epochs=epochs, data__train_images=16, schedule={"kind": "step", "milestones": []},
-                model={"kind": "python", "name": "tests.models.own:edited"},
-            ),
-        )  # fmt: skip
-        return Job("test", recipe, split_batch(recipe, 1), None, folder / name, resume=resume)
-
-    for name, before, after, change in (
-        ("wider", ([8], False), ([4], False), r"has 1.weight of shape \[4, 3072\], and had \[8, 3072\]"),
-        ("deeper", ([8], False), ([8, 8], False), "has got 3.bias"),
-        ("thawed", ([8], True), ([8], False), "trains 1.weight, which was frozen,"),
-    ):
-        own.WIDTHS[:], own.FROZEN = before
-        Trainer(job(name, False, 1), world).run()
-        own.WIDTHS[:], own.FROZEN = after
-        with pytest.raises(UserError, match=f"the network {change} since .* was written; restore it, or begin another"):
-            Trainer(job(name, True, 2), world).run()
+def _train_edited(folder: Path, epochs: int, widths: list[int], frozen: bool) -> str:
+    job = small_job(folder, epochs, resume=True, model={"kind": "python", "name": "tests.models.own:edited"})
+    with patch.object(own, "WIDTHS", widths), patch.object(own, "FROZEN", frozen):
+        try:
+            return run_job(job, tests.world()).status
+        except UserError as error:
+            return str(error)
 
 
 BY_NAME = """
 import sys
 from imagenet_fast.training.trainer import Trainer
 
-changes = ["epochs=1", "schedule.warmup_epochs=0"]
-outcome = Trainer("smoke", out=sys.argv[1], overrides=changes).run()
+out, *changes = sys.argv[1:]
+outcome = Trainer("smoke", out=out, overrides=changes).run()
 assert (outcome.status, outcome.steps, outcome.world_size) == ("finished", 8, 1)
 
 trainer = Trainer("smoke", overrides=changes)
@@ -144,21 +128,22 @@ assert "torch._dynamo" not in sys.modules, "which takes as long to import as tor
 """
 
 
+@pytest.mark.ci
+@pytest.mark.usefixtures("subprocesses")
 def test_trainer_by_name_in_a_plain_process(tmp_path: Path):
     """As in a notebook: no launcher, no torchrun."""
-    subprocess.run(
-        [sys.executable, "-c", BY_NAME, str(tmp_path / "run")],
-        check=True,
-        cwd=tmp_path,
-        env=environment(OMP_NUM_THREADS="1"),
-    )
+    changes = ("epochs=1", "schedule.warmup_epochs=0", *SMALL)
+    command = [sys.executable, "-c", BY_NAME, str(tmp_path / "run"), *changes]
+    subprocess.run(command, check=True, cwd=tmp_path, env=environment(OMP_NUM_THREADS="1"))
     assert read_outcome(tmp_path / "run").status == "finished"
     assert (tmp_path / "run/checkpoints/final.safetensors").is_file()
     assert not (tmp_path / "runs").exists(), "single steps leave nothing on the disk"
 
 
+@pytest.mark.ci
+@pytest.mark.usefixtures("subprocesses")
 def test_ctrl_c_in_a_plain_process_is_on_the_record(tmp_path: Path):
-    program = f"Trainer('smoke', out={str(tmp_path / 'run')!r}, overrides=['epochs=9999']).run()"
+    program = f"Trainer('smoke', out={str(tmp_path / 'run')!r}, overrides={[*SMALL, 'epochs=9999']}).run()"
     started = subprocess.Popen(
         [sys.executable, "-c", f"from imagenet_fast.training.trainer import Trainer; {program}"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
@@ -174,39 +159,43 @@ def test_ctrl_c_in_a_plain_process_is_on_the_record(tmp_path: Path):
     assert "and not saved in the middle of it; the same train command with --resume run " in outcome.message
 
 
-def test_trainer_by_name_continues_from_its_state():
-    run(2, _continue_from_state)
+def opened_by_name(kind: str) -> Trainer:
+    trainer = Trainer("smoke", overrides=[*SMALL, f"sync.kind={kind}", "ema_decay=0.9"])
+    trainer.open_data()
+    trainer.build()
+    return trainer
 
 
-def _continue_from_state() -> None:
+@pytest.mark.parametrize("kind", ["lazy", "hybrid"])
+def test_trainer_by_name_continues_from_its_state(kind: str):
     """To the bit, also with an engine that defers its updates."""
-    for sync in ("lazy", "hybrid"):
-        first, other = (Trainer("smoke", overrides=["sync.kind=" + sync, "ema_decay=0.9"]) for _ in range(2))
-        for trainer in (first, other):
-            trainer.open_data()
-            trainer.build()
-        for _ in range(3):
-            first.train_step()
-        other.load_state_dict(first.state_dict())
-        for trainer in (first, other):
-            for _ in range(2):
-                trainer.train_step()
-            trainer.state.settle()
-        for one, two in zip(first.model.state_dict().values(), other.model.state_dict().values(), strict=True):
-            assert torch.equal(one, two)
-        for trainer in (first, other):
-            trainer.state.sync.close()
+    run(2, _continue_from_state, kind)
+
+
+@patch.dict(os.environ)
+def _continue_from_state(kind: str) -> None:
+    first, other = opened_by_name(kind), opened_by_name(kind)
+    for _ in range(3):
+        first.train_step()
+    other.load_state_dict(first.state_dict())
+    for trainer in (first, other):
+        for _ in range(2):
+            trainer.train_step()
+        trainer.state.settle()
+    for one, two in zip(first.model.state_dict().values(), other.model.state_dict().values(), strict=True):
+        assert torch.equal(one, two)
+    for trainer in (first, other):
+        trainer.state.sync.close()
 
 
 def test_a_trainer_goes_back_to_a_state_of_its_own():
     run(2, _go_back)
 
 
+@patch.dict(os.environ)
 def _go_back() -> None:
     """Weights, images and times, as a cell of a notebook that is run again."""
-    trainer = Trainer("smoke", overrides=["sync.kind=lazy", "ema_decay=0.9"])
-    trainer.open_data()
-    trainer.build()
+    trainer = opened_by_name("lazy")
     trainer.evaluate()
     trainer.train_step()
     assert 0 < trainer.clock.train_s() < trainer.clock.run_s(), "an evaluation before the first step is no training"
@@ -228,8 +217,7 @@ def _go_back() -> None:
     trainer.state.sync.close()
 
 
-def world(rank: int = 0) -> DistContext:
-    return tests.world(rank, 4)
+MICRO_STEPS = 3
 
 
 def masks(steps: range, seed: int = 1, rank: int = 0) -> list[Tensor]:
@@ -237,7 +225,7 @@ def masks(steps: range, seed: int = 1, rank: int = 0) -> list[Tensor]:
     drop = nn.Dropout(0.5)
     kept = []
     for step in steps:
-        seed_step(seed, step, world(rank))
+        seed_step(seed, step, tests.world(rank, 4))
         kept.append(torch.stack([drop(torch.ones(64, 64)) for _ in range(MICRO_STEPS)]))
     return kept
 

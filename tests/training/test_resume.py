@@ -1,0 +1,364 @@
+"""A training that was saved goes on as if it had never stopped: to the bit on as many ranks, and alike on others."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import tests
+from imagenet_fast.checkpoint import CheckpointWriter
+from imagenet_fast.checkpoint.staging import StagingBuffer, read_tree
+from imagenet_fast.cost_model.step_simulator import LinkModel
+from imagenet_fast.data.loaders import Batch
+from imagenet_fast.recipe.batching import split_batch
+from imagenet_fast.recipe.job import Job
+from imagenet_fast.recipe.load import parse_recipe
+from imagenet_fast.recipe.parallel_config import Parallel
+from imagenet_fast.training.checkpoint_manager import CheckpointManager
+from imagenet_fast.training.run_lock import CHECKPOINTS
+from imagenet_fast.training.state import TrainState, joined
+from imagenet_fast.training.train_step import TrainingStep
+from imagenet_fast.training.trainer import Trainer
+from tests.conftest import tables
+from tests.parallel.small import CPU, UNDIVIDED, Loop, Tiny
+from tests.ranks import run
+from tests.sync.loops import LINK, unmeasured
+
+LARS = {"kind": "lars", "lr": 0.1, "weight_decay": 1e-3, "trust_coefficient": 0.05}
+SPARSE = {"kind": "sparse", "chunk": 256, "sparsity": 0.8}
+INT8 = {"kind": "lazy", "wire": "int8", "threshold_mb": 1}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "allreduce": {"sync": {"kind": "allreduce", "wire": "fp32"}},
+    "ring": {"sync": {"kind": "ring", "wire": "bf16"}},
+    "lazy": {"sync": {"kind": "lazy", "wire": "fp32", "threshold_mb": 0.05}},
+    "lazy-planned": {"sync": {"kind": "lazy", "wire": "bf16"}},
+    "hybrid-lars": {"sync": {"kind": "hybrid", "wire": "fp32"}, "optim": LARS},
+    "dear-averaged": {"sync": {"kind": "dear", "wire": "bf16"}, "ema_decay": 0.9},
+    "int8": {"sync": {"kind": "lazy", "wire": "int8", "bf16_steps": 2}},
+    "hybrid-fp8": {"sync": {"kind": "hybrid", "wire": "fp8"}},
+    "sparse": {"sync": SPARSE | {"dense_epochs": 0.5, "ramp_epochs": 0.5}},
+    "sparse-deferred-corrected": {
+        "sync": SPARSE | {"dense_epochs": 0.25, "ramp_epochs": 0, "timing": "hybrid", "momentum_correction": True}
+    },
+    "powersgd": {"sync": {"kind": "powersgd", "rank": 2, "dense_epochs": 0.25}},
+    "ddp": {"sync": {"kind": "ddp", "wire": "fp32", "bucket_cap_mb": 0.01}},
+    "ddp-accumulated": {"global_batch": 24, "sync": {"kind": "ddp", "wire": "bf16", "bucket_cap_mb": 0.01}},
+    "ddp-powersgd": {"sync": {"kind": "ddp", "wire": "fp32", "powersgd_rank": 2}},
+    "auto": {"sync": {"kind": "auto", "wire": "fp32"}},
+    "auto-inexact": {"sync": {"kind": "auto", "wire": "bf16", "inexact": True}},
+    "clipped-accumulated": {"clip_norm": 0.5, "global_batch": 24, "sync": {"kind": "ring", "wire": "fp32"}},
+    "fp16": {"precision": {"kind": "fp16"}, "sync": {"kind": "hybrid", "wire": "fp16"}},
+}  # fmt: skip
+AT_FIRST = ("lazy-planned", "dear-averaged", "sparse-deferred-corrected", "ddp-accumulated")
+CASES = [
+    pytest.param(name, ranks, id=f"{name}-{ranks}", marks=() if name in AT_FIRST and ranks == 3 else pytest.mark.ci)
+    for name in SETTINGS
+    for ranks in (2, 3)
+]
+PIPED = Parallel(pipeline=2, micro_batches=2)
+
+
+def normalised() -> nn.Module:
+    """Batch norms, several kinds of layer, and one that is used twice."""
+    again = nn.Conv2d(8, 8, 1)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), again, nn.BatchNorm2d(8), nn.ReLU(), again, nn.Flatten(),
+        nn.Linear(72, 64), nn.ReLU(), nn.Linear(64, 5),
+    )  # fmt: skip
+
+
+def wide() -> nn.Module:
+    """Layers long enough for codes."""
+    return Tiny(units=128)
+
+
+@pytest.mark.parametrize(("name", "ranks"), CASES)
+def test_on_as_many_ranks_it_goes_on_to_the_bit(name: str, ranks: int):
+    """Before and after what is learnt from the first steps."""
+    run(ranks, _goes_on, normalised, 9, [[1], [7]], UNDIVIDED, {"global_batch": 12} | SETTINGS[name])
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("sync", [{"kind": "hybrid", "wire": "fp32", "fuse_mb": 1}, INT8], ids=["hybrid", "int8"])
+@pytest.mark.parametrize("layout", [Parallel(tensor=4), Parallel(tensor=2), PIPED], ids=["tp4", "tp2dp2", "pp2dp2"])
+def test_in_a_layout_it_goes_on_to_the_bit(layout: Parallel, sync: dict[str, Any]):
+    run(4, _goes_on, wide, 8, [[3, 6]], layout, {"global_batch": 16, "sync": sync, "ema_decay": 0.9})
+
+
+def _goes_on(build: Any, steps: int, stops: list[list[int]], layout: Parallel, settings: dict[str, Any]) -> None:
+    loop = Loop("tiny", layout, **settings)
+    straight = _trained(loop, build, steps)
+    for stop in stops:
+        _assert_same(straight, _trained(loop, build, steps, stop))
+    torch.set_float32_matmul_precision("highest")  # which fp16 has not
+
+
+@pytest.mark.parametrize(
+    "kind", ["lazy", *(pytest.param(k, marks=pytest.mark.ci) for k in ("ring", "hybrid", "dear", "sparse", "powersgd"))]
+)
+def test_what_is_measured_on_a_machine_changes_no_bit(kind: str):
+    """Else a run that is killed before its first checkpoint would end otherwise than it would have."""
+    run(3, _however_fast, {"kind": kind, "wire": "fp32"} if kind != "powersgd" else {"kind": kind, "rank": 2})
+
+
+def _however_fast(sync: dict[str, Any]) -> None:
+    loop = Loop("tiny", global_batch=12, sync=sync)
+    links = (LinkModel(1e-4, 1e-8), LinkModel(3e-6, 1e-7), LinkModel(1.0, 0.0))
+    first, *others = (_trained(loop, wide, 8, link=link) for link in links)
+    for other in others:
+        _assert_same(first, other)
+
+
+def _trained(
+    loop: Loop, build: Any, steps: int, stops: tuple[int, ...] | list[int] = (), link: LinkModel = LINK
+) -> dict[str, Tensor]:
+    """This rank's state after so many steps, with a network like ``link``. At each of ``stops`` all is built anew from
+    what was saved. Every layer took as long: ``auto`` would choose another engine whenever the machine is busy."""
+    with unmeasured(link), patch("imagenet_fast.sync.layer_timer.seconds_between", lambda begin, end: 1e-4):
+        take_step = _begun(loop, build)
+        for step in range(steps):
+            if step in stops:
+                saved = _through_a_file(take_step)
+                take_step.state.sync.close()
+                take_step = _begun(loop, build)
+                take_step.state.load(*saved)
+                assert take_step.state.step == step
+            take_step(loop.batches(step), 0.05)
+        state = take_step.state
+        state.settle()
+    found = {name: tensor.clone() for name, tensor in state.judged.state_dict().items()}
+    found |= {f"momentum {number}": v.clone() for number, v in enumerate(state.optimizer.velocity.values())}
+    state.sync.close()
+    return found
+
+
+def _begun(loop: Loop, build: Any) -> TrainingStep:
+    torch.manual_seed(0)
+    return loop.begin(build())
+
+
+def _through_a_file(take_step: TrainingStep) -> tuple[Any, Any]:
+    """The state of all, and this rank's own, as they are in a checkpoint's files."""
+    take_step.state.settle()
+    own = take_step.state.own()
+    return _read_back(take_step.state.shared()), _read_back(own)
+
+
+def _read_back(tree: Any) -> Any:
+    copy = StagingBuffer()
+    copy.take(tree)
+    return read_tree(b"".join(bytes(chunk) for chunk in copy.chunks()), CPU)
+
+
+def _assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert not [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("sync", [INT8, SETTINGS["sparse"]["sync"]], ids=["int8", "sparse"])
+def test_other_ranks_go_on_with_the_same_weights_and_the_same_rest(sync: dict[str, Any], tmp_path: Path):
+    """What is left behind keeps its share in the mean."""
+    before = None
+    for name, ranks, layout in (
+        ("tp4", 4, Parallel(tensor=4)), ("dp2", 2, UNDIVIDED), ("pp2dp2", 4, PIPED), ("dp3", 3, UNDIVIDED),
+    ):  # fmt: skip
+        (tmp_path / name).mkdir()
+        run(ranks, _train_and_save, tmp_path / name, before, layout, sync)
+        before = tmp_path / name
+        assert len(list(before.iterdir())) == ranks + 1
+
+
+@unmeasured()
+def _train_and_save(folder: Path, before: Path | None, layout: Parallel, sync: dict[str, Any]) -> None:
+    loop = Loop("tiny", layout, global_batch=48, sync=sync, ema_decay=0.9)
+    take_step = _begun(loop, wide)
+    if before is not None:
+        parts = sorted(path for path in before.iterdir() if path.name != "shared")
+        shared, owns = torch.load(before / "shared"), [torch.load(path) for path in parts]
+        own = joined(owns, sharded=before.name == "tp4")
+        take_step.state.load(shared, own)
+        again, left = _read_back(take_step.state.shared()), _read_back(take_step.state.own())
+        for kind in ("model", "average", "velocity"):
+            assert again[kind].keys() == shared[kind].keys()
+            assert all(torch.equal(again[kind][name], tensor) for name, tensor in shared[kind].items()), kind
+        assert again["step"] == shared["step"]
+        rest = _rest(own["sync"])
+        for name, value in _rest(left["sync"]).items():
+            assert torch.equal(value, rest.get(name, torch.zeros_like(value))), name
+        for name, value in rest.items() if before.name == "dp2" else ():
+            torch.testing.assert_close(value, torch.stack([_rest(theirs["sync"])[name] for theirs in owns]).mean(0))
+        assert any(value.any() for value in rest.values())
+    for step in range(take_step.state.step, take_step.state.step + 4):
+        take_step(loop.batches(step), 0.05)
+    shared, own = _through_a_file(take_step)
+    torch.save(own, folder / f"{loop.world.rank}")
+    if loop.world.is_main:
+        torch.save(shared, folder / "shared")
+    take_step.state.sync.close()
+
+
+def _rest(sync: Any) -> dict[str, Tensor]:
+    """Return the gradients left behind, by parameter."""
+    found = {}
+    for pool in sync if isinstance(sync, list) else [sync]:
+        engine = pool["engine"]
+        kept = engine.get("residual") if engine.get("left") is None else engine["left"]
+        for name, (start, flag) in engine["places"].items() if kept is not None else ():
+            found[name] = kept[start:flag].clone()
+    return found
+
+
+IMAGES, BATCH, EPOCHS = 60, 12, 2  # five steps an epoch
+STEPS = EPOCHS * IMAGES // BATCH
+Seen = list[tuple[int, list[int]]]
+"""Of each step, the images that a rank trained on."""
+
+
+class StopAfter:
+    """Saves once, after a step, and has all ranks stop there."""
+
+    def __init__(self, step: int, manager: CheckpointManager) -> None:
+        self.step, self.manager, self.asked = step, manager, lambda: False
+
+    def __call__(self, state: TrainState, evaluated: bool | None) -> bool:
+        if state.step == self.step:
+            self.manager(state, evaluated=True)
+        return state.step == self.step
+
+
+def small_network() -> nn.Module:
+    """Six pieces, for stages of a pipeline."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2), nn.BatchNorm2d(8),
+        nn.ReLU(), nn.AdaptiveAvgPool2d(3), nn.Flatten(), nn.Linear(72, 16), nn.ReLU(), nn.Linear(16, 10),
+    )  # fmt: skip
+
+
+def opened(folder: Path, **changes: Any) -> Trainer:
+    """A trainer that begins in ``folder``, or goes on with what is there."""
+    own = {"epochs": EPOCHS, "data__train_images": IMAGES, "global_batch": BATCH, "micro_batch": 1, "eval_every": 2}
+    recipe, world = parse_recipe("test", tables(**(own | changes))), tests.world()
+    folder.mkdir(exist_ok=True)
+    trainer = Trainer(Job("test", recipe, split_batch(recipe, world.size), None, folder, resume=True), world)
+    trainer.open_data()
+    return trainer
+
+
+def trained_until(stop: int, folder: Path, **changes: Any) -> tuple[Seen, dict[str, Tensor]]:
+    """Save after ``stop`` steps; what this rank saw meanwhile, and the whole model then."""
+    trainer = opened(folder, **changes)
+    trainer.build(small_network())
+    state = trainer.state
+    seen: Seen = []
+    images = torch.randn(IMAGES, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+    def batches() -> Iterator[Batch]:
+        """In the order that a loader is given."""
+        for _, numbers, *_ in trainer.data.train_order:
+            if not seen or seen[-1][0] != state.step + 1:
+                seen.append((state.step + 1, []))
+            seen[-1][1].extend(numbers.tolist())
+            yield images[numbers], torch.from_numpy(numbers) % 10
+
+    trainer.data = replace(trainer.data, train=batches())
+    with CheckpointWriter(folder / CHECKPOINTS, trainer.world, dist.distributed_c10d._get_default_store()) as writer:
+        manager = CheckpointManager(trainer.job, trainer.world, writer, IMAGES, lambda: False)
+        trainer.checkpoints = StopAfter(stop, manager)
+        if state.step < stop:
+            trainer.train()
+        manager.close()
+    state.settle()
+    state.level_statistics()
+    weights = {name: tensor.clone() for name, tensor in state.whole().state_dict().items()}
+    state.sync.close()
+    return seen, weights
+
+
+def test_two_then_four_then_three_ranks_see_every_image_once(tmp_path: Path):
+    """The first epoch is interrupted after its third step, and so is the second."""
+    straight, expected = zip(*run(2, trained_until, STEPS, tmp_path / "straight"), strict=True)
+    parts, weights = [], {}
+    for ranks, stop in ((2, 3), (4, 8), (3, STEPS)):
+        seen, found = zip(*run(ranks, trained_until, stop, tmp_path / "run", fresh=True), strict=True)
+        parts.append(seen)
+        weights = found[0]
+    for epoch in range(EPOCHS):
+        steps = range(1 + epoch * STEPS // EPOCHS, 1 + (epoch + 1) * STEPS // EPOCHS)
+        assert sorted(used([straight], steps)) == list(range(IMAGES))
+    for step in range(1, STEPS + 1):
+        assert sorted(used(parts, range(step, step + 1))) == sorted(used([straight], range(step, step + 1)))
+    assert {len(images) for ranks in parts[1] for _, images in ranks} == {BATCH // 4}
+    assert weights.keys() == expected[0].keys()
+    for name, tensor in weights.items():  # sums are rounded in another order, and nothing else differs
+        torch.testing.assert_close(tensor, expected[0][name], rtol=1e-3, atol=1e-4)
+
+
+def used(parts: list[tuple[Seen, ...]], steps: range) -> list[int]:
+    return [image for ranks in parts for seen in ranks for step, images in seen if step in steps for image in images]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("before", "after"), [("1f1b", "interleaved"), ("interleaved", "1f1b")])
+def test_another_schedule_of_a_pipeline_cuts_the_model_elsewhere(before: str, after: str, tmp_path: Path):
+    """Interleaved, each rank holds two stages that do not follow one another, with batch norms of its own."""
+    saved, resumed = (
+        run(2, partial(trained_until, parallel={"pipeline": 2, "micro_batches": 2, "schedule": how}), 2, tmp_path)[0][1]
+        for how in (before, after)
+    )
+    assert saved.keys() == resumed.keys()
+    for name, tensor in saved.items():
+        torch.testing.assert_close(resumed[name], tensor, msg=name)
+
+
+def test_the_checkpoint_itself_is_not_kept_in_memory(tmp_path: Path):
+    run(2, trained_until, 3, tmp_path)
+    assert run(2, _kept_after_resuming, tmp_path) == [({"saved_at"}, 0)] * 2
+
+
+def _kept_after_resuming(folder: Path) -> tuple[set[str], int]:
+    trainer = opened(folder)
+    assert trainer.resumed_from is not None
+    loaded = [weakref.ref(tensor) for tensor in trainer.resumed_from.shared["model"].values()]
+    trainer.build(small_network())
+    gc.collect()
+    trainer.state.sync.close()
+    return set(trainer.resumed_from.shared), sum(ref() is not None for ref in loaded)
+
+
+def test_what_ranks_have_left_is_added_up_one_rank_after_another():
+    """A GPU could not hold the residuals of hundreds of ranks at once."""
+    places = {"weight": (0, 4)}
+    living: list[weakref.ref[Tensor]] = []
+    most = 0
+
+    def parts() -> Iterator[dict[str, Any]]:
+        nonlocal most
+        for rank in range(8):
+            residual = torch.full((5,), float(rank))
+            living.append(weakref.ref(residual))
+            most = max(most, sum(ref() is not None for ref in living))
+            engine = {"step": 3, "places": places, "residual": residual, "left": None, "memory": {}}
+            yield {
+                "sync": {"engine": engine, "elected": "", "loss_scale": None}, "sent_bytes": 5, "average": None,
+                "averaged": None, "buffers": {"mean": torch.full((2,), rank / 2), "count": torch.tensor(rank)},
+            }  # fmt: skip
+            del residual, engine
+
+    own = joined(parts(), sharded=False)
+    assert most <= 2
+    assert own["sync"]["engine"]["residual"].tolist() == [3.5] * 5
+    assert own["buffers"]["mean"].tolist() == [1.75] * 2
+    assert own["buffers"]["count"] == 7
