@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -85,7 +84,8 @@ def weights_of(model: nn.Module) -> Tensor:
     return torch.cat([param.detach().flatten() for param in model.parameters()])
 
 
-_pools: list[weakref.ref[GradientPool]] = []
+_pools: list[GradientPool] | None = None
+"""Made by the function that `on_ranks` is running."""
 
 
 def pooled(
@@ -94,7 +94,8 @@ def pooled(
 ) -> GradientPool:  # fmt: skip
     """A pool of all parameters, with its engine."""
     pool = GradientPool(model, group, topology=topology)
-    _pools.append(weakref.ref(pool))
+    if _pools is not None:
+        _pools.append(pool)
     pool.attach(build_engine(settings, pool, steps_per_epoch))
     return pool
 
@@ -105,11 +106,15 @@ def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[
 
 
 def _closing(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    _pools.clear()
-    result = function(*arguments)
-    for pool in [made for one in _pools if (made := one()) is not None]:
-        pool.close()
-    return result
+    global _pools
+    _pools = []
+    try:
+        result = function(*arguments)
+        for pool in _pools:
+            pool.close()
+        return result
+    finally:
+        _pools = None
 
 
 @contextmanager
