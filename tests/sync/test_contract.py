@@ -1,7 +1,7 @@
 """What every engine owes the training loop: any wire, any collective, any ranks that average their gradients.
 
 The first tier tries every pair of choices on two to four ranks; `ci` does so on one and on five to eight, and tries
-every engine with every wire and collective on two, three, four and six.
+every engine with every wire and collective on two to four; `weekly`, on six.
 """
 
 from __future__ import annotations
@@ -189,8 +189,10 @@ FULL = [
 ]
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("world", [2, 3, 4, 6])
+@pytest.mark.parametrize(
+    "world",
+    [*(pytest.param(world, marks=pytest.mark.ci) for world in (2, 3, 4)), pytest.param(6, marks=pytest.mark.weekly)],
+)
 @pytest.mark.parametrize(("engine", "wire", "collective"), FULL)
 def test_every_engine_wire_and_collective(engine: Name, wire: Wire, collective: Collective, world: int):
     """In every place of so many ranks. A power of two or not, on one level or two."""
