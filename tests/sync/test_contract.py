@@ -47,9 +47,9 @@ from imagenet_fast.sync.engines import wire_dtype
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.topology import Topology
 from tests.covering import covering
-from tests.ranks import run
+from tests.ranks import lending, run
 from tests.sync.given import Given, applied, ended, integers, means, normals, on_ranks, pooled, process_groups
-from tests.sync.loops import LINK, lending, unmeasured
+from tests.sync.loops import LINK, unmeasured
 
 TOLERANCE = {"fp32": 1e-6, "bf16": 1.5e-2, "fp16": 2e-3, "int8": 1.5e-2, "fp8": 1.5e-2}
 CODED = {"int8": 2e-2, "fp8": 0.1}  # of the largest gradient

@@ -18,8 +18,9 @@ from imagenet_fast.sync.engines import wire_dtype
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.param_slot import slots_of
 from imagenet_fast.sync.quantization import BLOCK, PLAIN, ErrorFeedback, Feedback, Packer, decode, encode
+from tests.ranks import lending
 from tests.sync.given import Given, applied, engine_of, on_ranks, pooled
-from tests.sync.loops import lending, unmeasured
+from tests.sync.loops import unmeasured
 
 WIRES = (torch.int8, torch.float8_e4m3fn)
 CPU = torch.device("cpu")

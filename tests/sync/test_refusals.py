@@ -95,43 +95,13 @@ def _no_memory(*_: Any, **__: Any) -> Any:
     raise MemoryError("as if there were no memory left")
 
 
-# What a pool is made of
+# What a pool and an engine are made of
 
 
-@refused(r"parameters have no names; give the pool the model.*named_parameters", error=TypeError)
-def parameters_without_names(_: EngineSettings) -> Wrong:
-    yield GradientPool, Layers().parameters()
-    yield GradientPool, [*Layers().parameters()]
-
-
-@refused(r"two parameters are named layer0\.weight; give each a name of its own")
-def two_parameters_of_one_name(_: EngineSettings) -> Wrong:
-    """Only one of them would be trained."""
-    named = [*Layers().named_parameters()]
-    yield GradientPool, [*named, *Layers().named_parameters()]
-    assert len(GradientPool([*named, *named]).slots) == len(named), "of one parameter that is given twice"
-
-
-@refused(r"layer2\.\w+ is of torch.float\d\d on cpu beside torch.float\d\d on cpu; make a")
-def a_model_of_two_dtypes(_: EngineSettings) -> Wrong:
+def changed(change: Callable[[Any], object]) -> Layers:
     model = Layers()
-    model.layer2.double()
-    yield GradientPool, model
-
-
-@refused("share a dtype")
-def a_model_that_is_half_of_half_precision(_: EngineSettings) -> Wrong:
-    yield GradientPool, nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).half())
-
-
-@refused(r"cannot hold torch\.complex64.*view_as_real")
-def complex_numbers(_: EngineSettings) -> Wrong:
-    yield GradientPool, nn.Linear(2, 2, dtype=torch.complex64)
-
-
-@refused("no trainable parameter")
-def nothing_to_train(_: EngineSettings) -> Wrong:
-    yield GradientPool, nn.ReLU()
+    change(model)
+    return model
 
 
 class Sharded(nn.Parameter):
@@ -140,18 +110,37 @@ class Sharded(nn.Parameter):
     placements = ("Shard(0)",)
 
 
-@refused("weight is a DTensor, as fully_shard makes them")
-def parameters_that_are_shards(_: EngineSettings) -> Wrong:
-    model = Layers()
-    model.layer0.weight = Sharded(model.layer0.weight.detach())
-    yield GradientPool, model
+def made_of(sentence: str, *models: Callable[[], Any], error: type[Exception] = ValueError) -> Refusal:
+    return Refusal(lambda _: ((GradientPool, model()) for model in models), sentence, ("lazy",), error)
 
 
-@refused(r"weight is of torch.bfloat16 and its grad_dtype torch.float32; leave")
-def gradients_of_another_dtype(_: EngineSettings) -> Wrong:
-    model = Layers().to(torch.bfloat16)
-    model.layer0.weight.grad_dtype = torch.float32
-    yield GradientPool, model
+NAMED = [*Layers().named_parameters()]
+REFUSALS |= {
+    "parameters without names": made_of(
+        r"parameters have no names; give the pool the model.*named_parameters",
+        lambda: Layers().parameters(), lambda: [*Layers().parameters()], error=TypeError,
+    ),
+    "two parameters of one name": made_of(  # only one of them would be trained
+        r"two parameters are named layer0\.weight; give each a name of its own",
+        lambda: [*NAMED, *Layers().named_parameters()],
+    ),
+    "a layer of another dtype": made_of(
+        r"layer2\.\w+ is of torch.float\d\d on cpu beside torch.float\d\d on cpu; make all parameters share a dtype",
+        lambda: changed(lambda model: model.layer2.double()),
+    ),
+    "complex numbers": made_of(
+        r"cannot hold torch\.complex64.*view_as_real", lambda: nn.Linear(2, 2, dtype=torch.complex64)
+    ),
+    "nothing to train": made_of("no trainable parameter", nn.ReLU, lambda: Layers().requires_grad_(False)),
+    "parameters that are shards": made_of(
+        "weight is a DTensor, as fully_shard makes them",
+        lambda: changed(lambda model: setattr(model.layer0, "weight", Sharded(model.layer0.weight.detach()))),
+    ),
+    "gradients of another dtype": made_of(
+        r"weight is of torch.bfloat16 and its grad_dtype torch.float32; leave",
+        lambda: changed(lambda model: setattr(model.bfloat16().layer0.weight, "grad_dtype", torch.float32)),
+    ),
+}  # fmt: skip
 
 
 @refused(r"is no engine for a pool; give the settings of one, such as LazySync\(\)", error=TypeError)
@@ -164,6 +153,10 @@ def what_is_no_engine(_: EngineSettings) -> Wrong:
 def what_is_not_yet_an_engine(_: EngineSettings) -> Wrong:
     for given in ("hybrid", LazySync, DdpSync(), None):
         yield GradientPool(Layers()).attach, given
+
+
+def test_one_parameter_given_twice_is_one():
+    assert len(GradientPool([*NAMED, *NAMED]).slots) == len(NAMED)
 
 
 def test_a_pool_without_the_other_ranks_is_refused(monkeypatch: pytest.MonkeyPatch):
