@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial, wraps
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -79,6 +80,15 @@ def mean_over_ranks(values: Tensor) -> Tensor:
     return total / dist.get_world_size()
 
 
+def same_on_ranks(*values: Tensor) -> None:
+    """Check that all ranks have the same bits, and no infinities."""
+    for own in values:
+        first = own.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(own, first)
+        assert own.isfinite().all()
+
+
 def weights_of(model: nn.Module) -> Tensor:
     """A copy of all its parameters, one after the other."""
     return torch.cat([param.detach().flatten() for param in model.parameters()])
@@ -100,9 +110,9 @@ def pooled(
     return pool
 
 
-def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def on_ranks(world: int, function: Callable[..., Any], *arguments: Any, backend: str = "gloo") -> list[Any]:
     """``run``, after which the pools that ``pooled`` has made are closed."""
-    return run(world, _closing, function, arguments)
+    return run(world, _closing, function, arguments, backend=backend)
 
 
 def _closing(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -115,6 +125,25 @@ def _closing(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         return result
     finally:
         _pools = None
+
+
+Test = TypeVar("Test", bound=Callable[..., None])
+
+
+def with_ranks(world: int) -> Callable[[Test], Test]:
+    """A test that all ranks run, with its parameters."""
+
+    def decorate(test: Test) -> Test:
+        @wraps(test)
+        def everywhere(**parameters: Any) -> None:
+            if dist.is_initialized():
+                test(**parameters)
+            else:
+                on_ranks(world, partial(everywhere, **parameters))
+
+        return everywhere  # type: ignore[return-value]
+
+    return decorate
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from imagenet_fast.sync.butterfly import SHORT_BYTES
 from imagenet_fast.sync.comm_ops import AllReduceHandle, carry
 from imagenet_fast.sync.topology import Topology
 from tests.ranks import lending, run
-from tests.sync.given import process_groups
+from tests.sync.given import process_groups, with_ranks
 
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 BY_NODE: tuple[Collective, ...] = ("hierarchical", "ring", "butterfly")
@@ -150,12 +150,9 @@ def _servers(servers: int) -> list[str]:
     return fingerprints
 
 
-def test_wherever_an_element_lies_it_is_added_alike():
+@with_ranks(4)
+def test_wherever_an_element_lies_it_is_added_alike() -> None:
     """So fusing tensors changes no bit."""
-    run(4, fused_and_apart)
-
-
-def fused_and_apart() -> None:
     topology = lending(2)
     exact: list[Collective] = ["pairwise", "parameter_server", "torus2d"]
     cases = [("butterfly", torch.float32), *((c, wire) for c in exact for wire in WIRES)]
@@ -212,11 +209,8 @@ def _errors() -> dict[str, float]:
     return errors
 
 
-def test_large_fp16_values_do_not_overflow_on_their_way():
-    run(4, large_values)
-
-
-def large_values() -> None:
+@with_ranks(4)
+def test_large_fp16_values_do_not_overflow_on_their_way() -> None:
     for topology, collectives in topologies(dist.get_world_size()):
         for collective in collectives:
             tensor = torch.full((100,), 60_000.0)
@@ -224,12 +218,9 @@ def large_values() -> None:
             assert torch.allclose(tensor, torch.tensor(60_000.0), rtol=1e-3), collective
 
 
-def test_16_bit_gradients_are_added_in_fp32_and_rounded_once_a_level():
+@with_ranks(4)
+def test_16_bit_gradients_are_added_in_fp32_and_rounded_once_a_level() -> None:
     """But by the backend, whose ``native`` and ``ring`` add in their own dtype."""
-    run(4, _short_gradients)
-
-
-def _short_gradients() -> None:
     for topology, collectives in topologies(4):
         for dtype in (torch.bfloat16, torch.float16):
             everyone = torch.stack([values(r, 500, 4, False).to(dtype) for r in range(4)])
@@ -250,11 +241,8 @@ def _short_gradients() -> None:
                     assert torch.equal(tensor, mean), (collective, dtype, topology.per_node)
 
 
-def test_float64_gradients_travel_as_the_wire_and_are_added_as_they_are():
-    run(4, _long_gradients)
-
-
-def _long_gradients() -> None:
+@with_ranks(4)
+def test_float64_gradients_travel_as_the_wire_and_are_added_as_they_are() -> None:
     for topology, collectives in topologies(4):
         for collective in collectives:
             everyone = torch.stack([values(r, 500, 4, False).double() + 1e-9 * r for r in range(4)])
@@ -264,11 +252,8 @@ def _long_gradients() -> None:
                 torch.testing.assert_close(tensor, everyone.mean(0), rtol=tolerance, atol=tolerance)
 
 
-def test_16_bit_values_are_summed_in_fp32_between_nodes():
-    run(4, _usual)
-
-
-def _usual() -> None:
+@with_ranks(4)
+def test_16_bit_values_are_summed_in_fp32_between_nodes() -> None:
     fp32, bf16 = torch.float32, torch.bfloat16
     one_node, two_nodes, four_nodes = (lending(n) for n in (4, 2, 1))
     for values_as, wire in ((fp32, bf16), (bf16, bf16), (bf16, fp32)):
@@ -279,11 +264,8 @@ def _usual() -> None:
     assert usual_collective(fp32, fp32, one_node) == usual_collective(fp32, fp32, four_nodes) == "native"
 
 
-def test_engines_that_take_turns_share_channels():
-    run(2, _lending)
-
-
-def _lending() -> None:
+@with_ranks(2)
+def test_engines_that_take_turns_share_channels() -> None:
     apart, lends = (Topology(torch.get_default_device(), lends=lends) for lends in (False, True))
     pair, (one, other) = (0, 1), (apart.anew(), apart.anew())
     assert one.stream(pair, "scatter") is not other.stream(pair, "scatter")
@@ -300,11 +282,8 @@ def _lending() -> None:
         topology.close()
 
 
-def test_uneven_nodes_refuse_levels_only():
-    run(3, _uneven_nodes)
-
-
-def _uneven_nodes() -> None:
+@with_ranks(3)
+def test_uneven_nodes_refuse_levels_only() -> None:
     rank = dist.get_rank()
     with pytest.raises(ValueError, match="3 ranks are no whole number of nodes of 2; give another number"):
         lending(2)
@@ -327,12 +306,9 @@ def test_a_lost_peer_is_named():
     assert math.isfinite(PeerLost(3, RuntimeError("Timed out waiting 10ms")).rank)
 
 
-def test_ranks_may_be_placed_on_nodes_in_any_order():
+@with_ranks(4)
+def test_ranks_may_be_placed_on_nodes_in_any_order() -> None:
     """As by `srun --distribution=arbitrary` or a rankfile; a group of torch has its ranks in rising order."""
-    run(4, _placed_oddly)
-
-
-def _placed_oddly() -> None:
     rank, mean = dist.get_rank(), mean_of(8192, 4, integers=False)
     with process_groups((2, 0, 3, 1), sort_ranks=False) as groups:
         for group in (None, *groups):

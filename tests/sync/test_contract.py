@@ -48,7 +48,17 @@ from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.topology import Topology
 from tests.covering import covering
 from tests.ranks import lending, run
-from tests.sync.given import Given, applied, ended, integers, means, normals, on_ranks, pooled, process_groups
+from tests.sync.given import (
+    Given,
+    applied,
+    ended,
+    integers,
+    means,
+    normals,
+    pooled,
+    process_groups,
+    with_ranks,
+)
 from tests.sync.loops import LINK, unmeasured
 
 TOLERANCE = {"fp32": 1e-6, "bf16": 1.5e-2, "fp16": 2e-3, "int8": 1.5e-2, "fp8": 1.5e-2}
@@ -312,11 +322,8 @@ PROFILE = layer_profile.Profile(
 )
 
 
-def test_process_groups_that_a_user_makes_beside_are_not_disturbed():
-    on_ranks(3, _beside)
-
-
-def _beside() -> None:
+@with_ranks(3)
+def test_process_groups_that_a_user_makes_beside_are_not_disturbed() -> None:
     """A pool of two of three ranks makes process groups; so does everybody, before, meanwhile and after."""
     inside, place = dist.get_rank() in (0, 2), Place(3, 1)
     dear, lazy = Case(place, "dear", "fp32", fusion=0.0), Case(place, "lazy", "fp32")
@@ -354,12 +361,9 @@ NAMED: dict[str, EngineSettings | Engine | DdpSync] = {
 
 
 @pytest.mark.parametrize("name", ["allreduce", "allreduce fused", "lazy one by one", "hybrid", "dear"])
-def test_a_model_may_have_two_pools_of_other_ranks(name: str):
+@with_ranks(4)
+def test_a_model_may_have_two_pools_of_other_ranks(name: str) -> None:
     """What all ranks share, and what two of them share, as experts or shards of a model are."""
-    run(4, _two_pools, name)
-
-
-def _two_pools(name: str) -> None:
     rank, world = dist.get_rank(), (0, 1, 2, 3)
     own = (rank % 2, rank % 2 + 2)
     model = Given(*LAYERS)
@@ -394,36 +398,26 @@ PIECES = [("lazy", "bf16"), ("allreduce", "fp32"), ("dear", "bf16"), ("hybrid", 
 
 
 @pytest.mark.parametrize(("engine", "wire"), PIECES)
-def test_what_is_longer_than_a_piece_is_averaged_in_pieces(engine: Name, wire: Wire):
-    on_ranks(3, _long, Case(Place(3, 1), engine, wire, "pairwise"))
-
-
+@with_ranks(3)
 @unmeasured()
-def _long(case: Case) -> None:
+def test_what_is_longer_than_a_piece_is_averaged_in_pieces(engine: Name, wire: Wire) -> None:
     """In three parts, so that no piece is cut where a power of two would."""
     shapes = [(1, 1000), (450, 1001), (7,)]
     model = Given(*([shape] for shape in shapes))
-    pool = pooled(model, settings_of(case), topology=lending(1))
+    settings = settings_of(Case(Place(3, 1), engine, wire, "pairwise"))
+    pool = pooled(model, settings, topology=lending(1))
     for step in range(2):
         everyone = [integers(shapes, step, rank, 3) for rank in range(3)]
         pool.zero_grad()
         model(everyone[dist.get_rank()]).backward()
         moved, stats = ended(pool)
         assert all(torch.equal(moved[p].double(), mean) for p, mean in zip(model.weights, means(everyone), strict=True))
-    assert stats.launches > 1 or case.engine == "sparse", "sparse fuses chunks to its own threshold"
+    assert stats.launches > 1 or engine == "sparse", "sparse fuses chunks to its own threshold"
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_micro_steps_add_up(name: str):
-    on_ranks(2, _accumulates, name)
-
-
-def _synced(model: nn.Module, name: str) -> tuple[nn.Module, GradientSync]:
-    settings = NAMED[name]
-    return attach(model, settings) if isinstance(settings, DdpSync) else (model, pooled(model, settings))
-
-
-def _accumulates(name: str) -> None:
+@with_ranks(2)
+def test_micro_steps_add_up(name: str) -> None:
     model = Given(*LAYERS)
     forward, sync = _synced(model, name)
     everyone = [[integers(SHAPES, micro, rank, 2) for micro in range(3)] for rank in range(2)]
@@ -435,15 +429,17 @@ def _accumulates(name: str) -> None:
         )
 
 
+def _synced(model: nn.Module, name: str) -> tuple[nn.Module, GradientSync]:
+    settings = NAMED[name]
+    return attach(model, settings) if isinstance(settings, DdpSync) else (model, pooled(model, settings))
+
+
 POOLED = [name for name in NAMED if name != "ddp"]
 
 
 @pytest.mark.parametrize("name", POOLED)
-def test_a_layer_that_a_rank_does_not_use_has_a_gradient_of_zero_there(name: str):
-    on_ranks(2, _survives_an_unused_layer, name)
-
-
-def _survives_an_unused_layer(name: str) -> None:
+@with_ranks(2)
+def test_a_layer_that_a_rank_does_not_use_has_a_gradient_of_zero_there(name: str) -> None:
     """A different layer is idle on each rank, and in each step."""
     model = Given([(3, 3)], [(3, 3)], [(3, 3)])
     _, sync = _synced(model, name)
@@ -456,11 +452,8 @@ def _survives_an_unused_layer(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", POOLED)
-def test_a_weight_that_is_used_twice_has_one_gradient(name: str):
-    on_ranks(2, _adds_up_a_shared_weight, name)
-
-
-def _adds_up_a_shared_weight(name: str) -> None:
+@with_ranks(2)
+def test_a_weight_that_is_used_twice_has_one_gradient(name: str) -> None:
     layer = nn.Linear(3, 3, bias=False)
     nn.init.eye_(layer.weight)
     forward, sync = _synced(nn.Sequential(layer, layer), name)
@@ -471,11 +464,8 @@ def _adds_up_a_shared_weight(name: str) -> None:
 
 
 @pytest.mark.parametrize(("threshold", "wire"), [(0.0, "fp32"), (0.0005, "fp32"), (0.0005, "bf16"), (math.inf, "fp32")])
-def test_lazy_fuses_until_its_threshold(threshold: float, wire: Wire):
-    on_ranks(2, _counts_launches, threshold, wire)
-
-
-def _counts_launches(threshold: float, wire: Wire) -> None:
+@with_ranks(2)
+def test_lazy_fuses_until_its_threshold(threshold: float, wire: Wire) -> None:
     model = Given(*LAYERS)
     pool = pooled(model, LazySync(wire=wire, threshold_mb=threshold))
     pool.zero_grad()

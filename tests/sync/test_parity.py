@@ -32,7 +32,7 @@ from imagenet_fast.sync import (
 )
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.ranks import run
-from tests.sync.given import Given, integers, on_ranks, pooled, weights_of
+from tests.sync.given import Given, integers, on_ranks, pooled, weights_of, with_ranks
 from tests.sync.loops import state, trained
 
 BATCH = 24
@@ -94,7 +94,13 @@ def joined(steps: int) -> list[float]:
     return losses
 
 
-@patch("imagenet_fast.sync.network_benchmark.measure_link", lambda name, *_: LINKS.get(name, LinkModel(1e-4, 1e-9)))
+LINKS = {"butterfly": LinkModel(1e-5, 1e-8)}
+by_links = patch(
+    "imagenet_fast.sync.network_benchmark.measure_link", lambda name, *_: LINKS.get(name, LinkModel(1e-4, 1e-9))
+)
+
+
+@by_links
 def _losses(settings: Sync, steps: int) -> list[float]:
     """Mean loss of each step."""
     seen = []
@@ -109,9 +115,6 @@ def _losses(settings: Sync, steps: int) -> list[float]:
     mean = torch.stack(seen)
     dist.all_reduce(mean)
     return (mean / dist.get_world_size()).tolist()
-
-
-LINKS = {"butterfly": LinkModel(1e-5, 1e-8)}
 
 
 @pytest.mark.ci
@@ -270,7 +273,7 @@ def test_families_train_as_under_ddp(family: Callable[[], nn.Module], name: str)
     assert len(set(statistics)) == (3 if family is mobilenet else 1), "batch norms are a rank's own"
 
 
-@patch("imagenet_fast.sync.network_benchmark.measure_link", lambda name, *_: LINKS.get(name, LinkModel(1e-4, 1e-9)))
+@by_links
 def _as_under_ddp(family: Callable[[], nn.Module], pixels: int, steps: int, settings: EngineSettings) -> float:
     def build() -> nn.Module:
         torch.manual_seed(0)
@@ -335,22 +338,20 @@ class Hostile(nn.Module):
 
 
 HOSTILE = [
-    *(("float32", name) for name in NAMES if name != "allreduce fused"),
-    ("float64", "dear"),
-    ("bfloat16", "dear"),
+    *((torch.float32, name) for name in NAMES if name != "allreduce fused"),
+    (torch.float64, "dear"),
+    (torch.bfloat16, "dear"),
 ]
 
 
 @pytest.mark.parametrize(
     ("dtype", "name"),
-    [pytest.param(*case, marks=[pytest.mark.ci] * (case != ("float32", "hybrid"))) for case in HOSTILE],
+    [pytest.param(*case, marks=[pytest.mark.ci] * (case != (torch.float32, "hybrid"))) for case in HOSTILE],
 )
-def test_a_hostile_model_trains_as_by_hand(dtype: str, name: str):
-    run(2, _as_by_hand, getattr(torch, dtype), exact(0.01)[name])
-
-
-@patch("imagenet_fast.sync.network_benchmark.measure_link", lambda name, *_: LINKS.get(name, LinkModel(1e-4, 1e-9)))
-def _as_by_hand(dtype: torch.dtype, settings: EngineSettings) -> None:
+@with_ranks(2)
+@by_links
+def test_a_hostile_model_trains_as_by_hand(dtype: torch.dtype, name: str) -> None:
+    settings = exact(0.01)[name]
     near = {torch.float32: 1e-5, torch.float64: 1e-6, torch.bfloat16: 2e-2}[dtype]
     build = partial(hostile, dtype)
     expected = trained(None, build, tokens_loss, optimizer_of=decaying, steps=8)

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from imagenet_fast.sync.per_param_step import needs_all, settle_before_state, snapshot_step
-from tests.sync.given import on_ranks, pooled, weights_of
+from tests.sync.given import pooled, weights_of, with_ranks
 from tests.sync.loops import HYBRID, LAZY, Layers, images, loss_of, unmeasured
 
 STEPS = 5
@@ -410,13 +410,11 @@ def test_what_a_schedule_changed_after_a_step_is_not_undone_by_its_parts():
     assert optimizer.param_groups[0]["lr"] == pytest.approx(90.0)
 
 
-def test_a_custom_optimizer_counts_as_by_hand_under_an_engine_that_defers():
-    """Also where a step leaves a layer out, whose update then waits for the end of the next one."""
-    on_ranks(2, _counts)
-
-
+@with_ranks(2)
 @unmeasured()
-def _counts() -> None:
+def test_a_custom_optimizer_counts_as_by_hand_under_an_engine_that_defers() -> None:
+    """Also where a step leaves a layer out, whose update then waits for the end of the next one."""
+
     def left_out(model: Layers, step: int) -> Tensor:
         return loss_of(model, step) if step != 3 else model.layer4(images(step)).square().sum()
 

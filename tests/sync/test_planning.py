@@ -35,7 +35,7 @@ from imagenet_fast.sync.sparse import Sparse
 from imagenet_fast.sync.topology import Topology
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.ranks import run
-from tests.sync.given import engine_of, mean_over_ranks, on_ranks, pooled, weights_of
+from tests.sync.given import engine_of, mean_over_ranks, on_ranks, pooled, same_on_ranks, weights_of, with_ranks
 from tests.sync.loops import Layers, unmeasured
 
 
@@ -148,12 +148,9 @@ def _elect(by_hand: bool) -> tuple[list[str], Tensor]:
     return chosen, weights_of(model)
 
 
-def test_auto_may_change_to_codes_and_a_step_takes_the_mean_of_what_its_backward_made():
-    on_ranks(2, _change_to_codes)
-
-
+@with_ranks(2)
 @unmeasured()
-def _change_to_codes() -> None:
+def test_auto_may_change_to_codes_and_a_step_takes_the_mean_of_what_its_backward_made() -> None:
     """Of an engine that defers and lays the pool out anew."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(50, 60), nn.Tanh(), nn.Linear(60, 10))
@@ -215,9 +212,11 @@ def _measure() -> list[float]:
     return [link.latency_s, link.s_per_byte, link.call_s, codec.encode_s_per_byte, codec.decode_s_per_byte]
 
 
+@with_ranks(2)
 @patch(SIZES, SMALL)
-def _auto_beside_a_collective_of_the_loop() -> Tensor:
-    """A loop that sums its losses, where rank 1 has no batch in some steps."""
+def test_auto_changes_engines_between_steps_and_not_in_backward() -> None:
+    """It makes process groups, while another rank may be in a collective of the loop, which sums its losses. Rank 1
+    has no batch in some steps."""
     model = Layers()
     pool = pooled(model, AutoSync(wire="fp32"))
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -229,10 +228,4 @@ def _auto_beside_a_collective_of_the_loop() -> Tensor:
         dist.all_reduce(loss.detach())
         pool.step(optimizer)
     assert engine_of(pool).selected
-    return weights_of(model)
-
-
-def test_auto_changes_engines_between_steps_and_not_in_backward():
-    """It makes process groups, while another rank may be in a collective of the loop."""
-    ours, theirs = on_ranks(2, _auto_beside_a_collective_of_the_loop)
-    assert torch.equal(ours, theirs)
+    same_on_ranks(weights_of(model))

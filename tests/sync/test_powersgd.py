@@ -23,7 +23,9 @@ from tests.sync.given import (
     normals,
     on_ranks,
     pooled,
+    same_on_ranks,
     weights_of,
+    with_ranks,
 )
 from tests.sync.loops import Layers, backward, unmeasured
 
@@ -126,12 +128,9 @@ LOW_RANK = [(torch.float64, 1e-6), (torch.float32, 1e-4), (torch.bfloat16, 0.05)
 
 
 @pytest.mark.parametrize(("dtype", "near"), LOW_RANK)
-def test_a_mean_of_low_rank_is_recovered_and_nothing_is_kept_of_it(dtype: torch.dtype, near: float):
-    on_ranks(2, _recovers, dtype, near)
-
-
+@with_ranks(2)
 @unmeasured()
-def _recovers(dtype: torch.dtype, near: float) -> None:
+def test_a_mean_of_low_rank_is_recovered_and_nothing_is_kept_of_it(dtype: torch.dtype, near: float) -> None:
     """Of rank 2 over both ranks together; 1 is what the rank 2 of the setting leaves room for, 0 is none."""
     shape = (40, 30)
     model = Given([shape]).to(dtype)
@@ -145,12 +144,9 @@ def _recovers(dtype: torch.dtype, near: float) -> None:
         assert kept(pool, "q")[0].dtype == (dtype if dtype != torch.bfloat16 else torch.float32)
 
 
-def test_a_rank_that_makes_nothing_smaller_is_the_mean_itself():
-    on_ranks(2, _at_full_rank)
-
-
+@with_ranks(2)
 @unmeasured()
-def _at_full_rank() -> None:
+def test_a_rank_that_makes_nothing_smaller_is_the_mean_itself() -> None:
     models = Given(*LAYERS), Given(*LAYERS)
     chosen = LazySync(wire="bf16", collective="pairwise"), settings(wire="bf16", rank=64)
     pools = [pooled(*pair) for pair in zip(models, chosen, strict=True)]
@@ -180,14 +176,10 @@ def _quiet() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e38])
 @pytest.mark.parametrize("timing", ["lazy", "dear"])
-def test_nonfinite_reaches_every_rank_and_stays_out_of_the_residual(timing: str, value: float):
-    ours, theirs = on_ranks(2, _poisoned, timing, value)
-    assert all(alike(one, other) for one, other in zip(ours, theirs, strict=True))
-
-
+@with_ranks(2)
 @unmeasured()
-def _poisoned(timing: str, value: float) -> list[list[Tensor | None]]:
-    model, steps = Given(*LAYERS), []
+def test_nonfinite_reaches_every_rank_and_stays_out_of_the_residual(timing: str, value: float) -> None:
+    model = Given(*LAYERS)
     pool = pooled(model, settings(timing=timing, wire="fp16" if value == 1e38 else "fp32"))
     for step in range(6):
         gradients = drawn(step, dist.get_rank())
@@ -200,19 +192,12 @@ def _poisoned(timing: str, value: float) -> list[list[Tensor | None]]:
             assert poisoned is not None
             assert poisoned.isnan().all()
             assert alike([before[0][2], before[1][2]], [kept(pool, "error")[2], kept(pool, "q")[2]])
-        assert all(values is None or bool(values.isfinite().all()) for values in result), step
-        steps.append(result)
-    return steps
+        same_on_ranks(*(values for values in result if values is not None))
 
 
-def test_it_trains_on_after_a_backward_that_failed_alike_on_all_ranks():
-    one, other = on_ranks(2, _failing)
-    assert one.isfinite().all()
-    assert torch.equal(one, other)
-
-
+@with_ranks(2)
 @unmeasured()
-def _failing() -> Tensor:
+def test_it_trains_on_after_a_backward_that_failed_alike_on_all_ranks() -> None:
     model = Layers()
     pool = pooled(model, settings(timing="hybrid"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -220,14 +205,11 @@ def _failing() -> Tensor:
         if backward(model, pool, step, (3, 1)[dist.get_rank()] if step in (2, 4) else None):
             pool.step(optimizer)
     pool.settle()
-    return weights_of(model)
+    same_on_ranks(weights_of(model))
 
 
-def test_one_rank_alone_approximates_nothing():
-    on_ranks(1, _alone)
-
-
-def _alone() -> None:
+@with_ranks(1)
+def test_one_rank_alone_approximates_nothing() -> None:
     model = Given(*LAYERS)
     pool = pooled(model, settings(wire="bf16"))
     for step in range(3):
@@ -240,13 +222,11 @@ def _alone() -> None:
 
 @pytest.mark.parametrize("taken", [1, 7], ids=["dense steps", "compressed ones"])
 @pytest.mark.parametrize(("timing", "dense"), [("lazy", 2), ("dear", 3)])
-def test_a_state_dict_continues_to_the_bit(timing: str, dense: int, taken: int):
-    """With a message for every few layers."""
-    on_ranks(2, _continues, settings(timing=timing, dense_epochs=dense, bucket_mb=0.005), taken)
-
-
+@with_ranks(2)
 @unmeasured()
-def _continues(chosen: PowerSgdSync, taken: int) -> None:
+def test_a_state_dict_continues_to_the_bit(timing: str, dense: int, taken: int) -> None:
+    """With a message for every few layers."""
+    chosen = settings(timing=timing, dense_epochs=dense, bucket_mb=0.005)
     model, other = Given(*LAYERS), Given(*LAYERS)
     pool, again = pooled(model, chosen), pooled(other, chosen)
     for step in range(taken + 4):
@@ -257,12 +237,9 @@ def _continues(chosen: PowerSgdSync, taken: int) -> None:
         assert step < taken or alike(result, moved(again, other, gradients)), step
 
 
-def test_it_goes_on_with_shards_of_another_size():
-    on_ranks(2, _resharded)
-
-
+@with_ranks(2)
 @unmeasured()
-def _resharded() -> None:
+def test_it_goes_on_with_shards_of_another_size() -> None:
     model, chosen = Given([(8, 8)], [(8, 8)]), settings(rank=1)
     shapes = [(8, 8)] * 2
     pool = pooled(model, chosen)

@@ -19,7 +19,7 @@ from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.param_slot import slots_of
 from imagenet_fast.sync.quantization import BLOCK, PLAIN, ErrorFeedback, Feedback, Packer, decode, encode
 from tests.ranks import lending
-from tests.sync.given import Given, applied, engine_of, on_ranks, pooled
+from tests.sync.given import Given, applied, engine_of, on_ranks, pooled, same_on_ranks, with_ranks
 from tests.sync.loops import unmeasured
 
 WIRES = (torch.int8, torch.float8_e4m3fn)
@@ -144,11 +144,10 @@ CASES = [
 def test_all_ranks_apply_the_same_and_what_travels_together_changes_no_bit(
     world: int, ranks_per_node: int, wire: Codes, collective: Collective
 ):
-    first, *others = on_ranks(world, _alone_and_together, ranks_per_node, wire, collective)
-    assert all(torch.equal(first, other) for other in others)
+    on_ranks(world, _alone_and_together, ranks_per_node, wire, collective)
 
 
-def _alone_and_together(ranks_per_node: int, wire: Codes, collective: Collective) -> Tensor:
+def _alone_and_together(ranks_per_node: int, wire: Codes, collective: Collective) -> None:
     """3 steps; of two or four ranks nothing is lost of integers to the bit, since halves and quarters round nothing."""
     alone, together = (
         Steps(LazySync(wire=wire, threshold_mb=fuse, collective=collective, servers=2), ranks_per_node).take(3)
@@ -158,7 +157,7 @@ def _alone_and_together(ranks_per_node: int, wire: Codes, collective: Collective
     if dist.get_world_size() == 4 and not inside and wire == "int8":
         assert alone.lost == together.lost == 0.0
     assert torch.equal(alone.whole, together.whole)
-    return alone.whole
+    same_on_ranks(alone.whole)
 
 
 PLANNING = {
@@ -168,13 +167,10 @@ PLANNING = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PLANNING)
-def test_an_engine_that_plans_loses_nothing_when_messages_change(name: str):
-    on_ranks(4, _with_plans, PLANNING[name])
-
-
+@pytest.mark.parametrize("settings", PLANNING.values(), ids=PLANNING)
+@with_ranks(4)
 @unmeasured()
-def _with_plans(settings: EngineSettings) -> None:
+def test_an_engine_that_plans_loses_nothing_when_messages_change(settings: EngineSettings) -> None:
     steps = Steps(settings).take(10)
     assert steps.lost == 0.0
     assert steps.engine.state_dict()["left"].any()
@@ -186,13 +182,10 @@ GOING_ON = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", GOING_ON)
-def test_a_run_goes_on_from_its_state_bit_for_bit(name: str):
-    on_ranks(2, _again_from_its_state, GOING_ON[name])
-
-
+@pytest.mark.parametrize("settings", GOING_ON.values(), ids=GOING_ON)
+@with_ranks(2)
 @unmeasured()
-def _again_from_its_state(settings: EngineSettings) -> None:
+def test_a_run_goes_on_from_its_state_bit_for_bit(settings: EngineSettings) -> None:
     first = Steps(settings).take(3)
     again = Steps(settings)
     again.engine.load_state_dict(first.state())
@@ -205,11 +198,8 @@ def _again_from_its_state(settings: EngineSettings) -> None:
     assert torch.equal(first.whole, again.whole)
 
 
-def test_the_first_steps_travel_in_16_bits_where_so_wished():
-    on_ranks(2, _first_in_16_bits)
-
-
-def _first_in_16_bits() -> None:
+@with_ranks(2)
+def test_the_first_steps_travel_in_16_bits_where_so_wished() -> None:
     steps = Steps(LazySync(wire="int8", bf16_steps=2)).take(1)
     assert steps.lost == 0.0
     assert steps.engine.state_dict()["left"] is None, "nothing has had a code yet"
@@ -217,11 +207,8 @@ def _first_in_16_bits() -> None:
     assert steps.engine.state_dict()["left"].any()
 
 
-def test_a_rank_alone_sends_nothing_and_rounds_nothing():
-    on_ranks(1, _alone)
-
-
-def _alone() -> None:
+@with_ranks(1)
+def test_a_rank_alone_sends_nothing_and_rounds_nothing() -> None:
     steps = Steps(LazySync(wire="int8")).take(2)
     assert all(torch.equal(steps.applied[param], given) for param, given in steps.given.items())
     assert steps.engine.state_dict() == {}

@@ -18,7 +18,7 @@ from imagenet_fast.recipe.optim_config import Sgd
 from imagenet_fast.sync import GradientPool, LazySync, SparseSync
 from imagenet_fast.training.optimizers import SGD as OurSgd
 from imagenet_fast.training.optimizers import build_optimizer
-from tests.sync.given import Given, engine_of, on_ranks, pooled, weights_of
+from tests.sync.given import Given, engine_of, mean_over_ranks, on_ranks, pooled, same_on_ranks, weights_of, with_ranks
 from tests.sync.loops import Layers, loss_of, trained
 
 SGD = Sgd(kind="sgd", lr=0.03, weight_decay=1e-3)
@@ -35,11 +35,8 @@ def network() -> nn.Module:
     return model.to(memory_format=torch.channels_last)
 
 
-def test_nothing_is_lost_and_all_ranks_send_the_same_chunks():
-    on_ranks(3, _conserves)
-
-
-def _conserves() -> None:
+@with_ranks(3)
+def test_nothing_is_lost_and_all_ranks_send_the_same_chunks() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     size = 20 * CHUNK + 37
     model = Given([(size,)])
@@ -86,14 +83,11 @@ RAMPED: dict[str, object] = {"sparsity": 0.9, "dense_epochs": 3, "ramp_epochs": 
 CHANGES = {"at once": {"sparsity": 0.75}, "ramped": RAMPED, "corrected": RAMPED | {"momentum_correction": True}}
 
 
-@pytest.mark.parametrize("changes", CHANGES)
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("build", [network, Sometimes])
-def test_deferred_chunks_equal_awaited_ones_bitwise(build: Any, changes: str):
+@with_ranks(2)
+def test_deferred_chunks_equal_awaited_ones_bitwise(build: Any, changes: dict[str, object]) -> None:
     """With layers that some forwards leave out, whose update is still put off when the next gradients come."""
-    on_ranks(2, _put_off, build, CHANGES[changes])
-
-
-def _put_off(build: Any, changes: dict[str, object]) -> None:
     weights = []
     for timing in ("lazy", "hybrid"):
         model = build()
@@ -104,11 +98,8 @@ def _put_off(build: Any, changes: dict[str, object]) -> None:
     assert torch.equal(*weights)
 
 
-def test_no_chunk_starves():
-    on_ranks(2, _waits)
-
-
-def _waits() -> None:
+@with_ranks(2)
+def test_no_chunk_starves() -> None:
     chunks = 23
     model = Given([(chunks * CHUNK - 1,)])  # an element more says whether a rank has used it
     pool = pooled(model, settings(sparsity=0.85))
@@ -127,11 +118,8 @@ def _waits() -> None:
 
 
 @pytest.mark.parametrize("collective", ["pairwise", "ring"])
-def test_sparsity_zero_is_dense_training_to_the_bit(collective: str):
-    on_ranks(2, _dense_twice, collective)
-
-
-def _dense_twice(collective: str) -> None:
+@with_ranks(2)
+def test_sparsity_zero_is_dense_training_to_the_bit(collective: str) -> None:
     dense, sparse = (
         trained(chosen, network, labelled_loss, optimizer_of=partial(build_optimizer, SGD), steps=10)
         for chosen in (
@@ -161,11 +149,8 @@ def _train(
 
 
 @pytest.mark.parametrize("timing", ["lazy", "hybrid"])
-def test_a_state_dict_continues_to_the_bit(timing: str):
-    on_ranks(2, _continues, timing)
-
-
-def _continues(timing: str) -> None:
+@with_ranks(2)
+def test_a_state_dict_continues_to_the_bit(timing: str) -> None:
     corrected = timing == "lazy"
     chosen = settings(sparsity=0.75, dense_epochs=2, ramp_epochs=2, timing=timing, momentum_correction=corrected)
     model, other = network(), network()
@@ -179,11 +164,8 @@ def _continues(timing: str) -> None:
     assert _train(model, pool, optimizer, range(7, 12)) == _train(other, again, other_optimizer, range(7, 12))
 
 
-def test_corrected_momentum_is_that_of_deep_gradient_compression():
-    on_ranks(2, _corrects)
-
-
-def _corrects() -> None:
+@with_ranks(2)
+def test_corrected_momentum_is_that_of_deep_gradient_compression() -> None:
     """Beside its formulas, to the bit: gradients are integers, the momentum is a half. Everything is sent at first."""
     size, world, rank = 12 * CHUNK - 1, 2, dist.get_rank()
     model = Given([(size,)])
@@ -210,11 +192,8 @@ def _corrects() -> None:
         assert torch.equal(engine_of(pool).state_dict()["velocity"][:size], velocity[rank]), step
 
 
-def test_where_everything_is_sent_corrected_momentum_is_momentum():
-    on_ranks(2, _momentum)
-
-
-def _momentum() -> None:
+@with_ranks(2)
+def test_where_everything_is_sent_corrected_momentum_is_momentum() -> None:
     """Decay included; the pool learns the order of layers that are registered in another."""
     weights = []
     for chosen in (LazySync(wire="fp32"), settings(sparsity=0.0, momentum_correction=True)):
@@ -244,12 +223,9 @@ def _learns() -> tuple[list[float], list[int]]:
 
 
 @pytest.mark.parametrize("timing", ["lazy", "hybrid"])
-def test_a_second_update_of_a_step_sees_what_the_first_has_updated(timing: str):
+@with_ranks(2)
+def test_a_second_update_of_a_step_sees_what_the_first_has_updated(timing: str) -> None:
     """A moving average, which is no optimizer."""
-    on_ranks(2, _second_update, timing)
-
-
-def _second_update(timing: str) -> None:
     model = network()
     pool, optimizer = pooled(model, settings(sparsity=0.75, timing=timing)), build_optimizer(SGD, model)
     averaged: list[set[nn.Parameter]] = []
@@ -263,12 +239,10 @@ def _second_update(timing: str) -> None:
 
 @pytest.mark.parametrize("timing", ["lazy", "hybrid"])
 @pytest.mark.parametrize("way", ["nested", "apart"])
-def test_momentum_correction_takes_in_what_a_later_backward_of_the_step_adds(way: str, timing: str):
+@with_ranks(2)
+def test_momentum_correction_takes_in_what_a_later_backward_of_the_step_adds(way: str, timing: str) -> None:
     """A reentrant checkpoint's backward ends inside another one; two losses may reach different layers."""
-    on_ranks(2, _as_at_once, settings(sparsity=0.0, timing=timing, momentum_correction=True, momentum=0.9), way)
-
-
-def _as_at_once(chosen: SparseSync, way: str) -> None:
+    chosen = settings(sparsity=0.0, timing=timing, momentum_correction=True, momentum=0.9)
     torch.testing.assert_close(_in_parts(chosen, way), _in_parts(chosen, "plain" if way == "nested" else "at once"))
 
 
@@ -295,15 +269,8 @@ def _in_parts(chosen: SparseSync, way: str) -> Tensor:
     return weights_of(model)
 
 
-def test_gradients_are_the_means_of_what_was_sent():
-    (before, shown), (theirs, others) = on_ranks(2, _sent_gradients)
-    assert torch.equal(shown, others)
-    there = shown != 0
-    assert 0.2 < there.float().mean() < 0.8
-    torch.testing.assert_close(shown[there], (before + theirs)[there] / 2)
-
-
-def _sent_gradients() -> tuple[Tensor, Tensor]:
+@with_ranks(2)
+def test_gradients_are_the_means_of_what_was_sent() -> None:
     model = network()
     pool = pooled(model, settings(sparsity=0.5))
     pool.zero_grad()
@@ -317,38 +284,34 @@ def _sent_gradients() -> tuple[Tensor, Tensor]:
             gradient[part] = 0
         assert not gradient.any(), "what was not sent is zero"
     pool.step(build_optimizer(SGD, model))
-    return before, shown
+    same_on_ranks(shown)
+    there = shown != 0
+    assert 0.2 < there.float().mean() < 0.8
+    torch.testing.assert_close(shown[there], mean_over_ranks(before)[there])
 
 
 @pytest.mark.parametrize("kind", [OurSgd, torch.optim.AdamW])
-def test_ranks_clip_alike_what_was_sent(kind: Any):
-    """Each rank has a residual of its own, which must not be in ``p.grad``."""
-    (ours, norms), (theirs, others) = on_ranks(2, _clip, kind)
-    assert torch.equal(ours, theirs)
-    assert norms == others
-    assert min(norms) > 0
-
-
-def _clip(kind: Any) -> tuple[Tensor, list[float]]:
-    """By a step of the pool, or by the optimizer's own."""
-    model, norms = network(), []
+@with_ranks(2)
+def test_ranks_clip_alike_what_was_sent(kind: Any) -> None:
+    """By a step of the pool, or by the optimizer's own. Each rank has a residual of its own, which must not be in
+    ``p.grad``."""
+    model = network()
     pool, optimizer = pooled(model, settings(sparsity=0.5)), kind(model.parameters(), lr=0.1)
     for step in range(6):
         pool.zero_grad()
         labelled_loss(model, step).backward()
         pool.finish()
         pool.finish()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        assert norm > 0
+        same_on_ranks(norm)
         pool.step(optimizer) if kind is OurSgd else optimizer.step()
-    return weights_of(model), norms
+    same_on_ranks(weights_of(model))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_it_takes_every_dtype(dtype: torch.dtype):
-    on_ranks(2, _of_dtype, dtype)
-
-
-def _of_dtype(dtype: torch.dtype) -> None:
+@with_ranks(2)
+def test_it_takes_every_dtype(dtype: torch.dtype) -> None:
     model = Layers().to(dtype)
     pool, optimizer = pooled(model, settings(sparsity=0.5)), OurSgd(model.parameters(), lr=0.1)
     for step in range(4):

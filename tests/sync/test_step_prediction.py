@@ -30,7 +30,7 @@ from imagenet_fast.sync import (
 from imagenet_fast.sync.bucketing import step_model
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.topology import Topology
-from tests.ranks import run
+from tests.sync.given import with_ranks
 
 OURS: tuple[Sync, ...] = (
     AllReduceSync(wire="bf16"), RingSync(), LazySync(), HybridSync(), HybridSync(policy="by-size"), DearSync(),
@@ -236,11 +236,8 @@ def test_a_prediction_needs_no_process_group():
     assert not pool.topology._streams
 
 
-def test_pooling_gradients_prolongs_backward():
-    run(1, _moves)
-
-
-def _moves() -> None:
+@with_ranks(1)
+def test_pooling_gradients_prolongs_backward() -> None:
     profile = random_profile(3).downscaled(64)
     gradients = gradients_of(profile)
     model = replay(profile, gradients)
