@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from unittest.mock import patch
 
@@ -32,8 +33,8 @@ from imagenet_fast.sync import (
 )
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.ranks import run
-from tests.sync.given import Given, integers, on_ranks, pooled, weights_of, with_ranks
-from tests.sync.loops import state, trained
+from tests.sync.given import Given, integers, on_ranks, pooled, weights_of
+from tests.sync.loops import trained
 
 BATCH = 24
 SGD = Sgd(kind="sgd", lr=0.02, weight_decay=1e-4)
@@ -259,43 +260,6 @@ def swin() -> nn.Module:
     )  # fmt: skip
 
 
-FAMILIES = {mobilenet: (64, 4, 1.0), vit: (32, 8, 0.02), swin: (64, 8, 0.02)}
-"""Pixels, steps and MiB of messages."""
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "allreduce fused"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families_train_as_under_ddp(family: Callable[[], nn.Module], name: str):
-    """In weights and in each rank's own statistics; eight steps are enough for plans to be made and used."""
-    pixels, steps, mb = FAMILIES[family]
-    statistics = run(3, _as_under_ddp, family, pixels, steps, exact(mb)[name])
-    assert len(set(statistics)) == (3 if family is mobilenet else 1), "batch norms are a rank's own"
-
-
-@by_links
-def _as_under_ddp(family: Callable[[], nn.Module], pixels: int, steps: int, settings: EngineSettings) -> float:
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return family()
-
-    def loss(model: nn.Module, step: int) -> Tensor:
-        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-        images = torch.randn(4, 3, pixels, pixels, generator=generator)
-        return F.cross_entropy(model(images), torch.randint(0, 10, (4,), generator=generator))
-
-    def sgd(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, weight_decay=1e-3)
-
-    begun, expected = state(build()), trained(DdpSync(), build, loss, optimizer_of=sgd, steps=steps)
-    moved = torch.stack([(expected[name] - begun[name]).abs().max() for name, _ in family().named_parameters()])
-    assert (moved > 1e-4).float().mean() > 0.85, "else there is nothing to see"
-    weights = trained(settings, build, loss, optimizer_of=sgd, steps=steps)
-    for name, tensor in expected.items():
-        torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=1e-4, msg=name)
-    return sum(float(tensor.sum()) for name, tensor in expected.items() if "running" in name)
-
-
 class Hostile(nn.Module):
     """All that a parameter can be besides the weight of a module that is called once."""
 
@@ -337,31 +301,6 @@ class Hostile(nn.Module):
         return F.linear(self.norms[1](x), self.tied.weight)
 
 
-HOSTILE = [
-    *((torch.float32, name) for name in NAMES if name != "allreduce fused"),
-    (torch.float64, "dear"),
-    (torch.bfloat16, "dear"),
-]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "name"),
-    [pytest.param(*case, marks=[pytest.mark.ci] * (case != (torch.float32, "hybrid"))) for case in HOSTILE],
-)
-@with_ranks(2)
-@by_links
-def test_a_hostile_model_trains_as_by_hand(dtype: torch.dtype, name: str) -> None:
-    settings = exact(0.01)[name]
-    near = {torch.float32: 1e-5, torch.float64: 1e-6, torch.bfloat16: 2e-2}[dtype]
-    build = partial(hostile, dtype)
-    expected = trained(None, build, tokens_loss, optimizer_of=decaying, steps=8)
-    weights = trained(settings, build, tokens_loss, optimizer_of=decaying, steps=8)
-    for name, begun in build().named_parameters():
-        stays = name.startswith(("of_none", "frozen"))
-        assert torch.equal(expected[name], begun) is stays, f"{name} has {'' if stays else 'not '}moved"
-        torch.testing.assert_close(weights[name], expected[name], rtol=near, atol=near, msg=name)
-
-
 def hostile(dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
     with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of the elder of weight norms
@@ -377,5 +316,71 @@ def tokens_loss(model: nn.Module, step: int) -> Tensor:
     return F.cross_entropy(model(tokens, (dist.get_rank() + step) % 3 == 0).flatten(0, 1), tokens.flatten())
 
 
-def decaying(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
+def images_loss(pixels: int) -> Callable[[nn.Module, int], Tensor]:
+    def loss(model: nn.Module, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        images = torch.randn(4, 3, pixels, pixels, generator=generator)
+        return F.cross_entropy(model(images), torch.randint(0, 10, (4,), generator=generator))
+
+    return loss
+
+
+@dataclass(frozen=True)
+class Family:
+    """A network, what it is trained on and how, by how many ranks, and how near it is to that."""
+
+    build: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, int], Tensor]
+    world: int = 3
+    steps: int = 8
+    mb: float = 0.02
+    sgd: tuple[float, float] = (0.2, 1e-3)  # rate and decay
+    near: float = 1e-4
+
+
+FAMILIES = {
+    "mobilenet": Family(mobilenet, images_loss(64), steps=4, mb=1.0),
+    "vit": Family(vit, images_loss(32)),
+    "swin": Family(swin, images_loss(64)),
+    "hostile": Family(partial(hostile, torch.float32), tokens_loss, 2, mb=0.01, sgd=(0.05, 1e-2), near=1e-5),
+    "hostile float64": Family(partial(hostile, torch.float64), tokens_loss, 2, mb=0.01, sgd=(0.05, 1e-2), near=1e-6),
+    "hostile bfloat16": Family(partial(hostile, torch.bfloat16), tokens_loss, 2, mb=0.01, sgd=(0.05, 1e-2), near=2e-2),
+}
+CASES = [
+    pytest.param(family, name, marks=[pytest.mark.ci] * ((family, name) != ("hostile", "hybrid")))
+    for family in FAMILIES
+    for name in (["dear"] if " " in family else NAMES)
+    if name != "allreduce fused"
+]
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_a_model_of_any_family_trains_as_by_hand(family: str, name: str):
+    """In weights and in each rank's own statistics; eight steps are enough for plans to be made and used."""
+    run(FAMILIES[family].world, _as_by_hand, family, name)
+
+
+@by_links
+def _as_by_hand(of: str, name: str) -> None:
+    family = FAMILIES[of]
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return family.build()
+
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), family.sgd[0], momentum=0.9, weight_decay=family.sgd[1])
+
+    expected, weights = (
+        trained(settings, build, family.loss, optimizer_of=sgd, steps=family.steps)
+        for settings in (None, exact(family.mb)[name])
+    )
+    moved = []
+    for param, begun in build().named_parameters():
+        if param.startswith(("of_none", "frozen")):
+            assert torch.equal(expected[param], begun), param
+        else:
+            moved.append(float((expected[param] - begun).abs().max() > 1e-4))
+    assert sum(moved) > 0.85 * len(moved), "else there is nothing to see"
+    for param, tensor in expected.items():
+        torch.testing.assert_close(weights[param], tensor, rtol=family.near, atol=family.near, msg=param)
