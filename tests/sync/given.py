@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, TypeVar
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -125,6 +126,12 @@ def _closing(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         return result
     finally:
         _pools = None
+
+
+def tiers(first: Sequence[Any], every: Iterable[Any]) -> list[Any]:
+    """Every case, of which the first tier has some, and `ci` the others. A case is a value or a tuple of them."""
+    others = [case if isinstance(case, tuple) else (case,) for case in every if case not in first]
+    return [*first, *(pytest.param(*case, marks=pytest.mark.ci) for case in others)]
 
 
 Test = TypeVar("Test", bound=Callable[..., None])

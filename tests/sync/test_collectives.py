@@ -22,7 +22,7 @@ from imagenet_fast.sync.butterfly import SHORT_BYTES
 from imagenet_fast.sync.comm_ops import AllReduceHandle, carry
 from imagenet_fast.sync.topology import Topology
 from tests.ranks import lending, run
-from tests.sync.given import process_groups, with_ranks
+from tests.sync.given import process_groups, tiers, with_ranks
 
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 BY_NODE: tuple[Collective, ...] = ("hierarchical", "ring", "butterfly")
@@ -58,14 +58,16 @@ def mean_of(length: int, world: int, integers: bool) -> torch.Tensor:
 
 
 PLACES = [
-    pytest.param(world, per_node, collective, marks=[pytest.mark.ci] * (world not in (2, 4)))
+    (world, per_node, collective)
     for world, per_node in product(range(1, 9), (1, 2, 3))
     for collective in (COLLECTIVES if per_node == 1 else BY_NODE)
     if world % per_node == 0
 ]
 
 
-@pytest.mark.parametrize(("world", "per_node", "collective"), PLACES)
+@pytest.mark.parametrize(
+    ("world", "per_node", "collective"), tiers([place for place in PLACES if place[0] in (2, 4)], PLACES)
+)
 def test_every_rank_ends_with_the_mean_to_the_bit(world: int, per_node: int, collective: Collective):
     first, *others = run(world, ends_with_the_mean, collective, per_node)
     assert all(digests == first for digests in others)

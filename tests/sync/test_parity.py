@@ -33,7 +33,7 @@ from imagenet_fast.sync import (
 )
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.ranks import run
-from tests.sync.given import Given, integers, on_ranks, pooled, weights_of
+from tests.sync.given import Given, integers, on_ranks, pooled, tiers, weights_of
 from tests.sync.loops import trained
 
 BATCH = 24
@@ -135,9 +135,7 @@ def test_16_bit_wires_stay_near_it(kind: Callable[..., Sync], wire: str):
 WHOLE = [(world, name) for world in (2, 3) for name in NAMES if name not in ("hybrid by size", "auto")]
 
 
-@pytest.mark.parametrize(
-    ("world", "name"), [pytest.param(*case, marks=[pytest.mark.ci] * (case != (3, "dear"))) for case in WHOLE]
-)
+@pytest.mark.parametrize(("world", "name"), tiers([(2, "dear")], WHOLE))
 def test_with_integer_gradients_100_steps_agree_to_the_bit(world: int, name: str):
     model = whole_model()
     shapes = [param.shape for param in model.weights]
@@ -204,7 +202,10 @@ def reversal_loss(model: nn.Module, step: int) -> Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1), (15 - tokens).flatten())
 
 
-@pytest.mark.parametrize(("one", "other", "hooks"), [("put off", "settled", 0), ("hooked", "finished before", 8)])
+WAYS = [("put off", "settled", 0), ("hooked", "finished before", 8)]
+
+
+@pytest.mark.parametrize(("one", "other", "hooks"), tiers(WAYS[:1], WAYS))
 def test_a_step_of_torchs_optimizers_is_the_same_put_off_as_at_once(one: str, other: str, hooks: int):
     """To the bit, in weights and in the optimizer's state; with a hook it is taken at once, and the hook runs once."""
     for (weights, hooked), (others, _) in zip(on_ranks(2, _stepped, one), on_ranks(2, _stepped, other), strict=True):
@@ -347,13 +348,14 @@ FAMILIES = {
     "hostile bfloat16": Family(partial(hostile, torch.bfloat16), tokens_loss, 2, mb=0.01, sgd=(0.05, 1e-2), near=2e-2),
 }
 CASES = [
-    pytest.param(family, name, marks=[pytest.mark.ci] * ((family, name) != ("hostile", "hybrid")))
+    (family, name)
     for family in FAMILIES
     for name in (["dear"] if " " in family else NAMES)
     if name != "allreduce fused"
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_a_model_of_any_family_trains_as_by_hand(family: str, name: str):
     """In weights and in each rank's own statistics; eight steps are enough for plans to be made and used."""

@@ -19,7 +19,7 @@ from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.param_slot import slots_of
 from imagenet_fast.sync.quantization import BLOCK, PLAIN, ErrorFeedback, Feedback, Packer, decode, encode
 from tests.ranks import lending
-from tests.sync.given import Given, applied, engine_of, on_ranks, pooled, same_on_ranks, with_ranks
+from tests.sync.given import Given, applied, engine_of, on_ranks, pooled, same_on_ranks, tiers, with_ranks
 from tests.sync.loops import unmeasured
 
 WIRES = (torch.int8, torch.float8_e4m3fn)
@@ -134,13 +134,13 @@ CODES: tuple[Codes, ...] = ("int8", "fp8")
 COLLECTIVES: tuple[Collective, ...] = ("pairwise", "butterfly", "ring", "native", "parameter_server", "torus2d")
 QUICK = [(4, 1, "int8", "pairwise"), (4, 2, "int8", "butterfly"), (3, 1, "fp8", "pairwise")]
 CASES = [
-    pytest.param(*case, marks=[pytest.mark.ci] * (case not in QUICK), id=f"{case[2]}-{case[3]}-{case[0]} by {case[1]}")
+    case
     for case in product((3, 4), (1, 2), CODES, COLLECTIVES)
     if case[0] % case[1] == 0 and (case[2] == "int8" or case[3] in ("pairwise", "butterfly"))
 ]
 
 
-@pytest.mark.parametrize(("world", "ranks_per_node", "wire", "collective"), CASES)
+@pytest.mark.parametrize(("world", "ranks_per_node", "wire", "collective"), tiers(QUICK, CASES))
 def test_all_ranks_apply_the_same_and_what_travels_together_changes_no_bit(
     world: int, ranks_per_node: int, wire: Codes, collective: Collective
 ):
@@ -167,11 +167,11 @@ PLANNING = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("settings", PLANNING.values(), ids=PLANNING)
+@pytest.mark.parametrize("name", tiers(["hybrid", "dear, bf16 at first"], PLANNING))
 @with_ranks(4)
 @unmeasured()
-def test_an_engine_that_plans_loses_nothing_when_messages_change(settings: EngineSettings) -> None:
-    steps = Steps(settings).take(10)
+def test_an_engine_that_plans_loses_nothing_when_messages_change(name: str) -> None:
+    steps = Steps(PLANNING[name]).take(10)
     assert steps.lost == 0.0
     assert steps.engine.state_dict()["left"].any()
 
@@ -182,10 +182,11 @@ GOING_ON = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("settings", GOING_ON.values(), ids=GOING_ON)
+@pytest.mark.parametrize("name", tiers(["lazy"], GOING_ON))
 @with_ranks(2)
 @unmeasured()
-def test_a_run_goes_on_from_its_state_bit_for_bit(settings: EngineSettings) -> None:
+def test_a_run_goes_on_from_its_state_bit_for_bit(name: str) -> None:
+    settings = GOING_ON[name]
     first = Steps(settings).take(3)
     again = Steps(settings)
     again.engine.load_state_dict(first.state())

@@ -33,7 +33,7 @@ from imagenet_fast.sync import (
 from imagenet_fast.training.optimizers import LARS, SGD
 from tests.ports import free_port
 from tests.ranks import run
-from tests.sync.given import on_ranks, pooled, same_on_ranks, weights_of, with_ranks
+from tests.sync.given import on_ranks, pooled, same_on_ranks, tiers, weights_of, with_ranks
 from tests.sync.loops import DEAR, DENSE, HYBRID, LAZY, Layers, alike, loss_of, sgd, state, unmeasured
 
 ENGINES: dict[str, EngineSettings] = {
@@ -411,9 +411,11 @@ def elected() -> tuple[nn.Module, GradientPool, torch.optim.Optimizer]:
     return model, pool, optimizer
 
 
-@pytest.mark.parametrize(
-    ("name", "engine"), [(name, engine) for name, refusal in REFUSALS.items() for engine in refusal.engines]
-)
+EVERY = [(name, engine) for name, refusal in REFUSALS.items() for engine in refusal.engines]
+FIRST = [case for case in EVERY if case[0] != "a state of another engine" or case[1] in ("lazy", "sparse")]
+
+
+@pytest.mark.parametrize(("name", "engine"), tiers(FIRST, EVERY))
 @with_ranks(2)
 @unmeasured()
 def test_refused(name: str, engine: str) -> None:
@@ -426,7 +428,8 @@ def test_refused(name: str, engine: str) -> None:
 # What looks odd and can be done
 
 
-@pytest.mark.parametrize("engine", ["lazy", *(pytest.param(name, marks=pytest.mark.ci) for name in ("hybrid", "dear"))])
+@pytest.mark.ci
+@pytest.mark.parametrize("engine", ["lazy", "hybrid", "dear"])
 @with_ranks(2)
 @unmeasured()
 def test_a_compiled_model_is_pooled_as_the_model_that_it_compiles(engine: str) -> None:
