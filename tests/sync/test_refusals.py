@@ -363,7 +363,6 @@ def kept(settings: EngineSettings) -> dict[str, Any]:
 
 
 @refused(r"state is of another engine than .*; attach that engine", *ENGINES)
-@unmeasured()
 def a_state_of_another_engine(settings: EngineSettings) -> Wrong:
     state = kept(settings)
     for other in ENGINES.values():
@@ -419,10 +418,13 @@ FIRST = [case for case in EVERY if case[0] != "a state of another engine" or cas
 @with_ranks(2)
 @unmeasured()
 def test_refused(name: str, engine: str) -> None:
-    refusal = REFUSALS[name]
+    refusal, told = REFUSALS[name], torch.tensor(0)
     for wrong, *arguments in refusal.loop(ENGINES[engine]):
         with pytest.raises(refusal.error, match=refusal.sentence):
             wrong(*arguments)
+        told += 1
+    dist.all_reduce(told)
+    assert told > 0
 
 
 # What looks odd and can be done
