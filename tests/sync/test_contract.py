@@ -206,10 +206,10 @@ FULL = [
 )
 @pytest.mark.parametrize(("engine", "wire", "collective"), FULL)
 def test_every_engine_wire_and_collective(engine: Name, wire: Wire, collective: Collective, world: int):
-    """In every place of so many ranks. A power of two or not, on one level or two."""
+    """In every other place of so many ranks. A power of two or not, on one level or two."""
     start = 7 * COLLECTIVES.index(collective) + WIRES.index(wire)  # the rest takes turns
     rest = list(product(FUSIONS, SERVERS, DTYPES, POLICIES))
-    places = [place for place in PLACES if place.world == world]
+    places = [place for place in PLACES if place.world == world][start % 2 :: 2]
     cases = [Case(place, engine, wire, collective, *rest[(start + 19 * n) % 72]) for n, place in enumerate(places)]
     _agree(run(world, average, cases, False))
 
